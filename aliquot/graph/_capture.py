@@ -1,5 +1,6 @@
-"""Training step + example arguments -> Graph. Nothing runs, nothing is allocated: arguments may be
-shapes.
+"""Tracing of a training step into a `Graph`.
+
+Nothing runs and nothing is allocated: example arguments may be `jax.ShapeDtypeStruct`s.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ _MOST_ELEMENTS = 2**53
 def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     """Trace a training step, as it is, into a `Graph`.
 
-    Python numbers inside an argument's pytree (such as the step counter of a fresh Flax
-    `TrainState`) are traced as `jax.jit` does, unless a jitted step declares them static or the
-    step needs their values; those, the settings of Equinox modules and everything else that is no
-    array (a function, a flag) are static: part of the plan.
+    Arrays are traced. So are Python numbers inside an argument's pytree (such as the step counter
+    of a fresh Flax `TrainState`), as by `jax.jit`, with two exceptions: a jitted step declares them
+    static, or the step needs their values. These numbers and everything that is no array (a
+    function, a flag, the settings of an Equinox module) are static: the plan holds for their
+    values alone.
 
     Args:
         fn: the step: plain, jitted, or one that changes Flax NNX objects in place. Its errors come
@@ -40,8 +42,8 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
         *args, **kwargs: example arguments; arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-        CaptureError: `fn` is no function, takes no arrays, or returns something that is no array;
-            or has arrays that no machine holds.
+        CaptureError: `fn` is no function, takes no arrays, returns something that is no array, or
+            makes an array of more than 2**53 elements.
     """
     calling = calling_of(fn, args, kwargs)
     if not calling.call.leaves:
@@ -58,8 +60,8 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     except CaptureError:
         raise
     except Exception:
-        # Some number is a loop's length or a branch's condition after all; if not, the same error
-        # comes again.
+        # The step may need the value of a number, as the length of a loop or the condition of a
+        # branch. If it fails for another reason, this second trace raises the same error.
         calling = calling_of(fn, args, kwargs, static_numbers=frozenset(numbers))
         graph = build_graph(calling, calling.call.leaves)
     return _with_fewest_static(fn, args, kwargs, numbers, graph)
@@ -72,11 +74,14 @@ def _with_fewest_static(
     numbers: Sequence[str],
     graph: Graph,
 ) -> Graph:
-    """The graph of a step that needs the values of some numbers, in which as few as possible are
-    static.
+    """The graph of a step that needs the values of some numbers, with as few static as possible.
 
-    A number that is static by mistake would refuse the array that takes its place: a count of
-    steps, say. Each trial is a trace, so of many numbers all stay static.
+    A number made static without need would break the next call: the step counter, say, is a Python
+    number at first and an array after one step, and a plan refuses other values of what is static.
+    Each number costs one more trace, so where there are many all of them stay static.
+
+    Args:
+        graph: the graph in which all `numbers` are static.
     """
     static = frozenset(numbers)
     if not 1 < len(numbers) <= _MOST_TRIALS:
@@ -92,28 +97,31 @@ def _with_fewest_static(
 
 
 def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
-    """Trace the step of a calling convention on other leaves (such as a smaller batch) of the same
-    structure.
+    """Trace the step for the given leaves, such as those of a smaller batch.
+
+    Args:
+        calling: the step and the structure of its arguments.
+        leaves: arrays or shapes, one for each traced leaf of the arguments.
     """
-    with _collector_paused():
+    with _garbage_collection_paused():
         return _trace_to_graph(calling, leaves)
 
 
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    # A trace makes a million objects that all stay: looking for garbage among them takes a quarter
-    # of the time.
-    paused = gc.isenabled()
+def _garbage_collection_paused() -> Iterator[None]:
+    # A trace makes a million objects, none of which is garbage yet: searching them for some takes a
+    # quarter of the time.
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if paused:
+        if was_enabled:
             gc.enable()
 
 
-def _require_sizes(values: Sequence[Value]) -> None:
-    """Refuse arrays that no machine holds."""
+def _refuse_huge_arrays(values: Sequence[Value]) -> None:
+    """Raise `CaptureError` for an array with more elements than float64 can count exactly."""
     largest = max(values, key=lambda value: math.prod(value.shape), default=None)
     if largest is not None and math.prod(largest.shape) > _MOST_ELEMENTS:
         raise CaptureError(
@@ -124,7 +132,8 @@ def _require_sizes(values: Sequence[Value]) -> None:
 
 
 def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
-    # `run` notes the structure of the results in the calling convention: each trace has its own.
+    # `calling.run` writes the structure of the results into `calling`; the copy keeps traces from
+    # overwriting each other's.
     calling = replace(calling)
     structs = [compat.shape_struct(leaf) for leaf in leaves]
     try:
@@ -141,7 +150,7 @@ def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
     input_values = [inliner.new_value(v.aval) for v in closed.jaxpr.invars]
     body = inliner.block(closed.jaxpr, closed.consts, input_values, "", 1)
     values = tuple(inliner.values)
-    _require_sizes(values)
+    _refuse_huge_arrays(values)
     drafts = inliner.drafts
     phases = assign_phases(drafts, len(values), inliner.decided)
     ops = tuple(
@@ -183,25 +192,25 @@ def _inputs(
     input_values: Sequence[int],
     outputs: Sequence[Output],
 ) -> tuple[Input, ...]:
-    """The step's inputs with their roles, and for state the output that replaces it."""
+    """The step's inputs, each with its role and, if it is state, the output that replaces it."""
     reach = reach_of(ops, values)
     trains = any(op.phase is Phase.BACKWARD for op in ops)
     call = calling.call
-    # Behind the step's results stand the arrays of NNX objects that it changed in place, under the
-    # paths of their inputs. Arrays of other arguments are matched with results by how they are
-    # used.
-    state = {outputs[k].path: k for k in range(calling.num_results, len(outputs))}
-    successors = {k: state[path] for k, path in enumerate(call.paths) if path in state}
-    plain = [k for k, parts in enumerate(call.parts) if parts[0] not in calling.modules]
+    # Two kinds of state. Arrays of NNX objects that the step changes in place are appended to its
+    # outputs under the paths of their inputs, so the path says which output replaces which input.
+    # Arrays of all other arguments are matched with the step's results by how they are used.
+    in_place = {outputs[k].path: k for k in range(calling.num_results, len(outputs))}
+    successors = {k: in_place[path] for k, path in enumerate(call.paths) if path in in_place}
+    others = [k for k, parts in enumerate(call.parts) if parts[0] not in calling.modules]
     matched = match_state(
         ops,
         values,
-        [(call.parts[k], input_values[k]) for k in plain],
+        [(call.parts[k], input_values[k]) for k in others],
         list(zip(calling.out_parts, outputs[: calling.num_results], strict=True)),
         reach,
         trains,
     )
-    successors.update({plain[k]: position for k, position in matched.items()})
+    successors.update({others[k]: position for k, position in matched.items()})
     inputs = [
         Input(path=path, value=value, role=Role.OTHER, output=successors.get(k))
         for k, (path, value) in enumerate(zip(call.paths, input_values, strict=True))

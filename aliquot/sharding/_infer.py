@@ -1,10 +1,10 @@
-"""Rules of primitives for which none is declared, found out by evaluating the operator alone.
+"""Inference of rules for primitives without a declared one, by evaluating the operator alone.
 
-A factor that runs through some operands and through every result may be split if the slices of the
-results are the results of the slices. That is tried on small random operands of two sizes, as it
-may hold by chance for one. A dim that the operator's parameters name cannot be cut, as the operator
-takes no other size there. Factors that are reduced are not inferred, nor is linearity: without them
-a plan is slower, never wrong.
+A factor that runs through some operands and through every result may be split if slicing the
+operands and then applying the operator gives the slices of the whole result. This is tested on
+random operands of two small sizes, since it may hold by chance for one. A dim whose size is fixed
+by the operator's parameters is never split: the operator accepts no slice of it. Neither reduced
+factors nor linearity are inferred; without them a plan may be slower, but it is never wrong.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ from numpy.typing import NDArray
 
 from ..graph import DimRule, Dims, Factors, HasShape, LoneOperator, Shape
 
-# Candidates grow with the number of operands and of equal dims; the likeliest come first.
-_MOST_SHAPES_TRIED = 128
-_MOST_FACTORS_TRIED = 24
+# The number of candidates explodes with the numbers of operands and of dims of equal size. The
+# likeliest come first: up to so many are checked by their shapes, and so many of these by numbers.
+_MOST_CANDIDATES = 128
+_MOST_TESTS = 24
+# Elements of all operands and results in one trial, so that it is quick.
 _MOST_ELEMENTS = 1 << 16
-_DRAWS = 3
-# Small stand-ins for the sizes of dims, in increasing order. Each is cut in two unequal pieces.
-_SMALL = ((4, 8, 10, 12, 14, 16, 18), (6, 9, 15, 20, 21, 24, 27))
+# Sets of random operands for each trial, since one may agree by chance.
+_NUM_DRAWS = 3
+# Two series of small sizes that replace the sizes of dims, the smallest by the first and so on.
+# Each is cut in two unequal pieces.
+_SMALL_SIZES = ((4, 8, 10, 12, 14, 16, 18), (6, 9, 15, 20, 21, 24, 27))
 
 Places: TypeAlias = frozenset[tuple[int, int]]
-"""Dims of arrays: positions among operands or results, and dims."""
+"""Dims of arrays: pairs of an array's position among operands (or results) and one of its dims."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,38 +48,43 @@ class _Factor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """Operands of small shapes, and where to cut the dims of a factor in two."""
+    """A test of one factor at one series of small sizes.
+
+    Attributes:
+        shapes: of the operands.
+        cut_at: index at which the dims of the factor are cut in two.
+    """
 
     shapes: tuple[Shape, ...]
-    at: int
+    cut_at: int
 
 
 def infer_rule(eqn: Any, operands: Sequence[HasShape], results: Sequence[Shape]) -> DimRule | None:
-    """The rule of an operator as far as it can be found out; None if nothing may be split.
+    """The rule of an operator as far as it can be inferred; None if nothing may be split.
 
-    Operators that have effects or that cannot be evaluated on the host have none. The same operator
-    always gets the same rule: operands are drawn from a fixed seed.
+    None, too, for operators that have effects or that cannot be evaluated on the host. The same
+    operator always gets the same rule: random operands come from a fixed seed.
     """
     lone = LoneOperator.of(eqn)
     if lone is None:
         return None
-    factors = _factors(lone, tuple(o.shape for o in operands), tuple(results))
+    factors = _infer_factors(lone, tuple(o.shape for o in operands), tuple(results))
     return _as_rule(factors, operands, results) if factors else None
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _factors(
+def _infer_factors(
     lone: LoneOperator, shapes: tuple[Shape, ...], results: tuple[Shape, ...]
 ) -> tuple[_Factor, ...]:
     """The factors that may be split, no two of which share a dim."""
-    small = [_small_shapes(lone, shapes, which) for which in range(len(_SMALL))]
+    small = [_small_shapes(lone, shapes, series) for series in range(len(_SMALL_SIZES))]
     tests: list[tuple[_Factor, tuple[_Trial, ...]]] = []
-    for places in itertools.islice(_candidates(shapes), _MOST_SHAPES_TRIED):
+    for places in itertools.islice(_candidates(shapes), _MOST_CANDIDATES):
         factor = _factor_through(lone, shapes, results, places)
         trials = _trials(lone, shapes, small, factor) if factor is not None else None
         if factor is not None and trials is not None:
             tests.append((factor, trials))
-        if len(tests) == _MOST_FACTORS_TRIED:
+        if len(tests) == _MOST_TESTS:
             break
     factors: list[_Factor] = []
     # A dim belongs to one factor: of candidates that share one, the first that passes is taken.
@@ -95,28 +104,28 @@ def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
     operands, counted from the front or, as broadcasting does, from the back; then all others.
     """
     for size in sorted({n for shape in shapes for n in shape if n > 1}):
-        having = [[d for d, n in enumerate(shape) if n == size] for shape in shapes]
-        yield from (frozenset({(k, d)}) for k, dims in enumerate(having) for d in dims)
+        dims_of_size = [[d for d, n in enumerate(shape) if n == size] for shape in shapes]
+        yield from (frozenset({(k, d)}) for k, dims in enumerate(dims_of_size) for d in dims)
         seen: set[Places] = set()
         for from_end in (False, True):
             offsets = {
                 d - (len(shapes[k]) if from_end else 0)
-                for k, dims in enumerate(having)
+                for k, dims in enumerate(dims_of_size)
                 for d in dims
             }
             for offset in sorted(offsets):
                 places = frozenset(
                     (k, offset + (len(shapes[k]) if from_end else 0))
-                    for k, dims in enumerate(having)
+                    for k, dims in enumerate(dims_of_size)
                     if offset + (len(shapes[k]) if from_end else 0) in dims
                 )
                 if len(places) > 1 and places not in seen:
                     seen.add(places)
                     yield places
-        having_any = [k for k, dims in enumerate(having) if dims]
-        for count in range(2, len(having_any) + 1):
-            for chosen in itertools.combinations(having_any, count):
-                for dims in itertools.product(*(having[k] for k in chosen)):
+        operands_with_size = [k for k, dims in enumerate(dims_of_size) if dims]
+        for count in range(2, len(operands_with_size) + 1):
+            for chosen in itertools.combinations(operands_with_size, count):
+                for dims in itertools.product(*(dims_of_size[k] for k in chosen)):
                     places = frozenset(zip(chosen, dims, strict=True))
                     if places not in seen:
                         yield places
@@ -133,7 +142,7 @@ def _factor_through(
     result_shapes = lone.shapes_made(_resized(shapes, places, 2 * size))
     if result_shapes is None or not result_shapes:
         return None
-    followed = []
+    result_dims = []
     for k, (new, old) in enumerate(zip(result_shapes, results, strict=True)):
         differing = [d for d, (n, o) in enumerate(zip(new, old, strict=False)) if n != o]
         if len(new) != len(old) or len(differing) != 1:
@@ -141,24 +150,26 @@ def _factor_through(
         (dim,) = differing
         if (old[dim], new[dim]) != (size, 2 * size):
             return None
-        followed.append((k, dim))
-    return _Factor(operands=places, results=frozenset(followed))
+        result_dims.append((k, dim))
+    return _Factor(operands=places, results=frozenset(result_dims))
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _small_shapes(lone: LoneOperator, shapes: tuple[Shape, ...], which: int) -> tuple[Shape, ...]:
-    """The same shapes with a small number in the place of each size, wherever the operator takes
-    it.
+def _small_shapes(lone: LoneOperator, shapes: tuple[Shape, ...], series: int) -> tuple[Shape, ...]:
+    """The operands' shapes with each size replaced by a small one, where the operator accepts it.
 
-    Sizes that are equal stay equal, and larger ones larger.
+    Equal sizes stay equal, and larger ones larger, so that the operator's checks still pass.
+
+    Args:
+        series: index into `_SMALL_SIZES`.
     """
     small = shapes
     for size in _sizes(shapes):
         places = frozenset(
             (k, d) for k, shape in enumerate(shapes) for d, n in enumerate(shape) if n == size
         )
-        trial = _resized(small, places, _stand_in(shapes, size, which))
-        # A size that the operator's parameters name is refused, and stays.
+        trial = _resized(small, places, _small_size(shapes, size, series))
+        # The operator accepts no other size where its parameters fix one: that size stays.
         if lone.shapes_made(trial) is not None:
             small = trial
     return small
@@ -170,20 +181,27 @@ def _trials(
     small: Sequence[tuple[Shape, ...]],
     factor: _Factor,
 ) -> tuple[_Trial, ...] | None:
-    """Trials of a factor at small shapes; None if the operator does not take these, or they are too
-    large.
+    """One trial of a factor for each series of small sizes.
+
+    None if the operator refuses these shapes or slices of them, or if they are too large.
+
+    Args:
+        small: the operands' shapes for each series, from `_small_shapes`.
     """
     trials = []
-    for which, others in enumerate(small):
-        size = _stand_in(shapes, _size_at(shapes, factor.operands), which)
-        whole = _resized(others, factor.operands, size)
-        # Pieces of different sizes: what holds for halves may hold by chance.
-        at = size // 3
-        pieces = [lone.shapes_made(_resized(whole, factor.operands, n)) for n in (at, size - at)]
+    for series, small_shapes in enumerate(small):
+        size = _small_size(shapes, _size_at(shapes, factor.operands), series)
+        # A size that the parameters fix in one dim was kept in all dims of that size. The factor's
+        # dims may still take the small one.
+        whole = _resized(small_shapes, factor.operands, size)
+        # A third and two thirds, since an operator may treat equal halves alike by chance.
+        cut_at = size // 3
+        sizes = (cut_at, size - cut_at)
+        pieces = [lone.shapes_made(_resized(whole, factor.operands, n)) for n in sizes]
         result_shapes = lone.shapes_made(whole)
         if result_shapes is None or any(
             p != _resized(result_shapes, factor.results, n)
-            for p, n in zip(pieces, (at, size - at), strict=True)
+            for p, n in zip(pieces, sizes, strict=True)
         ):
             return None
         if (
@@ -191,26 +209,29 @@ def _trials(
             or sum(map(math.prod, (*whole, *result_shapes))) > _MOST_ELEMENTS
         ):
             return None
-        trials.append(_Trial(shapes=whole, at=at))
+        trials.append(_Trial(shapes=whole, cut_at=cut_at))
     return tuple(trials)
 
 
 def _sizes(shapes: Sequence[Shape]) -> list[int]:
+    """The different sizes of dims above 1, in increasing order."""
     return sorted({n for shape in shapes for n in shape if n > 1})
 
 
-def _stand_in(shapes: Sequence[Shape], size: int, which: int) -> int:
+def _small_size(shapes: Sequence[Shape], size: int, series: int) -> int:
+    """The small size of a series that replaces a size, by its rank among all sizes."""
     rank = _sizes(shapes).index(size)
-    return _SMALL[which][min(rank, len(_SMALL[which]) - 1)]
+    return _SMALL_SIZES[series][min(rank, len(_SMALL_SIZES[series]) - 1)]
 
 
 def _size_at(shapes: Sequence[Shape], places: Places) -> int:
-    """The size of dims that are equally long; 0 if they are not."""
+    """The common size of some dims; 0 if their sizes differ."""
     size, *others = {shapes[k][d] for k, d in places}
     return 0 if others else size
 
 
 def _resized(shapes: Sequence[Shape], places: Places, size: int) -> tuple[Shape, ...]:
+    """The shapes with `size` at some dims."""
     return tuple(
         tuple(size if (k, d) in places else n for d, n in enumerate(shape))
         for k, shape in enumerate(shapes)
@@ -221,11 +242,10 @@ def _resized(shapes: Sequence[Shape], places: Places, size: int) -> tuple[Shape,
 def _passing(
     lone: LoneOperator, tests: tuple[tuple[_Factor, tuple[_Trial, ...]], ...]
 ) -> tuple[_Factor, ...]:
-    """The factors that pass: the slices of the results are the results of the slices, at both sizes
-    and for all draws of random operands.
+    """The factors for which slices give the slices of the result, in all trials and draws.
 
-    All are tested in one program, as compiling takes most of the time; each by itself where that
-    program cannot be compiled.
+    All are tested in one program, since compiling takes most of the time. If that program cannot be
+    compiled, each factor is tested in its own, and those that cannot be compiled fail.
     """
     if not tests:
         return ()
@@ -239,16 +259,17 @@ def _passing(
 def _pass_together(
     lone: LoneOperator, tests: Sequence[tuple[_Factor, tuple[_Trial, ...]]]
 ) -> list[bool] | None:
+    """For each factor True if it passes; None if the program of all tests cannot be compiled."""
     wholes = list(dict.fromkeys(trial.shapes for _, trials in tests for trial in trials))
-    # Whole operands first, then both pieces of each trial; results come in the same order.
+    # A draw lists all whole operands, then both pieces of each trial's; results come in that order.
     draws = []
-    for draw in range(_DRAWS):
+    for draw in range(_NUM_DRAWS):
         given = {shapes: lone.operands(shapes, draw) for shapes in wholes}
         cut = [
             part
             for factor, trials in tests
             for trial in trials
-            for part in _cut(given[trial.shapes], factor.operands, trial.at)
+            for part in _cut(given[trial.shapes], factor.operands, trial.cut_at)
         ]
         draws.append([*given.values(), *cut])
     results_of_draws = lone.run(draws)
@@ -259,22 +280,26 @@ def _pass_together(
     for factor, trials in tests:
         good = True
         for trial in trials:
-            # Numbers are compared wherever there are some: a root of negative numbers is none.
-            compared = False
+            # Results that are nearly all NaN or infinite (roots of negative numbers) would agree
+            # without proving anything: at least one draw must have finite ones.
+            is_proved = False
             for results in results_of_draws:
-                want = _cut(results[wholes.index(trial.shapes)], factor.results, trial.at)
+                want = _cut(results[wholes.index(trial.shapes)], factor.results, trial.cut_at)
                 good &= all(
                     _same(a, b) for a, b in zip(results[position : position + 2], want, strict=True)
                 )
-                compared |= all(_is_mostly_finite(r) for r in results[wholes.index(trial.shapes)])
-            good &= compared
+                is_proved |= all(_is_finite_enough(r) for r in results[wholes.index(trial.shapes)])
+            good &= is_proved
             position += 2
         passed.append(good)
     return passed
 
 
 def _cut(arrays: Sequence[NDArray[Any]], places: Places, at: int) -> list[list[NDArray[Any]]]:
-    """Both pieces of arrays cut along some of their dims."""
+    """The first and the second pieces of arrays that are cut in two along some dims.
+
+    Arrays that have none of the dims are whole in both.
+    """
     dims = dict(places)
     return [
         [a[(slice(None),) * dims[k] + (piece,)] if k in dims else a for k, a in enumerate(arrays)]
@@ -283,7 +308,7 @@ def _cut(arrays: Sequence[NDArray[Any]], places: Places, at: int) -> list[list[N
 
 
 def _same(results: Sequence[NDArray[Any]], wanted: Sequence[NDArray[Any]]) -> bool:
-    """True if arrays are equal, of floats up to rounding."""
+    """True if all arrays are equal; floats may differ by rounding."""
     return all(_equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
@@ -292,8 +317,7 @@ def _equal(result: NDArray[Any], wanted: NDArray[Any]) -> bool:
         return False
     if result.dtype.kind in "biu":
         return bool((result == wanted).all())
-    # Slices may be summed in another order than the whole. A factor that may not be split differs
-    # by far more.
+    # Another order of summation changes the last bits; a split that is wrong changes far more.
     rounding = min(64 * _epsilon(result.dtype), 0.05)
     wide = np.complex128 if result.dtype.kind == "c" else np.float64
     a, b = result.astype(wide), wanted.astype(wide)
@@ -306,7 +330,8 @@ def _epsilon(dtype: Any) -> float:
     return float(limits(dtype).eps)
 
 
-def _is_mostly_finite(array: NDArray[Any]) -> bool:
+def _is_finite_enough(array: NDArray[Any]) -> bool:
+    """True if more than a quarter of the numbers are finite."""
     if array.dtype.kind in "biu":
         return True
     wide = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
@@ -318,7 +343,7 @@ def _as_rule(
 ) -> DimRule:
     f = Factors()
     shapes = [o.shape for o in operands]
-    # Dims that belong to no factor stay whole.
+    # Each dim that belongs to no factor gets a factor of its own that must stay whole.
     letters = [f.split(_size_at(shapes, factor.operands)) for factor in factors]
 
     def dims(k: int, shape: Shape, places: Sequence[Places]) -> Dims:

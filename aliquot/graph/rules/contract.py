@@ -1,4 +1,4 @@
-"""Products, and products of rows that belong to groups."""
+"""Rules of matrix products (`dot_general`) and of grouped ones (`ragged_dot_general`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from ._factors import Factors
 def _dot_general(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """`out[batch, m, n] = sum_k lhs[batch, m, k] * rhs[batch, n, k]` with any number of each."""
+    """`out[batch, m, n] = sum_k lhs[batch, m, k] * rhs[batch, n, k]`.
+
+    `batch`, `m`, `n` and `k` each stand for any number of dims.
+    """
     lhs, rhs = operands
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = params["dimension_numbers"]
     letters = iter(ascii_lowercase)
@@ -26,8 +29,8 @@ def _dot_general(
     right = {}
     for a, b in zip((*lhs_batch, *lhs_contract), (*rhs_batch, *rhs_contract), strict=True):
         left[a] = right[b] = next(letters)
-    # The result has the batch dims, then those of the left and of the right operand that are not
-    # summed.
+    # `dot_general` orders the result's dims so: batch, then the remaining dims of the left operand,
+    # then those of the right.
     out = [left[a] for a in lhs_batch]
     for dims, names in ((lhs, left), (rhs, right)):
         for d in range(len(dims.shape)):
@@ -54,26 +57,31 @@ def _dot_general(
 def _ragged_dot_general(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """A product whose rows belong to groups, one after the other, as those of tokens sorted by
-    their experts do.
+    """A grouped product: consecutive rows of `lhs` form groups, such as tokens sorted by expert.
 
-    With a matrix for each group, `out[m, n] = sum_k lhs[m, k] * rhs[group(m), k, n]`, the matrices
-    stay together: XLA gathers them. In their gradient, `out[g, k, n] = sum_m lhs[m, k] * rhs[m, n]`
-    over the rows of group `g`, groups are parallel. The sizes of all groups tell where a row
-    stands, so that each device needs them all.
+    Two forms occur in training:
+
+    - `out[m, n] = sum_k lhs[m, k] * rhs[group(m), k, n]`: one matrix for each group. The group dim
+      of `rhs` is never split, because XLA gathers all matrices.
+    - `out[g, k, n] = sum_m lhs[m, k] * rhs[m, n]` over the rows of group `g`: the gradient of these
+      matrices. Its group dim may be split.
+
+    The dim of `group_sizes` is never split: each device needs all sizes to find where the rows of
+    a group begin.
     """
     lhs, rhs, group_sizes = operands
     numbers = params["ragged_dot_dimension_numbers"]
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
     f = Factors()
-    # Letters of the dims of each operand; a summed or batch dim has one letter in both.
+    # The factor of each operand's dims; a summed or batch dim has the same factor in both.
     left = {d: f.split(lhs.shape[d]) for d in (*lhs_batch, *lhs_contract)}
     right = dict(zip((*rhs_batch, *rhs_contract), left.values(), strict=True))
     batch = tuple(left[d] for d in lhs_batch)
     groups = f.whole(group_sizes.shape[-1])
     right |= dict.fromkeys(numbers.rhs_group_dimensions, groups)
-    # Where the ragged rows are summed, the result has a matrix for each group.
+    # Where the rows are summed, the result begins with a dim of groups. It is a factor apart from
+    # `groups`, so that the result can be split while `group_sizes` stays whole.
     out = [*([f.split(group_sizes.shape[-1])] if ragged in lhs_contract else []), *batch]
     columns = 1
     for array, names in ((lhs, left), (rhs, right)):
@@ -82,11 +90,12 @@ def _ragged_dot_general(
                 names[d] = f.split(size)
                 out.append(names[d])
                 columns *= size if array is rhs else 1
-    # Sizes of groups may be given for each batch, or once for all.
+    # JAX takes sizes of groups for each index of the batch dims, or one row for all.
     leading = (
         batch if len(group_sizes.shape) == len(batch) + 1 else f.wholes(group_sizes.shape[:-1])
     )
-    # Each row meets the matrix of one group, so that the number of groups does not count.
+    # Each row is multiplied by one group's matrix, so the work does not grow with the number of
+    # groups, although they are a factor.
     flops = 2.0 * math.prod(lhs.shape) * columns
     return f.rule(
         (
