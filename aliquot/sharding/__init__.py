@@ -12,7 +12,6 @@ from ._block_segments import Segments as Segments
 from ._block_segments import find_segments as find_segments
 from ._block_segments import segment_layers as segment_layers
 from ._blocks import BLOCK_FACTORS as BLOCK_FACTORS
-from ._blocks import ParallelBlock as ParallelBlock
 from ._blocks import find_blocks as find_blocks
 from ._build_nodes import build_nodes as build_nodes
 from ._build_nodes import index_nodes as index_nodes
@@ -40,6 +39,7 @@ from ._nodes import WholeOperator as WholeOperator
 from ._nodes import operators_of as operators_of
 from ._nodes import project as project
 from ._nodes import shards_of as shards_of
+from ._parallel_block import ParallelBlock as ParallelBlock
 from ._pins import Pin as Pin
 from ._pins import Pins as Pins
 from ._pins import make_pins as make_pins

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from ..core import InputError
 from ..graph import Graph, Layers, cut_between, narrowest_bytes
-from ._blocks import ParallelBlock
 from ._nodes import NodeGraph
+from ._parallel_block import ParallelBlock
 
 _LONGEST = 5
 _SHORTEST = 3

@@ -1,18 +1,18 @@
 """ParallelBlocks: products of a step through which one split passes without communication.
 
-A block is decided by its *entry*, its first product of the forward pass: how the entry is split
-says how every other product of the block is. The products of a block are found from the node graph
-alone, whose factors follow from the dimension rules:
+A block's *entry* is its first product of the forward pass: how the entry is split decides how every
+other product of the block is split. Blocks are found from the node graph alone, whose factors
+follow from the dimension rules:
 
-1. Every product of the forward pass with a parameter is an entry. All products with the same
-   parameter, and those that make its gradient, belong to it: recomputed ones and both products of
-   the backward pass.
-2. Entries that read one activation and sum over one of its dims are one block (query, key and
-   value; gate and up).
+1. Every product of the forward pass with a parameter starts a block. All other products with this
+   parameter and those that make its gradient belong to the block: recomputed ones and both
+   products of the backward pass.
+2. Blocks whose entries read the same activation and sum over the same dim of it are merged (query,
+   key and value; gate and up).
 3. A product with a parameter joins the block that makes its other operand if both share a batch
    factor (the second product of experts).
-4. A product of two activations (scores, context, dispatch and combine, and their gradients) joins
-   the first block that alone makes one of its arrays.
+4. A product of two activations (attention scores and context, dispatch to experts and combine, and
+   their gradients) joins the first block that alone makes one of its operands or results.
 
 Reference: W. Hu et al., "CFP: Efficient Optimization of Intra-Operator Parallelism Plans for Large
 Model Training", arXiv 2504.00598, which finds the groups of step 1 and lists those of steps 2 to 4
@@ -21,19 +21,15 @@ by hand for each model.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ..core import InputError, nearest
 from ..graph import Graph, Phase, Role
 from ._disjoint_sets import DisjointSets
-from ._nodes import Choice, Edge, Node, NodeGraph
+from ._nodes import Edge, Node, NodeGraph
+from ._parallel_block import ParallelBlock
 
 NodeFactor: TypeAlias = tuple[int, int]
 """A node and one of its factors."""
@@ -41,84 +37,18 @@ NodeFactor: TypeAlias = tuple[int, int]
 BLOCK_FACTORS = ("cfp", "all")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ParallelBlock:
-    """Products that are split together.
-
-    Attributes:
-        entry: the product that decides, a node.
-        products: all of them, in program order.
-        parameters: nodes of the parameters that they multiply by.
-        factors: of the entry, which an option may split.
-        may_repeat: whether an option may leave a mesh axis without a split, so that its devices do
-            the same.
-        linked: for each product and each factor of the entry the product's factor that a split of
-            the entry's reaches; -1 where it is summed up before, or would reach two (queries and
-            keys, both split along the sequence), so that the product is free.
-        handed_over: for products of two activations that share an array with the experts of another
-            block their factors over which those are split (of dispatch and combine the experts);
-            any mesh axis may split these, whatever the option, as the tokens change devices on one
-            side of the product or on the other.
-    """
-
-    entry: int
-    products: tuple[int, ...]
-    parameters: tuple[int, ...]
-    factors: tuple[int, ...]
-    may_repeat: bool
-    linked: Mapping[int, tuple[int, ...]]
-    handed_over: Mapping[int, frozenset[int]]
-
-    def allows(self, product: int, choices: NDArray[np.int64], option: Choice) -> NDArray[np.bool_]:
-        """The choices of one of the products that go with an option of the entry.
-
-        Args:
-            choices: one row for each choice, one column for each mesh axis.
-            option: for each mesh axis the factor of the entry that it splits, or -1.
-        """
-        mask = np.ones(len(choices), bool)
-        for axis, factor in enumerate(option):
-            if product == self.entry:
-                mask &= choices[:, axis] == factor
-            elif factor == -1 or self.linked[product][factor] >= 0:
-                reached = -1 if factor == -1 else self.linked[product][factor]
-                mask &= np.isin(choices[:, axis], [reached, *self.handed_over.get(product, ())])
-        return mask
-
-    def options(self, axis_sizes: Sequence[int], sizes: Sequence[int]) -> list[Choice]:
-        """The ways to split the entry: on each mesh axis one of `factors`, as far as they divide,
-        or none (see `may_repeat`).
-
-        An axis that divides none of them splits nothing.
-
-        Args:
-            sizes: of the entry's factors.
-        """
-        columns = []
-        for n in axis_sizes:
-            dividing = [f for f in self.factors if sizes[f] % n == 0]
-            columns.append([*dividing, -1] if self.may_repeat or not dividing else dividing)
-        options = []
-        for option in itertools.product(*columns):
-            pieces = dict.fromkeys(option, 1)
-            for factor, n in zip(option, axis_sizes, strict=True):
-                pieces[factor] *= n
-            if all(f == -1 or sizes[f] % n == 0 for f, n in pieces.items()):
-                options.append(option)
-        return options
-
-
 def find_blocks(
     graph: Graph, nodes: NodeGraph, *, factors: str = "cfp"
 ) -> tuple[ParallelBlock, ...]:
     """The blocks of a step in program order.
 
-    Lookups, and products of the update, belong to none.
+    Embedding lookups and products of the update phase belong to no block.
 
     Args:
-        factors: `"all"` lets options split every factor of an entry, or none; `"cfp"` as in the
-            paper, which leaves out the dims of the activation that are not the batch, such as the
-            sequence, and always splits.
+        factors: which factors of an entry an option may split. `"cfp"`, as in the paper: those of
+            the batch and of the parameter, and no axis that divides one may be left unused.
+            `"all"`: also other dims of the activation, such as the sequence, and axes may be left
+            unused.
 
     Raises:
         InputError: for other `factors`.
@@ -132,25 +62,31 @@ def find_blocks(
 
 
 class _Finder:
-    """Finds the blocks of a step from the edges of its node graph.
+    """The search for the blocks of a step among the edges of its node graph.
+
+    A node stands for equal products or, as an *array node*, for arrays that are split alike.
 
     Attributes:
         products: the nodes that are products, by index.
-        operands, results: edges into and out of each product.
-        readers, makers: of each group of arrays the edges to products that read it, and the
-            products that make it.
-        parameters: groups made of one parameter alone, and the group of that parameter.
-        parameter_of_gradient: groups that hold a gradient, and the group of its parameter.
-        by_parameter, block_of: after `partition`, products with a parameter, and the block of each.
+        operands, results: for each product the edges into and out of it.
+        readers: for each array node the edges to the products that read it.
+        makers: for each array node the products that make it.
+        parameters: for each array node that holds a parameter, or arrays derived from one parameter
+            alone, the node of that parameter.
+        parameter_of_gradient: for each array node that holds a gradient or an updated parameter,
+            the node of the parameter.
+        with_parameter: products that multiply by a parameter or make its gradient; known after
+            `partition`.
+        block_of: a number for the block of each product; known after `partition`.
     """
 
     def __init__(self, graph: Graph, nodes: NodeGraph) -> None:
         self.nodes = nodes
         self.products = {n.index: n for n in nodes.nodes if _is_product(n)}
-        roles = zip(graph.inputs, nodes.input_ports, strict=True)
+        inputs = zip(graph.inputs, nodes.input_ports, strict=True)
         # Parameters that nothing reads have no node.
-        given = {
-            port.node for item, port in roles if item.role is Role.PARAMETER and port.node >= 0
+        parameter_nodes = {
+            port.node for item, port in inputs if item.role is Role.PARAMETER and port.node >= 0
         }
         self.operands: dict[int, list[Edge]] = defaultdict(list)
         self.results: dict[int, list[Edge]] = defaultdict(list)
@@ -163,20 +99,20 @@ class _Finder:
             if edge.source in self.products:
                 self.results[edge.source].append(edge)
                 self.makers[edge.target].add(edge.source)
-        self.parameters = self._made_of_parameters(given)
-        self.parameter_of_gradient = self._gradients(given)
-        self.by_parameter: dict[int, bool] = {}
+        self.parameters = self._derived_from_parameters(parameter_nodes)
+        self.parameter_of_gradient = self._parameters_of_gradients(parameter_nodes)
+        self.with_parameter: frozenset[int] = frozenset()
         self.block_of: dict[int, int] = {}
 
-    def _made_of_parameters(self, given: set[int]) -> dict[int, int]:
-        """Groups that hold a parameter, or what is made of one alone (its cast, kept by a loop);
-        and that parameter's group.
+    def _derived_from_parameters(self, parameter_nodes: set[int]) -> dict[int, int]:
+        """See `parameters`. Arrays are derived from a parameter alone when they are, for example,
+        its cast to another type that a loop keeps.
         """
         entering: dict[int, list[Edge]] = defaultdict(list)
         for edge in self.nodes.edges:
             if edge.target not in self.products:
                 entering[edge.target].append(edge)
-        parameter_of = {node: node for node in given}
+        parameter_of = {node: node for node in parameter_nodes}
         for node in range(len(self.nodes.nodes)):
             sources = {
                 parameter_of.get(e.source, -1) if e.kind == "parameter" else -1
@@ -191,14 +127,16 @@ class _Finder:
                 parameter_of.update({node: root} if root >= 0 else {})
         return parameter_of
 
-    def _gradients(self, given: set[int]) -> dict[int, int]:
-        """The parameter for which the arrays of a group are the gradient, or its successor."""
+    def _parameters_of_gradients(self, parameter_nodes: set[int]) -> dict[int, int]:
+        """See `parameter_of_gradient`. Edges are followed back from each parameter to the arrays
+        that update it.
+        """
         onward: dict[int, set[int]] = defaultdict(set)
         for edge in self.nodes.edges:
             if edge.kind in ("gradient", "alias"):
                 onward[edge.target].add(edge.source)
         parameter_of: dict[int, int] = {}
-        for parameter in sorted(given):
+        for parameter in sorted(parameter_nodes):
             reached, waiting = {parameter}, [parameter]
             while waiting:
                 fresh = onward[waiting.pop()] - reached
@@ -209,11 +147,13 @@ class _Finder:
         return parameter_of
 
     def partition(self) -> list[tuple[list[int], list[int]]]:
-        """For each block its entries and all of its products; the steps are those of this module's
-        docstring.
+        """For each block its entries, the first of which decides, and all of its products.
+
+        The steps are those of this module's docstring.
         """
+        # Blocks under construction are sets of parameters; `owner` is each product's parameter.
         owner = self._parameter_of_product()
-        self.by_parameter = dict.fromkeys(owner, True)
+        self.with_parameter = frozenset(owner)
         entries = [
             p for p, node in self.products.items() if p in owner and node.phase is Phase.FORWARD
         ]
@@ -229,15 +169,16 @@ class _Finder:
             root: min((p for p in ps if p in entries), default=-1) for root, ps in members.items()
         }
         self._add_products_of_activations(owner, blocks, members, starts)
-        self.block_of = {product: root for root, some in members.items() for product in some}
+        self.block_of = {product: root for root, ps in members.items() for product in ps}
         return [
             ([p for p in sorted(members[root]) if p in entries], sorted(members[root]))
             for start, root in sorted((s, r) for r, s in starts.items() if s >= 0)
         ]
 
     def _parameter_of_product(self) -> dict[int, int]:
-        """Step 1: the one parameter that a product multiplies by or makes the gradient of. Products
-        without one, or with several, are left out.
+        """Step 1: for each product the parameter that it multiplies by or makes the gradient of.
+
+        Products without one, or with several, are left out.
         """
         owner: dict[int, int] = {}
         for product in self.products:
@@ -257,8 +198,8 @@ class _Finder:
     def _join_by_shared_sums(
         self, entries: Sequence[int], owner: Mapping[int, int], blocks: DisjointSets[int]
     ) -> None:
-        """Step 2: entries that sum over one dim of the same activation, such as query, key and
-        value.
+        """Step 2: merge blocks whose entries sum over the same dim of the same activation, such as
+        query, key and value.
         """
         first_reader: dict[tuple[int, int, int], int] = {}
         for product in entries:
@@ -270,8 +211,8 @@ class _Finder:
     def _join_by_batch(
         self, entries: Sequence[int], owner: Mapping[int, int], blocks: DisjointSets[int]
     ) -> None:
-        """Step 3: an entry and the block that makes its other operand, where both have the same
-        batch factor. An operand that several blocks make joins none.
+        """Step 3: merge an entry's block with the one that makes its other operand, where both have
+        the same batch factor. If several blocks make the operand, none are merged.
         """
         for product in entries:
             for edge in self.operands[product]:
@@ -293,39 +234,48 @@ class _Finder:
         members: Mapping[int, list[int]],
         starts: Mapping[int, int],
     ) -> None:
-        """Step 4: products of two activations go to the first block that alone makes one of their
-        arrays.
+        """Step 4: add products of two activations to the first block that alone makes one of their
+        operands or results.
+
+        Args:
+            owner: parameter of each product; new products are added.
+            members: products of each block, by its root; new products are added.
+            starts: first entry of each block, by its root; -1 if it has none.
         """
-        # A product may only join once the one that makes its operand has, so that passes repeat
-        # until none joins.
-        is_waiting = True
-        while is_waiting:
-            is_waiting = False
+        # A product can join only after the one that makes its operand has, so repeat until none
+        # joins.
+        has_changed = True
+        while has_changed:
+            has_changed = False
             for product in self.products:
                 if product in owner:
                     continue
-                near = [e.source for e in self.operands[product]] + [
+                neighbours = [e.source for e in self.operands[product]] + [
                     e.target for e in self.results[product]
                 ]
-                roots = {self._only_owner(n, owner, blocks) for n in near}
-                known = sorted((starts[r], r) for r in roots if r is not None and starts[r] >= 0)
-                if known:
-                    owner[product] = known[0][1]
-                    members[known[0][1]].append(product)
-                    is_waiting = True
+                roots = {self._only_owner(n, owner, blocks) for n in neighbours}
+                candidates = sorted(
+                    (starts[r], r) for r in roots if r is not None and starts[r] >= 0
+                )
+                if candidates:
+                    _, first_root = candidates[0]
+                    owner[product] = first_root
+                    members[first_root].append(product)
+                    has_changed = True
 
     def _only_owner(
         self, node: int, owner: Mapping[int, int], blocks: DisjointSets[int]
     ) -> int | None:
-        """The set whose products alone make a node's arrays, as far as these are known; None if
-        there are several.
+        """The root of the one block that makes a node's arrays; None if there is none or several.
+
+        Makers that are in no block yet are ignored.
         """
         makers = {node} if node in self.products else self.makers[node]
         roots = {blocks.root(owner[m]) for m in makers if m in owner}
         return roots.pop() if len(roots) == 1 and node not in self.parameters else None
 
     def _summed(self, product: int, edge: Edge) -> Iterator[int]:
-        """Factors of an operand's node over which a product sums."""
+        """Factors of an activation's node that a product sums over; none for a parameter's."""
         if edge.source in self.parameters:
             return
         for here, there in _pairs(edge.target_projection, edge.source_projection):
@@ -333,8 +283,8 @@ class _Finder:
                 yield there
 
     def _share_batch_factor(self, product: int, edge: Edge, maker: int) -> bool:
-        """True if a factor of all arrays of a product is also one of all arrays of the maker of an
-        operand.
+        """True if an operand has a dim that is a batch dim both of the product and of its maker: a
+        factor of every operand and result of either.
         """
         mine = {
             there
@@ -355,13 +305,18 @@ class _Finder:
         return bool(mine & theirs)
 
     def _in_all(self, product: int, factor: int) -> bool:
+        """True if every operand and result of a product has a dim of the factor."""
         operands = [e.target_projection[factor] for e in self.operands[product]]
         return min(operands + [e.source_projection[factor] for e in self.results[product]]) >= 0
 
     def block(self, entries: Sequence[int], products: Sequence[int], factors: str) -> ParallelBlock:
-        """A block of these products."""
+        """The block of these products.
+
+        Args:
+            factors: see `find_blocks`.
+        """
         entry = entries[0]
-        # Factors of nodes that one split passes through.
+        # Factors of nodes that are split together: joined along every edge that a split follows.
         classes: DisjointSets[NodeFactor] = DisjointSets()
         for product in products:
             for edge in self.operands[product]:
@@ -378,8 +333,8 @@ class _Finder:
                 if not edge.gradient:
                     links = _pairs(edge.source_projection, edge.target_projection)
                     classes.join_all(((product, a), (edge.target, b)) for a, b in links)
-        # What is recomputed in the backward pass is split as it was in the forward pass, although
-        # no array passes from one to the other.
+        # A recomputed product is split as in the forward pass, although no array passes from one to
+        # the other.
         for product, again in self._repeated(products):
             classes.join_all(
                 ((product, f), (again, f)) for f in range(len(self.products[product].factors))
@@ -388,7 +343,8 @@ class _Finder:
         linked = {}
         for product in products:
             roots = [classes.root((product, f)) for f in range(len(self.products[product].factors))]
-            # A factor that two factors of a product follow cannot split both.
+            # Where a factor of the entry would split two factors of the product, it splits neither:
+            # one mesh axis cannot split both.
             linked[product] = tuple(
                 [roots.index(r) if roots.count(r) == 1 else -1 for r in of_entry]
             )
@@ -398,7 +354,7 @@ class _Finder:
             parameters=tuple(
                 sorted({self.parameters[w] for p in products for w in self._weights_of(p)})
             ),
-            factors=tuple(self._open_factors(entry, factors)),
+            factors=tuple(self._factors_to_split(entry, factors)),
             may_repeat=factors == "all",
             linked=linked,
             handed_over={p: handed for p in products if (handed := self._handed_over(p))},
@@ -406,20 +362,21 @@ class _Finder:
 
     def _handed_over(self, product: int) -> frozenset[int]:
         """See `ParallelBlock.handed_over`."""
-        if self.by_parameter.get(product):
+        if product in self.with_parameter:
             return frozenset()
         return frozenset(
             factor
             for other, factor, its_factor in self._next_to(product)
-            if self.by_parameter.get(other)
+            if other in self.with_parameter
             and self.block_of.get(other) != self.block_of[product]
             and self._in_all(other, its_factor)
         )
 
     def _next_to(self, product: int) -> Iterator[tuple[int, int, int]]:
-        """Products that make an operand of a product or read a result, with each of its factors
-        that is one of theirs.
+        """Products that make an operand of a product or read its result: for each, pairs of factors
+        for the same dim of the array between them, as (other product, factor, its factor).
         """
+        # An edge joins two products directly, or each of them to an array node.
         for edge in self.operands[product]:
             mine = _pairs(edge.source_projection, edge.target_projection)
             if edge.source in self.products:
@@ -449,7 +406,10 @@ class _Finder:
                 )
 
     def _repeated(self, products: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Pairs of a product and the same one, recomputed in the backward pass."""
+        """Pairs of a product and its recomputation in the backward pass.
+
+        Two products are taken for the same if they have equal factors, parameters and results.
+        """
         known: dict[object, int] = {}
         for product in products:
             weights = [
@@ -465,21 +425,23 @@ class _Finder:
                 yield first, product
 
     def _weights_of(self, product: int) -> set[int]:
+        """Array nodes of the operands that are, or are derived from, a parameter."""
         return {e.source for e in self.operands[product] if e.source in self.parameters}
 
-    def _open_factors(self, entry: int, factors: str) -> list[int]:
-        every = range(len(self.products[entry].factors))
+    def _factors_to_split(self, entry: int, factors: str) -> list[int]:
+        """The factors of an entry that an option may split; see `find_blocks`."""
+        all_factors = range(len(self.products[entry].factors))
         if factors == "all":
-            return list(every)
+            return list(all_factors)
         batch = self.nodes.batch_factors[entry]
         of_parameter = {
             f
             for e in self.operands[entry]
             if e.source in self.parameters
-            for f in every
+            for f in all_factors
             if e.target_projection[f] >= 0
         }
-        return [f for f in every if f in batch or f in of_parameter]
+        return [f for f in all_factors if f in batch or f in of_parameter]
 
 
 def _is_product(node: Node) -> bool:
@@ -487,7 +449,11 @@ def _is_product(node: Node) -> bool:
 
 
 def _pairs(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Factors of two nodes that stand for the same dim of an array between them."""
+    """Pairs of a factor of each of two nodes for the same dim of the array between them.
+
+    Args:
+        one, other: projections: for each factor of a node the dim of the array, -1 if none.
+    """
     by_dim = {dim: factor for factor, dim in enumerate(other) if dim >= 0}
     for factor, dim in enumerate(one):
         if dim >= 0 and dim in by_dim:

@@ -1,0 +1,81 @@
+"""A ParallelBlock as `find_blocks` returns it, and the ways to split it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._nodes import Choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParallelBlock:
+    """Products that are split together.
+
+    Attributes:
+        entry: node of the product that decides how the others are split.
+        products: nodes of all products, the entry included, in program order.
+        parameters: nodes of the parameters that they multiply by.
+        factors: those of the entry that an option may split.
+        may_repeat: whether an option may leave a mesh axis unused, so that all devices along it
+            compute the same.
+        linked: for each product, one entry for each factor of the block's entry: the product's
+            factor that is split with it. It is -1 where there is none, because the factor is summed
+            on the way to the product or would split two of the product's factors (scores, whose
+            queries and keys both run along the sequence); the product may then be split in any way.
+        handed_over: for each product of two activations next to experts of another block (such as
+            dispatch and combine), its factors over which those experts are split. Any mesh axis may
+            split these whatever the option, because tokens move between devices either before or
+            after the product.
+    """
+
+    entry: int
+    products: tuple[int, ...]
+    parameters: tuple[int, ...]
+    factors: tuple[int, ...]
+    may_repeat: bool
+    linked: Mapping[int, tuple[int, ...]]
+    handed_over: Mapping[int, frozenset[int]]
+
+    def allows(self, product: int, choices: NDArray[np.int64], option: Choice) -> NDArray[np.bool_]:
+        """True for each choice of a product that agrees with an option of the entry.
+
+        Args:
+            choices: of the product; one row for each choice, one column for each mesh axis.
+            option: for each mesh axis the factor of the entry that it splits, or -1.
+        """
+        mask = np.ones(len(choices), bool)
+        for axis, factor in enumerate(option):
+            if product == self.entry:
+                mask &= choices[:, axis] == factor
+            elif factor == -1 or self.linked[product][factor] >= 0:
+                reached = -1 if factor == -1 else self.linked[product][factor]
+                mask &= np.isin(choices[:, axis], [reached, *self.handed_over.get(product, ())])
+        return mask
+
+    def options(self, axis_sizes: Sequence[int], sizes: Sequence[int]) -> list[Choice]:
+        """The ways to split the entry: each mesh axis splits one of `factors` that it divides.
+
+        An axis splits none (-1) if it divides none of them, or also otherwise if `may_repeat`.
+
+        Args:
+            axis_sizes: of the mesh.
+            sizes: of all factors of the entry.
+        """
+        columns = []
+        for n in axis_sizes:
+            dividing = [f for f in self.factors if sizes[f] % n == 0]
+            columns.append([*dividing, -1] if self.may_repeat or not dividing else dividing)
+        options = []
+        for option in itertools.product(*columns):
+            # Several axes may split one factor: their product must divide it.
+            pieces = dict.fromkeys(option, 1)
+            for factor, n in zip(option, axis_sizes, strict=True):
+                pieces[factor] *= n
+            if all(f == -1 or sizes[f] % n == 0 for f, n in pieces.items()):
+                options.append(option)
+        return options
