@@ -6,7 +6,7 @@ from ._alike import WorkAlike as WorkAlike
 from ._alike import work_alike as work_alike
 from ._chain import Chain as Chain
 from ._chain import PrefixSums as PrefixSums
-from ._chain import measure_form as measure_form
+from ._chain import evaluate_form as evaluate_form
 from ._chain_base import AbstractChain as AbstractChain
 from ._chain_base import StageChoice as StageChoice
 from ._chain_base import StageFigures as StageFigures

@@ -1,7 +1,7 @@
-"""`Chain`: a step whose stages cost the sum of their units, but for working memory, of which the
-largest counts.
+"""`Chain`: a step as a row of units, where a stage costs the sum of its units.
 
-It holds figures of single units; `PrefixSums` answers for any stretch of units in constant time.
+The exception is working memory, of which a stage needs the largest of its units'. A chain holds
+figures of single units; `PrefixSums` derives those of any stretch of units in constant time.
 """
 
 from __future__ import annotations
@@ -47,25 +47,26 @@ _SUMMED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chain(AbstractChain):
-    """Units in order, each with what every option makes of it, for one number of micro-batches.
+    """Units in order, with the costs of each under every option, for one number of micro-batches.
 
     Arrays of shape [U, O] hold a figure for each unit and option, per device where they are bytes.
     An option that cannot run a unit has infinite entries there.
 
     Attributes:
         unit_names: U names, such as "layers[3]".
-        options: O options.
-        num_micro_batches: that a step is cut into.
-        forward_s, backward_s: one micro-batch's passes.
+        options: O ways to run a stage.
+        num_micro_batches: number of micro-batches in a step.
+        forward_s, backward_s: time of one micro-batch's passes.
         weight_gradient_s: the part of `backward_s` that nothing waits for until the update.
-        once_s: once in a step: gradient synchronisation that is not hidden, and the update.
+        once_s: time spent once in a step: gradient synchronisation that is not hidden, and the
+            update.
         state_bytes: parameters, gradients, optimizer state.
-        in_flight_bytes: what one micro-batch keeps from its forward to its backward pass.
+        in_flight_bytes: arrays that one micro-batch keeps from its forward to its backward pass.
         working_bytes: needed only while the unit runs; of a stage's units the largest counts.
-        deferred_bytes: what one micro-batch keeps for its weight gradients where these are put off,
-            by default `in_flight_bytes`.
-        boundary_bytes: [U], the whole micro-batch's values that cross a cut behind the unit (the
-            last is not used).
+        deferred_bytes: arrays that one micro-batch keeps for its weight gradients in a schedule
+            that computes these later; by default `in_flight_bytes`.
+        boundary_bytes: [U], arrays of one micro-batch that cross a cut after the unit, all devices
+            together (the last entry is not used).
         memory_limit_bytes: what each device may use.
         num_hosts, devices_per_host: of the cluster.
         intra, inter: links of a device inside its host, and of a whole host to the others.
@@ -102,15 +103,18 @@ class Chain(AbstractChain):
             )
 
     def under(self, schedule: str) -> Chain:
-        """See `AbstractChain.under`: where weight gradients are put off, all micro-batches in
-        flight keep the more of what they do before and after the rest of their backward pass.
+        """See `AbstractChain.under`.
+
+        In a schedule that computes weight gradients later, a micro-batch in flight waits either for
+        its backward pass (`in_flight_bytes`) or for its weight gradients (`deferred_bytes`). Each
+        is counted as if it kept the larger of the two.
         """
         if (
             not schedule_kind(schedule).splits_backward
             or (self.in_flight_bytes >= self.deferred_bytes).all()
         ):
             return self
-        return _deferring(self)
+        return _with_deferred_gradients(self)
 
     def transfer_s(
         self,
@@ -121,14 +125,14 @@ class Chain(AbstractChain):
     ) -> Floats:
         """See `transfer_seconds`."""
         return transfer_seconds(
-            num_bytes, sender_devices, receiver_devices, crosses_hosts, **_links(self)
+            num_bytes, sender_devices, receiver_devices, crosses_hosts, **_link_arguments(self)
         )
 
     def least_s(self, option: Any, first: Any, last: Any) -> Floats:
         """See `AbstractChain.least_s`."""
         tables = PrefixSums.of(self)
         both = tables.forward_s + tables.backward_s
-        # Sums of a stretch with a unit that the option cannot run leave that unit out.
+        # In the sums, units that the option cannot run count as zero: exclude such stretches.
         runs = np.asarray(last) <= tables.last_end[option, first]
         return np.asarray(np.where(runs, both[option, last] - both[option, first], np.inf))
 
@@ -161,20 +165,22 @@ class Chain(AbstractChain):
         first, last, option = _columns(stages)
         kept = np.asarray(in_flight, np.float64)
 
-        def of(sums: Floats) -> Floats:
+        def span(sums: Floats) -> Floats:
             return np.asarray(sums[option, last] - sums[option, first])
 
         columns: dict[str, Floats] = {
-            "forward_s": of(tables.forward_s),
-            "backward_s": of(tables.backward_s),
-            # Differences of prefix sums: rounded, a part could exceed the whole.
-            "weight_gradient_s": np.minimum(of(tables.weight_gradient_s), of(tables.backward_s)),
-            "exposed_s": of(tables.exposed_s),
-            "once_s": of(tables.once_s),
-            "transfer_s": _edges_s(self, stages),
+            "forward_s": span(tables.forward_s),
+            "backward_s": span(tables.backward_s),
+            # By rounding of the sums, this part of the backward pass could exceed the whole.
+            "weight_gradient_s": np.minimum(
+                span(tables.weight_gradient_s), span(tables.backward_s)
+            ),
+            "exposed_s": span(tables.exposed_s),
+            "once_s": span(tables.once_s),
+            "transfer_s": _edge_transfers_s(self, stages),
             "in_flight": kept,
-            "state_bytes": of(tables.state_bytes),
-            "held_bytes": kept * of(tables.in_flight_bytes),
+            "state_bytes": span(tables.state_bytes),
+            "held_bytes": kept * span(tables.in_flight_bytes),
             "working_bytes": tables.working_bytes(option, first, last),
             "peak_bytes": tables.stage_bytes(option, first, last, kept, chunks),
         }
@@ -233,17 +239,18 @@ def _faulty_options(chain: Chain) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefixSums:
-    """Costs of any stretch of units [i, j) under any option, by lookup.
+    """Tables from which the costs of any stretch of units [i, j) under any option are looked up.
 
-    Sums are differences of prefix sums of shape [O, U + 1]. `exposed_s` sums the part of the passes
-    that a zero-bubble schedule cannot fill while a pipeline fills and drains: forward and backward,
-    less as much of the weight gradients twice over as leaves the longer of forward and input
-    gradient, unit by unit.
+    Figures that add up are prefix sums of shape [O, U + 1]: a stretch costs `sums[o, j] - sums[o,
+    i]`.
 
     Attributes:
+        exposed_s: the idle time that a unit adds to a zero-bubble pipeline while it fills and
+            drains: `forward + input gradient - min(weight gradient, forward, input gradient)`.
         last_end: [O, U], the largest j for which the option can run all of [i, j); i if it cannot
             run unit i.
-        working_tables: [K, O, U], the largest `working_bytes` of the 2**k units from each.
+        working_tables: [K, O, U], the largest `working_bytes` of the 2**k units that begin with
+            each.
     """
 
     forward_s: Floats
@@ -258,15 +265,13 @@ class PrefixSums:
 
     @classmethod
     def of(cls, chain: Chain) -> PrefixSums:
-        """All tables of a chain, in O(U log U) for each option; those of the last few chains are
-        kept.
-        """
+        """The tables of a chain, in O(U log U) for each option. The last few chains' are cached."""
         return _tables_of(chain)
 
     @classmethod
     def _computed(cls, chain: Chain) -> PrefixSums:
-        # A unit that an option cannot run has infinite figures; they count as zero in the sums, and
-        # `last_end` keeps stretches from holding it.
+        # A unit that an option cannot run has infinite figures, which would spoil all sums behind
+        # it. They count as zero, and `last_end` says which stretches contain such a unit.
         runs = np.isfinite(np.stack([getattr(chain, name).T for name in _UNIT_FIGURES])).all(axis=0)
         figures = {name: np.where(runs, getattr(chain, name).T, 0.0) for name in _UNIT_FIGURES}
         forward, weights = figures["forward_s"], figures["weight_gradient_s"]
@@ -281,8 +286,8 @@ class PrefixSums:
         )
 
     def working_bytes(self, options: Any, first: Any, last: Any) -> Floats:
-        """The largest working memory of the units [first, last); `last` is above `first`, and
-        arguments broadcast.
+        """The largest working memory of the units [first, last), at least one. Arguments
+        broadcast.
         """
         # Two stretches of 2**level units cover all of them, overlapping in the middle.
         level = np.frexp(np.asarray(last) - first)[1] - 1
@@ -295,12 +300,11 @@ class PrefixSums:
     def stage_bytes(
         self, options: Any, first: Any, last: Any, in_flight: Any, chunks: int = 1
     ) -> Floats:
-        """Memory per device of the stage [first, last): state, what `in_flight` micro-batches keep,
-        working memory.
+        """Memory per device of the stage [first, last): its state, the arrays that `in_flight`
+        micro-batches keep, and its working memory.
 
-        Each of several chunks on a device has an equal share of its memory: the figure is that of a
-        device whose chunks are all like this one, so that chunks of which each fits by itself also
-        fit together.
+        If a device runs several chunks, the figure is for a device whose chunks are all like this
+        one. Chunks that each fit by this figure therefore also fit together.
         """
         state = self.state_bytes[options, last] - self.state_bytes[options, first]
         kept = self.in_flight_bytes[options, last] - self.in_flight_bytes[options, first]
@@ -310,28 +314,31 @@ class PrefixSums:
 
 
 @functools.lru_cache(maxsize=16)
-def _deferring(chain: Chain) -> Chain:
+def _with_deferred_gradients(chain: Chain) -> Chain:
+    """See `Chain.under`. Cached, as the tables of a chain are found by its identity."""
     return replace(chain, in_flight_bytes=np.maximum(chain.in_flight_bytes, chain.deferred_bytes))
 
 
-# Chains are compared by identity, and every plan of a chain is judged by its tables.
+# Chains hash by identity, so a lookup is cheap. Every plan of a chain is judged by these tables.
 @functools.lru_cache(maxsize=16)
 def _tables_of(chain: Chain) -> PrefixSums:
     return PrefixSums._computed(chain)
 
 
-def measure_form(
+def evaluate_form(
     chain: Chain, form: ClosedForm, stages: Sequence[StageChoice]
 ) -> tuple[float, tuple[float, ...]]:
-    """A closed form over prefix sums, for some stages: its sum, and the value of each of its
-    maxima, not weighted.
+    """The value of a closed form for some stages: its sum, and each of its maxima without weight.
+
+    Args:
+        form: over the chain's prefix sums.
     """
     first, last, option = _columns(stages)
-    edges = _edges_s(chain, stages)
+    edges = _edge_transfers_s(chain, stages)
     maxima = []
     for term in form.maxima:
         values = term.sums[option, last] - term.sums[option, first]
-        # A transfer beside the tasks delays a stage only where it takes longer than they do.
+        # A transfer that runs beside the tasks delays a stage only if it takes longer than they do.
         both = (
             np.maximum(values, term.link * edges)
             if chain.overlaps_transfers
@@ -343,31 +350,30 @@ def measure_form(
 
 
 def _columns(stages: Sequence[StageChoice]) -> tuple[Ints, Ints, Ints]:
-    """First units, last units and options."""
+    """First units, last units and options of stages."""
     rows = np.array([(s.first_unit, s.last_unit, s.option) for s in stages], np.int64)
     return rows[:, 0], rows[:, 1], rows[:, 2]
 
 
-def _edges_s(chain: Chain, stages: Sequence[StageChoice]) -> Floats:
-    """See `edge_seconds`."""
-    # The cut in front of a stage lies behind the last unit of the stage before it.
+def _edge_transfers_s(chain: Chain, stages: Sequence[StageChoice]) -> Floats:
+    """For each stage the time of one transfer over the edge in front of it; see `edge_seconds`."""
+    # `boundary_bytes` belong to the unit before a cut: the last of the stage before.
     crossing = [float(chain.boundary_bytes[stage.first_unit - 1]) for stage in stages[1:]]
     places = [(stage.first_device, chain.options[stage.option].num_devices) for stage in stages]
-    return edge_seconds(crossing, places, **_links(chain))
+    return edge_seconds(crossing, places, **_link_arguments(chain))
 
 
-def _links(chain: Chain) -> dict[str, Any]:
+def _link_arguments(chain: Chain) -> dict[str, Any]:
     return {"devices_per_host": chain.devices_per_host, "intra": chain.intra, "inter": chain.inter}
 
 
 def _prefix(figures: Floats) -> Floats:
+    """Prefix sums along units, [O, U + 1], beginning with zero."""
     return np.concatenate([np.zeros((len(figures), 1)), np.cumsum(figures, axis=1)], axis=1)
 
 
 def _running_maxima(figures: Floats) -> Floats:
-    """[K, O, U]: entry k holds the largest of 2**k entries from each; runs past the end are cut
-    short there.
-    """
+    """Maxima of the 2**k entries that begin with each, [K, O, U]; near the end, of fewer."""
     tables = [figures]
     while 1 << len(tables) <= figures.shape[1]:
         step = 1 << (len(tables) - 1)

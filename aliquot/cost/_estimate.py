@@ -1,4 +1,7 @@
-"""The prediction for a choice of every node, and how plans write such choices down."""
+"""The prediction for a plan of one program, and the form in which plans store its choices.
+
+`picks` gives for each node the position of its choice in the table of priced choices.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from .memory import MemoryModel, converted, known_memory, memory_over_time, time
 
 
 def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph) -> Prediction:
-    """The prediction for a choice of every node."""
+    """Step time, memory and collectives of a step under picks."""
     time = evaluate(priced, picks)
     model = known_memory(priced, picks)
     peak, moment, parts = peak_memory(model, priced, picks)
@@ -51,7 +54,7 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
             if op
             else ""
         ),
-        collectives=tuple(_placed(use, graph) for use in collective_uses(priced, picks)),
+        collectives=tuple(_with_source_line(use, graph) for use in collective_uses(priced, picks)),
         measured_share=measured.share,
         measured_compute_share=measured.alone_share,
         measured_error=measured.error,
@@ -59,9 +62,10 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
     )
 
 
-def _placed(use: CollectiveUse, graph: Graph) -> CollectiveUse:
-    """A collective on what an operator makes, with the line of the user's code that asked for
-    it.
+def _with_source_line(use: CollectiveUse, graph: Graph) -> CollectiveUse:
+    """A collective whose label names an operator, with that operator's line of the user's code.
+
+    Other collectives are returned as they are.
     """
     name, _, index = use.label.rpartition(":")
     if not name or not index.isdigit() or int(index) >= len(graph.ops):
@@ -73,7 +77,9 @@ def _placed(use: CollectiveUse, graph: Graph) -> CollectiveUse:
 def peak_memory(
     model: MemoryModel, priced: Priced, picks: Ints
 ) -> tuple[float, int, dict[str, float]]:
-    """The most bytes that a device needs at once, when, and the parts that are alive then."""
+    """The most bytes that a device needs at once, the operator during which it needs them, and
+    bytes by category at that moment, largest first.
+    """
     use = timeline(model, priced, picks)
     moment = int(np.argmax(use))
     parts: dict[str, float] = defaultdict(float)
@@ -94,9 +100,11 @@ class _Collective(NamedTuple):
     """A collective of a step.
 
     Attributes:
+        axes: positions of the mesh axes that it runs over.
+        group: number of devices that take part, if it is not the whole of `axes`.
         times: how often it runs in a step.
-        entering, leaving: bytes on each device before and after it.
-        line: seconds of one run as latency, and seconds for each byte that enters.
+        entering_bytes, leaving_bytes: on each device before and after one run.
+        latency_s, s_per_byte: one run takes `latency_s + s_per_byte * entering_bytes`.
     """
 
     kind: str
@@ -104,19 +112,21 @@ class _Collective(NamedTuple):
     group: int | None
     label: str
     times: float
-    entering: float
-    leaving: float
-    line: tuple[float, float]
+    entering_bytes: float
+    leaving_bytes: float
+    latency_s: float
+    s_per_byte: float
 
     @property
     def seconds(self) -> float:
-        latency, per_byte = self.line
-        return self.times * (latency + per_byte * self.entering)
+        """Of all runs in a step."""
+        return self.times * (self.latency_s + self.s_per_byte * self.entering_bytes)
 
 
 def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
-    """Every collective of a step, most expensive first. Bytes are those that it leaves on each
-    device, as compiled.
+    """The collectives of a step, most expensive first; those that differ only in size are added up.
+
+    Bytes are those of the results on each device, which is what compiled programs state.
     """
     totals: dict[tuple[str, tuple[int, ...], str], list[float]] = defaultdict(
         lambda: [0.0, 0.0, 0.0]
@@ -124,7 +134,7 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
     for each in _collectives(priced, picks):
         entry = totals[each.kind, each.axes, each.label]
         entry[0] += each.times
-        entry[1] += each.times * each.leaving
+        entry[1] += each.times * each.leaving_bytes
         entry[2] += each.seconds
     names = priced.mesh.axis_names
     uses = [
@@ -142,30 +152,30 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
 
 
 def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
-    """All of a step, one by one."""
+    """Every collective of a step: those of conversions between nodes, then those within nodes."""
     sizes, mesh, target = priced.axis_sizes, priced.mesh, priced.target
     for edge_index, s, t in conversions(priced, picks):
         edge, table = priced.graph.edges[edge_index], priced.edges[edge_index]
         changes = [(table.sources[s], table.targets[t])]
-        # A gradient is summed over the other axes for each micro-batch, and over the data axes once
-        # for the step: two changes instead of one.
+        # With micro-batches, a gradient is summed over the data axes only once, after the last one,
+        # and over the other axes for each: two changes instead of one.
         if edge.gradient and priced.repeats > 1 and edge.phase is not Phase.UPDATE:
             changes = list(waiting_apart(*changes[0], priced.data_axes))
-        for (before, behind), once in zip(changes, (False, True), strict=False):
+        for (before, after), once in zip(changes, (False, True), strict=False):
             count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
             whole = edge.num_bytes * widening(edge.dtype, target, total=once)
-            # Prices were made with the measured ratio of arrays of about this size; it is used
-            # again.
-            near = rounded_bytes(whole, mesh)
-            parts = pieces(edge, before, behind, target)
+            # Tables were priced with the measured speed of the rounded size. It is used here, too,
+            # so that seconds add up to the predicted step time.
+            priced_bytes = rounded_bytes(whole, mesh)
+            parts = pieces(edge, before, after, target)
             count, whole = count * parts, whole / parts
-            for move in reshard(before, behind, sizes, scatters(edge, target, total=once)) or ():
+            for move in reshard(before, after, sizes, scatters(edge, target, total=once)) or ():
                 entering, leaving = move.fraction * whole, result_fraction(move, sizes) * whole
                 line = move_line(
-                    move, through_copies(move, before, behind, target), mesh, target, near
+                    move, through_copies(move, before, after, target), mesh, target, priced_bytes
                 )
                 yield _Collective(
-                    move.kind, move.axes, move.group, edge.label, count, entering, leaving, line
+                    move.kind, move.axes, move.group, edge.label, count, entering, leaving, *line
                 )
     for node, p, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
         choice = tuple(int(f) for f in p.choices[pick])
@@ -173,24 +183,28 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
             axes = tuple(a for a, f in enumerate(choice) if f in c.factors)
             if math.prod(sizes[a] for a in axes) == 1:
                 continue
-            # As for conversions: over the data axes once for the step, over the others each time.
-            for some, once in waiting_axes(c, axes, priced.data_axes):
+            # As for conversions: sums of gradients run over the data axes once in a step, over the
+            # others for each micro-batch.
+            for these_axes, once in waiting_axes(c, axes, priced.data_axes):
                 count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
                 wide = widening(c.dtype, target, total=once and priced.repeats > 1)
                 local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)
-                grown = math.prod(sizes[a] for a in some) if c.kind == "all-gather" else 1
-                line = collective_line(c.kind, some, mesh, target, near_bytes=local)
+                grown = math.prod(sizes[a] for a in these_axes) if c.kind == "all-gather" else 1
+                line = collective_line(c.kind, these_axes, mesh, target, near_bytes=local)
                 yield _Collective(
-                    c.kind, some, None, c.label, count, local, local * float(grown), line
+                    c.kind, these_axes, None, c.label, count, local, local * float(grown), *line
                 )
 
 
 class MeasuredShare(NamedTuple):
-    """The share of some seconds that rests on measurements of operators of about the same sizes,
-    and their mean error.
+    """The share of predicted seconds that is based on measurements of similar operators.
 
-    `alone_s` rests on measurements of one device alone, grade `MEASURED_COMPUTE`, and is no part of
-    `measured_s`.
+    Attributes:
+        seconds: all seconds, measured or not.
+        measured_s: based on measurements of grade `MEASURED`.
+        alone_s: based on measurements of one device alone, grade `MEASURED_COMPUTE`; not a part of
+            `measured_s`.
+        error_s: `measured_s` and `alone_s`, each part times its relative error.
     """
 
     seconds: float
@@ -200,32 +214,32 @@ class MeasuredShare(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Measured of all seconds, 0 to 1."""
+        """The part of all seconds that is `measured_s`, 0 to 1."""
         return self.measured_s / self.seconds if self.seconds else 0.0
 
     @property
     def alone_share(self) -> float:
-        """Measured on one device alone, of all seconds, 0 to 1."""
+        """The part of all seconds that is `alone_s`, 0 to 1."""
         return self.alone_s / self.seconds if self.seconds else 0.0
 
     @property
     def error(self) -> float:
-        """Mean relative error of what was measured: the spread of a measurement, or that of the
-        interpolation.
+        """Mean relative error of the measured seconds: the spread of a measurement, or the error of
+        an interpolation between measurements.
         """
         measured_s = self.measured_s + self.alone_s
         return self.error_s / measured_s if measured_s else 0.0
 
 
 def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
-    """The measured share of a choice's compute and communication."""
+    """The measured share of a step's compute and communication under picks."""
     measured = priced.mesh.cluster.measured
     if measured is None:
         return MeasuredShare(0.0, 0.0, 0.0, 0.0)
     total = error = 0.0
     of_grade = {MEASURED: 0.0, MEASURED_COMPUTE: 0.0}
 
-    def note(seconds: float, corrections: Corrections) -> None:
+    def count_in(seconds: float, corrections: Corrections) -> None:
         nonlocal total, error
         total += seconds
         if corrections.is_measured[0]:
@@ -240,13 +254,13 @@ def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
             seconds, corrections = corrected_work(work, sizes, choice, priced.mesh, priced.target)
             times = 1 if work.phase is Phase.UPDATE else priced.repeats
             if corrections is not None:
-                note(float(seconds[0] * corrections.ratios[0]) * times, corrections)
+                count_in(float(seconds[0] * corrections.ratios[0]) * times, corrections)
     for each in _collectives(priced, picks):
         entering, seconds = (
-            np.array([each.entering]),
+            np.array([each.entering_bytes]),
             np.array([each.seconds / max(each.times, 1.0)]),
         )
-        note(
+        count_in(
             each.seconds,
             collective_corrections(
                 each.kind, each.axes, priced.mesh, each.group, entering, seconds
@@ -261,8 +275,10 @@ def encode_interior(
     axis_names: Sequence[str],
     repeat: frozenset[int] = frozenset(),
 ) -> tuple[OpSharding, ...]:
-    """Choices as a plan writes them: by the labels of nodes and factors. `repeat` are nodes that
-    the backward pass may work out again.
+    """Choices as a plan stores them (`StagePlan.interior`): by the labels of nodes and factors.
+
+    Args:
+        repeat: indices of nodes that the backward pass recomputes.
     """
     return tuple(
         OpSharding(
@@ -278,8 +294,10 @@ def encode_interior(
 
 
 def decode_interior(stage: StagePlan, nodes: NodeGraph) -> tuple[Choice, ...]:
-    """The reverse of `encode_interior`. Raises `PlanMismatchError` with every entry that does not
-    fit.
+    """The choices that `encode_interior` stored.
+
+    Raises:
+        PlanMismatchError: some entries name other nodes or dimensions than the step has; lists all.
     """
     faults = []
     if len(stage.interior) != len(nodes.nodes):
@@ -306,8 +324,10 @@ def decode_interior(stage: StagePlan, nodes: NodeGraph) -> tuple[Choice, ...]:
 
 
 def check_choices(nodes: NodeGraph, choices: Sequence[Choice], axis_sizes: Sequence[int]) -> None:
-    """Refuse choices that do not divide what they split. Raises `PlanMismatchError` with every one
-    of them.
+    """Check that choices divide the sizes of what they split.
+
+    Raises:
+        PlanMismatchError: some do not; lists all.
     """
     faults = [
         f"`{node.label}` cannot be split as {choice}"
@@ -321,7 +341,7 @@ def check_choices(nodes: NodeGraph, choices: Sequence[Choice], axis_sizes: Seque
 
 
 def picked_choices(priced: Priced, picks: Ints) -> tuple[Choice, ...]:
-    """For each node what each mesh axis splits."""
+    """For each node its picked choice: the factor that each mesh axis splits, or -1."""
     return tuple(
         tuple(int(f) for f in table.choices[pick])
         for table, pick in zip(priced.nodes, picks.tolist(), strict=True)
@@ -329,7 +349,7 @@ def picked_choices(priced: Priced, picks: Ints) -> tuple[Choice, ...]:
 
 
 def find_picks(priced: Priced, choices: Sequence[Choice]) -> Ints:
-    """The position of each node's choice among those that were priced, which must hold it."""
+    """The reverse of `picked_choices`. Each choice must be among those that were priced."""
     return np.array(
         [
             int(np.flatnonzero((table.choices == np.array(choice)).all(axis=1))[0])

@@ -24,9 +24,8 @@ class StageTimes(Protocol):
     Attributes:
         forward_s, backward_s: passes of one micro-batch.
         weight_gradient_s: the part of `backward_s` that nothing waits for until the update.
-        exposed_s: the part of the passes that a zero-bubble schedule cannot fill while a pipeline
-            fills and drains: forward and backward, less as much of the weight gradients twice over
-            as leaves the longer of forward and input gradient.
+        exposed_s: the idle time that a stage adds to a zero-bubble pipeline while it fills and
+            drains: `forward + input gradient - min(weight gradient, forward, input gradient)`.
         once_s: once in a step: gradient synchronisation that is not hidden, and the update.
     """
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ....cost import Chain, PrefixSums, StageChoice, chain_in_flight, measure_form
+from ....cost import Chain, PrefixSums, StageChoice, chain_in_flight, evaluate_form
 from ....plans import Keeps, schedule_kind
 from ._boxes import StageSolution
 from ._limits import Reach, memory_ends, reach_within, simple_lows
@@ -113,7 +113,7 @@ class DeviceProgram:
             stages = self._deepening_search(reach)
         if stages is None:
             return None
-        sum_s, maxima_s = measure_form(self.chain, self.form, stages)
+        sum_s, maxima_s = evaluate_form(self.chain, self.form, stages)
         return StageSolution(stages=stages, sum_s=sum_s, maxima_s=maxima_s)
 
     def _deepening_search(self, reach: Reach) -> Stages | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ....cost import Chain, PrefixSums, StageChoice, chain_in_flight, measure_form
+from ....cost import Chain, PrefixSums, StageChoice, chain_in_flight, evaluate_form
 from ....plans import schedule_kind
 from ._boxes import StageSolution
 from ._limits import memory_ends, reach_within, simple_lows
@@ -105,7 +105,7 @@ class RoundsProgram:
                 )
             )
             unit = last
-        sum_s, maxima_s = measure_form(self.chain, self.form, stages)
+        sum_s, maxima_s = evaluate_form(self.chain, self.form, stages)
         return StageSolution(stages=tuple(stages), sum_s=sum_s, maxima_s=maxima_s)
 
     def _edge_s(self, sender: int, receiver: int) -> Floats:
