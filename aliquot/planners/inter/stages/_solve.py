@@ -30,31 +30,36 @@ from ._recut import best_cut, recuts, two_sided_s
 from ._rounds import RoundsProgram, round_counts
 from ._tabulated import TabulatedProgram, tabulated_programs
 
-_RECUTS = 12
+# Plans of each schedule for whose submeshes new cuts are sought, which takes time for each.
+_MOST_RECUTS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDP(AbstractInter):
     """Alpa's dynamic program over stages, exact for schedules' closed forms on a `Chain`.
 
-    Searched are all cuts between units, all options for each stage, all submeshes that take
-    consecutive devices and together use all of them, the schedules named here, and the given
-    chains' numbers of micro-batches. With interleaved schedules, submeshes are equal and each chunk
-    fits into an equal share of its device's memory. On any other chain it uses quotes of all
-    stretches and proves no bound.
+    The search covers all cuts between units, all options for each stage, all submeshes of
+    consecutive devices that together use every device, `schedules`, and the given chains' numbers
+    of micro-batches. For interleaved schedules, submeshes are equal and each chunk fits into an
+    equal share of its device's memory. On a chain of another class, the planner asks for quotes of
+    all stretches of units and proves no bound.
+
+    "Program" in this module is a dynamic program: the stages of one chain under one schedule that
+    minimise the closed form.
 
     Attributes:
-        schedules: to choose from. gpipe is never faster than 1f1b in closed form and keeps more; it
-            is there to compare.
-        num_stages: their number (chunks counted), or None for any.
-        most_chunks: on one submesh.
-        simulated: number of each schedule's best plans by closed form that are simulated; the
-            fastest is the answer. If transfers do not overlap, as many of the best with transfers
-            counted at both ends are simulated, too. 1 simulates the least closed form alone.
+        schedules: names of the schedules to choose from. gpipe is left out by default: it is never
+            faster than 1f1b in closed form and keeps more memory.
+        num_stages: the number of stages (each chunk counts as one), or None for any.
+        most_chunks: the most stages on one submesh, in interleaved schedules.
+        simulated: the number of each schedule's plans, best by closed form first, that are
+            simulated; the answer is the fastest in simulation. If transfers do not overlap, as many
+            of the best with transfers counted at both ends are simulated, too. With 1, the only
+            plan simulated is the one of least closed form.
         relative_gap: smaller improvements are not searched for; the bound accounts for them.
-        solve_limit: number of dynamic programs for each chain and schedule; beyond it the bound is
-            less tight.
-        work_limit: number of table entries for each schedule and all chains, likewise; some 120
+        solve_limit: the most times that a program is solved, for each chain and schedule; a search
+            that reaches it ends with a looser bound.
+        work_limit: the most table entries, for each schedule and all chains; likewise. Some 120
             million take a second.
 
     Reference: L. Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for
@@ -93,7 +98,7 @@ class StageDP(AbstractInter):
         return True
 
     def check_limits(self, limits: StageLimits) -> None:
-        """See `AbstractInter.check_limits`: it keeps to all of them."""
+        """See `AbstractInter.check_limits`: this planner supports all of them."""
 
     def solve(
         self,
@@ -105,38 +110,41 @@ class StageDP(AbstractInter):
     ) -> ChainPlan:
         """See `AbstractInter.solve`.
 
-        The bound is one of closed forms and holds for all stages that this planner may choose. The
-        status tells whether the least closed form is proved. The closed form of the answer may be
-        larger, as simulation chooses it.
+        The bound is below the closed forms of all plans that this planner may choose, and the
+        status tells whether the least closed form is proved to be the least. The closed form of the
+        answer may be larger, because the answer is chosen by simulation.
         """
         schedules = (limits.schedule,) if limits.schedule else self.schedules
         planner = replace(
             self, num_stages=limits.num_stages or self.num_stages, schedules=schedules
         )
         check_chains(chains)
-        _check_count(chains[0], planner.num_stages)
+        _check_num_stages(chains[0], planner.num_stages)
         return planner._solve(chains, helper or HelperProcess(wanted=False), start)
 
     def _solve(
         self, chains: Sequence[AbstractChain], helper: HelperProcess, start: ChainPlan | None
     ) -> ChainPlan:
+        """Search, then simulate the best few plans and attach the bound to the fastest."""
         searched = self._search(chains, helper)
-        starts = [start] if start is not None and self._may_choose(chains, start) else []
+        starts = [start] if start is not None and self._covers(chains, start) else []
         if not searched.plans and not starts:
             raise nothing_fits(chains, self.schedules, self.num_stages)
-        # Closed forms leave out some waits and transfers, so that the best few are simulated. The
-        # plan to start from is among them: the answer is then never slower.
+        # Closed forms leave out some waits and transfers, so the best few plans are simulated. The
+        # plan to start from is among them, so the answer is no slower than it.
         queue = helper.share(simulated)
         first = worth_simulating(searched.plans, self.simulated)
         queue.add(chains, starts)
         queue.add(chains, first)
         if self.simulated > 1:
-            queue.add(chains, worth_simulating(self._more(chains, searched), self.simulated, first))
+            by_both_ends = self._ranked_by_both_ends(chains, searched)
+            queue.add(chains, worth_simulating(by_both_ends, self.simulated, first))
         best = fastest(queue.answers())
         assert best is not None, (
             "what fits by the bounds on micro-batches in flight fits when simulated"
         )
-        # The bound is one of closed forms, whatever the simulation chose.
+        # The bound is on closed forms, so it is compared with the least closed form, not with the
+        # plan that the simulation chose.
         best_s = min(
             plan.closed_form_s for plan in [*starts, *(plan for plan, _ in searched.plans[:1])]
         )
@@ -153,8 +161,8 @@ class StageDP(AbstractInter):
             status=proved if searched.complete else "solve limit",
         )
 
-    def _may_choose(self, chains: Sequence[AbstractChain], start: ChainPlan) -> bool:
-        """True if a plan to start from lies in the space of the search."""
+    def _covers(self, chains: Sequence[AbstractChain], start: ChainPlan) -> bool:
+        """True if the search covers this plan, which may come from another planner."""
         its_chains = [
             chain for chain in chains if chain.num_micro_batches == start.num_micro_batches
         ]
@@ -168,10 +176,10 @@ class StageDP(AbstractInter):
             its_chains[0], start.stages, start.schedule, num_submeshes=start.num_submeshes
         )
 
-    def _search(self, chains: Sequence[AbstractChain], helper: HelperProcess) -> _Searched:
-        """Search all schedules; plans come best first by closed form."""
+    def _search(self, chains: Sequence[AbstractChain], helper: HelperProcess) -> _SearchResult:
+        """Search all schedules. Plans are sorted by closed form, best first."""
         queue = helper.share(_search_schedule)
-        queue.add(_Wanted(planner=self, chains=tuple(chains)), self.schedules)
+        queue.add(_SearchTask(planner=self, chains=tuple(chains)), self.schedules)
         runs = sorted(
             [run for answer in queue.answers() for run in answer], key=lambda run: run.order
         )
@@ -179,22 +187,23 @@ class StageDP(AbstractInter):
             (plan, chains[run.chain].under(plan.schedule)) for run in runs for plan in run.plans
         ]
         plans.sort(key=lambda entry: entry[0].closed_form_s)
-        return _Searched(
+        return _SearchResult(
             plans=tuple(plans),
             bound_s=min([run.bound_s for run in runs], default=math.inf),
             complete=all(run.complete for run in runs),
         )
 
-    def _more(
-        self, chains: Sequence[AbstractChain], searched: _Searched
+    def _ranked_by_both_ends(
+        self, chains: Sequence[AbstractChain], searched: _SearchResult
     ) -> list[tuple[ChainPlan, AbstractChain]]:
-        """More plans that may be fast if a transfer also keeps the sending stage busy, which closed
-        forms leave out.
+        """Plans sorted by a form that counts transfers at both ends, best first.
 
-        These are the plans of the search, regular layouts, and both with new cuts for their
-        submeshes; best first by a form that counts transfers at both ends.
+        A transfer that does not overlap with tasks keeps both stages busy, while closed forms count
+        it at one alone, the stage behind the edge. The plans are those of the search, the regular
+        layouts of the grid planner, and both with new cuts for the same submeshes. Empty if
+        transfers overlap in all chains.
         """
-        # Where transfers run beside tasks, closed forms count them as the simulation does.
+        # Closed forms agree with the simulation where transfers overlap: nothing to rank again.
         serial = [chain for chain in chains if not chain.overlaps_transfers]
         plans = list(searched.plans) if serial else []
         if GRID_SCHEDULE in self.schedules:
@@ -206,25 +215,25 @@ class StageDP(AbstractInter):
                 and self.num_stages in (None, len(plan.stages))
             ]
         plans.sort(key=lambda entry: two_sided_s(entry[1], entry[0]))
-        candidates, seen = list(plans), Counter[str]()
-        cut: dict[object, tuple[ChainPlan, ...]] = {}
+        candidates, num_seen = list(plans), Counter[str]()
+        cuts_of: dict[object, tuple[ChainPlan, ...]] = {}
         for plan, chain in plans:
-            seen[plan.schedule] += 1
-            if seen[plan.schedule] <= _RECUTS and isinstance(chain, Chain):
+            num_seen[plan.schedule] += 1
+            if num_seen[plan.schedule] <= _MOST_RECUTS and isinstance(chain, Chain):
                 count = chain.num_micro_batches
-                # New cuts and options depend on the submeshes alone.
+                # New cuts and options depend on the submeshes alone, which many plans share.
                 key = (
                     plan.schedule,
                     count,
                     tuple(chain.options[stage.option].submesh for stage in plan.stages),
                 )
-                if key not in cut:
-                    cut[key] = recuts(chain, PrefixSums.of(chain), plan)
-                candidates.append((best_cut(chain, plan, cut[key]), chain))
+                if key not in cuts_of:
+                    cuts_of[key] = recuts(chain, PrefixSums.of(chain), plan)
+                candidates.append((best_cut(chain, plan, cuts_of[key]), chain))
         return sorted(candidates, key=lambda entry: two_sided_s(entry[1], entry[0]))
 
     def programs(self, chain: AbstractChain, schedule: str) -> list[_AnyProgram]:
-        """The programs to minimise for a chain under a schedule."""
+        """The dynamic programs whose solutions are all plans of a chain under a schedule."""
         chain = chain.under(schedule)
         limit = chain.memory_limit_bytes
         if not isinstance(chain, Chain):
@@ -254,8 +263,14 @@ _AnyProgram: TypeAlias = DeviceProgram | RoundsProgram | TabulatedProgram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Searched:
-    """Plans of a search, best first, each with its chain."""
+class _SearchResult:
+    """The result of a search over all schedules and chains.
+
+    Attributes:
+        plans: sorted by closed form, best first, each with its chain.
+        bound_s: a lower bound on all closed forms.
+        complete: false if some program reached a limit.
+    """
 
     plans: tuple[tuple[ChainPlan, AbstractChain], ...]
     bound_s: float
@@ -263,27 +278,29 @@ class _Searched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Wanted:
-    """A planner with the chains that it searches."""
+class _SearchTask:
+    """A planner and the chains to search, as passed to the helper process."""
 
     planner: StageDP
     chains: tuple[AbstractChain, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Program:
-    """A program to search: of a chain, by its number, under a schedule."""
+class _ScheduledProgram:
+    """A program with the schedule and the number of the chain that it belongs to."""
 
     program: _AnyProgram
     schedule: str
     chain: int
 
     @property
-    def floor_s(self) -> float:
+    def least_s(self) -> float:
+        """A lower bound on the closed form that needs no search."""
         sum_low, lows = self.program.lows()
         return sum_low + sum(w * low for w, low in zip(self.program.weights, lows))
 
     def search(self, cutoff_s: float, planner: StageDP, work_limit: float) -> Outcome:
+        """Minimise the closed form, leaving out solutions of `cutoff_s` and more."""
         sum_low, lows = self.program.lows()
         return minimise(
             self.program.solve,
@@ -296,7 +313,7 @@ class _Program:
             may_go_on=lambda: self.program.work < work_limit,
         )
 
-    def judged(self, stages: Sequence[StageChoice]) -> ChainPlan:
+    def plan_of(self, stages: Sequence[StageChoice]) -> ChainPlan:
         return judge_stages(
             self.program.chain,
             stages,
@@ -306,7 +323,7 @@ class _Program:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Run:
+class _ProgramResult:
     """The result of a program; runs are sorted by `order`."""
 
     order: tuple[float, int, int, int]
@@ -316,18 +333,18 @@ class _Run:
     complete: bool
 
 
-def _search_schedule(wanted: _Wanted, schedule: str) -> list[_Run]:
+def _search_schedule(task: _SearchTask, schedule: str) -> list[_ProgramResult]:
     """Search all programs of a schedule.
 
     Each schedule has a cutoff of its own, since closed forms of different schedules are not equally
     far from the simulation that decides.
     """
-    planner = wanted.planner
+    planner = task.planner
     programs = [
-        ((entry.floor_s, number, planner.schedules.index(schedule), k), entry)
-        for number, chain in enumerate(wanted.chains)
+        ((entry.least_s, number, planner.schedules.index(schedule), k), entry)
+        for number, chain in enumerate(task.chains)
         for k, program in enumerate(planner.programs(chain, schedule))
-        for entry in [_Program(program=program, schedule=schedule, chain=number)]
+        for entry in [_ScheduledProgram(program=program, schedule=schedule, chain=number)]
     ]
     # The program with the lowest bound first: its best plan is the cutoff for those that follow.
     best_s, runs, work_left = math.inf, [], planner.work_limit
@@ -335,11 +352,11 @@ def _search_schedule(wanted: _Wanted, schedule: str) -> list[_Run]:
         outcome = entry.search(best_s, planner, work_left)
         work_left -= entry.program.work
         plans = tuple(
-            entry.judged(solution.stages) for solution in outcome.solutions[: planner.simulated]
+            entry.plan_of(solution.stages) for solution in outcome.solutions[: planner.simulated]
         )
         best_s = min([best_s, *(plan.closed_form_s for plan in plans)])
         runs.append(
-            _Run(
+            _ProgramResult(
                 order=order,
                 chain=entry.chain,
                 plans=plans,
@@ -350,7 +367,7 @@ def _search_schedule(wanted: _Wanted, schedule: str) -> list[_Run]:
     return runs
 
 
-def _check_count(chain: AbstractChain, num_stages: int | None) -> None:
+def _check_num_stages(chain: AbstractChain, num_stages: int | None) -> None:
     if num_stages is None:
         return
     if num_stages > chain.num_units:
