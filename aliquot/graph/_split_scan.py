@@ -15,8 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..core import InputError
-from ._split_emit import Emitter
+from ._split_emission import Emission
 from ._split_reach import stacked_values, tied_values
+from ._split_structured import write_step
 from ._split_values import Pieces, index_of
 from ._types import Graph, Output, Piece, Split
 
@@ -100,15 +101,15 @@ def _split(graph: Graph, edges: tuple[int, ...], stacked: frozenset[int]) -> Spl
     arrays = Pieces(
         graph=graph, stacked=stacked, ranges=tuple(zip(edges[:-1], edges[1:], strict=True))
     )
-    emitter = Emitter(arrays=arrays)
-    body = emitter.run()
+    emission = Emission(arrays=arrays)
+    body = write_step(emission)
     inputs = _pieces(arrays, [item.value for item in graph.inputs])
     outputs = _pieces(arrays, [output.value for output in graph.outputs])
     split = Split(original=graph, bounds=edges, inputs=inputs, outputs=outputs)
     pieces = Graph(
         name=graph.name,
         values=tuple(arrays.values),
-        ops=tuple(emitter.ops),
+        ops=tuple(emission.ops),
         body=body,
         inputs=tuple(
             [
@@ -136,8 +137,8 @@ def _split(graph: Graph, edges: tuple[int, ...], stacked: frozenset[int]) -> Spl
     return SplitGraph(
         graph=pieces,
         split=split,
-        joined=tuple(sorted(emitter.joined)),
-        recut=tuple(sorted(emitter.recut)),
+        joined=tuple(sorted(emission.joined)),
+        recut=tuple(sorted(emission.recut)),
     )
 
 

@@ -1,0 +1,162 @@
+"""The new graph of a split step while it is written: its operators so far, and what the values of
+the old graph are in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from ._split_equations import Equations, joint, with_rows
+from ._split_values import Pieces, index_of
+from ._types import Call, Graph, Op, Operand
+
+Items: TypeAlias = list["int | Call"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Body into which operators are written.
+
+    Attributes:
+        items: the list that they join.
+        trips, of: how many rounds of the loops around them are left of how many.
+        region: remat region.
+        in_loop: whether this is a loop's body, which sees stacked arrays as a whole.
+    """
+
+    items: Items
+    trips: int = 1
+    of: int = 1
+    region: int = 0
+    in_loop: bool = False
+
+    def body(self, region: int) -> Place:
+        """A body that runs once for each time that the place itself does."""
+        return replace(self, items=[], region=region)
+
+    def loop(self, trips: int, of: int) -> Place:
+        """A loop's body."""
+        return replace(self, items=[], trips=self.trips * trips, of=self.of * of, in_loop=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class Emission:
+    """Operators of the new graph, as far as they are written.
+
+    Attributes:
+        arrays: its values.
+        ops: its operators so far.
+        joined: operators of the old graph that need pieces put together.
+        recut: operators of the old graph whose result is cut after they made it whole.
+        joints: new values that are pieces put together.
+        links: for each value of the old graph that a link makes, this link.
+        equations: equations for fewer rows, each made once.
+        num_regions: remat regions so far.
+    """
+
+    arrays: Pieces
+    ops: list[Op] = field(default_factory=list)
+    joined: set[int] = field(default_factory=set)
+    recut: set[int] = field(default_factory=set)
+    joints: set[int] = field(default_factory=set)
+    links: dict[int, Op] = field(init=False)
+    equations: Equations = field(default_factory=Equations)
+    num_regions: int = 0
+
+    def __post_init__(self) -> None:
+        self.links = {out: op for op in self.graph.ops if op.is_link for out in op.outputs}
+
+    @property
+    def graph(self) -> Graph:
+        """The graph as it was."""
+        return self.arrays.graph
+
+
+def write(
+    emission: Emission,
+    like: Op,
+    place: Place,
+    eqn: Any,
+    inputs: Sequence[Operand],
+    outputs: Sequence[int],
+    name: str = "",
+) -> None:
+    """Write an operator that runs `eqn`, or a link; all else is as in `like`."""
+    if eqn is not None:
+        place.items.append(len(emission.ops))
+    emission.ops.append(
+        Op(
+            index=len(emission.ops),
+            name=name or eqn.primitive.name,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            params=eqn.params if eqn is not None else {},
+            phase=like.phase,
+            scope=like.scope,
+            trips=like.trips * place.trips // place.of,
+            eqn=eqn,
+            region=place.region,
+        )
+    )
+
+
+def write_link(
+    emission: Emission, old: int, place: Place, inputs: Sequence[Operand], output: int
+) -> None:
+    """Write the link that makes `old`, on other operands."""
+    like = emission.links[old]
+    write(emission, like, place, None, inputs, (output,), like.name)
+
+
+def parts_at(emission: Emission, operand: Operand, place: Place) -> tuple[Operand, ...]:
+    """An operand as a body sees it: in pieces, or as a whole in loops."""
+    arrays = emission.arrays
+    return (arrays.known(operand),) if place.in_loop else arrays.parts(operand)
+
+
+def read(
+    emission: Emission, operand: Operand, place: Place, like: Op, eqn: Any, aval: Any
+) -> Operand:
+    """The whole of any operand, put together where it only comes in pieces."""
+    arrays = emission.arrays
+    if arrays.needs_join(operand):
+        old = index_of(operand)
+        whole = arrays.new(old)
+        avals = [with_rows(aval, stop - start) for start, stop in arrays.ranges]
+        joined_eqn = joint(eqn, "concatenate", avals, aval, {"dimension": 0})
+        write(emission, like, place, joined_eqn, arrays.parts(old), (whole,))
+        arrays.whole_here[old] = whole
+        emission.joints.add(whole)
+    known = arrays.known(operand)
+    if isinstance(known, int) and known in emission.joints:
+        emission.joined.add(like.index)
+    return known
+
+
+def define(
+    emission: Emission, old: int, whole: int, place: Place, like: Op, eqn: Any, aval: Any
+) -> None:
+    """Say what a value of the old graph is now, and cut it if it must come in pieces."""
+    arrays = emission.arrays
+    if old not in arrays.stacked:
+        arrays.whole[old] = whole
+        return
+    arrays.whole_here[old] = whole
+    emission.recut.add(like.index)
+    rank = len(aval.shape)
+    for piece, (start, stop) in zip(arrays.declare(old), arrays.ranges, strict=True):
+        starts, limits = (start, *(0,) * (rank - 1)), (stop, *aval.shape[1:])
+        params = {"start_indices": starts, "limit_indices": limits, "strides": None}
+        slice_eqn = joint(eqn, "slice", [aval], with_rows(aval, stop - start), params)
+        write(emission, like, place, slice_eqn, (whole,), (piece,))
+
+
+def define_all(
+    emission: Emission, old: Sequence[int], new: Sequence[int], place: Place, like: Op, eqn: Any
+) -> None:
+    """Say what the results of an operator or a loop are now."""
+    for before, after, var in zip(old, new, eqn.outvars, strict=True):
+        if before >= 0:
+            define(emission, before, after, place, like, eqn, var.aval)

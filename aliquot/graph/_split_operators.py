@@ -1,0 +1,101 @@
+"""Operators of a split step: local ones once for each range, all others once, on whole arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ._split_emission import Emission, Place, define, define_all, read, write
+from ._split_equations import joint
+from ._split_rows import Local, local_rule
+from ._split_values import index_of
+from ._types import Literal, Op
+
+
+def write_operator(emission: Emission, op: Op, place: Place) -> None:
+    """Write an operator of the old graph."""
+    arrays = emission.arrays
+    rule = None
+    if not place.in_loop and any(
+        v in arrays.stacked for v in (*op.inputs, *op.outputs) if isinstance(v, int)
+    ):
+        rule = local_rule(op, emission.graph.values, arrays.rows)
+    if rule is not None and _in_pieces(emission, op, rule):
+        _write_local(emission, op, rule, place)
+        return
+    avals = [v.aval for v in op.eqn.invars]
+    inputs = [
+        read(emission, i, place, op, op.eqn, a) for i, a in zip(op.inputs, avals, strict=True)
+    ]
+    outputs = [arrays.new(o) if o >= 0 else -1 for o in op.outputs]
+    write(emission, op, place, op.eqn, inputs, outputs)
+    define_all(emission, op.outputs, outputs, place, op, op.eqn)
+
+
+def _in_pieces(emission: Emission, op: Op, rule: Local) -> bool:
+    both = [
+        *zip(op.inputs, rule.operands, strict=True),
+        *zip(op.outputs, rule.results, strict=True),
+    ]
+    return any(
+        has_rows and v in emission.arrays.stacked for v, has_rows in both if isinstance(v, int)
+    )
+
+
+def _write_local(emission: Emission, op: Op, rule: Local, place: Place) -> None:
+    """An operator once for each range."""
+    arrays = emission.arrays
+    shared = [
+        None if has_rows else read(emission, i, place, op, op.eqn, v.aval)
+        for i, has_rows, v in zip(op.inputs, rule.operands, op.eqn.invars, strict=True)
+    ]
+    if not rule.join:
+        for old in op.outputs:
+            if old >= 0:
+                arrays.declare(old)
+    partial = []
+    for k, (start, stop) in enumerate(arrays.ranges):
+        inputs = [
+            arrays.parts(i)[k] if i_shared is None else i_shared
+            for i, i_shared in zip(op.inputs, shared)
+        ]
+        if not rule.join:
+            outputs = [index_of(arrays.parts(o)[k]) if o >= 0 else -1 for o in op.outputs]
+        else:
+            partial.append(arrays.new(op.outputs[0]))
+            outputs = partial[-1:]
+        eqn = emission.equations.on_rows(op.eqn, rule, stop - start)
+        if rule.counts_rows and start:
+            _count_from(emission, start, op, eqn, outputs[0], place)
+        else:
+            write(emission, op, place, eqn, inputs, outputs)
+    if rule.join:
+        _combine(emission, op, rule.join, partial, place)
+
+
+def _count_from(
+    emission: Emission, start: int, op: Op, eqn: Any, output: int, place: Place
+) -> None:
+    """Row numbers of a range that does not begin at zero."""
+    arrays = emission.arrays
+    local = arrays.new(op.outputs[0], arrays.values[output].shape[0])
+    aval = eqn.outvars[0].aval
+    dtype = np.dtype(aval.dtype)
+    first = Literal(value=np.asarray(start, dtype)[()], shape=(), dtype=str(dtype))
+    write(emission, op, place, eqn, (), (local,))
+    add_eqn = joint(eqn, "add", [aval, aval.update(shape=())], aval, {})
+    write(emission, op, place, add_eqn, (local, first), (output,))
+
+
+def _combine(emission: Emission, op: Op, name: str, partial: Sequence[int], place: Place) -> None:
+    """Join the ranges' results."""
+    aval = op.eqn.outvars[0].aval
+    total = partial[0]
+    for other in partial[1:]:
+        result = emission.arrays.new(op.outputs[0])
+        joint_eqn = joint(op.eqn, name, [aval, aval], aval, {})
+        write(emission, op, place, joint_eqn, (total, other), (result,))
+        total = result
+    define(emission, op.outputs[0], total, place, op, op.eqn, aval)

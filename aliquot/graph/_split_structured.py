@@ -1,0 +1,230 @@
+"""Bodies of a split step, and the loops, remat regions and branches in them: scans over layers one
+after the other, a scan for each range of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from . import _jax_compat as compat
+from ._split_emission import Emission, Place, define, define_all, parts_at, read, write_link
+from ._split_operators import write_operator
+from ._split_reach import is_split, opens
+from ._split_values import index_of
+from ._types import Block, Call, Op, Operand
+
+
+def write_step(emission: Emission) -> Block:
+    """Write the whole step; returns its nested view."""
+    arrays, graph = emission.arrays, emission.graph
+    inputs = [v for item in graph.inputs for v in arrays.declare(item.value)]
+    place = Place(items=[])
+    _write_items(emission, graph.body, place)
+    outputs = [v for output in graph.outputs for v in arrays.parts(output.value)]
+    return Block(inputs=tuple(inputs), items=tuple(place.items), outputs=tuple(outputs))
+
+
+def _write_items(emission: Emission, block: Block, place: Place) -> None:
+    calls: Mapping[str, Callable[[Emission, Call, Place], None]] = {
+        "remat": _write_remat,
+        "scan": _write_scan,
+        "while": _write_while,
+        "cond": _write_cond,
+    }
+    for item in block.items:
+        if isinstance(item, Call):
+            calls[item.kind](emission, item, place)
+        else:
+            write_operator(emission, emission.graph.ops[item], place)
+
+
+def _like(emission: Emission, call: Call) -> Op:
+    """The link that stands for a loop where an operator is asked for."""
+    links = emission.links
+    return links[next(v for v in (*call.outputs, *call.blocks[-1].inputs) if v in links)]
+
+
+def _read_all(
+    emission: Emission, call: Call, operands: Sequence[Operand], first: int, place: Place
+) -> list[Operand]:
+    """Operands of a loop, from its operand `first` on, as a whole."""
+    avals = [v.aval for v in call.eqn.invars[first : first + len(operands)]]
+    like = _like(emission, call)
+    return [
+        read(emission, i, place, like, call.eqn, a) for i, a in zip(operands, avals, strict=True)
+    ]
+
+
+def _write_whole(
+    emission: Emission,
+    call: Call,
+    blocks: Sequence[Block],
+    operands: Sequence[Operand],
+    results: Sequence[int],
+    place: Place,
+) -> None:
+    """A loop or branches on whole arrays, and what their results are now."""
+    place.items.append(
+        replace(call, blocks=tuple(blocks), inputs=tuple(operands), outputs=tuple(results))
+    )
+    define_all(emission, call.outputs, results, place, _like(emission, call), call.eqn)
+
+
+# ---- loops ---------------------------------------------------------------------------------------
+
+
+def _write_scan(emission: Emission, call: Call, place: Place) -> None:
+    arrays, params = emission.arrays, call.eqn.params
+    num_consts, num_carry = compat.scan_counts(params)
+    first = num_consts + num_carry
+    consts = _read_all(emission, call, call.inputs[:num_consts], 0, place)
+    carry = _read_all(emission, call, call.inputs[num_consts:first], num_consts, place)
+    if place.in_loop or not is_split(call, arrays.stacked, arrays.rows):
+        slices = _read_all(emission, call, call.inputs[first:], first, place)
+        operands = [*consts, *carry, *slices]
+        results = _write_one_scan(emission, call, call.eqn, operands, None, place)
+        define_all(emission, call.outputs, results, place, _like(emission, call), call.eqn)
+        return
+    for old in call.outputs[num_carry:]:
+        arrays.declare(old)
+    numbered = list(enumerate(arrays.ranges))
+    for k, (start, stop) in reversed(numbered) if params["reverse"] else numbered:
+        slices = [arrays.parts(v)[k] for v in call.inputs[first:]]
+        eqn = emission.equations.scan_on_rows(call.eqn, stop - start)
+        results = _write_one_scan(emission, call, eqn, [*consts, *carry, *slices], k, place)
+        carry = list(results[:num_carry])
+    ends = zip(call.outputs[:num_carry], carry, call.eqn.outvars[:num_carry], strict=True)
+    for old, last, var in ends:
+        whole = index_of(last)
+        define(emission, old, whole, place, _like(emission, call), call.eqn, var.aval)
+
+
+def _write_one_scan(
+    emission: Emission,
+    call: Call,
+    eqn: Any,
+    operands: Sequence[Operand],
+    piece: int | None,
+    place: Place,
+) -> list[int]:
+    """One loop: the whole of it, or the piece of that number, whose stacked results are declared.
+
+    Returns its results.
+    """
+    arrays, params = emission.arrays, eqn.params
+    num_consts, num_carry = compat.scan_counts(params)
+    (block,) = call.blocks
+    body = place.loop(params["length"], call.eqn.params["length"])
+    inner = arrays.declare_whole(block.inputs[num_consts:])
+    for k, new in enumerate(inner):
+        where = place if k < num_carry else body
+        old = index_of(block.inputs[num_consts + k])
+        write_link(emission, old, where, (operands[num_consts + k],), new)
+    _write_items(emission, block, body)
+    ends = [arrays.known(v) for v in block.outputs]
+    results: list[int] = []
+    for k, old in enumerate(call.outputs):
+        stacks = k >= num_carry
+        results.append(
+            index_of(arrays.parts(old)[piece]) if stacks and piece is not None else arrays.new(old)
+        )
+        made_of = (ends[k],) if stacks else (ends[k], inner[k])
+        write_link(emission, old, body if stacks else place, made_of, results[-1])
+    whole = Block(
+        inputs=(*operands[:num_consts], *inner), items=tuple(body.items), outputs=tuple(ends)
+    )
+    place.items.append(
+        replace(call, eqn=eqn, blocks=(whole,), inputs=tuple(operands), outputs=tuple(results))
+    )
+    return results
+
+
+def _write_while(emission: Emission, call: Call, place: Place) -> None:
+    arrays, params = emission.arrays, call.eqn.params
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    operands = _read_all(emission, call, call.inputs, 0, place)
+    condition, block = call.blocks
+    formal, first = block.inputs[num_body:], num_cond + num_body
+    carried = arrays.declare_whole(formal)
+    for old, start, new in zip(formal, operands[first:], carried, strict=True):
+        write_link(emission, index_of(old), place, (start,), new)
+    blocks = [
+        _loop_body(emission, condition, (*operands[:num_cond], *carried), place),
+        _loop_body(emission, block, (*operands[num_cond:first], *carried), place),
+    ]
+    results = [arrays.new(old) for old in call.outputs]
+    ends = zip(call.outputs, blocks[1].outputs, carried, results, strict=True)
+    for result, last, inner, new in ends:
+        write_link(emission, result, place, (last, inner), new)
+    _write_whole(emission, call, blocks, operands, results, place)
+
+
+def _loop_body(emission: Emission, block: Block, inputs: Sequence[Operand], place: Place) -> Block:
+    """A body that sees every array as a whole."""
+    body = place.loop(1, 1)
+    _write_items(emission, block, body)
+    outputs = tuple([emission.arrays.known(v) for v in block.outputs])
+    return Block(inputs=tuple(inputs), items=tuple(body.items), outputs=outputs)
+
+
+# ---- remat regions and branches ------------------------------------------------------------------
+
+
+def _body(emission: Emission, block: Block, place: Place) -> Block:
+    """A body that sees the pieces themselves, unless a loop stands around it."""
+    arrays = emission.arrays
+    around = arrays.whole_here
+    if not place.in_loop:
+        arrays.whole_here = {}
+    inputs = [part for operand in block.inputs for part in parts_at(emission, operand, place)]
+    _write_items(emission, block, place)
+    outputs = [part for operand in block.outputs for part in parts_at(emission, operand, place)]
+    arrays.whole_here = around
+    return Block(inputs=tuple(inputs), items=tuple(place.items), outputs=tuple(outputs))
+
+
+def _write_remat(emission: Emission, call: Call, place: Place) -> None:
+    emission.num_regions += 1
+    region = place.body(emission.num_regions)
+    (block,) = call.blocks
+    body = _body(emission, block, region)
+    results: list[int] = []
+    for old, inner in zip(call.outputs, block.outputs, strict=True):
+        parts = parts_at(emission, inner, place)
+        if old < 0:
+            results += [-1] * len(parts)
+        elif old == inner:
+            results += [index_of(part) for part in parts]
+        else:
+            fresh = emission.arrays.declare(old)
+            for part, new in zip(parts, fresh, strict=True):
+                write_link(emission, old, region, (part,), new)
+            results += fresh
+    place.items.append(replace(call, blocks=(body,), inputs=body.inputs, outputs=tuple(results)))
+
+
+def _write_cond(emission: Emission, call: Call, place: Place) -> None:
+    if not opens(call):
+        _write_platform_branches(emission, call, place)
+        return
+    (which,) = _read_all(emission, call, call.inputs[:1], 0, place)
+    blocks = [_body(emission, block, place.body(place.region)) for block in call.blocks]
+    results: list[int] = []
+    for old in call.outputs:
+        for new in emission.arrays.declare(old):
+            ends = [block.outputs[len(results)] for block in blocks]
+            write_link(emission, old, place, ends, new)
+            results.append(new)
+    inputs = (which, *blocks[0].inputs)
+    place.items.append(replace(call, blocks=tuple(blocks), inputs=inputs, outputs=tuple(results)))
+
+
+def _write_platform_branches(emission: Emission, call: Call, place: Place) -> None:
+    operands = _read_all(emission, call, call.inputs, 0, place)
+    blocks = [_loop_body(emission, block, operands[1:], place) for block in call.blocks]
+    results = [emission.arrays.new(old) for old in call.outputs]
+    for k, (old, new) in enumerate(zip(call.outputs, results, strict=True)):
+        write_link(emission, old, place, [block.outputs[k] for block in blocks], new)
+    _write_whole(emission, call, blocks, operands, results, place)
