@@ -57,6 +57,7 @@ def _slow_chain(
         once_s=0.01 * forward,
         state_bytes=ones / devices,
         in_flight_bytes=ones / devices,
+        deferred_bytes=ones / devices,
         working_bytes=ones / devices,
         boundary_bytes=rng.uniform(0.5, 1.5, num_units),
         overlaps_transfers=False,
