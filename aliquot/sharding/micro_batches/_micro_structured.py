@@ -131,7 +131,7 @@ def _walk_while(found: Findings, call: Call, specs: Sequence[TimeSpec], depth: i
 
 
 def _walk_cond(found: Findings, call: Call, specs: Sequence[TimeSpec], depth: int) -> None:
-    # A check finds what any part finds, so each part may check itfound.
+    # A check finds what any part finds, so each part may check it.
     checks = specs[0].kind in (TimeKind.OR, TimeKind.MAX) and is_check(call.eqn)
     if specs[0].kind is not TimeKind.EQUAL and not checks:
         found.violate(call, "it branches on a value of the batch")
