@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from ..cluster import Target
 from ..cost import Problem
 from ..graph import Graph, Input, graph_fingerprint
 from ..runtime import Program, build_program, compiled_stats, make_mesh
@@ -88,7 +87,7 @@ def compile_part(
         label: kept with what is measured.
     """
     graph = problem.graph
-    program = _program(graph, problem, choices, mesh_shape, axis_names, problem.target)
+    program = _program(graph, problem, choices, mesh_shape, axis_names)
     successors = {position: _successor(graph.inputs[position]) for position in program.donated}
     return compile_program(
         program.jitted,
@@ -187,15 +186,6 @@ def _program(
     choices: Sequence[Choice],
     mesh_shape: tuple[int, ...],
     axis_names: tuple[str, ...],
-    target: Target,
 ) -> Program:
-    pins = make_pins(
-        graph,
-        problem.nodes,
-        choices,
-        mesh_shape,
-        reduce_scatter=target.reduce_scatter,
-        data_axes=[],
-        rows_above_bytes=target.rows_above_bytes,
-    )
+    pins = make_pins(graph, problem.nodes, choices, mesh_shape, problem.target)
     return build_program(graph, pins, make_mesh(mesh_shape, axis_names, None))

@@ -8,11 +8,11 @@ split.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ..cluster import Target
 from ..graph import Graph, Op, Operand, Phase
 from ._nodes import Choice, NodeGraph, Port, project
 from ._reshard import landing, scattered_behind, waiting_apart, way
@@ -81,22 +81,22 @@ def make_pins(
     nodes: NodeGraph,
     choices: Sequence[Choice],
     axis_sizes: Sequence[int],
+    target: Target,
     *,
-    reduce_scatter: bool = True,
     data_axes: Collection[int] = (),
-    rows_above_bytes: float = math.inf,
 ) -> Pins:
     """Pins of a step under a choice for every node.
 
     Args:
         axis_sizes: devices along each mesh axis.
-        reduce_scatter: whether the compiler makes them of partial sums that become split; see
-            `landing`. Otherwise products whose sums shall be reduce-scattered are to run on each
-            device's pieces; with it only those whose sums are all-reduced along other axes: of
-            several such terms of a sum the compiler merges just the all-reduces.
+        target: whose compiler the pins are for. Where it makes no reduce-scatters of partial sums
+            that become split (see `landing`), products whose sums shall be reduce-scattered are to
+            run on each device's pieces; otherwise only those whose sums are all-reduced along other
+            axes: of several such terms of a sum the compiler merges just the all-reduces. Inputs of
+            more than its `rows_above_bytes` are replaced row by row; see `gathered_by_rows`.
         data_axes: along which sums of gradients wait for the last micro-batch.
-        rows_above_bytes: from what size on inputs are replaced row by row; see `gathered_by_rows`.
     """
+    reduce_scatter = target.reduce_scatter
     whole: Spec = (REPLICATED,) * len(axis_sizes)
 
     def spec(port: Port) -> Spec:
@@ -161,9 +161,8 @@ def make_pins(
             graph.values[new].dtype,
         ):
             length = next(iter(old.shape), 1)
-            if gathered_by_rows(
-                length, len(old.shape), old.num_bytes, output_spec, input_spec, rows_above_bytes
-            ):
+            rank, above = len(old.shape), target.rows_above_bytes
+            if gathered_by_rows(length, rank, old.num_bytes, output_spec, input_spec, above):
                 rows[new] = item.value, output_spec, input_spec
     values = {v: without_partial(spec(p)) for v, p in nodes.loop_ports.items()}
     sums = {}

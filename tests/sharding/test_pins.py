@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from aliquot import zoo
-from aliquot.cluster import Cluster
+from aliquot.cluster import TARGETS, Cluster
 from aliquot.cost import make_problem
 from aliquot.graph import capture
 from aliquot.planners import ManualParallel, ShardParallel, Zero2Parallel
@@ -132,19 +132,13 @@ def test_products_run_on_pieces_where_their_sums_are_scattered_and_no_compiler_d
         tuple(int(f) for f in t.choices[k])
         for t, k in zip(decision.priced.nodes, decision.picks.tolist())
     ]
-    for reduce_scatter, waiting, expected in (
-        (False, (), [True]),
-        (True, (), []),
-        (False, (0,), []),
+    for kind, waiting, expected in (
+        ("cpu", (), [True]),
+        ("tpu", (), []),
+        ("cpu", (0,), []),
     ):
-        pins = make_pins(
-            problem.graph,
-            problem.nodes,
-            choices,
-            (8,),
-            reduce_scatter=reduce_scatter,
-            data_axes=waiting,
-        )
+        target = TARGETS[kind]
+        pins = make_pins(problem.graph, problem.nodes, choices, (8,), target, data_axes=waiting)
         found = [
             (op.name, pins.of(op))
             for op in problem.graph.ops
@@ -152,7 +146,7 @@ def test_products_run_on_pieces_where_their_sums_are_scattered_and_no_compiler_d
         ]
         assert [pin.on_pieces for _, pin in found] == expected
         assert all(name == "dot_general" and max(pin.results[0][0]) >= 0 for name, pin in found)
-        assert pins.wide_sums is not reduce_scatter
+        assert pins.wide_sums is not target.reduce_scatter
 
 
 @pytest.mark.parametrize(
@@ -181,7 +175,7 @@ def test_terms_of_a_sum_run_on_pieces_where_it_is_scattered_in_part(split, expec
         tuple(int(f) for f in t.choices[k])
         for t, k in zip(decision.priced.nodes, decision.picks.tolist())
     ]
-    pins = make_pins(problem.graph, problem.nodes, choices, (4, 2), reduce_scatter=True)
+    pins = make_pins(problem.graph, problem.nodes, choices, (4, 2), TARGETS["tpu"])
     assert sum(pin.on_pieces for op in problem.graph.ops if (pin := pins.of(op))) == expected
 
 
@@ -208,10 +202,14 @@ def test_an_array_is_pinned_where_a_product_reads_it_split_otherwise():
     for batch_factor, pinned in ((0, True), (-1, True)):
         choices[batch_node] = (batch_factor,)
         choices[nodes[f"dot_general:{product.index}"]] = (-1,) if batch_factor == 0 else (0,)
-        chain = make_pins(graph, problem.nodes, choices, (8,)).of(multiply).results[0]
+        chain = (
+            make_pins(graph, problem.nodes, choices, (8,), TARGETS["tpu"]).of(multiply).results[0]
+        )
         assert bool(chain) is pinned
     choices[nodes[f"dot_general:{product.index}"]] = (-1,)
-    assert make_pins(graph, problem.nodes, choices, (8,)).of(multiply).results[0] == ()
+    assert (
+        make_pins(graph, problem.nodes, choices, (8,), TARGETS["tpu"]).of(multiply).results[0] == ()
+    )
 
 
 def test_operands_of_remat_regions_are_pinned():
@@ -227,7 +225,7 @@ def test_operands_of_remat_regions_are_pinned():
         tuple(int(f) for f in t.choices[k])
         for t, k in zip(decision.priced.nodes, decision.picks.tolist())
     ]
-    pins = make_pins(graph, problem.nodes, choices, (8,))
+    pins = make_pins(graph, problem.nodes, choices, (8,), TARGETS["tpu"])
     (region,) = [item for item in graph.body.items if not isinstance(item, int)]
     taken = {i for i in region.blocks[0].inputs if isinstance(i, int)}
     tanh = next(op for op in graph.ops if op.name == "tanh")
@@ -264,7 +262,7 @@ def test_weights_are_pinned_where_a_loop_keeps_them_split_otherwise():
     for op in kernels:
         port = problem.nodes.loop_ports[stacks[op.outputs[0]]]
         choices[port.node] = (port.projection.index(1),)
-    pins = make_pins(graph, problem.nodes, choices, (8,))
+    pins = make_pins(graph, problem.nodes, choices, (8,), TARGETS["tpu"])
     for op in kernels:
         assert pins.values[stacks[op.outputs[0]]] == (1,)
         assert pins.of(op).results == (((R,),),)

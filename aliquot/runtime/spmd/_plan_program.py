@@ -60,7 +60,6 @@ def stage_pins(
         nodes,
         choices,
         stage.mesh_shape,
-        reduce_scatter=target.reduce_scatter,
+        target,
         data_axes=[stage.axis_names.index(a) for a in stage.data_axes] if waits else [],
-        rows_above_bytes=target.rows_above_bytes,
     )
