@@ -163,7 +163,7 @@ def test_choices_near_the_relaxation_hold_a_good_solution(priced, solved, monkey
     near = 0
     for limit, best in solved.items():
         search = searched(priced, limit)
-        found = search._nearby(np.inf)
+        found = search._search_taken(np.inf)
         assert search.lower_bound_s <= best.step_time_s * (1 + 1e-9)
         if found is not None:
             near += 1

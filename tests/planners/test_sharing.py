@@ -79,7 +79,7 @@ def test_branching_finds_what_it_finds_with_all_shared_conversions(priced, limit
     outcome = solve_integers(
         program, choices, node_limit=100, relative_gap=1e-3, ceiling_s=best.step_time_s * 1.01
     )
-    assert not search._narrowed and not search.gave_up
+    assert not search._assumes_deferred and not search.gave_up
     assert search.lower_bound_s <= best.step_time_s <= search.lower_bound_s * 1.001
     assert outcome.bound_s * (1 - 1e-6) <= best.step_time_s
 

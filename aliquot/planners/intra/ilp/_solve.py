@@ -1,4 +1,4 @@
-"""Solve a program with HiGHS: its relaxation first, then branching if that is not integral."""
+"""Search for the best choices on one mesh by an integer linear program: relax, round, branch."""
 
 from __future__ import annotations
 
@@ -39,35 +39,34 @@ from ._work import Work
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-# If bound and ceiling differ by less than this share, a few branches may close the gap.
+# If bound and ceiling differ by less than this share, a few branches may rule out all in between.
 _CLOSE = 1e-3
-_NARROWED = "optimal if every deferrable product is deferred"
+_STATUS_IF_DEFERRED = "optimal if every deferrable product is deferred"
 # Rounds of memory rows; each solves the relaxation again, and the last ones raise the bound little.
 _MOST_ROUNDS = 30
-# Integer programs of one search: each new one has more rows, or excludes a solution that misses the
-# limit by next to nothing.
+# Integer programs of one search. Each has more rows than the last, or excludes one more solution.
 _MOST_BRANCHINGS = 100
-# Programs with fewer rows are quick to search over all choices.
+# Programs with fewer rows are searched over all choices at once, which is quick.
 _MANY_ROWS = 1500
-# Searches among choices that relaxations took, each with this share of the remaining work.
+# Integer programs over the choices that relaxations took, each with a share of the remaining work.
 _MOST_TRIES = 5
-_NEARBY_SHARE = 0.25
+_TAKEN_SHARE = 0.25
 
 
 class Search(AbstractSearch):
-    """The search of one priced problem in two steps, so that bounds of several can be compared
-    before branching.
+    """The search of one priced problem; see `AbstractSearch` for the order of its steps.
 
-    Memory rows are added at moments where a solution exceeds the limit, until it exceeds none. Each
-    row is exact at its moment, so the bound holds with any number of rows, and a solution that fits
-    at all moments solves the whole problem.
+    Memory rows: a program begins without any. Each solution's memory over time is computed, and
+    where it exceeds the limit, a row for that moment is added and the program is solved again. Rows
+    only exclude what does not fit, so the bound holds with any number of them.
 
-    Whether weight gradients run at once or are deferred depends on many choices together. Rows
-    first assume that they run at once, which needs the least memory; if they do not for the best
-    choices, rows assume that all are deferred, and the bound is not raised any more.
+    Whether weight gradients run at once or are deferred depends on all choices together, which rows
+    cannot express. They first assume "at once" (`_in_turn`), which needs the least memory. If the
+    best choices defer them and then exceed the limit, rows assume "deferred" for good
+    (`_assumes_deferred`): solutions are still right, but the bound is not raised any more.
 
-    Solutions that cost more than `ceiling_s` are not searched for. `layouts` caches those of other
-    meshes.
+    Solutions that cost more than `ceiling_s` are not searched for. `layouts` caches layouts
+    of programs over the same node graph, for the searches of other meshes.
 
     Every relaxation has a limit of its own; branching draws on `work`. If a limit is reached, the
     bound is not raised, `gave_up` is true, and the status of the solution says so.
@@ -94,19 +93,19 @@ class Search(AbstractSearch):
         self.lower_bound_s = 0.0
         self._work = work or Work(np.inf)
         self._allowed = allowed
-        self._within, self._open = affordable(priced, allowed, ceiling_s)
-        self._program, self._choices = build_program(self._within, self._open, layouts)
+        self._pruned, self._open_choices = affordable(priced, allowed, ceiling_s)
+        self._program, self._choices = build_program(self._pruned, self._open_choices, layouts)
         self._relaxation = Relaxation(self._program)
         self._least: LeastPeak | None = None
         self._layouts = layouts
         self._models: dict[bool, MemoryModel] = {}
         self._in_turn = may_take_turns(priced)
-        self._narrowed = False
+        self._assumes_deferred = False
         self._times: list[int] = []
         self._excluded: list[Ints] = []
         self._relaxed = nothing_solved()
         self._taken = [np.zeros(len(node.choices), np.bool_) for node in priced.nodes]
-        self.gave_up = self._started = self._tried = self.integral = False
+        self.gave_up = self._started = self._searched_taken = self.integral = False
         self._values: Floats | None = None
         self._picks: Ints | None = None
 
@@ -123,16 +122,15 @@ class Search(AbstractSearch):
         """The bound of the relaxation without memory rows, in seconds; None if no choice is
         possible. May run in a thread.
         """
-        # Pivots take longest to prove that nothing fits.
+        # A relaxation takes longest where nothing fits: check that first in a simpler way.
         self._values = None if self._never_fits() else self._relax()
         self._started = True
         return self._bound_s()
 
     def bound(self, cutoff_s: float = np.inf) -> float | None:
-        """The bound of the relaxation, in seconds; None if nothing fits in memory. Keeps the best
-        rounding.
+        """The bound of the relaxation with memory rows, in seconds; None if nothing fits in memory.
 
-        A bound above `cutoff_s` is not raised any further.
+        A bound above `cutoff_s` is not raised any further. `picks` are then known.
         """
         if not self._started:
             self.start()
@@ -148,12 +146,13 @@ class Search(AbstractSearch):
             if bound >= cutoff_s or not np.isfinite(self.limit_bytes) or rounds == _MOST_ROUNDS:
                 break
             num_times = len(self._times)
-            if not self._add_rows(self._mixed_timeline(values)):
+            model = self._model(self._in_turn)
+            if not self._add_rows(mixed_timeline(self._choices, self.priced, model, values)):
                 break
             if self._cannot_fit(self._times[num_times:]):
                 self._values, self._relaxed = None, nothing_solved()
                 continue
-            # No further than needed to prune this space.
+            # A bound above the cutoff prunes this space: no need to solve any further.
             self._values = self._relax(cutoff_s * (1 + self.relative_gap))
         assert values is not None, "without values the loop has returned"
         self._picks = decode(self._choices, values)
@@ -161,19 +160,21 @@ class Search(AbstractSearch):
         return bound
 
     def _never_fits(self) -> bool:
-        """True if at some moment even the smallest share of each array exceeds the limit."""
+        """True if at some moment even the smallest share of every array exceeds the limit."""
         if not np.isfinite(self.limit_bytes) or not all(map(len, self._choices.allowed)):
             return False
         use = least_timeline(self._choices, self._model(self._in_turn))
         return float(use.max()) > self.limit_bytes * (1 + 1e-9)
 
     def _cannot_fit(self, times: Sequence[int]) -> bool:
-        """True if no mixture of choices keeps memory within the limit at moments that have rows,
-        these among them.
+        """True if no mixture of choices fits at the moments that have rows, new ones included.
+
+        Args:
+            times: new moments.
         """
         if self._least is None:
             self._least = LeastPeak(
-                self._within, self._open, self.limit_bytes, self._layouts, exactly=False
+                self._pruned, self._open_choices, self.limit_bytes, self._layouts, exactly=False
             )
         for time in times:
             self._least.add(self._model(self._in_turn), time)
@@ -181,8 +182,8 @@ class Search(AbstractSearch):
         return self._least.exceeds_limit()
 
     def _bound_s(self) -> float | None:
-        """The bound of the last relaxation; the ceiling if it has no solution below that; None if
-        it has none at all.
+        """The bound of the last relaxation; the ceiling if no solution is below it; None if there
+        is no solution at all.
         """
         if self._relaxed.status == LIMIT:
             return self.lower_bound_s
@@ -192,14 +193,12 @@ class Search(AbstractSearch):
 
     @property
     def picks(self) -> Ints | None:
-        """The relaxation's solution, rounded, after `bound`; it need not fit."""
+        """See `AbstractSearch.picks`: the relaxation's solution, rounded to the largest shares."""
         return self._picks
 
     def incumbent(self) -> IntraSolution | None:
-        """The relaxation's solution, rounded to the largest shares, or to the least memory if that
-        does not fit.
-
-        None if neither fits, or if there is none.
+        """See `AbstractSearch.incumbent`: the relaxation's solution, rounded to the largest shares
+        or, if that does not fit, to the least memory; None if neither fits.
         """
         if self._picks is None:
             return None
@@ -208,8 +207,8 @@ class Search(AbstractSearch):
         return self._solution(self._picks, "rounded") or self._solution(self._lightest(), "rounded")
 
     def _lightest(self) -> Ints:
-        """For each node, of the choices that the relaxation mixes, the one of least memory at the
-        moments of memory rows.
+        """Of the choices that the relaxation mixes, for each node the one that needs the least
+        memory at the moments of memory rows.
         """
         assert self._picks is not None and self._values is not None
         picks, model = self._picks.copy(), self._model(self._in_turn)
@@ -223,9 +222,7 @@ class Search(AbstractSearch):
         return picks
 
     def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
-        """The best solution, after `bound`. None if nothing fits, or if none below `cutoff_s`
-        exists or was found.
-        """
+        """See `AbstractSearch.improve`; None, too, if a limit ended the search without any."""
         best = self.incumbent()
         if self.integral and best is not None:
             return best
@@ -237,66 +234,68 @@ class Search(AbstractSearch):
                 best is not None
                 and best.step_time_s - self.lower_bound_s <= self.relative_gap * self.lower_bound_s
             ):
-                return self._judged(best)
+                return self._with_status(best)
             ceiling = min(cutoff_s, best.step_time_s if best else np.inf)
-            if not self._narrowed and self._nothing_below(ceiling):
+            if not self._assumes_deferred and self._nothing_below(ceiling):
                 self.lower_bound_s = ceiling
-                return best and self._judged(best, "infeasible")
-            # A good solution prunes most of the search that follows.
-            nearby = self._nearby(ceiling)
-            if nearby is not None:
-                best = nearby
+                return best and self._with_status(best, "infeasible")
+            # A good solution, quickly: it prunes most of the search over all choices.
+            good = self._search_taken(ceiling)
+            if good is not None:
+                best = good
                 continue
             rounds += 1
             if self._work.is_spent or rounds > _MOST_BRANCHINGS:
                 self.gave_up = True
-                return best and self._judged(best, LIMIT)
-            program, choices = self._without_hopeless(ceiling)
+                return best and self._with_status(best, LIMIT)
+            program, choices = self._without_costly_choices(ceiling)
             outcome = self._solve_integers(program, choices, ceiling, self._work.left)
-            if not self._narrowed:
+            if not self._assumes_deferred:
                 self.lower_bound_s = max(self.lower_bound_s, min(outcome.bound_s, ceiling))
             self.gave_up = self.gave_up or outcome.status not in ("optimal", "infeasible")
             if outcome.values is None:
-                self.gave_up = self.gave_up or self._narrowed
-                return best and self._judged(best, outcome.status)
+                self.gave_up = self.gave_up or self._assumes_deferred
+                return best and self._with_status(best, outcome.status)
             picks = decode(choices, outcome.values)
-            solution, unpaid = self._solution(picks, outcome.status), self._share(picks)
+            solution, unpaid = self._solution(picks, outcome.status), self._add_unpaid_excess(picks)
             if solution is not None:
                 if best is None or solution.step_time_s <= best.step_time_s:
                     best = solution
                 if not unpaid:
-                    return self._judged(best, outcome.status)
+                    return self._with_status(best, outcome.status)
             elif (
                 not self._add_rows(timeline(self._model(self._in_turn), self.priced, picks))
                 and not unpaid
-                and not self._narrow(picks)
+                and not self._assume_deferred(picks)
             ):
-                # It misses the limit by less than the solver's tolerance.
+                # It exceeds the limit by less than the solver's tolerance, so no row excludes it.
                 exclude(self._program, self._choices, picks)
                 self._excluded.append(picks)
-            self._tried = False
+            self._searched_taken = False
             if self._relax() is None:
-                return best and self._judged(best, LIMIT) if self._relaxed.status == LIMIT else best
+                return (
+                    best and self._with_status(best, LIMIT)
+                    if self._relaxed.status == LIMIT
+                    else best
+                )
         return None
 
-    def _nearby(self, ceiling_s: float) -> IntraSolution | None:
-        """A solution below a ceiling among the choices that some relaxation took, which is a quick
-        search; None without one.
-
-        It is skipped for programs with few rows, where a search of all choices is as quick.
+    def _search_taken(self, ceiling_s: float) -> IntraSolution | None:
+        """A solution below a ceiling among the choices that some relaxation took; None if there is
+        none. Few choices make this a quick search, needless for programs with few rows.
 
         Reference: T. Berthold, "RENS: the optimal rounding", Mathematical Programming Computation,
         2014.
         """
-        if not self._is_large() or self._tried:
+        if len(self._program.lower) < _MANY_ROWS or self._searched_taken:
             return None
-        self._tried = True
+        self._searched_taken = True
         for _ in range(_MOST_TRIES):
             if self._work.is_spent or self._relaxed.values is None:
                 break
             program, choices = self._restricted(self._taken, exactly=True)
             outcome = self._solve_integers(
-                program, choices, ceiling_s, _NEARBY_SHARE * self._work.left
+                program, choices, ceiling_s, _TAKEN_SHARE * self._work.left
             )
             if outcome.values is None:
                 break
@@ -306,12 +305,9 @@ class Search(AbstractSearch):
                 return solution if solution.step_time_s < ceiling_s else None
             if not self._add_rows(timeline(self._model(self._in_turn), self.priced, picks)):
                 break
-            if self._relax() is not None and not self._narrowed:
+            if self._relax() is not None and not self._assumes_deferred:
                 self.lower_bound_s = max(self.lower_bound_s, min(self._relaxed.bound_s, ceiling_s))
         return None
-
-    def _is_large(self) -> bool:
-        return len(self._program.lower) >= _MANY_ROWS
 
     def _solve_integers(
         self, program: Program, choices: Choices, ceiling_s: float, work_limit: float
@@ -329,7 +325,7 @@ class Search(AbstractSearch):
         return outcome
 
     def _nothing_below(self, ceiling_s: float) -> bool:
-        """True if the ceiling is close and a few branches rule out all solutions below it."""
+        """True if the ceiling is close to the bound and a few branches rule out all between."""
         if self._values is None or ceiling_s - self.lower_bound_s > _CLOSE * self.lower_bound_s:
             return False
         model = self._model(self._in_turn)
@@ -342,6 +338,7 @@ class Search(AbstractSearch):
         return ruled_out
 
     def _relax(self, enough_s: float = np.inf) -> Floats | None:
+        """Solve the relaxation, or stop once it is known to lie above `enough_s`; its values."""
         self.num_solves += 1
         self._relaxed = self._relaxation.solve(enough_s)
         self.gave_up = self.gave_up or self._relaxed.status == LIMIT
@@ -351,38 +348,40 @@ class Search(AbstractSearch):
         return values
 
     def _note_taken(self, values: Floats) -> None:
-        """Remember the choices that a relaxation takes."""
+        """Remember the choices that a relaxation takes, for `_search_taken`."""
         for was_taken, columns, kept in zip(
             self._taken, self._choices.columns, self._choices.allowed, strict=True
         ):
             was_taken[kept[values[columns] > MIXED]] = True
 
-    def _judged(self, solution: IntraSolution, status: str = "optimal") -> IntraSolution:
-        """A solution with the current bound, and its status by the gap between them."""
+    def _with_status(self, solution: IntraSolution, status: str = "optimal") -> IntraSolution:
+        """A solution with the current bound, and the status that their gap proves."""
         gap = solution.step_time_s - self.lower_bound_s
-        if gap <= 1e-9 * self.lower_bound_s or (status == "infeasible" and not self._narrowed):
+        if gap <= 1e-9 * self.lower_bound_s or (
+            status == "infeasible" and not self._assumes_deferred
+        ):
             status = "optimal"
         elif (
-            self._narrowed
+            self._assumes_deferred
             and gap > self.relative_gap * self.lower_bound_s
             and status in ("optimal", "infeasible")
         ):
-            status = _NARROWED
+            status = _STATUS_IF_DEFERRED
         elif status in ("optimal", "infeasible"):
             status = "optimal within the gap"
         return replace(solution, status=status, lower_bound_s=self.lower_bound_s)
 
-    def _narrow(self, picks: Ints) -> bool:
-        """Count every deferrable product as deferred from now on, if these choices would fit only
-        without deferring; True if so.
+    def _assume_deferred(self, picks: Ints) -> bool:
+        """Count every deferrable product as deferred from now on, if the rows took these choices to
+        run them at once but they do not, and do not fit; True if so.
         """
         if not self._in_turn or takes_turns(self.priced, picks):
             return False
-        self._in_turn, self._narrowed, self._times = False, True, []
+        self._in_turn, self._assumes_deferred, self._times = False, True, []
         return self._add_rows(timeline(self._model(False), self.priced, picks))
 
     def least_memory(self) -> Ints:
-        """Choices of little memory, from the relaxation at a few moments."""
+        """See `AbstractSearch.least_memory`: from relaxations that lower a few peaks in turn."""
         least = LeastPeak(self.priced, self._allowed, self.limit_bytes)
         first = np.array([int(np.flatnonzero(m)[0]) for m in self._allowed])
         use = timeline(self.model(first), self.priced, first)
@@ -409,6 +408,7 @@ class Search(AbstractSearch):
         return picks
 
     def _solution(self, picks: Ints, status: str) -> IntraSolution | None:
+        """The exact costs of picks; None if they do not fit."""
         peak = float(timeline(self.model(picks), self.priced, picks).max())
         if peak > self.limit_bytes * (1 + 1e-9):
             return None
@@ -417,17 +417,15 @@ class Search(AbstractSearch):
             picks=picks, costs=costs, lower_bound_s=self.lower_bound_s, status=status
         )
 
-    def _excess_of(self, groups: Mapping[tuple[int, Hashable], int]) -> Iterator[int]:
-        """The numbers, in another program over the same graph, of the groups whose excess this one
-        has.
-        """
+    def _excess_groups_in(self, groups: Mapping[tuple[int, Hashable], int]) -> Iterator[int]:
+        """For another program, its numbers of the groups whose excess this one has."""
         for key, number in self._program.groups.number.items():
             if number in self._program.excess and key in groups:
                 yield groups[key]
 
-    def _share(self, picks: Ints) -> bool:
-        """Add the excess of shared conversions that the program does not pay in full for some
-        choices; True if there is any.
+    def _add_unpaid_excess(self, picks: Ints) -> bool:
+        """Add the excess of shared conversions that the program undercharges for these choices;
+        True if there is any.
         """
         groups, uses = self._program.groups, np.zeros(len(self._program.groups.counts), np.int64)
         for edge, table in zip(self.priced.graph.edges, self.priced.edges, strict=True):
@@ -438,10 +436,8 @@ class Search(AbstractSearch):
                 uses[number] += 1
         return self._program.add_excess(np.flatnonzero((uses > 0) & (uses < groups.counts)))
 
-    def _without_hopeless(self, best_s: float) -> tuple[Program, Choices]:
-        """The program without choices whose reduced cost alone raises the bound above the
-        incumbent.
-        """
+    def _without_costly_choices(self, best_s: float) -> tuple[Program, Choices]:
+        """The program without choices whose reduced cost alone raises the bound above `best_s`."""
         if not np.isfinite(best_s) or self._relaxed.values is None:
             return self._program, self._choices
         room = best_s - self._relaxed.bound_s
@@ -457,28 +453,39 @@ class Search(AbstractSearch):
     def _restricted(
         self, allowed: Sequence[NDArray[np.bool_]], *, exactly: bool = False
     ) -> tuple[Program, Choices]:
-        """The program over some of the choices, with its memory rows, and with the excess of shared
-        conversions as far as it was needed, or `exactly` with all of it.
+        """The program over some choices only, with the memory rows and exclusions so far.
+
+        Args:
+            exactly: charge all shared conversions in full, not only those that solutions used.
         """
-        program, choices = build_program(self._within, allowed)
+        program, choices = build_program(self._pruned, allowed)
         groups = program.groups.number
-        needed = range(len(groups)) if exactly else self._excess_of(groups)
+        needed = range(len(groups)) if exactly else self._excess_groups_in(groups)
         program.add_excess(np.array(list(needed), np.int64))
         for time in self._times:
             add_memory_row(
-                program, choices, self._within, self._model(self._in_turn), time, self.limit_bytes
+                program,
+                choices,
+                self._pruned,
+                self._model(self._in_turn),
+                time,
+                self.limit_bytes,
             )
         for picks in self._excluded:
             exclude(program, choices, picks)
         return program, choices
 
     def _add_rows(self, use: Floats) -> bool:
-        """Add rows for the worst moments above the limit; True if there are any."""
+        """Add memory rows for the three worst moments above the limit; True if there are any.
+
+        Args:
+            use: bytes at each moment.
+        """
         over = np.flatnonzero(use > self.limit_bytes * (1 + 1e-9))
         over = np.setdiff1d(over, np.array(self._times, np.int64))
         if not len(over):
             return False
-        # The worst moment, and the worst of each other stretch that is over the limit.
+        # One moment for each stretch above the limit, as neighbouring moments hold the same arrays.
         stretches = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1)
         model = self._model(self._in_turn)
         peaks = sorted(
@@ -488,6 +495,3 @@ class Search(AbstractSearch):
             self._times.append(time)
             add_memory_row(self._program, self._choices, self.priced, model, time, self.limit_bytes)
         return True
-
-    def _mixed_timeline(self, values: Floats) -> Floats:
-        return mixed_timeline(self._choices, self.priced, self._model(self._in_turn), values)
