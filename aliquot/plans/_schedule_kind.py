@@ -13,8 +13,8 @@ from ._schedule import Lists, Schedule, round_robin
 
 
 class Keeps(enum.StrEnum):
-    """The number on which it depends how many micro-batches a stage keeps between forward and
-    backward. Searches over stages are faster the less it is.
+    """The facts, beside the number of micro-batches, that determine how many of them a stage keeps
+    between forward and backward. Searches over stages are faster the fewer cases it tells apart.
     """
 
     ALL = "every micro-batch"

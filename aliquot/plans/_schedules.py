@@ -1,7 +1,8 @@
 """Schedules to choose from: one object each, and one row in `SCHEDULES`.
 
-An object says all that the rest asks of a schedule: its lists of tasks, where stages run, how many
-micro-batches they keep, and its step time in closed form.
+Each object defines the tasks of every submesh in order, the submesh of each stage, the number of
+micro-batches that each stage keeps, and the step time in closed form. Planners, the simulation, the
+runtime and plan files know schedules by these alone.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ def share_submeshes(
     num_micro_batches: int,
     placement: Sequence[int],
 ) -> Lists:
-    """The lists of stages that share submeshes, in the order of stages that have one each.
+    """The task list of each submesh, where several stages may share one.
 
-    Leaving out where a task runs takes no dependency away and adds none, so what could be run can
-    still be run.
+    Tasks on one submesh run in the order in which they could start if each stage had a submesh of
+    its own. Every task then still comes after all that it reads, so the lists cannot deadlock.
+
+    Args:
+        stage_lists: the task list of each stage.
+        placement: the submesh of each stage.
     """
     lists = tuple(tuple(tasks) for tasks in stage_lists)
     num_submeshes = max(placement) + 1
@@ -46,33 +51,34 @@ def share_submeshes(
 
 
 def _interleave(first: list[Task], second: list[Task], ahead: int) -> list[Task]:
-    """`ahead` tasks of the first list, then by turns one of each, then what is left of the
-    second.
-    """
+    """`ahead` tasks of the first list, then one of each in turn, then the rest of the second."""
     ahead = min(ahead, len(first))
     turns = [task for pair in zip(first[ahead:], second) for task in pair]
     return [*first[:ahead], *turns, *second[len(first) - ahead :]]
 
 
-def _row(stage: int, kind: TaskKind, micro_batches: Iterable[int]) -> list[Task]:
-    """Tasks of one kind of a stage, one for each micro-batch."""
+def _tasks_of_kind(stage: int, kind: TaskKind, micro_batches: Iterable[int]) -> list[Task]:
+    """One task of a kind for each micro-batch of a stage."""
     return [Task(stage, micro_batch, kind) for micro_batch in micro_batches]
 
 
 def _one_forward_one_backward(
     stage: int, num_stages: int, num_micro_batches: int, backward: TaskKind
 ) -> list[Task]:
-    """The list of a stage in 1F1B. A stage runs ahead by one micro-batch for each stage behind
-    it.
+    """The task list of a stage in 1F1B: forward runs ahead by one micro-batch for each later
+    stage.
     """
-    forwards = _row(stage, TaskKind.FORWARD, range(num_micro_batches))
+    forwards = _tasks_of_kind(stage, TaskKind.FORWARD, range(num_micro_batches))
     return _interleave(
-        forwards, _row(stage, backward, range(num_micro_batches)), num_stages - stage - 1
+        forwards, _tasks_of_kind(stage, backward, range(num_micro_batches)), num_stages - stage - 1
     )
 
 
-def _once(times: StageTimes, chunks: int = 1) -> Maximum:
-    """The largest once-a-step time; a submesh spends that of each of its chunks."""
+def _largest_once(times: StageTimes, chunks: int = 1) -> Maximum:
+    """The term for time spent once in a step, by the stage that spends the most.
+
+    A submesh spends it for each of its chunks.
+    """
     return Maximum(sums=times.once_s, weight=float(chunks))
 
 
@@ -94,7 +100,8 @@ class GPipe(AbstractScheduleKind):
         """See `AbstractScheduleKind.tasks`."""
         all_of_them = range(num_micro_batches)
         stages = (
-            _row(stage, TaskKind.FORWARD, all_of_them) + _row(stage, TaskKind.BACKWARD, all_of_them)
+            _tasks_of_kind(stage, TaskKind.FORWARD, all_of_them)
+            + _tasks_of_kind(stage, TaskKind.BACKWARD, all_of_them)
             for stage in range(num_stages)
         )
         return share_submeshes(
@@ -112,7 +119,7 @@ class GPipe(AbstractScheduleKind):
         return ClosedForm(
             sums=times.forward_s + times.backward_s,
             transfers=2,
-            maxima=(*passes, _once(times, chunks)),
+            maxima=(*passes, _largest_once(times, chunks)),
         )
 
     def in_flight(
@@ -127,11 +134,13 @@ class OneForwardOneBackward(AbstractScheduleKind):
     """Backward as soon as it can be: stage s of S holds at most S - s micro-batches, in the time of
     GPipe.
 
-    Those are just enough for a round trip to the last stage. If an activation or a gradient travels
-    for d seconds, a round trip takes 2 d (S - s - 1) longer, so each micro-batch takes 2 d (S - 1)
-    / S longer, even where transfers run beside tasks; GPipe and interleaved stages hide them. Step
-    time: sum t + (M - 1) max t. That is exact for equal stages; a simulation may exceed it where
-    backward does not take the same multiple of forward in all stages.
+    That is just enough to keep a stage busy until its first gradient comes back from the last
+    stage. If a transfer takes d seconds, the gradient comes 2 d (S - s - 1) later and the stage
+    idles, even if transfers overlap with tasks: each micro-batch takes 2 d (S - 1) / S longer.
+    GPipe and interleaved stages keep more micro-batches and hide transfers.
+
+    Step time: sum t + (M - 1) max t. That is exact for equal stages; a simulation may exceed it
+    where backward does not take the same multiple of forward in all stages.
 
     Reference: D. Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, section
     3.2 (PipeDream-Flush); L. Zheng et al., "Alpa", 2022, section 5.1, equation 2 (step time).
@@ -156,7 +165,7 @@ class OneForwardOneBackward(AbstractScheduleKind):
         """
         both = times.forward_s + times.backward_s
         slowest = Maximum(sums=both, weight=num_micro_batches - 1.0, transfers=2, link=1)
-        return ClosedForm(sums=both, transfers=2, maxima=(slowest, _once(times, chunks)))
+        return ClosedForm(sums=both, transfers=2, maxima=(slowest, _largest_once(times, chunks)))
 
     def in_flight(
         self, num_stages: int, num_micro_batches: int, num_submeshes: int
@@ -167,16 +176,17 @@ class OneForwardOneBackward(AbstractScheduleKind):
 
 @dataclass(frozen=True, slots=True)
 class ZeroBubble(AbstractScheduleKind):
-    """ZB-H1: 1F1B whose gradients of weights wait and fill what would be idle time.
+    """ZB-H1: 1F1B that computes weight gradients later, in time that would be idle.
 
-    Stage s keeps the half for the weights s micro-batches behind. All stages then end together, and
-    none of S holds more than S micro-batches, the bound of 1F1B's first stage; up to the half for
-    the inputs it is S - s, as in 1F1B.
+    Backward is two tasks: the gradient of inputs, which the stage before waits for, and that of
+    weights, which only the update waits for. Stage s computes the latter s micro-batches after the
+    former, so that all stages end together. It keeps at most S micro-batches, as the first stage of
+    1F1B does; of these, S - s have no gradient of inputs yet, as in 1F1B.
 
-    Step time: sum e + max (M t - e), where e (`exposed_s`) is what a stage adds to the bubble: t
-    less twice the weight gradient, which fills gaps while the pipeline fills and while it drains,
-    but never more than fills them. With equal stages: M t + (S - 1) (forward + input gradient -
-    weight gradient).
+    Step time: sum e + max (M t - e), where e (`exposed_s`) is the idle time that a stage adds while
+    the pipeline fills and drains: forward + input gradient - min(weight gradient, forward, input
+    gradient). With equal stages whose weight gradient takes the least of the three:
+    M t + (S - 1) (forward + input gradient - weight gradient).
 
     Reference: P. Qi, X. Wan, G. Huang, M. Lin, "Zero Bubble Pipeline Parallelism", 2023, section
     2.2 and table 2.
@@ -198,7 +208,7 @@ class ZeroBubble(AbstractScheduleKind):
                 if task.kind is TaskKind.BACKWARD_INPUT and task.micro_batch >= stage:
                     tasks.append(Task(stage, task.micro_batch - stage, TaskKind.BACKWARD_WEIGHT))
             left = range(max(0, num_micro_batches - stage), num_micro_batches)
-            stages.append(tasks + _row(stage, TaskKind.BACKWARD_WEIGHT, left))
+            stages.append(tasks + _tasks_of_kind(stage, TaskKind.BACKWARD_WEIGHT, left))
         return share_submeshes(
             self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes)
         )
@@ -206,21 +216,21 @@ class ZeroBubble(AbstractScheduleKind):
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
         """See `AbstractScheduleKind.closed_form`."""
         later = num_micro_batches - 1.0
-        heaviest = Maximum(
+        slowest = Maximum(
             sums=num_micro_batches * (times.forward_s + times.backward_s) - times.exposed_s,
             weight=1,
             transfers=2 * later,
             link=later,
         )
         return ClosedForm(
-            sums=times.exposed_s, transfers=2, maxima=(heaviest, _once(times, chunks))
+            sums=times.exposed_s, transfers=2, maxima=(slowest, _largest_once(times, chunks))
         )
 
     def in_flight(
         self, num_stages: int, num_micro_batches: int, num_submeshes: int
     ) -> Sequence[int]:
-        """See `AbstractScheduleKind.in_flight`: as many as the first stage of 1F1B, as gradients of
-        weights wait.
+        """See `AbstractScheduleKind.in_flight`: as many as the first stage of 1F1B, since weight
+        gradients are computed later.
         """
         return (min(num_stages, num_micro_batches),) * num_stages
 
@@ -230,13 +240,13 @@ class Interleaved(AbstractScheduleKind):
     """1F1B for submeshes that run v stages (chunks) each: a v-th of the bubble, at the price of
     more transfers.
 
-    Micro-batches go round in groups of at least P, the number of submeshes: a group passes a
-    submesh's first chunk, then its second, and so on. The original wants groups of exactly P; here
-    their sizes are as even as can be, so any number of micro-batches will do. If G is the size of
-    the largest, submesh p runs 2 (P - p - 1) + (v - 1) G forward tasks ahead, and holds at most one
-    micro-batch more, counted over its chunks.
+    Micro-batches are run in groups of at least P, the number of submeshes: a submesh runs its first
+    chunk on a whole group, then its second, and so on. The original needs groups of exactly P; here
+    their sizes are as even as possible, so that any number of micro-batches works. If G is the size
+    of the largest group, submesh p runs 2 (P - p - 1) + (v - 1) G forward tasks ahead, and holds at
+    most one micro-batch more, counted over its chunks.
 
-    It never gets stuck. Let submesh p run its k-th forward task at time k + p and its k-th backward
+    It cannot deadlock. Let submesh p run its k-th forward task at time k + p and its k-th backward
     task, half a unit later, at time k + (v - 1) G + 2 P - p - 2: this is the order of its list, and
     every task then comes after all that it reads. Where stages or micro-batches are too few to fill
     a round, the missing ones are taken out of the lists. With one stage for each submesh it is
@@ -265,13 +275,13 @@ class Interleaved(AbstractScheduleKind):
                 task
                 for group in groups
                 for stage in stages
-                for task in _row(stage, TaskKind.FORWARD, group)
+                for task in _tasks_of_kind(stage, TaskKind.FORWARD, group)
             ]
             backwards = [
                 task
                 for group in groups
                 for stage in reversed(stages)
-                for task in _row(stage, TaskKind.BACKWARD, group)
+                for task in _tasks_of_kind(stage, TaskKind.BACKWARD, group)
             ]
             ahead = 2 * (num_submeshes - submesh - 1) + (chunks - 1) * max(map(len, groups))
             tasks = _interleave(forwards, backwards, ahead)
@@ -287,7 +297,7 @@ class Interleaved(AbstractScheduleKind):
         both = times.forward_s + times.backward_s
         slowest = Maximum(sums=both, weight=num_micro_batches * chunks - 1.0, transfers=2, link=1)
         return ClosedForm(
-            sums=both / chunks, transfers=2 / chunks, maxima=(slowest, _once(times, chunks))
+            sums=both / chunks, transfers=2 / chunks, maxima=(slowest, _largest_once(times, chunks))
         )
 
     def in_flight(
@@ -335,9 +345,7 @@ def _interleaved_in_flight(
 
 
 def _groups(count: int, at_least: int) -> list[range]:
-    """The numbers below `count` in stretches of even lengths, none below `at_least` and as many as
-    that allows.
-    """
+    """`range(count)` cut into as many ranges of nearly equal length as have at least `at_least`."""
     number = count // at_least
     cuts = [count * index // number for index in range(number + 1)]
     return [range(start, stop) for start, stop in zip(cuts, cuts[1:])]
@@ -351,12 +359,14 @@ class Inference(AbstractScheduleKind):
 
     name: ClassVar[str] = "inference"
     trains: ClassVar[bool] = False
+    # It keeps one in every stage, which is a function of the stages behind it as any constant is.
     keeps: ClassVar[Keeps] = Keeps.BEHIND
 
     def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
         """See `AbstractScheduleKind.tasks`."""
         stages = (
-            _row(stage, TaskKind.FORWARD, range(num_micro_batches)) for stage in range(num_stages)
+            _tasks_of_kind(stage, TaskKind.FORWARD, range(num_micro_batches))
+            for stage in range(num_stages)
         )
         return share_submeshes(
             self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes)
@@ -365,12 +375,14 @@ class Inference(AbstractScheduleKind):
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
         """See `AbstractScheduleKind.closed_form`."""
         slowest = Maximum(sums=times.forward_s, weight=num_micro_batches - 1.0, transfers=1, link=1)
-        return ClosedForm(sums=times.forward_s, transfers=1, maxima=(slowest, _once(times, chunks)))
+        return ClosedForm(
+            sums=times.forward_s, transfers=1, maxima=(slowest, _largest_once(times, chunks))
+        )
 
     def in_flight(
         self, num_stages: int, num_micro_batches: int, num_submeshes: int
     ) -> Sequence[int]:
-        """See `AbstractScheduleKind.in_flight`: the running one."""
+        """See `AbstractScheduleKind.in_flight`: only the one that is running."""
         return (1,) * num_stages
 
 

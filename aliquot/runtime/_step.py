@@ -1,4 +1,4 @@
-"""A step under a plan, called as the user's own, whatever the plan."""
+"""A training step that runs under a plan and is called as the user's own step is."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class Step:
     """A training step that runs on many devices with the user's signature: as one program, or as a
     pipeline.
 
-    It is traced, planned if it has no plan yet, and compiled when it is first called. State that
-    the step replaces is donated: after a call, use the state that it returned. Made by
-    `aliquot.parallelize`.
+    Made by `aliquot.parallelize`. The first call traces it, plans it if it has no plan yet, and
+    compiles it. State that the step replaces is donated: after a call, use the returned state.
     """
 
     def __init__(
@@ -44,20 +43,21 @@ class Step:
         """
         Args:
             fn: the user's step.
-            prepare: the step with its plan, given the arguments of its first call.
+            prepare: traces and plans the step, given the arguments of its first call. It may be
+                left out if there is a `runner`.
             plan: the plan, if there is one before the first call.
             devices: the devices of the plan in order; by default `jax.devices()`.
-            runner: the runner of a step that is compiled already; `prepare` is then not called.
+            runner: runs a step that is compiled already; `prepare` is then not called.
         """
         self._fn, self._prepare, self._plan, self._devices = fn, prepare, plan, devices
         self._runner: AbstractRunner | None = None
         self._arguments: Arguments | None = None
-        # Two threads may call a step first; one traces and compiles it.
+        # Two threads may make the first call at once; only one of them traces and plans the step.
         self._lock = threading.RLock()
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = fn.__doc__
         if runner is not None:
-            self._use(runner)
+            self._set_runner(runner)
 
     def __deepcopy__(self, memo: Any) -> Step:
         """The step itself, as for functions: it holds no state of the training."""
@@ -74,8 +74,10 @@ class Step:
 
     @property
     def plan(self) -> Plan:
-        """The plan that it runs. Raises `InputError` for a step that is planned at its first call,
-        before that call.
+        """The plan that it runs.
+
+        Raises:
+            InputError: there is no plan yet, since the first call makes it.
         """
         if self._plan is None:
             raise InputError(
@@ -87,7 +89,7 @@ class Step:
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """The devices of each stage; a plan of one program has one."""
+        """The mesh of each stage; one mesh if the plan is no pipeline."""
         if self._runner is not None:
             return self._runner.meshes
         devices = list(jax.devices() if self._devices is None else self._devices)
@@ -98,7 +100,7 @@ class Step:
 
     @property
     def mesh(self) -> Mesh:
-        """The devices it runs on. Raises `InputError` for a pipeline, which has `meshes`."""
+        """The mesh that it runs on. Raises `InputError` for a pipeline: see `meshes`."""
         meshes = self.meshes
         if len(meshes) > 1:
             raise InputError(
@@ -109,8 +111,8 @@ class Step:
 
     @property
     def shardings(self) -> Mapping[str, NamedSharding]:
-        """Sharding of each input, by path; of those that several stages read, on the first of
-        them.
+        """Sharding of each input, by path. Of an input that several stages read, it is the one on
+        the first of these stages.
         """
         if self._runner is not None:
             return self._runner.shardings
@@ -121,8 +123,7 @@ class Step:
         }
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the user's function that makes the state, so that every device makes only what it
-        holds.
+        """Run the user's function that makes the state, so that each device computes only its part.
 
         Args:
             init_fn: returns the step's state argument, or a tuple of its state arguments in order.
@@ -132,7 +133,8 @@ class Step:
             PlanMismatchError: what it returns is not what the step takes; names the paths that
                 differ.
         """
-        # Another plan in one process would place other pieces, and hang the first collective.
+        # Processes with different plans would place different pieces, and the first collective
+        # would hang: make sure that all have the same plan.
         if self._plan is not None and spans_processes(
             [d for mesh in self.meshes for d in mesh.devices.flat]
         ):
@@ -141,8 +143,8 @@ class Step:
         return init_state(self._fn, inputs, places_of(self.shardings), init_fn, args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Step:
-        """Trace the step for these arguments (arrays or shapes) without running it; a call does so
-        by itself.
+        """Trace and, if it has no plan yet, plan the step for these arguments (arrays or shapes),
+        without running it. The first call does so by itself. Returns this step.
         """
         with self._lock:
             if self._runner is None:
@@ -150,38 +152,37 @@ class Step:
                 planned = self._prepare(args, kwargs)
                 self._plan = planned.plan
                 kind = PipelineRunner if planned.plan.is_pipeline else ProgramRunner
-                self._use(kind.build(planned, self._devices))
+                self._set_runner(kind.build(planned, self._devices))
         return self
 
-    def _use(self, runner: AbstractRunner) -> None:
+    def _set_runner(self, runner: AbstractRunner) -> None:
         self._arguments = Arguments(runner.graph)
         self._runner = runner
 
     # ---- calls -----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step. Returns at once with arrays that are still being computed, as JAX does.
+        """Run one step. Returns at once, as JAX does, while the arrays are still being computed.
 
-        Takes plain or placed arrays. With several processes, a host array may be the process's own
-        part.
+        Takes host arrays, arrays on one device, or arrays as `place` returns them. With several
+        processes, a host array may be whole or this process's part alone.
 
         Raises:
             PlanMismatchError: the arguments are not those that were planned for; lists every
                 difference.
-            CaptureError: other arguments are passed.
+            CaptureError: the call has other arguments than the traced one.
         """
-        runner, arguments = self.prepare(*args, **kwargs)._ready("call")
+        runner, arguments = self.prepare(*args, **kwargs)._require_traced("call")
         results = runner.run(arguments.leaves(args, kwargs), keep=False)
         return runner.graph.calling.finish(results, args, kwargs)
 
     def check(self, *args: Any, **kwargs: Any) -> StepCheck:
-        """Run one step here and plainly on one device, and compare every output. The arguments stay
-        as they are.
+        """Run one step under the plan and the user's own on one device, and compare all outputs.
 
-        The plain step must fit on one device. With several processes, pass whole arrays, the same
-        in all.
+        The arguments are not donated. The user's step must fit on one device. With several
+        processes, pass whole arrays, the same in all.
         """
-        runner, arguments = self.prepare(*args, **kwargs)._ready("check()")
+        runner, arguments = self.prepare(*args, **kwargs)._require_traced("check()")
         call = arguments.call(args, kwargs)
         results = runner.run(call.leaves, keep=True)
         return compare(
@@ -191,12 +192,12 @@ class Step:
         )
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The arguments with every array where the step wants it, for loops that prepare their next
-        batch early.
+        """The arguments with every array moved to the devices and sharding that the step needs, for
+        loops that prepare their next batch early.
 
         Positional arguments come back in order, then keyword arguments. Raises as a call does.
         """
-        runner, arguments = self.prepare(*args, **kwargs)._ready("place()")
+        runner, arguments = self.prepare(*args, **kwargs)._require_traced("place()")
         call = arguments.call(args, kwargs)
         # Leaves that are no arrays of the step, such as flags, come back as they are.
         by_leaf = {
@@ -208,15 +209,13 @@ class Step:
         )
 
     def trace(self, *args: Any, **kwargs: Any) -> Trace:
-        """Run one step program by program, each waiting for the one before, and return when each
-        began and ended.
+        """Run one step program by program and return the times at which each began and ended.
 
-        Programs and transfers are timed one after the other, after a run that is not timed. Compare
-        them with the predicted schedule one by one; their sum is not the time of a step. The
-        arguments stay as they are. Each of several processes traces its own stages, and all must
-        call this.
+        Each program and transfer waits for the one before, so their sum is not the time of a step:
+        compare them one by one with the predicted schedule. A first run is not timed. The arguments
+        are not donated. With several processes, all must call this; each traces its own stages.
         """
-        runner, arguments = self.prepare(*args, **kwargs)._ready("trace()")
+        runner, arguments = self.prepare(*args, **kwargs)._require_traced("trace()")
         title = headline(self._plan) if self._plan is not None else self.__name__
         return runner.trace(arguments.leaves(args, kwargs), title)
 
@@ -227,7 +226,7 @@ class Step:
             batch: one argument of the step.
             argument: its name; by default the last positional one.
         """
-        runner, _ = self._ready("local_part()")
+        runner, _ = self._require_traced("local_part()")
         if len(runner.meshes) > 1:
             raise InputError(
                 f"{self.__name__} is a pipeline, whose processes each pass whole batches: leave"
@@ -251,30 +250,30 @@ class Step:
         """Memory on each device, collectives and compile time, stage by stage. Compiles if need be.
 
         Raises:
-            InputError: before the first call or `prepare`; so do the following.
+            InputError: neither a call nor `prepare` came before.
         """
-        return self._ready("stats()")[0].stats()
+        return self._require_traced("stats()")[0].stats()
 
     def lower(self) -> Any:
         """The program before the compiler's optimizations, as `jax.jit(...).lower(...)` returns it.
 
-        Of a pipeline a dict of its programs by name.
+        For a pipeline, a dict of its programs by name. Raises as `stats` does.
         """
-        return self._ready("lower()")[0].lower()
+        return self._require_traced("lower()")[0].lower()
 
     def as_text(self) -> str:
-        """The optimized programs, as the compiler prints them."""
-        return self._ready("as_text()")[0].as_text()
+        """The optimized programs, as the compiler prints them. Raises as `stats` does."""
+        return self._require_traced("as_text()")[0].as_text()
 
     @property
     def runner(self) -> AbstractRunner:
         """The runner of the compiled programs: see `AbstractRunner`. Raises as `stats` does."""
-        return self._ready("runner")[0]
+        return self._require_traced("runner")[0]
 
-    def _ready(self, what: str) -> tuple[AbstractRunner, Arguments]:
+    def _require_traced(self, asked: str) -> tuple[AbstractRunner, Arguments]:
         if self._runner is None or self._arguments is None:
             raise InputError(
-                f"{self.__name__}.{what} needs the traced step. Call the step once, or"
+                f"{self.__name__}.{asked} needs the traced step. Call the step once, or"
                 " step.prepare(...) with arrays or shapes of its arguments."
             )
         return self._runner, self._arguments
