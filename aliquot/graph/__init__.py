@@ -82,6 +82,7 @@ from ._traits import Moves as Moves
 from ._traits import Traits as Traits
 from ._traits import leading_size as leading_size
 from ._traits import same_parameters as same_parameters
+from ._types import NO_VALUE as NO_VALUE
 from ._types import Block as Block
 from ._types import Call as Call
 from ._types import Graph as Graph
@@ -89,10 +90,12 @@ from ._types import Input as Input
 from ._types import Literal as Literal
 from ._types import Op as Op
 from ._types import Operand as Operand
+from ._types import OpId as OpId
 from ._types import Output as Output
 from ._types import Phase as Phase
 from ._types import Piece as Piece
 from ._types import Role as Role
 from ._types import Split as Split
 from ._types import Value as Value
+from ._types import ValueId as ValueId
 from .rules import Factors as Factors

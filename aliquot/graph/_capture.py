@@ -19,7 +19,7 @@ from ._inline import Inliner
 from ._matching import match_state
 from ._phases import assign_phases
 from ._roles import assign_roles, batch_paths, reach_of
-from ._types import Graph, Input, Op, Output, Phase, Role, Value
+from ._types import Graph, Input, Op, OpId, Output, Phase, Role, Value, ValueId
 
 # Traces of a step that are spent on finding which of its numbers must be static.
 _MOST_TRIALS = 8
@@ -156,7 +156,7 @@ def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
     ops = tuple(
         [
             Op(
-                index=index,
+                index=OpId(index),
                 name=draft.name,
                 inputs=draft.inputs,
                 outputs=draft.outputs,
@@ -189,7 +189,7 @@ def _inputs(
     calling: Calling,
     values: Sequence[Value],
     ops: Sequence[Op],
-    input_values: Sequence[int],
+    input_values: Sequence[ValueId],
     outputs: Sequence[Output],
 ) -> tuple[Input, ...]:
     """The step's inputs, each with its role and, if it is state, the output that replaces it."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ._rule import traits_of
-from ._types import Call, Graph, Op, Phase, Role
+from ._types import Call, Graph, Literal, Op, OpId, Phase, Role, ValueId
 
 # A byte moved costs about as much as so many floating point operations, on GPUs and TPUs of the
 # last ten years.
@@ -32,10 +32,10 @@ class Item:
         cost: rough weight: floating point operations, and bytes moved in their terms.
     """
 
-    what: int | Call
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    ops: tuple[int, ...]
+    what: OpId | Call
+    inputs: tuple[ValueId, ...]
+    outputs: tuple[ValueId, ...]
+    ops: tuple[OpId, ...]
     phase: Phase
     shared: bool
     cost: float
@@ -53,7 +53,7 @@ def items_of(graph: Graph) -> tuple[Item, ...]:
     return _in_phases([_item(graph, what, sees, sizes) for what in graph.body.items])
 
 
-def _item(graph: Graph, what: int | Call, sees: list[int], sizes: Sequence[int]) -> Item:
+def _item(graph: Graph, what: OpId | Call, sees: list[int], sizes: Sequence[int]) -> Item:
     # Nearly all are operators.
     inside = tuple(ops_inside(what)) if isinstance(what, Call) else (what,)
     inputs = reads_of(graph, what)
@@ -80,9 +80,11 @@ def _item(graph: Graph, what: int | Call, sees: list[int], sizes: Sequence[int])
 
 def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
     """Items with phases that follow one another: none reads what a later phase makes."""
-    late: set[int] = set()  # made by, or behind, an update that sees the forward or backward pass
-    seen: set[int] = set()  # made by, or behind, the forward or backward pass
-    backward: set[int] = set()
+    late: set[ValueId] = (
+        set()
+    )  # made by, or behind, an update that sees the forward or backward pass
+    seen: set[ValueId] = set()  # made by, or behind, the forward or backward pass
+    backward: set[ValueId] = set()
     ordered: list[Item] = []
     for item in items:
         behind = item.phase is not Phase.UPDATE or not seen.isdisjoint(item.inputs)
@@ -102,7 +104,7 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
             seen.update(item.outputs)
             late.update(item.outputs)
         ordered.append(item)
-    wanted: set[int] = set()
+    wanted: set[ValueId] = set()
     for k in range(len(ordered) - 1, -1, -1):
         item = ordered[k]
         if item.phase is Phase.UPDATE and not wanted.isdisjoint(item.outputs):
@@ -112,7 +114,7 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
     return tuple(ordered)
 
 
-def plain_item(graph: Graph, what: int | Call, phase: Phase) -> Item:
+def plain_item(graph: Graph, what: OpId | Call, phase: Phase) -> Item:
     """An operator or a call that need not be at the top of the step: inside a body, or half of a
     call.
     """
@@ -128,12 +130,12 @@ def plain_item(graph: Graph, what: int | Call, phase: Phase) -> Item:
     )
 
 
-def reads_of(graph: Graph, what: int | Call) -> tuple[int, ...]:
+def reads_of(graph: Graph, what: OpId | Call) -> tuple[ValueId, ...]:
     """The values that an item needs from outside of it, those that its bodies read directly
     included.
     """
     if not isinstance(what, Call):
-        return tuple(dict.fromkeys([i for i in graph.ops[what].inputs if type(i) is int]))
+        return tuple(dict.fromkeys([i for i in graph.ops[what].inputs if type(i) is not Literal]))
     read = [i for i in what.inputs if isinstance(i, int)]
     for block in what.blocks:
         bound = {i for i in block.inputs if isinstance(i, int)}
@@ -144,7 +146,7 @@ def reads_of(graph: Graph, what: int | Call) -> tuple[int, ...]:
     return tuple(dict.fromkeys(read))
 
 
-def ops_inside(what: int | Call) -> Iterator[int]:
+def ops_inside(what: OpId | Call) -> Iterator[OpId]:
     """Indices of the operators that an item runs, without links."""
     if not isinstance(what, Call):
         yield what
@@ -154,7 +156,7 @@ def ops_inside(what: int | Call) -> Iterator[int]:
             yield from ops_inside(item)
 
 
-def _phase(graph: Graph, ops: Sequence[int]) -> Phase:
+def _phase(graph: Graph, ops: Sequence[OpId]) -> Phase:
     if len(ops) == 1:
         phase = graph.ops[ops[0]].phase
         return Phase.FORWARD if phase is Phase.PROLOGUE else phase
@@ -165,7 +167,7 @@ def _phase(graph: Graph, ops: Sequence[int]) -> Phase:
 
 
 def _cost(op: Op, sizes: Sequence[int]) -> float:
-    arrays = [sizes[i] for i in op.inputs if type(i) is int] + [
+    arrays = [sizes[i] for i in op.inputs if type(i) is not Literal] + [
         sizes[o] for o in op.outputs if o >= 0
     ]
     # A link moves one row of a stack in a round.

@@ -17,7 +17,7 @@ from ._first_half import FirstHalf, first_half
 from ._rule import traits_of
 from ._stages import SHARED
 from ._traits import Moves
-from ._types import Call, Graph, Op, Phase
+from ._types import Call, Graph, Op, Phase, ValueId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,7 +56,7 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int])
     maker = {o: k for k, item in enumerate(items) for o in item.outputs}
     # For each value the stages whose forward or backward pass reads it, directly or through shared
     # items.
-    readers: dict[int, set[int]] = defaultdict(set)
+    readers: dict[ValueId, set[int]] = defaultdict(set)
     late = _sums_for_the_update(graph, items)
     for k in range(len(items) - 1, -1, -1):
         item = items[k]
@@ -85,7 +85,7 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int])
             if isinstance(item.what, Call)
             else None
         )
-        reads: Sequence[int] = item.inputs
+        reads: Sequence[ValueId] = item.inputs
         if half is not None:
             halves[k] = half
             reads = [i for i in item.inputs if i in half.values]
@@ -107,7 +107,7 @@ def _sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
     alone.
     """
     sums: set[int] = set()
-    wanted: set[int] = set()
+    wanted: set[ValueId] = set()
     for k in range(len(items) - 1, -1, -1):
         item = items[k]
         if item.phase is Phase.UPDATE:
@@ -126,11 +126,11 @@ def _sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
 
 
 def _add_reads(
-    reads: Sequence[int],
+    reads: Sequence[ValueId],
     items: Sequence[Item],
     stages: Sequence[int],
-    maker: dict[int, int],
-    needed: set[int],
+    maker: dict[ValueId, int],
+    needed: set[ValueId],
 ) -> None:
     """Add what an item reads, itself or through the shared items that are worked out for it."""
     waiting = list(reads)

@@ -4,7 +4,7 @@ to a reference.
 
 from __future__ import annotations
 
-from ._types import Call, Graph, Op
+from ._types import Call, Graph, Op, OpId
 
 
 def has_effects(op: Op) -> bool:
@@ -12,7 +12,7 @@ def has_effects(op: Op) -> bool:
     return op.eqn is not None and bool(op.eqn.effects)
 
 
-def any_effects(item: int | Call, graph: Graph) -> bool:
+def any_effects(item: OpId | Call, graph: Graph) -> bool:
     """True if an operator, or one inside a structured one, has effects."""
     if isinstance(item, int):
         return has_effects(graph.ops[item])

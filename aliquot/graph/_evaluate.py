@@ -18,7 +18,7 @@ import numpy as np
 from ..core import InputError
 from . import _jax_compat as compat
 from ._checks import any_row, is_check, raises
-from ._types import Block, Call, Graph, Literal, Op, Operand
+from ._types import Block, Call, Graph, Literal, Op, Operand, OpId, ValueId
 
 
 class ReplayHook:
@@ -40,7 +40,7 @@ class ReplayHook:
         """The results that later operators see, one for each of `op.outputs`."""
         return arrays
 
-    def value(self, index: int, array: Any) -> Any:
+    def value(self, index: ValueId, array: Any) -> Any:
         """The array for a value that no operator makes: a loop's carry or result, what a scan or a
         remat region takes.
         """
@@ -52,7 +52,7 @@ class ReplayHook:
         """
         return nullcontext()
 
-    def row(self, index: int, array: Any) -> Any:
+    def row(self, index: ValueId, array: Any) -> Any:
         """The row that one turn of a scan contributes to the stacked result with that value
         index.
         """
@@ -101,18 +101,20 @@ class _Replay:
         self._hook = hook
         self._names = compat.NameStacks()
 
-    def run(self, items: Sequence[int | Call], nested: bool = True) -> None:
+    def run(self, items: Sequence[OpId | Call], nested: bool = True) -> None:
         with self._hook.body() if nested and self._hook is not None else nullcontext():
             self._run(items, nested)
 
-    def _run(self, items: Sequence[int | Call], nested: bool) -> None:
+    def _run(self, items: Sequence[OpId | Call], nested: bool) -> None:
         env, ops, hook, names = self.env, self._ops, self._hook, self._names
         for item in items:
-            if type(item) is not int:
-                self._call(item)  # type: ignore[arg-type]
+            if type(item) is Call:
+                self._call(item)
                 continue
             op = ops[item]
-            arrays: Sequence[Any] = [env[i] if type(i) is int else i.value for i in op.inputs]  # type: ignore[union-attr]
+            arrays: Sequence[Any] = [
+                env[i] if type(i) is not Literal else i.value for i in op.inputs
+            ]
             # JAX puts the names of a structured operator before those of its body by itself.
             if op.name == "pure_callback" and raises(op.eqn):
                 arrays = [any_row(a) for a in arrays]
@@ -195,7 +197,7 @@ class _Replay:
         )
         return [*carry, *stacked]
 
-    def _rows(self, indices: Sequence[int], arrays: list[Any]) -> list[Any]:
+    def _rows(self, indices: Sequence[ValueId], arrays: list[Any]) -> list[Any]:
         if self._hook is None:
             return arrays
         return [a if i < 0 else self._hook.row(i, a) for i, a in zip(indices, arrays, strict=True)]

@@ -13,7 +13,21 @@ from dataclasses import dataclass, replace
 from ._dataflow import Item, items_of
 from ._deferrable import deferrable_items
 from ._stages import SHARED, Staging
-from ._types import Block, Call, Graph, Input, Literal, Op, Operand, Output, Phase, Role, Value
+from ._types import (
+    Block,
+    Call,
+    Graph,
+    Input,
+    Literal,
+    Op,
+    Operand,
+    OpId,
+    Output,
+    Phase,
+    Role,
+    Value,
+    ValueId,
+)
 
 _FROM_ANOTHER_STAGE = "value "
 
@@ -29,14 +43,14 @@ class Extract:
     """
 
     graph: Graph
-    ops: tuple[int, ...]
-    values: tuple[int, ...]
+    ops: tuple[OpId, ...]
+    values: tuple[ValueId, ...]
 
 
 def extract_stages(
     graph: Graph,
     staging: Staging,
-    batch_dims: Mapping[int, int],
+    batch_dims: Mapping[ValueId, int],
     stages: Iterable[int] | None = None,
 ) -> tuple[Extract, ...]:
     """Everything that each stage runs.
@@ -49,7 +63,7 @@ def extract_stages(
         stages: those to take; by default all.
     """
     items_of: list[list[int]] = [[] for _ in range(staging.num_stages)]
-    readers: dict[int, set[int]] = {}
+    readers: dict[ValueId, set[int]] = {}
     for k, (item, stage) in enumerate(zip(staging.items, staging.stage, strict=True)):
         if stage == SHARED:
             continue
@@ -161,7 +175,7 @@ def _indices(op: Op) -> list[int | None]:
 
 
 def _with_shared(
-    items: Sequence[Item], maker: Mapping[int, int], positions: Iterable[int]
+    items: Sequence[Item], maker: Mapping[ValueId, int], positions: Iterable[int]
 ) -> list[int]:
     """Items, and the shared ones that they need; but no arithmetic between scalars of the update,
     long and cheap.
@@ -178,24 +192,24 @@ def _with_shared(
 
 
 class _Builder:
-    def __init__(self, graph: Graph, links: Mapping[int, int]) -> None:
+    def __init__(self, graph: Graph, links: Mapping[ValueId, OpId]) -> None:
         self._graph, self._link_of = graph, links
-        self._deferrable: set[int] = set()
-        self._op_number: dict[int, int] = {}
-        self._value_number: dict[int, int] = {}
-        self._values: list[int] = []
+        self._deferrable: set[OpId] = set()
+        self._op_number: dict[OpId, OpId] = {}
+        self._value_number: dict[ValueId, ValueId] = {}
+        self._values: list[ValueId] = []
 
     def build(
         self,
         items: Sequence[Item],
         inputs: Sequence[Input],
         outputs: Sequence[Output],
-        deferrable: set[int],
+        deferrable: set[OpId],
     ) -> Extract:
         graph = self._graph
         self._deferrable = deferrable
         ops = sorted(self.ops_of(items))
-        self._op_number = {k: n for n, k in enumerate(ops)}
+        self._op_number = {k: OpId(n) for n, k in enumerate(ops)}
         place = {id(o): n for n, o in enumerate(graph.outputs)}
         positions = {place[id(o)]: n for n, o in enumerate(outputs) if id(o) in place}
         new_inputs = tuple(
@@ -217,7 +231,7 @@ class _Builder:
             self._value_number[v]: c for v, c in graph.constants.items() if v in self._value_number
         }
         values = tuple(
-            Value(index=n, shape=old.shape, dtype=old.dtype, itemsize=old.itemsize)
+            Value(index=ValueId(n), shape=old.shape, dtype=old.dtype, itemsize=old.itemsize)
             for n, old in enumerate(graph.values[v] for v in self._values)
         )
         part = replace(
@@ -231,7 +245,7 @@ class _Builder:
         )
         return Extract(graph=part, ops=tuple(ops), values=tuple(self._values))
 
-    def ops_of(self, items: Sequence[Item]) -> set[int]:
+    def ops_of(self, items: Sequence[Item]) -> set[OpId]:
         """Indices of all operators that items hold, links included."""
         kept = {k for item in items for k in item.ops}
         for item in items:
@@ -239,10 +253,10 @@ class _Builder:
                 kept |= self._links(item.what)
         return kept
 
-    def _links(self, call: Call) -> set[int]:
+    def _links(self, call: Call) -> set[OpId]:
         """Links that tie a call's bodies to what is around them."""
         ends = set(call.outputs)
-        links: set[int] = set()
+        links: set[OpId] = set()
         for block in call.blocks:
             ends.update(i for i in block.inputs if isinstance(i, int))
             for item in block.items:
@@ -250,12 +264,12 @@ class _Builder:
                     links |= self._links(item)
         return links | {self._link_of[o] for o in ends if o in self._link_of}
 
-    def _value(self, index: int) -> int:
+    def _value(self, index: ValueId) -> ValueId:
         if index < 0:
             return index
         number = self._value_number.get(index)
         if number is None:
-            number = self._value_number[index] = len(self._values)
+            number = self._value_number[index] = ValueId(len(self._values))
             self._values.append(index)
         return number
 
@@ -270,7 +284,10 @@ class _Builder:
             index=self._op_number[op.index],
             name=op.name,
             inputs=tuple(
-                [known[i] if type(i) is int and i in known else self._operand(i) for i in op.inputs]
+                [
+                    known[i] if type(i) is not Literal and i in known else self._operand(i)
+                    for i in op.inputs
+                ]
             ),
             outputs=tuple([known[o] if o in known else self._value(o) for o in op.outputs]),
             params=op.params,
@@ -282,7 +299,7 @@ class _Builder:
             deferrable=op.index in self._deferrable,
         )
 
-    def _what(self, what: int | Call) -> int | Call:
+    def _what(self, what: OpId | Call) -> OpId | Call:
         if not isinstance(what, Call):
             return self._op_number[what]
         return replace(

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _jax_compat as compat
-from ._types import Block, Graph, Operand
+from ._types import Block, Graph, Literal, Operand
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -59,7 +59,9 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def _wires(operands: Sequence[Operand]) -> str:
-    texts = [str(i) if type(i) is int else f"{i.value!s}:{i.dtype}{i.shape}" for i in operands]  # type: ignore[union-attr]
+    texts = [
+        str(i) if type(i) is not Literal else f"{i.value!s}:{i.dtype}{i.shape}" for i in operands
+    ]
     return ",".join(texts)
 
 

@@ -15,7 +15,7 @@ from . import _jax_compat as compat
 from ._dataflow import ops_inside, reads_of
 from ._effects import any_effects
 from ._rule import traits_of
-from ._types import Call, Graph, Operand
+from ._types import Call, Graph, Operand, OpId, ValueId
 
 
 @dataclass(slots=True)
@@ -31,18 +31,18 @@ class FirstHalf:
     """
 
     graph: Graph
-    ops: set[int] = field(default_factory=set)
-    values: set[int] = field(default_factory=set)
+    ops: set[OpId] = field(default_factory=set)
+    values: set[ValueId] = field(default_factory=set)
 
-    def rest(self, what: int | Call) -> list[int]:
+    def rest(self, what: OpId | Call) -> list[OpId]:
         """Operators of an item that need not run."""
         return [k for k in ops_inside(what) if k not in self.ops]
 
-    def any_products(self, ops: Iterable[int]) -> bool:
+    def any_products(self, ops: Iterable[OpId]) -> bool:
         """True if a product is among operators."""
         return any(traits_of(self.graph.ops[k].name).multiplies for k in ops)
 
-    def add(self, call: Call, results: Collection[int]) -> None:
+    def add(self, call: Call, results: Collection[ValueId]) -> None:
         """Mark what makes some results of a call: all of it where no product could wait."""
         self.values.update(results)
         match call.kind:
@@ -64,7 +64,7 @@ class FirstHalf:
             self._add_values(block.items)
             self.values.update(i for i in block.inputs if isinstance(i, int))
 
-    def _add_values(self, items: Sequence[int | Call]) -> None:
+    def _add_values(self, items: Sequence[OpId | Call]) -> None:
         for item in items:
             if isinstance(item, Call):
                 self.add_whole(item)
@@ -74,7 +74,7 @@ class FirstHalf:
                     i for i in (*op.inputs, *op.outputs) if isinstance(i, int) and i >= 0
                 )
 
-    def _add_items(self, items: Sequence[int | Call]) -> None:
+    def _add_items(self, items: Sequence[OpId | Call]) -> None:
         for item in reversed(items):
             if isinstance(item, Call):
                 results = self.values.intersection(item.outputs)
@@ -86,7 +86,7 @@ class FirstHalf:
                 self.ops.add(item)
                 self.values.update(i for i in op.inputs if isinstance(i, int))
 
-    def _add_region(self, call: Call, results: Collection[int]) -> None:
+    def _add_region(self, call: Call, results: Collection[ValueId]) -> None:
         (block,) = call.blocks
         self._want(block.outputs, call.outputs, results)
         self._add_items(block.items)
@@ -106,7 +106,7 @@ class FirstHalf:
         self._want(call.inputs[num_consts:], block.inputs[num_consts:], self.values)
 
     def _want(
-        self, sources: Sequence[Operand], targets: Sequence[Operand], wanted: Collection[int]
+        self, sources: Sequence[Operand], targets: Sequence[Operand], wanted: Collection[ValueId]
     ) -> None:
         """Mark the sources of those targets that are wanted."""
         for source, target in zip(sources, targets, strict=True):
@@ -119,7 +119,7 @@ class FirstHalf:
                 self.values.add(source)
 
 
-def first_half(graph: Graph, call: Call, needed: Collection[int]) -> FirstHalf | None:
+def first_half(graph: Graph, call: Call, needed: Collection[ValueId]) -> FirstHalf | None:
     """What makes the results of a call that are needed now, if products can wait; else None.
 
     Results that no product makes, such as gradients of the scale of a norm, are made at once: for
@@ -139,14 +139,16 @@ def first_half(graph: Graph, call: Call, needed: Collection[int]) -> FirstHalf |
     return half if half.any_products(half.rest(call)) else None
 
 
-def _made_by_products(graph: Graph, call: Call, half: FirstHalf) -> set[int]:
+def _made_by_products(graph: Graph, call: Call, half: FirstHalf) -> set[ValueId]:
     """Values behind products that need not run now."""
-    behind: set[int] = set()
+    behind: set[ValueId] = set()
     _follow(graph, (call,), half, behind)
     return behind
 
 
-def _follow(graph: Graph, items: Sequence[int | Call], half: FirstHalf, behind: set[int]) -> None:
+def _follow(
+    graph: Graph, items: Sequence[OpId | Call], half: FirstHalf, behind: set[ValueId]
+) -> None:
     for item in items:
         if not isinstance(item, Call):
             op = graph.ops[item]
@@ -176,7 +178,7 @@ def _follow(graph: Graph, items: Sequence[int | Call], half: FirstHalf, behind: 
         _pass(block.outputs, item.outputs, behind)
 
 
-def _pass(sources: Sequence[Operand], targets: Sequence[Operand], behind: set[int]) -> None:
+def _pass(sources: Sequence[Operand], targets: Sequence[Operand], behind: set[ValueId]) -> None:
     for source, target in zip(sources, targets, strict=True):
         if isinstance(source, int) and isinstance(target, int) and source in behind:
             behind.add(target)

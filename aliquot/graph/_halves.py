@@ -16,7 +16,7 @@ from . import _jax_compat as compat
 from ._dataflow import ops_inside, plain_item, reads_of
 from ._first_half import FirstHalf
 from ._recompute import items_between, what_to_keep
-from ._types import Block, Call, Graph, Operand, Phase, Value
+from ._types import Block, Call, Graph, Operand, OpId, Phase, Value, ValueId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,11 +32,11 @@ class Halves:
 
     first: Call
     second: Call
-    handed: tuple[int, ...]
+    handed: tuple[ValueId, ...]
     values: tuple[Value, ...]
 
 
-def halve(graph: Graph, call: Call, half: FirstHalf, free: Collection[int]) -> Halves:
+def halve(graph: Graph, call: Call, half: FirstHalf, free: Collection[ValueId]) -> Halves:
     """A call as two.
 
     Args:
@@ -54,13 +54,15 @@ class _Builder:
         self._graph, self._half = graph, half
         self.values = list(graph.values)
 
-    def call(self, call: Call, free: frozenset[int]) -> tuple[Call, Call, tuple[int, ...]]:
+    def call(self, call: Call, free: frozenset[ValueId]) -> tuple[Call, Call, tuple[ValueId, ...]]:
         """Both halves, and what the first hands on."""
         return self._region(call, free) if call.kind == "remat" else self._loop(call, free)
 
     # ---- regions ---------------------------------------------------------------------------------
 
-    def _region(self, call: Call, free: frozenset[int]) -> tuple[Call, Call, tuple[int, ...]]:
+    def _region(
+        self, call: Call, free: frozenset[ValueId]
+    ) -> tuple[Call, Call, tuple[ValueId, ...]]:
         (block,) = call.blocks
         named = [(b, o) for b, o in zip(block.outputs, call.outputs, strict=True) if o >= 0]
         results = [(b, o) for b, o in named if o in self._half.values]
@@ -71,7 +73,7 @@ class _Builder:
         return self._as_region(call, first, results), self._as_region(call, second, late), handed
 
     def _as_region(
-        self, call: Call, items: Sequence[int | Call], results: Sequence[tuple[Operand, int]]
+        self, call: Call, items: Sequence[OpId | Call], results: Sequence[tuple[Operand, ValueId]]
     ) -> Call:
         block = Block(inputs=(), items=tuple(items), outputs=tuple(b for b, _ in results))
         bare = replace(call, blocks=(block,), inputs=(), outputs=tuple(o for _, o in results))
@@ -80,7 +82,7 @@ class _Builder:
 
     # ---- loops -----------------------------------------------------------------------------------
 
-    def _loop(self, call: Call, free: frozenset[int]) -> tuple[Call, Call, tuple[int, ...]]:
+    def _loop(self, call: Call, free: frozenset[ValueId]) -> tuple[Call, Call, tuple[ValueId, ...]]:
         (block,) = call.blocks
         consts, carried = compat.scan_counts(call.eqn.params)
         starts, sliced = call.inputs[consts : consts + carried], call.inputs[consts + carried :]
@@ -133,10 +135,10 @@ class _Builder:
     def _as_loop(
         self,
         call: Call,
-        items: Sequence[int | Call],
-        carries: Sequence[tuple[Operand, Operand, Operand, int]],
+        items: Sequence[OpId | Call],
+        carries: Sequence[tuple[Operand, Operand, Operand, ValueId]],
         slices: Sequence[tuple[Operand, Operand]],
-        stacks: Sequence[tuple[Operand, int]],
+        stacks: Sequence[tuple[Operand, ValueId]],
     ) -> Call:
         ends = [*(b for _, _, b, _ in carries), *(b for b, _ in stacks)]
         read = {i for item in items for i in reads_of(self._graph, item)} | {
@@ -156,10 +158,10 @@ class _Builder:
             outputs=(*(o for _, _, _, o in carries), *(o for _, o in stacks)),
         )
 
-    def _stacked(self, value: int, length: int) -> int:
+    def _stacked(self, value: ValueId, length: int) -> ValueId:
         row = self.values[value]
         new = Value(
-            index=len(self.values),
+            index=ValueId(len(self.values)),
             shape=(length, *row.shape),
             dtype=row.dtype,
             itemsize=row.itemsize,
@@ -171,11 +173,11 @@ class _Builder:
 
     def _items(
         self,
-        items: Sequence[int | Call],
+        items: Sequence[OpId | Call],
         late_ends: Sequence[Operand],
-        free: frozenset[int],
-        turning: frozenset[int],
-    ) -> tuple[list[int | Call], list[int | Call], tuple[int, ...]]:
+        free: frozenset[ValueId],
+        turning: frozenset[ValueId],
+    ) -> tuple[list[OpId | Call], list[OpId | Call], tuple[ValueId, ...]]:
         """Items of a body for both halves, and what the second reads of the first.
 
         Args:
@@ -183,8 +185,8 @@ class _Builder:
             free: at hand whenever the second half runs.
             turning: what the first half's loop carries.
         """
-        first: list[int | Call] = []
-        second: list[int | Call] = []
+        first: list[OpId | Call] = []
+        second: list[OpId | Call] = []
         for item in items:
             inside = set(ops_inside(item))
             if inside <= self._half.ops and (inside or self._is_needed(item)):
@@ -217,5 +219,5 @@ class _Builder:
         handed = tuple(sorted(kept & made))
         return first, [*(item.what for item in again), *second], handed
 
-    def _is_needed(self, item: int | Call) -> bool:
+    def _is_needed(self, item: OpId | Call) -> bool:
         return isinstance(item, Call) and not self._half.values.isdisjoint(item.outputs)

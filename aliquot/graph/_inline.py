@@ -21,7 +21,7 @@ import numpy as np
 from . import _jax_compat as compat
 from ._checks import opened_branches
 from ._phases import Draft
-from ._types import Block, Call, Literal, Operand, Value
+from ._types import NO_VALUE, Block, Call, Literal, Operand, OpId, Value, ValueId
 
 
 @dataclass(slots=True)
@@ -32,20 +32,19 @@ class Inliner:
 
     values: list[Value] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
-    constants: dict[int, Any] = field(default_factory=dict)
+    constants: dict[ValueId, Any] = field(default_factory=dict)
     # For each value that decides when a loop ends, the results of the loop.
-    decided: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _known_constants: dict[int, int] = field(default_factory=dict)
+    decided: dict[ValueId, tuple[ValueId, ...]] = field(default_factory=dict)
+    _known_constants: dict[int, ValueId] = field(default_factory=dict)
     _scopes: dict[tuple[str, int], tuple[Any, str]] = field(default_factory=dict)
     _dtypes: dict[Any, tuple[str, int]] = field(default_factory=dict)
     _regions: int = 0
 
-    def new_value(self, aval: Any) -> int:
+    def new_value(self, aval: Any) -> ValueId:
         shape, dtype, itemsize = self._shape_dtype(aval)
-        self.values.append(
-            Value(index=len(self.values), shape=shape, dtype=dtype, itemsize=itemsize)
-        )
-        return len(self.values) - 1
+        index = ValueId(len(self.values))
+        self.values.append(Value(index=index, shape=shape, dtype=dtype, itemsize=itemsize))
+        return index
 
     def _shape_dtype(self, aval: Any) -> tuple[tuple[int, ...], str, int]:
         # Naming a dtype costs more than all else that is said about a value.
@@ -73,7 +72,7 @@ class Inliner:
         trips: int,
         region: int,
     ) -> Block:
-        items: list[int | Call] = []
+        items: list[OpId | Call] = []
         outputs = self._walk(jaxpr, consts, inputs, scope, trips, region, items)
         return Block(inputs=tuple(inputs), items=tuple(items), outputs=outputs)
 
@@ -85,7 +84,7 @@ class Inliner:
         scope: str,
         trips: int,
         region: int,
-        items: list[int | Call],
+        items: list[OpId | Call],
     ) -> tuple[Operand, ...]:
         env: dict[Any, Operand] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -122,12 +121,12 @@ class Inliner:
         scope: str,
         trips: int,
         region: int,
-        items: list[int | Call],
-    ) -> tuple[int, ...]:
+        items: list[OpId | Call],
+    ) -> tuple[ValueId, ...]:
         outputs = tuple(
-            [-1 if compat.is_dropped(v) else self.new_value(v.aval) for v in eqn.outvars]
+            [NO_VALUE if compat.is_dropped(v) else self.new_value(v.aval) for v in eqn.outvars]
         )
-        items.append(len(self.drafts))
+        items.append(OpId(len(self.drafts)))
         self.drafts.append(
             Draft(eqn.primitive.name, operands, outputs, eqn.params, scope, trips, eqn, region)
         )
@@ -137,7 +136,7 @@ class Inliner:
         self,
         name: str,
         inputs: Iterable[Operand],
-        outputs: tuple[int, ...],
+        outputs: tuple[ValueId, ...],
         scope: str,
         trips: int,
         region: int,
@@ -150,7 +149,7 @@ class Inliner:
         value = np.asarray(atom.val)[()] if hasattr(atom.val, "dtype") else atom.val
         return Literal(value=value, shape=shape, dtype=dtype)
 
-    def _constant(self, aval: Any, const: Any) -> int:
+    def _constant(self, aval: Any, const: Any) -> ValueId:
         # One array may be a constant of many bodies.
         known = self._known_constants.get(id(const))
         if known is None:
@@ -178,7 +177,7 @@ class Inliner:
         scope: str,
         trips: int,
         region: int,
-        items: list[int | Call],
+        items: list[OpId | Call],
     ) -> tuple[Operand, ...] | None:
         if compat.is_remat(eqn):
             return self._remat(eqn, operands, scope, trips, items)
@@ -197,7 +196,7 @@ class Inliner:
         operands: tuple[Operand, ...],
         scope: str,
         trips: int,
-        items: list[int | Call],
+        items: list[OpId | Call],
     ) -> tuple[Operand, ...]:
         body, consts = compat.open_body(eqn.params["jaxpr"])
         self._regions += 1
@@ -205,10 +204,10 @@ class Inliner:
         # A body may return an operand or a literal as it is; the call then has a result of its own
         # for it.
         taken = {i for i in block.inputs if isinstance(i, int)} | self.constants.keys()
-        fresh: list[int] = []
+        fresh: list[ValueId] = []
         for var, inner in zip(eqn.outvars, block.outputs, strict=True):
             if compat.is_dropped(var):
-                fresh.append(-1)
+                fresh.append(NO_VALUE)
             elif isinstance(inner, Literal) or inner in taken:
                 fresh.append(self.new_value(var.aval))
                 self._link("tie", (inner,), (fresh[-1],), scope, trips, self._regions)
@@ -227,7 +226,7 @@ class Inliner:
         scope: str,
         trips: int,
         region: int,
-        items: list[int | Call],
+        items: list[OpId | Call],
     ) -> tuple[Operand, ...]:
         p = eqn.params
         (num_consts, num_carry), length = compat.scan_counts(p), p["length"]
@@ -259,7 +258,7 @@ class Inliner:
         scope: str,
         trips: int,
         region: int,
-        items: list[int | Call],
+        items: list[OpId | Call],
     ) -> tuple[Operand, ...]:
         p = eqn.params
         num_cond, num_body = p["cond_nconsts"], p["body_nconsts"]
@@ -298,7 +297,7 @@ class Inliner:
         scope: str,
         trips: int,
         region: int,
-        items: list[int | Call],
+        items: list[OpId | Call],
     ) -> tuple[Operand, ...]:
         blocks = []
         for body, consts in opened_branches(eqn):

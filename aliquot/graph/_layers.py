@@ -158,7 +158,7 @@ def _spans(
     items: Sequence[Item], forward: Sequence[int], operators: Sequence[tuple[int, int]]
 ) -> list[range]:
     """The places between the two operators of each pair."""
-    place_of = {op: place for place, k in enumerate(forward) for op in items[k].ops}
+    place_of: dict[int, int] = {op: place for place, k in enumerate(forward) for op in items[k].ops}
     return [range(place_of.get(before, 0) + 1, place_of[after] + 1) for before, after in operators]
 
 
@@ -295,7 +295,7 @@ def _places(
     users: Sequence[Sequence[str]],
 ) -> list[int]:
     """Good places to cut, in order, without both ends."""
-    place_of = {op: place for place, k in enumerate(forward) for op in items[k].ops}
+    place_of: dict[int, int] = {op: place for place, k in enumerate(forward) for op in items[k].ops}
     cuts: set[int] = set()
     covered = np.zeros(len(forward) + 1, bool)
     for run in find_repeats(graph).runs:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from ._roles import Reach
-from ._types import Op, Operand, Output, Phase, Value
+from ._types import Literal, Op, Operand, Output, Phase, Value, ValueId
 
 Keys: TypeAlias = tuple[str, ...]
 """A pytree path, key by key; that of an argument begins with its name."""
@@ -19,7 +19,7 @@ _MAX_DEPTH = 3
 def match_state(
     ops: Sequence[Op],
     values: Sequence[Value],
-    inputs: Sequence[tuple[Keys, int]],
+    inputs: Sequence[tuple[Keys, ValueId]],
     outputs: Sequence[tuple[Keys, Output]],
     reach: Reach,
     trains: bool,
@@ -54,7 +54,7 @@ def match_state(
 
 def _returned_parts_of_batches(
     values: Sequence[Value],
-    inputs: Sequence[tuple[Keys, int]],
+    inputs: Sequence[tuple[Keys, ValueId]],
     matched: dict[int, int],
     reach: Reach,
 ) -> set[int]:
@@ -88,7 +88,7 @@ class _Matcher:
         self,
         ops: Sequence[Op],
         values: Sequence[Value],
-        inputs: Sequence[tuple[Keys, int]],
+        inputs: Sequence[tuple[Keys, ValueId]],
         outputs: Sequence[tuple[Keys, Output]],
         reach: Reach,
         trains: bool,
@@ -155,7 +155,7 @@ class _Matcher:
             if op.phase is Phase.UPDATE or op.phase is Phase.PROLOGUE:
                 bits = 0
                 for i in op.inputs:
-                    if type(i) is int:
+                    if type(i) is not Literal:
                         bits |= direct[i]
                 if bits:
                     for out in op.outputs:

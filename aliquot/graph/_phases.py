@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ._types import Operand, Phase
+from ._types import Literal, Operand, Phase, ValueId
 
 
 class Draft(NamedTuple):
@@ -17,7 +17,7 @@ class Draft(NamedTuple):
 
     name: str
     inputs: tuple[Operand, ...]
-    outputs: tuple[int, ...]
+    outputs: tuple[ValueId, ...]
     params: Any
     scope: str
     trips: int
@@ -33,7 +33,9 @@ def label(scope: str) -> Phase | None:
 
 
 def assign_phases(
-    drafts: Sequence[Draft], num_values: int, decided: Mapping[int, Sequence[int]] | None = None
+    drafts: Sequence[Draft],
+    num_values: int,
+    decided: Mapping[ValueId, Sequence[ValueId]] | None = None,
 ) -> list[Phase]:
     """The phase of each operator.
 
@@ -63,7 +65,7 @@ def assign_phases(
             phases[position] = phase = Phase.PROLOGUE if wanted else Phase.UPDATE
         if wanted and phase is not Phase.UPDATE:
             for i in draft.inputs:
-                if type(i) is int:
+                if type(i) is not Literal:
                     feeds[i] = 1
     return [phase for phase in phases if phase is not None]
 
@@ -78,7 +80,7 @@ def _by_dataflow(
     for draft, known in zip(drafts, labels, strict=True):
         backward, forward = known is Phase.BACKWARD, known is Phase.FORWARD
         for i in draft.inputs:
-            if type(i) is int:
+            if type(i) is not Literal:
                 backward = backward or after_backward[i] == 1
                 forward = forward or after_forward[i] == 1
         if known is None and backward:

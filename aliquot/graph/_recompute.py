@@ -17,7 +17,7 @@ import numpy as np
 
 from ._dataflow import Item
 from ._rule import traits_of
-from ._types import Call, Value
+from ._types import Call, Value, ValueId
 
 # Handing an array over costs about as much as moving so many bytes.
 _BYTES_PER_ARRAY = 4096
@@ -27,13 +27,13 @@ _LARGEST = 2**30
 def what_to_keep(
     items: Sequence[Item],
     names: Sequence[str],
-    wanted: Collection[int],
+    wanted: Collection[ValueId],
     values: Sequence[Value],
     *,
-    free: Collection[int],
-    read_anyway: Collection[int],
+    free: Collection[ValueId],
+    read_anyway: Collection[ValueId],
     repeat: frozenset[int] | None = frozenset(),
-) -> frozenset[int]:
+) -> frozenset[ValueId]:
     """The values to keep so that all that is wanted can be worked out from them.
 
     Args:
@@ -52,7 +52,7 @@ def what_to_keep(
         for item, name in zip(items, names, strict=True)
     ]
     maker = {o: k for k, item in enumerate(items) for o in item.outputs}
-    needed: dict[int, None] = dict.fromkeys(wanted)
+    needed: dict[ValueId, None] = dict.fromkeys(wanted)
     waiting = list(needed)
     while waiting:
         k = maker.get(waiting.pop())
@@ -83,7 +83,7 @@ def what_to_keep(
 
 
 def items_between(
-    items: Sequence[Item], wanted: Collection[int], kept: frozenset[int]
+    items: Sequence[Item], wanted: Collection[ValueId], kept: frozenset[ValueId]
 ) -> list[Item]:
     """The items that make what is wanted out of what is kept."""
     need = {v for v in wanted if v not in kept}
@@ -100,7 +100,7 @@ def is_costly(item: Item, name: str) -> bool:
     return isinstance(item.what, Call) or traits_of(name).costly
 
 
-def _reached(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> frozenset[int]:
+def _reached(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> frozenset[ValueId]:
     """The nodes on the source's side of a minimum cut."""
     # Slow to import, and only pipelines need it.
     from scipy.sparse import csr_array

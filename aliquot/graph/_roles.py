@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ._rule import traits_of
 from ._traits import Moves
-from ._types import Input, Op, Operand, Output, Phase, Role, Value
+from ._types import Input, Literal, Op, Operand, Output, Phase, Role, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
         is_forward, is_backward = op.phase is Phase.FORWARD, op.phase is Phase.BACKWARD
         is_learned = is_backward
         for i in op.inputs:
-            if type(i) is int:
+            if type(i) is not Literal:
                 is_forward = is_forward or forward[i] == 1
                 is_backward = is_backward or backward[i] == 1
                 is_learned = is_learned or learned[i] == 1
@@ -57,13 +57,13 @@ def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
         inner = op.phase is Phase.FORWARD or op.phase is Phase.BACKWARD
         if inner or (op.phase is Phase.PROLOGUE and any(read[o] for o in op.outputs if o >= 0)):
             for i in op.inputs:
-                if type(i) is int:
+                if type(i) is not Literal:
                     read[i] = 1
         if op.name == "random_wrap" or (
             _hands_on_keys(op.name) and any(key[o] for o in op.outputs if o >= 0)
         ):
             for i in op.inputs if op.name == "tie" else op.inputs[:1]:
-                if type(i) is int:
+                if type(i) is not Literal:
                     key[i] = 1
     return Reach(read=read, forward=forward, backward=backward, learned=learned, key=key)
 

@@ -22,13 +22,13 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ._rule import traits_of
-from ._types import Graph, Literal, Op, Phase, Role
+from ._types import Graph, Literal, Op, OpId, Phase, Role, ValueId
 
 Ints: TypeAlias = NDArray[np.int64]
 
@@ -55,9 +55,9 @@ class Folding:
     """
 
     op_class: Ints
-    members: tuple[tuple[int, ...], ...]
+    members: tuple[tuple[OpId, ...], ...]
     value_class: Ints
-    value_members: tuple[tuple[int, ...], ...]
+    value_members: tuple[tuple[ValueId, ...], ...]
     runs: tuple[Run, ...]
 
 
@@ -67,9 +67,9 @@ def fold(graph: Graph, *, repeats: bool = True) -> Folding:
         ops, values = range(len(graph.ops)), range(len(graph.values))
         return Folding(
             op_class=np.arange(len(ops), dtype=np.int64),
-            members=tuple((i,) for i in ops),
+            members=tuple((OpId(i),) for i in ops),
             value_class=np.arange(len(values), dtype=np.int64),
-            value_members=tuple((i,) for i in values),
+            value_members=tuple((ValueId(i),) for i in values),
             runs=(),
         )
     repeated = find_repeats(graph)
@@ -78,9 +78,9 @@ def fold(graph: Graph, *, repeats: bool = True) -> Folding:
     value_class = _value_classes(graph, classes, origin)
     return Folding(
         op_class=classes,
-        members=_members(classes),
+        members=cast("tuple[tuple[OpId, ...], ...]", _members(classes)),
         value_class=value_class,
-        value_members=_members(value_class),
+        value_members=cast("tuple[tuple[ValueId, ...], ...]", _members(value_class)),
         runs=repeated.runs,
     )
 
@@ -155,7 +155,7 @@ def _keys(graph: Graph, origin: Sequence[str | None]) -> Ints:
 
     keys = []
     for op in graph.ops:
-        inputs = tuple([kinds[i] if type(i) is int else operand(i) for i in op.inputs])
+        inputs = tuple([kinds[i] if type(i) is not Literal else operand(i) for i in op.inputs])
         outputs = tuple([kinds[o] if o >= 0 else -1 for o in op.outputs])
         within = (op.phase, op.deferrable, op.trips, op.region > 0)
         keys.append(intern((op.name, within, param_key(op.params), inputs, outputs)))
@@ -297,7 +297,7 @@ def _refined_by_users(graph: Graph, classes: Ints) -> Ints:
             )
         refined.append(intern(key))
         for position, source in enumerate(op.inputs):
-            if type(source) is int and source in users:
+            if type(source) is not Literal and source in users:
                 users[source].add((refined[-1], position))
     return np.array(refined[::-1], np.int64)
 
@@ -318,7 +318,7 @@ def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) ->
     }
     for op, mine in zip(graph.ops, op_class, strict=True):
         for position, source in enumerate(op.inputs):
-            if type(source) is int and source in readers:
+            if type(source) is not Literal and source in readers:
                 readers[source].add((mine, position))
 
     def kind(v: int) -> Any:

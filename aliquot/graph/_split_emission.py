@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 from ._split_equations import Equations, joint, with_rows
 from ._split_values import Pieces, index_of
-from ._types import Call, Graph, Op, Operand
+from ._types import Call, Graph, Op, Operand, OpId, ValueId
 
-Items: TypeAlias = list["int | Call"]
+Items: TypeAlias = list["OpId | Call"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,10 @@ class Emission:
 
     arrays: Pieces
     ops: list[Op] = field(default_factory=list)
-    joined: set[int] = field(default_factory=set)
-    recut: set[int] = field(default_factory=set)
-    joints: set[int] = field(default_factory=set)
-    links: dict[int, Op] = field(init=False)
+    joined: set[OpId] = field(default_factory=set)
+    recut: set[OpId] = field(default_factory=set)
+    joints: set[ValueId] = field(default_factory=set)
+    links: dict[ValueId, Op] = field(init=False)
     equations: Equations = field(default_factory=Equations)
     num_regions: int = 0
 
@@ -80,15 +80,15 @@ def write(
     place: Place,
     eqn: Any,
     inputs: Sequence[Operand],
-    outputs: Sequence[int],
+    outputs: Sequence[ValueId],
     name: str = "",
 ) -> None:
     """Write an operator that runs `eqn`, or a link; all else is as in `like`."""
     if eqn is not None:
-        place.items.append(len(emission.ops))
+        place.items.append(OpId(len(emission.ops)))
     emission.ops.append(
         Op(
-            index=len(emission.ops),
+            index=OpId(len(emission.ops)),
             name=name or eqn.primitive.name,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
@@ -103,7 +103,7 @@ def write(
 
 
 def write_link(
-    emission: Emission, old: int, place: Place, inputs: Sequence[Operand], output: int
+    emission: Emission, old: ValueId, place: Place, inputs: Sequence[Operand], output: ValueId
 ) -> None:
     """Write the link that makes `old`, on other operands."""
     like = emission.links[old]
@@ -136,7 +136,7 @@ def read(
 
 
 def define(
-    emission: Emission, old: int, whole: int, place: Place, like: Op, eqn: Any, aval: Any
+    emission: Emission, old: ValueId, whole: ValueId, place: Place, like: Op, eqn: Any, aval: Any
 ) -> None:
     """Say what a value of the old graph is now, and cut it if it must come in pieces."""
     arrays = emission.arrays
@@ -154,7 +154,12 @@ def define(
 
 
 def define_all(
-    emission: Emission, old: Sequence[int], new: Sequence[int], place: Place, like: Op, eqn: Any
+    emission: Emission,
+    old: Sequence[ValueId],
+    new: Sequence[ValueId],
+    place: Place,
+    like: Op,
+    eqn: Any,
 ) -> None:
     """Say what the results of an operator or a loop are now."""
     for before, after, var in zip(old, new, eqn.outvars, strict=True):

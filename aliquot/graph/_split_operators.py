@@ -11,7 +11,7 @@ from ._split_emission import Emission, Place, define, define_all, read, write
 from ._split_equations import joint
 from ._split_rows import Local, local_rule
 from ._split_values import index_of
-from ._types import Literal, Op
+from ._types import NO_VALUE, Literal, Op, ValueId
 
 
 def write_operator(emission: Emission, op: Op, place: Place) -> None:
@@ -29,7 +29,7 @@ def write_operator(emission: Emission, op: Op, place: Place) -> None:
     inputs = [
         read(emission, i, place, op, op.eqn, a) for i, a in zip(op.inputs, avals, strict=True)
     ]
-    outputs = [arrays.new(o) if o >= 0 else -1 for o in op.outputs]
+    outputs = [arrays.new(o) if o >= 0 else NO_VALUE for o in op.outputs]
     write(emission, op, place, op.eqn, inputs, outputs)
     define_all(emission, op.outputs, outputs, place, op, op.eqn)
 
@@ -62,7 +62,7 @@ def _write_local(emission: Emission, op: Op, rule: Local, place: Place) -> None:
             for i, i_shared in zip(op.inputs, shared)
         ]
         if not rule.join:
-            outputs = [index_of(arrays.parts(o)[k]) if o >= 0 else -1 for o in op.outputs]
+            outputs = [index_of(arrays.parts(o)[k]) if o >= 0 else NO_VALUE for o in op.outputs]
         else:
             partial.append(arrays.new(op.outputs[0]))
             outputs = partial[-1:]
@@ -76,7 +76,7 @@ def _write_local(emission: Emission, op: Op, rule: Local, place: Place) -> None:
 
 
 def _count_from(
-    emission: Emission, start: int, op: Op, eqn: Any, output: int, place: Place
+    emission: Emission, start: int, op: Op, eqn: Any, output: ValueId, place: Place
 ) -> None:
     """Row numbers of a range that does not begin at zero."""
     arrays = emission.arrays
@@ -89,7 +89,9 @@ def _count_from(
     write(emission, op, place, add_eqn, (local, first), (output,))
 
 
-def _combine(emission: Emission, op: Op, name: str, partial: Sequence[int], place: Place) -> None:
+def _combine(
+    emission: Emission, op: Op, name: str, partial: Sequence[ValueId], place: Place
+) -> None:
     """Join the ranges' results."""
     aval = op.eqn.outvars[0].aval
     total = partial[0]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..core import InputError
 from . import _jax_compat as compat
 from ._split_rows import local_rule
-from ._types import Block, Call, Graph, Op, Operand, Phase, Role
+from ._types import Block, Call, Graph, Op, Operand, Phase, Role, ValueId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ def scans_over_layers(graph: Graph) -> tuple[LayerScan, ...]:
     return tuple(scans)
 
 
-def stacked_values(graph: Graph, length: int) -> frozenset[int]:
+def stacked_values(graph: Graph, length: int) -> frozenset[ValueId]:
     """All values that come in pieces when the scans over `length` layers are cut.
 
     These are what the scans take and stack, and what is tied to that row by row: gradients,
@@ -66,9 +66,9 @@ def stacked_values(graph: Graph, length: int) -> frozenset[int]:
     return tied_values(graph, length, seeds)
 
 
-def tied_values(graph: Graph, length: int, seeds: Iterable[int]) -> frozenset[int]:
+def tied_values(graph: Graph, length: int, seeds: Iterable[ValueId]) -> frozenset[ValueId]:
     """The seeds, of `length` rows each, and all values that are tied to them row by row."""
-    neighbours: dict[int, list[tuple[int, ...]]] = {}
+    neighbours: dict[ValueId, list[tuple[ValueId, ...]]] = {}
     for group in _groups(graph, length):
         for value in group:
             neighbours.setdefault(value, []).append(group)
@@ -81,7 +81,7 @@ def tied_values(graph: Graph, length: int, seeds: Iterable[int]) -> frozenset[in
     return frozenset(reached)
 
 
-def is_split(call: Call, stacked: frozenset[int], length: int) -> bool:
+def is_split(call: Call, stacked: frozenset[ValueId], length: int) -> bool:
     """True if a scan is one of those that are cut."""
     return call.eqn.params["length"] == length and any(
         v in stacked for v in _stacked_operands(call)
@@ -117,7 +117,7 @@ def _flat(graph: Graph, block: Block) -> Iterator[Op | Call]:
                 yield from _flat(graph, inner)
 
 
-def _groups(graph: Graph, length: int) -> Iterator[tuple[int, ...]]:
+def _groups(graph: Graph, length: int) -> Iterator[tuple[ValueId, ...]]:
     """Values whose rows belong together."""
     values = graph.values
     for item in _flat(graph, graph.body):
@@ -144,14 +144,14 @@ def _groups(graph: Graph, length: int) -> Iterator[tuple[int, ...]]:
                 yield group
 
 
-def _indices(operands: Iterable[Operand]) -> tuple[int, ...]:
+def _indices(operands: Iterable[Operand]) -> tuple[ValueId, ...]:
     return tuple([v for v in operands if isinstance(v, int) and v >= 0])
 
 
 # ---- which scans ---------------------------------------------------------------------------------
 
 
-def _of_parameters(graph: Graph, length: int) -> set[int]:
+def _of_parameters(graph: Graph, length: int) -> set[ValueId]:
     """Values that hold, in each of `length` rows, something made of that row of a parameter."""
     marked = {
         i.value
@@ -173,7 +173,7 @@ def _of_parameters(graph: Graph, length: int) -> set[int]:
     return marked
 
 
-def _rows(graph: Graph, value: int) -> int | None:
+def _rows(graph: Graph, value: ValueId) -> int | None:
     shape = graph.values[value].shape
     return shape[0] if shape else None
 

@@ -19,7 +19,7 @@ from ._split_emission import Emission
 from ._split_reach import stacked_values, tied_values
 from ._split_structured import write_step
 from ._split_values import Pieces, index_of
-from ._types import Graph, Output, Piece, Split
+from ._types import Graph, Output, Piece, Split, ValueId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,7 +97,7 @@ def split_rows(graph: Graph, bounds: Sequence[int], outputs: Collection[int]) ->
     return _split(graph, edges, tied_values(graph, edges[-1], seeds))
 
 
-def _split(graph: Graph, edges: tuple[int, ...], stacked: frozenset[int]) -> SplitGraph:
+def _split(graph: Graph, edges: tuple[int, ...], stacked: frozenset[ValueId]) -> SplitGraph:
     arrays = Pieces(
         graph=graph, stacked=stacked, ranges=tuple(zip(edges[:-1], edges[1:], strict=True))
     )

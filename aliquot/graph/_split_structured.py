@@ -13,7 +13,7 @@ from ._split_emission import Emission, Place, define, define_all, parts_at, read
 from ._split_operators import write_operator
 from ._split_reach import is_split, opens
 from ._split_values import index_of
-from ._types import Block, Call, Op, Operand
+from ._types import NO_VALUE, Block, Call, Op, Operand, ValueId
 
 
 def write_step(emission: Emission) -> Block:
@@ -62,7 +62,7 @@ def _write_whole(
     call: Call,
     blocks: Sequence[Block],
     operands: Sequence[Operand],
-    results: Sequence[int],
+    results: Sequence[ValueId],
     place: Place,
 ) -> None:
     """A loop or branches on whole arrays, and what their results are now."""
@@ -108,7 +108,7 @@ def _write_one_scan(
     operands: Sequence[Operand],
     piece: int | None,
     place: Place,
-) -> list[int]:
+) -> list[ValueId]:
     """One loop: the whole of it, or the piece of that number, whose stacked results are declared.
 
     Returns its results.
@@ -124,7 +124,7 @@ def _write_one_scan(
         write_link(emission, old, where, (operands[num_consts + k],), new)
     _write_items(emission, block, body)
     ends = [arrays.known(v) for v in block.outputs]
-    results: list[int] = []
+    results: list[ValueId] = []
     for k, old in enumerate(call.outputs):
         stacks = k >= num_carry
         results.append(
@@ -190,11 +190,11 @@ def _write_remat(emission: Emission, call: Call, place: Place) -> None:
     region = place.body(emission.num_regions)
     (block,) = call.blocks
     body = _body(emission, block, region)
-    results: list[int] = []
+    results: list[ValueId] = []
     for old, inner in zip(call.outputs, block.outputs, strict=True):
         parts = parts_at(emission, inner, place)
         if old < 0:
-            results += [-1] * len(parts)
+            results += [NO_VALUE] * len(parts)
         elif old == inner:
             results += [index_of(part) for part in parts]
         else:
@@ -211,7 +211,7 @@ def _write_cond(emission: Emission, call: Call, place: Place) -> None:
         return
     (which,) = _read_all(emission, call, call.inputs[:1], 0, place)
     blocks = [_body(emission, block, place.body(place.region)) for block in call.blocks]
-    results: list[int] = []
+    results: list[ValueId] = []
     for old in call.outputs:
         for new in emission.arrays.declare(old):
             ends = [block.outputs[len(results)] for block in blocks]

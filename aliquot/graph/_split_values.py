@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._types import Graph, Literal, Operand, Value
+from ._types import Graph, Literal, Operand, Value, ValueId
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,29 +25,30 @@ class Pieces:
     """
 
     graph: Graph
-    stacked: frozenset[int]
+    stacked: frozenset[ValueId]
     ranges: tuple[tuple[int, int], ...]
     values: list[Value] = field(default_factory=list)
-    constants: dict[int, Any] = field(default_factory=dict)
-    whole: dict[int, int] = field(default_factory=dict)
-    whole_here: dict[int, int] = field(default_factory=dict)
-    _pieces: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    constants: dict[ValueId, Any] = field(default_factory=dict)
+    whole: dict[ValueId, ValueId] = field(default_factory=dict)
+    whole_here: dict[ValueId, ValueId] = field(default_factory=dict)
+    _pieces: dict[ValueId, tuple[ValueId, ...]] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
         """Rows of all pieces together."""
         return self.ranges[-1][1]
 
-    def new(self, old: int, rows: int | None = None) -> int:
+    def new(self, old: ValueId, rows: int | None = None) -> ValueId:
         """A new value like an old one, with another number of rows if told."""
         like = self.graph.values[old]
         shape = like.shape if rows is None else (rows, *like.shape[1:])
+        index = ValueId(len(self.values))
         self.values.append(
-            Value(index=len(self.values), shape=shape, dtype=like.dtype, itemsize=like.itemsize)
+            Value(index=index, shape=shape, dtype=like.dtype, itemsize=like.itemsize)
         )
-        return len(self.values) - 1
+        return index
 
-    def declare(self, old: int) -> tuple[int, ...]:
+    def declare(self, old: ValueId) -> tuple[ValueId, ...]:
         """New values for an old one."""
         if old in self.stacked:
             self._pieces[old] = tuple([self.new(old, stop - start) for start, stop in self.ranges])
@@ -55,7 +56,7 @@ class Pieces:
         self.whole[old] = self.new(old)
         return (self.whole[old],)
 
-    def declare_whole(self, formal: Sequence[Operand]) -> list[int]:
+    def declare_whole(self, formal: Sequence[Operand]) -> list[ValueId]:
         """Fresh values for what a loop's body gets anew in each round."""
         for old in formal:
             self.whole[index_of(old)] = self.new(index_of(old))
@@ -90,7 +91,7 @@ class Pieces:
         return operand in self.stacked and operand not in self.whole_here
 
 
-def index_of(operand: Operand) -> int:
+def index_of(operand: Operand) -> ValueId:
     """An operand that is known to be a value."""
     assert isinstance(operand, int)
     return operand

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ._dataflow import Item
 from ._layers import Layers
-from ._types import Graph, Phase, Role
+from ._types import Graph, Phase, Role, ValueId
 
 SHARED = -1
 """In place of a stage: every stage that wants the result works it out."""
@@ -35,8 +35,8 @@ class Staging:
     num_stages: int
     items: tuple[Item, ...]
     stage: tuple[int, ...]
-    home: dict[int, int]
-    users: dict[int, frozenset[int]]
+    home: dict[ValueId, int]
+    users: dict[ValueId, frozenset[int]]
 
 
 def stage_layers(graph: Graph, layers: Layers, first_layers: Sequence[int]) -> Staging:
@@ -60,10 +60,10 @@ def assign_stages(
         num_stages: how many there are.
     """
     stages = [SHARED] * len(items)
-    users: dict[int, set[int]] = {}
+    users: dict[ValueId, set[int]] = {}
     origins = _origins(graph, items)
-    latest: dict[int, int] = {}  # the last stage at which a value is at hand
-    made_by: dict[int, int] = {}  # stage of what a backward item makes
+    latest: dict[ValueId, int] = {}  # the last stage at which a value is at hand
+    made_by: dict[ValueId, int] = {}  # stage of what a backward item makes
     parameters = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
     for k, item in enumerate(items):
         if item.phase is Phase.UPDATE or item.shared:
@@ -100,9 +100,9 @@ def assign_stages(
     )
 
 
-def _origins(graph: Graph, items: Sequence[Item]) -> dict[int, tuple[int, ...]]:
+def _origins(graph: Graph, items: Sequence[Item]) -> dict[ValueId, tuple[ValueId, ...]]:
     """For inputs, and for shared values made from them, the inputs."""
-    origins: dict[int, tuple[int, ...]] = {i.value: (i.value,) for i in graph.inputs}
+    origins: dict[ValueId, tuple[ValueId, ...]] = {i.value: (i.value,) for i in graph.inputs}
     for item in items:
         if item.shared and item.phase is not Phase.UPDATE:
             known = tuple(dict.fromkeys(o for i in item.inputs for o in origins.get(i, ())))
@@ -115,9 +115,9 @@ def place_update(
     items: Sequence[Item],
     update: Sequence[int],
     stages: list[int],
-    made_by: Mapping[int, int],
-    homes: Mapping[int, int],
-) -> dict[int, int]:
+    made_by: Mapping[ValueId, int],
+    homes: Mapping[ValueId, int],
+) -> dict[ValueId, int]:
     """Stages of update items, written into `stages`, and homes of inputs.
 
     Arrays that update items join belong together, and to the stage that uses their parameter first.
@@ -144,7 +144,7 @@ def place_update(
     }
     votes: dict[int, tuple[int, int]] = {}
 
-    def vote(value: int, rank: int, stage: int) -> None:
+    def vote(value: ValueId, rank: int, stage: int) -> None:
         group = groups.find(value)
         votes[group] = min(votes.get(group, (9, 0)), (rank, stage))
 

@@ -11,7 +11,16 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NewType, TypeAlias, final
+
+ValueId = NewType("ValueId", int)
+"""Position of an array in `Graph.values`."""
+
+NO_VALUE = ValueId(-1)
+"""Stands where there is no value: for a result that nothing names."""
+
+OpId = NewType("OpId", int)
+"""Position of an operator in `Graph.ops`."""
 
 
 class Role(enum.StrEnum):
@@ -41,7 +50,7 @@ class Phase(enum.IntEnum):
 class Value:
     """One array of the step. `dtype` is NumPy's name of the type, or `key<...>` for random keys."""
 
-    index: int
+    index: ValueId
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
@@ -52,6 +61,7 @@ class Value:
         return math.prod(self.shape) * self.itemsize
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Literal:
     """A constant scalar written into the trace."""
@@ -61,7 +71,7 @@ class Literal:
     dtype: str
 
 
-Operand: TypeAlias = int | Literal
+Operand: TypeAlias = ValueId | Literal
 """The index of a value, or a literal."""
 
 
@@ -73,7 +83,7 @@ class Op:
         index: position in `Graph.ops`.
         name: name of the JAX primitive, or of a link (`scan_slice`, `scan_stack`, `tie`).
         inputs: operands in order.
-        outputs: value indices in order; -1 for a result that nothing names.
+        outputs: value indices in order; `NO_VALUE` for a result that nothing names.
         params: the primitive's parameters.
         phase: see `Phase`.
         scope: name stack of the user's code, outermost first, joined by "/".
@@ -84,10 +94,10 @@ class Op:
             `deferrable_items`.
     """
 
-    index: int
+    index: OpId
     name: str
     inputs: tuple[Operand, ...]
-    outputs: tuple[int, ...]
+    outputs: tuple[ValueId, ...]
     params: Mapping[str, Any]
     phase: Phase
     scope: str
@@ -109,10 +119,11 @@ class Block:
     """
 
     inputs: tuple[Operand, ...]
-    items: tuple[int | Call, ...]
+    items: tuple[OpId | Call, ...]
     outputs: tuple[Operand, ...]
 
 
+@final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
     """A structured operator (remat, scan, while or cond) with its bodies.
@@ -129,7 +140,7 @@ class Call:
     eqn: Any
     blocks: tuple[Block, ...]
     inputs: tuple[Operand, ...]
-    outputs: tuple[int, ...]
+    outputs: tuple[ValueId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +156,7 @@ class Input:
     """
 
     path: str
-    value: int
+    value: ValueId
     role: Role
     output: int | None = None
 
@@ -208,7 +219,7 @@ class Graph:
     ops: tuple[Op, ...]
     body: Block
     inputs: tuple[Input, ...]
-    constants: Mapping[int, Any]
+    constants: Mapping[ValueId, Any]
     outputs: tuple[Output, ...]
     calling: Any = field(repr=False)
     split: Split | None = field(default=None, repr=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..cluster import Target
-from ..graph import Graph, Op, Operand, Phase
+from ..graph import Graph, Op, Operand, Phase, ValueId
 from ._nodes import Choice, NodeGraph, Port, project
 from ._reshard import landing, scattered_behind, waiting_apart, way
 from ._rows import gathered_by_rows
@@ -67,7 +67,7 @@ class Pins:
     outputs: tuple[Spec, ...]
     values: dict[int, Spec]
     totals: dict[int, Landing] = field(default_factory=dict)
-    rows: dict[int, tuple[int, Spec, Spec]] = field(default_factory=dict)
+    rows: dict[ValueId, tuple[ValueId, Spec, Spec]] = field(default_factory=dict)
     wide_sums: bool = False
     on_missing_rule: str = "infer"
 

@@ -13,6 +13,7 @@ from ..graph import (
     Layers,
     Role,
     Staging,
+    ValueId,
     cut_alike,
     cut_layers,
     extract_stages,
@@ -38,7 +39,7 @@ class LayeredStep:
     graph: Graph
     part: Graph
     layers: Layers
-    batch_dims: Mapping[int, int] = field(repr=False)
+    batch_dims: Mapping[ValueId, int] = field(repr=False)
     num_micro_batches: int
     combine: Mapping[str, str]
 
@@ -102,7 +103,9 @@ def layer_step(
         )
         part, combine = plan.part, plan.combine
         dims = {
-            v: spec.dim for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.CONCATENATE
+            ValueId(v): spec.dim
+            for v, spec in enumerate(plan.specs)
+            if spec.kind is TimeKind.CONCATENATE
         }
     return LayeredStep(
         graph=graph,
@@ -168,7 +171,7 @@ def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
     )
 
 
-def batch_dims(graph: Graph) -> dict[int, int]:
+def batch_dims(graph: Graph) -> dict[ValueId, int]:
     """Without micro-batches: arrays whose first dim is as long as the batch."""
     sizes = {
         graph.values[i.value].shape[0]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...graph import Literal, Op, Operand
+from ...graph import Literal, Op, Operand, OpId, ValueId
 from ...sharding import Cuts
 
 _INDEX_BYTES = 4
@@ -46,10 +46,10 @@ def copied_kernels(cuts: Cuts, last_use: NDArray[np.int64]) -> Iterator[Copied]:
     """
     value_classes, op_classes = cuts.folding.value_class.tolist(), cuts.folding.op_class.tolist()
     turned = {op.outputs[0]: op.inputs[0] for op in cuts.graph.ops if op.name == "rev"}
-    readers: dict[tuple[int, int], list[int]] = {}
+    readers: dict[tuple[ValueId, int], list[OpId]] = {}
     for op in cuts.graph.ops:
-        kernel = _kernel(op)
-        kernel = turned.get(kernel, kernel) if isinstance(kernel, int) else None
+        operand = _kernel(op)
+        kernel = turned.get(operand, operand) if isinstance(operand, int) else None
         if not isinstance(kernel, int) or not _is_taken_in(cuts, value_classes[kernel]):
             continue
         if not _features_first(
@@ -57,11 +57,11 @@ def copied_kernels(cuts: Cuts, last_use: NDArray[np.int64]) -> Iterator[Copied]:
         ):
             readers.setdefault((kernel, op.region), []).append(op.index)
     copies: dict[tuple[int, bool], tuple[int, list[tuple[int, int]]]] = {}
-    for (kernel, region), ops in readers.items():
-        producer = cuts.producer[value_classes[kernel]]
+    for (read, region), ops in readers.items():
+        producer = cuts.producer[value_classes[read]]
         stays = producer is None and not region
-        lives = (0, int(last_use[kernel])) if stays else (ops[0], ops[-1])
-        copies.setdefault((value_classes[kernel], stays), (op_classes[ops[0]], []))[1].append(lives)
+        lives = (0, int(last_use[read])) if stays else (ops[0], ops[-1])
+        copies.setdefault((value_classes[read], stays), (op_classes[ops[0]], []))[1].append(lives)
     for (value_class, _), (op_class, lives_of) in copies.items():
         births, deaths = np.array(lives_of, np.int64).T
         yield Copied(value_class=value_class, op_class=op_class, births=births, deaths=deaths)

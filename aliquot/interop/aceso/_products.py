@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...cost import Problem
-from ...graph import Role
+from ...graph import Role, ValueId
 from ...sharding import Port, Site
 from ._operator_map import OperatorMap
 
@@ -127,7 +127,7 @@ def _factors(port: Port) -> set[int]:
     return {f for f, dim in enumerate(port.projection) if dim >= 0}
 
 
-def _values_of_parameters(problem: Problem) -> set[int]:
+def _values_of_parameters(problem: Problem) -> set[ValueId]:
     """Values of the stage that are made of its parameters alone."""
     values = {i.value for i in problem.graph.inputs if i.role is Role.PARAMETER}
     for op in problem.graph.ops:

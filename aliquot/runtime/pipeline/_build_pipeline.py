@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh, PartitionSpec
 
-from ...graph import Graph
+from ...graph import Graph, ValueId
 from ...plans import Schedule
 from ...sharding import Pins, PipelineCut
 from ._pipeline import Pipeline
@@ -29,8 +29,8 @@ class StageSetup:
     mesh: Mesh
     pins: Pins
     data_axes: tuple[str, ...]
-    given_specs: Mapping[int, PartitionSpec]
-    sent_specs: Mapping[int, PartitionSpec]
+    given_specs: Mapping[ValueId, PartitionSpec]
+    sent_specs: Mapping[ValueId, PartitionSpec]
 
 
 def build_pipeline(

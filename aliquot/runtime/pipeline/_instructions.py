@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ...graph import ValueId
 from ...plans import Schedule, TaskKind
 from ...sharding import Part
 from ._stage_functions import Form, Key, StageFunction
@@ -68,18 +69,18 @@ class Instructions:
 
     steps: tuple[Run | Send, ...]
     slots: tuple[tuple[int, Key, int], ...]
-    given: dict[int, dict[int, int]]
-    zeros: dict[int, dict[int, int]]
+    given: dict[int, dict[ValueId, int]]
+    zeros: dict[int, dict[ValueId, int]]
     numbers: dict[int, tuple[int, ...]]
-    results: dict[tuple[int, int], int]
+    results: dict[tuple[int, ValueId], int]
 
 
 def write_instructions(
     functions: Sequence[StageFunction],
     schedule: Schedule,
     *,
-    home: Mapping[int, int],
-    results: Iterable[tuple[int, int]],
+    home: Mapping[ValueId, int],
+    results: Iterable[tuple[int, ValueId]],
 ) -> Instructions:
     """Instructions of a step.
 
@@ -116,7 +117,7 @@ class _Writer:
         self.steps: list[Run | Send] = []
         self.slots: dict[tuple[int, Key, int], int] = {}
         self._moved: set[int] = set()
-        self._readers: dict[tuple[Form, int], list[int]] = {}
+        self._readers: dict[tuple[Form, ValueId], list[int]] = {}
         for f in functions:
             for key in f.takes:
                 readers = self._readers.setdefault((key.form, key.value), [])
@@ -130,9 +131,9 @@ class _Writer:
             micro_batch, key = key.micro_batch, Key(key.form, key.value)
         return self.slots.setdefault((stage, key, micro_batch), len(self.slots))
 
-    def spread_inputs(self, home: Mapping[int, int]) -> None:
+    def spread_inputs(self, home: Mapping[ValueId, int]) -> None:
         """Bring to every stage what it reads of another stage's state."""
-        wanted: dict[tuple[int, int], list[int]] = {}
+        wanted: dict[tuple[int, int], list[ValueId]] = {}
         for (form, value), readers in self._readers.items():
             if form is Form.GIVEN and value in home:
                 self.slot(home[value], Key(form, value), -1)
@@ -192,9 +193,9 @@ class _Writer:
             )
         )
 
-    def by_stage(self, form: Form) -> dict[int, dict[int, int]]:
+    def by_stage(self, form: Form) -> dict[int, dict[ValueId, int]]:
         """Slots that must be filled before the first instruction."""
-        stages: dict[int, dict[int, int]] = {}
+        stages: dict[int, dict[ValueId, int]] = {}
         for (stage, key, _), slot in self.slots.items():
             if key.form is form and slot not in self._moved:
                 stages.setdefault(stage, {})[key.value] = slot

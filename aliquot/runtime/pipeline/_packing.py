@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ...graph import ValueId
 from ...sharding import Part
 from ._stage_functions import Form, Key, StageFunction
 
@@ -22,16 +23,16 @@ def pack_scalars(functions: Sequence[StageFunction]) -> tuple[StageFunction, ...
 
     A vector's value number lies behind all others.
     """
-    packs: dict[int, dict[Key, list[int]]] = {}
-    packed: dict[tuple[int, int], tuple[Key, int]] = {}
+    packs: dict[int, dict[Key, list[ValueId]]] = {}
+    packed: dict[tuple[int, ValueId], tuple[Key, int]] = {}
     number = 1 + max((key.value for f in functions for key in (*f.takes, *f.gives)), default=0)
     for k, f in enumerate(functions):
-        by_dtype: dict[str, list[int]] = {}
+        by_dtype: dict[str, list[ValueId]] = {}
         for value in _scalars_read_elsewhere(f, functions):
             by_dtype.setdefault(f.program.graph.values[value].dtype, []).append(value)
         for values in by_dtype.values():
             if len(values) > 1:
-                key, number = Key(Form.PACKED, number), number + 1
+                key, number = Key(Form.PACKED, ValueId(number)), number + 1
                 packs.setdefault(k, {})[key] = values
                 for position, value in enumerate(values):
                     packed[f.program.stage, value] = key, position
@@ -41,7 +42,7 @@ def pack_scalars(functions: Sequence[StageFunction]) -> tuple[StageFunction, ...
     )
 
 
-def _scalars_read_elsewhere(f: StageFunction, functions: Sequence[StageFunction]) -> list[int]:
+def _scalars_read_elsewhere(f: StageFunction, functions: Sequence[StageFunction]) -> list[ValueId]:
     if f.program.part is not Part.UPDATE:
         return []
     others = [
@@ -54,7 +55,7 @@ def _scalars_read_elsewhere(f: StageFunction, functions: Sequence[StageFunction]
     return [v for v in scalars if values[v].shape == () and not values[v].dtype.startswith("key<")]
 
 
-def _packing(f: StageFunction, packs: Mapping[Key, Sequence[int]]) -> StageFunction:
+def _packing(f: StageFunction, packs: Mapping[Key, Sequence[ValueId]]) -> StageFunction:
     """The function with vectors behind its results."""
     if not packs:
         return f
@@ -69,8 +70,8 @@ def _packing(f: StageFunction, packs: Mapping[Key, Sequence[int]]) -> StageFunct
 
 def _unpacking(
     f: StageFunction,
-    packed_at: Mapping[tuple[int, int], tuple[Key, int]],
-    made_at: Mapping[int, int],
+    packed_at: Mapping[tuple[int, ValueId], tuple[Key, int]],
+    made_at: Mapping[ValueId, int],
 ) -> StageFunction:
     """The function with vectors in place of arguments from other stages."""
     stage = f.program.stage

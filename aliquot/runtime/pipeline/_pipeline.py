@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...core import PlanMismatchError
-from ...graph import Graph
+from ...graph import Graph, ValueId
 from ...plans import Schedule
 from ...sharding import Part, StagePrograms, TimeKind, struct_of
 from ..transport import Peers, processes_of, watch
@@ -111,7 +111,7 @@ class Pipeline:
         self._stages: tuple[CompiledStage | None, ...] = ()
         self._issuer: Issuer | None = None
 
-    def _homes(self) -> dict[int, int]:
+    def _homes(self) -> dict[ValueId, int]:
         """Stage of each input that is kept: that of its successor, else the first one that reads
         it.
         """
@@ -125,7 +125,7 @@ class Pipeline:
                 home[item.value] = min(readers, default=0)
         return home
 
-    def _sent(self, in_body: bool) -> frozenset[int]:
+    def _sent(self, in_body: bool) -> frozenset[ValueId]:
         """Values that stages exchange: of micro-batches, or in the update."""
         made_by = self._programs.made_by
         return frozenset(
@@ -136,7 +136,7 @@ class Pipeline:
             if made_by[v] != p.stage
         )
 
-    def _inputs_that_others_pull(self) -> frozenset[int]:
+    def _inputs_that_others_pull(self) -> frozenset[ValueId]:
         """Inputs that other processes read in place. Nothing tells when they have finished, so that
         no result may overwrite them.
         """
@@ -151,7 +151,7 @@ class Pipeline:
 
     # ---- shapes and shardings --------------------------------------------------------------------
 
-    def given_slots(self, value: int) -> dict[int, tuple[int, NamedSharding]]:
+    def given_slots(self, value: ValueId) -> dict[int, tuple[int, NamedSharding]]:
         """Slot and sharding of an input by stage: on its home, or on every stage that reads it."""
         return {
             stage: (values[value], self.contexts[stage].given_sharding(value))
@@ -159,7 +159,7 @@ class Pipeline:
             if value in values
         }
 
-    def donated_values(self) -> frozenset[int]:
+    def donated_values(self) -> frozenset[ValueId]:
         """The inputs whose place a result takes."""
         return frozenset(
             f.takes[position].value
@@ -213,7 +213,7 @@ class Pipeline:
         struct = next(known[s, plain] for s in range(len(self.contexts)) if (s, plain) in known)
         return _shape(struct.shape, struct.dtype, self.target(stage, plain, struct.shape))
 
-    def leaf_dtype(self, value: int) -> Any:
+    def leaf_dtype(self, value: ValueId) -> Any:
         constants = self.graph.constants
         return (
             constants[value].dtype
@@ -251,7 +251,7 @@ class Pipeline:
         return None
 
     def _result_spec(
-        self, context: StageContext, value: int, shape: Sequence[int]
+        self, context: StageContext, value: ValueId, shape: Sequence[int]
     ) -> PartitionSpec:
         """Split of a result of the whole batch: along the batch if it holds one entry for each
         example.
@@ -312,7 +312,7 @@ class Pipeline:
             isinstance(one, Mesh) and one == other
         )
 
-    def _alike(self, value: int, successor: Any) -> bool:
+    def _alike(self, value: ValueId, successor: Any) -> bool:
         a, b = self.graph.values[value], self.graph.values[successor]
         return (a.shape, a.dtype) == (b.shape, b.dtype)
 

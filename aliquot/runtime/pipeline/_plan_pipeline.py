@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ...core import PlanMismatchError
 from ...cost import PlannedStage, PlannedStep
-from ...graph import Extract, Graph
+from ...graph import Extract, Graph, ValueId
 from ...plans import Plan, StagePlan, make_schedule, require_match
 from ...sharding import Pin, Pins, Spec
 from ..spmd import make_mesh, partition, stage_pins
@@ -96,8 +96,8 @@ def _setup(
         extract.graph, problem.nodes, stage.choices, planned, problem.target, waits=waits
     )
     taken = {i.value for i in graph.inputs}
-    given: dict[int, PartitionSpec] = {}
-    sent: dict[int, PartitionSpec] = {}
+    given: dict[ValueId, PartitionSpec] = {}
+    sent: dict[ValueId, PartitionSpec] = {}
     for item, spec in zip(extract.graph.inputs, pins.inputs, strict=True):
         value = extract.values[item.value]
         shape = extract.graph.values[item.value].shape

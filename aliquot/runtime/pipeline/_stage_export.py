@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from ...cluster import Cluster
 from ...cost import PlannedStep
+from ...graph import ValueId
 from ._instructions import Run
 from ._pipeline import Pipeline, StageForm
 from ._pipeline_stats import bytes_on_device
@@ -90,7 +91,7 @@ def export_stages(pipeline: Pipeline) -> tuple[StageExport, ...]:
     return tuple(exports)
 
 
-def _path(key: Key, paths: dict[int, str]) -> str:
+def _path(key: Key, paths: dict[ValueId, str]) -> str:
     if key.form is Form.GIVEN:
         return paths.get(key.value, "a constant")
     return {

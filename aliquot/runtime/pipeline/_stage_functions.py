@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ...graph import NO_VALUE, ValueId
 from ...sharding import Layout, MicroBatchGraphs, MicroBatchPlan, Part, Pins, StageProgram, TimeKind
 from ..spmd import ConstraintLowering, Totals, partition
 
@@ -49,7 +50,7 @@ class Key(NamedTuple):
     """A value in some form; `micro_batch` only where a program takes those of several."""
 
     form: Form
-    value: int = -1
+    value: ValueId = NO_VALUE
     micro_batch: int = -1
 
 
@@ -74,8 +75,8 @@ class StageContext:
     parts: MicroBatchGraphs
     plan: MicroBatchPlan | None
     layout: Layout
-    given_specs: Mapping[int, PartitionSpec]
-    sent_specs: Mapping[int, PartitionSpec]
+    given_specs: Mapping[ValueId, PartitionSpec]
+    sent_specs: Mapping[ValueId, PartitionSpec]
     lowering: ConstraintLowering = field(init=False)
     without: frozenset[str] = field(init=False)
     totals: Totals | None = field(init=False)
@@ -104,16 +105,16 @@ class StageContext:
         """
         return self.plan is not None and self.plan.semantics == "independent"
 
-    def kind(self, value: int) -> TimeKind:
+    def kind(self, value: ValueId) -> TimeKind:
         """Relation of the parts' values to those of the whole batch."""
         assert self.plan is not None
         return self.plan.specs[value].kind
 
-    def given_sharding(self, value: int) -> NamedSharding:
+    def given_sharding(self, value: ValueId) -> NamedSharding:
         """Sharding of an input of the step."""
         return NamedSharding(self.mesh, self.given_specs.get(value, PartitionSpec()))
 
-    def sent_sharding(self, value: int, shape: Sequence[int]) -> NamedSharding:
+    def sent_sharding(self, value: ValueId, shape: Sequence[int]) -> NamedSharding:
         """Sharding of a value of a micro-batch that comes from another stage, or goes to one."""
         spec = self.sent_specs.get(value)
         if len(shape) > len(self.parts.body.values[value].shape):
@@ -137,7 +138,7 @@ class StageContext:
             spec = PartitionSpec(*dims)
         return NamedSharding(self.mesh, spec)
 
-    def total_sharding(self, value: int) -> NamedSharding:
+    def total_sharding(self, value: ValueId) -> NamedSharding:
         """Sharding of a running total."""
         assert self.totals is not None
         shape, _ = self.totals.look(value)
@@ -161,8 +162,8 @@ def build_function(
     program: StageProgram,
     context: StageContext,
     *,
-    made_by: Mapping[int, int],
-    sent: frozenset[int],
+    made_by: Mapping[ValueId, int],
+    sent: frozenset[ValueId],
 ) -> StageFunction:
     """The function of a program.
 
@@ -191,7 +192,10 @@ def _early(program: StageProgram, context: StageContext) -> StageFunction:
 
 
 def _body(
-    program: StageProgram, context: StageContext, made_by: Mapping[int, int], sent: frozenset[int]
+    program: StageProgram,
+    context: StageContext,
+    made_by: Mapping[ValueId, int],
+    sent: frozenset[ValueId],
 ) -> StageFunction:
     grouped = context.layout.groups > 1
     outside = dict(zip(context.parts.inside, context.parts.early_values, strict=True))
@@ -231,7 +235,7 @@ def _body(
     return StageFunction(program=program, takes=tuple(takes), gives=tuple(gives), run=run)
 
 
-def _is_read_at_home(value: int, program: StageProgram, made_by: Mapping[int, int]) -> bool:
+def _is_read_at_home(value: ValueId, program: StageProgram, made_by: Mapping[ValueId, int]) -> bool:
     return made_by[value] == program.stage and value in program.kept
 
 
@@ -239,15 +243,15 @@ def _replay_part(
     program: StageProgram,
     context: StageContext,
     known: Mapping[Key, Any],
-    outside: Mapping[int, int],
-) -> dict[int, Any]:
+    outside: Mapping[ValueId, ValueId],
+) -> dict[ValueId, Any]:
     """The program's results for one micro-batch, with a leading dim for the groups where there are
     several.
     """
     parts, layout = context.parts, context.layout
     number = known.get(Key(Form.NUMBER))
-    plain: dict[int, Any] = {}
-    mapped: dict[int, Any] = {}
+    plain: dict[ValueId, Any] = {}
+    mapped: dict[ValueId, Any] = {}
     sliced = dict(parts.sliced)
     for key, array in known.items():
         value = key.value
@@ -300,7 +304,7 @@ def _replay_part(
     }
 
 
-def _slice(context: StageContext, array: Any, value: int, dim: int, number: Any) -> Any:
+def _slice(context: StageContext, array: Any, value: ValueId, dim: int, number: Any) -> Any:
     """One micro-batch's part of an array of the whole batch."""
     cut = jax.lax.dynamic_index_in_dim(context.layout.cut(array, dim), number, keepdims=False)
     if context.layout.groups == 1:
@@ -309,7 +313,7 @@ def _slice(context: StageContext, array: Any, value: int, dim: int, number: Any)
     return jax.lax.with_sharding_constraint(cut, NamedSharding(context.mesh, PartitionSpec(*dims)))
 
 
-def _joined(context: StageContext, value: int, array: Any) -> Any:
+def _joined(context: StageContext, value: ValueId, array: Any) -> Any:
     """The form in which other stages see a value that each group has for itself; the dim of groups
     stays where all differ.
     """
@@ -327,7 +331,11 @@ def _joined(context: StageContext, value: int, array: Any) -> Any:
 
 
 def _take_apart(
-    context: StageContext, value: int, array: Any, plain: dict[int, Any], mapped: dict[int, Any]
+    context: StageContext,
+    value: ValueId,
+    array: Any,
+    plain: dict[ValueId, Any],
+    mapped: dict[ValueId, Any],
 ) -> None:
     """The reverse of `_joined`: a sum or product counts once, in the first group."""
     assert context.plan is not None

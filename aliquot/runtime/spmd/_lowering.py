@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...graph import Graph, Op, Operand, ReplayHook, evaluate, traits_of
+from ...graph import NO_VALUE, Graph, Op, Operand, ReplayHook, ValueId, evaluate, traits_of
 from ...sharding import REPLICATED, Pin, Pins, Spec, dim_rule, dims_of, is_declared, without_partial
 from ._local import Bind, convolution, in_plain_order, on_pieces, product
 from ._mapped import differing
@@ -107,11 +107,13 @@ class ConstraintLowering(AbstractLowering):
             dims = PartitionSpec(*lead, *dims)
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, dims))
 
-    def _renewed(self, value: Operand, new: Any, given: Mapping[int, Any]) -> Any:
+    def _renewed(self, value: Operand, new: Any, given: Mapping[ValueId, Any]) -> Any:
         """A result; if it replaces a given array row by row, that one with its rows, each gathered
         by itself.
         """
-        old, *specs = self.pins.rows.get(value, (-1,)) if isinstance(value, int) else (-1,)
+        old, *specs = (
+            self.pins.rows.get(value, (NO_VALUE,)) if isinstance(value, int) else (NO_VALUE,)
+        )
         if old not in given:
             return new
         new = self.constrain(new, specs[0])
@@ -257,11 +259,11 @@ class _Constrain(ReplayHook):
                 )
         return arrays
 
-    def value(self, index: int, array: Any) -> Any:
+    def value(self, index: ValueId, array: Any) -> Any:
         spec = self._pins.values.get(index)
         return array if spec is None else self._pin(index, array, spec)
 
-    def row(self, index: int, array: Any) -> Any:
+    def row(self, index: ValueId, array: Any) -> Any:
         # Left as it is, a row is stacked as it is, and the whole stack converted behind the loop.
         spec = self._pins.values.get(index)
         if spec is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ...graph import Block, Call, Graph, Literal, Operand, is_check, scan_counts
+from ...graph import Block, Call, Graph, Literal, Operand, OpId, is_check, scan_counts
 
 
 def differing(graph: Graph, given: Iterable[int]) -> frozenset[int]:
@@ -20,7 +20,7 @@ def differing(graph: Graph, given: Iterable[int]) -> frozenset[int]:
     return frozenset(different)
 
 
-def _run(graph: Graph, items: Sequence[int | Call], different: set[int]) -> None:
+def _run(graph: Graph, items: Sequence[OpId | Call], different: set[int]) -> None:
     for item in items:
         if isinstance(item, Call):
             _call(graph, item, different)

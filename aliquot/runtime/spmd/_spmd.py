@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from ...graph import Graph, Role
+from ...graph import Graph, Role, ValueId
 from ...sharding import Layout, MicroBatchPlan, Pins, TimeKind, cut_graph, dims_of, sizes_of
 from ._lowering import AbstractLowering, ConstraintLowering, partition
 from ._totals import Totals
@@ -100,7 +100,7 @@ def _shape(graph: Graph, operand: Any) -> tuple[int, ...]:
     return shape
 
 
-def _alike(graph: Graph, value: int, successor: Any) -> bool:
+def _alike(graph: Graph, value: ValueId, successor: Any) -> bool:
     """True if a successor can live in its predecessor's buffer."""
     if not isinstance(successor, int):
         return False
@@ -166,7 +166,9 @@ class _Loop:
         crossing = [combined[v] for v in parts.crossing]
         return self._lowering.replay(parts.late, [*flat, *early, *crossing])
 
-    def _part(self, known: dict[int, Any], micro_batch: Any, slices: Sequence[Any]) -> list[Any]:
+    def _part(
+        self, known: dict[ValueId, Any], micro_batch: Any, slices: Sequence[Any]
+    ) -> list[Any]:
         """Crossing values of one micro-batch, for all groups."""
         parts, groups = self._graphs, self._layout.groups
         order = [
@@ -193,7 +195,7 @@ class _Loop:
         results: list[Any] = mapped(jnp.arange(groups, dtype=jnp.int32), list(slices))
         return results
 
-    def _cut(self, array: Any, value: int, dim: int) -> Any:
+    def _cut(self, array: Any, value: ValueId, dim: int) -> Any:
         cut = self._layout.cut(array, dim)
         leading = 2 if self._layout.groups > 1 else 1
         spec = self._specs.get(value)

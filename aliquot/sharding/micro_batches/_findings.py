@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...graph import Call, DimRule, Graph, Literal, Op, Operand, Phase
+from ...graph import Call, DimRule, Graph, Literal, Op, Operand, OpId, Phase
 from .._dim_rule import dim_rule
 from . import _micro_calls as calls
 from ._micro_calls import first_op, ops_of
@@ -69,10 +69,10 @@ class Findings:
                 self._feeds_backward[o] for o in op.outputs if o >= 0
             ):
                 for i in op.inputs:
-                    if type(i) is int:
+                    if type(i) is not Literal:
                         self._feeds_backward[i] = 1
 
-    def undo(self, item: int | Call) -> None:
+    def undo(self, item: OpId | Call) -> None:
         """Forget what was found out about an operator, which is walked through again."""
         if isinstance(item, Call):
             self.early_calls.discard(item)

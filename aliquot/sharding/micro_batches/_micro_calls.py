@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...graph import Call, Graph, Moves, Op, Phase, traits_of
+from ...graph import Call, Graph, Moves, Op, OpId, Phase, traits_of
 from ._time_specs import TimeKind, TimeSpec
 
 EFFECT = "it has an effect, which would happen for each micro-batch"
@@ -40,7 +40,7 @@ def phase_of(call: Call, graph: Graph) -> Phase:
     return graph.ops[inside[0]].phase if inside else Phase.UPDATE
 
 
-def standing_for(item: int | Call, graph: Graph) -> Iterator[int]:
+def standing_for(item: OpId | Call, graph: Graph) -> Iterator[int]:
     """Every operator that can be named in a finding about an item: those inside, and those that
     stand for calls.
     """

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ...graph import Block, Call, Operand, Phase, any_effects, is_check, scan_counts
+from ...graph import Block, Call, Operand, OpId, Phase, any_effects, is_check, scan_counts
 from ._findings import LOOP, REMAT, TOP, Findings
 from ._micro_calls import first_op, ops_of, phase_of
 from ._micro_operators import walk_operator
 from ._time_specs import LATE, WHOLE, TimeKind, TimeSpec, join, spec_by_shape, split_at
 
 
-def walk_items(found: Findings, items: Iterable[int | Call], depth: int) -> None:
+def walk_items(found: Findings, items: Iterable[OpId | Call], depth: int) -> None:
     for item in items:
         if isinstance(item, Call):
             _walk_call(found, item, depth)

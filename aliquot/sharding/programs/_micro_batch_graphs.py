@@ -23,9 +23,11 @@ from ...graph import (
     Literal,
     Op,
     Operand,
+    OpId,
     Output,
     Role,
     Value,
+    ValueId,
     scan_counts,
 )
 from ..micro_batches import Action, Conversion, MicroBatchPlan, TimeKind, indexed_dims
@@ -52,12 +54,12 @@ class MicroBatchGraphs:
     early: Graph
     body: Graph
     late: Graph
-    early_values: tuple[int, ...]
-    inside: tuple[int, ...]
-    sliced: tuple[tuple[int, int], ...]
-    crossing: tuple[int, ...]
-    group: int
-    micro_batch: int
+    early_values: tuple[ValueId, ...]
+    inside: tuple[ValueId, ...]
+    sliced: tuple[tuple[ValueId, int], ...]
+    crossing: tuple[ValueId, ...]
+    group: ValueId
+    micro_batch: ValueId
 
 
 def cut_graph(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
@@ -90,7 +92,9 @@ def cut_graph(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
     )
 
 
-def _sliced(plan: MicroBatchPlan, early_values: Iterable[int]) -> tuple[tuple[int, int], ...]:
+def _sliced(
+    plan: MicroBatchPlan, early_values: Iterable[ValueId]
+) -> tuple[tuple[ValueId, int], ...]:
     whole = plan.whole
     candidates = [*(i.value for i in whole.inputs), *whole.constants, *early_values]
     batch_dims = {
@@ -100,7 +104,7 @@ def _sliced(plan: MicroBatchPlan, early_values: Iterable[int]) -> tuple[tuple[in
 
 
 def subgraph(
-    base: Graph, inputs: Sequence[int], items: Sequence[int | Call], outputs: Sequence[Operand]
+    base: Graph, inputs: Sequence[ValueId], items: Sequence[OpId | Call], outputs: Sequence[Operand]
 ) -> Graph:
     """Some items of a graph under the same indices, with inputs and outputs of their own."""
     named = {item.value: item for item in base.inputs}
@@ -122,12 +126,12 @@ class _Rewriter:
         self.ops: list[Op] = list(plan.part.ops)
         self.values: list[Value] = list(plan.part.values)
         # Where a part has its own array under an index, the whole batch's goes by another one.
-        self.early_alias: dict[int, int] = {}
+        self.early_alias: dict[ValueId, ValueId] = {}
         self.group = self._value((), "int32")
         self.micro_batch = self._value((), "int32")
 
-    def items(self, items: Iterable[int | Call]) -> list[int | Call]:
-        out: list[int | Call] = []
+    def items(self, items: Iterable[OpId | Call]) -> list[OpId | Call]:
+        out: list[OpId | Call] = []
         for item in items:
             if isinstance(item, Call):
                 if item not in self.plan.early_calls and item not in self.plan.late_calls:
@@ -136,27 +140,28 @@ class _Rewriter:
                 self._op(item, out)
         return out
 
-    def _value(self, shape: Sequence[int], dtype: str, itemsize: int = 4) -> int:
-        value = Value(index=len(self.values), shape=tuple(shape), dtype=dtype, itemsize=itemsize)
-        self.values.append(value)
-        return value.index
+    def _value(self, shape: Sequence[int], dtype: str, itemsize: int = 4) -> ValueId:
+        index = ValueId(len(self.values))
+        self.values.append(Value(index=index, shape=tuple(shape), dtype=dtype, itemsize=itemsize))
+        return index
 
     def _add(
         self,
         fn: Callable[..., Any],
         inputs: Sequence[Operand],
-        output: int,
+        output: ValueId,
         like: Op | None,
-        out: list[int | Call],
-    ) -> int:
+        out: list[OpId | Call],
+    ) -> ValueId:
         """A new operator that calls `fn` on arrays of the inputs' shapes."""
         structs = [struct_of(i if isinstance(i, Literal) else self.values[i]) for i in inputs]
         (eqn,) = jax.make_jaxpr(jax.jit(fn))(*structs).jaxpr.eqns
         base = like or self.plan.whole.ops[0]
+        index = OpId(len(self.ops))
         self.ops.append(
             replace(
                 base,
-                index=len(self.ops),
+                index=index,
                 name="jit",
                 inputs=tuple(inputs),
                 outputs=(output,),
@@ -164,12 +169,12 @@ class _Rewriter:
                 eqn=eqn,
             )
         )
-        out.append(len(self.ops) - 1)
+        out.append(index)
         return output
 
     # ---- operators -------------------------------------------------------------------------------
 
-    def _op(self, index: int, out: list[int | Call]) -> None:
+    def _op(self, index: OpId, out: list[OpId | Call]) -> None:
         op, whole = self.ops[index], self.plan.whole.ops[index]
         conversions = {k: self.plan.conversions.get((index, k)) for k in range(len(op.inputs))}
         inputs = tuple(
@@ -189,11 +194,11 @@ class _Rewriter:
         else:
             self._slice(index, whole, inputs, out)
 
-    def _like(self, index: int, shape: Sequence[int] | None = None) -> int:
+    def _like(self, index: ValueId, shape: Sequence[int] | None = None) -> ValueId:
         value = self.values[index]
         return self._value(value.shape if shape is None else shape, value.dtype, value.itemsize)
 
-    def _shift(self, plain: int, target: int, op: Op, out: list[int | Call]) -> None:
+    def _shift(self, plain: ValueId, target: ValueId, op: Op, out: list[OpId | Call]) -> None:
         dim, layout = self.plan.specs[target].dim, self.layout
 
         def shift(array: Any, group: Any, micro_batch: Any) -> Any:
@@ -203,13 +208,13 @@ class _Rewriter:
         self._add(shift, [plain, self.group, self.micro_batch], target, op, out)
 
     def _slice(
-        self, index: int, whole: Op, inputs: Sequence[Operand], out: list[int | Call]
+        self, index: OpId, whole: Op, inputs: Sequence[Operand], out: list[OpId | Call]
     ) -> None:
         """Run an operator for the whole batch, and keep the part's slice of what depends on the
         batch's size.
         """
         outputs = []
-        cuts: list[tuple[int, int]] = []
+        cuts: list[tuple[ValueId, ValueId]] = []
         for target in whole.outputs:
             if target >= 0 and self.plan.specs[target].kind is TimeKind.CONCATENATE:
                 full = self._like(target, self.plan.whole.values[target].shape)
@@ -230,7 +235,7 @@ class _Rewriter:
             self._add(take, [full, self.group, self.micro_batch], target, whole, out)
 
     def _convert(
-        self, how: Conversion | None, op: Op, position: int, out: list[int | Call]
+        self, how: Conversion | None, op: Op, position: int, out: list[OpId | Call]
     ) -> Operand:
         operand = op.inputs[position]
         match how:
@@ -247,7 +252,7 @@ class _Rewriter:
                 return self.early_alias[operand]
         return operand
 
-    def _once(self, operand: Operand, op: Op | None, out: list[int | Call]) -> int:
+    def _once(self, operand: Operand, op: Op | None, out: list[OpId | Call]) -> ValueId:
         # A part that stands for the whole batch multiplies its share, so that each must have the
         # same.
         shared = self.plan.semantics == "independent"
@@ -261,7 +266,7 @@ class _Rewriter:
         target = self._value(*_look(operand, self.values))
         return self._add(once, [operand, self.group, self.micro_batch], target, op, out)
 
-    def _own(self, operand: Operand, op: Op | None, out: list[int | Call]) -> int:
+    def _own(self, operand: Operand, op: Op | None, out: list[OpId | Call]) -> ValueId:
         parts = self.plan.num_parts
 
         def scaled(array: Any) -> Any:
@@ -269,7 +274,7 @@ class _Rewriter:
 
         return self._add(scaled, [operand], self._value(*_look(operand, self.values)), op, out)
 
-    def _local(self, operand: Operand, op: Op, out: list[int | Call]) -> int:
+    def _local(self, operand: Operand, op: Op, out: list[OpId | Call]) -> ValueId:
         assert isinstance(operand, int) and isinstance(op.inputs[0], int)
         component = indexed_dims(op).index(self.plan.specs[op.inputs[0]].dim)
         dim, layout = self.plan.specs[operand].dim, self.layout
@@ -284,7 +289,7 @@ class _Rewriter:
 
     # ---- structured operators --------------------------------------------------------------------
 
-    def _call(self, call: Call, out: list[int | Call]) -> Call:
+    def _call(self, call: Call, out: list[OpId | Call]) -> Call:
         inputs = list(call.inputs)
         blocks = list(call.blocks)
         if call.kind == "remat":
@@ -315,7 +320,7 @@ class _Rewriter:
             call, eqn=self.plan.part_eqns[call], inputs=tuple(inputs), blocks=tuple(blocks)
         )
 
-    def _block(self, block: Block, wanted: Sequence[int]) -> Block:
+    def _block(self, block: Block, wanted: Sequence[ValueId]) -> Block:
         """A body whose results have the specs of the values that they become."""
         items = self.items(block.items)
         outputs = [
@@ -323,7 +328,7 @@ class _Rewriter:
         ]
         return replace(block, items=tuple(items), outputs=tuple(outputs))
 
-    def _match(self, operand: Operand, target: int, out: list[int | Call]) -> Operand:
+    def _match(self, operand: Operand, target: ValueId, out: list[OpId | Call]) -> Operand:
         if target < 0:
             return operand
         have = TimeKind.EQUAL if isinstance(operand, Literal) else self.plan.specs[operand].kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...graph import Call, Literal, Operand, Phase, Role, any_effects, traits_of
+from ...graph import Call, Literal, Operand, OpId, Phase, Role, ValueId, any_effects, traits_of
 from .._dim_rule import dim_rule
 from ..micro_batches import Action, Conversion, MicroBatchPlan, TimeKind, phase_of
 
@@ -15,14 +15,14 @@ class Needs:
     """Contents of the three graphs, found backwards from the step's outputs."""
 
     plan: MicroBatchPlan
-    early: set[int] = field(default_factory=set)
-    crossing: set[int] = field(default_factory=set)
-    late_items: list[int | Call] = field(default_factory=list)
-    body_items: list[int | Call] = field(default_factory=list)
-    early_items: list[int | Call] = field(default_factory=list)
-    _late: set[int] = field(default_factory=set)
-    _given: set[int] = field(default_factory=set)
-    _again: dict[int, bool] = field(default_factory=dict)
+    early: set[ValueId] = field(default_factory=set)
+    crossing: set[ValueId] = field(default_factory=set)
+    late_items: list[OpId | Call] = field(default_factory=list)
+    body_items: list[OpId | Call] = field(default_factory=list)
+    early_items: list[OpId | Call] = field(default_factory=list)
+    _late: set[ValueId] = field(default_factory=set)
+    _given: set[ValueId] = field(default_factory=set)
+    _again: dict[ValueId, bool] = field(default_factory=dict)
 
     def find(self) -> None:
         whole = self.plan.whole
@@ -34,20 +34,20 @@ class Needs:
         self.crossing -= self.early
         self._find_early()
 
-    def _inputs(self, item: int | Call) -> tuple[Operand, ...]:
+    def _inputs(self, item: OpId | Call) -> tuple[Operand, ...]:
         return item.inputs if isinstance(item, Call) else self.plan.whole.ops[item].inputs
 
-    def _outputs(self, item: int | Call) -> tuple[int, ...]:
+    def _outputs(self, item: OpId | Call) -> tuple[ValueId, ...]:
         outputs = item.outputs if isinstance(item, Call) else self.plan.whole.ops[item].outputs
         return tuple(v for v in outputs if v >= 0)
 
-    def _is(self, item: int | Call, action: Action) -> bool:
+    def _is(self, item: OpId | Call, action: Action) -> bool:
         if isinstance(item, Call):
             calls = self.plan.early_calls if action is Action.EARLY else self.plan.late_calls
             return item in calls
         return self.plan.actions.get(item) is action
 
-    def _mark_again(self, items: Sequence[int | Call]) -> None:
+    def _mark_again(self, items: Sequence[OpId | Call]) -> None:
         """Mark the items that can run again from the step's inputs alone: they see no part of the
         batch.
         """
@@ -66,10 +66,10 @@ class Needs:
                 known[out] = again
         self._again = known
 
-    def _converted_early(self, op: int, position: int) -> bool:
+    def _converted_early(self, op: OpId, position: int) -> bool:
         return self.plan.conversions.get((op, position)) is Conversion.EARLY
 
-    def _find_late(self, items: Sequence[int | Call]) -> None:
+    def _find_late(self, items: Sequence[OpId | Call]) -> None:
         needed = {
             o.value for o in self.plan.whole.outputs if isinstance(o.value, int)
         } - self._given
@@ -94,7 +94,7 @@ class Needs:
         self.early |= {v for v in self.crossing if self.plan.specs[v].kind is TimeKind.WHOLE}
         self.crossing -= self.early
 
-    def _updates_once(self, item: int | Call) -> bool:
+    def _updates_once(self, item: OpId | Call) -> bool:
         """Updates by gradients that are the same for all parts wait, as all others do."""
         phase = (
             phase_of(item, self.plan.whole)
@@ -108,7 +108,7 @@ class Needs:
         }
         return phase is Phase.UPDATE and kinds <= {TimeKind.EQUAL, TimeKind.LATE}
 
-    def _find_body(self, items: Sequence[int | Call]) -> None:
+    def _find_body(self, items: Sequence[OpId | Call]) -> None:
         needed = set(self.crossing)
         for item in reversed(items):
             outputs = [v for v in self._outputs(item) if v in needed]
@@ -142,7 +142,7 @@ class Needs:
                         if isinstance(operand, int) and self._converted_early(item, k):
                             self.early.add(operand)
 
-    def _is_worth_once(self, item: int | Call, outputs: Sequence[int]) -> bool:
+    def _is_worth_once(self, item: OpId | Call, outputs: Sequence[ValueId]) -> bool:
         """True for products and loops that do not depend on the batch: they run once, and not again
         for each part of it.
         """
@@ -159,10 +159,10 @@ class Needs:
         """Find the operators that run early. Remat regions are looked into, so that only the
         operators that are needed run.
         """
-        flat: list[int | Call] = []
-        alias: dict[int, int] = {}
+        flat: list[OpId | Call] = []
+        alias: dict[ValueId, ValueId] = {}
 
-        def flatten(items: Iterable[int | Call]) -> None:
+        def flatten(items: Iterable[OpId | Call]) -> None:
             for item in items:
                 if isinstance(item, Call) and item.kind == "remat":
                     flatten(item.blocks[0].items)

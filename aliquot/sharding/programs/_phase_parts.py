@@ -4,7 +4,7 @@ update.
 
 from __future__ import annotations
 
-from ...graph import Graph, Phase, items_of
+from ...graph import NO_VALUE, Graph, Phase, items_of
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
 
@@ -34,6 +34,6 @@ def phase_parts(graph: Graph) -> MicroBatchGraphs:
         inside=(),
         sliced=(),
         crossing=tuple(crossing),
-        group=-1,
-        micro_batch=-1,
+        group=NO_VALUE,
+        micro_batch=NO_VALUE,
     )

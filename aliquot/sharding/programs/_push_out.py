@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...graph import SHARED, Call, Op, Operand, Staging, hands_on_gradients, items_of
+from ...graph import SHARED, Call, Op, Operand, OpId, Staging, ValueId, hands_on_gradients, items_of
 from ..micro_batches import MicroBatchPlan, TimeKind
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
@@ -32,7 +32,7 @@ def push_out(
     sources = _sources(parts, maker, staging)
     readers = Counter(i for item in items_of(parts.body) for i in item.inputs)
     crossing = set(parts.crossing)
-    moved: list[int] = []
+    moved: list[OpId] = []
     # Last operators first: what reads a sum has been moved before it, or stays.
     waiting = {value for value in crossing if value in maker}
     while waiting:
@@ -72,13 +72,13 @@ def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
 
 
 def _sources(
-    parts: MicroBatchGraphs, maker: Mapping[int, int], staging: Staging
-) -> dict[int, frozenset[int]]:
+    parts: MicroBatchGraphs, maker: Mapping[ValueId, OpId], staging: Staging
+) -> dict[ValueId, frozenset[int]]:
     """The stages whose results a value adds up."""
     stage_of = {
         o: s for item, s in zip(staging.items, staging.stage, strict=True) for o in item.outputs
     }
-    sources: dict[int, frozenset[int]] = {}
+    sources: dict[ValueId, frozenset[int]] = {}
 
     def of(value: Operand) -> frozenset[int]:
         assert isinstance(value, int)

@@ -19,6 +19,7 @@ from ...graph import (
     Item,
     Phase,
     Staging,
+    ValueId,
     deferrable_items,
     halve,
     items_between,
@@ -86,7 +87,7 @@ class _Draft:
     part: Part
     assigned: list[Item] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
-    reads: list[int] = field(default_factory=list)
+    reads: list[ValueId] = field(default_factory=list)
 
 
 class _Body:
@@ -134,7 +135,7 @@ class _Body:
         for item, stage in zip(self._staging.items, self._staging.stage, strict=True):
             by_op |= dict.fromkeys(_keys(item), stage)
         stages: dict[int, int] = {}
-        made_by: dict[int, int] = {}
+        made_by: dict[ValueId, int] = {}
         for item in self._items:
             known = [by_op[key] for key in _keys(item) if key in by_op]
             stage = (
@@ -298,7 +299,7 @@ class _Body:
         self,
         draft: _Draft,
         drafts: Mapping[tuple[int, Part], _Draft],
-        totals: tuple[int, ...],
+        totals: tuple[ValueId, ...],
         plan: MicroBatchPlan | None = None,
     ) -> StageProgram:
         made_here = {o for item in draft.assigned for o in item.outputs}

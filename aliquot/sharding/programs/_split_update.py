@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ...graph import SHARED, Call, Operand, Staging, items_of, place_update
+from ...graph import SHARED, Call, Operand, Staging, ValueId, items_of, place_update
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 from ._stage_programs import Part, StageProgram
 
@@ -16,7 +16,7 @@ class Update:
     """Programs that run once a step, after the last micro-batch."""
 
     def __init__(
-        self, parts: MicroBatchGraphs, staging: Staging, made_by: Mapping[int, int]
+        self, parts: MicroBatchGraphs, staging: Staging, made_by: Mapping[ValueId, int]
     ) -> None:
         self._graph = graph = parts.late
         self._items = items = items_of(graph)
@@ -35,13 +35,13 @@ class Update:
         self._rounds: dict[tuple[int, int], int] = {}
         self._last = staging.num_stages
         self._round_of = self._late_as_can_be([self._item_round(k) for k in range(len(items))])
-        self.stage_of_value: dict[int, int] = {
+        self.stage_of_value: dict[ValueId, int] = {
             o: self._stage[k] for o, k in self._maker.items() if self._stage[k] != SHARED
         }
         self.outputs: list[tuple[int, int] | None] = [self._where(o.value) for o in graph.outputs]
         self.programs = self._build()
 
-    def _round(self, stage: int, value: int) -> int:
+    def _round(self, stage: int, value: ValueId) -> int:
         """The first round of a stage's update in which it can have a value."""
         known = self._rounds.get((stage, value))
         if known is not None:
@@ -72,7 +72,7 @@ class Update:
         So moments that decay in one round and take up clipped gradients in the next are neither
         copied in between nor kept from being donated.
         """
-        readers: dict[int, set[int]] = {}
+        readers: dict[ValueId, set[int]] = {}
         for k, item in enumerate(self._items):
             for i in item.inputs:
                 readers.setdefault(i, set()).add(k)
@@ -101,7 +101,7 @@ class Update:
 
     def _build(self) -> list[StageProgram]:
         items_in: dict[tuple[int, int], set[int]] = {}
-        results: dict[tuple[int, int], set[int]] = {}
+        results: dict[tuple[int, int], set[ValueId]] = {}
         for k in range(len(self._items)):
             if self._stage[k] != SHARED:
                 items_in.setdefault((self._stage[k], self._round_of[k]), set()).add(k)
@@ -172,7 +172,7 @@ class Update:
                     waiting.append(k)
         return items
 
-    def _reads(self, chosen: Iterable[int]) -> list[int]:
+    def _reads(self, chosen: Iterable[int]) -> list[ValueId]:
         inside = {o for k in chosen for o in self._items[k].outputs} | self._graph.constants.keys()
         return list(
             dict.fromkeys(

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...graph import Graph
+from ...graph import Graph, ValueId
 
 
 class Part(enum.StrEnum):
@@ -47,14 +47,14 @@ class StageProgram:
     part: Part
     round: int = 0
     graph: Graph
-    given: tuple[int, ...]
-    early: tuple[int, ...] = ()
-    imports: tuple[int, ...] = ()
-    exports: tuple[int, ...] = ()
-    kept: frozenset[int] = frozenset()
-    totals: tuple[int, ...] = ()
-    stacked: tuple[int, ...] = ()
-    combines: tuple[int, ...] = ()
+    given: tuple[ValueId, ...]
+    early: tuple[ValueId, ...] = ()
+    imports: tuple[ValueId, ...] = ()
+    exports: tuple[ValueId, ...] = ()
+    kept: frozenset[ValueId] = frozenset()
+    totals: tuple[ValueId, ...] = ()
+    stacked: tuple[ValueId, ...] = ()
+    combines: tuple[ValueId, ...] = ()
 
     @property
     def name(self) -> str:
@@ -76,6 +76,6 @@ class StagePrograms:
     """
 
     programs: tuple[StageProgram, ...]
-    made_by: Mapping[int, int]
+    made_by: Mapping[ValueId, int]
     outputs: tuple[tuple[int, int] | None, ...]
-    home: Mapping[int, int]
+    home: Mapping[ValueId, int]
