@@ -9,9 +9,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..cluster import Cluster, LogicalMesh
-from ..graph import Graph
+from ..graph import Graph, OpId
 from ..plans import Plan, Prediction, StagePlan, make_schedule, schedule_kind
-from ..sharding import Choice, LayeredStep, PipelineCut, StagedStep, cut_pipeline, operators_of
+from ..sharding import (
+    Choice,
+    LayeredStep,
+    NodeId,
+    PipelineCut,
+    StagedStep,
+    cut_pipeline,
+    operators_of,
+)
 from ._estimate import check_choices, decode_interior, predict
 from ._priced import Ints, Priced, price
 from ._problem import Problem
@@ -26,7 +34,7 @@ class PlannedStage:
 
     problem: Problem
     choices: tuple[Choice, ...]
-    repeat: frozenset[int] = frozenset()
+    repeat: frozenset[NodeId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,10 +82,10 @@ class PlannedStep:
             self._cut.append(made)
         return self._cut[0]
 
-    def _recompute(self) -> dict[int, frozenset[int] | None]:
+    def _recompute(self) -> dict[int, frozenset[OpId] | None]:
         """By stage the operators that its backward program may work out again; None for all."""
         assert self.staged is not None
-        found: dict[int, frozenset[int] | None] = {}
+        found: dict[int, frozenset[OpId] | None] = {}
         stages = zip(self.plan.stages, self.stages, self.staged.extracts, strict=True)
         for k, (planned, stage, extract) in enumerate(stages):
             if planned.recompute == "stage":

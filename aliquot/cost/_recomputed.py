@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..graph import Graph, Phase, is_costly, items_between, items_of, what_to_keep
-from ..sharding import operators_of
+from ..graph import Graph, OpId, Phase, ValueId, is_costly, items_between, items_of, what_to_keep
+from ..sharding import NodeId, operators_of
 from ._evaluate import conversions
 from ._priced import Ints, Priced
 from .memory import MemoryModel
@@ -28,7 +28,7 @@ NOTHING_AGAIN = Recomputation()
 
 
 def recomputation(
-    priced: Priced, picks: Ints, graph: Graph, model: MemoryModel, repeat: frozenset[int]
+    priced: Priced, picks: Ints, graph: Graph, model: MemoryModel, repeat: frozenset[NodeId]
 ) -> Recomputation:
     """Costs and savings of products that the backward pass may work out again.
 
@@ -64,7 +64,7 @@ def recomputation(
 
 # The same layers are looked at on mesh after mesh.
 @functools.lru_cache(maxsize=64)
-def _again(graph: Graph, repeat: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+def _again(graph: Graph, repeat: frozenset[OpId]) -> tuple[frozenset[OpId], frozenset[OpId]]:
     """The operators that the backward pass repeats, and those of which it keeps no result any
     more.
     """
@@ -84,8 +84,8 @@ def _again(graph: Graph, repeat: frozenset[int]) -> tuple[frozenset[int], frozen
         forward, names, wanted, graph.values, free=free, read_anyway=read - inside, repeat=repeat
     )
     again = frozenset(op for item in items_between(forward, wanted, kept) for op in item.ops)
-    freed: set[int] = set()
-    dropped: set[int] = set()
+    freed: set[OpId] = set()
+    dropped: set[ValueId] = set()
     # What leaves the stage, or these layers of it, is there for others.
     kept |= {o.value for o in graph.outputs if isinstance(o.value, int)}
     for item, name in zip(forward, names, strict=True):
@@ -98,11 +98,11 @@ def _again(graph: Graph, repeat: frozenset[int]) -> tuple[frozenset[int], frozen
     return again, frozenset(freed)
 
 
-def _filled_by(priced: Priced, share: dict[int, float]) -> dict[int, float]:
+def _filled_by(priced: Priced, share: dict[NodeId, float]) -> dict[NodeId, float]:
     """For arrays that products alone fill, how much of them is worked out again: scores with their
     softmax, for example.
     """
-    fillers: dict[int, list[float]] = {}
+    fillers: dict[NodeId, list[float]] = {}
     for site in priced.graph.sites:
         if not site.results or len(site.results[0]) < 2:
             continue
@@ -112,7 +112,7 @@ def _filled_by(priced: Priced, share: dict[int, float]) -> dict[int, float]:
     return {node: min(parts) for node, parts in fillers.items() if min(parts) > 0}
 
 
-def _freed_bytes(graph: Graph, model: MemoryModel, picks: Ints, freed: frozenset[int]) -> float:
+def _freed_bytes(graph: Graph, model: MemoryModel, picks: Ints, freed: frozenset[OpId]) -> float:
     """Bytes on a device of what is alive between the passes, unless it is worked out again."""
     moment = next((op.index for op in graph.ops if op.phase is Phase.BACKWARD), None)
     if moment is None or not freed:

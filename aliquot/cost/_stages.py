@@ -11,6 +11,7 @@ import numpy as np
 from ..cluster import Cluster
 from ..graph import Graph
 from ..plans import CollectiveUse, Prediction, Schedule, StagePrediction
+from ..sharding import NodeId
 from ._estimate import MeasuredShare, collective_uses, measured_share
 from ._phases import PhaseCosts, phase_costs
 from ._pipeline import PipelineTimes, StageCosts, simulate
@@ -65,7 +66,7 @@ def price_stage(
     picks: Ints,
     graph: Graph,
     recompute: str = "none",
-    repeat: frozenset[int] = frozenset(),
+    repeat: frozenset[NodeId] = frozenset(),
 ) -> PricedStage:
     """A stage with its costs by phase.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..graph import Literal, Phase
-from ..sharding import NodeIndex, SplitBy, divided_by, whole_bytes
+from ..sharding import NodeId, NodeIndex, SlotId, SplitBy, divided_by, whole_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ def count_work(index: NodeIndex, stored: Sequence[bool]) -> tuple[tuple[Work, ..
         (
             _product_work(index, which)
             if kind == "product"
-            else _group_work(index, node, which, stored)
+            else _group_work(index, NodeId(node), SlotId(which), stored)
         )
         for node, (kind, which) in enumerate(index.kinds)
     )
@@ -105,7 +105,7 @@ def _touched_result(index: NodeIndex, op_class: int, out: int) -> int:
 
 
 def _group_work(
-    index: NodeIndex, node: int, group: int, stored: Sequence[bool]
+    index: NodeIndex, node: NodeId, group: SlotId, stored: Sequence[bool]
 ) -> tuple[Work, ...]:
     """Memory traffic of a group, by phase: each stored array is written once and read once by each
     phase.

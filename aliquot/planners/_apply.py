@@ -12,7 +12,7 @@ from ..cluster import AbstractMeasured, Cluster, subcluster
 from ..cost import PlannedStage, PlannedStep, Problem, decode_interior, make_problem
 from ..graph import Graph, graph_fingerprint, split_scans
 from ..plans import ArrayInterface, Plan, StagePlan, require_match
-from ..sharding import Choice, layer_step, stage_step
+from ..sharding import Choice, NodeId, layer_step, stage_step
 from ._base import Task
 from ._follow import follow
 
@@ -103,7 +103,7 @@ def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) 
         )
         problem = replace(problem, cluster=subcluster(cluster, _submesh(stage, cluster)))
         choices = decode_interior(stage, problem.nodes)
-        repeat = frozenset(k for k, entry in enumerate(stage.interior) if entry.recompute)
+        repeat = frozenset(NodeId(k) for k, entry in enumerate(stage.interior) if entry.recompute)
         stages.append(PlannedStage(problem=problem, choices=choices, repeat=repeat))
     return PlannedStep(
         plan=plan, graph=layered.graph, stages=tuple(stages), layered=layered, staged=staged

@@ -14,7 +14,7 @@ from ..cluster import Cluster, target_for
 from ..cost import PipelinePrediction, Priced, Problem, make_problem
 from ..graph import Graph
 from ..plans import Plan, Schedule
-from ..sharding import SEMANTICS, Choice, LayeredStep, StagedStep, plan_micro_batches
+from ..sharding import SEMANTICS, Choice, LayeredStep, NodeId, StagedStep, plan_micro_batches
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called as `progress(what, done, of)` while a method searches."""
@@ -53,7 +53,7 @@ class StageDecision:
     first_layer: int = 0
     layer_names: tuple[str, ...] = ()
     recompute: str = "none"
-    repeat: frozenset[int] = frozenset()
+    repeat: frozenset[NodeId] = frozenset()
     folded: bool = True
     like: int | None = None
 

@@ -23,7 +23,7 @@ from ..cost import (
     phase_costs,
     price,
 )
-from ..graph import Block, Graph, Phase, Staging, extract_stages, find_repeats, stage_layers
+from ..graph import Block, Graph, OpId, Phase, Staging, extract_stages, find_repeats, stage_layers
 from ..sharding import LayeredStep, traces_in_groups
 from ._base import Progress
 from ._helper import HelperProcess
@@ -220,9 +220,9 @@ def _kinds(graph: Graph, staging: Staging) -> list[tuple[int, ...]]:
     return [tuple([int(op_class[k]) for k in ops]) for ops in ops_of_layers(staging)]
 
 
-def ops_of_layers(staging: Staging) -> list[list[int]]:
+def ops_of_layers(staging: Staging) -> list[list[OpId]]:
     """For each layer its operators without the update, in order."""
-    ops: list[list[int]] = [[] for _ in range(staging.num_stages)]
+    ops: list[list[OpId]] = [[] for _ in range(staging.num_stages)]
     for item, stage in zip(staging.items, staging.stage, strict=True):
         if stage >= 0 and item.phase is not Phase.UPDATE:
             ops[stage] += item.ops

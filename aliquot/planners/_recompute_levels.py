@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from ..cluster import subcluster
 from ..cost import Chain, Problem, Recomputation, StageOption, known_memory, recomputation
-from ..graph import Phase, stage_layers
-from ..sharding import NodeGraph, operators_of
+from ..graph import OpId, Phase, stage_layers
+from ..sharding import NodeGraph, NodeId, operators_of
 from ._layer_costs import Floats, LayerCosts, ops_of_layers, price_option
 
 # More levels than these hardly differ.
@@ -37,8 +37,8 @@ class RecomputeLevels:
         step_ops: for each level the operators of these products in the step, in all layers.
     """
 
-    nodes: Sequence[Sequence[frozenset[int]]]
-    step_ops: Sequence[frozenset[int]]
+    nodes: Sequence[Sequence[frozenset[NodeId]]]
+    step_ops: Sequence[frozenset[OpId]]
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -50,7 +50,7 @@ class _Increment:
     take.
     """
 
-    nodes: frozenset[int]
+    nodes: frozenset[NodeId]
     freed_bytes: float
     seconds: float
 
@@ -75,7 +75,7 @@ def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
             max(
                 (i.nodes for i in of_kind if i.bytes_per_s >= threshold),
                 key=len,
-                default=frozenset[int](),
+                default=frozenset[NodeId](),
             )
             for of_kind in increments
         ]
@@ -86,14 +86,14 @@ def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
 
 def chain_with_levels(
     costs: LayerCosts, levels: RecomputeLevels, chain: Chain
-) -> tuple[Chain, tuple[frozenset[int], ...]]:
+) -> tuple[Chain, tuple[frozenset[OpId], ...]]:
     """A chain with an option more for each mesh and level; and for each option the step's operators
     that it may repeat.
     """
     plain = [k for k, option in enumerate(chain.options) if option.recompute == "none"]
     seconds, freed = _figures(costs, levels, [chain.options[k] for k in plain])
     options = list(chain.options)
-    repeated = [frozenset[int]()] * len(options)
+    repeated = [frozenset[OpId]()] * len(options)
     columns = {name: [getattr(chain, name)] for name in _COLUMNS}
     # What a layer repeats changes with its micro-batch as its activations do.
     scale = costs.step.num_micro_batches / chain.num_micro_batches
@@ -129,8 +129,8 @@ _COLUMNS = (
 
 
 def repeated_nodes(
-    nodes: NodeGraph, ops: Sequence[int], step_ops: frozenset[int]
-) -> frozenset[int]:
+    nodes: NodeGraph, ops: Sequence[OpId], step_ops: frozenset[OpId]
+) -> frozenset[NodeId]:
     """Nodes of a stage's products that may be repeated.
 
     Args:
@@ -152,7 +152,7 @@ def _option(option: StageOption, level: int) -> StageOption:
     )
 
 
-def _products(nodes: NodeGraph) -> list[int]:
+def _products(nodes: NodeGraph) -> list[NodeId]:
     """Decisions about costly operators of the forward pass."""
     return [
         node.index for node in nodes.nodes if node.kind == "product" and node.phase is Phase.FORWARD
@@ -193,7 +193,7 @@ def _increments(costs: LayerCosts, kind: int) -> list[_Increment]:
     return hull
 
 
-def _step(before: Recomputation, after: Recomputation, nodes: frozenset[int]) -> _Increment:
+def _step(before: Recomputation, after: Recomputation, nodes: frozenset[NodeId]) -> _Increment:
     return _Increment(
         nodes=nodes,
         freed_bytes=after.freed_bytes - before.freed_bytes,
@@ -217,13 +217,13 @@ def _thresholds(weighted: Sequence[tuple[float, float]]) -> list[float]:
     return list(dict.fromkeys(least))
 
 
-def _step_ops(costs: LayerCosts, nodes: Sequence[frozenset[int]]) -> frozenset[int]:
+def _step_ops(costs: LayerCosts, nodes: Sequence[frozenset[NodeId]]) -> frozenset[OpId]:
     """The step's operators that some products of each kind of layer stand for, in all layers of the
     kind.
     """
     staged = stage_layers(costs.step.part, costs.step.layers, range(len(costs.step.layers)))
     by_layer = ops_of_layers(staged)
-    found: set[int] = set()
+    found: set[OpId] = set()
     for kind, chosen in enumerate(nodes):
         members = [unit for unit, of in zip(costs.units, costs.kinds, strict=True) if of == kind]
         mine = {costs.ops[kind][op] for op in operators_of(costs.problems[kind].nodes, chosen)}
@@ -257,7 +257,7 @@ def _recomputed(
     problem: Problem,
     mesh: tuple[tuple[int, int], tuple[int, ...]],
     picks: NDArray[np.int64],
-    sets: Sequence[frozenset[int]],
+    sets: Sequence[frozenset[NodeId]],
 ) -> list[Recomputation]:
     """What it costs and saves to repeat each of some sets of products of a layer on a mesh."""
     submesh, shape = mesh

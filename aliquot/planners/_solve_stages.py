@@ -12,7 +12,7 @@ from typing import Protocol
 from ..cluster import subcluster
 from ..core import InfeasibleError
 from ..cost import Chain, ChainPlan, Problem, StageOption, make_problem, predict_stages, price_stage
-from ..graph import same_structure, split_scans
+from ..graph import OpId, same_structure, split_scans
 from ..plans import make_schedule
 from ..sharding import LayeredStep, StagedStep, layer_step, stage_step
 from ._base import Decision, PipelineParts, Task
@@ -99,7 +99,7 @@ def _fit(
     task: Task,
     priced: PricedLayers,
     chain: Chain,
-    repeated: Sequence[frozenset[int]],
+    repeated: Sequence[frozenset[OpId]],
     helper: HelperProcess,
     faster_than_s: float = math.inf,
 ) -> tuple[Decision, ChainPlan]:
@@ -165,7 +165,7 @@ def _solve_stages(
     proposal: ChainPlan,
     kinds: Sequence[int],
     cache: StageCache,
-    repeated: Sequence[frozenset[int]] = (),
+    repeated: Sequence[frozenset[OpId]] = (),
 ) -> Decision | float:
     """The stages, each solved as a whole and equal ones once; or the peak memory of a device if
     that is too large.
@@ -303,7 +303,7 @@ def _solve_stage(method: PipelineMethod, problem: Problem, option: StageOption) 
     return decision.stages[0], price_stage(priced, decision.picks, problem.graph)
 
 
-def _with_repeats(solution: Solved, ops: Sequence[int], step_ops: frozenset[int]) -> Solved:
+def _with_repeats(solution: Solved, ops: Sequence[OpId], step_ops: frozenset[OpId]) -> Solved:
     """A solved stage that recomputes operators.
 
     Args:

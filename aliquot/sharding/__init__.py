@@ -22,6 +22,9 @@ from ._dim_rule import Inferred as Inferred
 from ._dim_rule import dim_rule as dim_rule
 from ._dim_rule import inferred_rules as inferred_rules
 from ._dim_rule import is_declared as is_declared
+from ._ids import NO_NODE as NO_NODE
+from ._ids import NodeId as NodeId
+from ._ids import SlotId as SlotId
 from ._node_collectives import divided_by as divided_by
 from ._node_collectives import whole_bytes as whole_bytes
 from ._node_index import NodeIndex as NodeIndex

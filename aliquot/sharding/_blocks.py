@@ -82,10 +82,10 @@ class _Finder:
 
     def __init__(self, graph: Graph, nodes: NodeGraph) -> None:
         self.nodes = nodes
-        self.products = {n.index: n for n in nodes.nodes if _is_product(n)}
+        self.products: dict[int, Node] = {n.index: n for n in nodes.nodes if _is_product(n)}
         inputs = zip(graph.inputs, nodes.input_ports, strict=True)
         # Parameters that nothing reads have no node.
-        parameter_nodes = {
+        parameter_nodes: set[int] = {
             port.node for item, port in inputs if item.role is Role.PARAMETER and port.node >= 0
         }
         self.operands: dict[int, list[Edge]] = defaultdict(list)

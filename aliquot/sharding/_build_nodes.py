@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..graph import Graph, Phase, Role, fold
+from ..graph import Graph, Operand, Phase, Role, ValueId, fold
 from ._cuts import cut, taken_by_regions
 from ._dim_rule import is_declared
 from ._edges import EdgeBuilder
+from ._ids import NodeId, SlotId
 from ._node_collectives import batch_sums, group_collectives, product_collectives, whole_bytes
 from ._node_index import NodeIndex
 from ._nodes import Factor, Node, NodeGraph, Port, Projection, Site, WholeOperator
@@ -50,7 +51,7 @@ def build_nodes(
         edges.add_operator(op_class)
     edges.add_crossings()
     edges.add_aliases()
-    nodes = tuple(_node(naming, index) for index in range(len(naming.kinds)))
+    nodes = tuple(_node(naming, NodeId(index)) for index in range(len(naming.kinds)))
     batch_factors = _batch_factors(naming, edges, nodes)
     return NodeGraph(
         nodes=nodes,
@@ -83,7 +84,7 @@ def _whole_operators(naming: NodeIndex) -> Iterator[WholeOperator]:
             )
 
 
-def _node(naming: NodeIndex, index: int) -> Node:
+def _node(naming: NodeIndex, index: NodeId) -> Node:
     kind, which = naming.kinds[index]
     if kind == "product":
         rule = naming.cuts.rules[which]
@@ -97,7 +98,7 @@ def _node(naming: NodeIndex, index: int) -> Node:
             multiplies=rule.flops > 0,
             collectives=product_collectives(naming, which),
         )
-    slots = naming.group_slots[which]
+    slots = naming.group_slots[SlotId(which)]
     return Node(
         index=index,
         label=_group_label(naming, slots),
@@ -108,7 +109,7 @@ def _node(naming: NodeIndex, index: int) -> Node:
     )
 
 
-def _group_factors(naming: NodeIndex, index: int, slots: list[int]) -> tuple[Factor, ...]:
+def _group_factors(naming: NodeIndex, index: NodeId, slots: list[SlotId]) -> tuple[Factor, ...]:
     """Factors of a group: the gcd of all dims in a class, and one of these dims as its label."""
     store = naming.cuts.slots
     sizes = [0] * len(naming.group_classes[index])
@@ -135,7 +136,7 @@ def _distinct(labels: list[str]) -> list[str]:
     return distinct
 
 
-def _group_label(naming: NodeIndex, slots: list[int]) -> str:
+def _group_label(naming: NodeIndex, slots: list[SlotId]) -> str:
     """The input that a group holds, or its first array."""
     values = [naming.slot_value[s] for s in slots]
     named = [v for v in values if naming.cuts.producer[v] is None]
@@ -213,7 +214,7 @@ def _sites(naming: NodeIndex) -> list[Site]:
     return sites
 
 
-def _given_port(naming: NodeIndex, operand: object) -> Port:
+def _given_port(naming: NodeIndex, operand: Operand) -> Port:
     """The port of an input or an output; arrays without elements, which JAX does not split, stay
     whole.
     """
@@ -255,7 +256,7 @@ def _product_readers(naming: NodeIndex) -> dict[int, list[Port]]:
     }
 
 
-def _loop_ports(naming: NodeIndex) -> dict[int, Port]:
+def _loop_ports(naming: NodeIndex) -> dict[ValueId, Port]:
     """Ports of what loops carry and slice, the results of links; and of what remat regions take.
 
     A region's barrier hides from the compiler how its operands are split, and it would choose anew.

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..graph import Block, Call, DimRule, Folding, Graph, Op, Phase, Role, traits_of
+from ..graph import Block, Call, DimRule, Folding, Graph, Op, Phase, Role, ValueId, traits_of
 from ._dim_rule import dim_rule
+from ._ids import SlotId
 from ._slots import Slots
 
 
@@ -58,7 +59,7 @@ class Cuts:
         producer = self.producer[value_class]
         return producer is not None and self.rules[producer[0]].contracts
 
-    def home(self, value_class: int) -> int | None:
+    def home(self, value_class: int) -> SlotId | None:
         """The slot in which a value arises; None for products, constants and scalars."""
         if (
             self.const_only[value_class]
@@ -68,7 +69,7 @@ class Cuts:
             return None
         return self.slots.get(value_class, self.shape(value_class))
 
-    def operand_slot(self, op_class: int, value_class: int) -> int | None:
+    def operand_slot(self, op_class: int, value_class: int) -> SlotId | None:
         """The slot through which a group operator reads a value."""
         if self.const_only[value_class] or not self.shape(value_class):
             return None
@@ -198,7 +199,7 @@ def rearranges(op: Op) -> bool:
     return op.name in ("scan_stack", "tie") or (moves is not None and moves.keeps_all)
 
 
-def taken_by_regions(block: Block) -> Iterator[int]:
+def taken_by_regions(block: Block) -> Iterator[ValueId]:
     """Values that the remat regions of a block take, and those of the blocks inside it."""
     for item in block.items:
         if isinstance(item, Call):
@@ -246,9 +247,9 @@ def _tie(cuts: Cuts, op_class: int) -> None:
         return
     slots = cuts.slots
     elements: dict[str, list[int]] = {}
-    touched: list[int] = []
+    touched: list[SlotId] = []
 
-    def visit(slot: int | None, dims: tuple[str, ...]) -> None:
+    def visit(slot: SlotId | None, dims: tuple[str, ...]) -> None:
         if slot is None:
             return
         touched.append(slot)

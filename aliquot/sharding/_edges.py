@@ -12,6 +12,7 @@ from jax.lax import GatherScatterMode
 from numpy.typing import NDArray
 
 from ..graph import Phase, Role, wildcard
+from ._ids import NodeId
 from ._node_index import adds, adds_or_hands_on, adds_or_transposes, adds_transposes_or_casts
 from ._nodes import Edge, Port
 
@@ -29,7 +30,7 @@ class EdgeBuilder:
     edges: list[Edge] = field(default_factory=list)
     _shares: dict[Hashable, int] = field(default_factory=dict)
     _known: dict[Hashable, int] = field(default_factory=dict)
-    _parameter_of: dict[int, str] = field(default_factory=dict)
+    _parameter_of: dict[NodeId, str] = field(default_factory=dict)
     _copy: dict[object, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -6,7 +6,8 @@ import bisect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..graph import Phase
+from ..graph import NO_VALUE, Phase
+from ._ids import NodeId
 from ._nodes import NodeCollective, Projection, SplitBy
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def whole_bytes(naming: NodeIndex, op_class: int) -> float:
     )
 
 
-def group_collectives(naming: NodeIndex, index: int) -> tuple[NodeCollective, ...]:
+def group_collectives(naming: NodeIndex, index: NodeId) -> tuple[NodeCollective, ...]:
     """Sums of reductions over a split factor, and gathers of what an operator needs whole."""
     collectives = []
     for op_class in naming.group_ops.get(index, ()):
@@ -94,7 +95,7 @@ def _reductions(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
         for dim, letters in enumerate(rule.operands[position]):
             if letters[0] in rule.reduced and dim in projection:
                 factors[projection.index(dim)] = None
-    out = op.outputs[0] if op.outputs else -1
+    out = op.outputs[0] if op.outputs else NO_VALUE
     if not factors or out < 0:
         return []
     value = cuts.graph.values[out]

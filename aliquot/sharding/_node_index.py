@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..graph import Moves, Op, Phase, Role, traits_of, wildcard
+from ..graph import Moves, Op, Operand, Phase, Role, ValueId, traits_of, wildcard
 from ._cuts import Cuts, rearranges
+from ._ids import NO_NODE, NodeId, SlotId
 from ._nodes import Port
 from ._spec import PARTIAL, REPLICATED
 
@@ -24,19 +25,19 @@ class NodeIndex:
     on_missing_rule: str
     order: list[int] = field(default_factory=list)
     kinds: list[tuple[str, int]] = field(default_factory=list)
-    of_product: dict[int, int] = field(default_factory=dict)
-    of_group: dict[int, int] = field(default_factory=dict)
-    group_slots: dict[int, list[int]] = field(default_factory=dict)
-    group_classes: dict[int, list[int]] = field(default_factory=dict)
+    of_product: dict[int, NodeId] = field(default_factory=dict)
+    of_group: dict[SlotId, NodeId] = field(default_factory=dict)
+    group_slots: dict[SlotId, list[SlotId]] = field(default_factory=dict)
+    group_classes: dict[NodeId, list[int]] = field(default_factory=dict)
     factor_of: dict[int, int] = field(default_factory=dict)
-    slot_value: dict[int, int] = field(default_factory=dict)
-    group_ops: dict[int, list[int]] = field(default_factory=dict)
-    op_group: dict[int, int] = field(default_factory=dict)
-    readers_as_split: dict[int, list[Op]] = field(default_factory=dict)
+    slot_value: dict[SlotId, int] = field(default_factory=dict)
+    group_ops: dict[NodeId, list[int]] = field(default_factory=dict)
+    op_group: dict[int, NodeId] = field(default_factory=dict)
+    readers_as_split: dict[SlotId, list[Op]] = field(default_factory=dict)
     value_read_phases: list[set[Phase]] = field(default_factory=list)
     readers: dict[int, set[int]] = field(default_factory=dict)
-    batch_values: frozenset[int] = field(init=False)
-    _slot_ports: dict[int, Port] = field(default_factory=dict)
+    batch_values: frozenset[ValueId] = field(init=False)
+    _slot_ports: dict[SlotId, Port] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cuts = self.cuts
@@ -49,7 +50,7 @@ class NodeIndex:
             self._name_group(group, slots)
         for op_class in self.order:
             if cuts.rules[op_class].contracts:
-                self.of_product[op_class] = len(self.kinds)
+                self.of_product[op_class] = NodeId(len(self.kinds))
                 self.kinds.append(("product", op_class))
         self.value_read_phases = [set() for _ in cuts.producer]
         for op_class in self.order:
@@ -79,7 +80,7 @@ class NodeIndex:
             self.op_group[op_class] = node
             self.group_ops.setdefault(node, []).append(op_class)
 
-    def reads_by_phase(self, slot: int) -> dict[Phase, bool]:
+    def reads_by_phase(self, slot: SlotId) -> dict[Phase, bool]:
         """The phases in which operators read a slot as it is split, and whether only deferrable
         operators do so then.
         """
@@ -88,9 +89,9 @@ class NodeIndex:
             by_phase[op.phase] = by_phase.get(op.phase, True) and op.deferrable
         return by_phase
 
-    def _name_group(self, group: int, slots: list[int]) -> None:
+    def _name_group(self, group: SlotId, slots: list[SlotId]) -> None:
         store = self.cuts.slots
-        index = self.of_group[group] = len(self.kinds)
+        index = self.of_group[group] = NodeId(len(self.kinds))
         self.kinds.append(("group", group))
         classes: dict[int, int] = {}
         for slot in slots:
@@ -101,16 +102,16 @@ class NodeIndex:
         self.factor_of.update(classes)
         self.group_classes[index] = list(classes)
 
-    def slot_port(self, slot: int | None) -> Port:
+    def slot_port(self, slot: SlotId | None) -> Port:
         """Port of an array in a slot: the factors of its group, by dim."""
         if slot is None:
-            return Port(node=-1, projection=())
+            return Port(node=NO_NODE, projection=())
         known = self._slot_ports.get(slot)
         if known is None:
             known = self._slot_ports[slot] = self._find_port(slot)
         return known
 
-    def _find_port(self, slot: int) -> Port:
+    def _find_port(self, slot: SlotId) -> Port:
         store = self.cuts.slots
         node = self.of_group[store.group(slot)]
         projection = [REPLICATED] * len(self.group_classes[node])
@@ -146,14 +147,16 @@ class NodeIndex:
             )
         return self.slot_port(self.cuts.home(value_class))
 
-    def value_port(self, value: int) -> Port:
+    def value_port(self, value: ValueId) -> Port:
         """As `class_port`, for one value."""
         return self.class_port(int(self.cuts.folding.value_class[value]))
 
-    def operand_port(self, operand: object) -> Port:
+    def operand_port(self, operand: Operand) -> Port:
         """As `value_port`; nothing for a literal."""
         return (
-            self.value_port(operand) if isinstance(operand, int) else Port(node=-1, projection=())
+            self.value_port(operand)
+            if isinstance(operand, int)
+            else Port(node=NO_NODE, projection=())
         )
 
     def landed_ports(self, value_class: int) -> list[Port]:
@@ -202,7 +205,7 @@ class NodeIndex:
             return False
         return any(n > 1 for n in rule.sizes.values())
 
-    def enters_update(self, value: int) -> bool:
+    def enters_update(self, value: ValueId) -> bool:
         """True if the update reads a value, or what it only serves to make."""
         value_class = self.serves(int(self.cuts.folding.value_class[value]), _hands_on_or_sums)
         return Phase.UPDATE in self.value_read_phases[value_class]

@@ -10,14 +10,15 @@ that stands for the chosen factor.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..graph import Phase
+from ..graph import OpId, Phase, ValueId
+from ._ids import NodeId
 from ._spec import REPLICATED, Spec
 
 Projection: TypeAlias = tuple[int, ...]
@@ -72,7 +73,7 @@ class Node:
     arithmetic; lookups only move.
     """
 
-    index: int
+    index: NodeId
     label: str
     kind: str
     factors: tuple[Factor, ...]
@@ -105,9 +106,9 @@ class Edge:
     """
 
     index: int
-    source: int
+    source: NodeId
     source_projection: Projection
-    target: int
+    target: NodeId
     target_projection: Projection
     num_bytes: int
     rank: int
@@ -128,11 +129,11 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """Relation of an array to a node: the node, or -1 if nothing depends on it (scalars and
+    """Relation of an array to a node: the node, or `NO_NODE` if nothing depends on it (scalars and
     constants).
     """
 
-    node: int
+    node: NodeId
     projection: Projection
 
 
@@ -204,7 +205,7 @@ class NodeGraph:
     batch_factors: tuple[frozenset[int], ...]
     batch_sums: int
     op_class: tuple[int, ...]
-    loop_ports: dict[int, Port]
+    loop_ports: dict[ValueId, Port]
     folded: bool
     on_missing_rule: str = "infer"
     whole: tuple[WholeOperator, ...] = ()
@@ -226,13 +227,12 @@ def shards_of(choice: Choice, split_by: SplitBy, axis_sizes: Sequence[int]) -> i
     )
 
 
-def operators_of(nodes: NodeGraph, products: Collection[int]) -> frozenset[int]:
+def operators_of(nodes: NodeGraph, products: Collection[NodeId]) -> frozenset[OpId]:
     """The operators that some products' nodes stand for."""
     classes = {
         site.op_class
         for site in nodes.sites
         if site.results and site.results[0] and site.results[0][0].node in products
     }
-    return frozenset(
-        number for number, op_class in enumerate(nodes.op_class) if op_class in classes
-    )
+    numbers = (number for number, op_class in enumerate(nodes.op_class) if op_class in classes)
+    return frozenset(cast("Iterator[OpId]", numbers))

@@ -65,8 +65,8 @@ class Pins:
     op_class: Sequence[int]
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
-    values: dict[int, Spec]
-    totals: dict[int, Landing] = field(default_factory=dict)
+    values: dict[ValueId, Spec]
+    totals: dict[ValueId, Landing] = field(default_factory=dict)
     rows: dict[ValueId, tuple[ValueId, Spec, Spec]] = field(default_factory=dict)
     wide_sums: bool = False
     on_missing_rule: str = "infer"

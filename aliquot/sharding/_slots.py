@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
+from ._ids import SlotId
+
 
 @dataclass(slots=True)
 class Slots:
@@ -18,18 +20,18 @@ class Slots:
 
     ranks: list[int] = field(default_factory=list)
     base: list[int] = field(default_factory=list)
-    by_key: dict[Hashable, int] = field(default_factory=dict)
+    by_key: dict[Hashable, SlotId] = field(default_factory=dict)
     _element_parent: list[int] = field(default_factory=list)
-    _slots_of: list[set[int]] = field(default_factory=list)
-    _group_parent: list[int] = field(default_factory=list)
+    _slots_of: list[set[SlotId]] = field(default_factory=list)
+    _group_parent: list[SlotId] = field(default_factory=list)
     blocked: set[int] = field(default_factory=set)
     sizes: list[int] = field(default_factory=list)
 
-    def get(self, key: Hashable, shape: tuple[int, ...]) -> int:
+    def get(self, key: Hashable, shape: tuple[int, ...]) -> SlotId:
         """The slot of a key, made if it is new."""
         slot = self.by_key.get(key)
         if slot is None:
-            slot = self.by_key[key] = len(self.ranks)
+            slot = self.by_key[key] = SlotId(len(self.ranks))
             self.ranks.append(len(shape))
             self.base.append(len(self._element_parent))
             self._group_parent.append(slot)
@@ -39,7 +41,7 @@ class Slots:
                 self.sizes.append(size)
         return slot
 
-    def element(self, slot: int, dim: int) -> int:
+    def element(self, slot: SlotId, dim: int) -> int:
         """The number of a dim of a slot."""
         return self.base[slot] + dim
 
@@ -74,14 +76,14 @@ class Slots:
         """Never split the class of this dim."""
         self.blocked.add(self.dim_class(element))
 
-    def group(self, slot: int) -> int:
+    def group(self, slot: SlotId) -> SlotId:
         """The group of a slot: a representative slot."""
         while self._group_parent[slot] != slot:
             self._group_parent[slot] = self._group_parent[self._group_parent[slot]]
             slot = self._group_parent[slot]
         return slot
 
-    def join(self, slots: Iterable[int]) -> None:
+    def join(self, slots: Iterable[SlotId]) -> None:
         """Put slots into one group: one decision splits them all."""
         roots = sorted({self.group(s) for s in slots})
         for other in roots[1:]:

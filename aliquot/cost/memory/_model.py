@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...graph import Phase
-from ...sharding import Edge, NodeGraph, Spec, num_shards
+from ...sharding import Edge, NodeGraph, NodeId, Spec, num_shards
 from .._choices import shards
 from .._collectives import pieces
 from ._residents import Resident
@@ -159,7 +159,7 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
     return conversions
 
 
-def _transposed(priced: Priced, parameters: set[tuple[int, int]]) -> Iterator[Conversion]:
+def _transposed(priced: Priced, parameters: set[tuple[NodeId, int]]) -> Iterator[Conversion]:
     """Copies with the split dim first, of parameters from which to gather."""
     nodes = {node for node, _ in parameters}
     for edge in priced.graph.edges:
@@ -215,7 +215,7 @@ def _gathers_inner(source: Spec, target: Spec) -> bool:
     return any(s > 0 and t != s for s, t in zip(source, target, strict=True))
 
 
-def _waits_for_nothing(edge: Edge, parameters: set[tuple[int, int]], priced: Priced) -> bool:
+def _waits_for_nothing(edge: Edge, parameters: set[tuple[NodeId, int]], priced: Priced) -> bool:
     """True if the forward pass converts a large parameter as it is, outside of loops; small ones
     are gathered together.
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ...cluster import Target
 from ...graph import Phase, Role, traits_of
-from ...sharding import REPLICATED, NodeIndex, Port, Projection
+from ...sharding import NO_NODE, REPLICATED, NodeId, NodeIndex, Port, Projection
 from ._library import copied_kernels, indexed_maxima
 from ._operands import Casts, casts_of_parameters, only_multiplied
 from ._storage import Storage
@@ -40,7 +40,7 @@ class Resident:
     over devices.
     """
 
-    node: int
+    node: NodeId
     projection: Projection
     num_bytes: int
     category: str
@@ -49,10 +49,10 @@ class Resident:
     deaths: NDArray[np.int64] = field(repr=False)
     stacked: bool = False
     late_deaths: NDArray[np.int64] | None = field(default=None, repr=False)
-    reader: int = -1
+    reader: NodeId = NO_NODE
     read_projection: Projection = ()
     unreduced_from: NDArray[np.int64] | None = field(default=None, repr=False)
-    maker: int = -1
+    maker: NodeId = NO_NODE
 
 
 def residents(
@@ -146,10 +146,10 @@ def residents(
             deaths=np.maximum(np.maximum(deaths, births), late if made_late else births),
             stacked=maker.name == "scan_stack",
             late_deaths=late_deaths if waits else None,
-            reader=waits.node if waits else -1,
+            reader=waits.node if waits else NO_NODE,
             read_projection=waits.projection if waits else (),
             unreduced_from=births if made_late else None,
-            maker=index.of_product[producer[0]] if made_late else -1,
+            maker=index.of_product[producer[0]] if made_late else NO_NODE,
         )
 
 

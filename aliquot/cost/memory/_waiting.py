@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...graph import Phase
-from ...sharding import PARTIAL, Edge, Projection
+from ...sharding import PARTIAL, Edge, NodeId, Projection
 from .._choices import shards
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
         for e in priced.graph.edges
         if e.kind == "result" and e.gradient
     }
-    operands: dict[int, list[Edge]] = {}
+    operands: dict[NodeId, list[Edge]] = {}
     for e in priced.graph.edges:
         if e.kind == "operand" and e.target in landings:
             operands.setdefault(e.target, []).append(e)
@@ -119,7 +119,7 @@ class _Paces:
     reduced: _Pace | None
 
 
-def _paces(priced: Priced, landings: dict[int, _Landing]) -> _Paces:
+def _paces(priced: Priced, landings: dict[NodeId, _Landing]) -> _Paces:
     waits = [r for r in priced.residents if r.late_deaths is not None]
     update = min((int(r.late_deaths.min()) for r in waits if r.late_deaths is not None), default=0)
     if not _sums_inside(priced) or not waits:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...cost import Problem
 from ...graph import Role, ValueId
-from ...sharding import Port, Site
+from ...sharding import NodeId, Port, Site
 from ._operator_map import OperatorMap
 
 # By algorithm: what tensor parallelism splits of a product with a weight.
@@ -54,7 +54,7 @@ class Product:
         sources: its activations: as the product splits them, and where they arise.
     """
 
-    node: int
+    node: NodeId
     operators: tuple[int, ...]
     batch: frozenset[int]
     kinds: dict[int, str]

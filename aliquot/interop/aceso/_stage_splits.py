@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ...cost import Problem, can_split, enumerate_choices
 from ...planners import kinds_of
-from ...sharding import Choice, Port, Projection
+from ...sharding import Choice, NodeId, Port, Projection
 from ._configuration import StageConfiguration
 from ._operator_map import OperatorMap
 from ._products import (
@@ -118,7 +118,7 @@ class StageSplits:
             self._decide_arrays(product)
         return self._allowed()
 
-    def repeat(self) -> frozenset[int]:
+    def repeat(self) -> frozenset[NodeId]:
         """Nodes of the products that the backward pass may work out again."""
         names = self.operators.roles
         return frozenset(

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ...graph import Graph
+from ...graph import Graph, ValueId
 from ...sharding import Layout, MicroBatchPlan, Pins, Spec, TimeKind
 from ._lowering import AbstractLowering
 
@@ -40,16 +40,16 @@ class Totals:
     layout: Layout
     pins: Pins
     without: frozenset[str]
-    landing: dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]] = field(init=False)
+    landing: dict[ValueId, tuple[tuple[Spec, tuple[int, ...]], ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "landing", _landings(self.plan.whole, self.pins))
 
-    def is_summed(self, value: int) -> bool:
+    def is_summed(self, value: ValueId) -> bool:
         """True if the parts' values are added up as they come: sums, and what is averaged."""
         return self.plan.is_summed(value)
 
-    def look(self, value: int) -> tuple[tuple[int, ...], Any]:
+    def look(self, value: ValueId) -> tuple[tuple[int, ...], Any]:
         """Shape and dtype of a running total: at least single precision."""
         what = self.plan.part.values[value]
         dtype = jnp.dtype(what.dtype)
@@ -58,11 +58,11 @@ class Totals:
         lead = (self.layout.groups,) if self.layout.groups > 1 else ()
         return (*lead, *what.shape), dtype
 
-    def zeros(self, value: int) -> Any:
+    def zeros(self, value: ValueId) -> Any:
         """A total before the first part."""
         return self.spread(value, jnp.zeros(*self.look(value)))
 
-    def spread(self, value: int, total: Any) -> Any:
+    def spread(self, value: ValueId, total: Any) -> Any:
         """Keep each group's running total on the group."""
         if self.layout.groups == 1:
             return total
@@ -70,13 +70,13 @@ class Totals:
             total, self.total_spec(value), without=self.without, leading=1
         )
 
-    def total_spec(self, value: int) -> Spec:
+    def total_spec(self, value: ValueId) -> Spec:
         """Split of a running total's dims, without that of the groups."""
         whole: Spec = (-1,) * len(self.pins.inputs[0]) if self.pins.inputs else ()
         chain = self.landing.get(value)
         return chain[-1][0] if chain else self.pins.values.get(value, whole)
 
-    def add_up(self, value: int, total: Any) -> Any:
+    def add_up(self, value: ValueId, total: Any) -> Any:
         """The batch's value from a running total."""
         chain = self.landing.get(value, ())
         if self.layout.groups > 1:
@@ -102,7 +102,7 @@ class Totals:
         others = self.without - {axes[k] for k in scattered}
         return self.lowering.constrain(left, spec, without=others, leading=1, minor=minor).sum(0)
 
-    def combine(self, value: int, stack: Any) -> Any:
+    def combine(self, value: ValueId, stack: Any) -> Any:
         """The batch's value of results that are not summed, stacked by micro-batch, and by group
         where there are any.
         """
@@ -115,13 +115,13 @@ class Totals:
         return stack[(-1,) * len(lead)]
 
 
-def _landings(graph: Graph, pins: Pins) -> dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]]:
+def _landings(graph: Graph, pins: Pins) -> dict[ValueId, tuple[tuple[Spec, tuple[int, ...]], ...]]:
     """Splits that results of pinned operators take on, one after the other, each with the axes that
     are minor in it.
 
     So do casts and transposes of them, which is what becomes of a product that makes a gradient.
     """
-    landings: dict[int, tuple[tuple[Spec, tuple[int, ...]], ...]] = dict(pins.totals)
+    landings: dict[ValueId, tuple[tuple[Spec, tuple[int, ...]], ...]] = dict(pins.totals)
     for op in graph.ops:
         pin = pins.of(op)
         chain = (

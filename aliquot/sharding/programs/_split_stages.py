@@ -17,6 +17,7 @@ from ...graph import (
     SHARED,
     Call,
     Item,
+    OpId,
     Phase,
     Staging,
     ValueId,
@@ -33,7 +34,7 @@ from ._push_out import push_out
 from ._split_update import Update
 from ._stage_programs import Part, StageProgram, StagePrograms
 
-Recompute: TypeAlias = Mapping[int, frozenset[int] | None]
+Recompute: TypeAlias = Mapping[int, frozenset[OpId] | None]
 """By stage the operators that its backward program may work out again; None for all."""
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....cost import Priced, PricedEdge
+from ....sharding import NodeId
 
 Floats = NDArray[np.float64]
 Masks = Sequence[NDArray[np.bool_]]
@@ -75,7 +76,7 @@ def _with_conversions(
     """
     shares = Counter(edge.share for edge in priced.graph.edges)
     total = [seconds.copy() for seconds in above]
-    shared: dict[tuple[int, int], Floats] = {}
+    shared: dict[tuple[NodeId, int], Floats] = {}
     for edge, table, price in zip(priced.graph.edges, priced.edges, prices, strict=True):
         sources, targets = _by_split(table, above[edge.source], above[edge.target])
         out = price[:, targets <= room].min(axis=1, initial=np.inf)[table.source_index]
