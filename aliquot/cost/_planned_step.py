@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..cluster import Cluster, LogicalMesh
-from ..graph import Graph, OpId
+from ..graph import Graph, OpId, StageId
 from ..plans import Plan, Prediction, StagePlan, make_schedule, schedule_kind
 from ..sharding import (
     Choice,
@@ -82,16 +82,16 @@ class PlannedStep:
             self._cut.append(made)
         return self._cut[0]
 
-    def _recompute(self) -> dict[int, frozenset[OpId] | None]:
+    def _recompute(self) -> dict[StageId, frozenset[OpId] | None]:
         """By stage the operators that its backward program may work out again; None for all."""
         assert self.staged is not None
-        found: dict[int, frozenset[OpId] | None] = {}
+        found: dict[StageId, frozenset[OpId] | None] = {}
         stages = zip(self.plan.stages, self.stages, self.staged.extracts, strict=True)
         for k, (planned, stage, extract) in enumerate(stages):
             if planned.recompute == "stage":
-                found[k] = None
+                found[StageId(k)] = None
             elif planned.recompute == "operators":
-                found[k] = frozenset(
+                found[StageId(k)] = frozenset(
                     extract.ops[op] for op in operators_of(stage.problem.nodes, stage.repeat)
                 )
         return found

@@ -96,6 +96,7 @@ from ._types import Phase as Phase
 from ._types import Piece as Piece
 from ._types import Role as Role
 from ._types import Split as Split
+from ._types import StageId as StageId
 from ._types import Value as Value
 from ._types import ValueId as ValueId
 from .rules import Factors as Factors

@@ -17,7 +17,7 @@ from ._first_half import FirstHalf, first_half
 from ._rule import traits_of
 from ._stages import SHARED
 from ._traits import Moves
-from ._types import Call, Graph, Op, Phase, ValueId
+from ._types import Call, Graph, Op, Phase, StageId, ValueId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +40,7 @@ class Deferrable:
         return half.values.isdisjoint(op.outputs) if op.is_link else op.index not in half.ops
 
 
-def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int]) -> Deferrable:
+def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[StageId]) -> Deferrable:
     """The backward items, and parts of loops and remat regions, whose results no other stage needs
     before the update, not even indirectly.
 
@@ -56,7 +56,7 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[int])
     maker = {o: k for k, item in enumerate(items) for o in item.outputs}
     # For each value the stages whose forward or backward pass reads it, directly or through shared
     # items.
-    readers: dict[ValueId, set[int]] = defaultdict(set)
+    readers: dict[ValueId, set[StageId]] = defaultdict(set)
     late = _sums_for_the_update(graph, items)
     for k in range(len(items) - 1, -1, -1):
         item = items[k]
@@ -128,7 +128,7 @@ def _sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
 def _add_reads(
     reads: Sequence[ValueId],
     items: Sequence[Item],
-    stages: Sequence[int],
+    stages: Sequence[StageId],
     maker: dict[ValueId, int],
     needed: set[ValueId],
 ) -> None:

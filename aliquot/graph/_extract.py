@@ -25,6 +25,7 @@ from ._types import (
     Output,
     Phase,
     Role,
+    StageId,
     Value,
     ValueId,
 )
@@ -51,7 +52,7 @@ def extract_stages(
     graph: Graph,
     staging: Staging,
     batch_dims: Mapping[ValueId, int],
-    stages: Iterable[int] | None = None,
+    stages: Iterable[StageId] | None = None,
 ) -> tuple[Extract, ...]:
     """Everything that each stage runs.
 
@@ -63,7 +64,7 @@ def extract_stages(
         stages: those to take; by default all.
     """
     items_of: list[list[int]] = [[] for _ in range(staging.num_stages)]
-    readers: dict[ValueId, set[int]] = {}
+    readers: dict[ValueId, set[StageId]] = {}
     for k, (item, stage) in enumerate(zip(staging.items, staging.stage, strict=True)):
         if stage == SHARED:
             continue
@@ -80,7 +81,7 @@ def extract_stages(
     deferrable = deferrable_items(graph, staging.items, staging.stage)
     named = {item.value: item for item in graph.inputs}
     extracts = []
-    for stage in range(staging.num_stages) if stages is None else stages:
+    for stage in map(StageId, range(staging.num_stages)) if stages is None else stages:
         chosen = _with_shared(staging.items, maker, items_of[stage])
         made_here = {o for k in chosen for o in staging.items[k].outputs}
         reads = dict.fromkeys(

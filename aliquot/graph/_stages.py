@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from ._dataflow import Item
 from ._layers import Layers
-from ._types import Graph, Phase, Role, ValueId
+from ._types import Graph, Phase, Role, StageId, ValueId
 
-SHARED = -1
+SHARED = StageId(-1)
 """In place of a stage: every stage that wants the result works it out."""
 
 
@@ -34,9 +34,9 @@ class Staging:
 
     num_stages: int
     items: tuple[Item, ...]
-    stage: tuple[int, ...]
-    home: dict[ValueId, int]
-    users: dict[ValueId, frozenset[int]]
+    stage: tuple[StageId, ...]
+    home: dict[ValueId, StageId]
+    users: dict[ValueId, frozenset[StageId]]
 
 
 def stage_layers(graph: Graph, layers: Layers, first_layers: Sequence[int]) -> Staging:
@@ -44,12 +44,14 @@ def stage_layers(graph: Graph, layers: Layers, first_layers: Sequence[int]) -> S
     first at 0.
     """
     bounds = [layers.starts[k] for k in first_layers]
-    stage_of = {k: bisect.bisect_right(bounds, place) - 1 for place, k in enumerate(layers.forward)}
+    stage_of = {
+        k: StageId(bisect.bisect_right(bounds, place) - 1) for place, k in enumerate(layers.forward)
+    }
     return assign_stages(graph, layers.items, stage_of, len(first_layers))
 
 
 def assign_stages(
-    graph: Graph, items: Sequence[Item], forward_stage: Mapping[int, int], num_stages: int
+    graph: Graph, items: Sequence[Item], forward_stage: Mapping[int, StageId], num_stages: int
 ) -> Staging:
     """Stages of all items of a step.
 
@@ -60,10 +62,10 @@ def assign_stages(
         num_stages: how many there are.
     """
     stages = [SHARED] * len(items)
-    users: dict[ValueId, set[int]] = {}
+    users: dict[ValueId, set[StageId]] = {}
     origins = _origins(graph, items)
-    latest: dict[ValueId, int] = {}  # the last stage at which a value is at hand
-    made_by: dict[ValueId, int] = {}  # stage of what a backward item makes
+    latest: dict[ValueId, StageId] = {}  # the last stage at which a value is at hand
+    made_by: dict[ValueId, StageId] = {}  # stage of what a backward item makes
     parameters = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
     for k, item in enumerate(items):
         if item.phase is Phase.UPDATE or item.shared:
@@ -75,12 +77,12 @@ def assign_stages(
             known += [
                 latest.get(o) for i in item.inputs for o in origins.get(i, ()) if o in parameters
             ]
-            stages[k] = min((s for s in known if s is not None), default=num_stages - 1)
+            stages[k] = min((s for s in known if s is not None), default=StageId(num_stages - 1))
         for i in item.inputs:
             for origin in origins.get(i, ()):
                 users.setdefault(origin, set()).add(stages[k])
                 if item.phase is Phase.FORWARD:
-                    latest[origin] = max(latest.get(origin, 0), stages[k])
+                    latest[origin] = max(latest.get(origin, stages[k]), stages[k])
             if item.phase is Phase.FORWARD and i in latest:
                 latest[i] = max(latest[i], stages[k])
         place = made_by if item.phase is Phase.BACKWARD else latest
@@ -114,10 +116,10 @@ def place_update(
     graph: Graph,
     items: Sequence[Item],
     update: Sequence[int],
-    stages: list[int],
-    made_by: Mapping[ValueId, int],
-    homes: Mapping[ValueId, int],
-) -> dict[ValueId, int]:
+    stages: list[StageId],
+    made_by: Mapping[ValueId, StageId],
+    homes: Mapping[ValueId, StageId],
+) -> dict[ValueId, StageId]:
     """Stages of update items, written into `stages`, and homes of inputs.
 
     Arrays that update items join belong together, and to the stage that uses their parameter first.
@@ -142,11 +144,12 @@ def place_update(
     kept = {
         i.value: i.role for i in graph.inputs if i.role is not Role.BATCH and not scalar[i.value]
     }
-    votes: dict[int, tuple[int, int]] = {}
+    votes: dict[int, tuple[int, StageId]] = {}
+    nobody = 9, StageId(0)
 
-    def vote(value: ValueId, rank: int, stage: int) -> None:
+    def vote(value: ValueId, rank: int, stage: StageId) -> None:
         group = groups.find(value)
-        votes[group] = min(votes.get(group, (9, 0)), (rank, stage))
+        votes[group] = min(votes.get(group, nobody), (rank, stage))
 
     for value, stage in homes.items():
         if value in kept:
@@ -156,8 +159,8 @@ def place_update(
             vote(value, 2, stage)
     for k in update:
         if arrays[k] and any(not scalar[i] for i in items[k].inputs):
-            stages[k] = votes.get(groups.find(arrays[k][0]), (0, 0))[1]
-    return {value: votes.get(groups.find(value), (0, 0))[1] for value in kept}
+            stages[k] = votes.get(groups.find(arrays[k][0]), nobody)[1]
+    return {value: votes.get(groups.find(value), nobody)[1] for value in kept}
 
 
 class _Groups:

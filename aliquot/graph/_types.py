@@ -22,6 +22,9 @@ NO_VALUE = ValueId(-1)
 OpId = NewType("OpId", int)
 """Position of an operator in `Graph.ops`."""
 
+StageId = NewType("StageId", int)
+"""Number of a stage of a pipeline, in the order in which a micro-batch passes through them."""
+
 
 class Role(enum.StrEnum):
     """Role of an input of the step in training."""

@@ -23,7 +23,17 @@ from ..cost import (
     phase_costs,
     price,
 )
-from ..graph import Block, Graph, OpId, Phase, Staging, extract_stages, find_repeats, stage_layers
+from ..graph import (
+    Block,
+    Graph,
+    OpId,
+    Phase,
+    StageId,
+    Staging,
+    extract_stages,
+    find_repeats,
+    stage_layers,
+)
 from ..sharding import LayeredStep, traces_in_groups
 from ._base import Progress
 from ._helper import HelperProcess
@@ -181,7 +191,7 @@ def solve_layers(
     classes = [numbers.setdefault(by_layer[unit], len(numbers)) for unit in units]
     representatives = [units[classes.index(c)] for c in range(len(numbers))]
     meshes = sorted({(o.submesh, o.mesh_shape) for o in options})
-    extracts = extract_stages(step.part, staged, step.batch_dims, representatives)
+    extracts = extract_stages(step.part, staged, step.batch_dims, map(StageId, representatives))
     queue = (helper or HelperProcess(wanted=False)).share(_solve_layer)
     problems = []
     for number, (unit, extract) in enumerate(zip(representatives, extracts, strict=True)):

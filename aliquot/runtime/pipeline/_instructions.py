@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...graph import ValueId
+from ...graph import StageId, ValueId
 from ...plans import Schedule, TaskKind
 from ...sharding import Part
 from ._stage_functions import Form, Key, StageFunction
@@ -35,7 +35,7 @@ class Run:
     """
 
     function: int
-    stage: int
+    stage: StageId
     micro_batch: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -46,8 +46,8 @@ class Run:
 class Send:
     """Move arrays from one stage's mesh to another's, all in one transfer."""
 
-    source: int
-    target: int
+    source: StageId
+    target: StageId
     micro_batch: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -68,19 +68,19 @@ class Instructions:
     """
 
     steps: tuple[Run | Send, ...]
-    slots: tuple[tuple[int, Key, int], ...]
+    slots: tuple[tuple[StageId, Key, int], ...]
     given: dict[int, dict[ValueId, int]]
     zeros: dict[int, dict[ValueId, int]]
     numbers: dict[int, tuple[int, ...]]
-    results: dict[tuple[int, ValueId], int]
+    results: dict[tuple[StageId, ValueId], int]
 
 
 def write_instructions(
     functions: Sequence[StageFunction],
     schedule: Schedule,
     *,
-    home: Mapping[ValueId, int],
-    results: Iterable[tuple[int, ValueId]],
+    home: Mapping[ValueId, StageId],
+    results: Iterable[tuple[StageId, ValueId]],
 ) -> Instructions:
     """Instructions of a step.
 
@@ -115,25 +115,25 @@ class _Writer:
     def __init__(self, functions: Sequence[StageFunction], num_micro_batches: int) -> None:
         self._functions, self._num_micro_batches = functions, num_micro_batches
         self.steps: list[Run | Send] = []
-        self.slots: dict[tuple[int, Key, int], int] = {}
+        self.slots: dict[tuple[StageId, Key, int], int] = {}
         self._moved: set[int] = set()
-        self._readers: dict[tuple[Form, ValueId], list[int]] = {}
+        self._readers: dict[tuple[Form, ValueId], list[StageId]] = {}
         for f in functions:
             for key in f.takes:
                 readers = self._readers.setdefault((key.form, key.value), [])
                 if f.program.stage not in readers:
                     readers.append(f.program.stage)
 
-    def slot(self, stage: int, key: Key, micro_batch: int) -> int:
+    def slot(self, stage: StageId, key: Key, micro_batch: int) -> int:
         if key.form in (Form.GIVEN, Form.EARLY, Form.TOTAL, Form.LATE, Form.PACKED):
             micro_batch = -1
         elif key.micro_batch >= 0:
             micro_batch, key = key.micro_batch, Key(key.form, key.value)
         return self.slots.setdefault((stage, key, micro_batch), len(self.slots))
 
-    def spread_inputs(self, home: Mapping[ValueId, int]) -> None:
+    def spread_inputs(self, home: Mapping[ValueId, StageId]) -> None:
         """Bring to every stage what it reads of another stage's state."""
-        wanted: dict[tuple[int, int], list[ValueId]] = {}
+        wanted: dict[tuple[StageId, StageId], list[ValueId]] = {}
         for (form, value), readers in self._readers.items():
             if form is Form.GIVEN and value in home:
                 self.slot(home[value], Key(form, value), -1)
@@ -171,7 +171,7 @@ class _Writer:
 
     def _send_all(self, f: StageFunction, micro_batch: int) -> None:
         source = f.program.stage
-        targets: dict[int, list[Key]] = {}
+        targets: dict[StageId, list[Key]] = {}
         for key in f.gives:
             if key.form in (Form.SENT, Form.LATE, Form.PACKED):
                 for stage in self._readers.get((key.form, key.value), []):
@@ -180,7 +180,9 @@ class _Writer:
         for target, keys in sorted(targets.items()):
             self._send(source, target, micro_batch, keys)
 
-    def _send(self, source: int, target: int, micro_batch: int, keys: Sequence[Key]) -> None:
+    def _send(
+        self, source: StageId, target: StageId, micro_batch: int, keys: Sequence[Key]
+    ) -> None:
         outputs = tuple(self.slot(target, key, micro_batch) for key in keys)
         self._moved.update(outputs)
         self.steps.append(

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...graph import ValueId
+from ...graph import StageId, ValueId
 from ...sharding import Part
 from ._stage_functions import Form, Key, StageFunction
 
@@ -24,7 +24,7 @@ def pack_scalars(functions: Sequence[StageFunction]) -> tuple[StageFunction, ...
     A vector's value number lies behind all others.
     """
     packs: dict[int, dict[Key, list[ValueId]]] = {}
-    packed: dict[tuple[int, ValueId], tuple[Key, int]] = {}
+    packed: dict[tuple[StageId, ValueId], tuple[Key, int]] = {}
     number = 1 + max((key.value for f in functions for key in (*f.takes, *f.gives)), default=0)
     for k, f in enumerate(functions):
         by_dtype: dict[str, list[ValueId]] = {}
@@ -70,8 +70,8 @@ def _packing(f: StageFunction, packs: Mapping[Key, Sequence[ValueId]]) -> StageF
 
 def _unpacking(
     f: StageFunction,
-    packed_at: Mapping[tuple[int, ValueId], tuple[Key, int]],
-    made_at: Mapping[ValueId, int],
+    packed_at: Mapping[tuple[StageId, ValueId], tuple[Key, int]],
+    made_at: Mapping[ValueId, StageId],
 ) -> StageFunction:
     """The function with vectors in place of arguments from other stages."""
     stage = f.program.stage

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...core import PlanMismatchError
-from ...graph import Graph, ValueId
+from ...graph import Graph, StageId, ValueId
 from ...plans import Schedule
 from ...sharding import Part, StagePrograms, TimeKind, struct_of
 from ..transport import Peers, processes_of, watch
@@ -111,7 +111,7 @@ class Pipeline:
         self._stages: tuple[CompiledStage | None, ...] = ()
         self._issuer: Issuer | None = None
 
-    def _homes(self) -> dict[ValueId, int]:
+    def _homes(self) -> dict[ValueId, StageId]:
         """Stage of each input that is kept: that of its successor, else the first one that reads
         it.
         """
@@ -122,7 +122,7 @@ class Pipeline:
                 home[item.value] = where[0]
             elif item.output is not None and item.value not in home:
                 readers = [p.stage for p in self._programs.programs if item.value in p.given]
-                home[item.value] = min(readers, default=0)
+                home[item.value] = min(readers, default=StageId(0))
         return home
 
     def _sent(self, in_body: bool) -> frozenset[ValueId]:

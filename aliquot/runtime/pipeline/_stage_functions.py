@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...graph import NO_VALUE, ValueId
+from ...graph import NO_VALUE, StageId, ValueId
 from ...sharding import Layout, MicroBatchGraphs, MicroBatchPlan, Part, Pins, StageProgram, TimeKind
 from ..spmd import ConstraintLowering, Totals, partition
 
@@ -162,7 +162,7 @@ def build_function(
     program: StageProgram,
     context: StageContext,
     *,
-    made_by: Mapping[ValueId, int],
+    made_by: Mapping[ValueId, StageId],
     sent: frozenset[ValueId],
 ) -> StageFunction:
     """The function of a program.
@@ -194,7 +194,7 @@ def _early(program: StageProgram, context: StageContext) -> StageFunction:
 def _body(
     program: StageProgram,
     context: StageContext,
-    made_by: Mapping[ValueId, int],
+    made_by: Mapping[ValueId, StageId],
     sent: frozenset[ValueId],
 ) -> StageFunction:
     grouped = context.layout.groups > 1
@@ -235,7 +235,9 @@ def _body(
     return StageFunction(program=program, takes=tuple(takes), gives=tuple(gives), run=run)
 
 
-def _is_read_at_home(value: ValueId, program: StageProgram, made_by: Mapping[ValueId, int]) -> bool:
+def _is_read_at_home(
+    value: ValueId, program: StageProgram, made_by: Mapping[ValueId, StageId]
+) -> bool:
     return made_by[value] == program.stage and value in program.kept
 
 

@@ -33,18 +33,18 @@ def measured_trace(pipeline: Pipeline, spans: Sequence[Span], title: str) -> Tra
     for number, step in enumerate(steps):
         if isinstance(step, Run):
             kind = _KINDS.get(part := pipeline.functions[step.function].program.part, part.value)
-            lane, submesh, stage = "compute", step.stage, step.stage
+            lane, at, stage = "compute", step.stage, step.stage
             last[step.stage] = kind
         else:
             kind = last[step.source] or "inputs"
             lane = "transfers" if step.target > step.source else "transfers back"
-            submesh, stage = step.source, step.target
+            at, stage = step.source, step.target
         if number in timed:
             events.append(
                 TraceEvent(
                     kind=kind,
                     lane=lane,
-                    submesh=schedule.submesh_of(submesh),
+                    submesh=schedule.submesh_of(at),
                     stage=stage,
                     micro_batch=step.micro_batch,
                     start_s=timed[number][0],

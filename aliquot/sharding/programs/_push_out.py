@@ -10,7 +10,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...graph import SHARED, Call, Op, Operand, OpId, Staging, ValueId, hands_on_gradients, items_of
+from ...graph import (
+    SHARED,
+    Call,
+    Op,
+    Operand,
+    OpId,
+    StageId,
+    Staging,
+    ValueId,
+    hands_on_gradients,
+    items_of,
+)
 from ..micro_batches import MicroBatchPlan, TimeKind
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
@@ -73,14 +84,14 @@ def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
 
 def _sources(
     parts: MicroBatchGraphs, maker: Mapping[ValueId, OpId], staging: Staging
-) -> dict[ValueId, frozenset[int]]:
+) -> dict[ValueId, frozenset[StageId]]:
     """The stages whose results a value adds up."""
     stage_of = {
         o: s for item, s in zip(staging.items, staging.stage, strict=True) for o in item.outputs
     }
-    sources: dict[ValueId, frozenset[int]] = {}
+    sources: dict[ValueId, frozenset[StageId]] = {}
 
-    def of(value: Operand) -> frozenset[int]:
+    def of(value: Operand) -> frozenset[StageId]:
         assert isinstance(value, int)
         stage = stage_of.get(value, SHARED)
         return sources.get(value, frozenset([stage]) - {SHARED})

@@ -19,6 +19,7 @@ from ...graph import (
     Item,
     OpId,
     Phase,
+    StageId,
     Staging,
     ValueId,
     deferrable_items,
@@ -34,7 +35,7 @@ from ._push_out import push_out
 from ._split_update import Update
 from ._stage_programs import Part, StageProgram, StagePrograms
 
-Recompute: TypeAlias = Mapping[int, frozenset[OpId] | None]
+Recompute: TypeAlias = Mapping[StageId, frozenset[OpId] | None]
 """By stage the operators that its backward program may work out again; None for all."""
 
 
@@ -84,7 +85,7 @@ class _Draft:
         reads: values that it takes from other programs or from the step's inputs.
     """
 
-    stage: int
+    stage: StageId
     part: Part
     assigned: list[Item] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
@@ -128,15 +129,15 @@ class _Body:
         self._drafts_by = drafts
         self.programs = {key: self._program(draft, drafts, ()) for key, draft in drafts.items()}
 
-    def _stages(self) -> dict[int, int]:
+    def _stages(self) -> dict[int, StageId]:
         """Stages by item: those of the whole step's items, and for what was put in between those of
         its operands.
         """
-        by_op: dict[tuple[str, int], int] = {}
+        by_op: dict[tuple[str, int], StageId] = {}
         for item, stage in zip(self._staging.items, self._staging.stage, strict=True):
             by_op |= dict.fromkeys(_keys(item), stage)
-        stages: dict[int, int] = {}
-        made_by: dict[ValueId, int] = {}
+        stages: dict[int, StageId] = {}
+        made_by: dict[ValueId, StageId] = {}
         for item in self._items:
             known = [by_op[key] for key in _keys(item) if key in by_op]
             stage = (
@@ -186,12 +187,12 @@ class _Body:
             items += pair
         self._items = items
 
-    def _drafts(self) -> dict[tuple[int, Part], _Draft]:
-        drafts: dict[tuple[int, Part], _Draft] = {}
-        for stage in range(self._staging.num_stages):
+    def _drafts(self) -> dict[tuple[StageId, Part], _Draft]:
+        drafts: dict[tuple[StageId, Part], _Draft] = {}
+        for stage in map(StageId, range(self._staging.num_stages)):
             for part in self._parts_of_a_task():
                 drafts[stage, part] = _Draft(stage, part)
-        backward: dict[int, list[Item]] = {}
+        backward: dict[StageId, list[Item]] = {}
         for item in self._items:
             stage = self._stage[id(item)]
             if stage == SHARED:
@@ -216,9 +217,9 @@ class _Body:
             return Part.FORWARD, Part.BACKWARD_INPUT, Part.BACKWARD_WEIGHT
         return Part.FORWARD, Part.BACKWARD
 
-    def _add_shared_crossing(self, drafts: Mapping[tuple[int, Part], _Draft]) -> None:
+    def _add_shared_crossing(self, drafts: Mapping[tuple[StageId, Part], _Draft]) -> None:
         """Let the last stage's forward program compute what the update needs of shared items."""
-        last = self._staging.num_stages - 1
+        last = StageId(self._staging.num_stages - 1)
         for value in self._graphs.crossing:
             if value in self._maker and value not in self.stage_of_value:
                 self.stage_of_value[value] = last
@@ -247,7 +248,7 @@ class _Body:
             dict.fromkeys(i for item in draft.items for i in item.inputs if i not in known)
         )
 
-    def _keep_less(self, drafts: Mapping[tuple[int, Part], _Draft]) -> None:
+    def _keep_less(self, drafts: Mapping[tuple[StageId, Part], _Draft]) -> None:
         """Work out again, in a backward program, what is cheaper to work out than to keep from the
         forward program.
         """
@@ -257,7 +258,7 @@ class _Body:
         }
         free = self._given | self._early | {self._graphs.group, self._graphs.micro_batch} | anybody
         free |= graph.constants.keys()
-        for stage in range(self._staging.num_stages):
+        for stage in map(StageId, range(self._staging.num_stages)):
             forward = drafts[stage, Part.FORWARD]
             mine = [item for item in forward.items if self._stage[id(item)] != SHARED]
             names = [graph.ops[item.ops[0]].name if item.ops else "" for item in mine]
@@ -277,7 +278,9 @@ class _Body:
                 )
                 self._close(draft, items_between(mine, wanted, kept))
 
-    def finished(self, wanted: Iterable[int], plan: MicroBatchPlan | None) -> list[StageProgram]:
+    def finished(
+        self, wanted: Iterable[ValueId], plan: MicroBatchPlan | None
+    ) -> list[StageProgram]:
         """The programs, with totals of `wanted` values where they are made."""
         programs = []
         wanted = set(wanted)
@@ -299,7 +302,7 @@ class _Body:
     def _program(
         self,
         draft: _Draft,
-        drafts: Mapping[tuple[int, Part], _Draft],
+        drafts: Mapping[tuple[StageId, Part], _Draft],
         totals: tuple[ValueId, ...],
         plan: MicroBatchPlan | None = None,
     ) -> StageProgram:

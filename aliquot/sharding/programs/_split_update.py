@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ...graph import SHARED, Call, Operand, Staging, ValueId, items_of, place_update
+from ...graph import SHARED, Call, Operand, StageId, Staging, ValueId, items_of, place_update
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 from ._stage_programs import Part, StageProgram
 
@@ -16,7 +16,7 @@ class Update:
     """Programs that run once a step, after the last micro-batch."""
 
     def __init__(
-        self, parts: MicroBatchGraphs, staging: Staging, made_by: Mapping[ValueId, int]
+        self, parts: MicroBatchGraphs, staging: Staging, made_by: Mapping[ValueId, StageId]
     ) -> None:
         self._graph = graph = parts.late
         self._items = items = items_of(graph)
@@ -31,17 +31,19 @@ class Update:
         )
         for k, item in enumerate(items):
             if isinstance(item.what, Call) and self._stage[k] == SHARED:
-                self._stage[k] = 0
-        self._rounds: dict[tuple[int, int], int] = {}
+                self._stage[k] = StageId(0)
+        self._rounds: dict[tuple[StageId, ValueId], int] = {}
         self._last = staging.num_stages
         self._round_of = self._late_as_can_be([self._item_round(k) for k in range(len(items))])
-        self.stage_of_value: dict[ValueId, int] = {
+        self.stage_of_value: dict[ValueId, StageId] = {
             o: self._stage[k] for o, k in self._maker.items() if self._stage[k] != SHARED
         }
-        self.outputs: list[tuple[int, int] | None] = [self._where(o.value) for o in graph.outputs]
+        self.outputs: list[tuple[StageId, int] | None] = [
+            self._where(o.value) for o in graph.outputs
+        ]
         self.programs = self._build()
 
-    def _round(self, stage: int, value: ValueId) -> int:
+    def _round(self, stage: StageId, value: ValueId) -> int:
         """The first round of a stage's update in which it can have a value."""
         known = self._rounds.get((stage, value))
         if known is not None:
@@ -86,7 +88,7 @@ class Update:
                 rounds[k] = max(rounds[k], min(rounds[reader] for reader in readers_of_item))
         return rounds
 
-    def _where(self, operand: Operand) -> tuple[int, int] | None:
+    def _where(self, operand: Operand) -> tuple[StageId, int] | None:
         """Stage and round that hold a result of the step."""
         if not isinstance(operand, int) or operand in self._given:
             return None
@@ -96,12 +98,13 @@ class Update:
             k = self._maker[operand]
             return self._stage[k], self._round_of[k]
         return min(
-            ((s, self._round(s, operand)) for s in range(self._last)), key=lambda w: (w[1], w[0])
+            ((s, self._round(s, operand)) for s in map(StageId, range(self._last))),
+            key=lambda w: (w[1], w[0]),
         )
 
     def _build(self) -> list[StageProgram]:
-        items_in: dict[tuple[int, int], set[int]] = {}
-        results: dict[tuple[int, int], set[ValueId]] = {}
+        items_in: dict[tuple[StageId, int], set[int]] = {}
+        results: dict[tuple[StageId, int], set[ValueId]] = {}
         for k in range(len(self._items)):
             if self._stage[k] != SHARED:
                 items_in.setdefault((self._stage[k], self._round_of[k]), set()).add(k)
@@ -161,7 +164,7 @@ class Update:
         self.stage_of_value |= {v: self._crossing[v] for v in self.wanted_totals}
         return programs
 
-    def _closure(self, stage: int, chosen: Iterable[int]) -> set[int]:
+    def _closure(self, stage: StageId, chosen: Iterable[int]) -> set[int]:
         items = set(chosen)
         waiting = list(items)
         while waiting:

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...graph import Graph, ValueId
+from ...graph import Graph, StageId, ValueId
 
 
 class Part(enum.StrEnum):
@@ -43,7 +43,7 @@ class StageProgram:
         combines: totals that it turns into the whole batch's values before anything else.
     """
 
-    stage: int
+    stage: StageId
     part: Part
     round: int = 0
     graph: Graph
@@ -76,6 +76,6 @@ class StagePrograms:
     """
 
     programs: tuple[StageProgram, ...]
-    made_by: Mapping[ValueId, int]
-    outputs: tuple[tuple[int, int] | None, ...]
-    home: Mapping[ValueId, int]
+    made_by: Mapping[ValueId, StageId]
+    outputs: tuple[tuple[StageId, int] | None, ...]
+    home: Mapping[ValueId, StageId]
