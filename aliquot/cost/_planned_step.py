@@ -10,7 +10,7 @@ import numpy as np
 
 from ..cluster import Cluster, LogicalMesh
 from ..graph import Graph, OpId, StageId
-from ..plans import Plan, Prediction, StagePlan, make_schedule, schedule_kind
+from ..plans import SCHEDULES, Plan, Prediction, StagePlan, make_schedule
 from ..sharding import (
     Choice,
     LayeredStep,
@@ -74,7 +74,7 @@ class PlannedStep:
                 staged.staging,
                 groups if plan.num_micro_batches > 1 else [1] * len(groups),
                 num_micro_batches=plan.num_micro_batches,
-                split_backward=schedule_kind(plan.schedule).splits_backward,
+                split_backward=SCHEDULES[plan.schedule].splits_backward,
                 recompute=self._recompute(),
                 semantics=plan.micro_batch_semantics,
                 on_missing_rule=self.stages[0].problem.nodes.on_missing_rule,

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from aliquot.graph import Graph, Phase, Role, Staging, capture, cut_layers, items_of, stage_layers
 from aliquot.graph._stages import assign_stages
-from aliquot.plans import make_schedule, schedule_kind
+from aliquot.plans import SCHEDULES, make_schedule
 from aliquot.runtime import PipelineRunner, Step
 from aliquot.runtime._check import StepCheck, compare
 from aliquot.runtime.pipeline._build_pipeline import StageSetup, build_pipeline
@@ -88,7 +88,7 @@ def build(
     chosen = [setups[k % len(sizes)] for k in range(stages.num_stages)]
     lists = make_schedule(schedule, stages.num_stages, micro_batches, len(sizes))
     groups = [s.mesh.size if s.data_axes and micro_batches > 1 else 1 for s in chosen]
-    splits = schedule_kind(schedule).splits_backward
+    splits = SCHEDULES[schedule].splits_backward
     cut = cut_pipeline(
         graph,
         stages,
