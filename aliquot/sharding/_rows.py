@@ -26,7 +26,7 @@ def gathered_by_rows(
         above_bytes: smaller arrays are gathered together with others instead.
 
     >>> [gathered_by_rows(32, 3, 2**30, (dim,), (-1,), 2**24) for dim in (1, 0)]
-    (True, False)
+    [True, False]
     """
     if rank < 3 or num_bytes <= above_bytes or num_bytes < length * _LEAST_ROW_BYTES:
         return False
