@@ -47,8 +47,8 @@ def find_blocks(
     Args:
         factors: which factors of an entry an option may split. `"cfp"`, as in the paper: those of
             the batch and of the parameter, and no axis that divides one may be left unused.
-            `"all"`: also other dims of the activation, such as the sequence, and axes may be left
-            unused.
+            `"all"`: also other dims of the activation, such as the sequence; axes may be left
+            unused; and products of the backward pass may exchange axes of equal size.
 
     Raises:
         InputError: for other `factors`.
@@ -358,6 +358,11 @@ class _Finder:
             may_repeat=factors == "all",
             linked=linked,
             handed_over={p: handed for p in products if (handed := self._handed_over(p))},
+            exchanging=frozenset(
+                p
+                for p in products
+                if factors == "all" and self.products[p].phase is not Phase.FORWARD
+            ),
         )
 
     def _handed_over(self, product: int) -> frozenset[int]:

@@ -31,6 +31,9 @@ class ParallelBlock:
             dispatch and combine), its factors over which those experts are split. Any mesh axis may
             split these whatever the option, because tokens move between devices either before or
             after the product.
+        exchanging: products that may follow an option with mesh axes of equal size exchanged, such
+            as `(0, 2)` instead of `(2, 0)`. Activations then move between devices, which may take
+            less time than a sum over the slower axis.
     """
 
     entry: int
@@ -40,6 +43,23 @@ class ParallelBlock:
     may_repeat: bool
     linked: Mapping[int, tuple[int, ...]]
     handed_over: Mapping[int, frozenset[int]]
+    exchanging: frozenset[int] = frozenset()
+
+    def followed_by(
+        self, product: int, option: Choice, axis_sizes: Sequence[int]
+    ) -> tuple[Choice, ...]:
+        """The options of the entry with which a product may agree where the entry is split by
+        `option`: this one, and for `exchanging` products those with equal axes exchanged.
+        """
+        if product not in self.exchanging:
+            return (option,)
+        axes = range(len(option))
+        orders = [
+            order
+            for order in itertools.permutations(axes)
+            if all(axis_sizes[axis] == axis_sizes[other] for axis, other in enumerate(order))
+        ]
+        return tuple(dict.fromkeys(tuple(option[other] for other in order) for order in orders))
 
     def allows(self, product: int, choices: NDArray[np.int64], option: Choice) -> NDArray[np.bool_]:
         """True for each choice of a product that agrees with an option of the entry.

@@ -126,6 +126,19 @@ def test_options_split_what_divides():
     assert len(block.options((8, 8), sizes)) == 8  # a batch of 16 cannot be split in 64
 
 
+def test_products_of_the_backward_pass_may_exchange_axes_of_equal_size():
+    graph, nodes = nodes_of("gpt-10m", 2, recompute="block")
+    for block in find_blocks(graph, nodes, factors="all"):
+        for product in block.products:
+            ways = block.followed_by(product, (0, 2, -1), (4, 2, 4))
+            if nodes.nodes[product].phase is Phase.FORWARD:
+                assert ways == ((0, 2, -1),)
+            else:
+                assert ways == ((0, 2, -1), (-1, 2, 0))
+    # The paper's options are one split for all products.
+    assert not any(block.exchanging for block in find_blocks(graph, nodes, factors="cfp"))
+
+
 def test_dispatch_and_combine_may_also_be_split_over_experts():
     """Tokens change devices before the product or behind it: a choice inside the block of the
     gate.

@@ -65,7 +65,7 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
         choices, masks = [], []
         for option in block.options(priced.axis_sizes, sizes):
             of_option = {
-                p: space.allowed[p] & block.allows(p, priced.nodes[p].choices, option)
+                p: space.allowed[p] & _follows(block, p, space, option)
                 for p in block.products
             }
             if all(mask.any() for mask in of_option.values()):
@@ -76,6 +76,15 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
                 BlockOptions(block=block, choices=tuple(choices), masks=tuple(masks))
             )
     return tuple(with_options)
+
+
+def _follows(
+    block: ParallelBlock, product: int, space: Space, option: Choice
+) -> NDArray[np.bool_]:
+    """True for each choice of a product that agrees with an option of its block's entry."""
+    choices = space.priced.nodes[product].choices
+    ways = block.followed_by(product, option, space.priced.axis_sizes)
+    return np.logical_or.reduce([block.allows(product, choices, way) for way in ways])
 
 
 def restrict_blocks(
