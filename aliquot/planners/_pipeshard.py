@@ -25,6 +25,7 @@ from ._one_program import (
     as_one_program,
     fewer_micro_batches,
     is_too_large,
+    least_compute_s,
     one_program_by_doubling,
     one_program_scope,
 )
@@ -38,6 +39,8 @@ from .intra import ILP, AbstractIntra
 _MOST_COUNTS = 4
 # Stages that are solved as wholes take up to so much less than their layers one by one.
 _LESS_AS_WHOLES = 0.03
+# With one micro-batch half of the devices are mostly idle, or more.
+_IDLE_WITH_ONE = 2.0
 # Units, times options, times devices, of steps for which other numbers of stages are solved.
 _SMALL = 10_000
 # Smaller steps are searched before a helper process is ready.
@@ -297,6 +300,15 @@ def _search_counts(
         raise refusals[0]
     best = _fastest(decisions)
     assert best is not None
+    leaves_out_one = method.num_micro_batches is None and 1 not in priced and most_counts > 1
+    if leaves_out_one and best.step_time_s > _IDLE_WITH_ONE * least_compute_s(task.problem(1)):
+        try:
+            priced[1] = price([1])
+            decisions += _with_one_micro_batch(method, task, priced[1], best, helper)
+        except KeyboardInterrupt as stopped:
+            raise _StoppedSearch(best) from stopped
+        best = _fastest(decisions)
+        assert best is not None
     if method.num_stages is None and method.inter.searches:
         decisions += _with_other_numbers_of_stages(
             method, task, priced[best.num_micro_batches], best, helper
@@ -313,6 +325,25 @@ def _search_counts(
     )
     program = as_one_program(chains) if is_open and method.inter.searches else None
     return PipelineSearch(decision=best, program=program, tried=tuple(tried))
+
+
+def _with_one_micro_batch(
+    method: PipeshardParallel,
+    task: Task,
+    priced: PricedLayers,
+    best: Decision,
+    helper: HelperProcess,
+) -> list[Decision]:
+    """A pipeline of one micro-batch, if it may be faster than the best with more: one stage at a
+    time is busy, but collectives stay within a stage and happen once.
+    """
+    try:
+        promised = method.inter.solve(priced.chains, limits=method.limits, helper=helper)
+        if promised.step_time_s * (1 - _LESS_AS_WHOLES) >= best.step_time_s:
+            return []
+        return [solve_with(method, task, priced, helper)]
+    except (InfeasibleError, InputError):
+        return []
 
 
 def _with_other_numbers_of_stages(

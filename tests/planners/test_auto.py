@@ -52,6 +52,15 @@ def test_auto_makes_a_pipeline_where_that_is_faster():
     assert plan.prediction.step_time_s < whole.prediction.step_time_s
 
 
+def test_one_micro_batch_is_searched_for_where_computing_takes_little_of_the_step():
+    step, cluster = mlp((512, 2048, 512, 2048, 512), 64), Cluster.preset("2x4xA100-40GB")
+    free, one, two = (
+        aq.plan(*step, cluster=cluster, num_micro_batches=count) for count in (None, 1, 2)
+    )
+    assert len(free.stages) > 1 and free.num_micro_batches == 1
+    assert free.prediction.step_time_s == one.prediction.step_time_s < two.prediction.step_time_s
+
+
 def no_pipelines(monkeypatch, error):
     def refuse(method, task):
         raise error
