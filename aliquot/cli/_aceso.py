@@ -9,24 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from ..core import InputError
+from ._aceso_options import AcesoChain, AcesoDatabase
 from ._options import Json
 from ._session import session
-
-_Database = Annotated[
-    Path,
-    typer.Option(
-        "--database",
-        metavar="DIR",
-        help="A folder that Aceso's profiler wrote.",
-        show_default=False,
-    ),
-]
-_Chain = Annotated[
-    Path | None,
-    typer.Option(
-        "--chain", metavar="FILE", help="A TOML file that says which operators follow one another."
-    ),
-]
 
 
 def show(
@@ -73,7 +58,7 @@ def evaluate(
     configuration: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="A configuration in Aceso's JSON.")
     ],
-    database: _Database,
+    database: AcesoDatabase,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")] = 1,
     gpus_per_node: Annotated[
         int, typer.Option("--gpus-per-node", min=1, help="GPUs of each node.")
@@ -81,7 +66,7 @@ def evaluate(
     memory_limit_mb: Annotated[
         float | None, typer.Option("--memory-limit-mb", help="MiB that a device may use.")
     ] = None,
-    chain: _Chain = None,
+    chain: AcesoChain = None,
     as_json: Json = False,
 ) -> None:
     """Predict iteration time and memory of a configuration with Aceso's performance model, and what

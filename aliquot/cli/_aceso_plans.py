@@ -11,8 +11,15 @@ import typer
 
 from ..core import InputError, nearest
 from ._devices import use_host_only
-from ._model_options import Dtype, MemoryLimit, SeqLen, Settings, model_options
-from ._options import Json, PlanFile, read_cluster
+from ._model_options import (
+    Dtype,
+    MemoryLimit,
+    ModelOptions,
+    SeqLen,
+    Settings,
+    read_memory_limit,
+)
+from ._options import DescribedCluster, Json, PlanFile, read_cluster
 from ._session import session
 
 if TYPE_CHECKING:
@@ -84,9 +91,7 @@ def import_plan(
             "--model", help="A GPT or T5 of the zoo, such as gpt-1.3b.", show_default=False
         ),
     ],
-    cluster: Annotated[
-        str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)
-    ],
+    cluster: DescribedCluster,
     out: Annotated[
         Path, typer.Option(metavar="PLAN.json", help="The plan to write.", show_default=False)
     ],
@@ -114,9 +119,14 @@ def import_plan(
         configuration = read_configuration(config_file)
         if model not in MODELS:
             raise InputError(f"there is no model {model!r}: {nearest(model, MODELS)}")
-        options, limit_bytes = model_options(
-            configuration.global_batch, seq_len, dtype, "none", False, settings, memory_limit
-        )
+        options = ModelOptions(
+            global_batch=configuration.global_batch,
+            seq_len=seq_len,
+            dtype=dtype,
+            recompute="none",
+            settings=settings,
+        ).read()
+        limit_bytes = read_memory_limit(memory_limit)
         known = resolve(model, options, where)
         assert known.workload is not None
         config = _transformer(known.workload, model)

@@ -4,6 +4,7 @@ its own predicts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +13,9 @@ import typer
 from ..core import InputError
 from ._bench_aceso import PublishedTables, accuracy_rows
 from ._devices import use_host_only
+from ._groups import takes_groups
 from ._model_options import SeqLen, Settings
-from ._options import Json, read_cluster, read_settings
+from ._options import DescribedCluster, Json, ProfilesOfAny, read_cluster, read_settings
 from ._session import Session, session
 
 if TYPE_CHECKING:
@@ -24,22 +26,28 @@ if TYPE_CHECKING:
 _FAMILIES = ("gpt",)
 
 
-def profile(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DatabaseOptions:
+    """The options that say what a database is about and where it is written."""
+
     model: Annotated[
         str, typer.Argument(help="A GPT of the zoo, such as gpt-1.3b.", show_default=False)
-    ],
-    cluster: Annotated[
-        str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)
-    ],
+    ]
+    cluster: DescribedCluster
     out: Annotated[
         Path,
         typer.Option(metavar="DIR", help="A new folder for the CSV files.", show_default=False),
-    ],
+    ]
     micro_batch_sizes: Annotated[
         str, typer.Option(help="Samples of a micro-batch on each rank.")
-    ] = "1,2,4,8",
-    seq_len: SeqLen = None,
-    settings: Settings = None,
+    ] = "1,2,4,8"
+    seq_len: SeqLen = None
+    settings: Settings = None
+
+
+@takes_groups
+def profile(
+    options: _DatabaseOptions,
     size: Annotated[
         str | None,
         typer.Option(help="How the files name the size; by default as the model, such as 1_3B."),
@@ -48,12 +56,7 @@ def profile(
         Path | None,
         typer.Option(metavar="FILE", help="Use what this database holds; see aliquot profile run."),
     ] = None,
-    profiles_of_any: Annotated[
-        bool,
-        typer.Option(
-            "--profiles-of-any", help="Also use measurements of other devices or of another JAX."
-        ),
-    ] = False,
+    profiles_of_any: ProfilesOfAny = False,
     as_json: Json = False,
 ) -> None:
     """Write a database of a model in Aceso's format: operators, collectives and transfers, as our
@@ -61,82 +64,38 @@ def profile(
     """
     with session(as_json) as say:
         use_host_only()
-        _write(
-            model,
-            read_cluster(cluster),
-            out,
-            micro_batch_sizes,
-            seq_len,
-            settings,
-            size,
-            profiles,
-            profiles_of_any,
-            say,
-        )
+        _write(options, size, profiles, profiles_of_any, say)
 
 
+@takes_groups
 def export(
     database: Annotated[
         Path, typer.Argument(metavar="DATABASE", help="A profile database.", show_default=False)
     ],
-    model: Annotated[
-        str, typer.Argument(help="A GPT of the zoo, such as gpt-1.3b.", show_default=False)
-    ],
-    cluster: Annotated[
-        str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="A new folder for the CSV files.", show_default=False),
-    ],
-    micro_batch_sizes: Annotated[
-        str, typer.Option(help="Samples of a micro-batch on each rank.")
-    ] = "1,2,4,8",
-    seq_len: SeqLen = None,
-    settings: Settings = None,
-    profiles_of_any: Annotated[
-        bool,
-        typer.Option(
-            "--profiles-of-any", help="Also use measurements of other devices or of another JAX."
-        ),
-    ] = False,
+    options: _DatabaseOptions,
+    profiles_of_any: ProfilesOfAny = False,
     as_json: Json = False,
 ) -> None:
     """Write what was measured as a database in Aceso's format, for a model of the zoo."""
     with session(as_json) as say:
-        if cluster != "detect":
+        if options.cluster != "detect":
             use_host_only()
-        _write(
-            model,
-            read_cluster(cluster),
-            out,
-            micro_batch_sizes,
-            seq_len,
-            settings,
-            None,
-            database,
-            profiles_of_any,
-            say,
-        )
+        _write(options, None, database, profiles_of_any, say)
 
 
 def _write(
-    model: str,
-    where: Cluster,
-    out: Path,
-    micro_batch_sizes: str,
-    seq_len: int | None,
-    settings: list[str] | None,
+    options: _DatabaseOptions,
     size: str | None,
     profiles: Path | None,
     profiles_of_any: bool,
     say: Session,
 ) -> None:
     """See `profile`."""
-    batches = _read_batches(micro_batch_sizes)
+    where, out = read_cluster(options.cluster), options.out
+    batches = _read_batches(options.micro_batch_sizes)
     from ..interop.aceso import gpt_database, write_database
 
-    config, shape = _gpt_shape(model, settings, seq_len, where)
+    config, shape = _gpt_shape(options, where)
     if profiles is not None:
         from .._profiles import with_profiles
 
@@ -175,21 +134,19 @@ def _read_batches(text: str) -> list[int]:
     return sizes
 
 
-def _gpt_shape(
-    model: str, settings: list[str] | None, seq_len: int | None, where: Cluster
-) -> tuple[ModelConfig, GPTShape]:
+def _gpt_shape(options: _DatabaseOptions, where: Cluster) -> tuple[ModelConfig, GPTShape]:
     from ..interop.aceso import GPTShape
     from ..zoo import ModelConfig, configure
 
-    overrides: dict[str, Any] = read_settings(settings or [])
-    if seq_len is not None:
-        overrides["seq_len"] = str(seq_len)
-    config = configure(model, **overrides)
+    overrides: dict[str, Any] = read_settings(options.settings or [])
+    if options.seq_len is not None:
+        overrides["seq_len"] = str(options.seq_len)
+    config = configure(options.model, **overrides)
     if not isinstance(config, ModelConfig) or config.family not in _FAMILIES:
         raise InputError(
-            f"{model} is no GPT: Aceso names the operators of its own models, of which this command"
-            " writes those of GPTs (gpt-..., scale-layer-...). Plan other models with aliquot"
-            " plan."
+            f"{options.model} is no GPT: Aceso names the operators of its own models, of which this"
+            " command writes those of GPTs (gpt-..., scale-layer-...). Plan other models with"
+            " aliquot plan."
         )
     device = where.device
     dtype = "float16" if device.peak("float16") > device.peak("bfloat16") else "bfloat16"

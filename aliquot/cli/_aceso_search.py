@@ -6,7 +6,7 @@ import contextlib
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,60 +14,61 @@ import typer
 from rich.console import Console
 
 from ..core import InfeasibleError, InputError
+from ._aceso_options import AcesoChain, AcesoDatabase
+from ._groups import takes_groups
 from ._interrupts import INTERRUPTED as INTERRUPTED_CODE
 from ._options import Json
 from ._session import Session, session
 
 if TYPE_CHECKING:
-    from ..interop.aceso import Configuration, Estimate
+    from ..interop.aceso import Configuration, Estimate, Judge
     from ..interop.aceso.search import OnProgress, SearchProblem, SearchResult
 
-_Database = Annotated[
-    Path,
-    typer.Option(
-        "--database",
-        metavar="DIR",
-        help="A folder that Aceso's profiler wrote.",
-        show_default=False,
-    ),
-]
-_Model = Annotated[
-    str,
-    typer.Option("--model", help="Family: gpt, t5, resnet, or as the files of the database say."),
-]
-_Size = Annotated[
-    str, typer.Option("--size", help="Size, as in the names of the database's files.")
-]
-_Nodes = Annotated[int, typer.Option("--nodes", help="Number of nodes.")]
-_PerNode = Annotated[int, typer.Option("--gpus-per-node", help="GPUs of each node.")]
-_Batch = Annotated[int, typer.Option("--global-batch", help="Samples in a step.")]
-_Limit = Annotated[float, typer.Option("--memory-limit-mb", help="MiB that a device may use.")]
-_MicroBatches = Annotated[
-    str,
-    typer.Option(
-        "--micro-batch-sizes", metavar="LIST", help="Samples of a micro-batch, such as 1,2,4,8."
-    ),
-]
-_Chain = Annotated[
-    Path | None,
-    typer.Option(
-        "--chain", metavar="FILE", help="A TOML file that says which operators follow one another."
-    ),
-]
-_Layers = Annotated[
-    int | None, typer.Option("--num-layers", help="Layers, instead of what the size says.")
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ProblemOptions:
+    """The options that say what is searched: a database, a model, GPUs and their memory."""
+
+    database: AcesoDatabase
+    model: Annotated[
+        str,
+        typer.Option(help="Family: gpt, t5, resnet, or as the files of the database say."),
+    ]
+    size: Annotated[str, typer.Option(help="Size, as in the names of the database's files.")]
+    global_batch: Annotated[int, typer.Option(help="Samples in a step.")]
+    memory_limit_mb: Annotated[float, typer.Option(help="MiB that a device may use.")]
+    micro_batch_sizes: Annotated[
+        str, typer.Option(metavar="LIST", help="Samples of a micro-batch, such as 1,2,4,8.")
+    ]
+    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of each node.")] = 8
+    chain: AcesoChain = None
+    num_layers: Annotated[
+        int | None, typer.Option(help="Layers, instead of what the size says.")
+    ] = None
+
+    def read(self, judge: Judge) -> tuple[SearchProblem, tuple[str, ...]]:
+        """The problem, and the measurements that the database lacks."""
+        from ..interop.aceso.search import read_problem
+
+        return read_problem(
+            self.database,
+            model=self.model,
+            size=self.size,
+            num_nodes=self.nodes,
+            gpus_per_node=self.gpus_per_node,
+            global_batch=self.global_batch,
+            memory_limit_mb=self.memory_limit_mb,
+            micro_batches=_numbers(self.micro_batch_sizes),
+            judge=judge,
+            chain=self.chain,
+            num_layers=self.num_layers,
+        )
 
 
+@takes_groups
 def search(
-    database: _Database,
-    model: _Model,
-    size: _Size,
-    global_batch: _Batch,
-    memory_limit_mb: _Limit,
-    micro_batch_sizes: _MicroBatches,
-    nodes: _Nodes = 1,
-    gpus_per_node: _PerNode = 8,
+    options: _ProblemOptions,
     planner: Annotated[
         str,
         typer.Option("--planner", help="auto, exact, bottleneck or grid; auto runs all of them."),
@@ -91,8 +92,6 @@ def search(
     top: Annotated[
         int, typer.Option("--top", min=1, help="How many distinct configurations to return.")
     ] = 1,
-    chain: _Chain = None,
-    num_layers: _Layers = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -107,22 +106,10 @@ def search(
     be.
     """
     from ..interop.aceso import configuration_to_dict, find_judge, write_configuration
-    from ..interop.aceso.search import INTERRUPTED, read_problem
+    from ..interop.aceso.search import INTERRUPTED
 
     with session(as_json) as say:
-        problem, left_out = read_problem(
-            database,
-            model=model,
-            size=size,
-            num_nodes=nodes,
-            gpus_per_node=gpus_per_node,
-            global_batch=global_batch,
-            memory_limit_mb=memory_limit_mb,
-            micro_batches=_numbers(micro_batch_sizes),
-            judge=find_judge(judge),
-            chain=chain,
-            num_layers=num_layers,
-        )
+        problem, left_out = options.read(find_judge(judge))
         chosen = _planner(planner, max_hops=max_hops, budget_s=budget_s, keep=top)
         with _progress(say) as report:
             result = chosen.search(problem, on_progress=report)
@@ -162,17 +149,9 @@ def search(
             raise typer.Exit(INTERRUPTED_CODE)
 
 
+@takes_groups
 def faults(
-    database: _Database,
-    model: _Model,
-    size: _Size,
-    global_batch: _Batch,
-    memory_limit_mb: _Limit,
-    micro_batch_sizes: _MicroBatches,
-    nodes: _Nodes = 1,
-    gpus_per_node: _PerNode = 8,
-    chain: _Chain = None,
-    num_layers: _Layers = None,
+    options: _ProblemOptions,
     as_json: Json = False,
 ) -> None:
     """Show what each fault of Aceso's performance model costs.
@@ -181,23 +160,11 @@ def faults(
     that wins then.
     """
     from ..interop.aceso import ACESO, Faults
-    from ..interop.aceso.search import Auto, read_problem
+    from ..interop.aceso.search import Auto
     from ..report import columns
 
     with session(as_json) as say:
-        problem, _ = read_problem(
-            database,
-            model=model,
-            size=size,
-            num_nodes=nodes,
-            gpus_per_node=gpus_per_node,
-            global_batch=global_batch,
-            memory_limit_mb=memory_limit_mb,
-            micro_batches=_numbers(micro_batch_sizes),
-            judge=ACESO,
-            chain=chain,
-            num_layers=num_layers,
-        )
+        problem, _ = options.read(ACESO)
         with _progress(say) as report:
             base = Auto().search(problem, on_progress=report)
             if not base.best:
@@ -212,7 +179,7 @@ def faults(
                 fullest = max(stage.memory_mb for stage in judged.stages)
                 other = Auto().search(mended, start=[winner], on_progress=report)
                 best_ms = other.best[0][1].iteration_time_ms if other.best else float("nan")
-                fits = fullest <= memory_limit_mb + 1e-6
+                fits = fullest <= options.memory_limit_mb + 1e-6
                 cost = judged.iteration_time_ms / best_ms - 1
                 answer[fault.name] = {
                     "winner_ms": judged.iteration_time_ms,

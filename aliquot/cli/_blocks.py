@@ -15,33 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import InfeasibleError, InputError, write_atomic
-from ._devices import use_host_only, use_seen_devices, use_virtual_devices
-from ._measuring import (
-    BudgetS,
-    EarlyStop,
-    LeastS,
-    MostRepeats,
-    Noisy,
-    Repeats,
-    Retries,
-    Share,
-    WarmUp,
-    measuring_progress,
-    read_share,
-    read_timing,
-    show_run,
+from ._devices import use_devices, use_host_only
+from ._groups import takes_groups
+from ._measuring import Database, MeasuringOptions, measuring_progress, read_share, show_run
+from ._model_options import ModelOptions, read_memory_limit
+from ._options import (
+    DescribedCluster,
+    Devices,
+    Json,
+    ModelName,
+    check_destination,
+    read_cluster,
+    read_mesh,
 )
-from ._model_options import (
-    BatchSize,
-    Dtype,
-    Recompute,
-    Scan,
-    SeqLen,
-    Settings,
-    model_options,
-    read_memory_limit,
-)
-from ._options import Json, check_destination, read_cluster, read_mesh
 from ._progress import search_progress
 from ._session import session
 
@@ -51,28 +37,28 @@ if TYPE_CHECKING:
     from ..profiling import Combination, MeasuredStep, Measurement, SegmentedStep
     from ._model import Model
 
-ModelName = Annotated[
-    str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)
-]
-Devices = Annotated[
-    int | None,
+EarlyStop = Annotated[
+    float,
     typer.Option(
-        help="Virtual CPU devices; by default all devices that JAX sees.", show_default=False
+        min=1, help="Do not repeat a program that takes so many times the best of its segment."
     ),
 ]
-Mesh = Annotated[
-    str | None, typer.Option(help="The logical mesh, such as 4x2; by default one axis.")
-]
-Factors = Annotated[
-    str,
-    typer.Option(
-        metavar="cfp|all",
-        help="cfp: the paper's options of a block. all: every way to split its entry.",
-    ),
-]
-Database = Annotated[
-    Path, typer.Option("--database", metavar="FILE", help="Where measurements are kept.")
-]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentOptions:
+    """The options that say how a step is split and cut into segments."""
+
+    mesh: Annotated[
+        str | None, typer.Option(help="The logical mesh, such as 4x2; by default one axis.")
+    ] = None
+    factors: Annotated[
+        str,
+        typer.Option(
+            metavar="cfp|all",
+            help="cfp: the paper's options of a block. all: every way to split its entry.",
+        ),
+    ] = "cfp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +69,12 @@ class _Asked:
     step: SegmentedStep
 
 
+@takes_groups
 def analyze(
     model: ModelName,
-    cluster: Annotated[
-        str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)
-    ],
-    global_batch: BatchSize = None,
-    mesh: Mesh = None,
-    factors: Factors = "cfp",
-    seq_len: SeqLen = None,
-    dtype: Dtype = None,
-    recompute: Recompute = None,
-    scan: Scan = False,
-    settings: Settings = None,
+    cluster: DescribedCluster,
+    model_options: ModelOptions,
+    segments: SegmentOptions,
     out: Annotated[
         Path | None, typer.Option(help="Folder for blocks.json and segments.json.")
     ] = None,
@@ -107,18 +86,7 @@ def analyze(
     with session(as_json) as say:
         use_host_only()
         check_destination(out)
-        asked = _ask(
-            model,
-            read_cluster(cluster),
-            mesh,
-            factors,
-            global_batch,
-            seq_len,
-            dtype,
-            recompute,
-            scan,
-            settings,
-        )
+        asked = _ask(model, read_cluster(cluster), model_options, segments)
         from ..profiling import describe_blocks
         from ..report import blocks_text
 
@@ -131,67 +99,44 @@ def analyze(
         say.finish(answer)
 
 
+@takes_groups
 def profile(
     model: ModelName,
     database: Database,
+    model_options: ModelOptions,
+    segments: SegmentOptions,
+    measuring: MeasuringOptions,
     devices: Devices = None,
-    global_batch: BatchSize = None,
-    mesh: Mesh = None,
-    factors: Factors = "cfp",
-    seq_len: SeqLen = None,
-    dtype: Dtype = None,
-    recompute: Recompute = None,
-    scan: Scan = False,
-    settings: Settings = None,
-    share: Share = "1/1",
-    repeats: Repeats = 5,
-    most_repeats: MostRepeats = 1000,
-    least_s: LeastS = 0.2,
-    warm_up: WarmUp = 2,
     early_stop: EarlyStop = 1.5,
-    retries: Retries = 1,
-    noisy: Noisy = 0.3,
-    budget_s: BudgetS = math.inf,
     as_json: Json = False,
 ) -> None:
     """Measure every combination of options of every distinct segment, most promising first. Run it
     again to go on.
     """
     with session(as_json) as say:
-        part = read_share(share)
-        timing = read_timing(
-            repeats,
-            most_repeats,
-            warm_up=warm_up,
-            least_s=least_s,
-            early_stop=early_stop,
-            retries=retries,
-            noisy=noisy,
-        )
-        asked = _ask_here(
-            model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings
-        )
+        part, timing = read_share(measuring.share), measuring.timing(early_stop=early_stop)
+        asked = _ask_here(model, devices, model_options, segments)
         from ..profiling import ProfileDatabase, profile_segments
 
         with ProfileDatabase(database) as known, measuring_progress() as report:
             run = profile_segments(
-                asked.step, known, share=part, timing=timing, budget_s=budget_s, progress=report
+                asked.step,
+                known,
+                share=part,
+                timing=timing,
+                budget_s=measuring.budget_s,
+                progress=report,
             )
         say.finish(show_run(say, run, "programs"))
 
 
+@takes_groups
 def search(
     model: ModelName,
     database: Database,
+    model_options: ModelOptions,
+    segments: SegmentOptions,
     devices: Devices = None,
-    global_batch: BatchSize = None,
-    mesh: Mesh = None,
-    factors: Factors = "cfp",
-    seq_len: SeqLen = None,
-    dtype: Dtype = None,
-    recompute: Recompute = None,
-    scan: Scan = False,
-    settings: Settings = None,
     memory_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Of each device, such as 40GiB.")
     ] = None,
@@ -213,9 +158,7 @@ def search(
     with session(as_json) as say:
         check_destination(out)
         limit_bytes = read_memory_limit(memory_limit)
-        asked = _ask_here(
-            model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings
-        )
+        asked = _ask_here(model, devices, model_options, segments)
         from ..profiling import ProfileDatabase, compose, measured_step, priced_combinations
         from ..report import composed_text
 
@@ -256,23 +199,18 @@ def search(
             with search_progress(say) as report:
                 answer["found"] = _run_best(step, answer["found"], run, report)
         if out is not None:
-            _write_plan(asked, answer["found"][0]["options"], factors, limit_bytes, out)
+            _write_plan(asked, answer["found"][0]["options"], segments.factors, limit_bytes, out)
             answer["plan"] = str(out)
         say.show(composed_text(answer))
         say.finish(answer)
 
 
+@takes_groups
 def enumerate_(
     model: ModelName,
+    model_options: ModelOptions,
+    segments: SegmentOptions,
     devices: Devices = None,
-    global_batch: BatchSize = None,
-    mesh: Mesh = None,
-    factors: Factors = "cfp",
-    seq_len: SeqLen = None,
-    dtype: Dtype = None,
-    recompute: Recompute = None,
-    scan: Scan = False,
-    settings: Settings = None,
     database: Annotated[
         Path | None,
         typer.Option("--database", metavar="FILE", help="Also compose from these measurements."),
@@ -286,9 +224,7 @@ def enumerate_(
     measured time, memory.
     """
     with session(as_json) as say:
-        asked = _ask_here(
-            model, devices, mesh, factors, global_batch, seq_len, dtype, recompute, scan, settings
-        )
+        asked = _ask_here(model, devices, model_options, segments)
         from ..profiling import ProfileDatabase, measured_step, priced_combinations
         from ..report import enumeration_text
 
@@ -311,40 +247,32 @@ def enumerate_(
 
 
 def _ask(
-    name: str,
-    where: Cluster,
-    mesh: str | None,
-    factors: str,
-    global_batch: int | None,
-    seq_len: int | None,
-    dtype: str | None,
-    recompute: str | None,
-    scan: bool,
-    settings: list[str] | None,
+    name: str, where: Cluster, model_options: ModelOptions, segments: SegmentOptions
 ) -> _Asked:
     from ..cost import make_problem
     from ..graph import capture
     from ..profiling import segment_step
     from ._model import resolve, user_code
 
-    options, _ = model_options(global_batch, seq_len, dtype, recompute, scan, settings, None)
-    model = resolve(name, options, where)
+    model = resolve(name, model_options.read(), where)
     with user_code(model.name):
         graph = capture(model.step, model.state, model.batch)
-    shape = read_mesh(mesh) or (where.num_devices,)
+    shape = read_mesh(segments.mesh) or (where.num_devices,)
     if math.prod(shape) != where.num_devices:
         raise InputError(
-            f"--mesh {mesh} has {math.prod(shape)} devices, {where.name} has {where.num_devices}."
+            f"--mesh {segments.mesh} has {math.prod(shape)} devices, {where.name} has"
+            f" {where.num_devices}."
         )
-    return _Asked(model, segment_step(make_problem(graph, where), shape, factors=factors))
+    return _Asked(model, segment_step(make_problem(graph, where), shape, factors=segments.factors))
 
 
-def _ask_here(name: str, devices: int | None, *rest: Any) -> _Asked:
+def _ask_here(
+    name: str, devices: int | None, model_options: ModelOptions, segments: SegmentOptions
+) -> _Asked:
     """A model on the devices of this process."""
     from ..cluster import Cluster
 
-    seen = use_seen_devices() if devices is None else use_virtual_devices(devices)
-    return _ask(name, Cluster.detect(seen), *rest)
+    return _ask(name, Cluster.detect(use_devices(devices)), model_options, segments)
 
 
 def _enumerate(

@@ -8,26 +8,17 @@ import typer
 
 from ..core import InputError
 from ._devices import use_host_only
-from ._model_options import (
-    BatchSize,
-    Dtype,
-    MemoryLimit,
-    Recompute,
-    Scan,
-    SeqLen,
-    Settings,
-    model_options,
-)
-from ._options import Json, read_cluster
+from ._groups import takes_groups
+from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
+from ._options import Json, ModelName, read_cluster
 from ._progress import search_progress
 from ._session import session
 
 
+@takes_groups
 def compare(
-    model: Annotated[
-        str,
-        typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False),
-    ],
+    model: ModelName,
+    model_options: ModelOptions,
     cluster: Annotated[
         str | None,
         typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False),
@@ -35,7 +26,6 @@ def compare(
     clusters: Annotated[
         str | None, typer.Option(metavar="C1,C2", help="Compare these clusters instead of methods.")
     ] = None,
-    global_batch: BatchSize = None,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -51,11 +41,6 @@ def compare(
         ),
     ] = None,
     memory_limit: MemoryLimit = None,
-    seq_len: SeqLen = None,
-    dtype: Dtype = None,
-    recompute: Recompute = None,
-    scan: Scan = False,
-    settings: Settings = None,
     as_json: Json = False,
 ) -> None:
     """Plan a model by several methods or for several clusters, and say where each loses: "why not
@@ -73,9 +58,7 @@ def compare(
         from ..report import comparison_table
         from ._model import resolve, user_code
 
-        options, limit = model_options(
-            global_batch, seq_len, dtype, recompute, scan, settings, memory_limit
-        )
+        options, limit = model_options.read(), read_memory_limit(memory_limit)
         built = resolve(model, options, where[0])
         with user_code(built.name), search_progress(say) as report:
             comparison = find(

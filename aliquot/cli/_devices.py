@@ -20,6 +20,11 @@ _COUNT = "--xla_force_host_platform_device_count"
 _REMARK = re.compile(rb"Could not find cuda drivers|before absl::InitializeLog\(\)")
 
 
+def use_devices(virtual: int | None) -> list[Any]:
+    """So many virtual CPU devices, or all that JAX sees if none are asked for."""
+    return use_seen_devices() if virtual is None else use_virtual_devices(virtual)
+
+
 def use_virtual_devices(count: int) -> list[Any]:
     """Make this process's CPU look like `count` devices, and return them.
 

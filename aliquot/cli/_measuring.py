@@ -5,9 +5,12 @@ summary of a run.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +23,12 @@ from ._session import Session
 if TYPE_CHECKING:
     from ..profiling import ProfileRun, Timing
 
+Database = Annotated[
+    Path,
+    typer.Option(
+        "--database", metavar="FILE", help="Where measurements are kept.", show_default=False
+    ),
+]
 Share = Annotated[
     str, typer.Option(metavar="K/N", help="Only every N-th program, from the K-th on.")
 ]
@@ -39,30 +48,49 @@ Noisy = Annotated[
         min=0, help="Half the spread between quartiles that counts as noisy, of the median."
     ),
 ]
-EarlyStop = Annotated[
-    float,
-    typer.Option(
-        min=1, help="Do not repeat a program that takes so many times the best of its segment."
-    ),
-]
 BudgetS = Annotated[float, typer.Option(min=0, help="Start no program after so many seconds.")]
 _EVERY_S = 15.0
 
 
-def read_timing(repeats: int, most_repeats: int, **options: float | int) -> Timing:
-    """Numbers of runs of each program.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuringOptions:
+    """The options of all verbs that measure programs."""
 
-    Raises:
-        InputError: more repetitions are asked for than there may be.
-    """
-    from ..profiling import Timing
+    share: Share = "1/1"
+    repeats: Repeats = 5
+    most_repeats: MostRepeats = 1000
+    least_s: LeastS = 0.2
+    warm_up: WarmUp = 2
+    retries: Retries = 1
+    noisy: Noisy = 0.3
+    budget_s: BudgetS = math.inf
 
-    if most_repeats < repeats:
-        raise InputError(
-            f"--repeats {repeats} asks for at least {repeats} timed runs, and --most-repeats"
-            f" {most_repeats} allows fewer. Give --most-repeats {repeats} or more."
+    def timing(self, **more: float) -> Timing:
+        """Numbers of runs of each program.
+
+        Args:
+            more: further settings of `Timing`.
+
+        Raises:
+            InputError: more repetitions are asked for than there may be.
+        """
+        from ..profiling import Timing
+
+        if self.most_repeats < self.repeats:
+            raise InputError(
+                f"--repeats {self.repeats} asks for at least {self.repeats} timed runs, and"
+                f" --most-repeats {self.most_repeats} allows fewer. Give --most-repeats"
+                f" {self.repeats} or more."
+            )
+        return Timing(
+            repeats=self.repeats,
+            most_repeats=self.most_repeats,
+            least_s=self.least_s,
+            warm_up=self.warm_up,
+            retries=self.retries,
+            noisy=self.noisy,
+            **more,
         )
-    return Timing(repeats=repeats, most_repeats=most_repeats, **options)  # type: ignore[arg-type]
 
 
 def read_share(text: str) -> tuple[int, int]:

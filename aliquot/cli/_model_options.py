@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,33 +56,41 @@ MemoryLimit = Annotated[
 ]
 
 
-def model_options(
-    global_batch: int | None,
-    seq_len: int | None,
-    dtype: str | None,
-    recompute: str | None,
-    scan: bool,
-    settings: list[str] | None,
-    memory_limit: str | None,
-) -> tuple[ZooOptions, float | None]:
-    """The model's options, and the limit in bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """The options of all verbs that make a model of the zoo."""
 
-    Raises:
-        InputError: Any of them cannot be read, or a size is given twice.
-    """
-    from ._model import ZooOptions
+    global_batch: BatchSize = None
+    seq_len: SeqLen = None
+    dtype: Dtype = None
+    recompute: Recompute = None
+    scan: Scan = False
+    settings: Settings = None
 
-    if global_batch is not None and global_batch < 1:
-        raise InputError(f"--global-batch must be at least 1, got {global_batch}.")
-    overrides = read_settings(settings or [])
-    if seq_len is not None:
-        if "seq_len" in overrides:
-            raise InputError("--seq-len and --set seq_len=... say the same thing; leave one out.")
-        overrides["seq_len"] = str(seq_len)
-    options = ZooOptions(
-        global_batch=global_batch, dtype=dtype, recompute=recompute, scan=scan, overrides=overrides
-    )
-    return options, read_memory_limit(memory_limit)
+    def read(self) -> ZooOptions:
+        """The options with all settings by name.
+
+        Raises:
+            InputError: Any of them cannot be read, or a size is given twice.
+        """
+        from ._model import ZooOptions
+
+        if self.global_batch is not None and self.global_batch < 1:
+            raise InputError(f"--global-batch must be at least 1, got {self.global_batch}.")
+        overrides = read_settings(self.settings or [])
+        if self.seq_len is not None:
+            if "seq_len" in overrides:
+                raise InputError(
+                    "--seq-len and --set seq_len=... say the same thing; leave one out."
+                )
+            overrides["seq_len"] = str(self.seq_len)
+        return ZooOptions(
+            global_batch=self.global_batch,
+            dtype=self.dtype,
+            recompute=self.recompute,
+            scan=self.scan,
+            overrides=overrides,
+        )
 
 
 def read_memory_limit(text: str | None) -> float | None:

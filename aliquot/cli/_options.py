@@ -18,6 +18,27 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
+ModelName = Annotated[
+    str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)
+]
+ClusterName = Annotated[
+    str, typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False)
+]
+DescribedCluster = Annotated[
+    str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)
+]
+Devices = Annotated[
+    int | None,
+    typer.Option(
+        help="Virtual CPU devices; by default all devices that JAX sees.", show_default=False
+    ),
+]
+ProfilesOfAny = Annotated[
+    bool,
+    typer.Option(
+        "--profiles-of-any", help="Also use measurements of other devices or of another JAX."
+    ),
+]
 ModelOfPlan = Annotated[
     str | None,
     typer.Option(

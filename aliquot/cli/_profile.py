@@ -10,24 +10,14 @@ import typer
 
 from ..core import InputError, parse_bytes, write_atomic
 from ..plans import Plan
-from ._devices import use_host_only, use_seen_devices, use_virtual_devices
-from ._measuring import (
-    BudgetS,
-    LeastS,
-    MostRepeats,
-    Noisy,
-    Repeats,
-    Retries,
-    Share,
-    WarmUp,
-    measuring_progress,
-    read_share,
-    read_timing,
-    show_run,
-)
-from ._model_options import BatchSize, Dtype, Recompute, Scan, SeqLen, Settings, model_options
+from ._devices import use_devices, use_host_only
+from ._groups import takes_groups
+from ._measuring import Database, MeasuringOptions, measuring_progress, read_share, show_run
+from ._model_options import ModelOptions
 from ._options import (
+    Devices,
     Json,
+    ModelName,
     ModelOfPlan,
     PlanFile,
     TrustPlan,
@@ -40,15 +30,6 @@ from ._session import session
 if TYPE_CHECKING:
     from ..cluster import Cluster
 
-ModelName = Annotated[
-    str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)
-]
-Database = Annotated[
-    Path,
-    typer.Option(
-        "--database", metavar="FILE", help="Where measurements are kept.", show_default=False
-    ),
-]
 DatabaseFile = Annotated[
     Path, typer.Argument(metavar="DATABASE", help="A profile database.", show_default=False)
 ]
@@ -60,15 +41,13 @@ OfCluster = Annotated[
 ]
 
 
+@takes_groups
 def run(
     model: ModelName,
     database: Database,
-    devices: Annotated[
-        int | None,
-        typer.Option(
-            help="Virtual CPU devices; by default all devices that JAX sees.", show_default=False
-        ),
-    ] = None,
+    model_options: ModelOptions,
+    measuring: MeasuringOptions,
+    devices: Devices = None,
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -80,23 +59,9 @@ def run(
             show_default=False,
         ),
     ] = None,
-    global_batch: BatchSize = None,
     mesh: Annotated[
         str | None, typer.Option(help="Only this logical mesh, such as 4x2; by default all.")
     ] = None,
-    seq_len: SeqLen = None,
-    dtype: Dtype = None,
-    recompute: Recompute = None,
-    scan: Scan = False,
-    settings: Settings = None,
-    share: Share = "1/1",
-    repeats: Repeats = 5,
-    most_repeats: MostRepeats = 1000,
-    least_s: LeastS = 0.2,
-    warm_up: WarmUp = 2,
-    retries: Retries = 1,
-    noisy: Noisy = 0.3,
-    budget_s: BudgetS = math.inf,
     largest_in_host: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest message inside a host.")
     ] = "1GiB",
@@ -109,12 +74,9 @@ def run(
     first. Run it again to go on.
     """
     with session(as_json) as say:
-        part = read_share(share)
-        timing = read_timing(
-            repeats, most_repeats, warm_up=warm_up, least_s=least_s, retries=retries, noisy=noisy
-        )
+        part, timing = read_share(measuring.share), measuring.timing()
         limits = parse_bytes(largest_in_host), parse_bytes(largest_between_hosts)
-        seen = use_seen_devices() if devices is None else use_virtual_devices(devices)
+        seen = use_devices(devices)
         from ..cluster import MEASURED, MEASURED_COMPUTE, Cluster, logical_mesh_shapes
         from ..cost import make_problem
         from ..graph import capture
@@ -128,8 +90,7 @@ def run(
 
         here = Cluster.detect(seen)
         where = here if cluster is None else _cluster_of_this_device(cluster, here)
-        options, _ = model_options(global_batch, seq_len, dtype, recompute, scan, settings, None)
-        built = resolve(model, options, where)
+        built = resolve(model, model_options.read(), where)
         with user_code(built.name):
             graph = capture(built.step, built.state, built.batch)
         shape = read_mesh(mesh)
@@ -152,7 +113,7 @@ def run(
                 known,
                 share=part,
                 timing=timing,
-                budget_s=budget_s,
+                budget_s=measuring.budget_s,
                 grade=MEASURED if cluster is None else MEASURED_COMPUTE,
                 progress=report,
             )

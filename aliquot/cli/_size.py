@@ -11,17 +11,9 @@ import typer
 from ..cluster import SAMPLE_PRICES, HostPrice, load_prices
 from ..core import InputError, shortened
 from ._devices import use_host_only
-from ._model_options import (
-    BatchSize,
-    Dtype,
-    MemoryLimit,
-    Recompute,
-    Scan,
-    SeqLen,
-    Settings,
-    model_options,
-)
-from ._options import Json, read_cluster
+from ._groups import takes_groups
+from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
+from ._options import Json, ModelName, read_cluster
 from ._progress import search_progress
 from ._session import session
 
@@ -29,11 +21,10 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _TIMES_S = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 
 
+@takes_groups
 def size(
-    model: Annotated[
-        str,
-        typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False),
-    ],
+    model: ModelName,
+    model_options: ModelOptions,
     device: Annotated[
         str | None,
         typer.Option(
@@ -64,13 +55,7 @@ def size(
     max_hosts: Annotated[
         int, typer.Option(min=1, max=1024, help="Try no more hosts than this.")
     ] = 64,
-    global_batch: BatchSize = None,
     memory_limit: MemoryLimit = None,
-    seq_len: SeqLen = None,
-    dtype: Dtype = None,
-    recompute: Recompute = None,
-    scan: Scan = False,
-    settings: Settings = None,
     as_json: Json = False,
 ) -> None:
     """Find the fewest hosts on which a model fits, and the clusters that train it in time, cheapest
@@ -85,9 +70,7 @@ def size(
         from ..report import sizing_table
         from ._model import resolve, user_code
 
-        options, limit = model_options(
-            global_batch, seq_len, dtype, recompute, scan, settings, memory_limit
-        )
+        options, limit = model_options.read(), read_memory_limit(memory_limit)
         built = resolve(
             model,
             options,

@@ -1,0 +1,113 @@
+"""The object that `aliquot plan --json` prints, with and without a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..cluster import Cluster
+from ..core import InfeasibleError
+from ..plans import device_range, mfu, tokens_per_step
+
+if TYPE_CHECKING:
+    from .._remedies import Remedy
+    from ..plans import Plan
+    from ._model import Model
+
+
+def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
+    """A plan's figures as `plan --json` prints them, all predicted but those below `compiled`.
+
+    Args:
+        plan_s: seconds from the step to the plan: tracing, searching, writing down, and compiling
+            where that was asked for.
+    """
+    p, provenance = plan.prediction, plan.provenance
+    return {
+        "feasible": True,
+        "method": plan.method,
+        "model": plan.model.name,
+        "cluster": plan.cluster.get("name"),
+        "mesh": list(plan.stages[0].mesh_shape),
+        "step_time_s": p.step_time_s,
+        "compute_s": p.compute_s,
+        "communication_s": p.communication_s,
+        "gradient_s": p.gradient_s,
+        "hidden_s": p.hidden_s,
+        "bubble_s": p.bubble_s,
+        "mfu": mfu(plan),
+        "tokens_per_s": tokens_per_step(plan) / p.step_time_s if p.step_time_s else None,
+        "memory_bytes_per_device": p.peak_memory_bytes,
+        "memory_limit_bytes": p.memory_limit_bytes,
+        "memory_bytes": dict(p.memory_bytes),
+        "lower_bound_s": provenance.lower_bound_s,
+        "gap": provenance.gap,
+        "bound_holds_for": provenance.bound_holds_for,
+        "status": provenance.status,
+        "search_s": provenance.search_s,
+        "trace_s": provenance.trace_s,
+        "plan_s": plan_s,
+        "num_stages": len(plan.stages),
+        "num_micro_batches": plan.num_micro_batches,
+        "micro_batch_semantics": plan.micro_batch_semantics,
+        "schedule": plan.schedule,
+        "num_submeshes": plan.num_submeshes,
+        "measured_share": p.measured_share,
+        "measured_compute_share": p.measured_compute_share,
+        "measured_error": p.measured_error,
+        "profiles": provenance.profiles or None,
+        "stages": [
+            {
+                "mesh": list(stage.mesh_shape),
+                "axis_names": list(stage.axis_names),
+                "data_axes": list(stage.data_axes),
+                "devices": list(range(*device_range(stage))),
+                "layers": list(stage.layer_names),
+                "recompute": stage.recompute,
+                "predicted": msgspec.to_builtins(stage.prediction),
+                "num_operators": sum(op.copies for op in stage.interior),
+            }
+            for stage in plan.stages
+        ],
+        "compiled": msgspec.to_builtins(plan.compiled),
+        "notes": list(plan.notes),
+        "plan_file": str(out) if out else None,
+    }
+
+
+def no_plan(
+    model: Model,
+    where: Cluster,
+    method: str,
+    micro_batches: int | None,
+    error: InfeasibleError,
+    remedies: Sequence[Remedy],
+) -> dict[str, Any]:
+    """The same keys as for a plan, with the smallest memory found instead of a time."""
+    return {
+        "feasible": False,
+        "method": method,
+        "model": model.name,
+        "cluster": where.name,
+        "mesh": None,
+        "step_time_s": None,
+        "memory_bytes_per_device": error.required_bytes,
+        "memory_limit_bytes": error.available_bytes,
+        "memory_bytes": error.parts,
+        "lower_bound_s": None,
+        "gap": None,
+        "search_s": None,
+        "trace_s": None,
+        "plan_s": None,
+        "num_stages": 0,
+        "num_micro_batches": micro_batches,
+        "schedule": None,
+        "stages": [],
+        "compiled": None,
+        "reason": str(error),
+        "remedies": [each.to_dict() for each in remedies],
+        "plan_file": None,
+    }

@@ -1,0 +1,186 @@
+"""Groups of options of `aliquot plan`: the method with its pipeline, the measurements to price
+with, and the search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ..core import InputError
+from ._options import ProfilesOfAny, read_layers, read_mesh, read_micro_batches
+
+if TYPE_CHECKING:
+    from ..planners import AbstractMethod, PipeshardParallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodOptions:
+    """The options that say which plans are searched."""
+
+    method: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "dp (ddp), zero2, zero3 (fsdp), hsdp, shard, auto, pipeshard, grid, or a layout:"
+                " tp:8, "
+                "megatron:dp4,tp8,pp2."
+            )
+        ),
+    ] = "auto"
+    mesh: Annotated[str | None, typer.Option(help="Only this logical mesh, such as 4x2.")] = None
+    micro_batches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            help=(
+                "Number of micro-batches; auto searches it, as methods auto and pipeshard do"
+                " anyway."
+            ),
+        ),
+    ] = None
+    micro_batch_semantics: Annotated[
+        str,
+        typer.Option(
+            metavar="exact|independent",
+            help=(
+                "exact: the step's own numbers. independent: what does not decompose (BatchNorm)"
+                " sees one micro-batch."
+            ),
+        ),
+    ] = "exact"
+    stages: Annotated[
+        int | None, typer.Option(help="Stages of a pipeline; by default searched.")
+    ] = None
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="gpipe, 1f1b, interleaved-1f1b or zero-bubble; by default searched."),
+    ] = None
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|PATTERN",
+            help="Where stages may be cut: a number of layers, or paths such as params.layers[*].",
+        ),
+    ] = None
+
+    def check(self, global_batch: int | None) -> None:
+        """Check what can be checked before JAX is imported.
+
+        Raises:
+            InputError: The mesh or the micro-batches cannot be read, or do not divide the batch.
+        """
+        read_mesh(self.mesh)
+        micro_batches = read_micro_batches(self.micro_batches)
+        if global_batch is not None and global_batch < 1:
+            raise InputError(f"--global-batch must be at least 1, got {global_batch}.")
+        if global_batch is not None and micro_batches is not None and global_batch % micro_batches:
+            raise InputError(
+                f"{micro_batches} micro-batches do not divide a global batch of {global_batch}. Try"
+                f" --global-batch {-(-global_batch // micro_batches) * micro_batches}, or other"
+                " --micro-batches."
+            )
+
+    @property
+    def num_micro_batches(self) -> int | None:
+        """The number of micro-batches that was given, if one was."""
+        return read_micro_batches(self.micro_batches)
+
+    @property
+    def wanted_micro_batches(self) -> int | Literal["auto"] | None:
+        """The number of micro-batches as `aliquot.plan` takes it."""
+        from ..planners import PIPELINES
+
+        # These methods search the number themselves when none is given, and know no "auto".
+        searches = self.method in PIPELINES
+        return "auto" if self.micro_batches == "auto" and not searches else self.num_micro_batches
+
+    def read(self) -> AbstractMethod | PipeshardParallel:
+        """The method.
+
+        Raises:
+            InputError: There is no such method, or the options do not go with it.
+        """
+        from ..planners import PipelineOptions, method_by_name
+
+        pipeline = PipelineOptions(
+            stages=self.stages,
+            schedule=self.schedule,
+            micro_batches=self.num_micro_batches,
+            layers=read_layers(self.layers),
+        )
+        return method_by_name(self.method, read_mesh(self.mesh), pipeline)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """The options that say which measurements correct the cost model, and how many it needs."""
+
+    profiles: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Price with the measurements of this database; see aliquot profile run.",
+        ),
+    ] = None
+    profiles_of_any: ProfilesOfAny = False
+    require_measured: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Refuse a plan if a smaller share of its time was measured."
+        ),
+    ] = 0.0
+    require_grade: Annotated[
+        str,
+        typer.Option(
+            metavar="measured|measured-compute",
+            help=(
+                "What --require-measured counts: what all devices measured together, or also what"
+                " one measured alone."
+            ),
+        ),
+    ] = "measured"
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure here the operators that the best plan needs and the database lacks.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """The options that say how long to search and what else to do with a plan."""
+
+    max_batch: Annotated[
+        bool,
+        typer.Option(
+            "--max-batch",
+            help="Find the largest batch that fits, and the one of highest throughput.",
+        ),
+    ] = False
+    tries: Annotated[
+        bool,
+        typer.Option(
+            "--try-remedies/--no-remedies",
+            help="If nothing fits, try changes that may make it fit.",
+        ),
+    ] = True
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Compile the plan for the cluster's devices, and keep searching until one fits.",
+        ),
+    ] = False
+    time_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Answer after this time, such as 20s, with the best plan so far and its gap.",
+        ),
+    ] = None
