@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..cluster import DEVICES, Cluster
 from ..core import format_bytes, format_bytes_per_s, format_flops, format_flops_per_s
 from ._options import Json
 from ._session import session
@@ -51,6 +50,7 @@ def models(as_json: Json = False) -> None:
 def clusters(as_json: Json = False) -> None:
     """List the devices that clusters are named after, with their sizes and usual links."""
     with session(as_json) as say:
+        from ..cluster import DEVICES
         from ..report import columns
 
         entries = [_device(name) for name in DEVICES]
@@ -109,6 +109,8 @@ def _both_sides(size: int | None, of_decoder: int | None = None) -> str:
 
 
 def _device(name: str) -> dict[str, Any]:
+    from ..cluster import DEVICES, Cluster
+
     device, cluster = DEVICES[name], Cluster.preset(f"2x{_EIGHT}x{name}")
     return {
         "device": name,

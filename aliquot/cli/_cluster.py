@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..cluster import Cluster, logical_mesh_shapes, target_for
 from ..core import format_bytes
 from ._options import Json, read_cluster
 from ._session import session
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
 
 
 def cluster(
@@ -25,6 +27,8 @@ def cluster(
     """Show a cluster's devices, its links, and the sources of their figures."""
     with session(as_json) as say:
         described = read_cluster(spec)
+        from ..cluster import logical_mesh_shapes, target_for
+
         target = target_for(described.device)
         usable_bytes = target.usable_memory_fraction * described.device.memory_bytes
         meshes = ["x".join(map(str, shape)) for shape in logical_mesh_shapes(described.num_devices)]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core import AliquotError, InputError, PlanMismatchError, write_atomic
-from ..plans import Plan, is_pipeline
 from ._devices import use_host_only
-from ._options import Json, ModelOfPlan, PlanFile, TrustPlan, check_destination
+from ._options import Json, ModelOfPlan, PlanFile, TrustPlan, check_destination, read_plan
 from ._session import Session, session
 
 if TYPE_CHECKING:
+    from ..plans import Plan
     from ..report import Alternative
 
 
@@ -50,7 +50,7 @@ def explain(
 
         check_destination(trace, "--trace")
         check_destination(html, "--html")
-        plan = Plan.load(plan_file)
+        plan = read_plan(plan_file)
         if trace is not None:
             planned_trace(plan).save(trace)
         if html is not None:
@@ -89,6 +89,8 @@ def priced_alternatives(
         trusted: whether the plan may name the function that makes the step.
         profiles: the database that the plan was made from, if any.
     """
+    from ..plans import is_pipeline
+
     if is_pipeline(plan):
         return (
             (),

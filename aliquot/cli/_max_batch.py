@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..cluster import Cluster
 from ..core import InputError
 from ._progress import search_progress
 from ._session import Session
 
 if TYPE_CHECKING:
+    from ..cluster import Cluster
     from ..planners import AbstractMethod, PipeshardParallel
     from ..plans import ModelReference
     from ._model import Model, ZooOptions

@@ -6,13 +6,16 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..cluster import Cluster
 from ..core import InputError, parse_seconds, shortened
 from ._devices import use_seen_devices
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+    from ..plans import Plan
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")
@@ -64,11 +67,24 @@ def read_cluster(spec: str) -> Cluster:
     Raises:
         ClusterError: Everything that is wrong with it.
     """
+    from ..cluster import Cluster
+
     if spec == "detect":
         return Cluster.detect(use_seen_devices())
     if spec.endswith(".toml") or os.sep in spec or os.path.isfile(spec):
         return Cluster.load(spec)
     return Cluster.preset(spec)
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file.
+
+    Raises:
+        PlanFileError: It cannot be read, or everything that is wrong with it.
+    """
+    from ..plans import Plan
+
+    return Plan.load(path)
 
 
 def read_mesh(text: str | None) -> tuple[int, ...] | None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..cluster import Cluster
 from ..core import InfeasibleError
 from ._devices import use_host_only
 from ._groups import takes_groups
@@ -31,6 +30,7 @@ from ._remedies import try_remedies, with_remedies
 from ._session import Session, session
 
 if TYPE_CHECKING:
+    from ..cluster import Cluster
     from ..planners import AbstractMethod, PipeshardParallel
     from ..plans import Plan
     from ._model import Model, ZooOptions

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from ..cluster import Cluster
 from ..core import InfeasibleError
-from ..plans import device_range, mfu, tokens_per_step
 
 if TYPE_CHECKING:
     from .._remedies import Remedy
+    from ..cluster import Cluster
     from ..plans import Plan
     from ._model import Model
 
@@ -25,6 +22,10 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
         plan_s: seconds from the step to the plan: tracing, searching, writing down, and compiling
             where that was asked for.
     """
+    import msgspec
+
+    from ..plans import device_range, mfu, tokens_per_step
+
     p, provenance = plan.prediction, plan.provenance
     return {
         "feasible": True,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import InputError, parse_bytes, write_atomic
-from ..plans import Plan
 from ._devices import use_devices, use_host_only
 from ._groups import takes_groups
 from ._measuring import Database, MeasuringOptions, measuring_progress, read_share, show_run
@@ -24,6 +23,7 @@ from ._options import (
     check_destination,
     read_cluster,
     read_mesh,
+    read_plan,
 )
 from ._session import session
 
@@ -178,7 +178,7 @@ def check(
     """Show the share of a plan's time that a database covers, and what is missing."""
     with session(as_json) as say:
         use_host_only()
-        plan = Plan.load(plan_file)
+        plan = read_plan(plan_file)
         from .._profiles import check_profiles
         from ..report import check_text
         from ._model import rebuild, user_code

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..cluster import Cluster
 from ..core import InfeasibleError, InputError, TimeLimitError
 from ._model import Model, ZooOptions, resolve, user_code
 
 if TYPE_CHECKING:
+    from ..cluster import Cluster
     from ..plans import Plan
 
 AUTO = "auto"

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..cluster import Cluster
 from ..core import InfeasibleError
 from ._progress import search_progress
 from ._session import Session
 
 if TYPE_CHECKING:
     from .._remedies import Attempt, Remedy
+    from ..cluster import Cluster
     from ..planners import AbstractMethod, PipeshardParallel
     from ..plans import Plan
     from ._model import Model, ZooOptions

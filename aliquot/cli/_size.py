@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..cluster import SAMPLE_PRICES, HostPrice, load_prices
 from ..core import InputError, shortened
 from ._devices import use_host_only
 from ._groups import takes_groups
@@ -16,6 +15,9 @@ from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
 from ._options import Json, ModelName, read_cluster
 from ._progress import search_progress
 from ._session import session
+
+if TYPE_CHECKING:
+    from ..cluster import HostPrice
 
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _TIMES_S = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
@@ -63,6 +65,8 @@ def size(
     """
     with session(as_json) as say:
         wanted, by_s = read_count(tokens), read_duration(by)
+        from ..cluster import SAMPLE_PRICES, HostPrice, load_prices
+
         table = load_prices(prices)
         use_host_only()
         kinds = _kinds(device, devices_per_host, table, given=prices is not None)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import InputError, PlanMismatchError, format_count, format_seconds
-from ..plans import ArrayInterface, Plan, plan_devices, require_match
 from ._devices import use_seen_devices, use_virtual_devices
 from ._interrupts import INTERRUPTED
-from ._options import Json
+from ._options import Json, read_plan
 from ._session import session
 
 if TYPE_CHECKING:
+    from ..plans import Plan
     from ..zoo import Workload
     from ._training import Run
 
@@ -42,7 +42,7 @@ def train(
             raise InputError(f"--steps must be at least 1, got {steps}.")
         if seed < 0:
             raise InputError(f"--seed must not be negative, got {seed}.")
-        plan = Plan.load(plan_file)
+        plan = read_plan(plan_file)
         if devices is not None:
             _check_devices(plan, devices)
             use_virtual_devices(devices)
@@ -63,6 +63,8 @@ def train(
 
 
 def _check_devices(plan: Plan, num_devices: int) -> None:
+    from ..plans import plan_devices
+
     needed = plan_devices(plan)
     if needed != num_devices:
         raise PlanMismatchError(
@@ -91,6 +93,7 @@ def _workload(name: str, plan: Plan) -> Workload:
 def _check_interface(workload: Workload, plan: Plan) -> None:
     """Another model than the plan's must have the same inputs."""
     from ..graph import capture
+    from ..plans import ArrayInterface, require_match
 
     graph = capture(workload.train_step, workload.state, workload.batch)
     inputs = [

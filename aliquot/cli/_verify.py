@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..core import InputError
-from ..plans import Plan
 from ._devices import use_host_only
-from ._options import Json, ModelOfPlan, PlanFile, TrustPlan
+from ._options import Json, ModelOfPlan, PlanFile, TrustPlan, read_plan
 from ._progress import compiling_progress
 from ._session import session
+
+if TYPE_CHECKING:
+    from ..plans import Plan
 
 
 def verify(
@@ -34,7 +36,7 @@ def verify(
     """
     with session(as_json) as say:
         use_host_only()
-        plan = Plan.load(plan_file)
+        plan = read_plan(plan_file)
         _check_target(plan, target)
         from .._api import verify as compile_plan
         from ..report import verification
