@@ -163,6 +163,8 @@ def _cover(
     count = len(of_block)
 
     def combinations(kinds: frozenset[tuple[int, ...]]) -> int:
+        # Kinds are measured one by one, so their combinations add up; only options inside one kind
+        # multiply.
         return sum(math.prod(num_options[b] for b in kind) for kind in kinds)
 
     reached: list[dict[frozenset[tuple[int, ...]], tuple[int, ...]]] = [
@@ -179,6 +181,8 @@ def _cover(
                 known = reached[end].get(more)
                 if known is None or len(longer) < len(known):
                     reached[end][more] = longer
+        # Equal covers are told apart by where they start, so that each run of the search finds the
+        # same one.
         best = sorted(
             reached[end].items(), key=lambda item: (combinations(item[0]), len(item[1]), item[1])
         )

@@ -118,6 +118,7 @@ class _Finder:
                 parameter_of.get(e.source, -1) if e.kind == "parameter" else -1
                 for e in entering[node]
             }
+            # What the batch reaches is an activation, whatever it was computed from.
             if (
                 node not in parameter_of
                 and len(sources) == 1
@@ -135,6 +136,8 @@ class _Finder:
         for edge in self.nodes.edges:
             if edge.kind in ("gradient", "alias"):
                 onward[edge.target].add(edge.source)
+        # Lowest nodes first, so that a gradient shared by two parameters belongs to the same one on
+        # each run.
         parameter_of: dict[int, int] = {}
         for parameter in sorted(parameter_nodes):
             reached, waiting = {parameter}, [parameter]
@@ -276,6 +279,8 @@ class _Finder:
 
     def _summed(self, product: int, edge: Edge) -> Iterator[int]:
         """Factors of an activation's node that a product sums over; none for a parameter's."""
+        # Reading one weight is no reason to merge blocks: tied embeddings stand at both ends of a
+        # model.
         if edge.source in self.parameters:
             return
         for here, there in _pairs(edge.target_projection, edge.source_projection):
@@ -323,6 +328,8 @@ class _Finder:
                 links = _pairs(edge.source_projection, edge.target_projection)
                 classes.join_all(((edge.source, a), (product, b)) for a, b in links)
             weights = self._weights_of(product)
+            # Between a weight and the product stand its casts and transposes, which pass its split
+            # on.
             for edge in [
                 e for e in self.nodes.edges if e.target in weights and e.kind == "parameter"
             ]:
@@ -370,6 +377,8 @@ class _Finder:
         if product in self.with_parameter:
             return frozenset()
         return frozenset(
+            # For the product with the expert weights, experts are a batch dim: every operand and
+            # result has it.
             factor
             for other, factor, its_factor in self._next_to(product)
             if other in self.with_parameter
@@ -418,6 +427,8 @@ class _Finder:
         known: dict[object, int] = {}
         for product in products:
             weights = [
+                # Without a weight to tell them apart, equal factors could be those of two different
+                # products.
                 (self.parameters[e.source], e.target_projection)
                 for e in self.operands[product]
                 if e.source in self.parameters

@@ -156,6 +156,8 @@ def _sites(naming: NodeIndex) -> list[Site]:
     sites = []
     for op_class in naming.order:
         op, rule = cuts.first[op_class], cuts.rules[op_class]
+        # Links connect the inside of a loop with its outside. They compute nothing that could be
+        # pinned.
         if op.is_link:
             continue
         if rule.contracts:
@@ -184,6 +186,7 @@ def _sites(naming: NodeIndex) -> list[Site]:
         ports: list[Port | None] = [None] * len(op.inputs)
         for position, value_class, _ in cuts.operands(op_class):
             slot = cuts.operand_slot(op_class, value_class)
+            # What a product makes is pinned at the product itself.
             crosses = slot != cuts.home(value_class) and not cuts.by_product(value_class)
             if slot is not None and (crosses or not is_declared(op)):
                 ports[position] = naming.slot_port(slot)
@@ -230,6 +233,8 @@ def _sources(
     """Sources of the operands that are pinned, if all copies read the same."""
     sources: list[Port | None] = [None] * len(operands)
     for position, value_class, _ in naming.cuts.operands(op_class):
+        # Copies that read arrays of different nodes come from different splits, and no single way
+        # leads from all of them.
         if operands[position] is not None and len(naming.cuts.sources[op_class][position]) == 1:
             port = naming.class_port(value_class)
             sources[position] = port if port.node >= 0 else None

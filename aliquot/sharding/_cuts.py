@@ -61,6 +61,8 @@ class Cuts:
 
     def home(self, value_class: int) -> SlotId | None:
         """The slot in which a value arises; None for products, constants and scalars."""
+        # Constants stay out of the groups: tables of rotary embeddings would tie queries, keys and
+        # all layers together.
         if (
             self.const_only[value_class]
             or self.by_product(value_class)
@@ -76,8 +78,12 @@ class Cuts:
         zone = self.zone(op_class)
         if self.by_product(value_class):
             return self.slots.get(("landed", value_class, zone), self.shape(value_class))
+        # This lets activations read a gathered copy of a parameter that is stored in another split,
+        # as under ZeRO-3.
         if self.param_only[value_class] and not self.makes_param_only(op_class):
             return self.slots.get(("parameter", value_class, zone), self.shape(value_class))
+        # Without this cut, gradients of norm scales, which are reductions of activations, would tie
+        # the optimizer state to the activations.
         if zone == "update" and self.crosses(value_class):
             return self.slots.get(("gradient", value_class), self.shape(value_class))
         return self.home(value_class)
@@ -137,6 +143,8 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
         for position, out in enumerate(op.outputs):
             if out >= 0:
                 producer[classes[out]] = (op_class, position)
+    # All copies are looked at, since equal operators may read arrays of different classes, as the
+    # first layer does.
     for op in graph.ops:
         counters = sources[int(folding.op_class[op.index])]
         for position, operand in enumerate(op.inputs):
@@ -157,6 +165,7 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
     _mark_fresh(cuts, order)
     for op_class in order:
         _tie(cuts, op_class)
+    # An input that no operator reads is split as well, and needs a slot.
     for item in graph.inputs:
         cuts.home(classes[item.value])
     return cuts
@@ -216,6 +225,8 @@ def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
     value_class = cuts.folding.value_class
     only_update = [True] * len(cuts.fresh)
     rearranging = [rearranges(cuts.first[c]) for c in range(len(cuts.first))]
+    # From the last operator to the first, so that all readers of a value have been looked at before
+    # it.
     for op_class in reversed(order):
         op = cuts.first[op_class]
         passes = op.phase is Phase.UPDATE or (
@@ -257,6 +268,8 @@ def _tie(cuts: Cuts, op_class: int) -> None:
             element = slots.element(slot, dim)
             if factors[0].islower():
                 elements.setdefault(factors[0], []).append(element)
+            # Each turn of a loop takes one row of the stack: if that dim is split, XLA gathers the
+            # whole stack.
             elif factors != "1" and op.name in ("scan_slice", "scan_stack"):
                 slots.block(element)
 

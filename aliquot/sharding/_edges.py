@@ -154,6 +154,7 @@ class EdgeBuilder:
             if item.output is None:
                 continue
             successor = graph.outputs[item.output].value
+            # A step may return an input unchanged; then there is nothing to convert.
             if isinstance(successor, int) and successor != item.value:
                 pair = (
                     int(cuts.folding.value_class[successor]),
@@ -162,6 +163,8 @@ class EdgeBuilder:
                 pairs.setdefault(pair, []).append(successor)
                 labels.setdefault(pair, f"new {wildcard(item.path)}")
         for (made_class, input_class), values in pairs.items():
+            # The new array is converted at the end of the step, when its old buffer is no longer
+            # read.
             ends = np.full(len(values), len(graph.ops) - 1, np.int64)
             self._add(
                 made_class,
@@ -198,11 +201,13 @@ class EdgeBuilder:
     ) -> None:
         if source.node < 0 or target.node < 0:
             return
+        # An array that two operators want in one split is not converted.
         if source.node == target.node and source.projection == target.projection:
             return
         value = self.naming.cuts.graph.values[
             self.naming.cuts.folding.value_members[value_class][0]
         ]
+        # The compiler merges equal conversions, also across forward and backward pass, into one.
         # Barriers around a remat region keep its conversions apart from those outside.
         # Other copies have conversions of their own.
         share = self._shares.setdefault(
@@ -216,6 +221,8 @@ class EdgeBuilder:
             ),
             len(self._shares),
         )
+        # An alias is kept apart: it must not hide that the same conversion is needed before the
+        # update.
         identity = (
             share,
             source.node,

@@ -103,6 +103,8 @@ def _candidates(shapes: Sequence[Shape]) -> Iterator[Places]:
     The likeliest come first, as only so many are tried: single dims, then the same dim of all
     operands, counted from the front or, as broadcasting does, from the back; then all others.
     """
+    # Single dims need no agreement with other operands, and are most of what an operator lets
+    # split.
     for size in sorted({n for shape in shapes for n in shape if n > 1}):
         dims_of_size = [[d for d, n in enumerate(shape) if n == size] for shape in shapes]
         yield from (frozenset({(k, d)}) for k, dims in enumerate(dims_of_size) for d in dims)
@@ -138,6 +140,8 @@ def _factor_through(
 
     Doubling them must double one dim of every result, of the same size, and change no other.
     """
+    # A dim that fixes the size of the result in another way, as a window does, does not double it
+    # exactly.
     size = _size_at(shapes, places)
     result_shapes = lone.shapes_made(_resized(shapes, places, 2 * size))
     if result_shapes is None or not result_shapes:
@@ -318,6 +322,7 @@ def _equal(result: NDArray[Any], wanted: NDArray[Any]) -> bool:
     if result.dtype.kind in "biu":
         return bool((result == wanted).all())
     # Another order of summation changes the last bits; a split that is wrong changes far more.
+    # Of a narrow type 64 steps of rounding would be no test at all, so that 5% is the most.
     rounding = min(64 * _epsilon(result.dtype), 0.05)
     wide = np.complex128 if result.dtype.kind == "c" else np.float64
     a, b = result.astype(wide), wanted.astype(wide)

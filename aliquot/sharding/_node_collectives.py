@@ -23,6 +23,7 @@ def product_collectives(naming: NodeIndex, op_class: int) -> tuple[NodeCollectiv
     """A product's reductions other than sums cannot stay partial: they are finished at once."""
     cuts = naming.cuts
     op, rule = cuts.first[op_class], cuts.rules[op_class]
+    # Sums are left partial instead, as edges may finish them later or scatter them.
     if not rule.reduced or rule.reduce == "sum":
         return ()
     out = op.outputs[0]
@@ -49,6 +50,8 @@ def whole_bytes(naming: NodeIndex, op_class: int) -> float:
     cuts = naming.cuts
     op = cuts.first[op_class]
     arrays = {i for i in (*op.inputs, *op.outputs) if isinstance(i, int) and i >= 0}
+    # Rules of kernels know traffic that their operands do not show, such as tables that are read
+    # again and again.
     return max(
         float(sum(cuts.graph.values[i].num_bytes for i in arrays)),
         cuts.rules[op_class].accessed_bytes,
@@ -75,6 +78,8 @@ def batch_sums(naming: NodeIndex, batch_factors: Sequence[frozenset[int]]) -> in
     for node, op_classes in naming.group_ops.items():
         for op_class in op_classes if batch_factors[node] else ():
             op = cuts.first[op_class]
+            # A sum inside a loop stands between products of its own turn, and is not combined with
+            # those outside.
             if op.phase is Phase.BACKWARD and op.trips == 1:
                 sums = [r for r in _reductions(naming, op_class) if not r.gradient]
                 if any(batch_factors[node] & set(r.factors) for r in sums):
@@ -127,10 +132,13 @@ def _gathers(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
     for position, value_class, count in cuts.operands(op_class):
         slot = cuts.operand_slot(op_class, value_class)
         projection = naming.slot_port(slot).projection
+        # A dim of length one carries no factor, and needs no gather.
         for dim, letters in enumerate(rule.operands[position]):
             if dim not in projection or letters == "1":
                 continue
             factor = projection.index(dim)
+            # A reduced dim becomes a partial sum, and one that the results carry stays split:
+            # neither is gathered.
             if letters[0] in rule.reduced or naming.passes_through(op_class, letters[0], factor):
                 continue
             value = cuts.graph.values[cuts.folding.value_members[value_class][0]]

@@ -97,6 +97,8 @@ class NodeIndex:
         for slot in slots:
             for dim in range(store.ranks[slot]):
                 root = store.dim_class(store.element(slot, dim))
+                # A dim of size 1 stands for an absent one: linking or blocking it would freeze that
+                # dim in the whole group.
                 if root not in store.blocked and store.sizes[store.element(slot, dim)] > 1:
                     classes.setdefault(root, len(classes))
         self.factor_of.update(classes)
@@ -129,6 +131,8 @@ class NodeIndex:
         for factor in rule.factors:
             dim = next((d for d, factors in enumerate(dims) if factors[0] == factor), REPLICATED)
             if result and factor in rule.reduced:
+                # Each sum of a product has a number of its own, as XLA reduces them one by one
+                # unless it merges them.
                 dim = PARTIAL - sums if rule.reduce == "sum" else REPLICATED
                 sums += 1
             projection.append(dim)
@@ -185,6 +189,7 @@ class NodeIndex:
                 letters[0] == letter and projection[factor] == dim
                 for dim, letters in enumerate(dims)
             )
+            # A scalar result has no projection; it needs no dim of its own to be split.
             if projection and not carried:
                 return False
         return True
@@ -223,6 +228,8 @@ class NodeIndex:
             ending: which of them may make the last value; by default all of them.
         """
         cuts, last, seen = self.cuts, value_class, set[int]()
+        # A value with several readers serves more than the sum: its partial terms are not all that
+        # is read.
         while len(readers := self.readers.get(value_class, set())) == 1:
             op = cuts.first[next(iter(readers))]
             # The terms of a running total over equal layers are one class, which serves itself.

@@ -222,6 +222,7 @@ def project(choice: Choice, projection: Projection) -> Spec:
 
 def shards_of(choice: Choice, split_by: SplitBy, axis_sizes: Sequence[int]) -> int:
     """Into how many pieces a choice cuts what the factors in `split_by` divide."""
+    # Only dims that an axis of this choice splits are divided; partial sums and copies are not.
     return math.prod(
         size for size, f in zip(axis_sizes, choice, strict=True) if f >= 0 and split_by[f]
     )

@@ -72,6 +72,7 @@ class ParallelBlock:
         for axis, factor in enumerate(option):
             if product == self.entry:
                 mask &= choices[:, axis] == factor
+            # A product that is not linked to the option's factor may be split in any way.
             elif factor == -1 or self.linked[product][factor] >= 0:
                 reached = -1 if factor == -1 else self.linked[product][factor]
                 mask &= np.isin(choices[:, axis], [reached, *self.handed_over.get(product, ())])
@@ -88,6 +89,8 @@ class ParallelBlock:
         """
         columns = []
         for n in axis_sizes:
+            # An axis that divides none of the factors must be allowed to stay unused, or the block
+            # would have no option.
             dividing = [f for f in self.factors if sizes[f] % n == 0]
             columns.append([*dividing, -1] if self.may_repeat or not dividing else dividing)
         options = []

@@ -114,6 +114,7 @@ def make_pins(
     for site in nodes.sites:
         op = first_of[site.op_class]
         shapes = [graph.values[o].shape if o >= 0 else () for o in op.outputs]
+        # Only in the backward pass are sums made that wait for the last micro-batch.
         waiting = data_axes if op.phase is Phase.BACKWARD else ()
         pairs: list[tuple[tuple[Spec, ...], tuple[int, ...]]] = []
         totals: list[Landing] = []
@@ -124,6 +125,7 @@ def make_pins(
                 pairs.append((_looked_up(each, shape, axis_sizes), ()))
                 totals.append(())
                 continue
+            # A lookup's partial sums are finished at once; see `_looked_up`.
             on_pieces = site.on_pieces and _is_scattered(
                 each, shape, axis_sizes, in_part=reduce_scatter
             )
@@ -131,6 +133,7 @@ def make_pins(
             totals.append(_landing(total, shape, axis_sizes, reduce_scatter))
         chains = [chain for chain, _ in pairs]
         for position, readers in enumerate(site.readers):
+            # Where all readers want the array as it is split anyway, a pin would say nothing new.
             if all((spec(p),) == chains[position] for p in readers):
                 chains[position] = ()
         by_class[site.op_class] = Pin(
@@ -144,6 +147,7 @@ def make_pins(
             totals=tuple(totals),
             on_pieces=on_pieces,
         )
+    # Partial sums cannot enter or leave a step: callers see whole arrays.
     inputs = tuple(without_partial(spec(p)) for p in nodes.input_ports)
     outputs = [without_partial(spec(p)) for p in nodes.output_ports]
     rows = {}
@@ -155,6 +159,7 @@ def make_pins(
             graph.values[item.value],
             outputs[item.output],
         )
+        # XLA reuses the buffer of a donated input only for an output of the same split.
         outputs[item.output] = input_spec
         if isinstance(new, int) and (old.shape, old.dtype) == (
             graph.values[new].shape,
@@ -244,9 +249,12 @@ def _result_chain(
         return (() if min(product_spec) <= PARTIAL else (product_spec,)), ()
     wanted = without_partial(specs[1])
     arrived = landing(product_spec, wanted, reduce_scatter)
+    # JAX drops a constraint that does not divide an array without a word, so such a pin would be
+    # lost.
     if not divides(shape, arrived, axis_sizes):
         arrived = without_partial(product_spec)
     behind = scattered_behind(product_spec, arrived)
+    # Minor axes have no name in a spec, so the ways between specs do not apply.
     if behind:
         return (arrived, wanted), behind
     return (

@@ -58,6 +58,7 @@ def _in_order(source: Spec, target: Spec) -> tuple[Spec, Spec]:
     """The same change with its dims and its sums numbered from the first: only their order
     matters.
     """
+    # Numbering dims from the first makes prices of one change serve arrays of all ranks.
     dims = {d: k for k, d in enumerate(sorted({p for p in (*source, *target) if p >= 0}))}
     sums = {
         p: PARTIAL - k
@@ -81,6 +82,7 @@ def _reshard(
 
     def resolve(kind: str, chosen: tuple[int, ...]) -> None:
         group = math.prod(axis_sizes[a] for a in chosen)
+        # Groups of one device move nothing.
         if group > 1:
             fraction = 1.0 / math.prod(axis_sizes[a] for a in axes if now[a] >= 0)
             moves.append(Move(kind=kind, axes=chosen, group=group, fraction=fraction))
@@ -89,6 +91,7 @@ def _reshard(
 
     reduced = [a for a in axes if now[a] <= PARTIAL and target[a] > PARTIAL]
     scattered = tuple(a for a in reduced if landed[a] >= 0)
+    # Scattered sums come first: what follows then works on pieces and moves fewer bytes.
     resolve("reduce-scatter" if reduce_scatter else "all-reduce", scattered)
     # What is left is finished sum by sum.
     for kind in sorted({now[a] for a in reduced if a not in scattered}):
@@ -96,6 +99,8 @@ def _reshard(
     # Axes that stay partial hold what the others do, side by side.
     behind = scattered_behind(source, landed)
     arrived = tiling(tuple(now), axis_sizes, behind)
+    # Behind a reduce-scatter along a minor axis the array has a tiling that no spec names, so no
+    # way between specs is looked for.
     for spec in (target,) if behind else way(tuple(now), target, axis_sizes):
         wanted = tiling(spec, axis_sizes)
         for step in steps(arrived, wanted):
@@ -128,6 +133,8 @@ def way(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) -> tuple[Spec, 
         return (target,)
     reached: set[Spec] = set()
     waiting: list[tuple[float, int, tuple[Spec, ...]]] = [(0.0, 0, (source,))]
+    # Ties are broken by the number of changes, then by the specs, so that the way does not depend
+    # on the order of a set.
     while waiting:
         left, count, path = heapq.heappop(waiting)
         here = path[-1]
@@ -162,6 +169,7 @@ def landing(source: Spec, target: Spec, reduce_scatter: bool) -> Spec:
     kinds, dims = {source[a] for a in reduced}, {target[a] for a in reduced}
     landed = list(source)
     if reduce_scatter:
+        # One dim at a time: asked to scatter sums along two dims, XLA all-reduces the whole array.
         first = next((target[a] for a in reduced if target[a] >= 0), REPLICATED)
         for a in reduced:
             landed[a] = first if target[a] >= 0 else REPLICATED
@@ -206,6 +214,7 @@ def scattered_behind(source: Spec, landed: Spec) -> tuple[int, ...]:
     """
     axes = range(len(source))
     scattered = [a for a in axes if source[a] <= PARTIAL and landed[a] >= 0]
+    # Only axes that split the dim after a scattered one matter: an earlier one is major already.
     dims = {landed[a] for a in scattered if any(source[b] == landed[a] for b in axes[a:])}
     return tuple(a for a in scattered if landed[a] in dims)
 

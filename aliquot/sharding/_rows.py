@@ -32,5 +32,8 @@ def gathered_by_rows(
         return False
     pairs = list(zip(source, target, strict=True))
     return source != target and all(
-        s != 0 and (t == s or (s > 0 and t == REPLICATED)) for s, t in pairs
+        # Along the first dim tiles are whole rows: gathered at once they lie where they belong,
+        # without a copy.
+        s != 0 and (t == s or (s > 0 and t == REPLICATED))
+        for s, t in pairs
     )

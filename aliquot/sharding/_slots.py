@@ -62,7 +62,10 @@ class Slots:
         a, b = self.dim_class(a), self.dim_class(b)
         if a == b:
             return True
+        # The smaller class joins the larger, so that few sets are copied; equal ones by number, so
+        # that results do not depend on the order of sets.
         small, large = sorted((a, b), key=lambda r: (len(self._slots_of[r]), -r))
+        # Two dims of one array cannot be split by one axis, so their classes must stay apart.
         if self._slots_of[small] & self._slots_of[large]:
             return False
         self._element_parent[small] = large
@@ -85,6 +88,7 @@ class Slots:
 
     def join(self, slots: Iterable[SlotId]) -> None:
         """Put slots into one group: one decision splits them all."""
+        # The lowest slot stands for the group, so that groups are numbered in program order.
         roots = sorted({self.group(s) for s in slots})
         for other in roots[1:]:
             self._group_parent[other] = roots[0]

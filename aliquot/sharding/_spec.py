@@ -66,6 +66,8 @@ def divides(shape: Sequence[int], spec: Spec, axis_sizes: Sequence[int]) -> bool
     shards = [1] * len(shape)
     for size, placement in zip(axis_sizes, spec, strict=True):
         if placement >= 0:
+            # Uneven shards are not planned: XLA pads them, and `jax.jit` refuses them for
+            # arguments.
             shards[placement] *= size
     return all(dim % count == 0 for dim, count in zip(shape, shards, strict=True))
 

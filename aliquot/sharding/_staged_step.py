@@ -57,6 +57,8 @@ class LayeredStep:
 
         Of a step whose scans are cut each stage has one range of layers, whatever the numbers say.
         """
+        # Each stage of a step with cut scans is one layer, so that the layers before a cut are the
+        # stages before it.
         if self.graph.split is not None:
             last_layers = range(1, len(last_layers) + 1)
         return tuple([float(self.layers.boundary_bytes[last - 1]) for last in last_layers])
@@ -142,6 +144,7 @@ def sketch_step(
             for v, w in zip(part.values, graph.values)
             for d in _differing(v.shape, w.shape)
         },
+        # Nothing is combined, as the step does not run.
         num_micro_batches=num_micro_batches,
         combine={},
     )
@@ -158,6 +161,7 @@ def _layers(part: Graph, layers: str | int | Layers | None) -> Layers:
 def _differing(part: tuple[int, ...], whole: tuple[int, ...]) -> list[int]:
     if part == whole or len(part) != len(whole):
         return []
+    # A batch that is cut shortens one dim; the first that differs is taken as it.
     return [d for d, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b][:1]
 
 

@@ -113,6 +113,7 @@ def is_direct(now: Tiling, target: Tiling) -> bool:
 @functools.lru_cache(maxsize=1 << 14)
 def _steps(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
     """As `steps`; None where only gathering everything is left."""
+    # XLA tries these in the same order, and takes the first that applies, not the cheapest.
     if now == target or not now.dims:
         return ()
     if not target.dims:
@@ -135,6 +136,7 @@ def _steps(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
 
 def _two_in_a_row(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
     """Ways that need an intermediate tiling; None if there is none."""
+    # XLA takes the first pair that fits and does not come back to the others.
     for small, large, group in _merges(now, target):
         moved = _move(now, small, large, group)
         rest = _steps(moved, target)
@@ -142,6 +144,8 @@ def _two_in_a_row(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
     if target.repeated:
         copies = _product(target.repeated)
         for dim, count in now.counts.items():
+            # Gathering this dim leaves as many copies as the target has, so that the rest is an
+            # exchange of tiles.
             if count * _product(now.repeated) == copies:
                 kept = {d: atoms for d, atoms in now.dims if d != dim}
                 coarser = _tiling(kept, (*now.repeated, *now.by_dim[dim]))
@@ -150,6 +154,8 @@ def _two_in_a_row(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
     if now.repeated and not target.repeated:
         copies = _product(now.repeated)
         for dim, count in target.counts.items():
+            # Slicing the copies along a dim that is whole makes both tilings equally fine, so that
+            # the rest is an exchange.
             if dim not in now.counts and count % copies == 0:
                 return _steps(_tiling({**now.by_dim, dim: now.repeated}, ()), target)
     return None
@@ -289,6 +295,8 @@ def _take(atoms: Atoms, count: int) -> tuple[Atoms, Atoms]:
     left: list[Atom] = []
     for atom in atoms:
         if count % atom[2] == 0:
+            # Atoms are primes, so taking each that divides what is left finds the product if there
+            # is one.
             count //= atom[2]
             taken.append(atom)
         else:

@@ -64,6 +64,8 @@ class Findings:
         self.free, self.outside = bytearray(size), bytearray(size)
         self._feeds_backward = bytearray(size)
         self.has_backward = any(op.phase is Phase.BACKWARD for op in self.whole.ops)
+        # From the last operator to the first, so that whatever the backward pass reads in the end
+        # is known.
         for op in reversed(self.whole.ops):
             if op.phase is Phase.BACKWARD or any(
                 self._feeds_backward[o] for o in op.outputs if o >= 0
@@ -125,6 +127,7 @@ class Findings:
         return all(isinstance(i, Literal) or self.free[i] == 1 for i in operands)
 
     def _rule(self, op: Op) -> DimRule:
+        # Equal layers share JAX's equations, so their rule is looked up once.
         key = self._equations(op)
         if key not in self._rules:
             self._rules[key] = dim_rule(op, self.whole, on_missing_rule=self.on_missing_rule)
@@ -140,6 +143,7 @@ class Findings:
 
     def _outcome(self, op: Op, specs: Sequence[TimeSpec]) -> Followed | str:
         """`follow`, once for equal operators that read equal specs."""
+        # Positions decide whether a lookup is local, so they are part of the key.
         positions = calls.indexes_own_examples(op, specs, self.positions)
         key = self._equations(op), tuple(specs), positions
         if key not in self._outcomes:
@@ -161,10 +165,13 @@ class Findings:
             if isinstance(i, int)
             and self.free[i]
             and self.outside[i]
+            # What each part computes alike or has a slice of is no sum that could be known
+            # beforehand.
             and spec.kind not in (TimeKind.EQUAL, TimeKind.CONCATENATE, TimeKind.MEAN)
         ]
         # All sums known beforehand, or only those that stand where the operator is not linear.
         linear = rule.linear or (0,) * len(specs)
+        # The fewest first: each sum known beforehand must be computed on the whole batch.
         for chosen in ([(k, i) for k, i in early if linear[k] != 1], early):
             if not chosen:
                 continue
@@ -184,10 +191,14 @@ class Findings:
         """True if an operator works example by example, before the update: too much to leave it for
         the end.
         """
+        # After the backward pass no example is needed, so that waiting for the last part costs
+        # nothing.
         if op.phase is Phase.UPDATE or all(spec.kind is not TimeKind.CONCATENATE for spec in specs):
             return False
         feeds = any(self._feeds_backward[o] for o in op.outputs if o >= 0)
         return (
+            # Products are most of a step's work, and would run on the whole batch at once after the
+            # last part.
             feeds or op.phase is Phase.BACKWARD or not self.has_backward or self._rule(op).contracts
         )
 

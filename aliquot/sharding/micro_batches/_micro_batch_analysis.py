@@ -26,10 +26,14 @@ def analyse(
     found = Findings(whole=whole, part=part, parts=parts, on_missing_rule=on_missing_rule)
     for item in whole.inputs:
         spec = split_at(0) if item.role is Role.BATCH else EQUAL
+        # State that is no parameter, such as a step counter or a key, does not make what it enters
+        # depend on parameters.
         found.set_spec(
             item.value, spec, item.role not in (Role.PARAMETER, Role.OPTIMIZER_STATE), TOP
         )
     for index, constant in whole.constants.items():
+        # A constant as long as the batch, such as a mask, is cut with it; of any other size it is
+        # each part's own.
         spec = spec_by_shape(*found.shapes_of(index), parts) or WHOLE
         found.set_spec(index, spec, True, TOP)
         if spec.kind is TimeKind.CONCATENATE and calls.numbers_examples(constant, spec.dim):
@@ -46,6 +50,7 @@ def _settle(found: Findings) -> None:
     it is.
     """
     items = found.whole.body.items
+    # An item is found by every operator that a conflict may name, also by those inside it.
     place = {k: n for n, item in enumerate(items) for k in standing_for(item, found.whole)}
     at = 0
     while at < len(items):
@@ -53,6 +58,7 @@ def _settle(found: Findings) -> None:
         at += 1
         if found.conflicts:
             first = min(place[k] for k in found.conflicts)
+            # What was decided stays decided: `own` only grows, so that the walk comes to an end.
             found.own |= found.conflicts.keys()
             found.conflicts.clear()
             for item in items[first:at]:

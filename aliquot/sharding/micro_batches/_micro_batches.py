@@ -120,6 +120,8 @@ def plan_micro_batches(
     found = analyse(
         graph, part, parts, on_missing_rule=on_missing_rule, settle=semantics == "independent"
     )
+    # An effect that happens for each micro-batch is no longer the step's own, whatever the
+    # semantics.
     repeated = {k: EFFECT for k in found.violations.keys() | found.own if has_effects(graph.ops[k])}
     found.violations |= repeated
     if repeated or (semantics == "exact" and (found.violations or found.conflicts)):
@@ -258,6 +260,7 @@ def _of_size(graph: Graph, size: int) -> Graph:
                     other, traced = larger, retraced
         known[other] = traced
     if size not in known:
+        # Working another size out takes a moment; tracing it takes as long as the step did.
         with contextlib.suppress(CaptureError):
             known[size] = resized(next(iter(known.values())), graph, size)
     if size not in known:
@@ -269,6 +272,7 @@ def _trace(graph: Graph, size: int) -> Graph:
     """The step traced on so many examples."""
     leaves = []
     for item, leaf in zip(graph.inputs, graph.calling.call.leaves, strict=True):
+        # Only the batch's leading dim changes: the shapes of state are those of the whole step.
         shape = graph.values[item.value].shape
         leaves.append(_Leaf(leaf, (size, *shape[1:])) if item.role is Role.BATCH else leaf)
     return build_graph(graph.calling, leaves)
@@ -289,6 +293,8 @@ def _align(whole: Graph, part: Graph) -> tuple[Graph, dict[Call, Any]]:
     """
     for a, b in zip(whole.ops, part.ops):
         if (
+            # The results' numbers are compared too, so that values of both traces may be told apart
+            # by number alone.
             a.name != b.name
             or a.trips != b.trips
             or a.outputs != b.outputs
@@ -303,6 +309,8 @@ def _align(whole: Graph, part: Graph) -> tuple[Graph, dict[Call, Any]]:
             (
                 b
                 if a.inputs == b.inputs and a.phase is b.phase
+                # The whole's literals are kept: the divisor of a mean is that of the whole batch,
+                # so that summands add up to its result.
                 else replace(a, eqn=b.eqn, params=b.params)
             )
             for a, b in zip(whole.ops, part.ops)
@@ -351,6 +359,7 @@ def describe(op: Op) -> str:
 def _refusal(graph: Graph, found: Findings) -> CaptureError:
     refused = found.violations | found.conflicts
     lines: dict[str, str] = {}
+    # One line for each place in the user's code: a layer that repeats would fill the message.
     for index in sorted(refused):
         op = graph.ops[index]
         lines.setdefault(f"{describe(op)}: {refused[index]}", _reached(graph, op))

@@ -55,6 +55,7 @@ def standing_for(item: OpId | Call, graph: Graph) -> Iterator[int]:
 
 def indexed_dims(op: Op) -> tuple[int, ...]:
     """The dims of the array that the components of a lookup's indices stand for."""
+    # JAX's names differ, but both say which dims of the array the index components count in.
     numbers = op.params["dimension_numbers"]
     dims: tuple[int, ...] = (
         numbers.start_index_map if op.name == "gather" else numbers.scatter_dims_to_operand_dims
@@ -84,6 +85,7 @@ def indexes_own_examples(
     if specs[0].dim not in indexed or index not in positions:
         return False
     flags = positions[index]
+    # One flag stands for all components where the index array was not put together from several.
     return flags[indexed.index(specs[0].dim)] if len(flags) > 1 else flags[0]
 
 

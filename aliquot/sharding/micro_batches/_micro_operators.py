@@ -28,6 +28,7 @@ from ._time_specs import (
 
 def walk_operator(found: Findings, op: Op, depth: int) -> None:
     specs = [found.spec(i) for i in op.inputs]
+    # A walk through a loop's body comes here again, with other specs than before.
     for k in range(len(specs)):
         found.conversions.pop((op.index, k), None)
     if op.index in found.own:
@@ -39,6 +40,7 @@ def walk_operator(found: Findings, op: Op, depth: int) -> None:
             found.violations[op.index] = EFFECT
         return _late(found, op, specs)
     kinds = {spec.kind for spec in specs}
+    # Equal operands alone are not enough: an iota or a broadcast writes down the size of the batch.
     if kinds <= {TimeKind.EQUAL} and found.same_results(op):
         # What every part computes alike needs no rule.
         found.actions.pop(op.index, None)
@@ -46,6 +48,7 @@ def walk_operator(found: Findings, op: Op, depth: int) -> None:
         for out in op.outputs:
             found.set_spec(out, EQUAL, free, depth)
         return
+    # Outside of loops all of the update waits, as its gradients are known only then.
     update = op.phase is Phase.UPDATE and found.has_backward
     if TimeKind.LATE in kinds or (update and depth == TOP and kinds - {TimeKind.EQUAL}):
         return _late(found, op, specs)
@@ -55,6 +58,7 @@ def walk_operator(found: Findings, op: Op, depth: int) -> None:
         if isinstance(outcome, Followed):
             return _finish(found, op, outcome, depth)
         reason = outcome
+    # What depends on no parameter can be computed on the whole batch, before the first part.
     free = found.is_free(op.inputs)
     if (
         free
@@ -88,6 +92,7 @@ def _finish(found: Findings, op: Op, outcome: Followed, depth: int) -> None:
 
 def _early(found: Findings, op: Op) -> None:
     found.actions[op.index] = Action.EARLY
+    # A value that the parts cannot slice is known as a whole alone.
     for out in op.outputs:
         if out >= 0:
             found.set_spec(
@@ -105,6 +110,8 @@ def _late(found: Findings, op: Op, specs: list[TimeSpec]) -> None:
             "it is not linear in a sum over the batch, and the examples need it",
         )
     found.actions[op.index] = Action.LATE
+    # Where several late values meet, the walk goes back to the earliest, as all that follows
+    # depends on it.
     begun = [found.origin[i] for i in op.inputs if isinstance(i, int) and found.specs[i] == LATE]
     for out in op.outputs:
         if out >= 0:
@@ -117,6 +124,8 @@ def _alone(found: Findings, op: Op, specs: Sequence[TimeSpec], depth: int) -> No
     found.actions.pop(op.index, None)
     for k, spec in enumerate(specs):
         if spec.kind is TimeKind.SUM:
+            # A part's sum is scaled up to the batch, so that dividing it by the batch's size, as
+            # the user's code does, gives the part's own mean.
             found.conversions[op.index, k] = Conversion.ESTIMATE
     for out in op.outputs:
         if out >= 0:
@@ -134,6 +143,8 @@ def _note_positions(found: Findings, op: Op, outcome: Followed) -> None:
     elif calls.keeps_positions(op) and known[0] == (True,):
         found.positions[out] = (True,)
     elif op.name == "lt" and known[0] == (True,) and isinstance(op.inputs[1], Literal):
+        # JAX writes an index i as `select(i < 0, i + n, i)`; positions are never negative, so i is
+        # left.
         if np.all(np.asarray(op.inputs[1].value) <= 0):
             found.always_false.add(out)
     elif op.name == "select_n" and op.inputs[0] in found.always_false and known[1] is not None:

@@ -38,6 +38,8 @@ def _walk_call(found: Findings, call: Call, depth: int) -> None:
     if TimeKind.WHOLE not in kinds:
         walk(found, call, specs, depth)
         refused = len(found.violations) > len(before) or len(found.conflicts) > len(conflicts)
+        # What was found inside is kept only if the call can run on parts; otherwise all of it runs
+        # once, after the last.
         if refused and not free and depth == TOP and not found.call_needs_parts(call, specs, phase):
             found.violations, found.conflicts = before, conflicts
             found.forget(call)
@@ -87,7 +89,9 @@ def _walk_scan(found: Findings, call: Call, specs: Sequence[TimeSpec], depth: in
     free = found.is_free(call.inputs)
     for outer, inner in zip(specs[split:], block.inputs[split:], strict=True):
         assert isinstance(inner, int)
+        # The dim that the loop runs over is gone inside its body.
         spec = split_at(outer.dim - 1) if outer.kind is TimeKind.CONCATENATE else outer
+        # Turns of such a loop follow one another, and parts of the batch would each begin anew.
         if outer == split_at(0):
             found.violate(call, "it loops over the examples of a batch")
         found.set_spec(inner, spec, free, LOOP)
@@ -107,6 +111,7 @@ def _walk_scan(found: Findings, call: Call, specs: Sequence[TimeSpec], depth: in
             spec = found.spec(inner)
             found.set_spec(
                 out,
+                # Outside the body the stacked dim comes first again.
                 split_at(spec.dim + 1) if spec.kind is TimeKind.CONCATENATE else spec,
                 free,
                 depth,
@@ -118,6 +123,7 @@ def _walk_while(found: Findings, call: Call, specs: Sequence[TimeSpec], depth: i
     num_cond, num_body = call.eqn.params["cond_nconsts"], call.eqn.params["body_nconsts"]
     carried = block.inputs[num_body:]
     _walk_until_settled(found, call, block, carried, specs[num_cond + num_body :], block.outputs)
+    # The condition is looked at last, once what the loop carries no longer changes.
     walk_items(found, condition.items, LOOP)
     ends = found.spec(condition.outputs[0])
     # Under `vmap` each example has an end of its own, and keeps what it has until the others are
@@ -156,6 +162,7 @@ def _walk_until_settled(
     """Walk through a body until what enters it is what leaves it."""
     free = found.is_free(call.inputs)
     specs = list(init)
+    # Each carried value can change twice: from equal to a sum, and from that to a mean.
     for _ in range(2 * len(specs) + 2):
         for inner, spec in zip(carried, specs, strict=True):
             assert isinstance(inner, int)
@@ -168,6 +175,7 @@ def _walk_until_settled(
         ]
         if joined == specs:
             return
+        # What a round found under specs that did not hold is forgotten.
         specs, found.violations = joined, before
 
 

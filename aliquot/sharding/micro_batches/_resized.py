@@ -91,6 +91,7 @@ class _Line:
             return small
         change, rest = divmod((large - small) * (self.size - self.small), self.large - self.small)
         if rest or small + change < 0:
+            # Sizes lie on a line through both traces; what does not is decided by the user's code.
             raise _Irregular
         return small + change
 
@@ -109,6 +110,8 @@ class _Line:
         if type(small) in (tuple, list):
             if len(small) != len(large):
                 raise _Irregular
+            # The very same object is kept where nothing changes, so that layers that share
+            # equations go on sharing them.
             resized = [self.parameter(a, b) for a, b in zip(small, large)]
             return small if all(a is b for a, b in zip(resized, small)) else type(small)(resized)
         if hasattr(small, "shape") and hasattr(small, "update"):
@@ -133,6 +136,7 @@ class _Line:
         if shapes[0] is not None:
             if shapes[0] != shapes[1]:
                 raise _Irregular
+        # Functions cannot be compared.
         elif not (bool(small == large) or callable(small)):
             raise _Irregular
         return small
@@ -182,6 +186,7 @@ def _equation(small: Op, large: Op, line: _Line) -> Any:
         (*large.eqn.invars, *large.eqn.outvars),
         strict=True,
     )
+    # An equation that no size changes is used again, so that equal layers keep one.
     alike = all(getattr(a.aval, "shape", None) == getattr(b.aval, "shape", None) for a, b in atoms)
     if alike and all(params[name] is value for name, value in small.params.items()):
         return small.eqn

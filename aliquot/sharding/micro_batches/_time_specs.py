@@ -122,6 +122,7 @@ def join(a: TimeSpec, b: TimeSpec) -> TimeSpec | None:
     kinds = {a.kind, b.kind}
     if a == b:
         return a
+    # A total that starts as a constant and grows by summands is a sum.
     if kinds == {TimeKind.EQUAL, TimeKind.SUM}:
         return SUM
     return MEAN if kinds <= {TimeKind.EQUAL, TimeKind.SUM, TimeKind.MEAN} else None
@@ -151,6 +152,7 @@ def follow(
         seen = [spec_by_shape(whole, part, parts) for whole, part in shapes]
         if all(seen):
             return Followed(results=tuple(spec for spec in seen if spec))
+    # These take and return several arrays, each with a spec of its own.
     if op.name in ("optimization_barrier", "device_put"):
         return _checked(Followed(results=tuple(specs)), shapes, parts)
     if kinds & REDUCTIONS:
@@ -191,11 +193,14 @@ def _through_reduction(op: Op, specs: Sequence[TimeSpec]) -> TimeKind | None:
     if op.name == "not" and truth:
         return TimeKind.AND if kind is TimeKind.OR else TimeKind.OR
     moves = traits_of(op.name).moves
+    # A maximum of elements in another order, or repeated, is the same maximum.
     if moves is not None and (moves.permutes or moves is Moves.REPEAT):
         return kind
     if op.name in (kind.value, f"reduce_{kind.value}"):
         return kind
     mixed = ("or", "and") if truth else ("max", "min")
+    # The other operand is equal in all parts, so that taking the larger of both parts' and its
+    # value is the same in either order. A product would take it once for each part.
     return kind if op.name in mixed and len(reduced) == 1 and kind is not TimeKind.PROD else None
 
 
@@ -221,12 +226,14 @@ def _of_sums(rule: DimRule, specs: Sequence[TimeSpec], num_results: int) -> Foll
     reason = "it is not linear in a sum over the batch"
     if not rule.linear:
         return reason
+    # Sums in two groups are factors of one product, which would need all pairs of parts.
     groups = {rule.linear[k] for k, spec in enumerate(specs) if spec.kind is TimeKind.SUM}
     if len(groups) != 1 or 0 in groups:
         return reason
     (group,) = groups
     once = []
     for k, spec in enumerate(specs):
+        # Multiplying a sum by an own value of each part is fine; adding one is not.
         if spec.kind is TimeKind.CONCATENATE or (
             spec.kind is TimeKind.MEAN and rule.linear[k] == group
         ):
@@ -246,9 +253,12 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
             letters[k] = rule.operands[k][spec.dim][0]
     if positions:
         return _of_own_rows(op, rule, specs, letters)
+    # Operands that are cut along different dims meet every example of one with every example of the
+    # other.
     if len(set(letters.values())) > 1:
         return "it sets examples against one another"
     (letter,) = set(letters.values())
+    # An upper-case factor must stay whole.
     if not letter.islower():
         return "it needs a dim of the batch as a whole"
     if _looks_up(op, rule, specs, letter):
@@ -275,6 +285,7 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
                 once.append((k, Conversion.ONCE))
     has_means = any(spec.kind is TimeKind.MEAN for spec in specs)
     return Followed(
+        # A value that stands for each part alone makes what it enters stand for it, too.
         results=tuple(MEAN if has_means and spec == EQUAL else spec for spec in results),
         conversions=tuple(once),
     )
@@ -323,6 +334,8 @@ def _of_equals(
         if seen is None:
             return "it makes an array of which more than one dim is the batch's"
         results.append(MEAN if has_means and seen == EQUAL else seen)
+    # Their elements are equal along the batch, or not written yet, so that a part may make them at
+    # its own size.
     if all(spec.kind is not TimeKind.CONCATENATE for spec in results) or op.name in (
         "broadcast_in_dim",
         "empty",
@@ -334,4 +347,6 @@ def _of_equals(
         return Followed(results=tuple(results), action=Action.SHIFT if shifted else Action.RUN)
     if has_means:
         return "it spreads a value that each micro-batch has for itself over the batch"
+    # Random bits depend on the position in the batch: made for the whole and sliced, they are the
+    # plain step's own numbers.
     return Followed(results=tuple(results), action=Action.SLICE)

@@ -76,6 +76,7 @@ class Layout:
         shape.
         """
         rest = shape[dim] // self.shards
+        # A shard of a part may be empty where a dim has no elements.
         shard = jax.lax.broadcasted_iota(dtype, tuple(shape), dim) // max(rest, 1)
         group, micro_batch = jnp.asarray(group, dtype), jnp.asarray(micro_batch, dtype)
         count = self.micro_batches

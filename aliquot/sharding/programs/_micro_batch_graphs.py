@@ -81,6 +81,8 @@ def cut_graph(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
     early = subgraph(whole, [i.value for i in whole.inputs], needs.early_items, early_values)
     return MicroBatchGraphs(
         early=early,
+        # The constants of the step are inputs of the body, so that each part gets its slice of
+        # them.
         body=replace(body, constants={}),
         late=late,
         early_values=early_values,
@@ -155,7 +157,10 @@ class _Rewriter:
     ) -> ValueId:
         """A new operator that calls `fn` on arrays of the inputs' shapes."""
         structs = [struct_of(i if isinstance(i, Literal) else self.values[i]) for i in inputs]
+        # JAX itself writes the equation, so that dtypes and shapes are checked as in the user's own
+        # code.
         (eqn,) = jax.make_jaxpr(jax.jit(fn))(*structs).jaxpr.eqns
+        # A new operator stands where the one that needs it stands, for messages and phases.
         base = like or self.plan.whole.ops[0]
         index = OpId(len(self.ops))
         self.ops.append(
@@ -261,6 +266,8 @@ class _Rewriter:
         def once(array: Any, group: Any, micro_batch: Any) -> Any:
             if shared and jnp.issubdtype(array.dtype, jnp.inexact):
                 return array / jnp.asarray(parts, array.dtype)
+            # Added once, and not in equal shares: dividing would round, and integers cannot be
+            # divided.
             return jnp.where((group == 0) & (micro_batch == 0), array, jnp.zeros_like(array))
 
         target = self._value(*_look(operand, self.values))
@@ -281,6 +288,7 @@ class _Rewriter:
 
         def local(array: Any, group: Any, micro_batch: Any) -> Any:
             offsets = layout.offsets(array.shape, dim, group, micro_batch, jnp.int32)
+            # Only the component that counts examples is shifted; others index other dims.
             chosen = jnp.arange(array.shape[-1]) == component
             return array - jnp.where(chosen, offsets, 0).astype(array.dtype)
 
@@ -293,6 +301,8 @@ class _Rewriter:
         inputs = list(call.inputs)
         blocks = list(call.blocks)
         if call.kind == "remat":
+            # A region is rebuilt as a region, so that its barrier still keeps the recomputation
+            # apart.
             (block,) = blocks
             blocks = [replace(block, items=tuple(self.items(block.items)))]
             return replace(call, eqn=self.plan.part_eqns[call], blocks=tuple(blocks))
@@ -308,6 +318,8 @@ class _Rewriter:
             else:
                 first, count = params["body_nconsts"], len(call.outputs)
                 before = first + params["cond_nconsts"]
+            # Loop carries begin in the spec in which they end, so that the first turn adds to what
+            # the others do.
             carried = [v for v in body.inputs[first : first + count] if isinstance(v, int)]
             for k, inner in enumerate(carried):
                 inputs[before + k] = self._match(inputs[before + k], inner, out)
@@ -350,6 +362,7 @@ def _look(operand: Operand, values: Sequence[Value]) -> tuple[tuple[int, ...], s
 def struct_of(what: Literal | Value) -> jax.ShapeDtypeStruct:
     """JAX's description of a value."""
     if what.dtype.startswith("key<"):
+        # JAX names the default generator by a short form in the dtype's name.
         name = {"fry": "threefry2x32"}.get(what.dtype[4:-1], what.dtype[4:-1])
         key: Any = jax.eval_shape(lambda: jax.random.key(0, impl=name))
         return _shape_struct(what.shape, key.dtype)

@@ -31,6 +31,7 @@ class Needs:
         self._mark_again(items)
         self._find_late(items)
         self._find_body(items)
+        # What is computed early is not taken from the parts as well.
         self.crossing -= self.early
         self._find_early()
 
@@ -52,6 +53,8 @@ class Needs:
         batch.
         """
         batch = {i.value for i in self.plan.whole.inputs if i.role is Role.BATCH}
+        # What depends on parameters and state alone can be computed again after the last part,
+        # without being kept from each.
         known = {v: v not in batch for v in self._given}
         for item in items:
             again = not self._is(item, Action.EARLY) and not self._is(item, Action.LATE)
@@ -75,6 +78,7 @@ class Needs:
         } - self._given
         for item in reversed(items):
             outputs = [v for v in self._outputs(item) if v in needed]
+            # An effect, such as a print, is wanted although nobody reads its result.
             if not outputs and not any_effects(item, self.plan.whole):
                 continue
             if self._is(item, Action.EARLY):
@@ -91,6 +95,7 @@ class Needs:
             else:
                 self.crossing.update(outputs)
         self.late_items.reverse()
+        # What exists only for the whole batch cannot come from a part.
         self.early |= {v for v in self.crossing if self.plan.specs[v].kind is TimeKind.WHOLE}
         self.crossing -= self.early
 
@@ -152,6 +157,8 @@ class Needs:
             return False
         if isinstance(item, Call):
             return True
+        # Elementwise operators are cheap enough to run again, and keeping their results would take
+        # memory.
         op = self.plan.whole.ops[item]
         return traits_of(op.name).multiplies and dim_rule(op, self.plan.whole).contracts
 
@@ -160,6 +167,8 @@ class Needs:
         operators that are needed run.
         """
         flat: list[OpId | Call] = []
+        # A region's results and the values that they have inside it go by different numbers; both
+        # are followed.
         alias: dict[ValueId, ValueId] = {}
 
         def flatten(items: Iterable[OpId | Call]) -> None:

@@ -70,7 +70,10 @@ def cut_pipeline(
         CaptureError: the step does not decompose into so many micro-batches.
         InputError: the batch does not divide.
     """
+    # Whatever the number of groups, the batch is cut into the same shards, so that a micro-batch
+    # holds the same examples in all stages.
     shards = math.lcm(*groups)
+    # A number of groups that several stages share is cut once.
     cuts: dict[int, TimeCut] = {}
     programs: dict[int, StagePrograms] = {}
     for number in sorted(set(groups)):

@@ -49,12 +49,15 @@ def push_out(
     while waiting:
         value = max(waiting, key=lambda v: (maker[v], v))
         waiting.remove(value)
+        # A sum of one stage's terms stays in its program: nothing would be saved by adding up
+        # later.
         if len(sources[value]) < 2 or readers[value]:
             continue
         crossing.remove(value)
         moved.append(maker[value])
         for i in dict.fromkeys(ops[maker[value]].inputs):
             assert isinstance(i, int)
+            # The terms now cross to the update instead of their sum.
             readers[i] -= 1
             crossing.add(i)
             if i in maker:

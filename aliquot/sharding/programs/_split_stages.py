@@ -63,6 +63,7 @@ def split_stages(
     update = Update(parts, staging, body.stage_of_value)
     early = _early_programs(parts, [*body.programs.values(), *update.programs])
     wanted = update.wanted_totals
+    # The totals that the update wants are known only when its rounds are.
     programs = [*early, *body.finished(wanted, plan), *update.programs]
     return StagePrograms(
         programs=tuple(programs),
@@ -182,6 +183,7 @@ class _Body:
             body = replace(body, values=halves.values)
             self._graphs = replace(self._graphs, body=body)
             pair = [plain_item(body, what, item.phase) for what in (halves.first, halves.second)]
+            # Stages are kept by identity, since both halves stand for the same operators.
             self._stage |= {id(one): stages[k] for one in pair}
             self._deferrable.add(id(pair[1]))
             items += pair
@@ -235,6 +237,8 @@ class _Body:
             for i in waiting.pop().inputs:
                 maker = self._maker.get(i)
                 if (
+                    # Shared items are made of the batch and constants alone: each program works
+                    # them out itself rather than receive them.
                     maker is not None
                     and id(maker) not in items
                     and self._stage[id(maker)] == SHARED
@@ -266,6 +270,7 @@ class _Body:
             for part in self._parts_of_a_task()[1:]:
                 draft = drafts[stage, part]
                 wanted = [i for i in draft.reads if i in inside]
+                # What the backward program reads anyway costs nothing to start from.
                 read_anyway = {i for i in draft.reads if i not in inside}
                 kept = what_to_keep(
                     mine,
@@ -309,6 +314,7 @@ class _Body:
         made_here = {o for item in draft.assigned for o in item.outputs}
         read_elsewhere = {i for other in drafts.values() if other is not draft for i in other.reads}
         exports = tuple(sorted(made_here & read_elsewhere))
+        # What cannot be added up, such as slices of the batch, is kept part by part.
         stacked = tuple(v for v in totals if plan is not None and not plan.is_summed(v))
         outputs = [*exports, *totals]
         numbers = {self._graphs.group, self._graphs.micro_batch}
@@ -356,6 +362,8 @@ def _early_programs(
         wanted = {outside.get(v, v) for p in programs if p.stage == stage for v in p.early}
         need = set(wanted)
         items_of_stage: list[Item] = []
+        # From the last item back, so that each is known to be needed before its operands are looked
+        # at.
         for item in reversed(items):
             if any(o in need for o in item.outputs):
                 items_of_stage.append(item)

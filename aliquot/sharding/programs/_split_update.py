@@ -29,6 +29,8 @@ class Update:
         self.home = place_update(
             graph, items, range(len(items)), self._stage, self._crossing, homes
         )
+        # One stage runs such a loop or region, and not each that reads its results, as with
+        # scalars.
         for k, item in enumerate(items):
             if isinstance(item.what, Call) and self._stage[k] == SHARED:
                 self._stage[k] = StageId(0)
@@ -49,6 +51,8 @@ class Update:
         if known is not None:
             return known
         if value in self._crossing:
+            # What another stage made arrives between rounds, so that it can be read in the next one
+            # at the earliest.
             first = 0 if self._crossing[value] == stage else 1
         elif value in self._maker:
             k = self._maker[value]
@@ -78,6 +82,7 @@ class Update:
         for k, item in enumerate(self._items):
             for i in item.inputs:
                 readers.setdefault(i, set()).add(k)
+        # From the last item back, so that a chain of items is put off as a whole.
         for k in range(len(self._items) - 1, -1, -1):
             readers_of_item = {
                 reader for o in self._items[k].outputs for reader in readers.get(o, ())
