@@ -1,4 +1,4 @@
-"""Work that no axis of a mesh divides: node_work device does all of it."""
+"""Work that no axis of a mesh divides: every device does all of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHER = "operators of which the plan splits nothing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkAlike:
-    """Computing time, in seconds of a step, that node_work device spends on the same.
+    """Computing time, in seconds of a step, that every device spends on the same work.
 
     `alike_s` is by reason; `total_s` is all of it, without launches.
     """
@@ -27,7 +27,7 @@ class WorkAlike:
 
 
 def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
-    """The work that node_work device does, under a choice for node_work node; none on a single
+    """The work that every device does alike under a choice for each node; none on a single
     device.
     """
     alike: dict[str, float] = defaultdict(float)
@@ -41,6 +41,7 @@ def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
         sizes = [factor.size for factor in node.factors]
         for work in node_work:
             times = 1 if work.phase is Phase.UPDATE else priced.repeats
+            # Launches cannot be divided by any plan, so they are left out of both shares.
             launches_s = work.kernels * priced.target.kernel_overhead_s
             seconds = (
                 float(work_seconds(work, sizes, choice, priced.mesh, priced.target)[0]) - launches_s
@@ -50,6 +51,7 @@ def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
                 for b, by in work.arrays
                 if (s := float(shards(choice, by, priced.axis_sizes)[0]))
             ]
+            # Arithmetic is divided or not as a whole; traffic by the arrays that are not divided.
             if work.flops:
                 share = float(shards(choice, work.split_by, priced.axis_sizes)[0] == 1)
             else:
@@ -59,6 +61,8 @@ def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
             if share and not single:
                 reason = UPDATE if work.phase is Phase.UPDATE else OTHER
                 alike[reason] += times * seconds * share
+    # Operators that always run whole were counted among the others above, and have a reason of
+    # their own.
     for phase, seconds in whole_s.items() if not single else ():
         alike[UPDATE if phase is Phase.UPDATE else OTHER] -= seconds
         alike[WHOLE] += seconds

@@ -281,6 +281,7 @@ class PrefixSums:
         stops = np.where(runs, units, np.arange(units))
         return cls(
             **{name: _prefix(figures[name]) for name in _SUMMED},
+            # Read from the right: each unit takes the nearest stop at or behind it.
             last_end=np.minimum.accumulate(stops[:, ::-1], axis=1)[:, ::-1].astype(np.int64),
             working_tables=_running_maxima(figures["working_bytes"]),
         )
@@ -290,6 +291,7 @@ class PrefixSums:
         broadcast.
         """
         # Two stretches of 2**level units cover all of them, overlapping in the middle.
+        # `frexp` gives the exponent of the largest power of two that is not above the length.
         level = np.frexp(np.asarray(last) - first)[1] - 1
         largest = np.maximum(
             self.working_tables[level, options, first],

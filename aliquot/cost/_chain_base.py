@@ -186,6 +186,7 @@ class AbstractChain(abc.ABC):
         start = first_device % self.devices_per_host
         if first_device < 0 or first_device + num_devices > self.num_devices:
             return False
+        # Whole hosts begin at the first device of one; smaller submeshes stay within one.
         return (
             start == 0
             if num_devices > self.devices_per_host

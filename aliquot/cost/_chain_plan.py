@@ -130,6 +130,7 @@ def simulate_stages(chain: AbstractChain, plan: ChainPlan) -> tuple[ChainPlan, f
     it.
     """
     costs = {name: np.array([getattr(f, name) for f in plan.figures]) for name in _SIMULATED}
+    # Figures hold what all micro-batches in flight keep; the simulation counts them itself.
     kept = np.array([f.held_bytes / f.in_flight for f in plan.figures])
     times = simulate(
         make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
@@ -138,6 +139,7 @@ def simulate_stages(chain: AbstractChain, plan: ChainPlan) -> tuple[ChainPlan, f
             backward_input_s=costs["backward_s"] - costs["weight_gradient_s"],
             backward_weight_s=costs["weight_gradient_s"],
             update_s=costs["once_s"],
+            # The edge in front of the first stage is none.
             transfer_s=costs["transfer_s"][1:],
             state_bytes=costs["state_bytes"],
             in_flight_bytes=kept,
@@ -161,6 +163,7 @@ def find_stage_faults(
     Memory is looked at where nothing else is wrong, unless it need not be.
     """
     faults = []
+    # Whatever can be wrong on its own is collected before anything is computed from the stages.
     known = [s for s in stages if 0 <= s.option < len(chain.options)]
     faults += [
         f"there is no option {s.option}; there are {len(chain.options)}"
@@ -219,6 +222,7 @@ def _faulty_devices(
             faults.append(f"{where} reaches outside the cluster's {chain.num_devices}")
         elif not chain.fits_at(s.first_device, size):
             faults.append(f"{where} straddles hosts of {chain.devices_per_host}")
+        # A stage that shares its devices with an earlier one is counted once.
         elif placement[k] == k:
             users[s.first_device : s.first_device + size] += 1
         elif devices[k] != devices[placement[k]]:

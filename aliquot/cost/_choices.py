@@ -29,11 +29,13 @@ def enumerate_choices(node: Node, axis_sizes: Sequence[int]) -> NDArray[np.int64
 @functools.lru_cache(maxsize=1 << 12)
 def _enumerate(sizes: tuple[int, ...], axis_sizes: tuple[int, ...]) -> NDArray[np.int64]:
     fitting = [
+        # A factor smaller than the axis could not give every device a part; 0 divides by all sizes.
         [-1, *(f for f, n in enumerate(sizes) if n % size == 0 and n >= size)]
         for size in axis_sizes
     ]
     fitting_choices = [c for c in itertools.product(*fitting) if _divides(sizes, c, axis_sizes)]
     choices = np.array(fitting_choices, np.int64).reshape(len(fitting_choices), len(axis_sizes))
+    # The arrays are shared by many nodes through the cache.
     choices.flags.writeable = False
     return choices
 
@@ -59,6 +61,7 @@ def shards(
     """For each choice, into how many pieces it cuts something that the factors in `split_by` divide
     (not to be written to).
     """
+    # Keys of large arrays would cost more than the work.
     if choices.size > _FEW:
         return _shards(choices, split_by, axis_sizes)
     return _known_shards(choices.tobytes(), choices.shape, tuple(split_by), tuple(axis_sizes))
@@ -67,6 +70,7 @@ def shards(
 def _shards(
     choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Sequence[int]
 ) -> NDArray[np.float64]:
+    # The last entry stands for -1, the choice that splits nothing.
     divides = np.array([*split_by, False])
     return np.asarray(np.prod(np.where(divides[choices], axis_sizes, 1.0), axis=1), np.float64)
 

@@ -54,6 +54,7 @@ def collective_line(
     targets say what h and w' are of w.
     """
     latency, per_byte = _modelled_line(kind, axes, mesh, target, group)
+    # A group of one device has neither latency nor bytes to correct.
     if near_bytes is None or mesh.cluster.measured is None or not latency + per_byte:
         return latency, per_byte
     seconds = np.array([latency + per_byte * near_bytes])
@@ -86,6 +87,7 @@ def collective_points(
     neighbours, and bytes that enter on each device.
     """
     size = math.prod(mesh.shape[a] for a in axes) if group is None else group
+    # Devices of a group that are far apart in the mesh use other links than neighbours.
     stride = math.prod(mesh.shape[max(axes) + 1 :])
     points = np.empty((len(num_bytes), 3))
     points[:, 0], points[:, 1] = _FAR * math.log2(size), _FAR * math.log2(stride)
@@ -129,6 +131,7 @@ def _modelled_line(
     fixed = target.collective_overhead_s
     match kind:
         case "all-reduce":
+            # Two trees, up and down: the latency of their depth, with the volume of a ring.
             return fixed + 2 * math.ceil(math.log2(n)) * link.latency_s, 2 * (n - 1) / n / bandwidth
         case "all-gather":
             return (
@@ -150,6 +153,7 @@ def _modelled_line(
 
 def pieces(edge: Edge, source: Spec, target: Spec, habits: Target) -> int:
     """In how many parts, one after the other, a conversion is done."""
+    # Only the gathers at the end of a step are cut into rows.
     if edge.kind != "alias" or edge.phase is not Phase.UPDATE:
         return 1
     above = habits.rows_above_bytes
@@ -168,6 +172,7 @@ def through_copies(move: Move, source: Spec, wanted: Spec, target: Target) -> bo
         return False
     match move.kind:
         case "all-gather":
+            # Along the first dim the tiles lie one behind the other, and need no copies.
             return any(source[a] > 0 for a in move.axes)
         case "reduce-scatter":
             # All sums are scattered along the dim that the first of them shall split.

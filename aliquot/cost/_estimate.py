@@ -189,6 +189,7 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
                 count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
                 wide = widening(c.dtype, target, total=once and priced.repeats > 1)
                 local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)
+                # A gather's bytes are stated as those that leave it.
                 grown = math.prod(sizes[a] for a in these_axes) if c.kind == "all-gather" else 1
                 line = collective_line(c.kind, these_axes, mesh, target, near_bytes=local)
                 yield _Collective(

@@ -64,11 +64,14 @@ class RatioTable:
             return 1.0
         count = min(_NEIGHBOURS + 1, len(self.points))
         distances, neighbours = self._tree.query(self.points, k=count)
+        # The nearest neighbour of a measured size is that size itself, which is left out.
         without = self._mean(distances[:, 1:], neighbours[:, 1:])
         return float(np.median(np.abs(without / self.ratios - 1)))
 
     def _mean(self, distances: Floats, neighbours: NDArray[np.intp]) -> Floats:
+        # At a measured size the distance is zero, and its weight would be infinite.
         weights = 1 / np.maximum(distances, _SAME) ** 2
+        # Ratios are averaged as logarithms, so that twice as slow and twice as fast cancel out.
         logs = np.log(self.ratios)[neighbours]
         return np.asarray(np.exp((weights * logs).sum(axis=1) / weights.sum(axis=1)), np.float64)
 
@@ -101,6 +104,7 @@ class Measured(AbstractMeasured):
     def digest(self) -> str:
         """A hash of the tables."""
         content = hashlib.sha256()
+        # Sorted, so that tables read in another order have the same hash.
         for kind, table in sorted(self.tables.items()):
             content.update(f"{kind} {table.grade}".encode())
             for array in (table.points, table.ratios):

@@ -81,6 +81,8 @@ def phase_costs(
         edge, table = priced.graph.edges[index], priced.edges[index]
         once = float(table.once_s[source, target])
         gradient += once
+        # The backward pass finishes a gradient's partial sums, even where the edge belongs to the
+        # update.
         partial = edge.gradient and min(table.sources[source]) <= PARTIAL
         phase = Phase.BACKWARD if partial else edge.phase
         communication[phase] += paid - once
@@ -88,6 +90,7 @@ def phase_costs(
             deferrable += paid - once
     seconds = compute + communication
     model = known_memory(priced, picks) if model is None else model
+    # The peak is taken with one micro-batch in flight; more are added by the schedule.
     peak, _, parts = peak_memory(model, priced, picks)
     state = sum(v for k, v in parts.items() if k in _STATE)
     kept = _in_flight_bytes(model, picks, graph)
@@ -105,6 +108,7 @@ def phase_costs(
         in_flight_bytes=kept,
         deferred_bytes=min(forward, kept) + handed,
         handed_bytes=handed,
+        # Rounding may make the parts exceed the peak.
         working_bytes=max(0.0, peak - state - kept),
         memory_bytes=parts,
     )
@@ -137,6 +141,7 @@ def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
     for r, local in zip(model.residents, model.local_bytes, strict=True):
         if r.category in _STATE or r.category == "batch" or not kept.get(r.label, True):
             continue
+        # Made before the moment, and read at it or later.
         alive = int(np.count_nonzero((r.births < moment) & (r.deaths >= moment)))
         total_bytes += alive * float(local[picks[r.node]] if r.node >= 0 else local[0])
     return total_bytes

@@ -72,6 +72,8 @@ class PlannedStep:
             made = cut_pipeline(
                 staged.graph,
                 staged.staging,
+                # Without micro-batches nothing is summed over time, so that stages need no groups
+                # of their own.
                 groups if plan.num_micro_batches > 1 else [1] * len(groups),
                 num_micro_batches=plan.num_micro_batches,
                 split_backward=SCHEDULES[plan.schedule].splits_backward,
@@ -145,6 +147,7 @@ def estimate_stages(step: PlannedStep) -> PipelinePrediction:
     return predict_stages(
         stages,
         make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
+        # Plans hold no measurements: those of the cluster at hand are put back.
         replace(Cluster.from_dict(plan.cluster), measured=measured),
         boundary_bytes=step.layered.boundary_bytes(
             [stage.first_layer for stage in plan.stages[1:]]
@@ -163,6 +166,7 @@ def _priced(stage: PlannedStage, planned: StagePlan) -> tuple[Priced, Ints]:
         LogicalMesh(shape=planned.mesh_shape, axis_names=names, cluster=problem.cluster),
         repeats=problem.num_micro_batches,
         data_axes=frozenset(names.index(axis) for axis in planned.data_axes),
+        # Only the plan's choices are priced, which takes a fraction of the time for all of them.
         choices=[np.array([choice], np.int64) for choice in stage.choices],
     )
     return priced, np.zeros(len(stage.choices), np.int64)

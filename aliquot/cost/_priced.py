@@ -134,6 +134,7 @@ def price(
         choices: for each node the choices to price, `(choices, axes)`; by default all there are.
     """
     graph, target = problem.nodes, target_for(mesh.cluster.device)
+    # One pricer for all nodes and edges, so that they share its cache.
     pricer = _Pricer(mesh=mesh, target=target, repeats=repeats, data_axes=data_axes)
     if choices is None:
         choices = [enumerate_choices(node, mesh.shape) for node in graph.nodes]
@@ -244,6 +245,7 @@ class _Pricer:
             )
         times = edge.count * self.times(edge.phase)
         seconds = (latency + per_byte * whole) * times
+        # Without micro-batches all gradients are paid once anyway.
         once = (
             seconds if edge.gradient and self.repeats == 1 else np.broadcast_to(0.0, seconds.shape)
         )
@@ -282,6 +284,7 @@ class _Pricer:
         known = self.cache.tables.get((sources, targets, scatter, near))
         if known is None:
             both = np.array([[self.line(p, q, scatter, near) for q in targets] for p in sources])
+            # What costs nothing moves nothing, even if the partitioner names a step.
             moves = np.isfinite(both[..., 0]) & (both.sum(axis=-1) > 0)
             known = self.cache.tables[sources, targets, scatter, near] = (
                 both[..., 0],
@@ -375,6 +378,7 @@ def waiting_axes(
 
     Sums of gradients wait over data axes.
     """
+    # Only sums of gradients may wait; what is gathered is needed at once.
     if not collective.gradient or collective.kind != "all-reduce":
         return [(axes, False)]
     parts = [
@@ -415,6 +419,7 @@ def corrected_work(
         flops = work.flops / shards(choices, work.split_by, mesh.shape)
         if len(work.arrays) == 3 and (target.products.tile > 1 or measured is not None):
             points = _product_points(work, flops, sizes, choices, mesh)
+        # A product proper reads two arrays and writes one. Of others the shape is not known.
         slowdown = _product_slowdown(points, target.products)
         speed = target.product_flops_per_s(device, work.dtype)
         seconds = np.maximum(seconds / target.products.traffic, flops * slowdown / speed)
@@ -423,6 +428,7 @@ def corrected_work(
         return seconds, None
     # A measurement is of one kernel.
     count = max(work.kernels, 1.0)
+    # Products are tabled by shape, everything else by the bytes it moves.
     if points is not None:
         return seconds, measured.correct(
             f"product {work.dtype}", np.log2(points.T), seconds / count
@@ -446,6 +452,8 @@ def _product_points(
         for factors in (result & left & right, result & left & ~right, result & ~left)
     )
     rows = rows * _positions(work, sizes, result)
+    # The length of the sums is what the operations leave: two for each element of the result and
+    # each summand.
     return np.stack([batch, rows, columns, flops / (2 * work.kernels * batch * rows * columns)])
 
 
@@ -457,6 +465,7 @@ def _product_slowdown(points: Floats | None, products: Products) -> Floats | flo
         return 1.0
     batch, rows, columns, depth = points
     tiles = batch * np.ceil(rows / products.tile) * np.ceil(columns / products.tile)
+    # Fewer tiles than processors take as long as one for each.
     covered = np.maximum(tiles, products.processors) * products.tile**2
     return np.asarray(covered / (batch * rows * columns) * (1 + products.depth / depth), np.float64)
 

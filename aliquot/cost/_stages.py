@@ -148,6 +148,7 @@ def _stage_costs(
     backward += np.where(whole, forward, some_s)
     state = np.array([s.costs.state_bytes for s in stages])
     kept = np.array([s.costs.in_flight_bytes for s in stages])
+    # With data parallelism each group holds its own share of what enters.
     entering = np.array([0.0, *boundary_bytes]) / np.array([_data_parallel_size(s) for s in stages])
     return StageCosts(
         forward_s=forward,
@@ -204,6 +205,7 @@ def _step_prediction(
     times: PipelineTimes,
     memory_limit_bytes: float,
 ) -> Prediction:
+    # The busiest submesh sets the pace, so that its seconds explain the step's.
     busiest = schedule.stages_of(int(times.busy_s.argmax()))
     gradient = sum(stages[k].costs.gradient_s for k in busiest)
     communication = sum(stages[k].costs.communication_s for k in busiest)

@@ -36,6 +36,7 @@ def transfer_seconds(
     smaller = np.minimum(sender_devices, receiver_devices)
     inside = smaller * intra.bandwidth_bytes_per_s
     hosts = np.maximum(smaller // devices_per_host, 1)
+    # A host's devices together send no faster than its network, nor faster than their own links.
     between = np.minimum(inside, hosts * inter.bandwidth_bytes_per_s)
     latency = np.where(crosses_hosts, inter.latency_s, intra.latency_s)
     sizes = np.asarray(num_bytes, np.float64)

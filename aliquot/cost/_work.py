@@ -71,6 +71,8 @@ def _product_work(index: NodeIndex, op_class: int) -> tuple[Work, ...]:
     known = sum(num_bytes for num_bytes, _ in arrays)
     if rule.accessed_bytes * times > known > 0:
         again = rule.accessed_bytes * times / known
+        # A kernel that reads its operands several times is said by its rule to move more than they
+        # have.
         arrays = [(num_bytes * again, split_by) for num_bytes, split_by in arrays]
     return (
         Work(
@@ -98,6 +100,7 @@ def _touched_result(index: NodeIndex, op_class: int, out: int) -> int:
     num_bytes = index.cuts.graph.values[out].num_bytes
     op = index.cuts.first[op_class]
     return (
+        # The scatter reads and writes the rows that it adds to.
         min(num_bytes, 2 * _moved_bytes(index, op_class))
         if op.name.startswith("scatter")
         else num_bytes

@@ -35,6 +35,7 @@ def memory_over_time(
         categories.setdefault(resident.category, []).append((resident, num_bytes))
     categories.setdefault("resharded copies", []).extend(converted(model, priced, picks))
     use = {name: alive_over_time(parts, model.num_times) for name, parts in categories.items()}
+    # Equally many operators in each stretch; more moments than operators fall together.
     total = np.sum(list(use.values()), axis=0)
     bounds = np.unique(np.linspace(0, model.num_times, _MOST_MOMENTS + 1).round().astype(np.int64))
     moments = [
@@ -45,6 +46,7 @@ def memory_over_time(
     shown = {name: np.maximum(values[moments], 0.0).round(3) for name, values in use.items()}
     return MemoryCurve(
         phases=tuple(graph.ops[min(moment, num_ops - 1)].phase.name.lower() for moment in moments),
+        # The largest part first, so that it lies at the bottom of a drawing.
         parts={
             name: tuple(values.tolist())
             for name, values in sorted(shown.items(), key=lambda item: (-item[1].max(), item[0]))

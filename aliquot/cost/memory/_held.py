@@ -36,6 +36,7 @@ def held_arrays(index: NodeIndex, stored: Sequence[bool]) -> Iterator[Held]:
     """
     search = _Search(index, stored)
     for op_class in index.order:
+        # Links only pass on what the operators inside a loop read.
         op = index.cuts.first[op_class]
         if op.deferrable and not op.is_link:
             for _, value_class, _ in index.cuts.operands(op_class):
@@ -85,6 +86,7 @@ class _Search:
         if maker.is_link or self._stored[value_class]:
             self._find(value_class, maker, trips)
             return
+        # A result that is not stored is made again from what it was made of.
         for _, source, _ in self._cuts.operands(producer[0]):
             self.visit(source, maker.trips)
 

@@ -45,6 +45,7 @@ def copied_kernels(cuts: Cuts, last_use: NDArray[np.int64]) -> Iterator[Copied]:
     value `v`.
     """
     value_classes, op_classes = cuts.folding.value_class.tolist(), cuts.folding.op_class.tolist()
+    # The backward pass reads kernels turned round, which is the same copy.
     turned = {op.outputs[0]: op.inputs[0] for op in cuts.graph.ops if op.name == "rev"}
     readers: dict[tuple[ValueId, int], list[OpId]] = {}
     for op in cuts.graph.ops:

@@ -80,6 +80,7 @@ def memory_model(priced: Priced, *, in_turn: bool) -> MemoryModel:
             residents.append(part)
             local.append(num_bytes)
     return MemoryModel(
+        # One moment more than operators: the end, when results are held.
         num_times=graph.num_ops + 1,
         residents=tuple(residents),
         local_bytes=tuple(local),
@@ -97,7 +98,10 @@ def _summed(r: Resident, graph: NodeGraph) -> Iterator[Resident]:
     stacks up in between.
     """
     yield dataclasses.replace(
-        r, births=np.zeros_like(r.births), deaths=np.full_like(r.deaths, graph.num_ops)
+        # Totals are zeroed before the first micro-batch and read after the last.
+        r,
+        births=np.zeros_like(r.births),
+        deaths=np.full_like(r.deaths, graph.num_ops),
     )
     if r.stacked:
         yield r
@@ -118,6 +122,7 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
             continue
         edges = [graph.edges[i] for i in indices]
         births, deaths = edges[0].starts, edges[0].ends
+        # Edges that convert different copies have no common lifetimes.
         if len(edges) > 1 and all(len(e.starts) == len(births) for e in edges):
             births = np.minimum.reduce([e.starts for e in edges])
             deaths = np.maximum.reduce([e.ends for e in edges])
@@ -189,6 +194,7 @@ def _gathered_anew(priced: Priced) -> Iterator[Conversion]:
     if not priced.target.hides_latency:
         return
     for edge in priced.graph.edges:
+        # A vector has no inner dim.
         if edge.kind != "alias" or edge.phase is not Phase.UPDATE or edge.rank < 2:
             continue
         p = priced.edges[edge.index]
@@ -221,6 +227,7 @@ def _waits_for_nothing(edge: Edge, parameters: set[tuple[NodeId, int]], priced: 
 
     What the backward pass converts waits behind a region's barrier.
     """
+    # Two of this size would still be gathered together.
     if not priced.target.gathered_ahead or 2 * edge.num_bytes <= priced.target.combined_bytes:
         return False
     is_parameter = (edge.source, edge.num_bytes) in parameters
@@ -280,6 +287,7 @@ def converted(
         for i, table in zip(conversion.edges, conversion.local_bytes, strict=True):
             edge, p = priced.graph.edges[i], priced.edges[i]
             s, t = p.source_index[picks[edge.source]], p.target_index[picks[edge.target]]
+            # Equal conversions of several edges are one array.
             distinct[p.sources[s], p.targets[t]] = float(table[s, t])
         total = sum(distinct.values())
         if total:

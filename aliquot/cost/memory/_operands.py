@@ -38,6 +38,7 @@ def only_multiplied(cuts: Cuts) -> list[bool]:
     for output in cuts.graph.outputs:
         if isinstance(output.value, int):
             otherwise[int(cuts.folding.value_class[output.value])] = True
+    # From the last operator back, so that readers of a result are known before its maker.
     for op_class in _backwards(cuts):
         op = cuts.first[op_class]
         passes = _passes_on(op) and all(read[o] and not otherwise[o] for o in _results(cuts, op))
@@ -75,11 +76,13 @@ def casts_of_parameters(cuts: Cuts, product_itemsize: int, *, in_loop: bool) -> 
             needed[value_class] = max([needed[value_class], *(needed[o] for o in results)])
     parameters = {int(cuts.folding.value_class[i.value]) for i in cuts.graph.inputs}
     itemsize = {
+        # A cast that takes no fewer bytes would only be another copy.
         v: needed[v]
         for v in parameters
         if cuts.param_only[v] and 0 < needed[v] < _itemsize(cuts, v)
     }
     replaced: set[int] = set()
+    # In program order, so that casts of casts are found.
     for op_class in reversed(_backwards(cuts)):
         if any(v in itemsize or v in replaced for _, v, _ in cuts.operands(op_class)):
             replaced.update(
@@ -111,6 +114,7 @@ def _multiplies_narrowly(cuts: Cuts, op: Op) -> bool:
     if not traits_of(op.name).multiplies:
         return False
     asked = op.params.get("precision") or ()
+    # JAX states one precision for both operands, or one for each.
     names = {
         getattr(p, "name", "DEFAULT") for p in (asked if isinstance(asked, tuple) else (asked,))
     }

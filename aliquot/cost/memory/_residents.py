@@ -35,8 +35,8 @@ class Resident:
     `stacked` ones are filled by a loop, step by step.
 
     Only where a compiler may defer products that only the update needs: until `late_deaths` the
-    array is kept for its consumer, the product `reader`, as split by `read_projection`; from
-    `unreduced_from` on the result of its producer, the product `maker`, is there, not yet summed
+    array is kept for its consumer, the product `consumer_node`, as split by `read_projection`; from
+    `unreduced_from` on the result of its producer, the product `producer_node`, is there, not yet summed
     over devices.
     """
 
@@ -49,10 +49,10 @@ class Resident:
     deaths: NDArray[np.int64] = field(repr=False)
     stacked: bool = False
     late_deaths: NDArray[np.int64] | None = field(default=None, repr=False)
-    reader: NodeId = NO_NODE
+    consumer_node: NodeId = NO_NODE
     read_projection: Projection = ()
     unreduced_from: NDArray[np.int64] | None = field(default=None, repr=False)
-    maker: NodeId = NO_NODE
+    producer_node: NodeId = NO_NODE
 
 
 def residents(
@@ -77,6 +77,7 @@ def residents(
     cuts = index.cuts
     graph, folding = cuts.graph, cuts.folding
     end = len(graph.ops)
+    # A new parameter takes the buffer of the old one; other outputs are new arrays.
     replacing = {graph.outputs[i.output].value for i in graph.inputs if i.output is not None}
     returned = {o.value for o in graph.outputs} - replacing
     role_of = {i.value: i for i in graph.inputs}
@@ -146,10 +147,10 @@ def residents(
             deaths=np.maximum(np.maximum(deaths, births), late if made_late else births),
             stacked=maker.name == "scan_stack",
             late_deaths=late_deaths if waits else None,
-            reader=waits.node if waits else NO_NODE,
+            consumer_node=waits.node if waits else NO_NODE,
             read_projection=waits.projection if waits else (),
             unreduced_from=births if made_late else None,
-            maker=index.of_product[producer[0]] if made_late else NO_NODE,
+            producer_node=(index.of_product[producer[0]] if made_late else NO_NODE),
         )
 
 

@@ -149,12 +149,14 @@ def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) 
         )
 
     stored = [must(v) for v in range(len(num_bytes))]
+    # The sum takes the scattered array's place: what is scattered is added where it belongs.
     for scatter, total in _scattered_into(cuts, readers):
         stored[scatter], stored[total] = False, True
     order = sorted(range(len(cuts.first)), key=lambda c: cuts.first[c].index)
     # The kernels that need an array: readers that store or reduce, and the kernels of readers that
     # do neither.
     kernels: list[frozenset[int]] = [frozenset()] * len(num_bytes)
+    # From the last operator back, so that the kernels of all readers are known.
     for op_class in reversed(order):
         op_kernels = {op_class} if any(stored[v] for v in results[op_class]) else set()
         for v in results[op_class]:
@@ -171,7 +173,9 @@ def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) 
             leaves[v] = needed
             if not stored[v] and not is_view(v) and not cuts.const_only[v]:
                 count = len(kernels[v])
+                # Constants are made inside every kernel, and cost no traffic.
                 made_of = sum(num_bytes[leaf] for leaf in needed if not cuts.const_only[leaf])
+                # From `a + (1 + k) b < k a`, with the array written once and read by each kernel.
                 stored[v] = count > 1 and (count - 1) * made_of > (count + 1) * num_bytes[v]
     return stored
 
@@ -210,6 +214,7 @@ def _latest(cuts: Cuts) -> list[int]:
     graph, classes = cuts.graph, cuts.folding.op_class.tolist()
     runs_at = list(range(len(graph.ops)))
     first_use = [len(graph.ops)] * len(graph.values)
+    # From the end, as an operator is placed by what needs its results.
     for op in reversed(graph.ops):
         used = min((first_use[o] for o in op.outputs if o >= 0), default=len(graph.ops))
         moves = rearranges(op)
@@ -219,6 +224,8 @@ def _latest(cuts: Cuts) -> list[int]:
             and (moves or cuts.rules[classes[op.index]].contracts)
         ):
             if used < len(graph.ops) and graph.ops[used].phase is Phase.BACKWARD:
+                # What only rearranges runs with its reader; a product right before it, but never
+                # before its own place.
                 runs_at[op.index] = used if moves else max(used - 1, op.index)
         for source in op.inputs:
             if isinstance(source, int):
@@ -246,6 +253,7 @@ def _put_off(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
     waits = [True] * len(graph.values)
     first_use = [len(graph.ops)] * len(graph.values)
     for op in reversed(graph.ops):
+        # Results that nobody reads do not keep an operator back.
         results = [o for o in op.outputs if o >= 0 and first_use[o] < len(graph.ops)]
         late = (
             op.phase is Phase.BACKWARD
@@ -335,11 +343,14 @@ def _last_use(cuts: Cuts, stored: list[bool], runs_at: list[int]) -> NDArray[np.
     last = [-1] * len(graph.values)
     for op in reversed(graph.ops):
         reach = runs_at[op.index]
+        # An array that is fused away keeps what it is made of alive until its own readers ran.
         for out in op.outputs:
             if out >= 0 and not stored[classes[out]]:
                 reach = max(reach, last[out])
         for source in op.inputs:
             if isinstance(source, int):
+                # A loop reads what comes from outside in every turn, so that it lives until the
+                # last.
                 until = loop_end[op.index] if op.trips > made_at[source] else reach
                 last[source] = max(last[source], until, reach)
     return np.array(last, np.int64)

@@ -66,18 +66,18 @@ def waiting(priced: Priced, in_turn: bool) -> Iterator[Waiting]:
     paces = _paces(priced, landings)
     late_on = priced.target.hides_latency and priced.target.overlaps_all_reduces
     for r in priced.residents:
-        landing = landings.get(r.reader)
+        landing = landings.get(r.consumer_node)
         if r.late_deaths is not None and landing is not None:
             local = landing.local_bytes(r.num_bytes, r.read_projection)
-            for where, pace in landing.put_off(operands.get(r.reader, []), in_turn, paces):
+            for where, pace in landing.put_off(operands.get(r.consumer_node, []), in_turn, paces):
                 until = pace.runs_at(r.deaths) if pace else r.late_deaths
                 yield Waiting(
                     edge=landing.edge, local_bytes=where * local, births=r.deaths + 1, deaths=until
                 )
-        landing = landings.get(r.maker)
+        landing = landings.get(r.producer_node)
         if r.unreduced_from is not None and landing is not None:
             last = np.zeros_like(landing.scattered)
-            for where, pace in landing.put_off(operands.get(r.maker, []), in_turn, paces):
+            for where, pace in landing.put_off(operands.get(r.producer_node, []), in_turn, paces):
                 last = last | where if pace is None else last
             local = (landing.together & ~last) * landing.local_bytes(
                 r.num_bytes, landing.edge.source_projection
@@ -163,6 +163,7 @@ class _Landing:
         self._choices = priced.nodes[edge.source].choices[first]
         partial = (sources <= PARTIAL) & (sizes > 1)
         self.total = priced.repeats > 1
+        # Totals over micro-batches are reduced after the loop, where nothing is put off.
         some: Flags = np.logical_and(partial.any(axis=1, keepdims=True), not self.total)
         self.scattered: Flags = some & (~partial[:, None, :] | (targets >= 0)[None, :, :]).all(
             axis=2
@@ -227,6 +228,7 @@ def takes_turns(priced: Priced, picks: Ints) -> bool:
         return False
     inside = reduced = False
     for edge in priced.graph.edges:
+        # Gradients of biases and norms, of one dim, are combined with others.
         if edge.count <= 1 or (edge.gradient and (edge.kind != "result" or edge.rank < 2)):
             continue
         p = priced.edges[edge.index]
