@@ -35,9 +35,9 @@ class Resident:
     `stacked` ones are filled by a loop, step by step.
 
     Only where a compiler may defer products that only the update needs: until `late_deaths` the
-    array is kept for its consumer, the product `consumer_node`, as split by `read_projection`; from
-    `unreduced_from` on the result of its producer, the product `producer_node`, is there, not yet summed
-    over devices.
+    array is kept for the product `consumer_node`, as split by `read_projection`; from
+    `unreduced_from` on the result of the product `producer_node` is there, not yet summed over
+    devices.
     """
 
     node: NodeId
