@@ -87,11 +87,13 @@ def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) 
         semantics=plan.micro_batch_semantics,
         on_missing_rule=on_missing_rule,
     )
+    # Where scans are cut, the layers of the cut step are its ranges, one for each stage.
     first = [k if plan.scan_bounds else stage.first_layer for k, stage in enumerate(plan.stages)]
     staged = stage_step(layered, first)
     stages: list[PlannedStage] = []
     for stage, extract in zip(plan.stages, staged.extracts, strict=True):
         if stage.like is not None:
+            # Choices of an equal stage are stored once; see `StagePlan.like`.
             stages.append(stages[stage.like])
             continue
         problem = make_problem(

@@ -222,6 +222,8 @@ class AbstractMethod(abc.ABC):
             )
         except Interrupted as interrupted:
             best = interrupted.decision
+            # The best so far is a whole decision, so that an interrupted search still has a plan to
+            # write.
             interrupted.decision = best and replace(best, combine=task.combine(count))
             raise
 
@@ -240,6 +242,7 @@ def faster(one: Decision | None, other: Decision | None) -> Decision | None:
     """The faster of two decisions; of equals the first."""
     if one is None or other is None:
         return one or other
+    # Of equals the first, so that the order of methods decides and not rounding.
     return other if other.step_time_s < one.step_time_s else one
 
 

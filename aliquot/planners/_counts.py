@@ -83,6 +83,7 @@ def chain_between(chain: Chain, coarse: Chain, fine: Chain) -> Chain:
     columns = [place.get((o.submesh, o.mesh_shape, o.recompute), -1) for o in chain.options]
     known = np.array([c >= 0 for c in columns]) & np.isfinite(chain.forward_s)
     between = {}
+    # An option that `fine` lacks takes the last column and is masked out.
     for name in _FIGURES:
         near, far = getattr(fine, name)[:, columns], getattr(coarse, name)
         known_both = known & np.isfinite(near) & np.isfinite(far)
@@ -90,6 +91,7 @@ def chain_between(chain: Chain, coarse: Chain, fine: Chain) -> Chain:
             between[name] = np.where(
                 known_both, (1 - share) * near + share * far, getattr(chain, name)
             )
+    # Both are interpolated by themselves, and rounding could put the part above the whole.
     between["weight_gradient_s"] = np.minimum(between["weight_gradient_s"], between["backward_s"])
     return replace(chain, **between)
 

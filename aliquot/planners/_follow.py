@@ -49,6 +49,7 @@ def follow(
     open_choices = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(
         priced
     )
+    # Where a node's pinned choice is not open to the method, the plan's own split counts.
     masks = [a & b if (a & b).any() else b for a, b in zip(open_choices, pins, strict=True)]
     entry = Entry(space=Space(name="follow", priced=priced, allowed=masks), intra=intra)
     decision = race(
@@ -76,6 +77,7 @@ def find_alternatives(
     """For the largest inputs, the best plan on the same mesh that splits them otherwise, by `intra`
     or `ILP()`.
     """
+    # An explanation wants an estimate for many arrays, and not a proof for each.
     quick = (intra or ILP()).coarser(relative_gap=1e-2, node_limit=20)
     priced = _priced(problem, stage, choices, quick, frozenset())
     picks = find_picks(priced, choices)
@@ -88,6 +90,7 @@ def find_alternatives(
         if port.node >= 0:
             total, first = weight.get(port.node, (0, k))
             weight[port.node] = total + problem.graph.values[item.value].num_bytes, first
+    # Largest first, and of equals in program order, so that the list is the same each time.
     largest = sorted(weight, key=lambda n: (-weight[n][0], n))[:most]
     alternatives = [
         _without(problem, priced, picks, masks, n, weight[n][1], quick) for n in largest
@@ -108,6 +111,7 @@ def _priced(
     tried = choices_to_try(problem, mesh, axes, intra, also)
     if choices:
         tried = [
+            # Choices are sorted, so that equal ones are priced once.
             np.unique(np.vstack([some, [mine]]), axis=0)
             for some, mine in zip(tried, choices, strict=True)
         ]

@@ -47,14 +47,21 @@ class HelperProcess:
         self.is_ready = False
         self._shared: SharedQueue[Any] | None = None
         if wanted and sys.executable and _num_cores() > 1:
+            # The helper must find this package where this process found it, also from a relative
+            # path.
             path = os.pathsep.join(p or os.getcwd() for p in sys.path)
             with contextlib.suppress(OSError):
+                # Without a helper everything is done here, only later.
                 self.process = subprocess.Popen(
+                    # `-P`: the working directory is not put in front, where a file of the user's
+                    # could hide a module.
                     [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"],
+                    # The helper must not take an accelerator from this process.
                     env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
+                    # Ctrl-C goes to all processes of a session; the helper is in one of its own.
                     start_new_session=True,
                 )
 
@@ -137,6 +144,7 @@ class SharedQueue(Generic[T]):
         of)`.
         """
         self._close()
+        # From the back, so that both processes meet in the middle with nothing left to wait for.
         while (number := self._take(last=True)) is not None:
             if report:
                 report(len(self._calls) - len(self._open) - 1, len(self._calls))

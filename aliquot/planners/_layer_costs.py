@@ -64,10 +64,14 @@ def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption
     options: list[StageOption] = []
     for shape in shapes:
         size = math.prod(shape)
+        # Tensor parallelism needs the fast links of a host.
         for tp in range(1, per_host + 1):
             dp = size // tp
+            # The last condition keeps a group of tensor parallelism within one host.
             if size % tp or micro_batch_size % dp or (shape[0] > 1 and per_host % tp):
                 continue
+            # Recomputing is an option of its own: which stages are short of memory is known only
+            # later.
             for recompute in ("none", "stage"):
                 suffix = ", recompute" if recompute == "stage" else ""
                 options.append(
@@ -188,6 +192,8 @@ def solve_layers(
     by_layer = _kinds(step.part, staged)
     units = list(copies or range(len(step.layers)))
     numbers: dict[tuple[int, ...], int] = {}
+    # Kinds are numbered in the order of the units, so that chains do not depend on the order of
+    # sets.
     classes = [numbers.setdefault(by_layer[unit], len(numbers)) for unit in units]
     representatives = [units[classes.index(c)] for c in range(len(numbers))]
     meshes = sorted({(o.submesh, o.mesh_shape) for o in options})
@@ -246,6 +252,7 @@ def price_option(problem: Problem, shape: tuple[int, ...], intra: AbstractIntra)
     The first axis splits only the batch; over the second, parameters are split as far as possible,
     unless the intra planner says otherwise.
     """
+    # An axis of one device splits nothing, and is left out.
     split_axes = [k for k, n in enumerate(shape) if n > 1] or [0]
     mesh = LogicalMesh(
         shape=tuple(shape[k] for k in split_axes),
@@ -311,6 +318,7 @@ def _solve_layer(layer: _Layer, mesh: _Mesh) -> LayerSolution | None:
     priced = price_option(problem, shape, layer.intra)
     if priced is None:
         return None
+    # With one choice for each node a search would only repeat it.
     if all(len(node.choices) == 1 for node in priced.nodes):
         # Only the batch is split: there is nothing to choose, but it may be impossible.
         picks = np.zeros(len(priced.nodes), np.int64)
@@ -318,6 +326,7 @@ def _solve_layer(layer: _Layer, mesh: _Mesh) -> LayerSolution | None:
             return None
         return LayerSolution(costs=phase_costs(priced, picks, problem.graph), picks=picks)
     space = Space(name="layer", priced=priced, allowed=fixed.everything(priced))
+    # Memory is left out: how many micro-batches a stage keeps depends on its place in the pipeline.
     search = layer.intra.begin(problem, space, memory_limit_bytes=np.inf, notes=layer.notes)
     search.bound()
     if search.picks is None:
@@ -334,6 +343,7 @@ def _chain(
     count: int,
     limit_bytes: float,
 ) -> Chain:
+    # Time and activations of a micro-batch grow with its size.
     scale = step.num_micro_batches / count
     # An option that divides micro-batches of one size may not divide those of another.
     micro_batch_size = step.micro_batch_size * step.num_micro_batches // count

@@ -35,6 +35,7 @@ def layout_by_name(
     degrees: dict[str, int] = {}
     zero: list[str] = []
     faults = []
+    # In lists of methods commas separate the methods, so that degrees may be joined otherwise.
     for word in filter(None, map(str.strip, _SEPARATORS.split(words))):
         degree = _DEGREE.fullmatch(word)
         if degree and degree[1] in degrees:

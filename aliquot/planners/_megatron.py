@@ -105,6 +105,7 @@ class Megatron(AbstractMethod):
             count = task.num_micro_batches or self.num_micro_batches or 1
             decision = laid_out.solve(task.problem(count), task.progress)
             return replace(decision, combine=task.combine(count))
+        # Faults of the layout are reported before anything is searched.
         laid_out._rule.check(task.problem(1))
         return laid_out._fastest_pipeline(task)
 
@@ -138,6 +139,8 @@ class Megatron(AbstractMethod):
                     raise
                 break
             tried.append(tried_pipeline(decision))
+            # The step time falls with the bubble and rises with the overhead of each micro-batch:
+            # the first rise is the end.
             if best is not None and decision.step_time_s >= best.step_time_s:
                 break
             best = decision

@@ -166,6 +166,7 @@ class WholeProgram(AbstractMethod):
                 except InputError:
                     # The devices do not divide the batch; the search has other splits.
                     continue
+        # The most promising meshes come first, so that a limit on their number drops the others.
         meshes = _meshes(problem, self.mesh_shape, self.max_axes)[: self.max_meshes]
         return race(
             problem,
@@ -200,6 +201,7 @@ def _meshes(problem: Problem, shape: Sequence[int] | None, max_axes: int = 2) ->
     if shape is not None:
         return [_mesh(problem, shape)]
     meshes = [_mesh(problem, s) for s in logical_mesh_shapes(problem.cluster.num_devices, max_axes)]
+    # Those whose solutions bound the others come first; the rest keep their order.
     return sorted(meshes, key=lambda mesh: not goes_first(mesh))
 
 
@@ -265,6 +267,7 @@ def _fixed_entries(
     )
     mesh = _mesh(problem, shape)
     all_axes = frozenset(range(len(mesh.shape)))
+    # Within a host the second axis splits the state.
     rule = replace(intra, first_shard_axis=1 if splits_in_host else 0)
     # Until the last micro-batch whole gradients are accumulated; if they do not fit, each
     # micro-batch adds to shards.

@@ -56,6 +56,7 @@ def _near(node: Node, seeds: Sequence[Choice], num_axes: int) -> set[Choice]:
     that splits nothing.
     """
     whole: Choice = (-1,) * num_axes
+    # The choice that splits nothing is always possible, and keeps every node with at least one.
     near = {
         whole,
         *itertools.product(*({seed[a] for seed in seeds or (whole,)} for a in range(num_axes))),
@@ -74,6 +75,7 @@ def _seeds(
     for cut in range(1, len(mesh.shape)):
         groups = (range(cut), range(cut, len(mesh.shape)))
         shape = tuple(math.prod(mesh.shape[a] for a in group) for group in groups)
+        # A joined axis splits the batch alone only if all its parts do.
         joined = frozenset(k for k, group in enumerate(groups) if set(group) <= data_axes)
         coarse = LogicalMesh(shape=shape, axis_names=AXIS_NAMES[:2], cluster=mesh.cluster)
         priced = price(problem, coarse, repeats=problem.num_micro_batches, data_axes=joined)
@@ -85,6 +87,7 @@ def _seeds(
         if solution is None:
             continue
         yield [
+            # A choice of a joined axis is that of all axes that it joins.
             tuple(int(table.choices[pick][k]) for k, group in enumerate(groups) for _ in group)
             for table, pick in zip(priced.nodes, solution.picks.tolist(), strict=True)
         ]

@@ -51,6 +51,7 @@ def as_one_program(chains: Sequence[Chain]) -> OneProgram | None:
         for k, option in enumerate(chain.options)
         if option.num_devices == chain.num_devices
     ]
+    # Ties go to the first mesh in order, so that the answer is the same each time.
     least_s, mesh_shape = min(seconds, default=(math.inf, ()))
     return OneProgram(mesh_shape=mesh_shape, least_s=least_s) if math.isfinite(least_s) else None
 
@@ -89,6 +90,7 @@ def one_program_by_doubling(
             break
         try:
             problem = task.problem(count)
+        # More parts do not divide a batch either that these do not divide.
         except (InputError, CaptureError):
             break
         try:
@@ -127,6 +129,7 @@ def cannot_fit(problem: Problem) -> bool:
     """True if the arrays that are alive at once are too large even if all devices share them
     evenly.
     """
+    # Shared evenly by all devices is the least that any split can reach.
     parts = [(r, r.num_bytes) for r in problem.residents]
     least_bytes = (
         float(alive_over_time(parts, problem.nodes.num_ops + 1).max()) / problem.cluster.num_devices
@@ -166,6 +169,7 @@ def fewer_micro_batches(
         Interrupted: Ctrl-C.
     """
     divisors = [n for n in range(1, most) if most % n == 0]
+    # The square root is a guess in the middle, from which both directions are short.
     place = bisect.bisect_right(divisors, math.isqrt(most)) - 1
     best, step = None, -1
     while 0 <= place < len(divisors):
@@ -180,6 +184,7 @@ def fewer_micro_batches(
             if best is not None and decision.step_time_s >= best.step_time_s:
                 break
             best = decision
+            # After a search upwards, the first that fits has the largest micro-batches.
             if step > 0:
                 break
         place = _next(divisors, place, step)
@@ -210,6 +215,7 @@ def is_too_large(problem: Problem, count: int) -> bool:
         return False
     graph, nodes = problem.graph, problem.nodes
     sizes = [graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH]
+    # Factors that the batch's size divides grow with a larger micro-batch.
     batch_factors = [
         {f for f in factors if sizes and node.factors[f].size % sizes[0] == 0}
         for node, factors in zip(nodes.nodes, nodes.batch_factors, strict=True)

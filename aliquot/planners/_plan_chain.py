@@ -40,6 +40,7 @@ def plan_chain(
     check_chains(chains)
     inter.check_limits(limits)
     plan = inter.solve(chains, limits=limits, start=start)
+    # A planner from elsewhere may answer with a number of micro-batches that it was not given.
     its_chains = [c for c in chains if c.num_micro_batches == plan.num_micro_batches]
     faults = (
         find_stage_faults(

@@ -69,12 +69,14 @@ def race(
     notes: dict[str, Any] = {}
     best: tuple[_Runner, IntraSolution] | None = None
     report = progress or (lambda what, done, of: None)
+    # HiGHS leaves Python's lock while it solves, so that threads take part in earnest.
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     try:
         upcoming: Iterator[Entry] = iter(entries)
         while (entry := next(upcoming, None)) is not None:
             k = len(runners)
             report(f"{entry.space.name} on {entry.mesh}", k, max(expected, k + 1))
+            # What is known to fit bounds the search from above.
             ceiling_s = best[1].step_time_s if best else np.inf
             runners.append(runner := _Runner.start(entry, problem, pool, ceiling_s, notes))
             if goes_first(entry.mesh):
@@ -83,7 +85,9 @@ def race(
                 )
                 upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
         unsolved = sorted(
-            (r for r in runners if not r.outcome), key=lambda r: r.first.result() or 0.0
+            # Those whose relaxation promises most come first.
+            (r for r in runners if not r.outcome),
+            key=lambda r: r.first.result() or 0.0,
         )
         for runner in unsolved:
             # A rounded solution that fits limits how far the bounds of the others are raised.
@@ -93,11 +97,13 @@ def race(
         for runner, lifted in [(r, pool.submit(r.bound, cutoff_s)) for r in unsolved]:
             lifted.result()
             best = _better(best, runner)
+        # In the order of their bounds, so that most are pruned without branching.
         for runner in sorted(
             (r for r in runners if r.bound_s is not None), key=lambda r: r.bound_s or 0.0
         ):
             report(f"{runner.entry.space.name} on {runner.entry.mesh}", len(runners), len(runners))
             improved = runner.finish(best and best[1], _cutoff_s(best and best[1], relative_gap))
+            # Of equals the improved one, whose status says how its search ended.
             if improved and (best is None or improved.step_time_s <= best[1].step_time_s):
                 best = runner, improved
     except KeyboardInterrupt as error:
@@ -138,6 +144,7 @@ def _priced_meanwhile(coming: Iterator[Entry], work: Future[None]) -> list[Entry
         while not work.done() and (entry := next(coming, None)) is not None:
             ahead.append(entry)
     finally:
+        # An error of the work is raised here, also after Ctrl-C.
         work.result()
     return ahead
 
@@ -153,6 +160,7 @@ def _better(
 def _salvage(runners: Sequence[_Runner]) -> tuple[_Runner, IntraSolution] | None:
     """The best of the first solutions of the first entry and of others that have begun."""
     for k, runner in enumerate(runners):
+        # A first bound that no thread has begun is cancelled: an interrupt is to end soon.
         if not runner.outcome and (k == 0 or not runner.first.cancel()):
             runner.bound(-np.inf)
     incumbents = [(r, r.incumbent) for r in runners if r.incumbent is not None]
@@ -160,6 +168,7 @@ def _salvage(runners: Sequence[_Runner]) -> tuple[_Runner, IntraSolution] | None
 
 
 def _cutoff_s(best: IntraSolution | None, relative_gap: float) -> float:
+    # Below this nothing counts as an improvement.
     return best.step_time_s / (1 + relative_gap) if best else np.inf
 
 
@@ -229,12 +238,15 @@ def _decision(
 ) -> Decision:
     runner, solution = best
     bounds = [r.bound_s for r in runners if r.bound_s is not None]
+    # An interrupted race has not bounded all entries.
     complete = exact_space and status != "interrupted"
     # A bound of zero says that nothing is proved.
     bound = min([*bounds, solution.step_time_s]) or None if complete else None
     space = ""
+    # Statuses of the winner's own mesh are checked against the bound of all meshes.
     if bound is not None and status in ("optimal", "optimal within the gap", "rounded"):
         gap = solution.step_time_s - bound
+        # The second term is for rounding where the bound is all but the step time.
         small = gap <= relative_gap * bound + 1e-9 * solution.step_time_s
         # The best of its mesh need not be that of a mesh whose search was given up.
         otherwise = _GAVE_UP if any(r.search.gave_up for r in runners) else status
@@ -289,6 +301,7 @@ def _infeasible(
     peak, parts, runner = smallest
     limit = problem.memory_limit_bytes
     gave_up = any(r.search.gave_up for r in runners)
+    # Too few choices, and not too little memory: advice on memory would be wrong.
     if peak <= limit and not gave_up:
         names = " or ".join(dict.fromkeys(r.entry.intra.name for r in runners))
         return InputError(
@@ -320,6 +333,7 @@ def _remedy(
         if k in ("parameters", "optimizer state", "gradients", "other state")
     )
     advice = []
+    # Only activations fall with more micro-batches.
     if fixed < limit and peak > fixed:
         advice.append(f"more micro-batches (now {problem.num_micro_batches})")
     if not any(_can_split(problem, space, Role.PARAMETER) for space in spaces):

@@ -65,6 +65,7 @@ def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
     """
     increments = [_increments(costs, kind) for kind in range(len(costs.problems))]
     weighted = [
+        # What a kind frees counts for each layer of it.
         (i.bytes_per_s, i.freed_bytes * list(costs.kinds).count(kind))
         for kind, of_kind in enumerate(increments)
         for i in of_kind
@@ -106,6 +107,7 @@ def chain_with_levels(
         # What is worked out again serves both halves of the backward pass, which stays whole.
         nothing_deferred = np.where(np.isfinite(added["backward_s"]), 0.0, np.inf)
         added |= {"weight_gradient_s": nothing_deferred, "deferred_bytes": nothing_deferred}
+        # What is computed again is there for one micro-batch at a time, as state is.
         added["state_bytes"] = added["state_bytes"] + less
         added["in_flight_bytes"] = np.maximum(added["in_flight_bytes"] - less, 0.0)
         for name, column in added.items():
@@ -164,6 +166,7 @@ def _increments(costs: LayerCosts, kind: int) -> list[_Increment]:
     rising and convex curve.
     """
     problem = costs.problems[kind]
+    # On one device nothing is split, so that the order of products does not depend on a mesh.
     solution = costs.solutions[kind].get((_ONE_DEVICE, _ONE_DEVICE))
     if solution is None:
         return []
@@ -183,6 +186,8 @@ def _increments(costs: LayerCosts, kind: int) -> list[_Increment]:
     reached: list[Recomputation] = [Recomputation()]
     for nodes, point in zip(sets, points, strict=True):
         new = _step(reached[-1], point, nodes)
+        # A step that is worth more than the one before it is joined with that: levels then fall in
+        # worth.
         while new.freed_bytes > 0 and hull and new.bytes_per_s >= hull[-1].bytes_per_s:
             hull.pop()
             reached.pop()
@@ -210,10 +215,12 @@ def _thresholds(weighted: Sequence[tuple[float, float]]) -> list[float]:
     sums = list(itertools.accumulate(freed for _, freed in ordered))
     least = []
     for part in range(1, _MOST_LEVELS + 1):
+        # Rounding of the sums must not hide the last level.
         wanted = total * part / _MOST_LEVELS * (1 - 1e-9)
         least += [
             worth for (worth, _), freed in zip(ordered, sums, strict=True) if freed >= wanted
         ][:1]
+    # Equal levels of several parts are one.
     return list(dict.fromkeys(least))
 
 

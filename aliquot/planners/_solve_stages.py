@@ -65,6 +65,7 @@ def solve_with(
         faster_than_s = first.step_time_s
     except InfeasibleError as error:
         refusal = error
+    # A loop over layers repeats one body, of which all layers recompute the same.
     if method.inter.searches and not priced.length:
         more, repeated = chain_with_levels(priced.costs, recompute_levels(priced.costs), chain)
         with contextlib.suppress(InfeasibleError):
@@ -85,8 +86,10 @@ def _memory_decides(
     helper: HelperProcess,
 ) -> bool:
     """Whether stages would be faster if devices had any amount of memory."""
+    # A stage that recomputes does so for memory.
     if any(stage.recompute != "none" for stage in found.stages):
         return True
+    # Without a limit the same search shows what memory costs.
     ample = replace(chain, memory_limit_bytes=_AMPLE_BYTES)
     return (
         method.inter.solve([ample], limits=method.limits, helper=helper).step_time_s
@@ -120,6 +123,7 @@ def _fit(
     for _ in range(_ROUNDS):
         if proposal is not None and proposal.peak_bytes <= limit * shrink:
             # It already fits the tighter limit, so the search would return it again.
+            # At least 3% tighter, so that the search moves on.
             shrink *= min(0.97, limit / needed)
             continue
         tighter = replace(chain, memory_limit_bytes=limit * shrink)
@@ -127,6 +131,7 @@ def _fit(
         if proposal.step_time_s >= faster_than_s:
             break
         bounds = (*(s.first_unit for s in proposal.stages), length)
+        # Stages of a loop need the loop cut at their borders.
         if length and (
             layered is None or layered.graph.split is None or layered.graph.split.bounds != bounds
         ):
@@ -139,6 +144,7 @@ def _fit(
                 semantics=task.semantics,
                 on_missing_rule=task.on_missing_rule,
             )
+            # Another cut has other operators: nothing that is known applies.
             cache = StageCache()
         result = _solve_stages(
             method, task, layered, chain, proposal, priced.kinds, cache, repeated
@@ -206,6 +212,7 @@ def _solve_stages(
         problem = replace(
             stage.problem,
             cluster=subcluster(task.cluster, options[first].submesh),
+            # The stage with the most in flight decides, as equal stages get one solution.
             memory_limit_bytes=limit - max(other_bytes),
         )
         try:
@@ -213,6 +220,7 @@ def _solve_stages(
                 problem, options[first], functools.partial(_solve_stage, method)
             )
         except InfeasibleError as error:
+            # The stage's shortage on top of the limit, so that the search is repeated with less.
             return float(
                 limit + max((error.required_bytes or 0) - problem.memory_limit_bytes, 0.03 * limit)
             )
@@ -276,6 +284,7 @@ def _alike(
         option_key = (option.submesh, option.mesh_shape, option.recompute, choice.option)
         key: object = (*option_key, tuple(kinds[choice.first_unit : choice.last_unit]))
         first = groups.get(key, [k])[0]
+        # Equal layers may still differ in what enters and leaves the stage.
         if not same_structure(staged.extracts[first], staged.extracts[k]):
             key = (*option_key, k)
         groups.setdefault(key, []).append(k)
@@ -290,6 +299,7 @@ def _solve_stage(method: PipelineMethod, problem: Problem, option: StageOption) 
             required_bytes=0,
             available_bytes=0,
         )
+    # Stages are solved many times: a per cent is close enough.
     intra = method.intra.coarser(relative_gap=1e-2, node_limit=50)
     space = Space(name=option.name, priced=priced, allowed=fixed.everything(priced))
     decision = race(

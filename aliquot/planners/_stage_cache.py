@@ -28,6 +28,7 @@ class CachedStage:
         Args:
             problem: the stage's, on the submesh of the option.
         """
+        # The memory limit depends on what else is in flight, so it is part of the key.
         key = option.submesh, option.mesh_shape, problem.memory_limit_bytes
         if key not in self._solutions:
             self._solutions[key] = solve(problem, option)

@@ -178,6 +178,7 @@ def _shardings(decision: Decision, k: int) -> _Shardings:
         for output, port in zip(graph.outputs, nodes.output_ports, strict=True)
         if output.path in returned
     }
+    # A new parameter is split as the one that it replaces, so that its buffer is reused.
     for item in graph.inputs:
         if item.output is not None and item.path in inputs:
             outputs[graph.outputs[item.output].path] = inputs[item.path]
@@ -199,6 +200,7 @@ def _add_anywhere(full: Graph, stages: list[_Shardings]) -> None:
     returned arguments.
     """
     placed = {unranged(path) for inputs, _ in stages for path in inputs}
+    # Paths of pieces of a cut scan name their layers, and the step's own do not.
     computed = {unranged(path) for _, outputs in stages for path in outputs}
     inputs, outputs = stages[0]
     for item in full.inputs:

@@ -25,6 +25,7 @@ def worth_simulating(
     seen: set[object] = set()
     known_keys = {_key(plan) for plan in known}
     chosen = []
+    # Each schedule has its own best plans, as closed forms of different schedules err differently.
     for plan, _ in plans:
         key = _key(plan)
         if key in seen or num_chosen[plan.schedule] == most:
@@ -44,6 +45,7 @@ def simulated(chains: Sequence[AbstractChain], plan: ChainPlan) -> ChainPlan:
     """The plan, of one of the chains, with its step time by simulation."""
     (chain,) = (c for c in chains if c.num_micro_batches == plan.num_micro_batches)
     result, peak_bytes = simulate_stages(chain, plan)
+    # Closed forms bound memory from above, so that what they let pass must fit.
     assert peak_bytes <= chain.memory_limit_bytes * (1 + _ROUNDING), (
         "bounds on what is in flight were too low"
     )

@@ -89,6 +89,7 @@ class Grid(AbstractInter):
 def layouts(chain: AbstractChain) -> Iterator[ChainPlan]:
     """All regular plans that can run, with or without enough memory."""
     for k, option in enumerate(chain.options):
+        # An option without degrees has no place in a grid.
         if option.dp is None or option.tp is None:
             continue
         size = option.num_devices
@@ -117,6 +118,7 @@ def _equal_stages(chain: AbstractChain, option: int, count: int) -> list[StageCh
             first_device=stage * size,
             in_flight=float(in_flight[stage]),
         )
+        # Stages that do not fit are kept, so that a refusal can say what they need.
         choice = propose(limit_bytes=chain.memory_limit_bytes) or propose(limit_bytes=math.inf)
         if choice is None:
             return []

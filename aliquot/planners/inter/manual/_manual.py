@@ -100,6 +100,7 @@ class ManualStages(AbstractInter):
         too_large: list[tuple[float, AbstractChain, tuple[str, ...]]] = []
         for chain in candidates:
             stages = self._stages(chain)
+            # Faults are looked at before memory, which is computed from stages that can be run.
             if faults := find_stage_faults(
                 chain, stages, self.schedule, num_submeshes=self.num_submeshes, check_memory=False
             ):
@@ -173,6 +174,7 @@ class ManualStages(AbstractInter):
     def _one_behind_the_other(self, sizes: list[int]) -> list[int]:
         submeshes = self.num_submeshes or len(sizes)
         placement = SCHEDULES[self.schedule].placement(len(sizes), submeshes)
+        # Interleaved stages take the devices of the first stage on their submesh.
         return [sum(sizes[:place]) for place in placement]
 
 
