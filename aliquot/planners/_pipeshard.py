@@ -300,19 +300,18 @@ def _search_counts(
         raise refusals[0]
     best = _fastest(decisions)
     assert best is not None
+    if method.num_stages is None and method.inter.searches:
+        decisions += _with_other_numbers_of_stages(
+            method, task, priced[best.num_micro_batches], best, len(best.stages), helper
+        )
+        best = _fastest(decisions)
+        assert best is not None
     leaves_out_one = method.num_micro_batches is None and 1 not in priced and most_counts > 1
     if leaves_out_one and best.step_time_s > _IDLE_WITH_ONE * least_compute_s(task.problem(1)):
         try:
-            priced[1] = price([1])
-            decisions += _with_one_micro_batch(method, task, priced[1], best, helper)
+            decisions += _with_one_micro_batch(method, task, price([1]), best, helper)
         except KeyboardInterrupt as stopped:
             raise _StoppedSearch(best) from stopped
-        best = _fastest(decisions)
-        assert best is not None
-    if method.num_stages is None and method.inter.searches:
-        decisions += _with_other_numbers_of_stages(
-            method, task, priced[best.num_micro_batches], best, helper
-        )
         best = _fastest(decisions)
         assert best is not None
     tried = [tried_pipeline(each, "slower") for each in decisions if each is not best]
@@ -341,9 +340,13 @@ def _with_one_micro_batch(
         promised = method.inter.solve(priced.chains, limits=method.limits, helper=helper)
         if promised.step_time_s * (1 - _LESS_AS_WHOLES) >= best.step_time_s:
             return []
-        return [solve_with(method, task, priced, helper)]
+        found = solve_with(method, task, priced, helper)
     except (InfeasibleError, InputError):
         return []
+    if method.num_stages is not None or not method.inter.searches:
+        return [found]
+    others = _with_other_numbers_of_stages(method, task, priced, best, len(found.stages), helper)
+    return [found, *others]
 
 
 def _with_other_numbers_of_stages(
@@ -351,23 +354,25 @@ def _with_other_numbers_of_stages(
     task: Task,
     priced: PricedLayers,
     best: Decision,
+    around: int,
     helper: HelperProcess,
 ) -> list[Decision]:
-    """Pipelines of one stage fewer and of one more, of small steps: what stages take as wholes may
-    order them otherwise than what their layers take one by one.
+    """Pipelines of small steps with one stage more than `around`, and with fewer for as long as
+    their layers promise less than `best` takes: what stages take as wholes may order them otherwise
+    than what their layers take one by one.
     """
     chain = priced.chains[0]
     if chain.num_units * len(chain.options) * chain.num_devices > _SMALL:
         return []
     found = []
-    for count in (len(best.stages) - 1, len(best.stages) + 1):
+    for count in (around + 1, *range(around - 1, 1, -1)):
         fixed = replace(method, num_stages=count)
-        if count < 2:
-            continue
         try:
             promised = method.inter.solve([chain], limits=fixed.limits, helper=helper)
             if promised.step_time_s * (1 - _LESS_AS_WHOLES) < best.step_time_s:
                 found.append(solve_with(fixed, task, priced, helper))
+            elif count < around:
+                break
         except (InfeasibleError, InputError):
             continue
         except KeyboardInterrupt as stopped:

@@ -61,6 +61,27 @@ def test_one_micro_batch_is_searched_for_where_computing_takes_little_of_the_ste
     assert free.prediction.step_time_s == one.prediction.step_time_s < two.prediction.step_time_s
 
 
+def test_fewer_stages_are_tried_with_one_micro_batch():
+    def layer(x, w):
+        return x + jnp.tanh(x @ w[0]) @ w[1], None
+
+    def step(weights, x):
+        def loss(weights):
+            return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    shapes = (4, 1024, 4096), (4, 4096, 1024), (1024, 1024)
+    up, down, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    seconds = [
+        aq.plan(
+            step, (up, down), x, cluster=Cluster.preset("2x8xH100"), method=method
+        ).prediction.step_time_s
+        for method in (Auto(), PipeshardParallel(num_stages=2))
+    ]
+    assert seconds[0] <= seconds[1] * 1.002
+
+
 def no_pipelines(monkeypatch, error):
     def refuse(method, task):
         raise error
