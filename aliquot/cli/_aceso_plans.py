@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..core import InputError, nearest
+from ._aceso_models import (
+    aceso_chain,
+    aceso_family,
+    aceso_names,
+    aceso_operators,
+    aceso_settings,
+    aceso_size,
+)
 from ._devices import use_host_only
 from ._model_options import (
     Dtype,
@@ -22,11 +29,6 @@ from ._model_options import (
 from ._options import DescribedCluster, Json, PlanFile, read_cluster
 from ._session import session
 
-if TYPE_CHECKING:
-    from ..graph import Graph
-    from ..interop.aceso import OperatorMap
-    from ..zoo import ModelConfig, T5Config, Workload
-
 
 def export_plan(
     plan_file: PlanFile,
@@ -36,7 +38,7 @@ def export_plan(
     ],
     as_json: Json = False,
 ) -> None:
-    """Write a plan of a GPT or T5 as a configuration that Aceso's runtime reads."""
+    """Write a plan of a GPT, T5 or Wide-ResNet as a configuration that Aceso's runtime reads."""
     with session(as_json) as say:
         use_host_only()
         from ..graph import capture
@@ -49,8 +51,8 @@ def export_plan(
         if plan.model.kind != "zoo":
             raise InputError(
                 f"{plan_file} is a plan of {plan.model.name or 'a function'}, and Aceso has"
-                " operators for its own models alone: export plans of GPTs and T5s of the zoo,"
-                " such as gpt-1.3b."
+                " operators for its own models alone: export plans of GPTs, T5s and"
+                " Wide-ResNets of the zoo, such as gpt-1.3b."
             )
         if plan.model.settings.get("scan"):
             raise InputError(
@@ -58,15 +60,16 @@ def export_plan(
                 " about each. Plan it again without --scan."
             )
         workload = workload_of(plan.model)
-        config = _transformer(workload, plan.model.name)
+        config = workload.config
+        family = aceso_family(config)
         step = apply_plan(plan, capture(workload.train_step, workload.state, workload.batch))
         configuration = configuration_of(
             step,
-            _operators(step.graph, config),
-            family=config.family,
-            model_size=_size(config),
+            aceso_operators(step.graph, config),
+            family=family,
+            model_size=aceso_size(config),
             global_batch=int(workload.settings["global_batch"]),
-            settings=_settings(config),
+            settings=aceso_settings(config),
             layers_recompute=workload.settings["recompute"] == "block",
         )
         write_configuration(configuration, out)
@@ -75,7 +78,7 @@ def export_plan(
             for s in configuration.stages
         )
         say.show(
-            f"written: {out} ({config.family} {configuration.model_size}, micro-batches of"
+            f"written: {out} ({family} {configuration.model_size}, micro-batches of"
             f" {configuration.micro_batch}: {stages})"
         )
         say.finish({"configuration": str(out), "config": configuration_to_dict(configuration)})
@@ -88,7 +91,9 @@ def import_plan(
     model: Annotated[
         str,
         typer.Option(
-            "--model", help="A GPT or T5 of the zoo, such as gpt-1.3b.", show_default=False
+            "--model",
+            help="A GPT, T5 or Wide-ResNet of the zoo, such as gpt-1.3b.",
+            show_default=False,
         ),
     ],
     cluster: DescribedCluster,
@@ -101,8 +106,8 @@ def import_plan(
     memory_limit: MemoryLimit = None,
     as_json: Json = False,
 ) -> None:
-    """Make a plan of a GPT or T5 from a configuration of Aceso's: its stages, and the degrees of
-    each operator.
+    """Make a plan of a GPT, T5 or Wide-ResNet from a configuration of Aceso's: its stages, and the
+    degrees of each operator.
     """
     with session(as_json) as say:
         where = read_cluster(cluster)
@@ -129,13 +134,13 @@ def import_plan(
         limit_bytes = read_memory_limit(memory_limit)
         known = resolve(model, options, where)
         assert known.workload is not None
-        config = _transformer(known.workload, model)
+        config = known.workload.config
         faults = configuration_faults(
             configuration,
-            config.family,
-            _chain(config),
-            _settings(config),
-            _described(config)["settings"],
+            aceso_family(config),
+            aceso_names(config),
+            aceso_settings(config),
+            aceso_chain(config)["settings"],
             where,
         )
         if faults:
@@ -147,12 +152,13 @@ def import_plan(
         plan = plan_of(
             configuration,
             graph,
-            _operators(graph, config),
+            aceso_operators(graph, config),
             where,
             model=known.reference,
             version=version("aliquot"),
             trace_s=time.perf_counter() - started,
             memory_limit_bytes=limit_bytes,
+            semantics=aceso_chain(config).get("micro_batch_semantics", "exact"),
         )
         plan.save(out)
         say.show(str(plan))
@@ -164,49 +170,3 @@ def import_plan(
                 "notes": list(plan.notes),
             }
         )
-
-
-def _transformer(workload: Workload, name: str) -> ModelConfig | T5Config:
-    from ..zoo import ModelConfig, T5Config
-
-    config = workload.config
-    if isinstance(config, T5Config) or (isinstance(config, ModelConfig) and config.family == "gpt"):
-        return config
-    raise InputError(
-        f"{name} is no GPT or T5: Aceso names the operators of its own models, and this command"
-        " knows those of GPTs (gpt-..., scale-layer-...) and T5s (t5-...)."
-    )
-
-
-def _described(config: ModelConfig | T5Config) -> Mapping[str, Any]:
-    """Aceso's chain of a model's family, as `chains.toml` describes it."""
-    from ..interop.aceso import built_in_chains
-
-    described: Mapping[str, Any] = built_in_chains()[config.family]
-    return described
-
-
-def _operators(graph: Graph, config: ModelConfig | T5Config) -> OperatorMap:
-    from ..interop.aceso import map_operators
-
-    return map_operators(graph, _chain(config), _described(config))
-
-
-def _chain(config: ModelConfig | T5Config) -> list[str]:
-    """Names of the operators of Aceso's chain of a model."""
-    from ..interop.aceso import make_chain
-
-    chain = make_chain(_described(config), {"num_layers": config.num_layers})
-    return [operator.name for operator in chain.operators]
-
-
-def _settings(config: ModelConfig | T5Config) -> dict[str, Any]:
-    """The model's shape as Aceso's runtime reads it."""
-    sizes = {key: getattr(config, name) for key, name in _described(config)["settings"].items()}
-    if "kv_channels" in sizes:
-        sizes["kv_channels"] = config.head_dim
-    return {**sizes, "max_position_embeddings": config.seq_len}
-
-
-def _size(config: ModelConfig | T5Config) -> str:
-    return config.name.partition("-")[2].replace(".", "_").upper()

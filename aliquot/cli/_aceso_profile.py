@@ -4,6 +4,7 @@ its own predicts.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import InputError
+from ._aceso_models import aceso_family, aceso_settings, aceso_size
 from ._bench_aceso import PublishedTables, accuracy_rows
 from ._devices import use_host_only
 from ._groups import takes_groups
@@ -20,10 +22,10 @@ from ._session import Session, session
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
-    from ..interop.aceso import GPTShape
-    from ..zoo import ModelConfig
+    from ..interop.aceso import ModelShape
+    from ..zoo import AbstractConfig
 
-_FAMILIES = ("gpt",)
+_USUAL_BATCHES = {"resnet": "16,32,48,64"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,10 @@ class _DatabaseOptions:
     """The options that say what a database is about and where it is written."""
 
     model: Annotated[
-        str, typer.Argument(help="A GPT of the zoo, such as gpt-1.3b.", show_default=False)
+        str,
+        typer.Argument(
+            help="A GPT, T5 or Wide-ResNet of the zoo, such as gpt-1.3b.", show_default=False
+        ),
     ]
     cluster: DescribedCluster
     out: Annotated[
@@ -39,8 +44,14 @@ class _DatabaseOptions:
         typer.Option(metavar="DIR", help="A new folder for the CSV files.", show_default=False),
     ]
     micro_batch_sizes: Annotated[
-        str, typer.Option(help="Samples of a micro-batch on each rank.")
-    ] = "1,2,4,8"
+        str | None,
+        typer.Option(
+            help=(
+                "Samples of a micro-batch on each rank; by default 1,2,4,8, and 16,32,48,64 for"
+                " Wide-ResNets."
+            )
+        ),
+    ] = None
     seq_len: SeqLen = None
     settings: Settings = None
 
@@ -91,34 +102,49 @@ def _write(
     say: Session,
 ) -> None:
     """See `profile`."""
-    where, out = read_cluster(options.cluster), options.out
-    batches = _read_batches(options.micro_batch_sizes)
-    from ..interop.aceso import gpt_database, write_database
+    from ..interop.aceso import built_in_chains, modelled_database, write_database
+    from ..zoo import configure
 
-    config, shape = _gpt_shape(options, where)
+    where, out = read_cluster(options.cluster), options.out
+    overrides: dict[str, Any] = read_settings(options.settings or [])
+    if options.seq_len is not None:
+        overrides["seq_len"] = str(options.seq_len)
+    config = configure(options.model, **overrides)
+    family = aceso_family(config)
+    batches = _read_batches(options.micro_batch_sizes or _USUAL_BATCHES.get(family, "1,2,4,8"))
     if profiles is not None:
         from .._profiles import with_profiles
 
         where = with_profiles(where, profiles, of_any=profiles_of_any)
-    named = size or config.name.partition("-")[2].replace(".", "_").upper()
-    content = gpt_database(shape, where, micro_batches=batches)
-    write_database(out, f"gpt_{named}", content)
+    named = size or aceso_size(config)
+    content = modelled_database(_shape(config, where), where, micro_batches=batches)
+    write_database(out, f"{family}_{named}", content)
     degrees = sorted({tensor for _, tensor, _ in content.operators})
     source = getattr(where.measured, "source", "")
     basis = f"measured: {source}" if source else "modelled: nothing of it was measured"
     say.show(
-        f"written: {out}, gpt_{named} for micro-batches {batches} and tensor degrees {degrees}"
-        f" ({basis})"
+        f"written: {out}, {family}_{named} for micro-batches {batches} and tensor degrees"
+        f" {degrees} ({basis})"
     )
-    known = f"--model gpt --size {named} --num-layers {config.num_layers}"
+    num_layers = aceso_settings(config)["num_layers"]
+    known = f"--model {family} --size {named}"
+    if built_in_chains()[family]["sizes"].get(named, {}).get("num_layers") != num_layers:
+        shown = num_layers if isinstance(num_layers, list) else [num_layers]
+        known += f" --num-layers {','.join(map(str, shown))}"
     say.show(
         f"Search it: aliquot aceso search --database {out} {known} --nodes {where.num_hosts} "
-        f"--gpus-per-node {where.devices_per_host} --global-batch 512 --memory-limit-mb 28000 "
-        f"--micro-batch-sizes {','.join(map(str, batches))}"
+        f"--gpus-per-node {where.devices_per_host} --global-batch {64 * batches[-1]} "
+        f"--memory-limit-mb 28000 --micro-batch-sizes {','.join(map(str, batches))}"
     )
-    answer = {"database": str(out), "model": f"gpt_{named}", "num_layers": config.num_layers}
     say.finish(
-        {**answer, "micro_batches": batches, "tensor_degrees": degrees, "profiles": source or None}
+        {
+            "database": str(out),
+            "model": f"{family}_{named}",
+            "num_layers": num_layers,
+            "micro_batches": batches,
+            "tensor_degrees": degrees,
+            "profiles": source or None,
+        }
     )
 
 
@@ -134,32 +160,45 @@ def _read_batches(text: str) -> list[int]:
     return sizes
 
 
-def _gpt_shape(options: _DatabaseOptions, where: Cluster) -> tuple[ModelConfig, GPTShape]:
-    from ..interop.aceso import GPTShape
-    from ..zoo import ModelConfig, configure
+def _shape(config: AbstractConfig, where: Cluster) -> ModelShape:
+    """The sizes of a model, in the dtype that Aceso's runtime trains it in."""
+    from ..interop.aceso import BlockShape, ResNetShape, TransformerShape
+    from ..zoo import ModelConfig, T5Config, WideResNetConfig
 
-    overrides: dict[str, Any] = read_settings(options.settings or [])
-    if options.seq_len is not None:
-        overrides["seq_len"] = str(options.seq_len)
-    config = configure(options.model, **overrides)
-    if not isinstance(config, ModelConfig) or config.family not in _FAMILIES:
-        raise InputError(
-            f"{options.model} is no GPT: Aceso names the operators of its own models, of which this"
-            " command writes those of GPTs (gpt-..., scale-layer-...). Plan other models with"
-            " aliquot plan."
+    if isinstance(config, WideResNetConfig):
+        blocks = [
+            BlockShape(
+                channels_in=b.channels_in,
+                channels=b.channels,
+                wide_channels=b.wide_channels,
+                channels_out=b.channels_out,
+                size_in=b.size_in,
+                size_out=b.size_out,
+                projects=b.projects,
+            )
+            for b in config.bottlenecks()
+        ]
+        ends = list(itertools.accumulate(config.section_lengths))
+        return ResNetShape(
+            sections=tuple(tuple(blocks[a:b]) for a, b in itertools.pairwise([0, *ends])),
+            channels=config.num_channels,
+            image_size=config.image_size,
+            num_classes=config.num_classes,
+            dtype="float32",
         )
+    assert isinstance(config, ModelConfig | T5Config)
     device = where.device
-    dtype = "float16" if device.peak("float16") > device.peak("bfloat16") else "bfloat16"
-    shape = GPTShape(
+    return TransformerShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
         ffn_size=config.ffn_size,
         vocab_size=config.vocab_size,
         seq_len=config.seq_len,
         max_positions=config.seq_len,
-        dtype=dtype,
+        dtype="float16" if device.peak("float16") > device.peak("bfloat16") else "bfloat16",
+        head_size=config.head_dim,
+        target_len=config.target_len if isinstance(config, T5Config) else 0,
     )
-    return config, shape
 
 
 def accuracy(

@@ -44,7 +44,13 @@ class _ProblemOptions:
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of each node.")] = 8
     chain: AcesoChain = None
     num_layers: Annotated[
-        int | None, typer.Option(help="Layers, instead of what the size says.")
+        str | None,
+        typer.Option(
+            help=(
+                "Layers, instead of what the size says; of a Wide-ResNet blocks of each section,"
+                " such as 3,4,6,3."
+            )
+        ),
     ] = None
 
     def read(self, judge: Judge) -> tuple[SearchProblem, tuple[str, ...]]:
@@ -62,7 +68,7 @@ class _ProblemOptions:
             micro_batches=_numbers(self.micro_batch_sizes),
             judge=judge,
             chain=self.chain,
-            num_layers=self.num_layers,
+            num_layers=_layers(self.num_layers),
         )
 
 
@@ -400,10 +406,20 @@ def _figures(result: SearchResult) -> dict[str, Any]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    return _listed(text, "--micro-batch-sizes", "1,2,4,8")
+
+
+def _layers(text: str | None) -> int | list[int] | None:
+    if text is None:
+        return None
+    numbers = list(_listed(text, "--num-layers", "24, or 3,4,6,3"))
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _listed(text: str, option: str, example: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise InputError(
-            "--micro-batch-sizes must be numbers with commas between, such as 1,2,4,8; got"
-            f" {text!r}."
+            f"{option} must be numbers with commas between, such as {example}; got {text!r}."
         ) from None

@@ -97,12 +97,17 @@ class WideResNetConfig(AbstractConfig):
         faults += out_of_range(self, ("num_channels", "width_factor", "image_size", "num_classes"))
         refuse(self.name, faults)
 
+    @property
+    def section_lengths(self) -> tuple[int, ...]:
+        """Bottlenecks in each of the four sections of equal image size."""
+        return _STAGES[self.num_layers]
+
     def bottlenecks(self) -> Iterator[BottleneckConfig]:
         """All of them, in order. The first convolution and the pooling behind it halve the image
         each.
         """
         size, channels_in = _half(_half(self.image_size)), self.num_channels
-        for stage, count in enumerate(_STAGES[self.num_layers]):
+        for stage, count in enumerate(self.section_lengths):
             for index in range(count):
                 block = BottleneckConfig(
                     channels_in=channels_in,

@@ -10,12 +10,18 @@ import pytest
 from command_line import refused, run
 
 from aliquot.cluster import Cluster
-from aliquot.interop.aceso import GPTShape, gpt_database, load_database, write_database
+from aliquot import Plan
+from aliquot.interop.aceso import (
+    TransformerShape,
+    load_database,
+    modelled_database,
+    write_database,
+)
 from aliquot.profiling import LAUNCH, Measurement, Operator, ProfileDatabase, ProgramKey
 
 CLUSTER = Cluster.preset("2x4xV100-32GB")
 # GPT of 1.3 billion parameters, as Aceso has it.
-SHAPE = GPTShape(
+SHAPE = TransformerShape(
     hidden_size=2048,
     num_heads=32,
     ffn_size=8192,
@@ -30,7 +36,8 @@ MODEL = ["gpt-125m", "--cluster", "1x4xV100-32GB", "--micro-batch-sizes", "1,2"]
 @pytest.fixture(scope="module")
 def database(tmp_path_factory):
     folder = tmp_path_factory.mktemp("aceso") / "database"
-    write_database(folder, "gpt_1_3B", gpt_database(SHAPE, CLUSTER, micro_batches=[1, 2, 4]))
+    content = modelled_database(SHAPE, CLUSTER, micro_batches=[1, 2, 4])
+    write_database(folder, "gpt_1_3B", content)
     return load_database(folder, "gpt_1_3B")
 
 
@@ -154,9 +161,101 @@ def test_a_written_database_is_searched(tmp_path):
     assert answer["gap"] < 0.05 and answer["config"]["num_layers"] == 12 and not answer["missing"]
 
 
+@pytest.fixture(scope="module", params=["t5-770m", "wide-resnet-500m"])
+def written(request, tmp_path_factory):
+    """A database of the size that Aceso measured."""
+    folder = tmp_path_factory.mktemp("written") / "database"
+    batches = "1" if request.param.startswith("t5") else "16"
+    more = ("--seq-len", 2048) if request.param.startswith("t5") else ()
+    done = run(
+        *("aceso", "profile", request.param, "--cluster", "1x2xV100-32GB", "--out", folder),
+        *("--micro-batch-sizes", batches, *more),
+    )
+    assert done.exit_code == 0, done.output
+    model = "t5_770M" if request.param.startswith("t5") else "resnet_500M"
+    return load_database(folder, model)
+
+
+# Input, output, weights and activations in MiB, worked out by hand: of the T5 a hidden state of the
+# encoder is 4 MiB and one of the decoder 1 MiB, of the ResNet 3.0625 MiB are 16 images of 224
+# channels of 14 points each way.
+BY_HAND = {
+    "t5_770M": [
+        ("decoder-embedding", 2, 0, (4, 5, 33.875, 1.5)),
+        ("dec-attention-qkv-1", 2, 0, (6, 6.5, 3, 1.5)),
+        ("dec-attention-qkv-2", 2, 0, (6, 9.5, 3, 4.5)),
+        ("dec-attention-score-2", 2, 0, (9.5, 23, 0, 16)),
+        ("dec-attention-context-2", 2, 0, (23, 5.5, 0, 0.5)),
+        ("dec-MLP-GEMM-2", 1, 0, (9, 6.002, 8, 1)),
+        ("dec-final-layernorm", 1, 0, (5, 5, 0, 1.004)),
+        ("t5-post-process", 2, 0, (1, 0, 29.875, 29.875)),
+    ],
+    "resnet_500M": [
+        ("conv1", 2, 1, (9.1875, 171.5, 0.063, 171.5)),
+        ("maxpool", 1, 0, (171.5, 42.875, 0, 128.625)),
+        ("block-0-0-conv1", 2, 0, (42.875, 85.75, 0.096, 42.875)),
+        ("block-0-0-conv1", 2, 1, (42.875, 85.75, 0.096, 64.3125)),
+        ("block-1-0-conv2", 1, 0, (257.25, 214.375, 13.781, 42.875)),
+        ("block-0-1-downsample", 1, 0, (343, 171.5, 0, 171.5)),
+        ("block-3-2-relu", 1, 0, (21.4375, 21.4375, 0, 21.4375)),
+        ("fc", 2, 0, (0.4375, 0.0625, 28.004, 0.0625)),
+    ],
+}
+
+
+def test_sizes_of_other_families_are_those_of_their_operators(written):
+    assert not written.missing
+    for operator, tensor, algorithm, mib in BY_HAND[written.model]:
+        found = numbers(
+            written,
+            operator,
+            batch=written.micro_batches[0],
+            tensor=tensor,
+            algorithm=algorithm,
+        )
+        np.testing.assert_allclose(found[2:6], mib, atol=0.002, err_msg=operator)
+
+
+@pytest.mark.parametrize(
+    ("model", "found_as", "options", "dtype"),
+    [
+        ("t5-770m", ("t5", "770M", 2), ("--set", "num_layers=2"), "float16"),
+        ("wide-resnet-250m", ("resnet", "250M", "1,1,1,1"), ("--set", "num_layers=14"), "float32"),
+    ],
+)
+def test_what_the_search_finds_in_a_written_database_costs_about_as_much_as_a_plan(
+    tmp_path, model, found_as, options, dtype
+):
+    database, config, plan = (tmp_path / name for name in ("database", "config.json", "plan.json"))
+    cluster = ("--cluster", "1x4xV100-32GB")
+    done = run(
+        *("aceso", "profile", model, *options, *cluster, "--micro-batch-sizes", "4,8"),
+        *("--out", database),
+    )
+    assert done.exit_code == 0, done.output
+    family, size, num_layers = found_as
+    search = (
+        *("--database", database, "--model", family, "--size", size, "--num-layers", num_layers),
+        *("--nodes", 1, "--gpus-per-node", 4, "--global-batch", 32, "--memory-limit-mb", 28000),
+        *("--micro-batch-sizes", "4,8", "--judge", "aliquot", "--out", config, "--json"),
+    )
+    done = run("aceso", "search", *search)
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer["gap"] < 0.05 and not answer["missing"]
+    done = run(
+        *("aceso", "import", config, "--model", model, *options, *cluster, "--dtype", dtype),
+        *("--out", plan),
+    )
+    assert done.exit_code == 0, done.output
+    judged = Plan.load(plan).prediction.step_time_s
+    # The database has the kernels of Aceso's runtime, the plan those of XLA.
+    assert answer["iteration_time_ms"] / 1e3 == pytest.approx(judged, rel=0.4), judged
+
+
 def test_what_cannot_be_written_is_refused(tmp_path):
     here = ["--cluster", "1x4xV100-32GB", "--out", tmp_path / "database"]
-    refused(run("aceso", "profile", "llama-7b", *here), "llama-7b is no GPT")
+    refused(run("aceso", "profile", "llama-7b", *here), "llama-7b is no GPT, T5 or Wide-ResNet")
     refused(
         run("aceso", "profile", "gpt-125m", *here, "--micro-batch-sizes", "1,x"),
         "--micro-batch-sizes '1,x'",

@@ -34,17 +34,23 @@ from ._write_database import write_database as write_database
 
 if typing.TYPE_CHECKING:
     from ._export_plan import configuration_of as configuration_of
-    from ._gpt_database import GPTShape as GPTShape
-    from ._gpt_database import gpt_database as gpt_database
     from ._import_plan import configuration_faults as configuration_faults
     from ._import_plan import plan_of as plan_of
+    from ._modelled_database import ModelShape as ModelShape
+    from ._modelled_database import modelled_database as modelled_database
     from ._operator_map import OperatorMap as OperatorMap
     from ._operator_map import map_operators as map_operators
+    from ._resnet_rows import BlockShape as BlockShape
+    from ._resnet_rows import ResNetShape as ResNetShape
+    from ._transformer_rows import TransformerShape as TransformerShape
 
 _MODULE_OF = {
     "configuration_of": "_export_plan",
-    "GPTShape": "_gpt_database",
-    "gpt_database": "_gpt_database",
+    "BlockShape": "_resnet_rows",
+    "ModelShape": "_modelled_database",
+    "modelled_database": "_modelled_database",
+    "ResNetShape": "_resnet_rows",
+    "TransformerShape": "_transformer_rows",
     "OperatorMap": "_operator_map",
     "map_operators": "_operator_map",
     "configuration_faults": "_import_plan",

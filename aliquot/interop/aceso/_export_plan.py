@@ -1,4 +1,6 @@
-"""A plan of a GPT or T5 -> Aceso's configuration, where its layout can be expressed."""
+"""A plan of a GPT, T5 or Wide-ResNet -> Aceso's configuration, where its layout can be written
+as one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from ...graph import Phase, Role
 from ...plans import StagePlan
 from ._configuration import Configuration, StageConfiguration
 from ._operator_map import OperatorMap
-from ._products import FILL_STREAM, LAYER_START, READ_STREAM, SPLIT_OF, Product, products_of
+from ._products import (
+    FILL_STREAM,
+    IMAGES,
+    LAYER_STARTS,
+    READ_STREAM,
+    SPLIT_OF,
+    Product,
+    products_of,
+)
 
 _ASKED = "this plan cannot be written as a configuration of Aceso's"
 _ADVICE = (
@@ -25,6 +35,7 @@ _BETWEEN = {
     "enc-attention-dropout": "enc-attention-score",
 }
 _BETWEEN |= {"enc-MLP-gelu": "enc-MLP-GEMM-1"}
+_IN_LAYERS = ("enc-", "block-")
 _READS_BETWEEN = {
     "enc-attention-score": "enc-attention-context",
     "enc-MLP-GEMM-1": "enc-MLP-GEMM-2",
@@ -71,7 +82,7 @@ def configuration_of(
         )
         degrees = [layout.degrees(o) for o in mine]
         faults += [*layout.operator_faults(), *layout.state_faults()]
-        each = [layers_recompute and operators.roles[o].startswith("enc-") for o in mine]
+        each = [layers_recompute and operators.roles[o].startswith(_IN_LAYERS) for o in mine]
         again = [
             planned.recompute == "stage" or a or b
             for a, b in zip(each, layout.recomputed(mine), strict=True)
@@ -187,7 +198,7 @@ class _StageLayout:
                 continue
             marked[k] = True
             for later in range(k + 1, len(mine)):
-                if self.operators.roles[mine[later]] == LAYER_START:
+                if self.operators.roles[mine[later]] in LAYER_STARTS:
                     break
                 marked[later] = True
                 if mine[later] in self.products:
@@ -239,6 +250,8 @@ class _StageLayout:
             elif kind in kinds:
                 tensor *= size
                 split.add(kind)
+            elif factor < 0 and not kinds:
+                tensor *= size
             elif factor < 0 and size > 1:
                 self._fault(operator, f"all {size} devices along axis {axis!r} do the same work")
             elif size > 1:
@@ -281,6 +294,8 @@ class _StageLayout:
     def _node(self, operator: int) -> int | None:
         """The decision about the arrays that an operator between products works on."""
         name = self.operators.roles[operator]
+        if not {*IMAGES}.isdisjoint(self.operators.roles):
+            return self._node_of_images(operator)
         filled: tuple[str, ...] = FILL_STREAM
         read: tuple[str, ...] = READ_STREAM
         if name in _BETWEEN:
@@ -292,6 +307,18 @@ class _StageLayout:
                     return product.landed.node
                 if self.operators.roles[other] in read and product.sources:
                     return product.sources[-1][1].node
+        return None
+
+    def _node_of_images(self, operator: int) -> int | None:
+        """The decision about the arrays between two convolutions."""
+        before = [o for o in self.products if o < operator]
+        for product in self.products[max(before)] if before else ():
+            if product.landed is not None:
+                return product.landed.node
+        behind = [o for o in self.products if o > operator]
+        for product in self.products[min(behind)] if behind else ():
+            if product.sources:
+                return product.sources[-1][1].node
         return None
 
     def _fault(self, operator: int, what: str) -> None:

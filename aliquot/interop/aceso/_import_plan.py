@@ -1,4 +1,4 @@
-"""Aceso's configuration -> a plan of a GPT or T5."""
+"""Aceso's configuration -> a plan of a GPT, T5 or Wide-ResNet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from ...plans import ModelReference, Plan, make_schedule
 from ...sharding import LayeredStep, layer_step, stage_step
 from ._configuration import Configuration, StageConfiguration
 from ._operator_map import OperatorMap
-from ._products import STREAM
 from ._stage_splits import DATA, StageSplits, layers_differ, mesh_axes
 
 _ASKED = "the configuration does not fit this model and this cluster"
@@ -69,7 +68,14 @@ def _model_faults(
         yield f"it is of a model of family {given_family!r}, and the model is of family {family!r}"
     for key, option in options.items():
         given = configuration.settings.get(key, shape[key])
-        if type(given) is not int or given < 1:
+        if isinstance(shape[key], list):
+            if given != shape[key]:
+                shown = shortened(repr(given), 60)
+                yield (
+                    f"{key} is {shown}, and the model's {shape[key]}: choose another --model, or"
+                    f" its number of layers with --set {option}=..."
+                )
+        elif type(given) is not int or given < 1:
             yield f"{key} must be a positive number, got {shortened(repr(given), 60)}"
         elif given != shape[key]:
             yield f"{key} is {given}, and the model's {shape[key]}: add --set {option}={given}"
@@ -134,17 +140,19 @@ def plan_of(
     version: str,
     trace_s: float,
     memory_limit_bytes: float | None = None,
+    semantics: str = "exact",
 ) -> Plan:
     """A configuration as a plan of a captured model.
 
     Operators are split as their degrees say, and what follows from them as is cheapest. The
-    residual stream has one split in each stage, that of most operators on it; notes of the plan
-    name stages where others asked for another.
+    residual stream has one split in each stage, that of most operators on it, and so have the
+    arrays between two convolutions; notes of the plan name stages where others asked for another.
 
     Args:
         configuration: for which `configuration_faults` found nothing.
         operators: of the step.
         memory_limit_bytes: per device; by default what the device's runtime leaves to programs.
+        semantics: of several micro-batches; see `plan_micro_batches`.
 
     Raises:
         InputError: degrees do not divide what they split, or a stage has no operator that the model
@@ -154,11 +162,15 @@ def plan_of(
     started = time.perf_counter()
     count = configuration.global_batch // configuration.micro_batch
     task = Task(
-        graph=graph, cluster=cluster, num_micro_batches=count, memory_limit_bytes=memory_limit_bytes
+        graph=graph,
+        cluster=cluster,
+        num_micro_batches=count,
+        semantics=semantics if count > 1 else "exact",
+        memory_limit_bytes=memory_limit_bytes,
     )
     firsts = _first_operators(configuration)
     layers = _cut(graph, operators, firsts)
-    layered = layer_step(graph, count, layers=layers)
+    layered = layer_step(graph, count, layers=layers, semantics=task.semantics)
     decision, notes = _decide(configuration, operators, firsts, layered, task)
     plan = write_plan(
         decision,
@@ -227,6 +239,7 @@ def _decide(
             num_micro_batches=layered.num_micro_batches,
             memory_limit_bytes=task.limit_bytes,
             on_missing_rule=task.on_missing_rule,
+            semantics=task.semantics,
         )
         problem = make()
         folded = not layers_differ(problem, operators, extract.ops, stage, first)
@@ -366,16 +379,11 @@ def _name(
 
 def _notes(k: int, split: StageSplits) -> Iterator[str]:
     """Differences between a stage and its configuration."""
-    stage = split.stage
-    degree = split.stream_data
-    others = [
-        o
-        for o, data in enumerate(stage.data, split.first)
-        if split.operators.roles[o] in STREAM and data != degree
-    ]
+    others, degree = split.overruled()
     if others:
+        where = "between convolutions" if split.has_images else "on the residual stream"
         yield (
-            f"stage {k}: sums and norms on the residual stream are split over data degree {degree};"
+            f"stage {k}: sums and norms {where} are split over data degree {degree};"
             f" operators {', '.join(map(str, others[:6]))}{', ...' if len(others) > 6 else ''}"
             " asked for another"
         )

@@ -1,8 +1,8 @@
-"""The operator of Aceso's chain that each operator of a captured GPT or T5 belongs to.
+"""The operator of Aceso's chain that each operator of a captured GPT, T5 or Wide-ResNet belongs to.
 
 The forward pass is followed in program order: parameters say where products, norms and biases
 belong; of the others, what is computed of an operator's result without a parameter belongs to the
-next one that has none.
+next one that has none. See `_image_places.py` for convolutions.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...graph import Graph, Phase, Role, traits_of
+from ._image_places import place_of_image_operator
 
 # How far behind an operator stands what is computed of its result alone.
 _STEPS = {
@@ -34,7 +35,8 @@ class OperatorMap:
 
     Attributes:
         names: of the chain's operators.
-        roles: for each the operator of a GPT that it does the work of.
+        roles: for each the operator of a GPT, or of a chain of convolutions, that it does the work
+            of.
         of_op: for each operator of the step the chain's operator that it belongs to; -1 for
             constants, and outside of the forward pass.
         computes: for each whether it computes on activations: it is no cast, no transpose, and
@@ -50,7 +52,7 @@ class OperatorMap:
 def map_operators(
     graph: Graph, names: Sequence[str], description: Mapping[str, Any]
 ) -> OperatorMap:
-    """The operators of a transformer of the zoo, by those of Aceso's chain.
+    """The operators of a model of the zoo, by those of Aceso's chain.
 
     Args:
         graph: the step, its layers written out.
@@ -61,7 +63,12 @@ def map_operators(
     patterns = [
         (
             re.compile(path),
-            [place for name in named for place, other in enumerate(names) if other == name],
+            [
+                place
+                for name in named
+                for place, other in enumerate(names)
+                if fnmatch.fnmatchcase(other, name)
+            ],
         )
         for path, named in description["parameters"].items()
     ]
@@ -97,7 +104,11 @@ def map_operators(
             tokens.update(results)
         else:
             made_before = [at[i] for i in read if i not in of_parameters and i not in tokens]
-            place = _place(op.name, max(made_before, default=activations), parameters, roles)
+            if description.get("convolutions"):
+                rank = max((len(graph.values[o].shape) for o in results), default=0)
+                place = place_of_image_operator(op.name, rank, made_before, parameters, roles)
+            else:
+                place = _place(op.name, max(made_before, default=activations), parameters, roles)
             computes[op.index] = place != _TOKENS and traits_of(op.name).moves is None
         of_op[op.index] = place
         at.update(dict.fromkeys(results, place))

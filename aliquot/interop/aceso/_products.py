@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ...cost import Problem
 from ...graph import Role, ValueId
 from ...sharding import NodeId, Port, Site
+from ._image_places import BLOCK_CONVOLUTIONS, CONVOLUTIONS
 from ._operator_map import OperatorMap
 
 # By algorithm: what tensor parallelism splits of a product with a weight.
@@ -23,9 +24,13 @@ SPLIT_OF = {
     "enc-MLP-GEMM-1": (FEATURES, CONTRACTION),
     "enc-MLP-GEMM-2": (CONTRACTION, FEATURES),
     "gpt-post-process": (FEATURES,),
+    "conv1": (FEATURES,),
+    **dict.fromkeys(BLOCK_CONVOLUTIONS, (FEATURES, CONTRACTION)),
+    "fc": (),
 }
+"""None where all ranks of a tensor group do the same work."""
 
-LAYER_START = "enc-1st-layernorm"
+LAYER_STARTS = ("enc-1st-layernorm", "block-conv1")
 STREAM = (
     "enc-1st-layernorm",
     "enc-post-attention-dropout",
@@ -38,6 +43,8 @@ FILL_STREAM = ("encoder-embedding", "enc-attention-dense", "enc-MLP-GEMM-2")
 """Products whose results are added to the residual stream."""
 READ_STREAM = ("enc-attention-qkv", "enc-MLP-GEMM-1", "gpt-post-process")
 """Products that read it."""
+IMAGES = (*CONVOLUTIONS, "fc")
+"""Products of a chain of convolutions, between which all arrays are split over examples alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +105,8 @@ def products_of(problem: Problem, operators: OperatorMap, ops: Sequence[int]) ->
             ),
         )
         # What picks the logits of the targets is none of Aceso's products.
-        if set(product.kinds.values()) & set(SPLIT_OF[operators.roles[product.operators[0]]]):
+        kinds = SPLIT_OF.get(operators.roles[product.operators[0]], ()) or (CONTRACTION,)
+        if set(product.kinds.values()) & set(kinds):
             products.append(product)
     return sorted(products, key=lambda product: product.node)
 

@@ -3,8 +3,9 @@
 The mesh is factored so finely that each axis is, for every operator, either one of its tensor
 degree or one of its data degree; ranks of one tensor group are neighbours, as in Megatron-LM.
 Products and the arrays between them are split as their operators say. The residual stream, with the
-norms and sums on it, is one array through the whole stage, so it has one split. What follows
-(weights, states, the backward pass) may be split as what it is made of is.
+norms and sums on it, is one array through the whole stage, so it has one split; in a chain of
+convolutions all arrays between two of them have one. What follows (weights, states, the backward
+pass) may be split as what it is made of is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -29,7 +30,8 @@ from ._products import (
     FEATURES,
     FILL_STREAM,
     HEADS,
-    LAYER_START,
+    IMAGES,
+    LAYER_STARTS,
     READ_STREAM,
     SPLIT_OF,
     STREAM,
@@ -115,7 +117,9 @@ class StageSplits:
         for product in products:
             self._decide_product(product)
         for product in products:
-            self._decide_arrays(product)
+            if self.operators.roles[product.operators[0]] not in IMAGES:
+                self._decide_arrays(product)
+        self._decide_images(products)
         return self._allowed()
 
     def repeat(self) -> frozenset[NodeId]:
@@ -128,15 +132,41 @@ class StageSplits:
         )
 
     @property
+    def has_images(self) -> bool:
+        """True for a stage of a chain of convolutions."""
+        return not {*IMAGES}.isdisjoint(self.operators.roles)
+
+    def overruled(self) -> tuple[list[int], str]:
+        """Operators that asked for another data degree than what they work on has, and the degrees
+        that it has.
+        """
+        voters = self._image_voters(products_of(self.problem, self.operators, self.ops))
+        if not voters:
+            others = [
+                o
+                for o in self._mine()
+                if self.operators.roles[o] in STREAM and self._degrees(o)[1] != self.stream_data
+            ]
+            return others, str(self.stream_data)
+        taken, overruled = set[int](), list[int]()
+        for _, _, operators in voters.values():
+            degree = self._most_data(operators)
+            other = [o for o in operators if self._degrees(o)[1] != degree]
+            overruled += other
+            taken |= {degree} if other else set()
+        return sorted(overruled), " or ".join(map(str, sorted(taken)))
+
+    @property
     def stream_data(self) -> int:
         """The data degree of the residual stream: that of most operators on it, of several the
         largest.
         """
-        on_stream = Counter(
-            self._degrees(o)[1] for o in self._mine() if self.operators.roles[o] in STREAM
-        )
-        everywhere = Counter(self.stage.data)
-        counts = on_stream or everywhere
+        on_stream = [o for o in self._mine() if self.operators.roles[o] in STREAM]
+        return self._most_data(on_stream or self._mine())
+
+    def _most_data(self, operators: Iterable[int]) -> int:
+        """The data degree of most of some operators, of several the largest."""
+        counts = Counter(self._degrees(o)[1] for o in operators)
         return max(counts, key=lambda degree: (counts[degree], degree))
 
     def _mine(self) -> range:
@@ -154,13 +184,13 @@ class StageSplits:
         name = self.operators.roles[operator]
         tensor, _, algorithm = self._degrees(operator)
         kinds = SPLIT_OF[name]
-        if algorithm >= len(kinds):
-            self._fault(
-                operator,
-                f"there is no algorithm {algorithm}, only {', '.join(map(str, range(len(kinds))))}",
-            )
+        if algorithm >= max(len(kinds), 1):
+            only = ", ".join(map(str, range(max(len(kinds), 1))))
+            self._fault(operator, f"there is no algorithm {algorithm}, only {only}")
             return
-        factor = next(f for f, kind in sorted(product.kinds.items()) if kind == kinds[algorithm])
+        factor = next(
+            (f for f, kind in sorted(product.kinds.items()) if kind in kinds[algorithm:][:1]), -1
+        )
         self._decide(operator, product.node, product.batch, factor, tensor)
 
     def _decide_arrays(self, product: Product) -> None:
@@ -175,6 +205,44 @@ class StageSplits:
         for port, source in product.sources:
             shared = {HEADS} if HEADS in product.kinds.values() else {CONTRACTION}
             self._decide_array(product, name in READ_STREAM, port, source, shared, behind=False)
+
+    def _decide_images(self, products: Sequence[Product]) -> None:
+        """The arrays between convolutions: split over examples, and whole on all devices of a
+        tensor group.
+        """
+        for node, (operator, batch, operators) in self._image_voters(products).items():
+            if node not in self._decided:
+                data = self._most_data(operators)
+                self._decide(operator, node, batch, -1, self.stage.num_devices // data)
+
+    def _image_voters(
+        self, products: Sequence[Product]
+    ) -> dict[int, tuple[int, frozenset[int], list[int]]]:
+        """For each node of arrays between convolutions: a convolution that fills or reads it, its
+        factors that count examples, and the operators that work on it.
+        """
+        images = [p for p in products if self.operators.roles[p.operators[0]] in IMAGES]
+        convolutions = sorted(o for p in images for o in p.operators)
+        voters: dict[int, tuple[int, frozenset[int], list[int]]] = {}
+
+        def vote(operator: int, node: int, operators: Iterable[int]) -> None:
+            batch = self.problem.nodes.batch_factors[node]
+            voters.setdefault(node, (operator, batch, []))[2].extend(operators)
+
+        for product in images:
+            for operator in product.operators:
+                k = convolutions.index(operator)
+                if product.landed is not None:
+                    end = convolutions[k + 1] if k + 1 < len(convolutions) else self._mine().stop
+                    vote(operator, product.landed.node, range(operator + 1, end))
+        for product in images:
+            for _, source in product.sources:
+                # Arrays that enter the stage: operators before its first convolution work on them.
+                if source.node not in voters:
+                    first = product.operators[0]
+                    before = range(self.first, first) if first == convolutions[0] else ()
+                    vote(first, source.node, before or (first,))
+        return {node: (o, batch, mine or [o]) for node, (o, batch, mine) in voters.items()}
 
     def _decide_array(
         self,
@@ -319,4 +387,4 @@ def is_repeated(names: Sequence[str], stage: StageConfiguration, first: int, k: 
     """
     if not stage.recompute[k] or k + 1 == len(stage.recompute):
         return False
-    return stage.recompute[k + 1] and names[first + k + 1] != LAYER_START
+    return stage.recompute[k + 1] and names[first + k + 1] not in LAYER_STARTS

@@ -25,14 +25,14 @@ def read_problem(
     micro_batches: Sequence[int],
     judge: Judge,
     chain: Path | None = None,
-    num_layers: int | None = None,
+    num_layers: int | list[int] | None = None,
 ) -> tuple[SearchProblem, tuple[str, ...]]:
     """The problem, and a line for each micro-batch that is left out for lack of measurements.
 
     Args:
         folder: the database.
         chain: a description of the operators; without one, `model` is a family of Aceso's.
-        num_layers: replaces that of the size.
+        num_layers: replaces that of the size; a list where sections have blocks.
 
     Raises:
         InputError: an unknown family or size, a number out of range, or missing measurements.

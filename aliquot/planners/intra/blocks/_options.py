@@ -65,8 +65,7 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
         choices, masks = [], []
         for option in block.options(priced.axis_sizes, sizes):
             of_option = {
-                p: space.allowed[p] & _follows(block, p, space, option)
-                for p in block.products
+                p: space.allowed[p] & _follows(block, p, space, option) for p in block.products
             }
             if all(mask.any() for mask in of_option.values()):
                 choices.append(option)
@@ -78,9 +77,7 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
     return tuple(with_options)
 
 
-def _follows(
-    block: ParallelBlock, product: int, space: Space, option: Choice
-) -> NDArray[np.bool_]:
+def _follows(block: ParallelBlock, product: int, space: Space, option: Choice) -> NDArray[np.bool_]:
     """True for each choice of a product that agrees with an option of its block's entry."""
     choices = space.priced.nodes[product].choices
     ways = block.followed_by(product, option, space.priced.axis_sizes)

@@ -1,0 +1,106 @@
+"""A database of a model in Aceso's format, from this project's cost model instead of a profiler."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from ...cluster import Cluster
+from ...core import InputError
+from ._operator_prices import MIB, OperatorPrices, collective_seconds
+from ._write_database import DatabaseContent, OperatorRow
+
+_KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+_MOST_MIB = 4096
+
+
+class ModelShape(Protocol):
+    """A family of models of one size, as Aceso names its operators."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of parameters and activations."""
+
+    @property
+    def algorithms(self) -> tuple[int, ...]:
+        """Algorithms that the operators have."""
+
+    @property
+    def splits(self) -> int:
+        """A number that tensor degrees must divide."""
+
+    def rows(self, prices: OperatorPrices) -> tuple[OperatorRow, ...]:
+        """All distinct operators, in order."""
+
+
+def modelled_database(
+    shape: ModelShape,
+    cluster: Cluster,
+    *,
+    micro_batches: Sequence[int],
+    tensor_degrees: Sequence[int] | None = None,
+) -> DatabaseContent:
+    """Operators, collectives and transfers of a model on a cluster, as the cost model prices them,
+    or as they were measured where the cluster holds measurements.
+
+    Args:
+        shape: the model; see `TransformerShape` and `ResNetShape`.
+        micro_batches: samples on each data-parallel rank.
+        tensor_degrees: by default all powers of two within a host.
+
+    Raises:
+        InputError: a degree that does not divide what it splits, or more devices than a host has.
+    """
+    per_host = cluster.devices_per_host
+    degrees = (
+        [2**k for k in range(int(math.log2(per_host)) + 1)]
+        if tensor_degrees is None
+        else list(tensor_degrees)
+    )
+    wrong = [t for t in degrees if shape.splits % t or per_host % t]
+    if tensor_degrees is not None and wrong:
+        raise InputError(
+            f"Tensor degrees {wrong} do not divide the {shape.splits} heads or channels that they"
+            f" split, or the {per_host} devices of a host."
+        )
+    degrees = [t for t in degrees if t not in wrong]
+    operators = {
+        (b, t, algorithm): shape.rows(
+            OperatorPrices(
+                cluster=cluster, dtype=shape.dtype, batch=b, tensor=t, algorithm=algorithm
+            )
+        )
+        for b, t, algorithm in itertools.product(micro_batches, degrees, shape.algorithms)
+    }
+    largest = max(max(row.input_mb, row.output_mb) for rows in operators.values() for row in rows)
+    sizes = range(min(math.ceil(largest), _MOST_MIB) + 1)
+    groups = [t for t in degrees if t > 1]
+    return DatabaseContent(
+        operators=operators,
+        collectives={
+            (kind, n): {
+                size: (
+                    1e3
+                    * collective_seconds(kind.replace("_", "-"), n, max(size, 0.5) * MIB, cluster)
+                )
+                for size in sizes
+            }
+            for kind in _KINDS
+            for n in groups
+        },
+        within_nodes=_transfers(*_link(cluster, within=True)),
+        between_nodes=_transfers(*_link(cluster, within=False)) if cluster.num_hosts > 1 else None,
+    )
+
+
+def _link(cluster: Cluster, *, within: bool) -> tuple[float, float]:
+    link = cluster.transfer_links[0 if within else 1]
+    return link.latency_s, link.bandwidth_bytes_per_s
+
+
+def _transfers(latency_s: float, bytes_per_s: float) -> dict[float, float]:
+    """GB/s of messages of 1 to 1024 MiB."""
+    sizes = [2.0**k * MIB for k in range(11)]
+    return {size / MIB: size / (latency_s + size / bytes_per_s) / 1e9 for size in sizes}
