@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from command_line import refused, run
 
-from aliquot.cluster import Cluster
 from aliquot import Plan
+from aliquot.cluster import Cluster
 from aliquot.interop.aceso import (
     TransformerShape,
     load_database,
@@ -217,27 +217,33 @@ def test_sizes_of_other_families_are_those_of_their_operators(written):
 
 
 @pytest.mark.parametrize(
-    ("model", "found_as", "options", "dtype"),
+    ("model", "found_as", "options", "dtype", "batches"),
     [
-        ("t5-770m", ("t5", "770M", 2), ("--set", "num_layers=2"), "float16"),
-        ("wide-resnet-250m", ("resnet", "250M", "1,1,1,1"), ("--set", "num_layers=14"), "float32"),
+        ("t5-770m", ("t5", "770M", 2), ("--set", "num_layers=2"), "float16", "4,8"),
+        (
+            "wide-resnet-4b",
+            ("resnet", "4B", "1,1,1,1"),
+            ("--set", "num_layers=14"),
+            "float32",
+            "32,64",
+        ),
     ],
 )
 def test_what_the_search_finds_in_a_written_database_costs_about_as_much_as_a_plan(
-    tmp_path, model, found_as, options, dtype
+    tmp_path, model, found_as, options, dtype, batches
 ):
     database, config, plan = (tmp_path / name for name in ("database", "config.json", "plan.json"))
     cluster = ("--cluster", "1x4xV100-32GB")
     done = run(
-        *("aceso", "profile", model, *options, *cluster, "--micro-batch-sizes", "4,8"),
+        *("aceso", "profile", model, *options, *cluster, "--micro-batch-sizes", batches),
         *("--out", database),
     )
     assert done.exit_code == 0, done.output
     family, size, num_layers = found_as
     search = (
         *("--database", database, "--model", family, "--size", size, "--num-layers", num_layers),
-        *("--nodes", 1, "--gpus-per-node", 4, "--global-batch", 32, "--memory-limit-mb", 28000),
-        *("--micro-batch-sizes", "4,8", "--judge", "aliquot", "--out", config, "--json"),
+        *("--nodes", 1, "--gpus-per-node", 4, "--global-batch", 256, "--memory-limit-mb", 28000),
+        *("--micro-batch-sizes", batches, "--judge", "aliquot", "--out", config, "--json"),
     )
     done = run("aceso", "search", *search)
     assert done.exit_code == 0, done.output
@@ -249,7 +255,8 @@ def test_what_the_search_finds_in_a_written_database_costs_about_as_much_as_a_pl
     )
     assert done.exit_code == 0, done.output
     judged = Plan.load(plan).prediction.step_time_s
-    # The database has the kernels of Aceso's runtime, the plan those of XLA.
+    # The database has the kernels of Aceso's runtime, the plan those of XLA. Narrower convolutions
+    # differ by more: a plan's gradients of small weights occupy few processors.
     assert answer["iteration_time_ms"] / 1e3 == pytest.approx(judged, rel=0.4), judged
 
 
