@@ -267,6 +267,7 @@ def judge_picks(
     """Picks with their costs; None if they do not fit in memory or cannot be run."""
     peak_bytes = float(timeline(known_memory(space.priced, picks), space.priced, picks).max())
     step_time_s = evaluate(space.priced, picks).total_s
+    # Sums of the judge and of a solver differ by rounding.
     if peak_bytes > memory_limit_bytes * (1 + 1e-9) or not np.isfinite(step_time_s):
         return None
     costs = IntraCosts(step_time_s=step_time_s, peak_bytes=peak_bytes)

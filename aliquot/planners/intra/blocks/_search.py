@@ -91,6 +91,7 @@ class BlockSearch(AbstractSearch):
         limit_s = min(cutoff_s, self._ceiling_s, best.step_time_s if best else np.inf)
         root = self._open.improve(limit_s)
         self.gave_up = self._open.gave_up
+        # The number breaks ties, as solutions cannot be compared.
         waiting: list[tuple[float, int, dict[int, tuple[int, ...]], IntraSolution]] = []
         if root is not None:
             heapq.heappush(waiting, (root.lower_bound_s, next(count), {}, root))
@@ -98,6 +99,7 @@ class BlockSearch(AbstractSearch):
         lower_bound_s = root.lower_bound_s if root else self.lower_bound_s
         while waiting:
             lower_bound_s, _, left, solution = heapq.heappop(waiting)
+            # What could be won is less than the gap that is accepted.
             if lower_bound_s >= limit_s * (1 - self._rest.relative_gap):
                 break
             split = self._split_apart(solution.picks)
@@ -105,6 +107,8 @@ class BlockSearch(AbstractSearch):
                 if solution.step_time_s < limit_s:
                     best, limit_s = solution, solution.step_time_s
                 continue
+            # One block split apart is no reason to wait: with all blocks rounded there is a
+            # solution to prune with.
             rounded = self._solve(self._nearest(solution.picks, left), limit_s)
             asked += 1
             if rounded is not None and rounded.step_time_s < limit_s:
@@ -119,6 +123,8 @@ class BlockSearch(AbstractSearch):
                 asked += 1
                 child = self._solve({**left, split: branch}, limit_s)
                 if child is not None:
+                    # A branch holds fewer choices than its parent, so that the parent's bound holds
+                    # for it, too.
                     bound_s = max(lower_bound_s, child.lower_bound_s)
                     heapq.heappush(waiting, (bound_s, next(count), {**left, split: branch}, child))
         if best is not None and not self.gave_up:

@@ -153,6 +153,7 @@ class MegatronSplit(AbstractIntra):
     ) -> list[Ints] | None:
         """See `AbstractIntra.stage_choices`: those of its own mesh, none of any other."""
         axes = dict(self.axes)
+        # A mesh of other degrees is some other layout's.
         is_mine = mesh_shape == tuple(axes.values()) and bool(data_axes) == (self.data > 1)
         chosen = self.choices(problem, tuple(axes)) if is_mine and self.expert == 1 else []
         return chosen if all(map(len, chosen)) else []
@@ -190,6 +191,8 @@ class MegatronSplit(AbstractIntra):
             apart = ~((columns[:, :, None] == others[:, None, :]) & (columns >= 0)[:, :, None]).any(
                 axis=(1, 2)
             )
+            # Of the choices that keep the axes apart the finest split, as ZeRO shards as far as it
+            # can.
             pieces = np.where(apart, shards(choices, [True] * len(node.factors), sizes), 0.0)
             return _rows(choices, pieces == pieces.max())
         if not batch:
@@ -197,6 +200,7 @@ class MegatronSplit(AbstractIntra):
         mine = np.isin(columns, list(batch))
         clean = (mine | (columns == -1)).all(axis=1)
         most = clean & (mine.sum(axis=1) == mine[clean].sum(axis=1).max())
+        # A batch that only some axes divide would repeat work on the others.
         if node.index in kinds.batch_inputs and not mine[most].all():
             self._refuse_batch(problem, node)
         return _rows(choices, most)
@@ -263,6 +267,7 @@ def _split_by(choices: Ints, axis: int, factors: Iterable[int]) -> Ints:
     """Choices that let an axis split one of some factors, or nothing where they cannot."""
     column = choices[:, axis]
     wanted = np.isin(column, list(factors))
+    # A node that the axis cannot split stays whole along it.
     return _rows(choices, wanted if wanted.any() else column == -1)
 
 

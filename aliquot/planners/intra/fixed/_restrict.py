@@ -40,12 +40,14 @@ def kinds_of(problem: Problem) -> Kinds:
         by_role[item.role].add(port.node)
     update = set(by_role[Role.OPTIMIZER_STATE])
     for node, node_work in zip(problem.nodes.nodes, problem.work, strict=True):
+        # A node without work, such as an array that is only passed on, belongs to no phase.
         phases = {work.phase for work in node_work}
         if phases and phases <= {Phase.UPDATE}:
             update.add(node.index)
     parameters = by_role[Role.PARAMETER]
     return Kinds(
         parameters=frozenset(parameters - {-1}),
+        # A parameter is updated too, but its storage has a rule of its own.
         update=frozenset(update - parameters - {-1}),
         batch_inputs=frozenset(by_role[Role.BATCH] - {-1}),
     )
@@ -62,6 +64,7 @@ def data_axes_restriction(priced: Priced, kinds: Kinds, axes: frozenset[int]) ->
     """
     masks = everything(priced)
     for node, table in zip(priced.graph.nodes, priced.nodes, strict=True):
+        # State is updated once in a step and may be split over any axis.
         if node.index in kinds.parameters or node.index in kinds.update:
             continue
         batch = priced.graph.batch_factors[node.index]
@@ -102,6 +105,7 @@ def _furthest_split(
     choices_of_int64: bytes, axis_sizes: tuple[int, ...], data_axes: frozenset[int]
 ) -> NDArray[np.int64]:
     choices = np.frombuffer(choices_of_int64, np.int64).reshape(-1, len(axis_sizes))
+    # Over data axes parameters stay whole.
     sizes = [1 if a in data_axes else n for a, n in enumerate(axis_sizes)]
     pieces = shards(choices, [True] * (int(choices.max(initial=-1)) + 1), sizes)
     return np.asarray(choices[pieces == pieces.max()], np.int64)
@@ -254,7 +258,9 @@ def _pin(
         return [f"`{pattern}` names the axis {twice!r} twice; an axis splits one dim"]
     if len(dims) > rank:
         return [f"`{pattern}` splits {len(dims)} dims, {item.path} has {rank}"]
+    # Dims that the pattern does not name stay whole, as in a `PartitionSpec`.
     spec: Spec = spec_from_dims([*dims, *[()] * (rank - len(dims))], axis_names)
+    # Scalars and arrays without elements have one split only.
     if port.node < 0 or 0 in problem.graph.values[item.value].shape:
         return []
     choices = priced.nodes[port.node].choices

@@ -50,6 +50,7 @@ def tensor_split(nodes: NodeGraph, kinds: Kinds, degree: int) -> TensorSplit:
     """The split of all nodes of a step by a tensor axis of a degree."""
     walk = Forward(nodes=nodes, kinds=kinds, degree=degree)
     for product in walk.products:
+        # Program order: what a product reads has been decided when it is looked at.
         walk.decide(product)
     return TensorSplit(factors=walk.spread(), too_fine=tuple(walk.too_fine))
 
@@ -73,6 +74,7 @@ def expert_split(nodes: NodeGraph, kinds: Kinds) -> dict[int, int]:
                     )
     # What weights meet without products between: casts, gradients, the state of the optimizer; and
     # the products beside.
+    # Products are not passed through here: one may also read what all experts share.
     pending = [n for n in factors if nodes.nodes[n].kind == "group"]
     while pending:
         node = pending.pop()
@@ -90,6 +92,7 @@ def expert_split(nodes: NodeGraph, kinds: Kinds) -> dict[int, int]:
     }
     for node, by_product in groups.items():
         products = {n for n in walk.beside(node) if nodes.nodes[n].kind == "product"}
+        # A group that other products read as well would have to change its split for them.
         if (
             node not in factors
             and products == set(by_product)
@@ -145,6 +148,7 @@ class Forward:
             self.every[edge.target].append(
                 (edge.source, edge.target_projection, edge.source_projection)
             )
+            # What the backward pass and the update do follows from the forward pass; see `spread`.
             if edge.phase <= Phase.FORWARD and not edge.gradient:
                 self.incoming[edge.target].append(edge)
                 self.outgoing[edge.source].append(edge)
@@ -162,12 +166,15 @@ class Forward:
         parts = self.parts(product)
         carried = self._carried(product)
         chosen: int | None = None
+        # A lookup split by rows of its table leaves partial sums, as the vocabulary-parallel
+        # embedding does.
         if parts.is_lookup:
             chosen = parts.contraction[0] if self._is_largest_lookup(product) else None
         elif product in self.heads:
             chosen = self._column(product, parts.features)
         elif shared := [f for f in carried if f in parts.contraction] or carried:
             chosen = shared[0]
+        # What feeds the residual stream must not be split by columns: the stream stays whole.
         elif parts.features and not any(e.target in self.streams for e in self.outgoing[product]):
             chosen = self._column(product, parts.features)
         if chosen is None:
@@ -193,6 +200,7 @@ class Forward:
                 activation |= set(dims)
         for edge in self.outgoing[product]:
             results |= {f for f, d in enumerate(edge.source_projection) if d >= 0}
+        # Products of two activations have no weight, and take their operands' split.
         if not weight or not activation or self.nodes.nodes[product].kind != "product":
             return Parts()
         ordered = list(dict.fromkeys(order))
@@ -236,6 +244,7 @@ class Forward:
             sources = [e.source for e in self.incoming[node.index]]
             derived = bool(sources) and all(s in weights for s in sources)
             if node.kind == "group" and derived and node.index not in self.kinds.update:
+                # What depends on the batch is no weight, even if only weights enter it.
                 if not self.nodes.batch_factors[node.index]:
                     weights.add(node.index)
         return frozenset(weights)
@@ -251,7 +260,9 @@ class Forward:
         fed = [
             n.index for n in self.nodes.nodes if n.kind == "group" and n.index not in self.weights
         ]
+        # From the inputs of the batch, so that the stream is found at its beginning.
         for root in sorted(fed, key=lambda n: n not in self.kinds.batch_inputs):
+            # A stack of its own: deep models would exceed Python's limit on recursion.
             stack = [(root, iter(self.outgoing[root]))] if root not in seen else []
             seen.add(root)
             on_path.add(root)
@@ -265,6 +276,8 @@ class Forward:
                     seen.add(edge.target)
                     on_path.add(edge.target)
                     stack.append((edge.target, iter(self.outgoing[edge.target])))
+                # An edge back to a group on the path closes a loop: what the group holds is added
+                # to it again.
                 elif edge.target in on_path and self._adds_features(edge, features[edge.target]):
                     streams.add(edge.target)
             on_path.discard(root)
@@ -307,6 +320,7 @@ class Forward:
         """
         candidates = [f for f in features if not self._leads_to(product, f, self._wants_whole)]
         divided = [f for f in candidates if self._finest(product, f) % self.degree == 0]
+        # Of those that do not divide the first is taken, so that the refusal can name it.
         return next(iter(divided or candidates), None)
 
     def _wants_whole(self, product: int, factor: int) -> bool:
@@ -323,6 +337,7 @@ class Forward:
         num_made, num_read = (
             math.prod(factors[f].size for f in some) for some in (parts.features, parts.contraction)
         )
+        # Fewer outputs than inputs is no head, and what feeds the stream is inside the model.
         if num_made <= num_read or any(e.target in self.streams for e in self.outgoing[product]):
             return False
         return not any(self._leads_to(product, f, self._has_weight) for f in parts.features)
@@ -373,6 +388,7 @@ class Forward:
             for p in self.products
             if self.parts(p).is_lookup and targets & {e.target for e in self.outgoing[p]}
         ]
+        # The embedding of tokens is the largest; all lookups for one array must agree.
         return max(rivals, key=self._table_bytes) == product
 
     def _table_bytes(self, product: int) -> int:
@@ -393,6 +409,7 @@ class Forward:
                 or node in self.streams
                 or node in self.whole
             ):
+                # A sum over the axis ends here: the array is whole behind it.
                 self.whole.add(node)
                 continue
             self.split[node] = edge.target_projection.index(dim)

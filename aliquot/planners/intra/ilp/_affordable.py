@@ -36,13 +36,16 @@ def affordable(priced: Priced, allowed: Masks, ceiling_s: float) -> tuple[Priced
     if not np.isfinite(ceiling_s):
         return priced, allowed
     # The share of gradient communication that is exposed even if the backward pass hides it.
+    # The program prices it the same way: see `Layout.overlap`.
     share = 1 - priced.target.overlap_fraction
     costs = [
         np.where(mask, node.compute_s + node.communication_s + share * node.gradient_s, np.inf)
         for node, mask in zip(priced.nodes, allowed, strict=True)
     ]
     least = [float(seconds.min(initial=np.inf)) for seconds in costs]
+    # The rounding is added, so that the incumbent itself is never struck out.
     room = (ceiling_s - sum(least)) + _ROUNDING * ceiling_s
+    # A node without an allowed choice stays as it is, and makes the program infeasible.
     above = [
         seconds - low if np.isfinite(low) else seconds
         for seconds, low in zip(costs, least, strict=True)
@@ -79,9 +82,12 @@ def _with_conversions(
     shared: dict[tuple[NodeId, int], Floats] = {}
     for edge, table, price in zip(priced.graph.edges, priced.edges, prices, strict=True):
         sources, targets = _by_split(table, above[edge.source], above[edge.target])
+        # Conversions to choices that are struck out themselves need not be considered.
         out = price[:, targets <= room].min(axis=1, initial=np.inf)[table.source_index]
         into = price[sources <= room].min(axis=0, initial=np.inf)[table.target_index]
         for node, seconds in ((edge.source, out), (edge.target, into)):
+            # Edges that share conversions may pay for one together, so that only the dearest
+            # counts.
             if shares[edge.share] == 1:
                 total[node] += seconds
             else:

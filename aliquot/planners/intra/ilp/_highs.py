@@ -95,6 +95,7 @@ class Relaxation:
         self.is_exact = True
         cost = np.concatenate(program.cost)
         paid = cost[cost > 0]
+        # The median and not the mean: a few large costs are what is looked for.
         self.pivots_plainly = len(paid) > 0 and float(np.median(paid)) < _SPREAD * float(paid.max())
 
     def solve(
@@ -122,7 +123,9 @@ class Relaxation:
         """Solve the program as it is."""
         self._grow()
         self._solver.setOptionValue(
-            "objective_bound", min(enough_s * self._scale, highspy.kHighsInf)
+            # HiGHS takes its own number for infinity.
+            "objective_bound",
+            min(enough_s * self._scale, highspy.kHighsInf),
         )
         per_row = _PIVOTS_PER_ROW_AGAIN if self._has_basis else _PIVOTS_PER_ROW
         limit = max(int(per_row * self._num_rows), _FEWEST_PIVOTS)
@@ -136,6 +139,8 @@ class Relaxation:
             if self._solver.getModelStatus() not in _ANSWERS:
                 # Without perturbed costs the simplex method may cycle.
                 self.pivots_plainly = False
+                # Pivots that were spent count; at least half of the limit is left for the other
+                # way.
                 limit = 0 if self._has_basis else max(limit - pivots, limit // 2)
         if not self.pivots_plainly and limit:
             pivots += self._pivot(plainly=False, limit=limit)
@@ -219,6 +224,7 @@ class Relaxation:
         """Start cold with the interior-point method and end at a vertex; returns its cost in
         pivots.
         """
+        # Where pivots failed once, they are not tried again on this program.
         self.pivots_plainly = False
         self._solver.clearSolver()
         limit = max(int(_PIVOTS_PER_ROW * self._num_rows), _FEWEST_PIVOTS)
@@ -238,6 +244,7 @@ class Relaxation:
     def _grow(self) -> None:
         """Add the program's new columns and rows to the solver."""
         program, parts = self._program, slice(self._num_parts, None)
+        # Whatever is added brings entries, so that without new ones nothing has grown.
         if len(program.rows) == self._num_parts:
             return
         rows, columns = np.concatenate(program.rows[parts]), np.concatenate(program.columns[parts])
@@ -245,6 +252,8 @@ class Relaxation:
         num_columns = program.num_columns - self._num_columns
         if num_columns:
             cost = np.concatenate(program.cost)[self._num_columns :] * self._scale
+            # New columns have entries in old rows, and new rows in all columns: HiGHS takes them in
+            # two calls.
             above = rows < self._num_rows
             starts, indices, entries = _by_column(
                 rows[above],
@@ -296,8 +305,10 @@ def solve_integers(
     solver, scale = _load(program, num_integer=choices.num_integer)
     solver.setOptionValue("mip_max_nodes", node_limit)
     solver.setOptionValue("mip_rel_gap", relative_gap)
+    # The objective is scaled to 1e4, so that this is a rounding error.
     solver.setOptionValue("mip_abs_gap", 1e-6)
     if np.isfinite(ceiling_s):
+        # A little above, so that a solution as cheap as the incumbent is still found.
         solver.setOptionValue("objective_bound", ceiling_s * scale * (1 + 1e-9))
     # HiGHS has limits on nodes and on time. But most of its work comes before the first node, and
     # time must not decide the result. So the work is estimated by counting the callbacks in which
@@ -355,6 +366,7 @@ def _load(program: Program, *, num_integer: int) -> tuple[highspy.Highs, float]:
         kinds = [highspy.HighsVarType.kInteger] * num_integer
         lp.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (len(cost) - num_integer)
     solver = highspy.Highs()
+    # One thread and one seed: results must not depend on the machine.
     for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
         solver.setOptionValue(option, value)
     if not num_integer:
@@ -377,6 +389,7 @@ def _by_column(
     key = columns * shape[0] + rows
     order = np.argsort(key, kind="stable")
     key = key[order]
+    # Equal keys lie side by side after the sort.
     first = np.flatnonzero(np.diff(key, prepend=-1))
     key, entries = key[first], np.add.reduceat(values[order], first) if len(first) else values
     starts = np.searchsorted(key, np.arange(shape[1] + 1) * shape[0])

@@ -128,6 +128,7 @@ class Layouts:
         """The layout of a problem; `allowed[n][k]` is true if node n may take choice k."""
         key = (
             priced.target.overlap_fraction > 0,
+            # Choices, masks and possible conversions make the same columns; prices do not matter.
             tuple([(node.choices.shape, node.choices.tobytes()) for node in priced.nodes]),
             tuple([mask.tobytes() for mask in allowed]),
             tuple([np.isfinite(table.seconds).tobytes() for table in priced.edges]),
@@ -187,6 +188,7 @@ class _Draft:
 
     def finish(self) -> Layout:
         for mine in self.columns:
+            # Each node takes one choice.
             self.entries.add(np.full(len(mine), self._add_rows(1, 1.0, 1.0)), mine, 1.0)
         by_share: dict[int, list[int]] = {}
         for edge in self.priced.graph.edges:
@@ -198,6 +200,8 @@ class _Draft:
                 self.shared[share] = self._add_shared(edges)
         overlap_row = -1
         if self.overlaps:
+            # The exposed part of gradient communication: a column that costs one second for each
+            # second.
             exposed = self._add_columns(np.array([_ONE]))
             overlap_row = self._add_rows(2, 0.0, np.inf)
             self.entries.add(overlap_row + np.arange(2), np.repeat(exposed, 2), 1.0)
@@ -253,6 +257,7 @@ class _Draft:
         """Add the flows of an edge whose conversions are its own."""
         sides = self._sides(index)
         places = sides.places
+        # Conversions of gradients are priced by the two rows of overlap, and not by themselves.
         flow = self._add_columns(np.full(len(places), _ZERO) if self._is_hidden(index) else places)
         self.single[index] = (flow, sides.sources[sides.p], sides.targets[sides.q])
         if self._is_hidden(index):
@@ -276,6 +281,7 @@ class _Draft:
             for a, b, place in zip(sources, targets, sides.places.tolist(), strict=True):
                 key = table.sources[a], table.targets[b]
                 keys.append(key)
+                # An array that keeps its split costs nothing, and needs no sharing.
                 if key[0] != key[1]:
                     flows.setdefault(key, []).append(column)
                     price.setdefault(key, place)
@@ -314,6 +320,7 @@ class _Draft:
             (sides.p, sides.sources, sides.source_places, edge.source),
             (sides.q, sides.targets, sides.target_places, edge.target),
         ):
+            # For each split the flows with it equal the choices that give it.
             first = self._add_rows(len(specs), 0.0, 0.0)
             self.entries.add(first + of_flow, flow, 1.0)
             self.entries.add(first + choices, self.columns[node], -1.0)

@@ -38,6 +38,7 @@ class LeastPeak:
         self.choices: Choices
         self._priced, self._limit_bytes = priced, limit_bytes
         self._program, self.choices = build_program(priced, allowed, layouts)
+        # Seconds are left out, so that the peak alone is minimised.
         self._program.cost = [np.zeros_like(part) for part in self._program.cost]
         self._peak = int(self._program.add_columns(np.ones(1))[0])
         self._exactly = exactly
@@ -47,6 +48,7 @@ class LeastPeak:
         """Add a moment."""
         add_memory_row(self._program, self.choices, self._priced, model, time, self._limit_bytes)
         row = len(self._program.upper) - 1
+        # `use <= limit * peak` in place of `use <= limit`.
         self._program.upper[row] -= 1.0
         self._program.add_entries(np.array([row]), np.array([self._peak]), -1.0)
         if self._exactly:
@@ -60,5 +62,6 @@ class LeastPeak:
 
     def exceeds_limit(self) -> bool:
         """True if it is proved that the least peak exceeds the limit."""
+        # A bound just above the limit settles the question; the optimum itself is not needed.
         outcome = self._relaxation.solve(_CLEARLY, exactly=False)
         return outcome.status in ("enough", "infeasible") or (outcome.bound_s > _CLEARLY)

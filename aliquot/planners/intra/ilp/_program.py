@@ -85,6 +85,7 @@ class Program:
         of_rows = [
             (row, _padded(values, self.num_columns)[first]) for row, values in self.global_rows
         ]
+        # An excess that costs nothing and takes no memory need not be counted.
         some = np.any([cost != 0, *(values != 0 for _, values in of_rows)], axis=0)
         groups, times = groups[some], self.groups.counts[groups[some]]
         if not len(groups):
@@ -159,6 +160,7 @@ def add_memory_row(
     row = program.add_rows(1, -np.inf, 1.0)
     fixed, totals = alive_bytes(choices, model, time)
     room = limit_bytes - fixed
+    # All memory rows are shares of the limit, which keeps coefficients near one.
     program.upper[row] = room / limit_bytes
     for mine, total in zip(choices.columns, totals, strict=True):
         program.add_entries(np.full(len(mine), row), mine, total / limit_bytes)
@@ -169,6 +171,7 @@ def add_memory_row(
         if alive:
             mine, weights = conversion_columns(choices, priced, conversion)
             np.add.at(copies, mine, alive / limit_bytes * weights)
+    # The excess stands for what all flows of its group did not pay.
     for group, column in program.excess.items():
         copies[column] = program.groups.counts[group] * copies[program.groups.first[group]]
     program.global_rows.append((row, copies))
@@ -258,6 +261,7 @@ def decode(choices: Choices, values: Floats) -> Ints:
 def is_mixed(choices: Choices, values: Floats) -> bool:
     """True if a solution mixes choices of a node."""
     x = values[: choices.num_integer]
+    # Within this of 0 or 1 lies rounding.
     return bool(np.any(np.minimum(x, 1 - x) > MIXED))
 
 
@@ -270,5 +274,6 @@ def exclude(program: Program, choices: Choices, picks: Ints) -> None:
         )
     ]
     excluded = np.concatenate(chosen)
+    # At least one of the picks must change.
     row = program.add_rows(1, -np.inf, float(len(picks) - 1))
     program.add_entries(np.full(len(excluded), row), excluded, 1.0)

@@ -46,6 +46,7 @@ def rules_out(
         node = _mixed_most(columns, use, values)
         if node is None:
             return False
+        # HiGHS takes column numbers as int32.
         of_node = columns[node].astype(np.int32)
         is_mixed = values[of_node] > MIXED
         # One branch for each mixed choice, the most likely to fail first, and one for all other
@@ -63,6 +64,7 @@ def rules_out(
             with relaxation.without(excluded):
                 outcome = relaxation.solve(bound_s)
                 work += outcome.work
+                # A limit proves nothing.
                 if outcome.status == LIMIT:
                     return False
                 if (
@@ -85,6 +87,7 @@ def _mixed_most(
     for node, of_node in enumerate(columns):
         mixed = np.flatnonzero(values[of_node] > MIXED)
         if len(mixed) > 1:
+            # Choices that differ in memory are what the memory rows mix.
             spread = max((float(np.ptp(at[node][mixed])) for at in use), default=0.0)
             if best is None or spread > best[0]:
                 best = spread, node

@@ -36,7 +36,11 @@ class Groups:
     def of(cls, shared: Mapping[int, Mapping[tuple[Hashable, Hashable], Sequence[int]]]) -> Groups:
         """The groups of all shares, given the flows of each conversion."""
         keys = [
-            (share, key) for share, flows in shared.items() for key in flows if len(flows[key]) > 1
+            # A conversion of a single flow pays its whole price already.
+            (share, key)
+            for share, flows in shared.items()
+            for key in flows
+            if len(flows[key]) > 1
         ]
         counts = np.array([len(shared[share][key]) for share, key in keys], np.int64)
         return cls(
@@ -59,6 +63,7 @@ class Groups:
             return np.zeros(0)
         flows = values[self.members]
         largest = np.maximum.reduceat(flows, self.starts)
+        # Compared with the mean, as each flow pays an equal share of the price.
         excess = largest - np.add.reduceat(flows, self.starts) / self.counts
         return np.where(excess > _UNPAID, excess, 0.0)
 
