@@ -65,6 +65,7 @@ class Arguments:
         wrong = []
         for item, leaf, (shape, dtype) in zip(self._graph.inputs, leaves, self.types, strict=True):
             path = item.path
+            # A NumPy array of 64 bits becomes one of 32 on its way in, unless JAX keeps 64.
             if leaf.dtype != dtype and _canonical(leaf.dtype) != dtype:
                 wrong.append(f"{path} is {leaf.dtype}, planned {dtype}")
             if tuple(leaf.shape) != shape and not _may_be_part(leaf, shape):
@@ -115,6 +116,7 @@ def _type_of(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def _canonical(dtype: Any) -> Any:
+    # Random keys have dtypes of their own, which are not canonicalised.
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
@@ -123,6 +125,7 @@ def _canonical(dtype: Any) -> Any:
 def _is_deleted(leaf: Any) -> bool:
     if isinstance(leaf, PiecedArray):
         return any(map(_is_deleted, leaf.pieces))
+    # A tracer has no buffer that could be deleted.
     return (
         isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
     )

@@ -71,6 +71,7 @@ def _whole(leaf: Any) -> Any:
     """The whole array on the default device. A step that names devices may move it from there."""
     if isinstance(leaf, PiecedArray):
         return jnp.asarray(leaf)
+    # Random keys cannot be gathered as they are; their words can.
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(
             jax.device_put(gather(leaf)), impl=jax.random.key_impl(leaf)
@@ -87,12 +88,14 @@ def compare(paths: Sequence[str], results: Sequence[Any], wanted: Sequence[Any])
 
 
 def _difference(path: str, result: Any, wanted: Any) -> LeafDifference:
+    # Compared in double precision at least, so that the difference itself is not rounded.
     a, b = (
         np.asarray(x).astype(np.result_type(np.asarray(x).dtype, np.float64), copy=False)
         for x in (result, wanted)
     )
     if not a.size:
         return LeafDifference(path=path, largest=0.0, magnitude=0.0)
+    # Infinities of one sign are equal, and their difference is no number.
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         gaps = np.where(same, 0.0, np.abs(a - b))

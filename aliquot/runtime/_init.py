@@ -52,6 +52,7 @@ def init_state(
         for position, array in zip(dynamic, arrays, strict=True):
             filled[position] = array
         positional, keywords = tree_unflatten(tree, filled)
+        # The result's structure is known only once the function was traced.
         results, kept["tree"] = tree_flatten(init_fn(*positional, **keywords))
         kept["statics"] = {
             k: leaf
@@ -68,6 +69,7 @@ def init_state(
     for mesh in dict.fromkeys(rows.sharding.mesh for place in wanted for rows in place):
         on_mesh = [
             (k, rows)
+            # One program for each mesh, so that no array crosses between meshes.
             for k, place in enumerate(wanted)
             for rows in place
             if rows.sharding.mesh == mesh
@@ -188,6 +190,7 @@ def _places(
             problems.append(
                 f"{path} is made as {described}, the step takes {wanted.dtype}{list(wanted.shape)}"
             )
+        # Arrays are found again by identity: in the result they have paths of its own.
         rows_of[id(leaf)] = places[path]
     problems += [f"{path} is missing" for path in inputs]
     if problems:

@@ -145,6 +145,7 @@ class PipelineRunner(AbstractRunner):
 
     def trace(self, leaves: Sequence[Any], title: str) -> Trace:
         """See `AbstractRunner.trace`."""
+        # The first run compiles and fills caches, and would be timed with that.
         jax.block_until_ready(self.run(leaves, keep=True))
         spans: list[Span] = []
         timed = functools.partial(self.pipeline.run_timed, record=lambda *span: spans.append(span))
@@ -165,6 +166,7 @@ class PipelineRunner(AbstractRunner):
     ) -> list[Any]:
         graph = self._pieces_graph
         leaves = cut_leaves(whole, self._inputs, self._paths)
+        # One array passed twice: donated once, it would be gone for its second place.
         shared = Counter(id(leaf) for leaf in leaves)
         given: dict[int, Any] = {}
         first: list[Any] = []
@@ -182,11 +184,13 @@ class PipelineRunner(AbstractRunner):
                     place(leaf, sharding, shape, keep=donated and (mine or moved), path=item.path)
                 )
                 given[slot] = arrays[-1]
+            # An input that no stage reads is placed nevertheless, so that it can be returned.
             first.append(arrays[0] if arrays else place(leaf, self._anywhere(), np.shape(leaf)))
         results = run(given)
         by_value = {item.value: array for item, array in zip(graph.inputs, first, strict=True)}
         fetched = []
         for output, result in zip(graph.outputs, results, strict=True):
+            # A result that is an input or a literal is made by no stage.
             if result is None:
                 value = output.value
                 result = np.asarray(value.value) if isinstance(value, Literal) else by_value[value]

@@ -99,6 +99,7 @@ class ProgramRunner(AbstractRunner):
         # First, since moving arrays may need the other processes as well.
         self.compile()
         peers = watched()
+        # One array passed twice: donated once, it would be gone for its second place.
         shared = Counter(id(leaf) for leaf in leaves)
         placed = [
             self._placed(
@@ -106,6 +107,7 @@ class ProgramRunner(AbstractRunner):
             )
             for position, leaf in enumerate(leaves)
         ]
+        # What the watchdog prints when another process dies.
         if peers is not None:
             self._number += 1
             peers.describe = self._describe
@@ -133,6 +135,7 @@ class ProgramRunner(AbstractRunner):
 
     def stats(self) -> Stats:
         """See `AbstractRunner.stats`."""
+        # Text and analysis of a large program take seconds, so they are made once.
         if self._stats is None:
             self.compile()
             names = [str(name) for name in self._mesh.axis_names]
@@ -162,6 +165,7 @@ class ProgramRunner(AbstractRunner):
 
     def trace(self, leaves: Sequence[Any], title: str) -> Trace:
         """See `AbstractRunner.trace`: one event, from the call to the last result."""
+        # The first run compiles, and would be timed with that.
         jax.block_until_ready(self.run(leaves, keep=True))
         start = time.perf_counter()
         jax.block_until_ready(self.run(leaves, keep=True))

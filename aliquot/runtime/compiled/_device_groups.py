@@ -38,6 +38,7 @@ def device_groups(line: str, num_devices: int) -> list[list[int]]:
         return _mesh_groups(*on_mesh.groups())
     groups = _GROUPS.search(line)
     if groups is None or groups.group(1) == "{}":
+        # No groups, or empty ones: all devices communicate.
         return [list(range(num_devices))]
     text = groups.group(1)
     return _listed(text[1:-1]) if text.startswith("{") else _iota_groups(text)

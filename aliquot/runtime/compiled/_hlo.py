@@ -78,6 +78,7 @@ def find_collectives(
     computations = _computations(text)
     times, looped = _times(computations)
     collectives = []
+    # What no entry computation reaches is not run.
     for computation in computations.values():
         count = times.get(computation.name, 0.0)
         for line in computation.lines if count else ():
@@ -147,6 +148,7 @@ def _computations(text: str) -> dict[str, _Computation]:
     current: _Computation | None = None
     for line in text.splitlines():
         header = _COMPUTATION.match(line)
+        # An instruction may begin like a header, but has an equals sign before its operands.
         if header and " = " not in line.split("(", 1)[0]:
             name = "ENTRY" if header.group(1) else header.group(2)
             current = computations[name] = _Computation(name)
@@ -198,6 +200,7 @@ def _trip_count(line: str, condition: _Computation) -> int:
     known = _TRIPS.search(line)
     if known:
         return int(known.group(1))
+    # The bound of a counted loop is the only integer constant of its condition.
     bounds = {int(n) for body in condition.lines for n in _CONSTANT.findall(body)}
     return bounds.pop() if len(bounds) == 1 else 1
 
@@ -243,6 +246,7 @@ def _elements(type_text: str) -> list[str]:
         return [type_text]
     parts, depth, start = [], 0, 1
     for position, letter in enumerate(type_text):
+        # Commas also stand inside shapes and layouts.
         depth += (letter in "([{") - (letter in ")]}")
         if (letter == "," and depth == 1) or (depth == 0 and letter == ")"):
             parts.append(type_text[start:position].strip())

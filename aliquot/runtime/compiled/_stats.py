@@ -159,5 +159,6 @@ def compiled_memory(compiled: Any) -> CompiledMemory:
         output_bytes=outputs,
         temp_bytes=temporaries,
         alias_bytes=aliased,
+        # Outputs that lie in donated arguments are counted among these already.
         peak_bytes=arguments + outputs - aliased + temporaries,
     )

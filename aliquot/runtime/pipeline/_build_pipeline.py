@@ -54,6 +54,7 @@ def build_pipeline(
         StageContext(
             mesh=s.mesh,
             pins=s.pins,
+            # Without several groups there is no dim to split over data axes.
             data_axes=s.data_axes if time.layout.groups > 1 else (),
             parts=time.parts,
             plan=time.plan,

@@ -93,6 +93,7 @@ def write_instructions(
     """
     writer = _Writer(functions, schedule.num_micro_batches)
     writer.spread_inputs(home)
+    # Early programs run before all tasks, as any of them may read what they make.
     writer.once(Part.EARLY)
     for task in schedule.order():
         writer.task(task.stage, PART_OF[task.kind], task.micro_batch)
@@ -125,8 +126,10 @@ class _Writer:
                     readers.append(f.program.stage)
 
     def slot(self, stage: StageId, key: Key, micro_batch: int) -> int:
+        # Values of a whole step have one slot, and those of a micro-batch one for each.
         if key.form in (Form.GIVEN, Form.EARLY, Form.TOTAL, Form.LATE, Form.PACKED):
             micro_batch = -1
+        # A program that takes several micro-batches names them in its keys.
         elif key.micro_batch >= 0:
             micro_batch, key = key.micro_batch, Key(key.form, key.value)
         return self.slots.setdefault((stage, key, micro_batch), len(self.slots))
@@ -140,6 +143,7 @@ class _Writer:
                 for stage in sorted(readers):
                     if stage != home[value]:
                         wanted.setdefault((home[value], stage), []).append(value)
+        # Sorted, so that every process issues the same transfers in the same order.
         for (source, target), values in sorted(wanted.items()):
             self._send(source, target, -1, [Key(Form.GIVEN, v) for v in values])
 
@@ -199,6 +203,7 @@ class _Writer:
         """Slots that must be filled before the first instruction."""
         stages: dict[int, dict[ValueId, int]] = {}
         for (stage, key, _), slot in self.slots.items():
+            # What another stage sends need not be filled.
             if key.form is form and slot not in self._moved:
                 stages.setdefault(stage, {})[key.value] = slot
         return stages
@@ -222,6 +227,7 @@ def _with_frees(
     """Every slot is dropped behind its last reader, or where it is made if nobody reads it."""
     done = results | kept
     freed = []
+    # From the end, so that the first time that a slot is met is its last use.
     for step in reversed(steps):
         touched = dict.fromkeys([*step.inputs, *step.outputs])
         last = tuple(slot for slot in touched if slot not in done)

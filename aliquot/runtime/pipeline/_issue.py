@@ -93,9 +93,11 @@ class Issuer:
             if not pipeline.local[stage]:
                 continue
             totals = instructions.zeros.get(stage, {})
+            # Without micro-batches nothing is added up.
             if totals and context.totals is not None:
                 looks = [context.totals.look(v) for v in totals]
                 shardings = [context.total_sharding(v) for v in totals]
+                # Zeros are created where they lie: from the host they would be sent in every step.
                 make = jax.jit(
                     lambda looks=looks: [jnp.zeros(*look) for look in looks],
                     out_shardings=shardings,
@@ -120,6 +122,7 @@ class Issuer:
             outputs = outputs if self._pipeline.local[step.target] else ()
         if call is None:
             return None
+        # A slot of another process holds nothing here.
         mine = tuple(
             slot
             for slot in step.frees
@@ -155,6 +158,7 @@ class Issuer:
         """Small results that are no state, for all processes to read."""
         if self._peers is None:
             return []
+        # State stays where it lies: sharing it would copy the model to every process.
         state = set(self._pipeline.successors.values())
         by_stage: dict[int, dict[int, Any]] = {}
         for result, slot in zip(self._pipeline.results, self._results, strict=True):
@@ -186,9 +190,12 @@ class Issuer:
         Where the first transfers of two processes meet that JAX carries, they take seconds, or
         never arrive.
         """
+        # Channels through hosts have connected by themselves.
         if self._peers is None or channels_of_hosts() is not None:
             return
+        # The first device of each process stands for it.
         first = {device.process_index: device for device in reversed(jax.devices())}
+        # All processes walk through the same rounds, also those without a partner in one.
         for pairs in _rounds(len(first)):
             received: list[Any] = []
             for pair in pairs:
@@ -202,6 +209,8 @@ class Issuer:
                     [_put(np.zeros(1, np.uint8), ends[0])] if pair[0] == jax.process_index() else []
                 )
                 received += move(*held)
+            # The next round begins when all have ended this one, so that no two first transfers
+            # meet.
             jax.block_until_ready(received)
             self._peers.exchange(b"")
 
@@ -248,6 +257,7 @@ class Issuer:
         for slot, array in given.items():
             slots[slot] = array
         for slot, array in self._constants:
+            # Constants are freed in a step as other slots are, and are put back for the next.
             slots[slot] = array
         for make, places in self._zeros:
             for slot, array in zip(places, make(), strict=True):
@@ -260,6 +270,7 @@ class Issuer:
             for slot, array in zip(places, share(*held), strict=True):
                 slots[slot] = array
         results = [None if slot is None else slots[slot] for slot in self._results]
+        # The caller alone shall hold the results, so that they can be donated in the next step.
         for slot in self._pipeline.instructions.results.values():
             slots[slot] = None
         return results
@@ -269,6 +280,7 @@ class Issuer:
         the calls.
         """
         slots = self._slots
+        # Locals and tuples, as this loop is what a step costs in Python.
         for number, take, call, outputs, frees in self._actions:
             self._number = number
             for slot, array in zip(outputs, call(*take(slots)), strict=True):

@@ -49,9 +49,11 @@ def _scalars_read_elsewhere(f: StageFunction, functions: Sequence[StageFunction]
         g for g in functions if g.program.part is Part.UPDATE and g.program.stage != f.program.stage
     ]
     read = {key.value for g in others for key in g.takes if key.form is Form.LATE}
+    # What its own stage makes is not sent there.
     read -= {key.value for g in others for key in g.gives}
     values = f.program.graph.values
     scalars = [key.value for key in f.gives if key.form is Form.LATE and key.value in read]
+    # Keys are not numbers that could be stacked with others.
     return [v for v in scalars if values[v].shape == () and not values[v].dtype.startswith("key<")]
 
 
@@ -61,6 +63,7 @@ def _packing(f: StageFunction, packs: Mapping[Key, Sequence[ValueId]]) -> StageF
         return f
     places = [[f.gives.index(Key(Form.LATE, v)) for v in values] for values in packs.values()]
 
+    # The scalars are given as well: their own stage reads them as they are.
     def run(*arrays: Any) -> list[Any]:
         results = f.run(*arrays)
         return [*results, *(jnp.stack([results[p] for p in group]) for group in places)]

@@ -23,6 +23,7 @@ def build_plan_pipeline(step: PlannedStep, devices: Sequence[Any] | None = None)
     """The pipeline of a plan.
 
     Args:
+        # With several processes each knows its own programs alone.
         devices: in the cluster's order; by default `jax.devices()`.
 
     Raises:
@@ -66,6 +67,7 @@ def pipeline_on(
     """
     plan, staged = step.plan, step.staged
     assert staged is not None
+    # Without micro-batches gradients are reduced at once.
     waits = plan.num_micro_batches > 1
     setups = [
         _setup(staged.graph, extract, stage, planned, mesh, waits=waits)
@@ -105,6 +107,7 @@ def _setup(
     for output, spec in zip(extract.graph.outputs, pins.outputs, strict=True):
         if isinstance(output.value, int):
             value = extract.values[output.value]
+            # What a stage takes in comes first: a value that only passes through keeps its split.
             sent.setdefault(value, partition(mesh, spec, extract.graph.values[output.value].shape))
     return StageSetup(
         mesh=mesh,

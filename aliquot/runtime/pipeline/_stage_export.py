@@ -79,6 +79,7 @@ def export_stages(pipeline: Pipeline) -> tuple[StageExport, ...]:
                 stage=stage,
                 form=form,
                 sources=tuple(
+                    # The compiler chose the split of what a program left to its own stage.
                     made_by[stage, Key(key.form, key.value)] if struct.sharding is None else None
                     for key, struct in zip(function.takes, form.arguments, strict=True)
                 ),

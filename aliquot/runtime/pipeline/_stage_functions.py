@@ -82,6 +82,7 @@ class StageContext:
     totals: Totals | None = field(init=False)
 
     def __post_init__(self) -> None:
+        # Pins must not name the axes that the groups lie along: `vmap` adds them.
         without = frozenset(self.data_axes) if self.layout.groups > 1 else frozenset[str]()
         lowering = ConstraintLowering(mesh=self.mesh, pins=self.pins)
         object.__setattr__(self, "lowering", lowering)
@@ -199,6 +200,7 @@ def _body(
 ) -> StageFunction:
     grouped = context.layout.groups > 1
     outside = dict(zip(context.parts.inside, context.parts.early_values, strict=True))
+    # Within a stage groups keep their values apart, so that nothing is exchanged between them.
     own_imports = [v for v in program.imports if grouped and made_by[v] == program.stage]
     others = [v for v in program.imports if v not in own_imports]
     parts = context.totals is not None
@@ -272,6 +274,7 @@ def _replay_part(
         elif key.form is Form.LOCAL:
             mapped[value] = array
         elif key.form is Form.SENT and layout.groups == 1:
+            # Another stage may have another number of groups.
             has_groups = array.ndim > len(program.graph.values[value].shape)
             plain[value] = _for_groups(array, 1, context.kind(value))[0] if has_groups else array
         elif key.form is Form.SENT:
@@ -296,6 +299,7 @@ def _replay_part(
     if layout.groups == 1:
         results = run(jnp.int32(0), [])
     else:
+        # `vmap` takes one name for one axis, and a tuple for several.
         axes: Any = context.data_axes if len(context.data_axes) > 1 else context.data_axes[0]
         groups = jnp.arange(layout.groups, dtype=jnp.int32)
         results = jax.vmap(run, spmd_axis_name=axes)(groups, [mapped[v] for v in names])
@@ -311,6 +315,8 @@ def _slice(context: StageContext, array: Any, value: ValueId, dim: int, number: 
     cut = jax.lax.dynamic_index_in_dim(context.layout.cut(array, dim), number, keepdims=False)
     if context.layout.groups == 1:
         return cut
+    # The dim of the groups is split over the data axes, so that each group's devices hold its part
+    # alone.
     dims: list[Any] = [context.data_axes] + [None] * (cut.ndim - 1)
     return jax.lax.with_sharding_constraint(cut, NamedSharding(context.mesh, PartitionSpec(*dims)))
 
@@ -322,6 +328,7 @@ def _joined(context: StageContext, value: ValueId, array: Any) -> Any:
     assert context.plan is not None
     spec = context.plan.specs[value]
     if spec.kind is TimeKind.CONCATENATE:
+        # The groups' examples follow one another, as each has a contiguous share of the batch.
         front = jnp.moveaxis(array, 0, spec.dim)
         shape = front.shape
         return front.reshape(
@@ -329,6 +336,7 @@ def _joined(context: StageContext, value: ValueId, array: Any) -> Any:
         )
     if spec.kind is TimeKind.MEAN or (spec.kind in _REDUCE and context.independent):
         return array
+    # What all groups have alike is taken from the first.
     return _REDUCE[spec.kind](array, axis=0) if spec.kind in _REDUCE else array[0]
 
 
@@ -349,6 +357,7 @@ def _take_apart(
     elif array.ndim > len(context.parts.body.values[value].shape):
         mapped[value] = _for_groups(array, groups, spec.kind)
     elif spec.kind in _NEUTRAL:
+        # The first group takes the value and the others what changes nothing.
         mapped[value] = _NEUTRAL[spec.kind]((groups, *array.shape), array.dtype).at[0].set(array)
     else:
         plain[value] = array
@@ -360,11 +369,13 @@ def _for_groups(array: Any, groups: int, kind: TimeKind) -> Any:
     """
     count = array.shape[0]
     if groups % count == 0:
+        # Groups that share examples each take an equal part of their sum.
         repeated = jnp.repeat(array, groups // count, axis=0)
         shared = (
             repeated / (groups // count) if kind is TimeKind.SUM and groups > count else repeated
         )
         return shared.astype(array.dtype)
+    # Neither divides the other: by way of a single value.
     if count % groups:
         return _for_groups(_for_groups(array, 1, kind), groups, kind)
     shares = array.reshape(groups, count // groups, *array.shape[1:])

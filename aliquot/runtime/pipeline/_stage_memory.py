@@ -71,6 +71,7 @@ def stage_memory(
         runs_here = isinstance(step, Run) and step.stage in stages
         written = [slot for slot in step.outputs if slots[slot][0] in stages]
         if isinstance(step, Run) and runs_here:
+            # Results in donated arguments take no memory of their own.
             results = sum(sizes.get(slot, 0) for slot in written) - aliases.get(step.function, 0)
             temporaries = temps.get(step.function, 0)
             if held + results + temporaries > peak:
@@ -83,12 +84,14 @@ def stage_memory(
             gone = {step.inputs[position] for position in donated.get(step.function, ())}
             held -= sum(sizes.get(slot, 0) for slot in gone & alive)
             alive -= gone
+        # A slot that is alive already is written over, and its bytes are counted.
         new = set(written) - alive
         alive |= new
         held += sum(sizes.get(slot, 0) for slot in new)
         if held > peak:
             peak, parts = held, _parts(alive, sizes, slots)
         most = max(most, held)
+        # A micro-batch is in flight on a stage from the stage's own first task on.
         if isinstance(step, Run) and runs_here and step.micro_batch >= 0:
             begun.add((step.stage, step.micro_batch))
         batches = {

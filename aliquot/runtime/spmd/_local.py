@@ -159,8 +159,10 @@ def product(
     def run(*pieces: Any) -> Any:
         (piece,) = bind(eqn, pieces)
         dtype = piece.dtype
+        # As XLA's CPU backend reduces narrow types, and as they are priced; see `Pins`.
         if wide_sums and jnp.issubdtype(dtype, jnp.inexact):
             piece = piece.astype(jnp.promote_types(dtype, jnp.float32))
+        # Scattered first, so that the sums that follow are of smaller pieces.
         for dim, axes in scattered.items():
             piece = jax.lax.psum_scatter(piece, axes, scatter_dimension=dim, tiled=True)
         for axes in left_over:
@@ -216,6 +218,7 @@ def _on_pieces(
         axes = {str(axis) for spec in (*ins, *outs) for dim in spec for axis in _axes(dim)}
         axes |= {str(axis) for axis in mesh.axis_names if everywhere}
         if not axes:
+            # Along all other axes the partitioner still decides.
             return function(*given)
         local = jax.shard_map(
             function,
@@ -231,6 +234,7 @@ def _on_pieces(
     if not groups:
         return mapped(run, operands, results, *arrays)
 
+    # Under a `vmap` over groups their dim becomes one more split dim of the pieces.
     @custom_vmap
     def alone(*given: Any) -> Sequence[Any]:
         return mapped(run, operands, results, *given)
@@ -239,6 +243,7 @@ def _on_pieces(
     def _in_groups(size: int, batched: Sequence[bool], *given: Any) -> tuple[Any, list[bool]]:
         def run_one(*group: Any) -> list[Any]:
             return [
+                # Each device has one group, whose dim is taken off and put back.
                 r[None]
                 for r in run(*(a[0] if b else a for a, b in zip(group, batched, strict=True)))
             ]

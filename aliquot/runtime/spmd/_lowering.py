@@ -98,6 +98,7 @@ class ConstraintLowering(AbstractLowering):
         minor: Sequence[int] = (),
     ) -> Any:
         """See `AbstractLowering.constrain`."""
+        # Scalars cannot be split.
         if array.ndim == 0:
             return array
         dims = partition(self.mesh, spec, array.shape[leading:], without, minor)
@@ -149,6 +150,7 @@ def partition(
         mine: list[str] = []
         shards = 1
         for axis in axes:
+            # JAX refuses an argument that its axes do not divide, and drops such a constraint.
             if axis not in without and size % (shards * mesh.shape[axis]) == 0:
                 mine.append(axis)
                 shards *= mesh.shape[axis]
@@ -181,6 +183,7 @@ class _Constrain(ReplayHook):
     @contextmanager
     def body(self) -> Iterator[None]:
         """See `ReplayHook.body`."""
+        # Arrays of a loop's body must not be used outside of it.
         outside, self._between = self._between, {}
         try:
             yield

@@ -35,4 +35,5 @@ def make_mesh(
             ),
         )
     grid = np.array(available[:needed], dtype=object).reshape(tuple(shape))
+    # In explicit meshes, JAX's default, sharding constraints would be refused.
     return Mesh(grid, tuple(axis_names), axis_types=(AxisType.Auto,) * len(tuple(shape)))

@@ -78,6 +78,8 @@ def build_program(
         position
         for position, item in enumerate(graph.inputs)
         if item.output is not None
+        # A buffer is reused only for a result of the same split, shape and dtype; for others JAX
+        # would warn.
         and in_shardings[position] == out_shardings[item.output]
         and _alike(graph, item.value, graph.outputs[item.output].value)
     )
@@ -86,6 +88,7 @@ def build_program(
         in_shardings=in_shardings,
         out_shardings=list(out_shardings),
         donate_argnums=donated,
+        # Unused inputs keep their place, so that arguments stand in the order of the step's inputs.
         keep_unused=True,
     )
     return Program(
@@ -135,6 +138,7 @@ class _Loop:
             pins=pins,
             without=self._without,
         )
+        # JAX names the program after the function.
         self.__name__ = plan.whole.name
 
     def __call__(self, *flat: Any) -> list[Any]:
@@ -151,6 +155,7 @@ class _Loop:
         def step(totals: list[Any], part: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
             results = dict(zip(parts.crossing, self._part(known, *part), strict=True))
             added = [
+                # Totals are kept in single precision at least; see `Totals.look`.
                 total + results[v].astype(total.dtype)
                 for v, total in zip(summed, totals, strict=True)
             ]
@@ -220,6 +225,7 @@ def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str
         batch_axes, *_ = dims_of(spec, names, len(shape))
         others = tuple(name for name in batch_axes if name not in without)
         (count,) = sizes_of([others], sizes)
+        # Shards lie behind each other only where groups are the major axes of the batch.
         if (
             batch_axes[: len(batch_axes) - len(others)]
             == tuple(n for n in batch_axes if n in without)
@@ -229,6 +235,7 @@ def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str
     split = (
         (v, spec.dim) for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.CONCATENATE
     )
+    # An array that the shards do not divide would be cut elsewhere than the batch.
     even = all(plan.part.values[v].shape[dim] % shards == 0 for v, dim in split)
     return Layout(
         groups=plan.num_groups, shards=shards if even else 1, micro_batches=plan.num_micro_batches

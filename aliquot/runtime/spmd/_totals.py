@@ -54,6 +54,7 @@ class Totals:
         what = self.plan.part.values[value]
         dtype = jnp.dtype(what.dtype)
         if jnp.issubdtype(dtype, jnp.inexact):
+            # Many small gradients added up in half precision would be lost.
             dtype = jnp.promote_types(dtype, jnp.float32)
         lead = (self.layout.groups,) if self.layout.groups > 1 else ()
         return (*lead, *what.shape), dtype
@@ -95,6 +96,7 @@ class Totals:
         names = [str(name) for name in self.mesh.axis_names]
         axes = [name for name in names if name in self.without]
         scattered = [k for k, name in enumerate(axes) if spec[names.index(name)] >= 0]
+        # Sums along all axes, or along none, need no second step.
         if not 0 < len(scattered) < len(axes):
             return total.sum(0)
         apart = total.reshape(*(self.mesh.shape[name] for name in axes), *total.shape[1:])
@@ -112,6 +114,7 @@ class Totals:
             return self.layout.join(stack, spec.dim)
         if spec.kind in _REDUCE:
             return _REDUCE[spec.kind](stack, axis=lead)
+        # What all parts have alike is taken from the last one.
         return stack[(-1,) * len(lead)]
 
 

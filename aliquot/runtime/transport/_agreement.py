@@ -30,6 +30,7 @@ def exchange(data: bytes) -> list[bytes]:
     joined = coordination_client()
     assert joined is not None
     client, _, process, count = joined
+    # Numbered, as all processes call it in the same order.
     name = f"aliquot/exchange/{next(_numbers())}"
     client.key_value_set_bytes(f"{name}/{process}", data)
     return [client.blocking_key_value_get_bytes(f"{name}/{k}", _WAIT_MS) for k in range(count)]
@@ -49,6 +50,7 @@ def agree(parts: Mapping[str, Sequence[str]]) -> None:
     Raises:
         PlanMismatchError: in every process if one differs: which, in which part and in which lines.
     """
+    # Only digests are exchanged at first: the texts of a large step are long.
     digests = {
         name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in parts.items()
     }

@@ -46,6 +46,7 @@ class Channels:
         self._own = peers.process
         word = secrets.token_bytes(_WORD_BYTES)
         self._listener = listener()
+        # Only processes of this run know the word.
         told = peers.exchange(pickle.dumps((peers.address, self._listener.getsockname()[1], word)))
         self._ends: list[tuple[str, int, bytes]] = [pickle.loads(data) for data in told]
         self._word = word
@@ -97,6 +98,7 @@ class Channels:
                 return
             connection.settimeout(10)
             try:
+                # A stranger that connects and says nothing must not keep others waiting.
                 hello = receive_exactly(connection, _WORD_BYTES + 4)
             except OSError:
                 hello = b""
@@ -119,6 +121,7 @@ class _Outbox:
         self._change = threading.Condition()
         self._socket = socket.create_connection((host, port), timeout=60)
         self._socket.settimeout(None)
+        # Small messages must not wait for others to fill a packet.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.sendall(hello)
         _start(self._write)
@@ -145,6 +148,8 @@ class _Outbox:
         number = 0
         while True:
             parts = self._waiting.get()
+            # After an error messages are still taken from the queue, so that senders do not wait
+            # for ever.
             if self._error is None:
                 try:
                     arrays = [
@@ -185,11 +190,13 @@ class _Inbox:
     def take(self, num_bytes: int) -> np.ndarray[Any, Any]:
         arrived = self._read.get()
         if isinstance(arrived, BaseException):
+            # The error stays for whoever asks next.
             self._read.put(arrived)
             raise ConnectionError(
                 f"the connection to process {self._process} has ended"
             ) from arrived
         number, data = arrived
+        # Messages have no names: number and size tell that both ends are at the same point.
         if (number, data.nbytes) != (self._taken, num_bytes):
             raise ConnectionError(
                 f"process {self._process} sent {data.nbytes} bytes as its message {number}, where"

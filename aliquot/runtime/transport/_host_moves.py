@@ -71,6 +71,7 @@ def plan_host_move(
         for p in pieces
         if p.source == this_process
     }
+    # What stays in this process does not go through a channel.
     local = sends.pop(this_process, [])
     if not sends and not receives:
         return None
@@ -86,6 +87,7 @@ def plan_host_move(
     )
 
     def move(*arrays: Any) -> list[Any]:
+        # The shards are held until their messages are cut, also if the caller drops the arrays.
         shards = {
             (k, shard.device): shard.data
             for k in needed

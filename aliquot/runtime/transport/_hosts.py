@@ -108,8 +108,10 @@ def initialize(
         initialization_timeout=initialization_timeout_s,
         heartbeat_timeout_seconds=_HEARTBEAT_S,
         shutdown_timeout_seconds=_SHUTDOWN_S,
+        # Only process 0 runs the service.
         coordinator_bind_address=f"[::]:{service.rpartition(':')[2]}" if process == 0 else None,
     )
+    # JAX has the port by now, so that it need not be kept free any more.
     for reserved in held:
         reserved.close()
     peers = watched()

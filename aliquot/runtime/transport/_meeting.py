@@ -103,6 +103,7 @@ def gather_in(listener: socket.socket, own_hello: Hello, timeout_s: float) -> Me
     """
     joined: dict[int, tuple[Hello, socket.socket]] = {}
     deadline = time.monotonic() + timeout_s
+    # Short waits, so that a process that has ended meanwhile is noticed.
     listener.settimeout(0.2)
     while len(joined) < own_hello.count - 1:
         for k, (hello, peer) in joined.items():
@@ -126,6 +127,7 @@ def gather_in(listener: socket.socket, own_hello: Hello, timeout_s: float) -> Me
         elif came.run != own_hello.run:
             _turn_away(peer, _other_run(own_hello, came))
         elif problem := _misfit(own_hello, came, {k: h for k, (h, _) in joined.items()}):
+            # The process that does not fit is told as well.
             joined[-1] = came, peer
             _turn_all_away(joined, problem)
         else:
@@ -285,6 +287,7 @@ def join(host: str, port: int, own_hello: Hello, timeout_s: float) -> tuple[Met,
 
 def _say(peer: socket.socket, message: Mapping[str, Any]) -> None:
     data = json.dumps(message).encode()
+    # The first bytes tell a wrong address from a process of ours.
     peer.sendall(b"aliquot" + len(data).to_bytes(4, "big") + data)
 
 
@@ -300,6 +303,7 @@ def _hear(peer: socket.socket) -> dict[str, Any]:
 
 
 def _machine() -> str:
+    # Boot and namespace tell machines of one name apart, and containers that cannot see each other.
     """This machine's name and start, and the set of processes that this one can see."""
     parts = [platform.node().split()[0] if platform.node().split() else "unknown"]
     with suppress(OSError):

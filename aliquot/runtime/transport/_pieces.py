@@ -195,6 +195,7 @@ def cut_leaves(
             if leaf.bounds == (0, *(piece.stop for piece in leaf_pieces)):
                 cut += leaf.pieces
                 continue
+            # Keys have no NumPy form.
             leaf = (
                 jnp.asarray(leaf)
                 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -54,10 +54,12 @@ class _Cut:
 
     def apart(self, x: Any, devices: int) -> list[Any]:
         """Rows of pieces: of each array, row k is device k's."""
+        # A whole array goes to each device, so that any leg can start from the first row.
         if self.count == 1:
             return [jnp.broadcast_to(x[None], (devices, *self.shape))]
         each = self.on_each(devices)
         x = jnp.moveaxis(x, self.dim, 0)
+        # Padded, as all pieces of an array must have one shape.
         x = jnp.pad(x, [(0, devices * each * self.length - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
         x = x.reshape(devices, each, self.length, *x.shape[1:])
         return [x[:, k] for k in range(each)]
@@ -110,6 +112,7 @@ def plan_route(
             sender, receiver = leg.source.process_index, leg.target.process_index
             if sender == process:
                 pieces = [held[piece] for piece in leg.pieces]
+            # Between devices of one other process this process has nothing to issue.
             elif sender == receiver:
                 continue
             else:
@@ -140,6 +143,7 @@ def _cut(struct: Any, count: int) -> _Cut:
     )
     if not shape or num_bytes < WORTH_CUTTING_BYTES:
         return _Cut(shape, struct.dtype, 0, 1, 0)
+    # A dim that divides evenly needs no padding; otherwise the longest is padded least.
     even = [d for d, size in enumerate(shape) if size % count == 0]
     dim = even[0] if even else max(range(len(shape)), key=shape.__getitem__)
     return _Cut(shape, struct.dtype, dim, count, -(-shape[dim] // count))
@@ -152,6 +156,7 @@ def _legs(cuts: Sequence[_Cut], senders: Sequence[Any], receivers: Sequence[Any]
         each = cut.on_each(len(senders)), cut.on_each(len(receivers))
         for piece in range(cut.count):
             between.setdefault((piece // each[0], piece // each[1]), []).append((array, piece))
+    # Sorted, so that all processes issue the transfers in the same order.
     return [
         _Leg(senders[a], receivers[b], tuple(pieces)) for (a, b), pieces in sorted(between.items())
     ]
@@ -177,6 +182,7 @@ def _taker(
             for k, row in enumerate(rows):
                 for shard in row.addressable_shards:
                     piece = here[shard.device] * len(rows) + k
+                    # Behind the last piece lies padding.
                     if piece < cut.count:
                         held[array, piece] = shard.data
         return held

@@ -68,6 +68,7 @@ def _reshard(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
 def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path: str) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         words = np.asarray(jax.random.key_data(leaf))
+        # Keys are sent as words to every device, and split by the program that wraps them.
         whole = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
         data = jax.make_array_from_callback(words.shape, whole, lambda index: words[index])
         impl = jax.random.key_impl(leaf)

@@ -75,6 +75,7 @@ def plan_move(
     source: Any = structs[0].sharding
     target = targets[0]
     senders, receivers, process = processes_of(source), processes_of(target), jax.process_index()
+    # In one process, or on the same devices, JAX moves arrays itself.
     if senders == receivers and (len(senders) == 1 or source.device_set == target.device_set):
         goals = list(targets)
         return (lambda *arrays: jax.device_put(list(arrays), goals)) if process in senders else None
@@ -109,9 +110,12 @@ def _sender(structs: Sequence[Any], plain: Sequence[Any], wires: Sequence[Wire])
         if not s.sharding.is_equivalent_to(w.source, len(s.shape)) or s is not structs[k]
     ]
     if not changed:
+        # `[:0]`: nothing of what arrives elsewhere is kept here.
         return lambda *arrays: jax.device_put(list(arrays), goals)[:0]
     layouts = [wires[k].source for k in changed]
     lay_out: Callable[..., list[Any]] = lambda arrays: jax.device_put(arrays, layouts)  # noqa: E731
+    # Arrays of several processes are laid out by a program; `device_put` moves only what one
+    # process holds.
     if not layouts[0].is_fully_addressable:
         lay_out = jax.jit(lambda arrays: arrays, out_shardings=layouts)
 
@@ -159,6 +163,7 @@ def _wire(look: Any, target: NamedSharding, spans: bool) -> Wire:
         return Wire(source, _like(source, target.mesh))
     parts = min(n, m)
     dims = [d for d, size in enumerate(look.shape) if size % parts == 0 and size >= parts]
+    # Small arrays go whole between two devices: the latency of several pieces would cost more.
     if dims and math.prod(look.shape) * look.dtype.itemsize >= WORTH_CUTTING_BYTES:
         spec = PartitionSpec(*[None] * dims[0], "parts")
     else:

@@ -121,6 +121,7 @@ class Peers:
         waits until they have gone.
         """
         for peer in self._met.sockets.values():
+            # The other end reads to the end of the messages, and then sees that no more come.
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_WR)
         if self.process == 0:
@@ -225,6 +226,7 @@ class Peers:
             f" and ends too (exit code {EXIT_CODE}). Look for an error of process {dead}, then"
             " start all processes again from the last checkpoint.\n"
         )
+        # Directly: another thread may hold the lock of `sys.stderr`.
         os.write(2, text.encode())
         end_at_once(EXIT_CODE)
 
@@ -233,6 +235,7 @@ def end_at_once(code: int) -> NoReturn:
     """End this process without the exit handlers of Python and XLA, whose threads may wait for
     ever.
     """
+    # Flushing may wait for a reader that is gone.
     flushing = threading.Thread(target=_flush, daemon=True)
     flushing.start()
     flushing.join(1)
