@@ -66,10 +66,10 @@ def init_state(
     wanted = _places(fn, inputs, places, kept, shapes)
     stacks = _stacks(run, arrays, wanted)
     arrays_made: dict[tuple[int, Rows], Any] = {}
+    # One program for each mesh, so that no array crosses between meshes.
     for mesh in dict.fromkeys(rows.sharding.mesh for place in wanted for rows in place):
         on_mesh = [
             (k, rows)
-            # One program for each mesh, so that no array crosses between meshes.
             for k, place in enumerate(wanted)
             for rows in place
             if rows.sharding.mesh == mesh

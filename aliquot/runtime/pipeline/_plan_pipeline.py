@@ -23,7 +23,6 @@ def build_plan_pipeline(step: PlannedStep, devices: Sequence[Any] | None = None)
     """The pipeline of a plan.
 
     Args:
-        # With several processes each knows its own programs alone.
         devices: in the cluster's order; by default `jax.devices()`.
 
     Raises:

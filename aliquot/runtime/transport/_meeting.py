@@ -303,8 +303,8 @@ def _hear(peer: socket.socket) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    # Boot and namespace tell machines of one name apart, and containers that cannot see each other.
     """This machine's name and start, and the set of processes that this one can see."""
+    # Boot and namespace tell machines of one name apart, and containers that cannot see each other.
     parts = [platform.node().split()[0] if platform.node().split() else "unknown"]
     with suppress(OSError):
         parts += [
