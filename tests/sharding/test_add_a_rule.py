@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sharding.rule_cases import Case, floats
+from sharding.rule_case import Case, floats
 from sharding.splitting import assert_same, collectives, operators, splits
 
 from aliquot.graph import _jax_compat as compat

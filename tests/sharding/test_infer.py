@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sharding.rule_cases import ELEMENTWISE, RULE_CASES, floats, ints
+from sharding.rule_case import floats, ints
+from sharding.rule_cases import RULE_CASES
+from sharding.rule_cases_elementwise import ELEMENTWISE
 from unknown_primitives import (
     primitive,
     row_norm_gradients_p,

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sharding.rule_cases import ABSENT, RULE_CASES
+from sharding.rule_cases import RULE_CASES
+from sharding.rule_cases_elementwise import ABSENT
 from sharding.splitting import (
     QUICK,
     assert_same,
