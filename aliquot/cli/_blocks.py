@@ -238,7 +238,11 @@ def enumerate_(
         with known as opened, search_progress(say) as report:
             measured = None if opened is None else measured_step(step, combinations, opened)
             rows = _enumerate(step, combinations, measured, run, report)
-        answer = {"kinds": [kind.name for kind in step.kinds], "rows": rows}
+        answer = {
+            "kinds": [kind.name for kind in step.kinds],
+            "kind": step.kinds[_most_repeated(step, combinations)].name,
+            "rows": rows,
+        }
         say.show(enumeration_text(answer))
         say.finish(answer)
 
@@ -289,9 +293,7 @@ def _enumerate(
     from ..profiling import compose
 
     rows: list[dict[str, Any]] = []
-    repeated = max(
-        range(len(step.kinds)), key=lambda k: (step.kinds[k].count, len(combinations[k]))
-    )
+    repeated = _most_repeated(step, combinations)
     for done, c in enumerate(combinations[repeated]):
         report("planning combinations", done, len(combinations[repeated]))
         alone = [[c] if k == repeated else some for k, some in enumerate(combinations)]
@@ -320,6 +322,11 @@ def _enumerate(
             whole = _time_whole(step, solution)
             row["measured_s"], row["compiled_bytes"] = whole.seconds, whole.memory_bytes
     return rows
+
+
+def _most_repeated(step: SegmentedStep, combinations: Sequence[Sequence[Combination]]) -> int:
+    """The kind of segment that is most often in a step."""
+    return max(range(len(step.kinds)), key=lambda k: (step.kinds[k].count, len(combinations[k])))
 
 
 def _run_best(

@@ -169,13 +169,15 @@ def show_run(say: Session, run: ProfileRun, what: str) -> dict[str, Any]:
     """
     say.show(
         f"{run.num_measured} {what} measured in {run.seconds:.1f} s, {run.num_known} were known, "
-        f"{run.num_missing} are missing of {run.num_programs}."
+        f"{run.num_missing} of {run.num_programs} are missing."
     )
     if run.failures:
         say.show(f"{len(run.failures)} of them failed, and are tried again by the next run:")
         for failure in run.failures:
             say.show(f"  {failure}")
-    if run.num_missing:
+    if run.num_missing and not run.num_measured:
+        say.show("The budget ended before the first program began: give a larger --budget-s.")
+    elif run.num_missing:
         say.show("Run the same command again to go on.")
     return {
         what: run.num_programs,

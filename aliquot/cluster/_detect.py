@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core import ClusterError, nearest
+from ..core import ClusterError, nearest, num_cores
 from ._cluster import Cluster, Link
 from ._device import DEVICES, Device
 from ._presets import wire
@@ -155,9 +155,7 @@ def catalogue_name(kind: str) -> str:
 
 
 def _share_this_host(label: str, name: str, hosts: int, per_host: int) -> Cluster:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = num_cores()
     peak = cores * _CORE_FLOPS_PER_S / per_host
     sharing = "1 device" if per_host == 1 else f"{per_host} devices"
     device = Device(

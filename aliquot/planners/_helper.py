@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import IO, Any, Generic, TypeVar
 
-from ..core import collect_seldom
+from ..core import collect_seldom, num_cores
 
 T = TypeVar("T")
 # While the helper works on one call the next one already waits there, as sending it needs a turn of
@@ -46,7 +46,7 @@ class HelperProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.is_ready = False
         self._shared: SharedQueue[Any] | None = None
-        if wanted and sys.executable and _num_cores() > 1:
+        if wanted and sys.executable and num_cores() > 1:
             # The helper must find this package where this process found it, also from a relative
             # path.
             path = os.pathsep.join(p or os.getcwd() for p in sys.path)
@@ -253,8 +253,3 @@ def _receive(requests: queue.SimpleQueue[Any]) -> None:
 def _send(stream: Any, message: Any) -> None:
     pickle.dump(message, stream, pickle.HIGHEST_PROTOCOL)
     stream.flush()
-
-
-def _num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

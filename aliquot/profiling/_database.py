@@ -196,25 +196,29 @@ class ProfileDatabase:
             )
 
     def merge(self, other: str | os.PathLike[str]) -> int:
-        """Take over what another database has measured and this one has not.
+        """Take over what another database has measured and this one has not, or where its program
+        failed.
 
         Returns:
-            How many measurements are new.
+            How many measurements were taken over.
 
         Raises:
             InputError: `other` is missing or is no such database.
         """
         ProfileDatabase(other, must_exist=True).close()
-        before = len(self)
         with self._named_faults():
             self._connection.execute("ATTACH DATABASE ? AS other", (os.fspath(other),))
             try:
-                self._connection.execute(
-                    f"INSERT OR IGNORE INTO measurements SELECT {_COLUMNS} FROM other.measurements"
-                )
+                # Failures are tried again, so that what another has measured goes before them.
+                return self._connection.execute(
+                    f"INSERT OR REPLACE INTO measurements SELECT {_COLUMNS} FROM"
+                    " other.measurements AS new WHERE NOT EXISTS (SELECT 1 FROM main.measurements"
+                    " AS old WHERE old.key = new.key AND NOT (old.outcome LIKE :failed AND"
+                    " new.outcome NOT LIKE :failed))",
+                    {"failed": f"{_FAILED}%"},
+                ).rowcount
             finally:
                 self._connection.execute("DETACH DATABASE other")
-        return len(self) - before
 
     def __len__(self) -> int:
         with self._named_faults():

@@ -12,12 +12,16 @@ from ..planners import BlockOptions
 from ..sharding import Choice
 from ._segments import SegmentedStep
 
+# Dispatch and combine may be split over the experts, and equal axes be exchanged.
+_MOST_WAYS = 2
+
 
 def describe_blocks(step: SegmentedStep) -> dict[str, Any]:
     """The blocks of a step with their products and options, and its segments.
 
-    Under `"plans"` each product has for each option of its block the split that follows, as text;
-    "free" where the option does not say.
+    Under `"plans"` each product has for each option of its block the split that follows, in the
+    words of the options: a split contraction leaves partial sums. "free" where the option does not
+    say.
     """
     return {
         "mesh": dict(zip(step.mesh.axis_names, step.mesh.shape, strict=True)),
@@ -70,13 +74,13 @@ def _option(step: SegmentedStep, node: int, choice: Choice) -> str:
 
 
 def _factor(step: SegmentedStep, node: int, factor: int) -> str:
-    """A factor of an entry in words: what it is to the product."""
+    """A factor of a product in words: what it is to the product."""
     nodes = step.problem.nodes
-    if factor in nodes.batch_factors[node]:
-        return "batch"
     results = [e.source_projection[factor] for e in nodes.edges if e.source == node]
     if results and all(dim < 0 for dim in results):
         return "contraction"
+    if factor in nodes.batch_factors[node]:
+        return "batch"
     operands = [
         e.target_projection[factor] for e in nodes.edges if e.target == node and e.kind == "operand"
     ]
@@ -92,9 +96,8 @@ def _factor(step: SegmentedStep, node: int, factor: int) -> str:
 
 
 def _follows(step: SegmentedStep, product: int, mask: Any) -> str:
-    """The split of a product under an option: its factors by letter, or "free"."""
+    """The splits of a product that an option allows, or "free" if these are many."""
     rows = np.unique(step.space.priced.nodes[product].choices[mask], axis=0)
-    if len(rows) != 1:
+    if len(rows) > _MOST_WAYS:
         return "free"
-    factors = step.problem.nodes.nodes[product].factors
-    return ",".join(factors[f].label if f >= 0 else "-" for f in rows[0].tolist())
+    return " or ".join(_option(step, product, tuple(row)) for row in rows.tolist())

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from ..cluster import Cluster
+from ..cluster import AXIS_NAMES, Cluster
 from ._database import Measurement, ProfileDatabase, ProgramKey
 from ._measured import read_measured
 from ._operators import COLLECTIVES, LAUNCH, TRANSFER, Operator
 
 _NOISY = 0.3
 _FAR_OFF = 1.0
+_TITLES = {
+    "products": "Matrix products, measured",
+    "traffic": "Elementwise traffic, measured",
+    TRANSFER: "Transfers between halves of the devices, measured",
+}
 _HORIZONTAL = {"products": "operations", TRANSFER: "bytes of the whole array"}
 _UNITS = {"products": "GFLOP/s of each device", TRANSFER: "GB/s of all devices"}
 
@@ -40,9 +46,21 @@ def describe_profiles(database: ProfileDatabase, cluster: Cluster | None = None)
         "kinds": kinds,
         "tables": [] if cluster is None else _tables(database, cluster),
         "outliers": sorted(
-            outliers + _unlike_neighbours(database), key=lambda row: -float(row["seconds"])
+            _each_once(outliers + _unlike_neighbours(database)),
+            key=lambda row: -float(row["seconds"]),
         ),
     }
+
+
+def _each_once(outliers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each program, with all of its reasons."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in outliers:
+        which = row["program"], row["devices"]
+        if which in found:
+            row = {**row, "reason": f"{found[which]['reason']}; {row['reason']}"}
+        found[which] = row
+    return list(found.values())
 
 
 def _devices(key: ProgramKey) -> str:
@@ -73,8 +91,10 @@ def _kind(kind: str, devices: str, grade: str, some: list[Measurement]) -> dict[
 
 
 def _outlier(key: ProgramKey, measurement: Measurement, reason: str) -> dict[str, Any]:
+    operator = Operator.parse(key.program)
+    name = measurement.label or key.program
     return {
-        "program": measurement.label or key.program,
+        "program": name if operator is None else operator.described(key.mesh),
         "devices": _devices(key),
         "seconds": measurement.seconds,
         "reason": reason,
@@ -113,14 +133,14 @@ def measured_curves(database: ProfileDatabase) -> list[dict[str, Any]]:
             size = float(operator.sizes[0])
             series[operator.kind][where][size] = size / measurement.seconds / 1e9
         else:
-            along = ",".join(map(str, operator.axes))
+            along = ",".join(AXIS_NAMES[axis] for axis in operator.axes)
             size = float(operator.sizes[0])
-            name = f"{operator.kind} along {along} of {key.mesh}"
+            name = f"along {along} of {key.mesh}"
             series[operator.kind][name][size] = size / measurement.seconds / 1e9
     return [
         {
             "file": family,
-            "title": f"{family.capitalize()}, measured",
+            "title": _TITLES.get(family, f"{family.capitalize()}, measured"),
             "horizontal": _HORIZONTAL.get(family, "bytes on each device"),
             "unit": _UNITS.get(family, "GB/s of each device"),
             "series": {name: dict(sorted(values.items())) for name, values in some.items()},
@@ -152,6 +172,6 @@ def _unlike_neighbours(database: ProfileDatabase) -> list[dict[str, Any]]:
             assert measurement.seconds is not None and larger.seconds is not None
             if measurement.seconds > (1 + _FAR_OFF) * larger.seconds:
                 found.append(
-                    _outlier(key, measurement, "four times the size takes less than half as long")
+                    _outlier(key, measurement, "a larger one takes less than half as long")
                 )
     return found

@@ -92,9 +92,10 @@ def fitting_rows(
     if not fitting:
         device = host_device() if cluster.device.kind == "cpu" else cluster.device.name
         raise InputError(
-            f"{database.path} holds measurements of {_devices_of(rows)}, and the plan is for"
-            f" {cluster.num_devices} x {device} with JAX {jax.__version__}. Measure there (aliquot"
-            " profile run), or take these as they are: --profiles-of-any."
+            f"{database.path} holds measurements of {_devices_of(rows)}, and none of"
+            f" {cluster.num_devices} x {device} with JAX {jax.__version__}, which is asked for."
+            " Measure there: aliquot profile run. To plan from these as they are, give"
+            " --profiles-of-any (profiles_of_any=True)."
         )
     return fitting, _devices_of(fitting)
 

@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..cluster import AXIS_NAMES
+from ..core import format_bytes
 from ..runtime import make_mesh
 from ._database import ProgramKey
 from ._programs import CompiledPart, compile_program, device_key
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_AXES = ("x", "y", "z", "w")
 _FLOAT32_BYTES = 4
 # Square tiles at least as large as what products are blocked into are not needed for traffic.
 _PRODUCT, _TRAFFIC, _LAUNCH = "product", "traffic", "launch"
@@ -51,6 +52,30 @@ class Operator(NamedTuple):
         return " ".join(
             part for part in (self.kind, self.dtype, "x".join(map(str, self.sizes)), along) if part
         )
+
+    def described(self, mesh: str = "") -> str:
+        """A name for people: sizes with units, and axes by name.
+
+        Args:
+            mesh: the mesh that a collective runs on, such as `"4x2"`.
+
+        >>> Operator("product", "bfloat16", (16, 32, 64, 8)).described()
+        'product bfloat16: 16 of 32x8 by 8x64'
+        >>> Operator("all-reduce", "float32", (1 << 20,), (0, 1)).described("4x2")
+        'all-reduce float32: 1.0 MiB along x,y of 4x2'
+        """
+        if self.kind == _LAUNCH:
+            return "launch of a program"
+        name = f"{self.kind} {self.dtype}:"
+        if self.kind == _PRODUCT:
+            count, rows, columns, depth = self.sizes
+            some = f"{count} of " if count > 1 else ""
+            return f"{name} {some}{rows}x{depth} by {depth}x{columns}"
+        size = f"{name} {format_bytes(self.sizes[0])}"
+        if not self.axes:
+            return size
+        along = ",".join(AXIS_NAMES[axis] for axis in self.axes)
+        return f"{size} along {along}" + (f" of {mesh}" if mesh else "")
 
     @staticmethod
     def parse(text: str) -> Operator | None:
@@ -88,7 +113,7 @@ def compile_operator(operator: Operator, mesh_shape: tuple[int, ...]) -> Compile
     """
     if operator.kind == TRANSFER:
         return _transfer(operator, math.prod(mesh_shape))
-    names = _AXES[: len(mesh_shape)]
+    names = AXIS_NAMES[: len(mesh_shape)]
     mesh = make_mesh(mesh_shape, names, None)
     function, shapes, dtype = _local_program(operator, tuple(names[axis] for axis in operator.axes))
     split = PartitionSpec(names)
@@ -106,7 +131,8 @@ def compile_operator(operator: Operator, mesh_shape: tuple[int, ...]) -> Compile
             on_each, mesh=mesh, in_specs=(split,) * len(shapes), out_specs=split, check_vma=False
         )
     )
-    return compile_program(jitted, arguments, mesh_shape, names, label=str(operator))
+    label = operator.described("x".join(map(str, mesh_shape)))
+    return compile_program(jitted, arguments, mesh_shape, names, label=label)
 
 
 def _transfer(operator: Operator, num_devices: int) -> CompiledPart:
@@ -123,7 +149,11 @@ def _transfer(operator: Operator, num_devices: int) -> CompiledPart:
 
     # JAX moves arrays without a program.
     return CompiledPart(
-        arguments=(argument,), successors={}, compiled=move, memory_bytes=0.0, label=str(operator)
+        arguments=(argument,),
+        successors={},
+        compiled=move,
+        memory_bytes=0.0,
+        label=operator.described(),
     )
 
 

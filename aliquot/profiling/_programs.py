@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import jax
 
+from ..core import num_cores
 from ..cost import Problem
 from ..graph import Graph, Input, graph_fingerprint
 from ..runtime import Program, build_program, compiled_stats, make_mesh
@@ -45,8 +45,10 @@ def device_key(program: str, mesh_shape: tuple[int, ...]) -> ProgramKey:
 
 
 def host_device() -> str:
-    """The name of this machine's CPU in the database: virtual devices share its cores."""
-    return f"cpu, {os.cpu_count()} cores"
+    """The name of this machine's CPU in the database, with the cores that this process may use:
+    virtual devices share them.
+    """
+    return f"cpu, {num_cores()} cores"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,7 +143,7 @@ def measure_in_turn(
         parts: compile a part each.
         time_one: `time_part` with its options.
     """
-    workers = os.cpu_count() or 1
+    workers = num_cores()
     alone = jax.devices()[0].platform == "cpu"
     with ThreadPoolExecutor(max_workers=workers) as pool:
         batches = _batched(parts, workers)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -20,15 +21,16 @@ def blocks_text(answer: Mapping[str, Any]) -> RenderableType:
         f"{len(blocks)} distinct ParallelBlocks on a mesh {mesh}, in {len(kinds) - 1} kinds of"
         f" segment: {answer['num_programs']} programs to measure, whatever the depth."
     )
+    root = _common_root([path for block in blocks for path in block["parameters"]])
     table = columns(
-        "Blocks",
+        f"Blocks, with their parameters in {root.rstrip('.')}" if root else "Blocks",
         ("#", "parameters", "copies", "products", "options of the entry"),
         [
             (
                 str(block["number"]),
-                ", ".join(block["parameters"]),
+                ", ".join(path.removeprefix(root) for path in block["parameters"]),
                 str(block["copies"]),
-                f"{block['forward_products']} forward, {len(block['products'])} in all",
+                f"{len(block['products'])}, {block['forward_products']} forward",
                 "; ".join(f"{k} {option}" for k, option in enumerate(block["options"])),
             )
             for block in blocks
@@ -53,56 +55,68 @@ def blocks_text(answer: Mapping[str, Any]) -> RenderableType:
     return Group(head, table, of_segments)
 
 
+def _common_root(paths: Sequence[str]) -> str:
+    """What all paths begin with, up to a dot, such as `state.params.`."""
+    return os.path.commonprefix(list(paths)).rpartition(".")[0] + "." if len(paths) > 1 else ""
+
+
 def composed_text(answer: Mapping[str, Any]) -> RenderableType:
     """The answer of `aliquot blocks search`."""
     best = answer["found"][0]
     head = (
         f"Fastest: {format_seconds(best['step_time_s'])} a step with"
-        f" {format_bytes(best['memory_bytes'])} on each device, {best['measured_share']:.0%} of it"
-        " measured."
+        f" {format_bytes(best['memory_bytes'])} on each device; {best['measured_share']:.0%} of the"
+        " time was measured, the rest is modelled."
     )
     if best.get("measured_s") is not None:
         head += f" As a whole step it takes {format_seconds(best['measured_s'])}."
     if "plan" in answer:
         head += f" Plan: {answer['plan']}"
+    ran = any(row.get("measured_s") is not None for row in answer["found"])
     table = columns(
-        "Composed of segments",
+        "Composed of segments, with the options of the blocks of each",
         (
             "step time",
             "memory",
             "measured",
-            "as a whole",
-            *[f"options of {name}" for name in answer["kinds"][1:]],
+            *(("as a whole",) if ran else ()),
+            *answer["kinds"][1:],
         ),
         [
             (
                 format_seconds(row["step_time_s"]),
                 format_bytes(row["memory_bytes"]),
                 f"{row['measured_share']:.0%}",
-                format_seconds(row["measured_s"]) if row.get("measured_s") is not None else "",
+                *((_seconds_or_none(row.get("measured_s")),) if ran else ()),
                 *[" ".join(map(str, options)) for options in row["options"][1:]],
             )
             for row in answer["found"]
         ],
-        right=(0, 1, 2, 3),
+        right=(0, 1, 2, *((3,) if ran else ())),
     )
     return Group(head, table)
+
+
+def _seconds_or_none(value_s: float | None) -> str | None:
+    return None if value_s is None else format_seconds(value_s)
 
 
 def enumeration_text(answer: Mapping[str, Any]) -> RenderableType:
     """The answer of `aliquot blocks enumerate`."""
     rows = answer["rows"]
+    composed = any(row["measured_share"] for row in rows)
+    ran = any("compiled_bytes" in row for row in rows)
     return columns(
-        "All layers alike",
+        f"All layers alike: {answer['kind']}",
         (
             "options",
-            "bytes moved",
+            "moved",
             "communication",
             "predicted",
-            "composed",
-            "measured",
+            *(("composed",) if composed else ()),
+            *(("measured",) if ran else ()),
             "memory",
-            "compiled",
+            *(("compiled",) if ran else ()),
         ),
         [
             (
@@ -110,10 +124,14 @@ def enumeration_text(answer: Mapping[str, Any]) -> RenderableType:
                 format_bytes(row["bytes_moved"]),
                 format_seconds(row["communication_s"]),
                 format_seconds(row["predicted_s"]),
-                format_seconds(row["composed_s"]),
-                format_seconds(row["measured_s"]) if row.get("measured_s") is not None else None,
+                *((format_seconds(row["composed_s"]),) if composed else ()),
+                *((_seconds_or_none(row.get("measured_s")),) if ran else ()),
                 format_bytes(row["memory_bytes"]),
-                format_bytes(row["compiled_bytes"]) if "compiled_bytes" in row else None,
+                *(
+                    (format_bytes(row["compiled_bytes"]) if "compiled_bytes" in row else None,)
+                    if ran
+                    else ()
+                ),
             )
             for row in rows
         ],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core import MissingExtraError
 
+_DASHES = ("-", "--", ":", "-.")
+_PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
+_MOST_DIGITS = 10_000
 # Colours that people who see few colours can tell apart (Okabe and Ito).
 _COLOURS = ("#999999", "#56b4e9", "#e69f00", "#009e73", "#cc79a7")
 
@@ -60,7 +64,8 @@ def line_chart(
     points: Sequence[float],
     series: Mapping[str, Sequence[float | None]],
 ) -> None:
-    """Write lines over points; both axes are logarithmic.
+    """Write lines over points; both axes are logarithmic, and marked in powers of two or with SI
+    prefixes.
 
     Args:
         horizontal, unit: what the axes show.
@@ -70,6 +75,8 @@ def line_chart(
         MissingExtraError: matplotlib is not installed.
     """
     figure, axes = _figure(title, unit)
+    from matplotlib.ticker import EngFormatter, LogLocator
+
     for k, (name, values) in enumerate(series.items()):
         shown = [(point, value) for point, value in zip(points, values, strict=True) if value]
         axes.plot(
@@ -78,12 +85,33 @@ def line_chart(
             marker="o",
             label=name,
             color=_COLOURS[k % len(_COLOURS)],
+            # Colours begin again; other dashes keep lines apart.
+            linestyle=_DASHES[k // len(_COLOURS) % len(_DASHES)],
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(points, [f"{point:g}" for point in points])
+    ticks = _few(points)
+    axes.set_xticks(ticks, [_power(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set_xlabel(horizontal)
     _finish(figure, axes, path)
+
+
+def _few(points: Sequence[float]) -> list[float]:
+    """Powers of two from the least to the largest of some points, at most eight."""
+    first, last = (round(math.log2(point)) for point in (min(points), max(points)))
+    step = max(math.ceil((last - first) / 7), 1)
+    return [2.0**power for power in range(first, last + 1, step)]
+
+
+def _power(value: float) -> str:
+    """A power of two as text; large ones with a binary prefix, such as `64 Ki`."""
+    if value < _MOST_DIGITS:
+        return f"{value:g}"
+    thousands, rest = divmod(round(math.log2(value)), 10)
+    return f"{2**rest} {_PREFIXES[thousands]}"
 
 
 def _figure(title: str, unit: str) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
+from ..cluster import MEASURED
 from ..core import format_seconds
 from ._charts import line_chart
 from ._tables import columns
@@ -22,30 +23,14 @@ def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
     Args:
         answer: as `describe_profiles` gives it.
     """
-    kinds = [
-        (
-            row["kind"],
-            row["devices"],
-            row["grade"],
-            str(row["measured"]),
-            str(row["failed"] or ""),
-            (
-                f"{format_seconds(row['least_s'])} to {format_seconds(row['most_s'])}"
-                if row["measured"]
-                else ""
-            ),
-            f"{row['spread']:.0%}" if row["measured"] else "",
-        )
-        for row in answer["kinds"]
-    ]
+    by_devices: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in answer["kinds"]:
+        by_devices.setdefault((row["devices"], row["grade"]), []).append(row)
     parts: list[RenderableType] = [
-        columns(
-            "Programs",
-            ("kind", "devices", "grade", "programs", "failed", "seconds", "spread"),
-            kinds,
-            right=(3, 4, 6),
-        )
+        _programs(devices, grade, rows) for (devices, grade), rows in by_devices.items()
     ]
+    if not parts:
+        parts.append("It holds no measurements yet.")
     if answer["tables"]:
         tables = [
             (
@@ -59,14 +44,50 @@ def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
         header = ("priced as", "sizes", "measured / modelled", "error between sizes")
         parts.append(columns("Corrections of the cost model", header, tables, right=(1, 2, 3)))
     if answer["outliers"]:
+        # One column less where it says the same in every row.
+        several = len({row["devices"] for row in answer["kinds"]}) > 1
         rows = [
-            (row["program"], row["devices"], format_seconds(row["seconds"]), row["reason"])
+            (
+                row["program"],
+                *((row["devices"],) if several else ()),
+                format_seconds(row["seconds"]),
+                row["reason"],
+            )
             for row in answer["outliers"][:_MOST_OUTLIERS]
         ]
+        header = ("program", *(("devices",) if several else ()), "time", "why")
+        found = len(answer["outliers"])
+        title = f"Outliers, the {_MOST_OUTLIERS} slowest of {found}"
         parts.append(
-            columns("Outliers", ("program", "devices", "seconds", "why"), rows, right=(2,))
+            columns(
+                title if found > _MOST_OUTLIERS else "Outliers",
+                header,
+                rows,
+                right=(len(header) - 2,),
+            )
         )
     return Group(*parts)
+
+
+def _programs(devices: str, grade: str, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """The kinds of programs that were measured on the same devices."""
+    alone = "" if grade == MEASURED else f", one device alone for many (grade {grade})"
+    return columns(
+        f"Programs on {devices}{alone}",
+        ("kind", "programs", "failed", "shortest", "longest", "spread"),
+        [
+            (
+                row["kind"],
+                str(row["measured"]),
+                str(row["failed"] or ""),
+                format_seconds(row["least_s"]) if row["measured"] else "",
+                format_seconds(row["most_s"]) if row["measured"] else "",
+                f"{row['spread']:.0%}" if row["measured"] else "",
+            )
+            for row in rows
+        ],
+        right=range(1, 6),
+    )
 
 
 def draw_profiles(curves: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:

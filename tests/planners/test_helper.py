@@ -16,7 +16,7 @@ from aliquot.planners._helper import HelperProcess
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch):
-    monkeypatch.setattr(_helper, "_num_cores", lambda: 2)
+    monkeypatch.setattr(_helper, "num_cores", lambda: 2)
 
 
 def _wait_until_ready(helper):
@@ -135,7 +135,7 @@ def test_output_of_calls_does_not_mix_with_answers():
 
 
 def test_no_helper_is_started_on_one_core(monkeypatch):
-    monkeypatch.setattr(_helper, "_num_cores", lambda: 1)
+    monkeypatch.setattr(_helper, "num_cores", lambda: 1)
     assert HelperProcess(wanted=True).process is None
 
 
@@ -144,7 +144,7 @@ def test_the_helper_does_not_import_the_main_module(tmp_path):
     script.write_text(
         "import sys\n"
         "from aliquot.planners import _helper\n"
-        "_helper._num_cores = lambda: 2\n"
+        "_helper.num_cores = lambda: 2\n"
         "print('begun')\n"
         f"sys.path.append({str(Path(helper_calls.__file__).parents[1])!r})\n"
         "from planners import helper_calls\n"

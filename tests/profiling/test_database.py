@@ -15,6 +15,7 @@ import pytest
 
 from aliquot.core import InputError
 from aliquot.profiling import Measurement, ProfileDatabase, ProgramKey
+from aliquot.profiling._database import failed
 
 
 def key(number: int, **changes: object) -> ProgramKey:
@@ -63,6 +64,23 @@ def test_merging_adds_what_is_missing_and_keeps_what_is_there(tmp_path):
             1.0,
             2.0,
         ]
+
+
+def test_merging_puts_what_another_measured_in_place_of_a_failure(tmp_path):
+    with (
+        ProfileDatabase(tmp_path / "a.sqlite") as one,
+        ProfileDatabase(tmp_path / "b.sqlite") as other,
+    ):
+        one.put(key(1), Measurement(seconds=None, outcome=failed("no port")))
+        one.put(key(2), Measurement(seconds=None, outcome=failed("no port")))
+        one.put(key(3), Measurement(seconds=None, outcome="out of memory"))
+        other.put(key(1), Measurement(seconds=9.0))
+        other.put(key(2), Measurement(seconds=None, outcome=failed("no link")))
+        other.put(key(3), Measurement(seconds=9.0))
+        assert one.merge(tmp_path / "b.sqlite") == 1
+        assert one.get(key(1)) == Measurement(seconds=9.0)
+        assert one.get(key(2)).outcome == failed("no port")
+        assert one.get(key(3)).outcome == "out of memory"
 
 
 def test_readers_do_not_wait_for_a_writer(tmp_path):

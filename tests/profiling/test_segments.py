@@ -277,5 +277,5 @@ def test_blocks_are_described_with_the_plans_of_every_product():
         assert all(len(product["plans"]) == len(block["options"]) for product in block["products"])
     first, second = [p for p in experts["products"] if p["phase"] == "forward"]
     # Megatron's way: what splits the first product's output splits the second's sum.
-    assert first["plans"][3] != "free" and second["plans"][3] != "free"
+    assert (first["plans"][3], second["plans"][3]) == ("output on x", "contraction on x")
     assert answer["segments"]["sequence"] == [0, 1, 2, 3]

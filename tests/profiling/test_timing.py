@@ -155,7 +155,9 @@ def test_a_run_keeps_too_little_memory_and_tries_failures_again(tmp_path, monkey
     with ProfileDatabase(tmp_path / "p.sqlite") as database:
         first = profile_operators(operators, database, timing=timing)
         assert (first.num_measured, first.num_known, first.num_missing) == (3, 0, 0)
-        assert first.failures == ("product float32 1x8x8x32 failed: INTERNAL: the link is down",)
+        assert first.failures == (
+            "product float32: 8x32 by 32x8 failed: INTERNAL: the link is down",
+        )
         again = profile_operators(operators, database, timing=timing)
         assert (again.num_measured, again.num_known, again.failures) == (1, 2, ())
         kept = [database.get(operator_key(*each)).outcome for each in operators]
@@ -189,7 +191,7 @@ def test_accelerators_run_one_program_while_the_next_are_compiled(part, monkeypa
     monkeypatch.setattr(
         "aliquot.profiling._programs.jax.devices", lambda: [SimpleNamespace(platform=platform)]
     )
-    monkeypatch.setattr("aliquot.profiling._programs.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("aliquot.profiling._programs.num_cores", lambda: 2)
     compiled = [threading.Event() for _ in range(6)]
 
     def compile_one(number):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import jax
 
-from ...core import InputError
+from ...core import InputError, num_cores
 from ...graph import detect_processes
 from ._endings import end_in_order, finish_work, part
 from ._meeting import Hello, default_run_id
@@ -144,13 +144,8 @@ def _spare_threads() -> None:
     asked = jax.config.values["jax_num_cpu_devices"]
     num_devices = asked if asked > 0 else int(flags[-1]) if flags else 1
     needed, wanted = 2 * num_devices + 2, os.environ.get("PJRT_NPROC", "")
-    if needed > (int(wanted) if wanted.isdecimal() else _num_cores()):
+    if needed > (int(wanted) if wanted.isdecimal() else num_cores()):
         os.environ["PJRT_NPROC"] = str(needed)
-
-
-def _num_cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def reserved_port(address: str, process: int, count: int) -> socket.socket:

@@ -80,8 +80,10 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
 def _follows(block: ParallelBlock, product: int, space: Space, option: Choice) -> NDArray[np.bool_]:
     """True for each choice of a product that agrees with an option of its block's entry."""
     choices = space.priced.nodes[product].choices
-    ways = block.followed_by(product, option, space.priced.axis_sizes)
-    return np.logical_or.reduce([block.allows(product, choices, way) for way in ways])
+    mask = np.zeros(len(choices), bool)
+    for way in block.followed_by(product, option, space.priced.axis_sizes):
+        mask |= block.allows(product, choices, way)
+    return mask
 
 
 def restrict_blocks(

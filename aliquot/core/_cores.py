@@ -1,0 +1,10 @@
+"""The processor cores at hand."""
+
+from __future__ import annotations
+
+import os
+
+
+def num_cores() -> int:
+    """Number of cores that this process may use: those of its affinity mask, where there is one."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
