@@ -58,6 +58,7 @@ class LoneOperator:
             params = tuple(
                 (name, _hashable(value)) for name, value in sorted(self._eqn.params.items())
             )
+            # By text: NaN is not equal to itself, and 1 is equal to True.
             literals = tuple((k, str(value)) for k, value in sorted(self._literals.items()))
             key = self._eqn.primitive, params, tuple(map(str, self._dtypes)), literals
             hash(key)
@@ -91,9 +92,11 @@ class LoneOperator:
         holds small whole numbers. Integers may index every dim.
         """
         random = np.random.default_rng(draw)
+        # Dims of size one are passed over: an index into them could only be 0.
         fewest = min((n for shape in shapes for n in shape if n > 1), default=2)
         return [
             (
+                # A literal is part of what the operator computes, the same in every draw.
                 np.asarray(self._literals[k])
                 if k in self._literals
                 else _random(random, shape, dtype, draw, min(fewest, 2 + draw))
@@ -150,6 +153,7 @@ def _is_key(dtype: Any) -> bool:
 def _random(
     random: np.random.Generator, shape: Shape, dtype: Any, draw: int, below: int
 ) -> NDArray[Any]:
+    # As the words that it is made of: NumPy has no type for keys.
     if _is_key(dtype):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         key: NDArray[Any] = random.integers(0, 2**32, words.shape, dtype=np.uint32)

@@ -102,6 +102,7 @@ class FlatCall:
                 lines.append(
                     f"{path}, which is no array, was {mine[path]!r} and is {theirs[path]!r}"
                 )
+        # Only where nothing else differs: a new array changes the tree as well.
         if not lines and self.trees != other.trees:
             lines.append("the static fields of some argument have changed")
         if not lines and self.definition != other.definition:
@@ -211,6 +212,7 @@ class Calling:
         self.out_parts = tuple(parts)
         paths = ["".join(p) for p in parts]
         if objects:
+            # Behind the user's result, so that one program returns both.
             _, state = _nnx.split(objects)
             state_pairs, self.state_tree = tree_flatten_with_path(state)
             arrays += [leaf for _, leaf in state_pairs]
@@ -298,6 +300,7 @@ def _named(
         parameters = []
     names = []
     for k in range(len(args)):
+        # Arguments that `*args` takes have no names of their own.
         plain = k < len(parameters) and parameters[k].kind in (
             inspect.Parameter.POSITIONAL_ONLY,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -332,6 +335,7 @@ def _flatten(
             # state.
             where = prefix + path_parts(keys) if prefix else (keys[0].key, *path_parts(keys[1:]))
             path = "".join(where)
+            # By exact type: a `bool` is an `int` too, but is a flag.
             number = type(leaf) in (int, float) and not is_setting and path not in static_numbers
             if number:
                 numbers.append(path)
@@ -340,6 +344,8 @@ def _flatten(
                 leaves.append(_number(leaf, shapes) if number else leaf)
             else:
                 static_paths.append(path)
+                # Positions rise, so that inserting the statics in this order puts each where it
+                # was.
                 statics.append((len(leaves) + len(statics), leaf))
     return FlatCall(
         paths=tuple("".join(p) for p in parts),

@@ -87,6 +87,7 @@ def _with_fewest_static(
     if not 1 < len(numbers) <= _MOST_TRIALS:
         return graph
     for path in numbers:
+        # One number more is traced; where that fails its value is needed, and it stays static.
         calling = calling_of(fn, args, kwargs, static_numbers=static - {path})
         try:
             graph = build_graph(calling, calling.call.leaves)

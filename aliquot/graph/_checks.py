@@ -73,6 +73,7 @@ def _small(body: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         numbers: dict[Any, Any] = {}
         for eqn in filter(raises, body.eqns):
             given = [a.val if compat.is_literal(a) else known[a] for a in eqn.invars]
+            # The callback raises before it returns anything, so it may promise any shape.
             scalars = tuple(aval.update(shape=()) for aval in eqn.params["result_avals"])
             results = eqn.primitive.bind(*given, **{**eqn.params, "result_avals": scalars})
             known.update(zip(eqn.outvars, results, strict=True))
@@ -83,6 +84,7 @@ def _small(body: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         closed = jax.make_jaxpr(run)(
             *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars)
         )
+    # A result that no raising callback makes: this is not the form that Equinox writes.
     except KeyError:
         return body, consts
     return compat.open_body(closed)

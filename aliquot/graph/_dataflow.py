@@ -64,8 +64,10 @@ def _item(graph: Graph, what: OpId | Call, sees: list[int], sizes: Sequence[int]
     for i in inputs:
         reads |= sees[i]
     heavy = isinstance(what, Call) or traits_of(graph.ops[what].name).multiplies
+    # Parameters and batch together (3) are work of the step, and 4 is made by one stage alone.
     shared = not heavy and reads in (0, 1, 2)
     for o in outputs:
+        # Whatever reads it cannot be worked out by other stages.
         sees[o] = reads if shared else reads | 4
     return Item(
         what=what,
@@ -80,10 +82,10 @@ def _item(graph: Graph, what: OpId | Call, sees: list[int], sizes: Sequence[int]
 
 def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
     """Items with phases that follow one another: none reads what a later phase makes."""
-    late: set[ValueId] = (
-        set()
-    )  # made by, or behind, an update that sees the forward or backward pass
-    seen: set[ValueId] = set()  # made by, or behind, the forward or backward pass
+    # Made by, or behind, an update that sees the forward or backward pass.
+    late: set[ValueId] = set()
+    # Made by, or behind, the forward or backward pass.
+    seen: set[ValueId] = set()
     backward: set[ValueId] = set()
     ordered: list[Item] = []
     for item in items:
@@ -104,6 +106,7 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
             seen.update(item.outputs)
             late.update(item.outputs)
         ordered.append(item)
+    # What counts as update, but is read by the passes, must run before them.
     wanted: set[ValueId] = set()
     for k in range(len(ordered) - 1, -1, -1):
         item = ordered[k]
@@ -138,6 +141,7 @@ def reads_of(graph: Graph, what: OpId | Call) -> tuple[ValueId, ...]:
         return tuple(dict.fromkeys([i for i in graph.ops[what].inputs if type(i) is not Literal]))
     read = [i for i in what.inputs if isinstance(i, int)]
     for block in what.blocks:
+        # Remat bodies may read values around them that are no operands of the call.
         bound = {i for i in block.inputs if isinstance(i, int)}
         for item in block.items:
             read += [i for i in reads_of(graph, item) if i not in bound]
@@ -181,6 +185,7 @@ def _cost(op: Op, sizes: Sequence[int]) -> float:
         )
     elif op.name == "conv_general_dilated":
         kernel = op.eqn.invars[1].aval.shape
+        # Each element of the result sums over all of the kernel but its output features.
         features = kernel[op.params["dimension_numbers"].rhs_spec[0]]
         flops = 2.0 * math.prod(op.eqn.outvars[0].aval.shape) * math.prod(kernel) / features
     return op.trips * (flops + _FLOPS_PER_BYTE * moved)

@@ -69,6 +69,7 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[Stage
         )
         for i in item.inputs:
             readers[i] |= by
+    # What is shared has no home: every stage works it out for itself, and waits for nobody.
     homes = {v: stages[k] for v, k in maker.items() if stages[k] != SHARED}
     needed = {v for v, by in readers.items() if v in homes and by - {homes[v]}}
     deferrable: set[int] = set()
@@ -78,6 +79,7 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[Stage
         if item.phase is not Phase.BACKWARD or stages[k] == SHARED:
             continue
         if needed.isdisjoint(item.outputs):
+            # Items come in reverse, so all readers of its results have been seen.
             deferrable.add(k)
             continue
         half = (

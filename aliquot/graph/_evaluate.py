@@ -115,9 +115,10 @@ class _Replay:
             arrays: Sequence[Any] = [
                 env[i] if type(i) is not Literal else i.value for i in op.inputs
             ]
-            # JAX puts the names of a structured operator before those of its body by itself.
             if op.name == "pure_callback" and raises(op.eqn):
+                # Under vmap a callback takes one message, not one for each example.
                 arrays = [any_row(a) for a in arrays]
+            # JAX puts the names of a structured operator before those of its body by itself.
             name_stack = None if nested else names.get(op.scope)
             if hook is None:
                 results: Sequence[Any] = compat.bind(op.eqn, arrays, name_stack)
@@ -217,6 +218,7 @@ class _Replay:
             return self.outputs(block)
 
         def any_holds(carry: Sequence[Any]) -> Any:
+            # The loop turns as long as it must for any row.
             return holds(carry).any()
 
         def masked_body(carry: Sequence[Any]) -> Sequence[Any]:

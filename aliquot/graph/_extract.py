@@ -90,6 +90,7 @@ def extract_stages(
         inputs = []
         for v in reads:
             if v not in graph.constants:
+                # What crosses with the batch is to this stage what the batch is to the first.
                 role = Role.BATCH if batch_dims.get(v) == 0 else Role.OTHER
                 inputs.append(
                     named.get(v) or Input(path=f"{_FROM_ANOTHER_STAGE}{v}", value=v, role=role)
@@ -97,6 +98,7 @@ def extract_stages(
         outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made_here]
         results = {o.value for o in outputs}
         mine = {o for k in items_of[stage] for o in staging.items[k].outputs}
+        # Shared results are not among these: each stage makes its own.
         crossing = {v for v in mine - results if readers.get(v, set()) - {stage}}
         outputs += [Output(path=f"value {v}", value=v) for v in sorted(crossing)]
         builder = _Builder(graph, links)
@@ -141,9 +143,9 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
             leaving.update(item.inputs)
     outputs = [Output(path=f"value {v}", value=v) for v in sorted(made_here & leaving)]
     links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
-    return _Builder(graph, links).build(
-        items, [replace(i, output=None) for i in inputs], outputs, set()
-    )
+    # Successors are outputs of the whole step, which this part does not have.
+    lone = [replace(i, output=None) for i in inputs]
+    return _Builder(graph, links).build(items, lone, outputs, set())
 
 
 def is_from_another_stage(item: Input) -> bool:

@@ -114,6 +114,7 @@ class _Texts:
                 "{" + ",".join(sorted(f"{self.of(k)}:{self.of(v)}" for k, v in value.items())) + "}"
             )
         if isinstance(value, set | frozenset):
+            # Sets of strings have another order in every process.
             return "{" + ",".join(sorted(map(self.of, value))) + "}"
         if isinstance(value, tuple | list):
             return f"{type(value).__name__}({','.join(map(self.of, value))})"
@@ -123,6 +124,7 @@ class _Texts:
             return f"partial({self.of(value.func)},{self.of(value.args)},{self.of(value.keywords)})"
         if isinstance(value, type) or hasattr(value, "__qualname__"):
             return f"{value.__module__}.{value.__qualname__}"
+        # Objects without a text of their own show their address, another one in every process.
         return _ADDRESS.sub("", repr(value))
 
     def _jaxpr(self, value: Any) -> str:

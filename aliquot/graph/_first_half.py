@@ -52,6 +52,7 @@ class FirstHalf:
                 self._add_loop(call)
             case _:
                 self.add_whole(call)
+        # Cutting a call pays only where a product can wait.
         if not self.any_products(self.rest(call)):
             self.add_whole(call)
 
@@ -97,6 +98,7 @@ class FirstHalf:
         carried = block.inputs[num_consts : num_consts + num_carry]
         self._want(block.outputs, call.outputs, self.values)
         before = -1
+        # What one turn needs may make another carried value needed: repeat until nothing is new.
         while len(self.values) != before:
             before = len(self.values)
             self._add_items(block.items)
@@ -135,6 +137,7 @@ def first_half(graph: Graph, call: Call, needed: Collection[ValueId]) -> FirstHa
     if not half.any_products(half.rest(call)):
         return None
     late = _made_by_products(graph, call, half)
+    # This may take the last products that could wait; hence the second look.
     half.add(call, {o for o in call.outputs if o >= 0 and o not in late})
     return half if half.any_products(half.rest(call)) else None
 
@@ -166,6 +169,7 @@ def _follow(
         _pass(item.inputs, block.inputs, behind)
         before = -1
         while len(behind) != before:
+            # As for needed values, a carry may hand one on over several turns.
             before = len(behind)
             _follow(graph, block.items, half, behind)
             if item.kind == "scan":

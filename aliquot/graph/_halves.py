@@ -69,6 +69,7 @@ class _Builder:
         late = [(b, o) for b, o in named if o not in self._half.values]
         first, second, handed = self._items(block.items, [b for b, _ in late], free, frozenset())
         given = {o for _, o in results}
+        # A region shares the indices of the values around it: what it hands on keeps its own.
         results += [(v, v) for v in handed if v not in given]
         return self._as_region(call, first, results), self._as_region(call, second, late), handed
 
@@ -109,6 +110,7 @@ class _Builder:
             b for _, _, b, _, is_now in carries if not is_now
         ]
         turning = {c for _, c, _, _, is_now in carries if is_now and isinstance(c, int)}
+        # Sums that turn in the second half's loop alone: nothing of them is handed on.
         own = {c for _, c, _, _, is_now in carries if not is_now and isinstance(c, int)}
         first, second, handed = self._items(
             block.items, late_ends, frozenset(at_hand | own), frozenset(turning)
@@ -144,6 +146,7 @@ class _Builder:
         read = {i for item in items for i in reads_of(self._graph, item)} | {
             i for i in ends if isinstance(i, int)
         }
+        # What this half does not read need not be kept for it.
         used = [(whole, row) for whole, row in slices if row in read]
         block = Block(
             inputs=(*(c for _, c, _, _ in carries), *(row for _, row in used)),
@@ -215,6 +218,7 @@ class _Builder:
             free=free,
             read_anyway={i for i in read if i not in made and i not in made_late},
         )
+        # Cheap items of the first half run in the second too, on what was kept.
         again = items_between(mine, wanted, kept)
         handed = tuple(sorted(kept & made))
         return first, [*(item.what for item in again), *second], handed

@@ -268,6 +268,7 @@ class Inliner:
         carry_in = [self.new_value(v.aval) for v in body.invars[num_body:]]
         for start, inner in zip(init, carry_in, strict=True):
             self._link("tie", (start,), (inner,), scope, trips, region)
+        # How often it turns is not known: its bodies count as run once.
         cond_block = self._block(
             cond, cond_consts, (*operands[:num_cond], *carry_in), scope, trips, region
         )

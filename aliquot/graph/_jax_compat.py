@@ -312,6 +312,7 @@ def attention_on_piece(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     kernel = getattr(
         sys.modules[_CUDNN_MODULE], f"_{eqn.primitive.name.removesuffix('_wrapper')}_p"
     )
+    # A table of JAX's own: the mark stays off for the rest of the process.
     dispatch.prim_requires_devices_during_lowering.discard(kernel)
     return list(eqn.primitive.impl(*operands, **eqn.params))
 

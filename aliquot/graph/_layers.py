@@ -127,6 +127,7 @@ def cut_between(graph: Graph, operators: Sequence[tuple[int, int]]) -> Layers:
                 " one loop over layers or one rematerialised region. Write the layers out instead"
                 " of scanning over them."
             )
+        # Of equally narrow places the last, where the next layer's own operators begin.
         starts.append(max(places, key=lambda place: (-crossing[place], place)))
     ends = [*starts[1:], len(forward)]
     return Layers(
@@ -226,6 +227,7 @@ def cut_alike(layers: Layers, graph: Graph) -> Layers:
 def _at_places(graph: Graph, text: str, end: int) -> list[int]:
     """Starts of the layers that begin at the places of a text."""
     parts = text.removeprefix(_PLACES).split(",")
+    # Python refuses to read numbers of thousands of digits.
     places = [int(part) for part in parts if part.isdecimal() and len(part) < 10]
     starts = [0, *places]
     if len(places) < len(parts) or any(a >= b for a, b in itertools.pairwise([*starts, end])):
@@ -301,6 +303,7 @@ def _places(
     for run in find_repeats(graph).runs:
         ops = range(run.start, run.start + run.period * run.count)
         inside = [place_of[k] for k in ops if k in place_of]
+        # A loop is one item: there is no place inside of it.
         if not inside or graph.ops[run.start].trips > 1:
             continue
         covered[min(inside) + 1 : max(inside) + 1] = True
@@ -329,6 +332,7 @@ def _places_in_run(
     """
     rated: list[tuple[float, int, list[int]]] = []
     for offset in range(run.period):
+        # At offset 0 the end of the last copy is a place too.
         ops = [run.start + offset + k * run.period for k in range(run.count + (offset == 0))]
         places = [place_of[k] for k in ops if k in place_of]
         if len(places) < run.count:
@@ -420,6 +424,7 @@ def _choose(
         )
     bounds = [*starts, len(costs)]
     total = np.concatenate(([0.0], np.cumsum(costs)))[bounds]
+    # In terms of an average layer, and bytes of the widest place: neither drowns the other.
     weight = total / max(total[-1], 1e-30) * count
     bytes_at = np.array([crossing[s] for s in starts]) / max(1.0, float(crossing.max()))
     size = len(starts)
@@ -451,6 +456,7 @@ def _by_pattern(
     last use of others.
     """
     paths = [i.path for i in graph.inputs if i.role is Role.PARAMETER]
+    # To fnmatch brackets mean a set of characters; here they are part of a path.
     glob = fnmatch.translate(
         pattern.replace("[*]", "\0").replace("[", "[[]").replace("\0", "[[]*]")
     ).removesuffix(r"\Z")

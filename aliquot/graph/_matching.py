@@ -99,6 +99,7 @@ class _Matcher:
         self.matched: dict[int, int] = {}
         parts: dict[Keys, list[int]] = {}
         for position, (keys, _) in enumerate(outputs):
+            # Every part of the result may be a successor, and at depth 0 the whole of it.
             for depth in range(min(_MAX_DEPTH, len(keys)) + 1):
                 parts.setdefault(keys[:depth], []).append(position)
         self._prefixes: dict[tuple[Any, ...], list[tuple[Keys, list[int]]]] = {}
@@ -177,6 +178,7 @@ class _Matcher:
         same_name = _last(prefix) == _last(name)
         inner = len(prefix) > 1
         lone = len(positions) == 1
+        # New keys come of old ones in ways that no sum shows: names decide.
         if lone and self._reach.key[self._inputs[positions[0]][1]]:
             return not inner or same_name
         if inner and not same_name:
@@ -186,6 +188,7 @@ class _Matcher:
         carried = any(direct[v] & bit for v in indices)
         if lone and len(self._inputs[positions[0]][0]) == len(prefix):
             return carried
+        # Gradients have the structure of parameters, but come from the backward pass alone.
         return carried or not (indices and all(self._reach.backward[v] for v in indices))
 
 

@@ -65,13 +65,16 @@ def what_to_keep(
     # Nodes: two for each value, then source and sink.
     source, sink = 2 * len(number), 2 * len(number) + 1
     total = sum(values[v].num_bytes + _BYTES_PER_ARRAY for v in number)
+    # The solver counts in 32 bits: all finite capacities together must stay below an infinite one.
     unit = max(1, -(-total // (_LARGEST // 2)))
     edges: list[tuple[int, int, int]] = []
     for v, n in number.items():
+        # At least 1, however coarse the unit: an array more is never free.
         cost = 0 if v in read_anyway else (values[v].num_bytes + _BYTES_PER_ARRAY) // unit + 1
         edges.append((2 * n, 2 * n + 1, cost))
         k = maker.get(v)
         if k is None or costly[k]:
+            # Not to be worked out: this value is kept, or all that is made of it.
             edges.append((source, 2 * n, _LARGEST))
         else:
             edges += [(2 * number[i] + 1, 2 * n, _LARGEST) for i in items[k].inputs if i in number]

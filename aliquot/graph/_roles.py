@@ -59,6 +59,7 @@ def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
             for i in op.inputs:
                 if type(i) is not Literal:
                     read[i] = 1
+        # A raw key is an array of numbers like any other until it is wrapped.
         if op.name == "random_wrap" or (
             _hands_on_keys(op.name) and any(key[o] for o in op.outputs if o >= 0)
         ):
@@ -114,8 +115,10 @@ def assign_roles(
         after_forward = position is not None and reach.forward[position] == 1
         after_backward = position is not None and reach.backward[position] == 1
         if not reach.read[item.value]:
+            # Running statistics that only evaluation reads.
             measured = after_forward and not after_backward
             return Role.STATE if measured else Role.OPTIMIZER_STATE
+        # A scalar that depends on neither pass is a counter, no frozen parameter.
         frozen = position == item.value or (
             bool(value.shape) and not after_forward and not after_backward
         )
@@ -158,6 +161,7 @@ def batch_paths(
         for items in fresh
     ]
     agreeing = [pairs for pairs in sized if len({size for _, size in pairs}) == 1]
+    # Of equals a Counter names the one that it met first.
     votes = Counter(size for pairs in reversed(agreeing or sized) for _, size in pairs)
     if not votes:
         return set()

@@ -172,6 +172,7 @@ class _ParamKeys:
         self._intern = _Interner()
 
     def __call__(self, params: Any) -> int:
+        # Kept with its number: an id means something only while its object lives.
         known = self._by_id.get(id(params))
         if known is None:
             number = self._intern(tuple([(k, self._one(v)) for k, v in sorted(params.items())]))
@@ -218,6 +219,7 @@ def _best_run(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int) -> Run 
         same = keys[low : high - period] == keys[low + period : high]
         edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
         for start, end in zip(edges[::2], edges[1::2], strict=True):
+            # Each copy but the last equals the one behind it.
             count = 1 + (end - start) // period
             if count < 2 or not heavy[low + start : low + start + period].any():
                 continue
@@ -240,6 +242,7 @@ def _candidate_periods(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int
     sorted_keys, sorted_where = keys[where][order], where[order]
     equal = sorted_keys[1:] == sorted_keys[:-1]
     distances, counts = np.unique((sorted_where[1:] - sorted_where[:-1])[equal], return_counts=True)
+    # Each of these costs a walk over all operators.
     return [int(d) for d in distances[np.argsort(-counts, kind="stable")][:64]]
 
 
@@ -247,6 +250,7 @@ def _classes(graph: Graph, keys: Ints, origin: Sequence[str | None], runs: Seque
     """The class of each operator; see `_refined_by_users`."""
     in_run = np.full(len(keys), -1, np.int64)
     for number, run in enumerate(runs):
+        # A run's number and the place in its period, in one integer.
         offsets = np.arange(run.period * run.count) % run.period
         in_run[run.start : run.start + len(offsets)] = offsets + (number << 32)
     intern = _Interner()
@@ -325,6 +329,8 @@ def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) ->
         return graph.values[v].shape, graph.values[v].dtype, origin[v]
 
     for v, read in readers.items():
+        # What is no state, such as the batch, stays a class of its own: nothing says that two are
+        # alike.
         result[v] = intern(("input", kind(v) if origin[v] else v, frozenset(read)))
     return np.array(result, np.int64)
 

@@ -84,6 +84,7 @@ def write(
     name: str = "",
 ) -> None:
     """Write an operator that runs `eqn`, or a link; all else is as in `like`."""
+    # Links run nothing: they are known to the graph, but stand in no body.
     if eqn is not None:
         place.items.append(OpId(len(emission.ops)))
     emission.ops.append(
@@ -95,6 +96,7 @@ def write(
             params=eqn.params if eqn is not None else {},
             phase=like.phase,
             scope=like.scope,
+            # A range of a loop's rows turns so much less often than the loop did.
             trips=like.trips * place.trips // place.of,
             eqn=eqn,
             region=place.region,
@@ -144,6 +146,7 @@ def define(
         arrays.whole[old] = whole
         return
     arrays.whole_here[old] = whole
+    # The operator mixes rows, and what reads its result works range by range.
     emission.recut.add(like.index)
     rank = len(aval.shape)
     for piece, (start, stop) in zip(arrays.declare(old), arrays.ranges, strict=True):

@@ -70,6 +70,7 @@ class Equations:
                     *eqn.outvars[:carried],
                     *(_on_rows(v, rows) for v in eqn.outvars[carried:]),
                 ],
+                # No more turns can be written out than there are.
                 params={**params, "length": rows, "unroll": min(params["unroll"], rows)},
             )
             self._known[id(eqn), rows] = known
@@ -87,6 +88,7 @@ def joint(
         outvars=[jex.Var(result)],
         primitive=_PRIMITIVES[name],
         params=dict(params),
+        # Joints compute arrays only, whatever the equation does whose line they carry.
         effects=frozenset(),
     )
 

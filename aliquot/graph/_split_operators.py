@@ -67,6 +67,7 @@ def _write_local(emission: Emission, op: Op, rule: Local, place: Place) -> None:
             partial.append(arrays.new(op.outputs[0]))
             outputs = partial[-1:]
         eqn = emission.equations.on_rows(op.eqn, rule, stop - start)
+        # Numbers of rows begin at 0 in every range.
         if rule.counts_rows and start:
             _count_from(emission, start, op, eqn, outputs[0], place)
         else:

@@ -73,6 +73,8 @@ def tied_values(graph: Graph, length: int, seeds: Iterable[ValueId]) -> frozense
         for value in group:
             neighbours.setdefault(value, []).append(group)
     reached, pending = set(seeds), list(seeds)
+    # Groups are popped where they are followed, so that each is walked once from each of its
+    # values.
     while pending:
         for group in neighbours.pop(pending.pop(), ()):
             fresh = [v for v in group if v not in reached]
@@ -137,6 +139,7 @@ def _groups(graph: Graph, length: int) -> Iterator[tuple[ValueId, ...]]:
                 group = _indices([result, *(block.outputs[position] for block in item.blocks)])
                 if all(values[v].shape[:1] == (length,) for v in group):
                     yield group
+    # The next step takes what this one returns: both must be cut alike.
     for state in graph.inputs:
         if state.output is not None:
             group = _indices([state.value, graph.outputs[state.output].value])

@@ -90,6 +90,7 @@ def _write_scan(emission: Emission, call: Call, place: Place) -> None:
     for old in call.outputs[num_carry:]:
         arrays.declare(old)
     numbered = list(enumerate(arrays.ranges))
+    # A scan in reverse takes the last rows first.
     for k, (start, stop) in reversed(numbered) if params["reverse"] else numbered:
         slices = [arrays.parts(v)[k] for v in call.inputs[first:]]
         eqn = emission.equations.scan_on_rows(call.eqn, stop - start)
@@ -119,6 +120,7 @@ def _write_one_scan(
     body = place.loop(params["length"], call.eqn.params["length"])
     inner = arrays.declare_whole(block.inputs[num_consts:])
     for k, new in enumerate(inner):
+        # A carry enters once, a slice in every turn.
         where = place if k < num_carry else body
         old = index_of(block.inputs[num_consts + k])
         write_link(emission, old, where, (operands[num_consts + k],), new)
@@ -175,6 +177,7 @@ def _loop_body(emission: Emission, block: Block, inputs: Sequence[Operand], plac
 def _body(emission: Emission, block: Block, place: Place) -> Block:
     """A body that sees the pieces themselves, unless a loop stands around it."""
     arrays = emission.arrays
+    # What is joined inside a body is not at hand outside of it.
     around = arrays.whole_here
     if not place.in_loop:
         arrays.whole_here = {}
@@ -186,6 +189,7 @@ def _body(emission: Emission, block: Block, place: Place) -> Block:
 
 
 def _write_remat(emission: Emission, call: Call, place: Place) -> None:
+    # Numbered anew: a region in a loop over layers is written once for each range of them.
     emission.num_regions += 1
     region = place.body(emission.num_regions)
     (block,) = call.blocks

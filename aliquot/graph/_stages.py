@@ -77,6 +77,7 @@ def assign_stages(
             known += [
                 latest.get(o) for i in item.inputs for o in origins.get(i, ()) if o in parameters
             ]
+            # Cotangents come from later stages: the earliest of these is where the residuals are.
             stages[k] = min((s for s in known if s is not None), default=StageId(num_stages - 1))
         for i in item.inputs:
             for origin in origins.get(i, ()):
@@ -127,7 +128,8 @@ def place_update(
 
     Args:
         update: positions of the items to place.
-        made: for each value that they get from forward and backward items its stage, or `SHARED`.
+        made_by: for each value that they get from forward and backward items its stage, or
+            `SHARED`.
         homes: for inputs that forward and backward items read the first stage that does.
     """
     groups = _Groups()
@@ -145,6 +147,7 @@ def place_update(
         i.value: i.role for i in graph.inputs if i.role is not Role.BATCH and not scalar[i.value]
     }
     votes: dict[int, tuple[int, StageId]] = {}
+    # Outvoted by anybody, and where nobody votes the first stage serves as well as any.
     nobody = 9, StageId(0)
 
     def vote(value: ValueId, rank: int, stage: StageId) -> None:
