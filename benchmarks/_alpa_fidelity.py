@@ -193,6 +193,7 @@ def _with_options(chain: Chain, kept: Sequence[bool]) -> Chain:
         "once_s",
         "state_bytes",
         "in_flight_bytes",
+        "deferred_bytes",
         "working_bytes",
     )
     mask = np.array(kept)
