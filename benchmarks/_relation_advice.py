@@ -20,8 +20,6 @@ from aliquot.plans import Plan
 
 GAP = 0.002
 ROUNDING = 1e-9
-# What a refusal says a plan needs is known to within 0.1 %.
-_NEEDS = 1.002
 _BUDGET_S = 30.0
 
 
@@ -39,8 +37,8 @@ class Answer:
 
 
 def advice_of_refusal(case: Case, asked: dict[str, Any], error: InfeasibleError) -> list[Any]:
-    """Advice where nothing fits, one row for each remedy and one for the memory that is said to
-    suffice.
+    """Advice where nothing fits: one row for each remedy, and one for the memory that is said to be
+    needed, which must be more than there is.
 
     Args:
         asked: keywords of `aliquot.plan`, without the method.
@@ -56,11 +54,10 @@ def advice_of_refusal(case: Case, asked: dict[str, Any], error: InfeasibleError)
             promised = each.plan.prediction.step_time_s if each.plan else None
             changed = case_with(case, asked, each.change)
             rows.append(taken(each.change, Answer(step_s=promised), answer(*changed), limit))
-    if error.required_bytes:
-        enough = _NEEDS * error.required_bytes
-        found = answer(case, {**asked, "memory_limit_bytes": enough})
+    if error.required_bytes is not None:
         says = f"needs {error.required_bytes} bytes"
-        rows.append({"says": says, "found": found.text, "holds": found.step_s is not None})
+        holds = error.required_bytes > limit
+        rows.append({"says": says, "found": f"{limit} are there", "holds": holds})
     return rows
 
 

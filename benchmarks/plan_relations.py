@@ -36,7 +36,7 @@ from _results import Journal, Report, options
 
 import aliquot as aq
 from aliquot.core import CaptureError, InfeasibleError, InputError
-from aliquot.plans import Plan, StagePlan
+from aliquot.plans import Plan, StagePlan, placed_arrays
 
 
 def planned(case: Case) -> dict[str, Any]:
@@ -107,9 +107,9 @@ def state_bytes(plan: Plan, stage: StagePlan) -> float:
     """The bytes of the step's state that a stage holds on each device, by the plan's shardings."""
     sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
     total = 0.0
-    for item in plan.inputs:
-        spec = stage.shardings.get(item.path)
-        if item.role != "batch" and spec is not None:
+    for item in placed_arrays(plan.inputs, stage.shardings):
+        if item.role != "batch":
+            spec = stage.shardings[item.path]
             shards = [math.prod(sizes[axis] for axis in axes) for axes in spec]
             dims = [-(-n // k) for n, k in zip(item.shape, shards, strict=True)]
             total += math.prod(dims) * jnp.dtype(item.dtype).itemsize

@@ -13,15 +13,15 @@ from ._base import StageDecision
 
 _LARGE_BYTES = 1 << 20
 _ALIKE = 0.1
-_MOST = 20
+_MOST_SIZES = 10
 _MOST_WHOLE = 5
 
 
 def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
-    """Notes on replicated work, if it is much, on large operators that run whole, and on dims that
-    are not split.
+    """Notes on replicated work, if it is much, on large operators that run whole, and on sizes that
+    no axis divides.
     """
-    undivided = list(_undivided(stages[0]))[:_MOST] if len(stages) == 1 else []
+    undivided = list(_undivided(stages[0]))[:_MOST_SIZES] if len(stages) == 1 else []
     return (*_much_alike(stages), *_run_whole(stages), *_odd_batch(stages), *undivided)
 
 
@@ -116,16 +116,21 @@ def _run_whole(stages: Sequence[StageDecision]) -> Iterator[str]:
 
 
 def _undivided(stage: StageDecision) -> Iterator[str]:
-    """Dims of inputs that no axis of the mesh divides."""
+    """Sizes of dims of large inputs that no axis of the mesh divides, those of parameters first."""
     problem, sizes = stage.problem, stage.priced.mesh.shape
-    for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):
+    dims: dict[int, list[str]] = defaultdict(list)
+    pairs = list(zip(problem.graph.inputs, problem.nodes.input_ports, strict=True))
+    for item, port in sorted(pairs, key=lambda pair: pair[0].role is not Role.PARAMETER):
         value = problem.graph.values[item.value]
         if port.node < 0 or value.num_bytes < _LARGE_BYTES:
             continue
         for dim, size in enumerate(value.shape):
-            stuck = [n for n in sizes if size % n]
-            if size > 1 and len(stuck) == len(sizes):
-                yield (
-                    f"{item.path}: dim {dim} of size {size} is not split; no axis of the mesh "
-                    f"{'x'.join(map(str, sizes))} divides it."
-                )
+            if size > 1 and all(size % n for n in sizes):
+                dims[size].append(f"dim {dim} of {item.path}")
+    for size, found in dims.items():
+        others = len(found) - 1
+        more = f" and {others} more dim{'s' if others > 1 else ''} of that size" if others else ""
+        yield (
+            f"No axis of the mesh {'x'.join(map(str, sizes))} divides {size}: {found[0]}{more}"
+            f" {'stay' if others else 'stays'} whole."
+        )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from ..cluster import subcluster
-from ..core import InfeasibleError
+from ..core import InfeasibleError, format_bytes
 from ..cost import Chain, ChainPlan, Problem, StageOption, make_problem, predict_stages, price_stage
 from ..graph import OpId, same_structure, split_scans
 from ..plans import make_schedule
@@ -117,7 +117,7 @@ def _fit(
     """
     graph, limit, length = task.graph, task.limit_bytes, priced.length
     layered: LayeredStep | None = None
-    shrink, needed = 1.0, 0.0
+    shrink, needed, least_needed = 1.0, 0.0, math.inf
     cut, cache = graph, StageCache()
     proposal: ChainPlan | None = None
     for _ in range(_ROUNDS):
@@ -127,9 +127,15 @@ def _fit(
             shrink *= min(0.97, limit / needed)
             continue
         tighter = replace(chain, memory_limit_bytes=limit * shrink)
-        proposal = method.inter.solve([tighter], limits=method.limits, helper=helper)
-        if proposal.step_time_s >= faster_than_s:
+        try:
+            proposal = method.inter.solve([tighter], limits=method.limits, helper=helper)
+        except InfeasibleError:
+            if proposal is None:
+                raise
+            # It speaks of the tighter limit, and of stages that need more than it says.
             break
+        if proposal.step_time_s >= faster_than_s:
+            raise InfeasibleError("no stages promise less than those that were found")
         bounds = (*(s.first_unit for s in proposal.stages), length)
         # Stages of a loop need the loop cut at their borders.
         if length and (
@@ -152,12 +158,14 @@ def _fit(
         if isinstance(result, Decision):
             return result, proposal
         needed = result
+        least_needed = min(least_needed, needed)
         shrink *= min(0.97, limit / needed)
     raise InfeasibleError(
         f"No pipeline was found that fits {task.cluster.name}: the stages that the search proposed"
-        f" need {needed / limit:.2f} times the memory of a device when they are looked at"
-        " closely.\n  It could fit with more micro-batches, a smaller batch, or more devices.",
-        required_bytes=int(needed),
+        f" need at least {least_needed / limit:.2f} times the {format_bytes(limit)} usable on each"
+        " device when they are looked at closely.\n  It could fit with more micro-batches, a"
+        " smaller batch, or more devices.",
+        required_bytes=int(least_needed),
         available_bytes=int(limit),
         parts={},
     )

@@ -6,6 +6,7 @@ from ._arrays import ArrayGroup as ArrayGroup
 from ._arrays import format_dims as format_dims
 from ._arrays import grouped_arrays as grouped_arrays
 from ._arrays import item_bytes as item_bytes
+from ._arrays import placed_arrays as placed_arrays
 from ._arrays import unranged as unranged
 from ._closed_form import ClosedForm as ClosedForm
 from ._closed_form import Maximum as Maximum

@@ -9,11 +9,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from ._plan import ArrayInterface, StagePlan
 
 Dims = tuple[tuple[str, ...], ...]
 
 _INDEX = re.compile(r"\[\d+\]|(?<=\.)\d+(?=\.|\[|$)")
+_ROWS = re.compile(r"\[(\d+):(\d+)\]$")
 _BITS = re.compile(r"^[a-z]+?(\d{1,3})")
 _ODD_SIZES_BYTES = {"bool": 1.0}
 _KEY_BYTES = 8.0
@@ -80,16 +83,15 @@ def grouped_arrays(
     """
     sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=False))
     members: dict[tuple[str, tuple[int, ...], str, str, Dims], list[ArrayInterface]] = {}
-    for array in arrays:
-        if array.path in shardings:
-            key = (
-                _INDEX.sub("*", array.path),
-                array.shape,
-                array.dtype,
-                array.role,
-                shardings[array.path],
-            )
-            members.setdefault(key, []).append(array)
+    for array in placed_arrays(arrays, shardings):
+        key = (
+            _INDEX.sub("*", array.path),
+            array.shape,
+            array.dtype,
+            array.role,
+            shardings[array.path],
+        )
+        members.setdefault(key, []).append(array)
     groups = []
     for (_, shape, dtype, role, dims), paths in members.items():
         total_bytes = len(paths) * math.prod(shape) * item_bytes(dtype)
@@ -106,6 +108,29 @@ def grouped_arrays(
             )
         )
     return sorted(groups, key=lambda group: (-group.local_bytes, -group.total_bytes, group.pattern))
+
+
+def placed_arrays(
+    arrays: Sequence[ArrayInterface], shardings: Mapping[str, Dims]
+) -> list[ArrayInterface]:
+    """The arrays to which shardings belong, in the order of `arrays`. Of an array of stacked
+    layers a stage may have some rows; they count as an array of their own.
+    """
+    rows: dict[str, list[str]] = {}
+    for path in shardings:
+        if _ROWS.search(path):
+            rows.setdefault(unranged(path), []).append(path)
+    placed = []
+    for array in arrays:
+        if array.path in shardings:
+            placed.append(array)
+        for path in rows.get(array.path, ()):
+            match = _ROWS.search(path)
+            assert match is not None
+            num_rows = int(match[2]) - int(match[1])
+            shape = (num_rows, *array.shape[1:])
+            placed.append(msgspec.structs.replace(array, path=path, shape=shape))
+    return placed
 
 
 def without_moments(groups: Sequence[ArrayGroup]) -> list[ArrayGroup]:
@@ -157,4 +182,4 @@ def unranged(path: str) -> str:
     >>> unranged("params.layers.w[0:4]")
     'params.layers.w'
     """
-    return re.sub(r"\[\d+:\d+\]$", "", path)
+    return _ROWS.sub("", path)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ..core import format_seconds
-from ._arrays import item_bytes
+from ._arrays import item_bytes, placed_arrays
 from ._plan import Plan, StagePlan
 from ._stage_text import stage_numbers
 from ._throughput import throughput
@@ -109,7 +109,9 @@ def _role_of(plan: Plan, stage: StagePlan, axis: str) -> str:
     if names or parameters or state:
         share = f"{parameters:.0%} of the parameters, {state:.0%} of the optimizer state"
         return ", ".join([*names, share])
-    return "operators inside the step"
+    interior = (plan.stages[stage.like] if stage.like is not None else stage).interior
+    inside = any(axis in op.splits for op in interior)
+    return "operators inside the step" if inside else "nothing"
 
 
 def _is_expert(path: str) -> bool:
@@ -125,8 +127,8 @@ def _share(
 ) -> float:
     """The share of the bytes of a role that an axis splits, among arrays of some paths."""
     split = total = 0.0
-    for array in plan.inputs:
-        if array.role == role and among(array.path) and array.path in stage.shardings:
+    for array in placed_arrays(plan.inputs, stage.shardings):
+        if array.role == role and among(array.path):
             size = math.prod(array.shape) * item_bytes(array.dtype)
             total += size
             split += size * any(axis in axes for axes in stage.shardings[array.path])

@@ -126,3 +126,47 @@ def test_a_batch_that_the_devices_do_not_divide_is_said(devices, rows, count, sa
     if said:
         assert lines[0].startswith(said)
         assert said.split(":")[0] in " ".join(str(plan).split())
+
+
+def test_sizes_that_no_axis_divides_are_named_once():
+    def train_step(params, batch):
+        grads = jax.grad(lambda p: jnp.mean((batch @ p["w"] @ p["v"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = {"w": struct(1024, 1024), "v": struct(1024, 1030)}
+    plan = aq.plan(
+        train_step,
+        params,
+        struct(64, 1024),
+        cluster=aq.Cluster.preset("7xH100"),
+        method=aq.ShardParallel(),
+    )
+    lines = [note for note in plan.notes if note.startswith("No axis")]
+    assert lines == [
+        "No axis of the mesh 7 divides 1024: dim 0 of params.v and 2 more dims of that size stay"
+        " whole.",
+        "No axis of the mesh 7 divides 1030: dim 1 of params.v stays whole.",
+    ]
+    assert "x (7): nothing" in str(plan) and "operators inside the step" not in str(plan)
+
+
+def test_a_batch_that_cannot_be_split_is_answered_with_sizes_that_can():
+    def train_step(params, batch):
+        grads = jax.grad(lambda p: jnp.mean((batch @ p) ** 2))(params)
+        return params - 0.1 * grads
+
+    args = struct(256, 256), struct(64, 256)
+    with pytest.raises(aq.core.InputError, match="a multiple of 128, such as 128, 8 micro-batches"):
+        aq.plan(
+            train_step,
+            *args,
+            cluster=EIGHT,
+            method=aq.DataParallel(),
+            num_micro_batches=16,
+        )
+    assert (
+        aq.plan(
+            train_step, *args, cluster=EIGHT, method=aq.DataParallel(), num_micro_batches=8
+        ).num_micro_batches
+        == 8
+    )

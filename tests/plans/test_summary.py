@@ -100,3 +100,27 @@ def test_moments_split_like_their_parameters_are_left_out():
     other = replace(STAGE, shardings={**SPLITS, MOMENT: ((), ())})
     assert "state.opt.mu" in str(sample_plan(inputs=(*INPUTS[:1], moment), stages=(other,)))
     assert grouped_arrays((*INPUTS[:1], moment), alike, alike.shardings)
+
+
+def test_rows_of_stacked_layers_are_listed_and_counted():
+    """Stages of a loop over layers hold some rows of the stacked arrays."""
+    stacked = tuple(
+        ArrayInterface(path=path, shape=(12, 64, 32), dtype="float32", role=role)
+        for path, role in (
+            ("state.params.layers.w", "parameter"),
+            ("state.opt.mu.layers.w", "optimizer_state"),
+        )
+    )
+    shardings = {
+        "state.params.layers.w[0:8]": ((), (), ()),
+        "state.opt.mu.layers.w[0:8]": ((), ("x",), ()),
+    }
+    stage = replace(STAGE, shardings=shardings)
+    groups = {g.pattern: g for g in grouped_arrays(stacked, stage, shardings)}
+    assert list(groups) == list(shardings)
+    assert groups["state.params.layers.w[0:8]"].shape == (8, 64, 32)
+    assert groups["state.opt.mu.layers.w[0:8]"].local_bytes == 8 * 64 * 32 * 4 / 4
+    batch = ArrayInterface(path="batch.inputs", shape=(8, 16), dtype="int32", role="batch")
+    split = replace(stage, shardings={**shardings, "batch.inputs": (("x",), ())})
+    rows = dict(summary_rows(sample_plan(inputs=(*stacked, batch), stages=(split,))))
+    assert rows["splits"].startswith("x (4): data with ZeRO-2: 100% of the optimizer state")

@@ -185,16 +185,22 @@ def _refuse_batch(problem: Problem, priced: Priced) -> None:
         )
     size = graph.values[batch.value].shape[0]
     devices = int(np.prod(priced.axis_sizes))
-    total = size * problem.num_micro_batches
-    per = (
-        f" in each of {problem.num_micro_batches} micro-batches"
-        if problem.num_micro_batches > 1
-        else ""
-    )
+    count = problem.num_micro_batches
+    total = size * count
+    per = f" in each of {count} micro-batches" if count > 1 else ""
+    below = total - total % (devices * count)
+    sizes = " or ".join(str(n) for n in (below, below + devices * count) if n)
+    fewer = next((n for n in range(count - 1, 0, -1) if total % (devices * n) == 0), None)
+    advice = [
+        f"a global batch that is a multiple of {devices * count}, such as {sizes}",
+        *([f"{fewer} micro-batch{'es' if fewer > 1 else ''}"] if fewer else []),
+        "fewer devices",
+        "method shard or auto",
+    ]
     raise InputError(
         f"A batch of {total} ({batch.path} has {size} rows{per}) cannot be split over {devices}"
-        " devices, and this method splits nothing else. Use a global batch that is a multiple of"
-        f" {devices * problem.num_micro_batches}, fewer devices, or method shard or auto."
+        f" devices, and this method splits nothing else. Use {', '.join(advice[:-1])}, or"
+        f" {advice[-1]}."
     )
 
 
