@@ -65,8 +65,9 @@ class Chain(AbstractChain):
         working_bytes: needed only while the unit runs; of a stage's units the largest counts.
         deferred_bytes: arrays that one micro-batch keeps for its weight gradients in a schedule
             that computes these later; by default `in_flight_bytes`.
-        boundary_bytes: [U], arrays of one micro-batch that cross a cut after the unit, all devices
-            together (the last entry is not used).
+        boundary_bytes: [U], arrays of one micro-batch that cross a cut after the unit in one
+            direction, all devices together; the mean of both directions where these differ (the
+            last entry is not used).
         memory_limit_bytes: what each device may use.
         num_hosts, devices_per_host: of the cluster.
         intra, inter: links of a device inside its host, and of a whole host to the others.

@@ -31,9 +31,10 @@ class StageCosts:
             takes their sum.
         update_s: seconds once a step, after the last task of the stage's submesh: synchronising
             gradients, the update.
-        transfer_s: shape `[num_stages - 1]`, seconds to bring an activation from stage s to stage s
-            + 1, and its gradient back. What takes no time, or stays on one submesh, is there at
-            once.
+        transfer_s: shape `[num_stages - 1]`, seconds to bring activations from stage s to stage s
+            + 1. What takes no time, or stays on one submesh, is there at once.
+        transfer_back_s: the same for their gradients from stage s + 1 to stage s; by default they
+            take as long.
         overlaps_transfers: whether transfers run beside tasks. If so, one delays only what waits
             for it, and those from one submesh to another queue up in the order of their tasks, each
             direction by itself. If not, a result is sent before its submesh goes on, as soon as the
@@ -62,19 +63,22 @@ class StageCosts:
     overlaps_transfers: bool = True
     deferred_bytes: Floats = field(default_factory=lambda: _NOT_GIVEN)
     handed_bytes: Floats = field(default_factory=lambda: _NOT_GIVEN)
+    transfer_back_s: Floats = field(default_factory=lambda: _NOT_GIVEN)
 
     def __post_init__(self) -> None:
         if self.deferred_bytes is _NOT_GIVEN:
             object.__setattr__(self, "deferred_bytes", self.in_flight_bytes)
         if self.handed_bytes is _NOT_GIVEN:
             object.__setattr__(self, "handed_bytes", np.zeros(np.shape(self.deferred_bytes)))
+        if self.transfer_back_s is _NOT_GIVEN:
+            object.__setattr__(self, "transfer_back_s", self.transfer_s)
         names = [f.name for f in fields(self) if f.name != "overlaps_transfers"]
         for name in names:
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.float64))
         faults = []
         for name in names:
             array = getattr(self, name)
-            wanted = (self.forward_s.size - name.endswith("transfer_s"),)
+            wanted = (self.forward_s.size - name.startswith("transfer"),)
             if array.shape != wanted:
                 faults.append(f"{name} has shape {array.shape} where forward_s calls for {wanted}")
             if not (np.isfinite(array).all() and (array >= 0).all()):
@@ -198,7 +202,7 @@ class _Run:
         stages, submeshes = schedule.num_stages, schedule.num_submeshes
         self.ahead_s, self.back_s = (
             [*costs.transfer_s.tolist(), 0.0],
-            [0.0, *costs.transfer_s.tolist()],
+            [0.0, *costs.transfer_back_s.tolist()],
         )
         self.seconds = {kind: costs.seconds(kind).tolist() for kind in TaskKind}
         # By stage the micro-batches that are through forward and backward there, and whose inputs

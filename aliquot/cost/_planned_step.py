@@ -133,7 +133,7 @@ def estimate(step: PlannedStep) -> Prediction:
 def estimate_stages(step: PlannedStep) -> PipelinePrediction:
     """Price a pipeline and each of its stages. Raises as `estimate` does."""
     plan = step.plan
-    assert step.layered is not None
+    assert step.staged is not None
     stages = []
     for stage, planned in zip(step.stages, plan.stages, strict=True):
         priced, picks = _priced(stage, planned)
@@ -149,9 +149,7 @@ def estimate_stages(step: PlannedStep) -> PipelinePrediction:
         make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
         # Plans hold no measurements: those of the cluster at hand are put back.
         replace(Cluster.from_dict(plan.cluster), measured=measured),
-        boundary_bytes=step.layered.boundary_bytes(
-            [stage.first_layer for stage in plan.stages[1:]]
-        ),
+        crossing=step.staged.crossing,
         memory_limit_bytes=plan.prediction.memory_limit_bytes,
         overlaps_transfers=plan.overlaps_transfers,
     )

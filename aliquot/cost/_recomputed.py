@@ -1,13 +1,23 @@
-"""Costs and savings of a stage that works some of its operators out again."""
+"""Costs and savings of a stage that works its operators, or some of them, out again."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..graph import Graph, OpId, Phase, ValueId, is_costly, items_between, items_of, what_to_keep
+from ..graph import (
+    Graph,
+    OpId,
+    Phase,
+    ValueId,
+    find_repeated,
+    is_costly,
+    is_from_another_stage,
+    items_of,
+)
 from ..sharding import NodeId, operators_of
 from ._evaluate import conversions
 from ._priced import Ints, Priced
@@ -32,22 +42,56 @@ def recomputation(
 ) -> Recomputation:
     """Costs and savings of products that the backward pass may work out again.
 
-    What is kept is chosen as by the runtime (`what_to_keep`). Seconds are those of the products
-    that are then repeated, with the arrays that they alone fill and the conversions before and
-    behind them.
+    Seconds are those of the products that are repeated, with the arrays that they alone fill and
+    the conversions before and behind them.
 
     Args:
         model: memory under the choices.
         repeat: nodes of the products.
     """
-    ops = operators_of(priced.graph, repeat)
-    again, freed = _again(graph, ops)
-    share = {
+    again, freed = repeated_operators(graph, operators_of(priced.graph, repeat))
+    share = _repeated_share(priced, again, repeat)
+    seconds = _seconds(priced, picks, share | _filled_by(priced, share))
+    return Recomputation(seconds=seconds, freed_bytes=_freed_bytes(graph, model, picks, freed))
+
+
+def whole_recomputation(
+    priced: Priced, picks: Ints, graph: Graph, forward_s: float
+) -> Recomputation:
+    """Costs of a stage that may work out all operators of its forward pass again.
+
+    Products whose results the backward pass does not need, such as the last one of a stage, are not
+    repeated. Its memory is another thing: only what enters the stage is kept.
+
+    Args:
+        forward_s: of the stage's forward pass.
+    """
+    again, _ = repeated_operators(graph, None)
+    products = frozenset(
+        node.index
+        for node in priced.graph.nodes
+        if node.kind == "product" and node.phase is Phase.FORWARD
+    )
+    share = _repeated_share(priced, again, products)
+    skipped = {node: 1.0 - part for node, part in share.items() if part < 1}
+    return Recomputation(seconds=max(0.0, forward_s - _seconds(priced, picks, skipped)))
+
+
+def _repeated_share(
+    priced: Priced, again: frozenset[OpId], products: frozenset[NodeId]
+) -> dict[NodeId, float]:
+    """The share of the operators of each product's node that is repeated."""
+    return {
         node: len(again & mine) / len(mine)
-        for node in repeat
+        for node in products
         if (mine := operators_of(priced.graph, {node}))
     }
-    share |= _filled_by(priced, share)
+
+
+def _seconds(priced: Priced, picks: Ints, share: Mapping[NodeId, float]) -> float:
+    """Seconds of a part of the forward pass for one micro-batch: of a share of some nodes, and of
+    the conversions before and behind them.
+    """
     seconds = 0.0
     for node, part in share.items():
         table, pick = priced.nodes[node], picks[node]
@@ -57,16 +101,20 @@ def recomputation(
         part = max(share.get(edge.source, 0.0), share.get(edge.target, 0.0))
         if edge.phase is Phase.FORWARD and not edge.gradient:
             seconds += part * (paid - float(priced.edges[index].once_s[source, target]))
-    return Recomputation(
-        seconds=seconds / priced.repeats, freed_bytes=_freed_bytes(graph, model, picks, freed)
-    )
+    return seconds / priced.repeats
 
 
 # The same layers are looked at on mesh after mesh.
 @functools.lru_cache(maxsize=64)
-def _again(graph: Graph, repeat: frozenset[OpId]) -> tuple[frozenset[OpId], frozenset[OpId]]:
-    """The operators that the backward pass repeats, and those of which it keeps no result any
-    more.
+def repeated_operators(
+    graph: Graph, repeat: frozenset[OpId] | None
+) -> tuple[frozenset[OpId], frozenset[OpId]]:
+    """The operators of a stage that its backward program repeats, and those of which it keeps no
+    result any more.
+
+    Args:
+        graph: the stage as a step of its own.
+        repeat: costly operators that it may repeat; None: all.
     """
     items = items_of(graph)
     forward = [
@@ -74,23 +122,20 @@ def _again(graph: Graph, repeat: frozenset[OpId]) -> tuple[frozenset[OpId], froz
         for item in items
         if item.phase not in (Phase.BACKWARD, Phase.UPDATE) and not item.shared
     ]
-    names = [graph.ops[item.ops[0]].name if item.ops else "" for item in forward]
-    inside = {o for item in forward for o in item.outputs}
-    read = {i for item in items if item.phase is Phase.BACKWARD for i in item.inputs}
-    free = {i.value for i in graph.inputs} | graph.constants.keys()
+    reads = sorted({i for item in items if item.phase is Phase.BACKWARD for i in item.inputs})
+    free = {i.value for i in graph.inputs if not is_from_another_stage(i)}
+    free |= graph.constants.keys()
     free |= {o for item in items if item.shared for o in item.outputs}
-    wanted = sorted(read & inside)
-    kept = what_to_keep(
-        forward, names, wanted, graph.values, free=free, read_anyway=read - inside, repeat=repeat
-    )
-    again = frozenset(op for item in items_between(forward, wanted, kept) for op in item.ops)
+    repeated = find_repeated(graph, forward, reads, free=free, repeat=repeat)
+    again = frozenset(op for item in repeated.items for op in item.ops)
     freed: set[OpId] = set()
     dropped: set[ValueId] = set()
     # What leaves the stage, or these layers of it, is there for others.
-    kept |= {o.value for o in graph.outputs if isinstance(o.value, int)}
-    for item, name in zip(forward, names, strict=True):
-        repeated = repeat.issuperset(item.ops) if item.ops else False
-        if not repeated and (is_costly(item, name) or not dropped.intersection(item.inputs)):
+    kept = repeated.kept | {o.value for o in graph.outputs if isinstance(o.value, int)}
+    for item in forward:
+        name = graph.ops[item.ops[0]].name if item.ops else ""
+        may_repeat = repeat is None or (bool(item.ops) and repeat.issuperset(item.ops))
+        if not may_repeat and (is_costly(item, name) or not dropped.intersection(item.inputs)):
             continue
         if not kept & set(item.outputs):
             freed.update(item.ops)

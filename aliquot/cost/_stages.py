@@ -11,12 +11,12 @@ import numpy as np
 from ..cluster import Cluster
 from ..graph import Graph
 from ..plans import CollectiveUse, Prediction, Schedule, StagePrediction
-from ..sharding import NodeId
+from ..sharding import Crossing, NodeId
 from ._estimate import MeasuredShare, collective_uses, measured_share
 from ._phases import PhaseCosts, phase_costs
-from ._pipeline import PipelineTimes, StageCosts, simulate
+from ._pipeline import Floats, PipelineTimes, StageCosts, simulate
 from ._priced import Ints, Priced
-from ._recomputed import NOTHING_AGAIN, Recomputation, recomputation
+from ._recomputed import NOTHING_AGAIN, Recomputation, recomputation, whole_recomputation
 from ._transfers import edge_seconds
 from .memory import known_memory
 
@@ -31,7 +31,7 @@ class PricedStage:
         first_device: of the cluster; it takes as many as its mesh has.
         costs: by phase.
         recompute: see `StagePlan`.
-        again: what some recomputed operators cost and save.
+        again: what recomputed operators cost, and save if they are some of the stage's.
     """
 
     priced: Priced
@@ -75,17 +75,14 @@ def price_stage(
         repeat: nodes of the products that the backward pass may work out again.
     """
     model = known_memory(priced, picks)
+    costs = phase_costs(priced, picks, graph, model)
+    again = NOTHING_AGAIN
+    if recompute == "stage":
+        again = whole_recomputation(priced, picks, graph, costs.forward_s)
+    elif recompute == "operators":
+        again = recomputation(priced, picks, graph, model, repeat)
     return PricedStage(
-        priced=priced,
-        picks=picks,
-        graph=graph,
-        costs=phase_costs(priced, picks, graph, model),
-        recompute=recompute,
-        again=(
-            recomputation(priced, picks, graph, model, repeat)
-            if recompute == "operators"
-            else NOTHING_AGAIN
-        ),
+        priced=priced, picks=picks, graph=graph, costs=costs, recompute=recompute, again=again
     )
 
 
@@ -94,7 +91,7 @@ def predict_stages(
     schedule: Schedule,
     cluster: Cluster,
     *,
-    boundary_bytes: Sequence[float],
+    crossing: Crossing,
     memory_limit_bytes: float,
     overlaps_transfers: bool,
 ) -> PipelinePrediction:
@@ -104,20 +101,19 @@ def predict_stages(
     fullest device.
 
     Args:
-        boundary_bytes: what crosses between neighbouring stages, of the whole micro-batch.
+        crossing: what neighbouring stages exchange, of the whole micro-batch.
         overlaps_transfers: whether stages compute while arrays travel between them.
     """
     places = [(stage.first_device, stage.num_devices) for stage in stages]
     intra, inter = cluster.transfer_links
-    edges = edge_seconds(
-        boundary_bytes,
-        places,
-        devices_per_host=cluster.devices_per_host,
-        intra=intra,
-        inter=inter,
+    ahead_s, back_s = (
+        edge_seconds(
+            num_bytes, places, devices_per_host=cluster.devices_per_host, intra=intra, inter=inter
+        )[1:]
+        for num_bytes in (crossing.forward_bytes, crossing.backward_bytes)
     )
     costs = _stage_costs(
-        stages, edges[1:].tolist(), boundary_bytes, overlaps_transfers=overlaps_transfers
+        stages, ahead_s, back_s, crossing.forward_bytes, overlaps_transfers=overlaps_transfers
     )
     times = simulate(schedule, costs)
     predictions = tuple(
@@ -133,29 +129,29 @@ def predict_stages(
 
 def _stage_costs(
     stages: Sequence[PricedStage],
-    transfer_s: Sequence[float],
-    boundary_bytes: Sequence[float],
+    transfer_s: Floats,
+    transfer_back_s: Floats,
+    entering_bytes: Sequence[float],
     *,
     overlaps_transfers: bool,
 ) -> StageCosts:
     whole = np.array([s.recompute == "stage" for s in stages])
-    some_s = np.array([s.again.seconds for s in stages])
     freed = np.array([s.again.freed_bytes for s in stages])
     forward = np.array([s.costs.forward_s for s in stages])
-    backward = np.array([s.costs.backward_s for s in stages])
+    backward = np.array([s.costs.backward_s + s.again.seconds for s in stages])
     # What a stage works out again serves both halves of its backward pass, which stays whole.
     deferrable = np.array([s.costs.deferrable_s if s.recompute == "none" else 0.0 for s in stages])
-    backward += np.where(whole, forward, some_s)
     state = np.array([s.costs.state_bytes for s in stages])
     kept = np.array([s.costs.in_flight_bytes for s in stages])
     # With data parallelism each group holds its own share of what enters.
-    entering = np.array([0.0, *boundary_bytes]) / np.array([_data_parallel_size(s) for s in stages])
+    entering = np.array([0.0, *entering_bytes]) / np.array([_data_parallel_size(s) for s in stages])
     return StageCosts(
         forward_s=forward,
         backward_input_s=np.maximum(backward - deferrable, 0.0),
         backward_weight_s=deferrable,
         update_s=np.array([s.costs.once_s for s in stages]),
-        transfer_s=np.array(transfer_s),
+        transfer_s=transfer_s,
+        transfer_back_s=transfer_back_s,
         # What is worked out again is there for one micro-batch at a time.
         state_bytes=state + np.where(whole, kept, freed),
         in_flight_bytes=np.where(whole, entering, kept - freed),
@@ -190,6 +186,7 @@ def _stage_prediction(
         weight_gradient_s=float(costs.backward_weight_s[k]),
         update_s=float(costs.update_s[k]),
         transfer_s=float(costs.transfer_s[k]) if k < len(costs.transfer_s) else 0.0,
+        transfer_back_s=float(costs.transfer_back_s[k]) if k < len(costs.transfer_s) else 0.0,
         bubble=float(times.bubble_share[schedule.submesh_of(k)]),
         in_flight=in_flight,
         peak_memory_bytes=sum(memory.values()),

@@ -11,11 +11,13 @@ from ._capture import capture as capture
 from ._checks import is_check as is_check
 from ._checks import raises as raises
 from ._dataflow import Item as Item
+from ._dataflow import is_from_another_stage as is_from_another_stage
 from ._dataflow import items_of as items_of
 from ._dataflow import plain_item as plain_item
 from ._deferrable import Deferrable as Deferrable
 from ._deferrable import deferrable_items as deferrable_items
 from ._deferrable import hands_on_gradients as hands_on_gradients
+from ._deferrable import sums_for_the_update as sums_for_the_update
 from ._effects import any_effects as any_effects
 from ._effects import has_effects as has_effects
 from ._effects import is_ordered as is_ordered
@@ -25,7 +27,6 @@ from ._evaluate import evaluate as evaluate
 from ._extract import Extract as Extract
 from ._extract import extract_items as extract_items
 from ._extract import extract_stages as extract_stages
-from ._extract import is_from_another_stage as is_from_another_stage
 from ._extract import same_structure as same_structure
 from ._fingerprint import graph_fingerprint as graph_fingerprint
 from ._fingerprint import interface_fingerprint as interface_fingerprint
@@ -48,8 +49,9 @@ from ._layers import cut_layers as cut_layers
 from ._layers import named_places as named_places
 from ._layers import narrowest_bytes as narrowest_bytes
 from ._layers import range_layers as range_layers
+from ._recompute import Repeated as Repeated
+from ._recompute import find_repeated as find_repeated
 from ._recompute import is_costly as is_costly
-from ._recompute import items_between as items_between
 from ._recompute import what_to_keep as what_to_keep
 from ._render import to_dot as to_dot
 from ._render import to_text as to_text

@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ._rule import traits_of
-from ._types import Call, Graph, Literal, Op, OpId, Phase, Role, ValueId
+from ._types import Call, Graph, Input, Literal, Op, OpId, Phase, Role, ValueId
 
 # A byte moved costs about as much as so many floating point operations, on GPUs and TPUs of the
 # last ten years.
 _FLOPS_PER_BYTE = 150.0
+FROM_ANOTHER_STAGE = "value "
+"""Beginning of the paths of inputs that another stage makes, in the step of one stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,6 +43,11 @@ class Item:
     cost: float
 
 
+def is_from_another_stage(item: Input) -> bool:
+    """True if an input of an extract is no input of the whole step."""
+    return item.path.startswith(FROM_ANOTHER_STAGE)
+
+
 def items_of(graph: Graph) -> tuple[Item, ...]:
     """All items of a step, in program order."""
     parameter = {i.value for i in graph.inputs if i.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
@@ -49,7 +56,10 @@ def items_of(graph: Graph) -> tuple[Item, ...]:
     sees = [0] * len(graph.values)
     sizes = [value.num_bytes for value in graph.values]
     for item in graph.inputs:
-        sees[item.value] = 1 if item.value in parameter else 2 if item.role is Role.BATCH else 0
+        if is_from_another_stage(item):
+            sees[item.value] = 4
+        else:
+            sees[item.value] = 1 if item.value in parameter else 2 * (item.role is Role.BATCH)
     return _in_phases([_item(graph, what, sees, sizes) for what in graph.body.items])
 
 

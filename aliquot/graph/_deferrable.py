@@ -57,7 +57,7 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[Stage
     # For each value the stages whose forward or backward pass reads it, directly or through shared
     # items.
     readers: dict[ValueId, set[StageId]] = defaultdict(set)
-    late = _sums_for_the_update(graph, items)
+    late = sums_for_the_update(graph, items)
     for k in range(len(items) - 1, -1, -1):
         item = items[k]
         if item.phase is Phase.UPDATE or k in late:
@@ -104,7 +104,7 @@ def hands_on_gradients(op: Op) -> bool:
     return (traits.adds or moves) and all(isinstance(i, int) for i in op.inputs)
 
 
-def _sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
+def sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
     """Positions of the backward items that add gradients up, or hand them on, for the update
     alone.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ._dataflow import Item, items_of
+from ._dataflow import FROM_ANOTHER_STAGE, Item, items_of
 from ._deferrable import deferrable_items
 from ._stages import SHARED, Staging
 from ._types import (
@@ -29,8 +29,6 @@ from ._types import (
     Value,
     ValueId,
 )
-
-_FROM_ANOTHER_STAGE = "value "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,7 +91,7 @@ def extract_stages(
                 # What crosses with the batch is to this stage what the batch is to the first.
                 role = Role.BATCH if batch_dims.get(v) == 0 else Role.OTHER
                 inputs.append(
-                    named.get(v) or Input(path=f"{_FROM_ANOTHER_STAGE}{v}", value=v, role=role)
+                    named.get(v) or Input(path=f"{FROM_ANOTHER_STAGE}{v}", value=v, role=role)
                 )
         outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made_here]
         results = {o.value for o in outputs}
@@ -128,7 +126,7 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
         i for item in items for i in item.inputs if i not in made_here and i not in graph.constants
     )
     inputs = [
-        named.get(v) or Input(path=f"{_FROM_ANOTHER_STAGE}{v}", value=v, role=Role.OTHER)
+        named.get(v) or Input(path=f"{FROM_ANOTHER_STAGE}{v}", value=v, role=Role.OTHER)
         for v in reads
     ]
     places = {item.what for item in items if not isinstance(item.what, Call)}
@@ -146,11 +144,6 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
     # Successors are outputs of the whole step, which this part does not have.
     lone = [replace(i, output=None) for i in inputs]
     return _Builder(graph, links).build(items, lone, outputs, set())
-
-
-def is_from_another_stage(item: Input) -> bool:
-    """True if an input of an extract is no input of the whole step."""
-    return item.path.startswith(_FROM_ANOTHER_STAGE)
 
 
 def same_structure(a: Extract, b: Extract) -> bool:

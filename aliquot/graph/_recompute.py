@@ -12,16 +12,60 @@ recomputation", 2022); here only for memory, as products are never repeated.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from ._dataflow import Item
 from ._rule import traits_of
-from ._types import Call, Value, ValueId
+from ._types import Call, Graph, Value, ValueId
 
 # Handing an array over costs about as much as moving so many bytes.
 _BYTES_PER_ARRAY = 4096
 _LARGEST = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Repeated:
+    """Values that a backward program reads of the forward program's, and the items with which it
+    works all others out again.
+    """
+
+    kept: frozenset[ValueId]
+    items: tuple[Item, ...]
+
+
+def find_repeated(
+    graph: Graph,
+    forward: Sequence[Item],
+    reads: Collection[ValueId],
+    *,
+    free: Collection[ValueId],
+    repeat: frozenset[int] | None = frozenset(),
+) -> Repeated:
+    """What a backward program works out again. The programs that run and the prices of a stage's
+    recomputation both come from here.
+
+    Args:
+        graph: whose operators the items are.
+        forward: items of the forward program, in order.
+        reads: values that the backward program reads.
+        free, repeat: see `what_to_keep`.
+    """
+    names = [graph.ops[item.ops[0]].name if item.ops else "" for item in forward]
+    made = {o for item in forward for o in item.outputs}
+    wanted = [value for value in reads if value in made]
+    kept = what_to_keep(
+        forward,
+        names,
+        wanted,
+        graph.values,
+        free=free,
+        # What the backward program reads anyway costs nothing to start from.
+        read_anyway={value for value in reads if value not in made},
+        repeat=repeat,
+    )
+    return Repeated(kept=kept, items=tuple(items_between(forward, wanted, kept)))
 
 
 def what_to_keep(

@@ -34,7 +34,7 @@ from ..graph import (
     find_repeats,
     stage_layers,
 )
-from ..sharding import LayeredStep, traces_in_groups
+from ..sharding import Crossing, LayeredStep, find_crossing, traces_in_groups
 from ._base import Progress
 from ._helper import HelperProcess
 from .intra import AbstractIntra, Space, fixed
@@ -111,6 +111,7 @@ class LayerCosts:
         problems, ops: for each kind the problem of its first layer, and for each operator of it its
             number in the step.
         solutions: for each kind by submesh and mesh; None where the mesh does not divide the batch.
+        crossing: what layers exchange if each is a stage of its own.
         options: ways to run a stage.
     """
 
@@ -122,6 +123,7 @@ class LayerCosts:
     problems: Sequence[Problem]
     ops: Sequence[Sequence[int]]
     solutions: Sequence[Mapping[_Mesh, LayerSolution | None]]
+    crossing: Crossing
     options: Sequence[StageOption]
 
     def chain(self, count: int, memory_limit_bytes: float) -> Chain:
@@ -133,9 +135,7 @@ class LayerCosts:
         ]
         rows = [[None if found is None else found.costs for found in row] for row in of_kind]
         table = [rows[kind] for kind in self.kinds]
-        return _chain(
-            self.step, self.units, self.cluster, self.options, table, count, memory_limit_bytes
-        )
+        return _chain(self, table, count, memory_limit_bytes)
 
 
 def build_chains(
@@ -226,6 +226,7 @@ def solve_layers(
             dict(zip(meshes, answers[k : k + len(meshes)], strict=True))
             for k in range(0, len(answers), len(meshes))
         ],
+        crossing=find_crossing(step.part, staged),
         options=options,
     )
 
@@ -335,14 +336,9 @@ def _solve_layer(layer: _Layer, mesh: _Mesh) -> LayerSolution | None:
 
 
 def _chain(
-    step: LayeredStep,
-    units: Sequence[int],
-    cluster: Cluster,
-    options: Sequence[StageOption],
-    table: Sequence[Sequence[PhaseCosts | None]],
-    count: int,
-    limit_bytes: float,
+    costs: LayerCosts, table: Sequence[Sequence[PhaseCosts | None]], count: int, limit_bytes: float
 ) -> Chain:
+    step, units, cluster, options = costs.step, costs.units, costs.cluster, costs.options
     # Time and activations of a micro-batch grow with its size.
     scale = step.num_micro_batches / count
     # An option that divides micro-batches of one size may not divide those of another.
@@ -361,8 +357,9 @@ def _chain(
     recomputes = np.array([o.recompute == "stage" for o in options])
     forward, backward = figures("forward_s") * scale, figures("backward_s") * scale
     activation_bytes = figures("in_flight_bytes") * scale
-    boundary_bytes = np.array([step.layers.boundary_bytes[unit] for unit in units]) * scale
-    entering_bytes = np.concatenate(([0.0], boundary_bytes[:-1]))
+    leaving_bytes = np.array([*costs.crossing.forward_bytes, 0.0])[list(units)] * scale
+    returning_bytes = np.array([*costs.crossing.backward_bytes, 0.0])[list(units)] * scale
+    entering_bytes = np.concatenate(([0.0], leaving_bytes[:-1]))
     dp = np.array([o.dp or 1 for o in options])
     state_bytes = figures("state_bytes")
     # A stage that recomputes holds the activations of one micro-batch at a time, and keeps only its
@@ -387,7 +384,10 @@ def _chain(
         in_flight_bytes=activation_bytes,
         deferred_bytes=deferred_bytes,
         working_bytes=figures("working_bytes") * scale,
-        boundary_bytes=boundary_bytes,
+        # Every micro-batch crosses a cut once in each direction.
+        boundary_bytes=(
+            (leaving_bytes + returning_bytes) / 2 if returning_bytes.any() else leaving_bytes
+        ),
         memory_limit_bytes=limit_bytes,
         num_hosts=cluster.num_hosts,
         devices_per_host=cluster.devices_per_host,

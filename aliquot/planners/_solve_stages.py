@@ -14,7 +14,7 @@ from ..core import InfeasibleError, format_bytes
 from ..cost import Chain, ChainPlan, Problem, StageOption, make_problem, predict_stages, price_stage
 from ..graph import OpId, same_structure, split_scans
 from ..plans import make_schedule
-from ..sharding import LayeredStep, StagedStep, layer_step, stage_step
+from ..sharding import LayeredStep, NodeId, StagedStep, layer_step, stage_step
 from ._base import Decision, PipelineParts, Task
 from ._helper import HelperProcess
 from ._layer_costs import price_option
@@ -232,19 +232,20 @@ def _solve_stages(
             return float(
                 limit + max((error.required_bytes or 0) - problem.memory_limit_bytes, 0.03 * limit)
             )
-        if options[first].recompute == "operators":
-            solution = _with_repeats(
-                solution, staged.extracts[first].ops, repeated[proposal.stages[first].option]
+        if options[first].recompute != "none":
+            step_ops = repeated[proposal.stages[first].option] if repeated else frozenset()
+            solution = _recomputing(
+                solution, options[first].recompute, staged.extracts[first].ops, step_ops
             )
         solved |= dict.fromkeys(members, solution)
     prediction = predict_stages(
         [
-            replace(solved[k][1], first_device=choice.first_device, recompute=option.recompute)
-            for k, (choice, option) in enumerate(zip(proposal.stages, options, strict=True))
+            replace(solved[k][1], first_device=choice.first_device)
+            for k, choice in enumerate(proposal.stages)
         ],
         schedule,
         task.cluster,
-        boundary_bytes=layered.boundary_bytes([s.last_unit for s in proposal.stages[:-1]]),
+        crossing=staged.crossing,
         memory_limit_bytes=limit,
         overlaps_transfers=chain.overlaps_transfers,
     )
@@ -321,14 +322,19 @@ def _solve_stage(method: PipelineMethod, problem: Problem, option: StageOption) 
     return decision.stages[0], price_stage(priced, decision.picks, problem.graph)
 
 
-def _with_repeats(solution: Solved, ops: Sequence[OpId], step_ops: frozenset[OpId]) -> Solved:
-    """A solved stage that recomputes operators.
+def _recomputing(
+    solution: Solved, recompute: str, ops: Sequence[OpId], step_ops: frozenset[OpId]
+) -> Solved:
+    """A solved stage that recomputes all or some of its operators.
 
     Args:
+        recompute: "stage" or "operators".
         ops: for each operator of the stage its number in the step.
-        step_ops: the operators of the step that may be repeated.
+        step_ops: the operators of the step that may be repeated, if not all.
     """
     stage, _ = solution
-    repeat = repeated_nodes(stage.problem.nodes, ops, step_ops)
-    priced = price_stage(stage.priced, stage.picks, stage.problem.graph, "operators", repeat)
+    repeat = frozenset[NodeId]()
+    if recompute == "operators":
+        repeat = repeated_nodes(stage.problem.nodes, ops, step_ops)
+    priced = price_stage(stage.priced, stage.picks, stage.problem.graph, recompute, repeat)
     return replace(stage, repeat=repeat), priced

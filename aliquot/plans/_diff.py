@@ -21,6 +21,7 @@ _OF_STAGES = (
     "backward_s",
     "update_s",
     "transfer_s",
+    "transfer_back_s",
     "bubble",
     "in_flight",
     "peak_memory_bytes",

@@ -99,7 +99,9 @@ class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         forward_s, backward_s, weight_gradient_s: for one micro-batch; the last is the part of the
             backward pass that nothing waits for until the update.
         update_s: once a step, gradient synchronisation included.
-        transfer_s: to the next stage, for one micro-batch, in one direction.
+        transfer_s: of activations to the next stage, for one micro-batch.
+        transfer_back_s: of their gradients from the next stage; None in files that do not say it,
+            where they take as long.
         bubble: the share of the step in which the stage's devices wait.
         in_flight: the most micro-batches whose residuals it keeps.
         peak_memory_bytes: `memory_bytes` by part add up to it.
@@ -116,6 +118,7 @@ class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     peak_memory_bytes: float
     memory_bytes: dict[str, float]
     collectives: tuple[CollectiveUse, ...]
+    transfer_back_s: float | None = None
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

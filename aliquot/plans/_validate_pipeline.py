@@ -146,6 +146,7 @@ def _figures(plan: Plan, stage: StagePlan, where: str) -> Iterator[str]:
         "weight_gradient_s": p.weight_gradient_s,
         "update_s": p.update_s,
         "transfer_s": p.transfer_s,
+        "transfer_back_s": p.transfer_back_s or 0.0,
         "peak_memory_bytes": p.peak_memory_bytes,
         **{f"memory_bytes.{part}": value for part, value in p.memory_bytes.items()},
     }

@@ -65,6 +65,12 @@ def _costs(plan: Plan) -> StageCosts:
         backward_weight_s=weights,
         update_s=np.array([p.update_s for p in predictions]),
         transfer_s=np.array([p.transfer_s for p in predictions[:-1]]),
+        transfer_back_s=np.array(
+            [
+                p.transfer_s if p.transfer_back_s is None else p.transfer_back_s
+                for p in predictions[:-1]
+            ]
+        ),
         state_bytes=nothing,
         in_flight_bytes=nothing,
         working_bytes=nothing,

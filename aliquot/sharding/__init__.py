@@ -78,6 +78,7 @@ from .micro_batches import plan_micro_batches as plan_micro_batches
 from .micro_batches import runs_in_groups as runs_in_groups
 from .micro_batches import trace_part as trace_part
 from .micro_batches import traces_in_groups as traces_in_groups
+from .programs import Crossing as Crossing
 from .programs import Layout as Layout
 from .programs import MicroBatchGraphs as MicroBatchGraphs
 from .programs import Part as Part
@@ -88,6 +89,7 @@ from .programs import StagePrograms as StagePrograms
 from .programs import TimeCut as TimeCut
 from .programs import cut_graph as cut_graph
 from .programs import cut_pipeline as cut_pipeline
+from .programs import find_crossing as find_crossing
 from .programs import sizes_of as sizes_of
 from .programs import split_stages as split_stages
 from .programs import struct_of as struct_of

@@ -21,6 +21,7 @@ from ..graph import (
     stage_layers,
 )
 from .micro_batches import TimeKind, plan_micro_batches, trace_part
+from .programs import Crossing, find_crossing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,18 +52,6 @@ class LayeredStep:
         ]
         return sizes[0] if sizes else 1
 
-    def boundary_bytes(self, last_layers: Sequence[int]) -> tuple[float, ...]:
-        """Bytes of a micro-batch that cross behind stages; `last_layers` (exclusive) is where these
-        end.
-
-        Of a step whose scans are cut each stage has one range of layers, whatever the numbers say.
-        """
-        # Each stage of a step with cut scans is one layer, so that the layers before a cut are the
-        # stages before it.
-        if self.graph.split is not None:
-            last_layers = range(1, len(last_layers) + 1)
-        return tuple([float(self.layers.boundary_bytes[last - 1]) for last in last_layers])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StagedStep:
@@ -72,11 +61,13 @@ class StagedStep:
         graph: the step on its whole batch.
         staging: which stage everything runs on.
         extracts: each stage as a step of its own, at the size of a micro-batch.
+        crossing: what stages exchange for each micro-batch.
     """
 
     graph: Graph
     staging: Staging
     extracts: tuple[Extract, ...]
+    crossing: Crossing
 
 
 def layer_step(
@@ -172,6 +163,7 @@ def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
         graph=step.graph,
         staging=staging,
         extracts=extract_stages(step.part, staging, step.batch_dims),
+        crossing=find_crossing(step.part, staging),
     )
 
 

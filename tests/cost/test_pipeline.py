@@ -83,6 +83,7 @@ def pipelines(draw, shortest=0):
         backward_weight_s=numbers(stages),
         update_s=numbers(stages, 0),
         transfer_s=numbers(stages - 1, 0),
+        transfer_back_s=numbers(stages - 1, 0),
         state_bytes=numbers(stages, 0),
         in_flight_bytes=numbers(stages, 0),
         deferred_bytes=numbers(stages, 0),
@@ -118,7 +119,7 @@ def tick_by_tick(schedule, costs):
     asked = []  # without overlap: (ticks, what arrives, its two ends)
     present, start, end = set(), {}, {}
     busy, last = [0] * len(submeshes), [0] * len(submeshes)
-    back_s = costs.transfer_s
+    back_s = costs.transfer_back_s
     now = 0
     while any(todo) or running:
         changed = True

@@ -273,7 +273,7 @@ def _decide(
         ],
         schedule,
         task.cluster,
-        boundary_bytes=layered.boundary_bytes(range(1, len(solved))),
+        crossing=staged.crossing,
         memory_limit_bytes=task.limit_bytes,
         overlaps_transfers=False,
     )

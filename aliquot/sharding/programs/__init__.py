@@ -2,6 +2,8 @@
 devices.
 """
 
+from ._crossing import Crossing as Crossing
+from ._crossing import find_crossing as find_crossing
 from ._layout import Layout as Layout
 from ._layout import sizes_of as sizes_of
 from ._micro_batch_graphs import MicroBatchGraphs as MicroBatchGraphs

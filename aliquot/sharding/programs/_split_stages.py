@@ -23,11 +23,10 @@ from ...graph import (
     Staging,
     ValueId,
     deferrable_items,
+    find_repeated,
     halve,
-    items_between,
     items_of,
     plain_item,
-    what_to_keep,
 )
 from ..micro_batches import MicroBatchPlan
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
@@ -265,23 +264,11 @@ class _Body:
         for stage in map(StageId, range(self._staging.num_stages)):
             forward = drafts[stage, Part.FORWARD]
             mine = [item for item in forward.items if self._stage[id(item)] != SHARED]
-            names = [graph.ops[item.ops[0]].name if item.ops else "" for item in mine]
-            inside = {o for item in mine for o in item.outputs}
             for part in self._parts_of_a_task()[1:]:
                 draft = drafts[stage, part]
-                wanted = [i for i in draft.reads if i in inside]
-                # What the backward program reads anyway costs nothing to start from.
-                read_anyway = {i for i in draft.reads if i not in inside}
-                kept = what_to_keep(
-                    mine,
-                    names,
-                    wanted,
-                    graph.values,
-                    free=free,
-                    read_anyway=read_anyway,
-                    repeat=self._recompute.get(stage, frozenset()),
-                )
-                self._close(draft, items_between(mine, wanted, kept))
+                repeat = self._recompute.get(stage, frozenset())
+                repeated = find_repeated(graph, mine, draft.reads, free=free, repeat=repeat)
+                self._close(draft, repeated.items)
 
     def finished(
         self, wanted: Iterable[ValueId], plan: MicroBatchPlan | None
