@@ -80,12 +80,11 @@ def measure(step: Step, state: object, batch: dict, pairs: int) -> dict:
     """Seconds of steps, and of their programs one after another, in turn; and what the loop takes
     by itself.
     """
-    pipeline = step.runner.pipeline  # type: ignore[attr-defined]
     state, _ = jax.block_until_ready(step(state, batch))
-    issuer = pipeline._issuer
-    assert issuer is not None
+    compiled = step.runner.compiled()  # type: ignore[attr-defined]
+    issuer = compiled.issuer
     actions = list(issuer._actions)
-    stages = {id(s.compiled) for s in pipeline.compile() if s is not None}
+    stages = {id(s.compiled) for s in compiled.stages if s is not None}
     walls, sums = [], []
     seen: dict[int, object] = {}
 

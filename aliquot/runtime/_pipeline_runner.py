@@ -18,7 +18,19 @@ from ..plans import ArrayInterface, Plan, Trace
 from ._arguments import Arguments
 from ._runner import AbstractRunner, interface_of
 from .compiled import Stats
-from .pipeline import Key, Pipeline, Span, build_plan_pipeline, measured_trace, pipeline_stats
+from .pipeline import (
+    CompiledPipeline,
+    Known,
+    Pipeline,
+    Span,
+    build_plan_pipeline,
+    compile_pipeline,
+    donated_values,
+    form_of,
+    given_slots,
+    measured_trace,
+    pipeline_stats,
+)
 from .transport import (
     agree_on_step,
     cut_leaves,
@@ -47,12 +59,12 @@ class PipelineRunner(AbstractRunner):
         self._pieces_graph, self._plan = graph, plan
         self._inputs, self._outputs = input_pieces(graph), output_pieces(graph)
         self._paths = [item.path for item in self.graph.inputs]
-        self._places = [pipeline.given_slots(item.value) for item in graph.inputs]
-        self._donated = frozenset(
-            k for k, item in enumerate(graph.inputs) if item.value in pipeline.donated_values()
-        )
+        self._places = [given_slots(pipeline, item.value) for item in graph.inputs]
+        donated = donated_values(pipeline)
+        self._donated = frozenset(k for k, item in enumerate(graph.inputs) if item.value in donated)
         self._arguments = Arguments(self.graph)
         self._stats: Stats | None = None
+        self._compiled: CompiledPipeline | None = None
         self._is_agreed = plan is None or not pipeline.is_shared
         self._lock = threading.RLock()
 
@@ -99,11 +111,17 @@ class PipelineRunner(AbstractRunner):
             assert self._plan is not None
             agree_on_step(self.graph, self._plan)
             self._is_agreed = True
-        self.pipeline.compile()
+        self.compiled()
+
+    def compiled(self) -> CompiledPipeline:
+        """The compiled pipeline; compiled once. With several processes all must call it."""
+        if self._compiled is None:
+            self._compiled = compile_pipeline(self.pipeline)
+        return self._compiled
 
     def run(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
         """See `AbstractRunner.run`."""
-        return self._run(leaves, self.pipeline.run, keep=keep)
+        return self._run(leaves, lambda given: self.compiled().issuer.run(given), keep=keep)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """See `AbstractRunner.place`: on the first stage that wants it, in pieces where these lie
@@ -122,15 +140,15 @@ class PipelineRunner(AbstractRunner):
         """See `AbstractRunner.stats`."""
         if self._stats is None:
             self.compile()
-            self._stats = pipeline_stats(self.pipeline)
+            self._stats = pipeline_stats(self.compiled())
         return self._stats
 
     def lower(self) -> dict[str, Any]:
         """The programs by name, as `jax.jit(...).lower(...)` returns each; those of this process's
         stages.
         """
-        known: dict[tuple[int, Key], Any] = {}
-        forms = [self.pipeline.form_of(k, f, known) for k, f in enumerate(self.pipeline.functions)]
+        known: Known = {}
+        forms = [form_of(self.pipeline, k, known) for k in range(len(self.pipeline.functions))]
         return {
             form.function.program.name: form.jitted.lower(*form.arguments)
             for form in forms
@@ -140,7 +158,7 @@ class PipelineRunner(AbstractRunner):
     def as_text(self) -> str:
         """See `AbstractRunner.as_text`: each program under its name."""
         self.compile()
-        programs = [stage for stage in self.pipeline.compile() if stage is not None]
+        programs = [stage for stage in self.compiled().stages if stage is not None]
         return "\n".join(f"// {p.function.program.name}\n{p.compiled.as_text()}" for p in programs)
 
     def trace(self, leaves: Sequence[Any], title: str) -> Trace:
@@ -148,7 +166,9 @@ class PipelineRunner(AbstractRunner):
         # The first run compiles and fills caches, and would be timed with that.
         jax.block_until_ready(self.run(leaves, keep=True))
         spans: list[Span] = []
-        timed = functools.partial(self.pipeline.run_timed, record=lambda *span: spans.append(span))
+        timed = functools.partial(
+            self.compiled().issuer.run_timed, record=lambda *span: spans.append(span)
+        )
         self._run(leaves, timed, keep=True)
         return measured_trace(self.pipeline, spans, title=title)
 

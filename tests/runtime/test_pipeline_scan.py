@@ -18,6 +18,7 @@ from runtime.pipelines import build, check_steps
 
 from aliquot import zoo
 from aliquot.graph import Call, Role, capture, cut_layers, split_scans, stage_layers
+from aliquot.runtime.pipeline import given_slots
 from aliquot.runtime.pipeline._instructions import Run
 from aliquot.runtime.transport._pieces import PiecedArray
 from aliquot.sharding import Part
@@ -134,10 +135,10 @@ def assert_apart(step, bounds, schedule):
     for item in pipeline.graph.inputs:
         if item.role in (Role.PARAMETER, Role.OPTIMIZER_STATE) and item.path.endswith("]"):
             homes.setdefault(item.path[item.path.rindex("[") :], set()).update(
-                pipeline.given_slots(item.value)
+                given_slots(pipeline, item.value)
             )
     assert homes == {f"[{a}:{b}]": {k} for k, (a, b) in enumerate(ranges(bounds))}
-    for stage in pipeline.compile():
+    for stage in step.runner.compiled().stages:
         loops = [
             c
             for c in stage.function.program.graph.body.items

@@ -131,7 +131,7 @@ def test_stages_of_a_pipeline(monkeypatch, x64):
     assert pipelines.check_steps(train_step, step, state, [batch] * 3).largest < 1e-12
     texts = [
         program.compiled.as_text()
-        for program in step.runner.pipeline.compile()
+        for program in step.runner.compiled().stages
         if program is not None
     ]
     # Each layer's in the program of its stage.

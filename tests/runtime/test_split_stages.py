@@ -16,6 +16,7 @@ from aliquot import zoo
 from aliquot.graph import capture, cut_layers, stage_layers
 from aliquot.plans import TaskKind, make_schedule
 from aliquot.runtime.compiled._hlo import find_collectives
+from aliquot.runtime.pipeline import compile_pipeline, donated_values
 from aliquot.runtime.pipeline._instructions import Run, Send
 from aliquot.runtime.pipeline._stage_functions import Form
 from aliquot.sharding import Part
@@ -39,9 +40,7 @@ def pipeline():
 @pytest.fixture(scope="module")
 def grouped():
     """Two stages on two devices each, compiled."""
-    found = made(sizes=(2, 2), first_layers=(0, 2), num_layers=2)
-    found.compile()
-    return found
+    return compile_pipeline(made(sizes=(2, 2), first_layers=(0, 2), num_layers=2))
 
 
 def programs(pipeline, *parts):
@@ -181,7 +180,7 @@ def test_stats_count_what_is_in_flight(grouped):
 def test_no_device_waits_for_another_before_the_last_micro_batch(grouped):
     """Groups of devices that share the batch exchange gradients once a step, in the update."""
     updates = 0
-    for stage in grouped.compile():
+    for stage in grouped.stages:
         found = find_collectives(stage.compiled.as_text(), ["x"], [2])
         if stage.function.program.part not in (Part.EARLY, Part.UPDATE):
             assert not found, (stage.function.program.name, found)
@@ -198,7 +197,8 @@ def test_stages_on_the_same_devices_share_what_is_compiled(monkeypatch):
     monkeypatch.setattr(
         jax.stages.Lowered, "compile", lambda lowered: calls.append(lowered) or plain(lowered)
     )
-    compiled = made("interleaved-1f1b", sizes=(1, 1), first_layers=range(6), num_layers=6).compile()
+    interleaved = made("interleaved-1f1b", sizes=(1, 1), first_layers=range(6), num_layers=6)
+    compiled = compile_pipeline(interleaved).stages
     forward, backward = (
         {c.function.program.stage: c.compiled for c in compiled if c.function.program.part is part}
         for part in (Part.FORWARD, Part.BACKWARD)
@@ -211,10 +211,6 @@ def test_stages_on_the_same_devices_share_what_is_compiled(monkeypatch):
 
 
 def test_results_of_the_pipeline_take_the_place_of_its_state(grouped):
-    donated = grouped.donated_values()
-    arrays = [
-        i
-        for i in grouped.graph.inputs
-        if i.output is not None and grouped.graph.values[i.value].shape
-    ]
+    donated, graph = donated_values(grouped.pipeline), grouped.pipeline.graph
+    arrays = [i for i in graph.inputs if i.output is not None and graph.values[i.value].shape]
     assert not [i.path for i in arrays if i.value not in donated]

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ...graph import Graph, ValueId
 from ...plans import Schedule
 from ...sharding import Pins, PipelineCut
-from ._pipeline import Pipeline
+from ._pipeline import Pipeline, assemble_pipeline
 from ._stage_functions import StageContext
 
 
@@ -64,4 +64,4 @@ def build_pipeline(
         )
         for s, time in zip(setups, cut.stages, strict=True)
     ]
-    return Pipeline(graph, cut.programs, contexts, schedule, processes=processes)
+    return assemble_pipeline(graph, cut.programs, contexts, schedule, processes=processes)

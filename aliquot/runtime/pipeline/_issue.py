@@ -27,10 +27,12 @@ from ..transport import (
     stub,
 )
 from ._instructions import Run, Send
+from ._pipeline import Pipeline
+from ._stage_forms import leaf_dtype, target_sharding
 from ._stage_functions import Form, Key
 
 if TYPE_CHECKING:
-    from ._pipeline import CompiledStage, Pipeline
+    from ._compile import CompiledStage
 
 # Results that are no state and not larger than this come to every process.
 SHARED_RESULT_BYTES = 65536
@@ -139,10 +141,10 @@ class Issuer:
                     pipeline.graph.values[key.value].shape,
                     pipeline.contexts[stage].given_sharding(key.value),
                 )
-                looks.append(struct(shape, pipeline.leaf_dtype(key.value), sharding))
+                looks.append(struct(shape, leaf_dtype(pipeline, key.value), sharding))
             else:
                 looks.append(self._known[stage, key])
-            targets.append(pipeline.target(step.target, key, looks[-1].shape))
+            targets.append(target_sharding(pipeline, step.target, key, looks[-1].shape))
         return looks, targets
 
     def _stubs(self) -> dict[int, Any]:

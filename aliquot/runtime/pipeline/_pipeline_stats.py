@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+import pickle
+from collections.abc import Sequence
+from typing import Any
 
 from ..compiled import StageStats, Stats, add_up, compiled_memory, find_collectives
+from ..transport import watch
+from ._compile import CompiledPipeline
 from ._instructions import Run
+from ._pipeline import Pipeline
+from ._stage_functions import Key
 from ._stage_memory import stage_memory
 
-if TYPE_CHECKING:
-    from ._pipeline import Pipeline
 
-
-def pipeline_stats(pipeline: Pipeline) -> Stats:
+def pipeline_stats(found: CompiledPipeline) -> Stats:
     """Stats of all stages. With several processes all must call it."""
-    compiled = pipeline.compile()
+    pipeline, compiled = found.pipeline, found.stages
     counts = {
         k: sum(
             1
@@ -28,7 +31,7 @@ def pipeline_stats(pipeline: Pipeline) -> Stats:
     temps = {k: account.temp_bytes for k, account in memory.items()}
     aliases = {k: account.alias_bytes for k, account in memory.items()}
     donated = {k: c.donated for k, c in enumerate(compiled) if c is not None}
-    sizes = pipeline.slot_bytes()
+    sizes = _slot_bytes(found)
     stats = []
     for stage, context in enumerate(pipeline.contexts):
         functions = [
@@ -66,7 +69,42 @@ def pipeline_stats(pipeline: Pipeline) -> Stats:
             )
         )
     lower_s = sum(stage.lower_s for stage in compiled if stage is not None)
-    return Stats(stages=pipeline.of_all_processes(stats), lower_s=lower_s)
+    return Stats(stages=_of_all_processes(pipeline, stats), lower_s=lower_s)
+
+
+def _of_all_processes(pipeline: Pipeline, figures: Sequence[Any]) -> tuple[Any, ...]:
+    """Figures of all stages, each with its number as `stage`, from the processes that have
+    them.
+    """
+    peers = watch() if pipeline.is_shared else None
+    if peers is None:
+        return tuple(figures)
+    by_stage = {
+        item.stage: item
+        for data in peers.exchange(pickle.dumps(figures))
+        for item in pickle.loads(data)
+    }
+    return tuple(by_stage[stage] for stage in sorted(by_stage))
+
+
+def _slot_bytes(compiled: CompiledPipeline) -> dict[int, int]:
+    """Bytes of each slot on each device of its stage."""
+    shapes: dict[tuple[int, Key], Any] = {}
+    for stage in compiled.stages:
+        if stage is None:
+            continue
+        number = stage.function.program.stage
+        for keys, structs in (
+            (stage.function.takes, stage.arguments),
+            (stage.function.gives, stage.shapes),
+        ):
+            for key, struct in zip(keys, structs):
+                shapes[number, Key(key.form, key.value)] = struct
+    return {
+        slot: bytes_on_device(shapes[stage, key])
+        for slot, (stage, key, _) in enumerate(compiled.pipeline.instructions.slots)
+        if (stage, key) in shapes
+    }
 
 
 def bytes_on_device(struct: Any) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
@@ -15,9 +14,10 @@ from ...cluster import Cluster
 from ...cost import PlannedStep
 from ...graph import ValueId
 from ._instructions import Run
-from ._pipeline import Pipeline, StageForm
+from ._pipeline import Pipeline
 from ._pipeline_stats import bytes_on_device
 from ._plan_pipeline import pipeline_on
+from ._stage_forms import Known, StageForm, form_of
 from ._stage_functions import Form, Key
 from ._stage_memory import StageMemory, stage_memory
 
@@ -65,14 +65,14 @@ def abstract_pipeline(step: PlannedStep) -> Pipeline:
 
 def export_stages(pipeline: Pipeline) -> tuple[StageExport, ...]:
     """All programs of a pipeline, in an order in which they can be compiled."""
-    known: dict[tuple[int, Key], Any] = {}
+    known: Known = {}
     made_by: dict[tuple[int, Key], tuple[int, int]] = {}
     paths = {item.value: item.path for item in pipeline.graph.inputs}
     runs = [step.function for step in pipeline.instructions.steps if isinstance(step, Run)]
     exports = []
     for k, function in enumerate(pipeline.functions):
         stage = function.program.stage
-        form = pipeline.form_of(k, function, known)
+        form = form_of(pipeline, k, known)
         exports.append(
             StageExport(
                 name=function.program.name,

@@ -1,0 +1,152 @@
+"""A pipeline compiled: the executables of this process's stages, ready to be issued."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from ...core import PlanMismatchError
+from ..transport import Peers, watch
+from ._issue import Issuer
+from ._pipeline import Pipeline
+from ._stage_forms import Known, StageForm, array_struct, form_of
+from ._stage_functions import Key, StageFunction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CompiledStage:
+    """A stage's function as the compiler left it; `shapes` are those of its results, with their
+    shardings.
+
+    Equal functions of stages on the same devices have one `compiled`, which took time for the first
+    of them alone.
+    """
+
+    function: StageFunction
+    compiled: Any
+    donated: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    shapes: tuple[Any, ...]
+    lower_s: float
+    compile_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CompiledPipeline:
+    """A pipeline whose programs are compiled.
+
+    Attributes:
+        stages: its functions compiled; None for those of other processes.
+        issuer: runs its steps.
+    """
+
+    pipeline: Pipeline
+    stages: tuple[CompiledStage | None, ...] = field(repr=False)
+    issuer: Issuer = field(repr=False)
+
+
+def compile_pipeline(pipeline: Pipeline) -> CompiledPipeline:
+    """Compile every function of this process's stages. With several processes all must call it.
+
+    Raises:
+        PlanMismatchError: the processes do not fit the plan, or do not run the same one.
+    """
+    peers = watch() if pipeline.is_shared else None
+    if pipeline.is_shared or not any(pipeline.local):
+        _check_processes(pipeline)
+    known: Known = {}
+    shared: dict[tuple[Any, ...], Any] = {}
+    stages = tuple([_compile(pipeline, k, known, shared) for k in range(len(pipeline.functions))])
+    issuer = Issuer(pipeline, stages, known, peers)
+    if peers is not None:
+        _agree(peers, issuer)
+    return CompiledPipeline(pipeline=pipeline, stages=stages, issuer=issuer)
+
+
+def _check_processes(pipeline: Pipeline) -> None:
+    """Each process has a part."""
+    idle = sorted(set(range(jax.process_count())) - set().union(*pipeline.processes))
+    if idle:
+        used = len({device for c in pipeline.contexts for device in c.mesh.devices.flat})
+        raise PlanMismatchError(
+            f"processes {', '.join(map(str, idle))} have no device of any stage: the plan is"
+            f" for {used} devices, and {jax.process_count()} processes have"
+            f" {len(jax.devices())}",
+            asked="the plan does not fit these processes",
+            advice=(
+                "Start as many processes as the plan has devices for, or plan for all devices."
+            ),
+        )
+
+
+def _agree(peers: Peers, issuer: Issuer) -> None:
+    """Transfers are matched by order alone: a process with another list would hang, or take
+    wrong arrays.
+    """
+    digests = peers.exchange(hashlib.sha256(issuer.signature().encode()).digest())
+    other = [k for k, digest in enumerate(digests) if digest != digests[0]]
+    if other:
+        raise PlanMismatchError(
+            f"processes {', '.join(map(str, other))} would run other instructions than process 0",
+            asked="processes that run a step together must all run the same",
+            advice="Give all processes the same step, plan, shapes and versions.",
+        )
+    issuer.connect()
+
+
+def _compile(
+    pipeline: Pipeline, k: int, known: Known, shared: dict[tuple[Any, ...], Any]
+) -> CompiledStage | None:
+    """The `k`th function compiled; None if another process runs it.
+
+    Args:
+        known: see `form_of`; gets the shardings that the compiler chose.
+        shared: executables of equal functions, by all that makes them equal.
+    """
+    start = time.perf_counter()
+    form = form_of(pipeline, k, known)
+    function, stage = form.function, form.function.program.stage
+    if not pipeline.local[stage]:
+        return None
+    lowered = form.jitted.lower(*form.arguments)
+    middle = time.perf_counter()
+    compiled = _executable(pipeline, form, lowered, shared)
+    end = time.perf_counter()
+    results = tuple(
+        array_struct(s.shape, s.dtype, asked if asked is not None else got)
+        for s, asked, got in zip(form.results, form.wanted, compiled.output_shardings, strict=True)
+    )
+    for key, result in zip(function.gives, results, strict=True):
+        known[stage, Key(key.form, key.value)] = result
+    return CompiledStage(
+        function=function,
+        compiled=compiled,
+        donated=form.donated,
+        arguments=form.arguments,
+        shapes=results,
+        lower_s=middle - start,
+        compile_s=end - middle,
+    )
+
+
+def _executable(
+    pipeline: Pipeline, form: StageForm, lowered: Any, shared: dict[tuple[Any, ...], Any]
+) -> Any:
+    """A program compiled, or what an earlier stage on the same devices has compiled of an equal
+    one.
+    """
+    mesh = pipeline.contexts[form.function.program.stage].mesh
+    if sum(context.mesh == mesh for context in pipeline.contexts) == 1:
+        return lowered.compile()
+    # The text leaves out lines of source, and of arrays what only JAX knows, such as a key's
+    # kind.
+    text = hashlib.sha256(lowered.as_text(debug_info=False).encode()).digest()
+    results = tuple((r.shape, r.dtype) for r in form.results)
+    key = mesh, text, form.donated, form.arguments, results, form.wanted
+    if key not in shared:
+        shared[key] = lowered.compile()
+    return shared[key]

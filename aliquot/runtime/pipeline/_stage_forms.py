@@ -1,0 +1,230 @@
+"""Functions of a pipeline's stages before they are compiled: shapes and shardings of all that they
+take and give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...graph import ValueId
+from ...sharding import Part, TimeKind, struct_of
+from ._pipeline import Pipeline
+from ._stage_functions import Form, Key, StageContext, StageFunction
+
+Known: TypeAlias = dict[tuple[int, Key], Any]
+"""Shapes, with shardings, of what functions give, by stage and key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageForm:
+    """A stage's function before it is compiled.
+
+    Attributes:
+        jitted: takes and gives flat arrays.
+        donated: positions of donated arguments.
+        arguments, results: shapes with their shardings; None for one that is left to the compiler.
+        wanted: the results' shardings.
+    """
+
+    function: StageFunction
+    jitted: Any
+    donated: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    results: tuple[Any, ...]
+    wanted: tuple[Any, ...]
+
+
+def form_of(pipeline: Pipeline, k: int, known: Known) -> StageForm:
+    """The `k`th function before it is compiled.
+
+    Args:
+        known: of the functions before it; gets its own results.
+    """
+    function = pipeline.functions[k]
+    arguments = tuple(_struct(pipeline, function, key, known) for key in function.takes)
+    shapes = jax.eval_shape(function.run, *arguments)
+    wanted = [
+        _out_sharding(pipeline, function, key, s.shape)
+        for key, s in zip(function.gives, shapes, strict=True)
+    ]
+    donated = donated_positions(pipeline, k)
+    results = tuple(
+        array_struct(s.shape, s.dtype, sharding) for s, sharding in zip(shapes, wanted, strict=True)
+    )
+    for key, result in zip(function.gives, results, strict=True):
+        known[function.program.stage, Key(key.form, key.value)] = result
+    # Equal stages have equal programs, by which caches know them: a name must not tell them apart.
+    function.run.__name__ = function.program.name.split(" ", 2)[2].replace(" ", "_")
+    return StageForm(
+        function=function,
+        jitted=jax.jit(
+            function.run, out_shardings=wanted, donate_argnums=donated, keep_unused=True
+        ),
+        donated=donated,
+        arguments=arguments,
+        results=results,
+        wanted=tuple(wanted),
+    )
+
+
+def given_slots(pipeline: Pipeline, value: ValueId) -> dict[int, tuple[int, NamedSharding]]:
+    """Slot and sharding of an input by stage: on its home, or on every stage that reads it."""
+    return {
+        stage: (values[value], pipeline.contexts[stage].given_sharding(value))
+        for stage, values in sorted(pipeline.instructions.given.items())
+        if value in values
+    }
+
+
+def target_sharding(
+    pipeline: Pipeline, stage: int, key: Key, shape: Sequence[int]
+) -> NamedSharding:
+    """Sharding on a stage of what another stage sends it."""
+    context = pipeline.contexts[stage]
+    if key.form is Form.GIVEN:
+        return context.given_sharding(key.value)
+    if key.form is Form.SENT:
+        return context.sent_sharding(key.value, shape)
+    return NamedSharding(context.mesh, PartitionSpec())
+
+
+def leaf_dtype(pipeline: Pipeline, value: ValueId) -> Any:
+    """Type of an input of the step, or of a constant."""
+    constants = pipeline.graph.constants
+    if value in constants:
+        return constants[value].dtype
+    return struct_of(pipeline.graph.values[value]).dtype
+
+
+def array_struct(shape: Sequence[int], dtype: Any, sharding: Any) -> Any:
+    """JAX's description of an array; a sharding of None is left to the compiler."""
+    make: Any = jax.ShapeDtypeStruct
+    return make(tuple(shape), dtype, sharding=sharding)
+
+
+def _struct(
+    pipeline: Pipeline,
+    function: StageFunction,
+    key: Key,
+    known: Mapping[tuple[int, Key], Any],
+) -> Any:
+    """Shape and sharding of an argument."""
+    stage = function.program.stage
+    context = pipeline.contexts[stage]
+    match key.form:
+        case Form.GIVEN:
+            value = pipeline.graph.values[key.value]
+            dtype = _dtype(leaf_dtype(pipeline, key.value))
+            return array_struct(value.shape, dtype, context.given_sharding(key.value))
+        case Form.NUMBER:
+            return array_struct((), jnp.int32, NamedSharding(context.mesh, PartitionSpec()))
+        case Form.TOTAL if context.totals is not None:
+            return array_struct(*context.totals.look(key.value), context.total_sharding(key.value))
+    plain = Key(key.form, key.value)
+    if (stage, plain) in known:
+        return known[stage, plain]
+    # From another stage: the array that it makes, in this stage's split.
+    stages = range(len(pipeline.contexts))
+    struct = next(known[s, plain] for s in stages if (s, plain) in known)
+    sharding = target_sharding(pipeline, stage, plain, struct.shape)
+    return array_struct(struct.shape, struct.dtype, sharding)
+
+
+def _dtype(dtype: Any) -> Any:
+    return (
+        dtype
+        if jnp.issubdtype(dtype, jax.dtypes.extended)
+        else jax.dtypes.canonicalize_dtype(dtype)
+    )
+
+
+def _out_sharding(
+    pipeline: Pipeline, function: StageFunction, key: Key, shape: Sequence[int]
+) -> Any:
+    """Sharding of a result; None leaves it to the compiler."""
+    stage = function.program.stage
+    context = pipeline.contexts[stage]
+    if key.form is Form.TOTAL and context.totals is not None:
+        return context.total_sharding(key.value)
+    if key.form is Form.SENT and key.value in pipeline.sent:
+        return context.sent_sharding(key.value, shape)
+    if key.form is Form.LATE:
+        for value, successor in pipeline.successors.items():
+            if successor == key.value and pipeline.home.get(value) == stage:
+                return context.given_sharding(value)
+        if key.value in pipeline.sent_late:
+            return NamedSharding(context.mesh, PartitionSpec())
+        if pipeline.is_shared:
+            # Processes that do not compile this must know it as well.
+            return NamedSharding(context.mesh, _result_spec(context, key.value, shape))
+    if key.form is Form.PACKED:
+        return NamedSharding(context.mesh, PartitionSpec())
+    return None
+
+
+def _result_spec(context: StageContext, value: ValueId, shape: Sequence[int]) -> PartitionSpec:
+    """Split of a result of the whole batch: along the batch if it holds one entry for each
+    example.
+    """
+    specs = context.plan.specs if context.plan is not None else ()
+    kind = specs[value] if value < len(specs) else None
+    size = math.prod(context.mesh.shape[axis] for axis in context.data_axes)
+    if kind is None or kind.kind is not TimeKind.CONCATENATE or size == 1 or shape[kind.dim] % size:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * kind.dim, context.data_axes)
+
+
+def donated_values(pipeline: Pipeline) -> frozenset[ValueId]:
+    """The inputs whose place a result takes."""
+    return frozenset(
+        f.takes[position].value
+        for k, f in enumerate(pipeline.functions)
+        for position in donated_positions(pipeline, k)
+        if f.takes[position].form is Form.GIVEN
+    )
+
+
+def donated_positions(pipeline: Pipeline, k: int) -> tuple[int, ...]:
+    """Positions of the `k`th function's arguments whose place a result may take: totals, and state
+    that nobody reads any more.
+    """
+    function = pipeline.functions[k]
+    stage = function.program.stage
+    later = {
+        key.value
+        for f in pipeline.functions[k + 1 :]
+        for key in f.takes
+        if key.form is Form.GIVEN and pipeline.same_devices(f.program.stage, stage)
+    }
+    # What the step returns as it was given stays the caller's.
+    returned = {o.value for o in pipeline.graph.outputs if isinstance(o.value, int)}
+    kept = later | pipeline.pulled | returned
+    is_update = function.program.part is Part.UPDATE
+    return tuple(
+        position
+        for position, key in enumerate(function.takes)
+        if (key.form is Form.TOTAL and not is_update)
+        or (
+            key.form is Form.GIVEN
+            and is_update
+            and key.value not in kept
+            and _is_overwritten(pipeline, function, key.value)
+        )
+    )
+
+
+def _is_overwritten(pipeline: Pipeline, function: StageFunction, value: ValueId) -> bool:
+    """True if a function makes the successor of an input, at the input's home and of its size."""
+    successor = pipeline.successors.get(value)
+    if not isinstance(successor, int) or Key(Form.LATE, successor) not in function.gives:
+        return False
+    a, b = pipeline.graph.values[value], pipeline.graph.values[successor]
+    at_home = pipeline.home.get(value) == function.program.stage
+    return at_home and (a.shape, a.dtype) == (b.shape, b.dtype)
