@@ -15,9 +15,12 @@ from aliquot.cost import make_problem, price, timeline
 from aliquot.planners._race import Entry, race
 from aliquot.planners.intra import ILP, Space
 from aliquot.planners.intra.fixed import everything
-from aliquot.planners.intra.ilp import Search, _highs, _solve
+from aliquot.planners.intra.ilp import Search, _branching, _highs
 from aliquot.planners.intra.ilp._highs import LIMIT, Relaxation, solve_integers
+from aliquot.planners.intra.ilp._judging import model_in_turn, model_of
+from aliquot.planners.intra.ilp._program import alive_bytes, build_program
 from aliquot.planners.intra.ilp._prove import rules_out
+from aliquot.planners.intra.ilp._work import Work
 
 _CLUSTER = Cluster.preset("8xH100")
 
@@ -39,7 +42,7 @@ def tight_bytes(priced):
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     most, least = (
-        float(timeline(free.model(picks), priced, picks).max())
+        float(timeline(model_of(free, picks), priced, picks).max())
         for picks in (free.picks, free.least_memory())
     )
     return list(np.linspace(least, most, 10)[1:-1])
@@ -81,14 +84,14 @@ def hasty(monkeypatch):
 
 
 def test_a_relaxation_at_its_limit_says_so(priced, hasty):
-    program, _ = _solve.build_program(priced, everything(priced))
+    program, _ = build_program(priced, everything(priced))
     hasty()
     found = Relaxation(program).solve()
     assert found.status == LIMIT and found.values is None and found.bound_s == -np.inf
 
 
 def test_a_relaxation_that_does_not_end_by_pivots_is_solved_from_the_inside(priced, monkeypatch):
-    program, _ = _solve.build_program(priced, everything(priced))
+    program, _ = build_program(priced, everything(priced))
     pivoted = Relaxation(program).solve()
     monkeypatch.setattr(_highs, "_PIVOTS_PER_ROW", 0.1)
     monkeypatch.setattr(_highs, "_FEWEST_PIVOTS", 10_000_000)
@@ -113,7 +116,7 @@ def test_a_bound_stays_where_a_relaxation_is_given_up(priced, solved, hasty):
 
 def test_branching_without_work_keeps_what_is_known(priced, solved):
     for limit, best in solved.items():
-        search = searched(priced, limit, work=_solve.Work(0.0))
+        search = searched(priced, limit, work=Work(0.0))
         known, found = search.incumbent(), search.improve()
         assert search.lower_bound_s <= best.step_time_s * (1 + 1e-9)
         if known is None:
@@ -129,7 +132,7 @@ def test_branching_without_work_keeps_what_is_known(priced, solved):
 
 def test_all_spaces_share_their_work(priced, solved):
     limit = next(iter(solved))
-    work = _solve.Work(1e12)
+    work = Work(1e12)
     searched(priced, limit, work=work).improve()
     assert work.left < 1e12
 
@@ -138,7 +141,7 @@ def test_an_integer_program_at_its_limit_is_neither_optimal_nor_infeasible(price
     limit, best = next(iter(solved.items()))
     search = searched(priced, limit)
     outcome = solve_integers(
-        search._program, search._choices, node_limit=2000, relative_gap=0.0, work_limit=1.0
+        search.program, search.choices, node_limit=2000, relative_gap=0.0, work_limit=1.0
     )
     assert outcome.status == LIMIT
     assert outcome.bound_s <= best.step_time_s * (1 + 1e-6)
@@ -148,22 +151,22 @@ def test_a_relaxation_that_is_given_up_rules_nothing_out(priced, solved, hasty):
     limit = next(iter(solved))
     search = searched(priced, limit)
     use = [
-        _solve.alive_bytes(search._choices, search._model(search._in_turn), time)[1]
-        for time in search._times
+        alive_bytes(search.choices, model_in_turn(search, search.in_turn), time)[1]
+        for time in search.times
     ]
     hasty()
-    values = search._values
-    proved, solves, _ = rules_out(search._relaxation, search._choices.columns, use, values, 1e9)
+    values = search.values
+    proved, solves, _ = rules_out(search.relaxation, search.choices.columns, use, values, 1e9)
     assert not proved and solves == 1
 
 
 def test_choices_near_the_relaxation_hold_a_good_solution(priced, solved, monkeypatch):
     """As programs of many rows are searched first."""
-    monkeypatch.setattr(_solve, "_MANY_ROWS", 0)
+    monkeypatch.setattr(_branching, "_MANY_ROWS", 0)
     near = 0
     for limit, best in solved.items():
         search = searched(priced, limit)
-        found = search._search_taken(np.inf)
+        found = _branching._search_taken(search, np.inf)
         assert search.lower_bound_s <= best.step_time_s * (1 + 1e-9)
         if found is not None:
             near += 1

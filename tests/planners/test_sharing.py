@@ -12,6 +12,7 @@ from aliquot.cost import evaluate, make_problem, price, timeline
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
 from aliquot.planners.intra.ilp._highs import Relaxation, solve_integers
+from aliquot.planners.intra.ilp._judging import model_in_turn, model_of
 from aliquot.planners.intra.ilp._program import add_memory_row, build_program
 
 
@@ -30,7 +31,7 @@ def limits(priced):
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     most, least = (
-        float(timeline(free.model(picks), priced, picks).max())
+        float(timeline(model_of(free, picks), priced, picks).max())
         for picks in (free.picks, free.least_memory())
     )
     return [float(limit) for limit in np.linspace(least, most, 6)[1:-1]]
@@ -41,8 +42,8 @@ def all_paid(search):
     conversion.
     """
     program, choices = build_program(search.priced, everything(search.priced))
-    for time in search._times:
-        model = search._model(search._in_turn)
+    for time in search.times:
+        model = model_in_turn(search, search.in_turn)
         add_memory_row(program, choices, search.priced, model, time, search.limit_bytes)
     program.add_excess(np.arange(len(program.groups.counts)))
     return program, choices
@@ -53,20 +54,20 @@ def test_the_relaxation_is_that_of_all_shared_conversions(priced, limits):
     bound = search.bound()
     program, _ = all_paid(search)
     assert bound == pytest.approx(Relaxation(program).solve().bound_s, rel=1e-6)
-    assert search._relaxation.is_exact
+    assert search.relaxation.is_exact
 
 
 def test_few_shared_conversions_matter(priced, limits):
     search = Search(priced, everything(priced), limit_bytes=limits[1])
     search.bound()
-    assert 0 < len(search._program.excess) < 0.1 * len(search._program.groups.counts)
-    assert len(search._program.lower) < 0.5 * len(all_paid(search)[0].lower)
+    assert 0 < len(search.program.excess) < 0.1 * len(search.program.groups.counts)
+    assert len(search.program.lower) < 0.5 * len(all_paid(search)[0].lower)
 
 
 def test_a_relaxation_takes_few_pivots(priced, limits):
     """A relaxation with all rows from the start takes more than twice the work."""
     search = Search(priced, everything(priced), limit_bytes=limits[1])
-    lazily = search._relaxation.solve().work
+    lazily = search.relaxation.solve().work
     program, _ = all_paid(search)
     assert lazily < 0.4 * Relaxation(program).solve().work
 
@@ -79,7 +80,7 @@ def test_branching_finds_what_it_finds_with_all_shared_conversions(priced, limit
     outcome = solve_integers(
         program, choices, node_limit=100, relative_gap=1e-3, ceiling_s=best.step_time_s * 1.01
     )
-    assert not search._assumes_deferred and not search.gave_up
+    assert not search.assumes_deferred and not search.gave_up
     assert search.lower_bound_s <= best.step_time_s <= search.lower_bound_s * 1.001
     assert outcome.bound_s * (1 - 1e-6) <= best.step_time_s
 

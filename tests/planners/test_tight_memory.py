@@ -8,8 +8,10 @@ from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import make_problem, price, timeline
 from aliquot.planners.intra.fixed import everything
-from aliquot.planners.intra.ilp import Search, _solve
+from aliquot.planners.intra.ilp import Search
+from aliquot.planners.intra.ilp._judging import model_of
 from aliquot.planners.intra.ilp._least import LeastPeak
+from aliquot.planners.intra.ilp._work import Work
 
 _CLUSTER = Cluster.preset("8xV100-16GB")
 
@@ -29,7 +31,7 @@ def between(priced, count):
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     most, least = (
-        float(timeline(free.model(picks), priced, picks).max())
+        float(timeline(model_of(free, picks), priced, picks).max())
         for picks in (free.picks, free.least_memory())
     )
     return [float(limit) for limit in np.linspace(least, most, count + 2)[1:-1]]
@@ -43,7 +45,7 @@ def searched(priced, limit, **options):
 
 def test_a_tight_search_takes_few_relaxations_and_integer_programs(graph):
     priced = priced_on(graph, (2, 4))
-    search = searched(priced, between(priced, 4)[0], work=_solve.Work(1e8))
+    search = searched(priced, between(priced, 4)[0], work=Work(1e8))
     solves = search.num_solves
     best = search.improve()
     assert best is not None and best.step_time_s <= 1.02 * search.lower_bound_s
@@ -54,11 +56,11 @@ def test_too_little_memory_is_proved_without_seconds(graph):
     priced = priced_on(graph, (2, 4))
     free = Search(priced, everything(priced), limit_bytes=1e15)
     picks = free.least_memory()
-    use = timeline(free.model(picks), priced, picks)
+    use = timeline(model_of(free, picks), priced, picks)
     moment, peak = int(np.argmax(use)), float(use.max())
     for share, expected in ((0.5, True), (1.01, False)):
         least = LeastPeak(priced, everything(priced), share * peak)
-        least.add(free.model(picks), moment)
+        least.add(model_of(free, picks), moment)
         assert least.exceeds_limit() is expected
     search = Search(priced, everything(priced), limit_bytes=0.5 * peak)
     assert search.bound() is None and not search.gave_up

@@ -20,6 +20,7 @@ from aliquot.cost import (
 )
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
+from aliquot.planners.intra.ilp._judging import model_of
 
 _CLUSTER = Cluster.preset("4xH100")
 
@@ -80,7 +81,7 @@ def test_if_the_best_choices_fit_only_at_once_all_products_are_deferred(problem)
     free.bound()
     best = free.improve()
     least = free.least_memory()
-    low = peak(free.model(least), priced, least)
+    low = peak(model_of(free, least), priced, least)
     limit_bytes = low + 0.2 * (best.peak_bytes - low)
     search = Search(
         priced, everything(priced), limit_bytes=limit_bytes, relative_gap=1e-2, node_limit=20
