@@ -94,6 +94,7 @@ def grouped_arrays(
         members.setdefault(key, []).append(array)
     groups = []
     for (_, shape, dtype, role, dims), paths in members.items():
+        # By the name of the dtype: a plan is read without JAX, whose dtypes NumPy does not know.
         total_bytes = len(paths) * math.prod(shape) * item_bytes(dtype)
         groups.append(
             ArrayGroup(

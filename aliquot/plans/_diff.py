@@ -130,6 +130,7 @@ def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
         terms[f"{prefix}data_axes"] = ", ".join(stage.data_axes)
         if is_pipeline(plan):
             terms |= _stage_decisions(prefix, stage)
+        # Nodes are numbered in each stage: in other stages the same name is another operator.
         for op in stage.interior if operators else ():
             split = (
                 ", ".join(f"{axis}: {factor}" for axis, factor in op.splits.items())

@@ -71,6 +71,7 @@ def to_json(plan: Plan) -> str:
             each.
     """
     data = msgspec.to_builtins(plan)
+    # How a plan was found decides nothing: an odd number there is no reason to refuse it.
     data["provenance"] = _without_odd_numbers(data["provenance"])
     odd = [path for path, value in _leaves(data, "plan") if not math.isfinite(value)]
     if odd:
@@ -116,6 +117,7 @@ def load(path: str | os.PathLike[str]) -> Plan:
     source = f"plan file {shortened(os.fspath(path))!r}"
     try:
         with open(path, "rb") as stream:
+            # One byte more than allowed tells a file that is too long, however long it is.
             read = stream.read(_MOST_BYTES + 1)
         if len(read) > _MOST_BYTES:
             raise PlanFileError(
@@ -186,6 +188,7 @@ def _too_deep(source: str) -> PlanFileError:
 def _is_deeper(data: Any, most: int) -> bool:
     """True if values lie in more than so many lists and objects."""
     level = [data]
+    # Level by level, not by recursion, which deep data would exhaust.
     for _ in range(most):
         level = [
             item
@@ -233,11 +236,14 @@ def _repeated_names(text: str) -> list[tuple[str, int]]:
         if len(set(names)) < len(names):
             counts.update({name: count for name, count in Counter(names).items() if count > 1})
 
+    # msgspec takes the last of equal names and says nothing. Numbers stay text, as they are not
+    # looked at.
     json.loads(text, object_pairs_hook=look, parse_int=str, parse_float=str)
     return list(counts.items())
 
 
 def _place(text: str, offset: int) -> str:
+    # msgspec counts bytes, editors count characters.
     before = text.encode()[:offset].decode(errors="ignore")
     return f"line {before.count(chr(10)) + 1}, column {len(before) - before.rfind(chr(10))}"
 
@@ -246,6 +252,7 @@ def _current(data: dict[str, Any], source: str) -> dict[str, Any]:
     """The data in today's version."""
     given = data["version"]
     readable = ", ".join(map(str, [*sorted(_MIGRATIONS), PLAN_VERSION]))
+    # By exact type: `true` is an `int` to Python.
     if type(given) is not int or given < 1:
         raise PlanFileError(
             f"{source} has version {shortened(repr(given), 40)}, which is no version; this aliquot"

@@ -312,12 +312,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return not self == other
 
     def __hash__(self) -> int:
+        # Of a few fields: dicts have no hash, and plans that are equal agree in these.
         return hash((self.interface_fingerprint, self.method, self.num_micro_batches))
 
     def decisions(self) -> tuple[str, ...]:
         """All that decides what runs, in lines of text: equal for plans that run the same, whatever
         they predict or are called.
         """
+        # Of these none decides what runs: how it was found, what it is called, what it costs.
         data = msgspec.to_builtins(self)
         for name in (*_HOW_FOUND, "prediction", "notes", "model", "cluster", "graph_fingerprint"):
             data.pop(name, None)

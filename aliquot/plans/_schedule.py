@@ -220,10 +220,14 @@ class Schedule:
                 task = tasks[places[submesh]]
                 slot = self._slot(task)
                 reads = [slot - row] if slot >= row else [slot - stride] if task.stage else []
+                # Backward of all stages but the last reads that of the stage after.
                 if row <= slot < 2 * row - stride:
                     reads.append(slot + stride)
+                # Every task takes time, so an end of 0 means that it has not run.
                 missing = next((read for read in reads if not ends[read]), None)
                 if missing is not None:
+                    # The submesh sleeps until that task has run: nothing is looked at twice in
+                    # vain.
                     waiting.setdefault(missing, []).append(submesh)
                     break
                 starts[slot] = max([free[submesh], *[ends[read] for read in reads]])

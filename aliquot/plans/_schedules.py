@@ -35,6 +35,7 @@ def share_submeshes(
     """
     lists = tuple(tuple(tasks) for tasks in stage_lists)
     num_submeshes = max(placement) + 1
+    # Where each stage has a submesh of its own, nothing is shared.
     if num_submeshes == len(lists):
         return lists
     apart = Schedule(

@@ -81,6 +81,7 @@ def compose(
         for k, some in enumerate(combinations)
     ]
     while math.prod(len(some) for some in kept) > _MOST:
+        # Where even these are too many, the slower half of the longest list goes.
         longest = max(range(len(kept)), key=lambda k: len(kept[k]))
         by_time = sorted(kept[longest], key=lambda c: known.seconds(longest, c)[0])
         kept[longest] = by_time[: len(by_time) // 2]
@@ -97,11 +98,13 @@ def compose(
         times = [known.seconds(k, c) for c in some]
         seconds = seconds + count * spread([t for t, _ in times])
         of_it_measured = of_it_measured + count * spread([m for _, m in times])
+        # What is held adds up over segments; of what else one needs the largest counts.
         held = held + count * spread([c.state_bytes + c.kept_bytes for c in some])
         working = np.maximum(working, spread([c.working_bytes for c in some]))
     for (a, b), count in Counter(itertools.pairwise(step.sequence)).items():
         along = [1] * len(kept)
         along[a], along[b] = len(kept[a]), len(kept[b])
+        # All segments of a kind are split alike, so that both sides are one choice.
         if a == b:
             table = np.array([known.between((a, b), p, p) for p in kept[a]])
         else:
@@ -171,6 +174,7 @@ class _WithoutLaunch:
         return total_s, measured_s
 
     def _net(self, known_s: float) -> tuple[float, float]:
+        # Measurements scatter: one may be shorter than a bare launch.
         net_s = max(known_s - self.launch_s, 0.0)
         return net_s, net_s
 
@@ -180,6 +184,7 @@ def _undominated(
 ) -> list[Combination]:
     """Combinations to which no other with the same boundary is better in time and in memory."""
     groups: dict[tuple[object, ...], list[Combination]] = {}
+    # Fastest first: one that is kept later must need less memory than all before it.
     for c in sorted(some, key=lambda c: (seconds(c)[0], c.options)):
         group = groups.setdefault(
             (tuple(sorted(c.enters.items())), tuple(sorted(c.leaves.items()))), []

@@ -129,6 +129,7 @@ class ProfileDatabase:
                 f" profile MODEL --database {self.path}"
             )
         with self._named_faults():
+            # Without transactions of Python's own: every statement is one, kept when it returns.
             self._connection = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None)
         try:
             self._prepare()
@@ -139,6 +140,7 @@ class ProfileDatabase:
     def _prepare(self) -> None:
         """Make the tables of a new file, and check the format of another."""
         with self._named_faults():
+            # Readers go on while a run writes.
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.executescript(_TABLES)
             versions = self._connection.execute("SELECT version FROM format").fetchall()
@@ -205,6 +207,7 @@ class ProfileDatabase:
         Raises:
             InputError: `other` is missing or is no such database.
         """
+        # To attach a missing file would make an empty one; this checks it first.
         ProfileDatabase(other, must_exist=True).close()
         with self._named_faults():
             self._connection.execute("ATTACH DATABASE ? AS other", (os.fspath(other),))

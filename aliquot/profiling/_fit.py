@@ -52,6 +52,7 @@ def fit_profiles(database: ProfileDatabase, cluster: Cluster) -> Fit:
         InputError: it holds too little.
     """
     rows, _ = fitting_rows(database, cluster)
+    # Fitted figures must explain measurements, not repeat corrections made from them.
     plain = replace(cluster, measured=None)
     launches = [row for row in rows if row[0] == LAUNCH]
     timed = [
@@ -164,8 +165,10 @@ def _fit_products(
     some = [(row, seconds) for row, seconds in timed if row[0].kind == "product"]
     if len(some) < 3:
         return {}
+    # Only GPUs pad products to tiles.
     tile = _TILE if cluster.device.kind == "gpu" else 1
     names = ["matmul_efficiency", "product_traffic", *(["product_depth"] if tile > 1 else [])]
+    # Logarithms make relative errors count, so that large products do not decide all.
     measured = np.log([seconds for _, seconds in some])
 
     def figures(values: NDArray[np.float64]) -> dict[str, float]:
@@ -179,6 +182,7 @@ def _fit_products(
         )
 
     low, high = np.full(len(names), _LEAST), np.full(len(names), _MOST)
+    # A peak may be understated; the shares cannot exceed 1.
     high[0] = _HIGHEST
     start = np.full(len(names), 0.5)
     if tile > 1:
@@ -238,6 +242,7 @@ def _fit_collectives(
             for k in (sizes.argmin(), sizes.argmax())
         ]
         fastest = (two[1][2] - two[0][2]) / (sizes.max() - sizes.min())
+        # A line without slope is as fast as links can be.
         shares[kind].append(fastest / slope if slope > 0 else _MOST)
         overheads.append(max(start - (two[0][2] - fastest * sizes.min()), 0.0))
     figures: dict[str, tuple[float, str]] = {}

@@ -162,6 +162,7 @@ def _correct_rows(rows: Sequence[Row], cluster: Cluster) -> Iterator[_Entry]:
         operator, key, measurement = row
         seconds = without_launch(row, launches)
         if seconds is not None and _runs_on(operator, key, plain):
+            # Ratios carry over to sizes that were not measured; seconds would not.
             table, point, modelled_s = modelled_operator(operator, key, plain)
             yield _Entry(
                 table,
@@ -191,6 +192,7 @@ def _transfer_link(rows: Sequence[Row], cluster: Cluster, crosses_hosts: bool) -
     """
     sizes, seconds = [], []
     for operator, key, measurement in rows:
+        # Transfers go from one half of the devices to the other, each on a lane of its own.
         half = key.num_devices // 2
         if (
             operator.kind == TRANSFER
@@ -209,6 +211,7 @@ def fit_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
     """Slope and start of the line of least relative error, both at least 0."""
     from scipy.optimize import least_squares
 
+    # Fitted by logarithms, which keeps both figures above 0.
     start = np.log([seconds.max() / sizes.max(), seconds.min()])
     found = least_squares(
         lambda line: (np.exp(line[0]) * sizes + np.exp(line[1])) / seconds - 1,
@@ -319,6 +322,7 @@ def _tables(corrected: Iterable[_Entry]) -> dict[str, RatioTable]:
         by_point: defaultdict[bytes, list[_Entry]] = defaultdict(list)
         for entry in entries:
             if entry.grade == grade:
+                # Points are computed, and equal ones may differ in the last digits.
                 by_point[np.round(entry.point, 9).tobytes()].append(entry)
         some = [by_point[key] for key in sorted(by_point)]
         tables[table] = RatioTable(

@@ -144,6 +144,7 @@ def measure_in_turn(
         time_one: `time_part` with its options.
     """
     workers = num_cores()
+    # A compilation would take the very cores that are timed.
     alone = jax.devices()[0].platform == "cpu"
     with ThreadPoolExecutor(max_workers=workers) as pool:
         batches = _batched(parts, workers)

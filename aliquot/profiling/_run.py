@@ -194,6 +194,7 @@ def _run_jobs(
 ) -> ProfileRun:
     """See `profile_segments` and `time_part`."""
     start, (number, of) = time.perf_counter(), share
+    # Every n-th, not a block of them: all hosts then begin with the most promising.
     jobs = jobs[number - 1 :: of]
     held = [database.get(job.key) for job in jobs]
     missing = [
@@ -225,6 +226,7 @@ def _run_jobs(
     report("measuring programs", known, len(jobs))
     for measurement in measure_in_turn(to_compile(), time_one):
         job = missing[measured]
+        # At once, so that a run that is killed keeps what it has.
         database.put(job.key, replace(measurement, grade=grade))
         note(job, measurement)
         measured += 1

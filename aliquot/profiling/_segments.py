@@ -143,6 +143,7 @@ class SegmentKind:
                 longer = (*options, option)
                 least_s = self._bound_s(longer)
                 if least_s is not None:
+                    # A bound may be found weaker for more options; what held before still holds.
                     heapq.heappush(waiting, (max(bound_s, least_s), longer))
         return sorted(found, key=lambda c: (c.seconds, c.options))
 
@@ -270,12 +271,14 @@ def segment_step(
     layers = segment_layers(problem.graph, segments)
     extracts = stage_step(_layered(problem.graph, layers), range(len(layers))).extracts
     kinds = []
+    # -1 is what comes before the first block.
     for number in range(-1, len(segments.kinds)):
         example = extracts[0 if number < 0 else 1 + segments.example(number)]
         part = _problem(example.graph, problem)
         part_space = _space(part, mesh)
         found = block_options(part, part_space, factors=factors)
         wanted = () if number < 0 else segments.kinds[number]
+        # A program of one segment must have the choices that it has in the whole step.
         if len(found) != len(wanted):
             raise InputError(
                 f"{problem.graph.name} cannot be profiled by segments: one of them has {len(found)}"

@@ -46,7 +46,7 @@ def verify_pipeline(
     sizes = [math.prod(stage.mesh_shape) for stage in plan.stages]
     with Compiler(chosen, num_devices=max(sizes), progress=tell, cache=cache) as compiler:
         compiler.start()
-        tell("writing the programs down")
+        tell("exporting the programs")
         pipeline = abstract_pipeline(planned)
         exports = export_stages(pipeline)
         programs = _compile_all(plan, exports, cluster, chosen, compiler)
