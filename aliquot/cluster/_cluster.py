@@ -161,8 +161,7 @@ class Cluster:
 
         Raises:
             ClusterError: A kind of device that is not in the catalogue, devices of several kinds,
-                or hosts of several
-            sizes.
+                or hosts of several sizes.
         """
         from ._detect import detect
 

@@ -124,9 +124,9 @@ class LogicalMesh:
         joins two devices of one group.
 
         Reference: ring bandwidth and the split of its hops as in NCCL's tuning model (NVIDIA,
-            `src/graph/tuning.cc`); rings as
-        bandwidth-optimal all-reduce in P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce
-        algorithms for clusters of workstations", 2009, section 3.
+            `src/graph/tuning.cc`); rings as bandwidth-optimal all-reduce in P. Patarasuk and X.
+            Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009,
+            section 3.
 
         Raises:
             InputError: A name that is no axis of this mesh.

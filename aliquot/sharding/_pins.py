@@ -33,8 +33,7 @@ class Pin:
     that is added up over data axes.
 
     `on_pieces`: each device runs the product on its pieces of the operands, and the runtime
-        scatters the sums to the first of
-    the result's splits.
+    scatters the sums to the first of the result's splits.
     """
 
     operands: tuple[Spec | None, ...]

@@ -37,6 +37,7 @@ def keep_answer(folder: Path, key: str, answer: dict[str, Any]) -> str:
         write_atomic(folder / f"{key}.json", json.dumps(answer))
     except (OSError, AliquotError) as error:
         return f"the result is not kept for the next time: {error}"
+    # Another process may clear the folder at the same time.
     with contextlib.suppress(OSError):
         _forget_oldest(folder)
     return ""

@@ -153,6 +153,7 @@ def unintended_collectives(
         if excess <= max(_TOLERANCE * allowed, least):
             continue
         known = units.get(key, set())
+        # First those whose size no predicted one explains: they are the likelier culprits.
         order = sorted(members, key=lambda each: (_is_known(each, known), -each.num_bytes))
         for each in order:
             if excess <= least:
@@ -177,6 +178,7 @@ def unintended_collectives(
 
 def _is_known(each: CompiledCollective, units: set[int]) -> bool:
     size = round(each.num_bytes / max(each.count, 1.0))
+    # Everything is a multiple of a unit that is small enough: such units explain nothing.
     return any(unit and size % unit == 0 for unit in units if unit * 64 >= size)
 
 

@@ -150,6 +150,7 @@ class Compiler:
         answer = self._process.compile(
             program, request, what=what, report=self._folder / f"{key[:16]}.txt"
         )
+        # Refusals too: the same program would be refused again, after as long a time.
         remark = keep_answer(self._folder, key, answer)
         return _compiled(target, answer, remark=remark)
 

@@ -45,6 +45,7 @@ def verify_pipeline(
     tell = progress or (lambda line: None)
     sizes = [math.prod(stage.mesh_shape) for stage in plan.stages]
     with Compiler(chosen, num_devices=max(sizes), progress=tell, cache=cache) as compiler:
+        # It takes seconds, in which the programs are exported here.
         compiler.start()
         tell("exporting the programs")
         pipeline = abstract_pipeline(planned)
@@ -100,6 +101,7 @@ def verify_pipeline(
         predicted_compute_s=plan.prediction.compute_s,
         stages=tuple(verified),
         submesh_bytes=tuple(
+            # Stages on the same devices hold their arrays there at the same time.
             max([float(memory(stages).peak_bytes), *(verified[k].compiled_bytes for k in stages)])
             for stages in together
         ),
@@ -217,6 +219,7 @@ def _together(
 ) -> CompiledProgram:
     """The programs of a stage as one account, at the moment when its devices hold most."""
     arguments, temporaries = memory.parts["arguments"], memory.parts["temporaries"]
+    # Seconds of a program that was compiled once for several stages count once.
     compiled_programs = [p.compiled for p in programs if not p.same_as]
     return CompiledProgram(
         target=programs[0].compiled.target,

@@ -63,6 +63,7 @@ class CompilerProcess:
         """End the process, which keeps nothing of its own, and remove its files."""
         if self._process is not None:
             self._process.kill()
+            # Reaped, and its pipes closed.
             self._process.communicate()
         if self._place is not None:
             shutil.rmtree(self._place, ignore_errors=True)
@@ -89,6 +90,7 @@ class CompilerProcess:
             self._progress(f"{what} ({format_seconds(time.monotonic() - started)})")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
+        # It may have answered and ended between the two looks.
         answer = answer or _read(folder)
         words = self._words()
         shutil.rmtree(folder, ignore_errors=True)
@@ -158,6 +160,7 @@ def _died(
     code: int, most: int, words: str, program: PortableProgram, target: CompileTarget, report: Path
 ) -> CompileError:
     size = f"a program of {format_bytes(len(program.module))}"
+    # The system kills what takes too much memory by signal 9.
     if code == -9 or "bad_alloc" in words or "MemoryError" in words:
         return CompileError(
             f"compiling {size} for {target.name} was stopped when it had taken {format_bytes(most)}"

@@ -28,7 +28,9 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OURS = ("sharding_constraint", "call_exported", "run", "")
 _LIBRARIES = re.compile(r"[/\\](?:jax|flax|optax|equinox)[/\\]")
-_OURSELVES = re.compile(r"[/\\]aliquot[/\\](?:(?:runtime|graph|sharding|verify)[/\\]|_api\.py)")
+_OURSELVES = re.compile(
+    r"[/\\]aliquot[/\\](?:(?:runtime|graph|sharding|verification)[/\\]|_api\.py)"
+)
 _STEPS = 60
 _TOTAL = re.compile(r"^Total bytes: (\d+)", re.MULTILINE)
 
@@ -105,6 +107,7 @@ class _Causes:
         """The cause of a collective: `operator at file:line (function)`, `input N`, or empty."""
         waiting, position, vague = [line], 0, ""
         operands = len(self._operands(line))
+        # Breadth first, so that the nearest instruction with a mark is found first.
         while position < min(len(waiting), _STEPS):
             current = waiting[position]
             position += 1

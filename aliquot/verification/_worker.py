@@ -38,6 +38,7 @@ def _compile(folder: Path) -> None:
         _correct_temporaries(answer["memory"], reports)
     except Exception as error:
         answer = {"error": type(error).__name__, "message": str(error)}
+    # The parent looks while this is written: a rename shows it all or nothing.
     partial = folder / "result.partial"
     partial.write_text(json.dumps(answer))
     partial.rename(folder / "result.json")
@@ -94,6 +95,7 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
         in_shardings=shardings(request["in_dims"]),
         out_shardings=list(shardings(request["out_dims"])),
         donate_argnums=tuple(request["donated"]),
+        # Arguments keep their positions, by which they are donated and named as causes.
         keep_unused=True,
     )
     lowered = jitted.lower(*exported.in_avals)

@@ -20,10 +20,10 @@ class TimeKind(enum.StrEnum):
     """Relation of the values that the parts of a batch compute for one array to the array.
 
     `EQUAL`: each part computes the array itself. `CONCATENATE`: each computes its own slice. `SUM`
-        and the other reductions:
-    the array is the sum (...) over the parts. `MEAN`: each part has a value of its own that stands
-    for the array (only under independent semantics). `LATE`: computed once, from combined arrays,
-    after the last part. `WHOLE`: exists only for the whole batch, computed before the first part.
+    and the other reductions: the array is the sum (...) over the parts. `MEAN`: each part has a
+    value of its own that stands for the array (only under independent semantics). `LATE`: computed
+    once, from combined arrays, after the last part. `WHOLE`: exists only for the whole batch,
+    computed before the first part.
     """
 
     EQUAL = "equal"
@@ -66,10 +66,9 @@ class Conversion(enum.StrEnum):
     """Conversion of an operand on its way into an operator.
 
     `ONCE`: the first part keeps it and the others take zeros (or each takes an equal share), so
-        that it counts once in
-    a sum. `ESTIMATE`: a part's sum times the number of parts, its estimate of the whole. `EARLY`:
-    the whole batch's value, computed before the first part. `LOCAL`: positions in the batch become
-    positions in the part.
+    that it counts once in a sum. `ESTIMATE`: a part's sum times the number of parts, its estimate
+    of the whole. `EARLY`: the whole batch's value, computed before the first part. `LOCAL`:
+    positions in the batch become positions in the part.
     """
 
     ONCE = "once"
