@@ -118,26 +118,29 @@ def find_remedies(
     if num_micro_batches is None and (is_auto or isinstance(method, PipeshardParallel)):
         # These have searched the number of micro-batches.
         kinds = [*others]
-    if not is_auto:
-        kinds.append([attempt("--method auto", method=Auto())])
     kinds.append([attempt(f"--cluster {each.name}", cluster=each) for each in _larger(cluster)])
+    if not is_auto:
+        # Takes the longest.
+        kinds.append([attempt("--method auto", method=Auto())])
     return tuple(_tried(kinds, time.perf_counter() + budget_s, progress))
 
 
 def _tried(
     kinds: Sequence[Sequence[Attempt]], until_s: float, progress: Progress | None
 ) -> Iterator[Remedy]:
-    for kind in kinds:
-        for each in kind:
+    for number, kind in enumerate(kinds):
+        for k, each in enumerate(kind):
             left_s = until_s - time.perf_counter()
             if left_s <= 0:
+                if number or k:
+                    yield from _unknown([kind[k:], *kinds[number + 1 :]])
                 return
             if progress:
                 progress(f"nothing fits; trying {each.change}", 0, 0)
             try:
                 candidate = each.make(left_s)
             except TimeLimitError:
-                yield Remedy(change=each.change, plan=None, is_known=False)
+                yield from _unknown([kind[k:], *kinds[number + 1 :]])
                 return
             except InfeasibleError as error:
                 yield Remedy(change=each.change, plan=None, required_bytes=error.required_bytes)
@@ -147,6 +150,13 @@ def _tried(
             else:
                 yield Remedy(change=each.change, plan=candidate)
                 break
+
+
+def _unknown(kinds: Sequence[Sequence[Attempt]]) -> Iterator[Remedy]:
+    """The next change of each kind for which no time was left."""
+    for kind in kinds:
+        for each in kind[:1]:
+            yield Remedy(change=each.change, plan=None, is_known=False)
 
 
 def coarser(method: Method | None) -> Method:
@@ -190,5 +200,5 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
         for each in vain
     ]
     unknown = [each.change for each in remedies if not each.is_known]
-    lines += [f"Not known after the time for this: {', '.join(unknown)}"] if unknown else []
+    lines += [f"No answer within the time for remedies: {', '.join(unknown)}"] if unknown else []
     return "\n".join(lines)

@@ -98,7 +98,34 @@ def test_a_change_that_is_not_planned_within_the_time_is_said_to_be_unknown(tigh
         *STEP, cluster=CLUSTER, memory_limit_bytes=tight / 1000, budget_s=7.0
     )
     assert remedy.plan is None and not remedy.is_known and remedy.to_dict()["fits"] is None
-    assert remedies_text([remedy]) == f"Not known after the time for this: {remedy.change}"
+    assert remedies_text([remedy]) == f"No answer within the time for remedies: {remedy.change}"
+
+
+def test_changes_that_no_time_was_left_for_are_named(tight, monkeypatch):
+    """The quick ones come first, so that it is the long search which has no answer."""
+
+    def planned(*args, cluster, method, **kwargs):
+        if isinstance(method, Auto):
+            raise TimeLimitError("no plan was complete")
+        raise InfeasibleError("nothing fits", required_bytes=1e12)
+
+    monkeypatch.setattr("aliquot._remedies.make_plan", planned)
+    options = {"cluster": CLUSTER, "method": DataParallel(), "memory_limit_bytes": tight / 1000}
+    tried = aq.find_remedies(*STEP, **options)
+    assert [each.change for each in tried if not each.is_known] == ["--method auto"]
+    assert "--cluster 2x4xH100" in [each.change for each in tried if each.is_known]
+
+    def endless(*args, num_micro_batches, **kwargs):
+        raise TimeLimitError("no plan was complete")
+
+    monkeypatch.setattr("aliquot._remedies.make_plan", endless)
+    untried = aq.find_remedies(*STEP, **options)
+    assert [each.change for each in untried] == [
+        "--micro-batches 2",
+        "--cluster 2x4xH100",
+        "--method auto",
+    ]
+    assert not any(each.is_known for each in untried)
 
 
 @pytest.mark.parametrize("method", [None, Auto(), PipeshardParallel(), WholeProgram()])
