@@ -157,6 +157,7 @@ def _corners(
     corners = list(zip(places, values, strict=True))
     if not steps:
         return corners
+    # Two corners for each value: where it begins, and where the next one does.
     held = [(later, value) for later, value in zip(places[1:], values, strict=False)]
     return [corner for pair in zip(corners, [*held, corners[-1]], strict=True) for corner in pair]
 
@@ -210,6 +211,7 @@ def rows_over_time(
             f'<text x="{_LEFT - 8}" y="{y + _ROW - 8}" text-anchor="end">{escape(name)}</text>'
         )
         for segment in row:
+            # A hair of space tells neighbours of one colour apart.
             width = max((segment.end - segment.start) * scale - _LEAST_WIDTH, _LEAST_WIDTH)
             drawn.append(
                 f'<rect x="{_LEFT + segment.start * scale:.2f}" y="{y}" width="{width:.2f}"'

@@ -80,6 +80,7 @@ def _fullest_stage(plan: Plan) -> MemorySeries | None:
         key=lambda item: item[1].peak_memory_bytes,
     )
     trace = planned_trace(plan)
+    # Of several changes at one moment the last one counts.
     held = {
         second: count
         for second, _, stage, count in in_flight_events(trace.events)
@@ -89,6 +90,7 @@ def _fullest_stage(plan: Plan) -> MemorySeries | None:
         return None
     places = [0.0, *(second for second in held if second > 0), trace.step_time_s]
     counts = [held.get(0.0, 0), *(count for second, count in held.items() if second > 0), 0]
+    # The prediction is of the moment with most micro-batches in flight.
     each_bytes = prediction.memory_bytes.get(_KEPT, 0.0) / prediction.in_flight
     parts = {
         name: (
@@ -133,6 +135,7 @@ def schedule_rows(plan: Plan) -> ScheduleRows:
     )
     splits_backward = any(event.kind == TaskKind.BACKWARD_WEIGHT for event in events)
     rows: list[list[Segment]] = [[] for _ in range(shown)]
+    # In the order of time, so that all submeshes are cut off at one moment.
     for event in events[:_MOST_SEGMENTS]:
         rows[event.submesh].append(_segment(event, splits_backward))
     return ScheduleRows(

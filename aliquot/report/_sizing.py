@@ -58,6 +58,7 @@ class BatchSearch:
         """The batch with the highest throughput among those tried."""
         return max(
             (t for t in self.trials if t.plan),
+            # Of equally fast batches the smallest: it needs the least memory.
             key=lambda t: (t.examples_per_s, -t.global_batch),
             default=None,
         )
@@ -218,6 +219,7 @@ class Sizing:
         """The cheapest in time; without prices, the one of the fewest hosts."""
         return min(
             self.in_time(slower),
+            # Options without a price come behind all that have one.
             key=lambda o: (o.cost is None, (o.cost or 0.0) * slower, o.num_hosts, o.training_s),
             default=None,
         )

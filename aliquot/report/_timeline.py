@@ -48,7 +48,9 @@ class Timeline:
         shortest_s = min(
             (e.end_s - e.start_s for e in self._events if e.kind == TaskKind.FORWARD), default=end_s
         )
+        # A step that is short enough is drawn in whole, and in no more columns than show its tasks.
         column_s = max(end_s / room, shortest_s / _COLUMNS_OF_TASK)
+        # Where the whole would blur its tasks, five columns are left for the gap.
         if end_s / room >= shortest_s / _COLUMNS_OF_TASK * (1 + 1e-9):
             column_s = shortest_s / _COLUMNS_OF_TASK
             first = int((room - 5) * _SHARE_OF_BEGINNING)

@@ -58,6 +58,7 @@ def _costs(plan: Plan) -> StageCosts:
 
     predictions = [stage.prediction for stage in plan.stages if stage.prediction]
     weights = np.array([p.weight_gradient_s for p in predictions])
+    # A timeline shows no memory.
     nothing = np.zeros(len(predictions))
     return StageCosts(
         forward_s=np.array([p.forward_s for p in predictions]),
@@ -116,6 +117,8 @@ def _updates(schedule: Schedule, costs: StageCosts, events: list[TraceEvent]) ->
         now = max(
             (e.end_s for e in events if e.submesh == submesh and e.lane == "compute"), default=0.0
         )
+        # A submesh that cannot compute while arrays travel begins its update behind the last of
+        # them.
         if not costs.overlaps_transfers:
             now = max(
                 [

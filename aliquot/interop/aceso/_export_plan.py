@@ -145,6 +145,7 @@ def _stages(
         if len(stages) > 1
     ]
     stage_of: list[int] = []
+    # Operators of the chain of which the step computes nothing go with the one before them.
     for stages in stages_of:
         before = stage_of[-1] if stage_of else 0
         stage_of.append(max(before, min(stages, default=before)))
@@ -300,6 +301,7 @@ class _StageLayout:
         read: tuple[str, ...] = READ_STREAM
         if name in _BETWEEN:
             filled, read = (_BETWEEN[name],), (_READS_BETWEEN[_BETWEEN[name]],)
+        # The split of an array is decided at the product that makes or reads it.
         nearest = sorted(self.products, key=lambda o: abs(o - operator))
         for other in nearest:
             for product in self.products[other]:

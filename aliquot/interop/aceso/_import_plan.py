@@ -243,6 +243,7 @@ def _decide(
         )
         problem = make()
         folded = not layers_differ(problem, operators, extract.ops, stage, first)
+        # Layers that the configuration splits differently cannot be decided about together.
         problem = problem if folded else make(repeats=False)
         problem = replace(problem, cluster=subcluster(task.cluster, _submesh(stage, task.cluster)))
         axes = mesh_axes(stage.num_devices, stage.tensor)
@@ -337,6 +338,7 @@ def _solve(
         priced=priced,
         allowed=[np.ones(len(node.choices), bool) for node in priced.nodes],
     )
+    # What the degrees leave open matters little: near the best is near enough.
     planner = ILP().coarser(relative_gap=1e-2, node_limit=50)
     solution = planner.solve(problem, space, memory_limit_bytes=task.limit_bytes)
     if solution is None:

@@ -109,6 +109,7 @@ def evaluate_configuration(
         leaves = database.between_nodes if device % gpus_per_node == 0 else database.within_nodes
         compute, transfer = view.compute_ms(), view.transfer_ms(enters, leaves, faults, missing)
         if judge.counts_update:
+            # Once in a step, but these figures are multiplied by the micro-batches.
             compute += view.update_ms(judge) / count
         held = judge.in_flight(len(configuration.stages) - 1 - k, count)
         figures.append((compute, transfer, view.memory(held, faults)))
