@@ -83,9 +83,7 @@ def make_problem(
     target = target_for(cluster.device)
     sums_gradients = num_micro_batches > 1
     index = index_nodes(graph, repeats=repeats, on_missing_rule=on_missing_rule)
-    nodes = build_nodes(
-        index, merges_partial_sums=target.merges_partial_sums, sums_gradients=sums_gradients
-    )
+    nodes = build_nodes(index, target, sums_gradients=sums_gradients)
     fused = stored_by_fusion(index.cuts)
     storage = find_storage(index.cuts, target, sums_gradients=sums_gradients)
     limit = (

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ..cluster import Target
 from ..graph import Graph, Operand, Phase, Role, ValueId, fold
 from ._cuts import cut, taken_by_regions
 from ._dim_rule import is_declared
@@ -34,19 +35,15 @@ def index_nodes(graph: Graph, *, repeats: bool = True, on_missing_rule: str = "i
     )
 
 
-def build_nodes(
-    naming: NodeIndex, *, merges_partial_sums: bool = False, sums_gradients: bool = False
-) -> NodeGraph:
+def build_nodes(naming: NodeIndex, target: Target, *, sums_gradients: bool = False) -> NodeGraph:
     """Everything there is to decide about a step, for any mesh.
 
     Args:
-        merges_partial_sums: whether a sum of partial products is reduced once, not each of them.
+        target: says how its compiler reduces sums of partial products.
         sums_gradients: whether gradients are summed over micro-batches before they are reduced.
     """
     cuts, graph = naming.cuts, naming.cuts.graph
-    edges = EdgeBuilder(
-        naming=naming, merges_partial_sums=merges_partial_sums, sums_gradients=sums_gradients
-    )
+    edges = EdgeBuilder(naming=naming, target=target, sums_gradients=sums_gradients)
     for op_class in naming.order:
         edges.add_operator(op_class)
     edges.add_crossings()

@@ -11,6 +11,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 from numpy.typing import NDArray
 
+from ..cluster import Target
 from ..graph import Phase, Role, wildcard
 from ._ids import NodeId
 from ._node_index import adds, adds_or_hands_on, adds_or_transposes, adds_transposes_or_casts
@@ -25,7 +26,7 @@ class EdgeBuilder:
     """Collects edges; conversions of one array for several users get one share number."""
 
     naming: NodeIndex
-    merges_partial_sums: bool
+    target: Target
     sums_gradients: bool
     edges: list[Edge] = field(default_factory=list)
     _shares: dict[Hashable, int] = field(default_factory=dict)
@@ -142,7 +143,8 @@ class EdgeBuilder:
         """
         through = adds_transposes_or_casts if self.sums_gradients else adds_or_transposes
         total = self.naming.serves(value_class, through, ending=adds)
-        return ("sum", total) if self.merges_partial_sums and total != value_class else None
+        is_reduced = self.target.merges_partial_sums and total != value_class
+        return ("sum", total) if is_reduced else None
 
     def add_aliases(self) -> None:
         """Edges from what the update makes to the input that it replaces: both are one buffer."""

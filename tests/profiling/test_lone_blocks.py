@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from aliquot import zoo
-from aliquot.cluster import Cluster, LogicalMesh
+from aliquot.cluster import Cluster, LogicalMesh, target_for
 from aliquot.cost import make_problem, picked_choices, price
 from aliquot.graph import Graph, Item, Phase, capture, extract_items, items_of
 from aliquot.planners import ILP, Space
 from aliquot.profiling import compile_part
 from aliquot.runtime import compiled_stats
 from aliquot.sharding import NodeGraph, ParallelBlock, build_nodes, find_blocks, index_nodes
+
+CPU = target_for(Cluster.preset("8xcpu").device)
 
 SMALL = {"num_layers": 1, "hidden_size": 64, "num_heads": 4, "seq_len": 32, "vocab_size": 64}
 MODELS = {
@@ -43,7 +45,7 @@ class Step:
     def __init__(self, model: str, overrides: dict[str, int]) -> None:
         workload = zoo.build(model, 16, overrides=overrides, dtype="float32", recompute="none")
         self.graph = capture(workload.train_step, workload.state, workload.batch)
-        self.nodes = build_nodes(index_nodes(self.graph))
+        self.nodes = build_nodes(index_nodes(self.graph), CPU)
         self.items = items_of(self.graph)
         self.maker = {o: k for k, item in enumerate(self.items) for o in item.outputs}
         self.readers: dict[int, list[int]] = defaultdict(list)

@@ -9,9 +9,12 @@ import pytest
 
 import aliquot as aq
 from aliquot import zoo
+from aliquot.cluster import Cluster, target_for
 from aliquot.core import InputError
 from aliquot.graph import Phase, capture
 from aliquot.sharding import build_nodes, find_blocks, index_nodes
+
+CPU = target_for(Cluster.preset("8xcpu").device)
 
 ATTENTION = ["k q v", "out"]
 LAYERS = {
@@ -25,7 +28,7 @@ LAYERS = {
 def nodes_of(model: str, num_layers: int, **options: object):
     workload = zoo.build(model, 16, overrides={"num_layers": num_layers}, **options)
     graph = capture(workload.train_step, workload.state, workload.batch)
-    return graph, build_nodes(index_nodes(graph))
+    return graph, build_nodes(index_nodes(graph), CPU)
 
 
 def name(path: str) -> str:
@@ -87,7 +90,7 @@ def test_gradients_are_split_as_the_paper_lists_them():
         {"one": shape((16, 32), jnp.float32), "two": shape((32, 64), jnp.float32)},
         shape((8, 16), jnp.float32),
     )
-    nodes = build_nodes(index_nodes(graph))
+    nodes = build_nodes(index_nodes(graph), CPU)
     first, second = find_blocks(graph, nodes, factors="all")
     assert [len(first.products), len(second.products)] == [2, 3]  # the batch needs no gradient
     sizes = {p: [f.size for f in nodes.nodes[p].factors] for p in second.products}

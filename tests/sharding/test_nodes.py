@@ -11,10 +11,12 @@ from planners.small_steps import array, momentum_step
 
 import aliquot as aq
 from aliquot import zoo
-from aliquot.cluster import Cluster, LogicalMesh
+from aliquot.cluster import Cluster, LogicalMesh, target_for
 from aliquot.cost import evaluate, make_problem, price
 from aliquot.graph import Phase, Role, cut_layers
 from aliquot.sharding import build_nodes, index_nodes
+
+CPU = target_for(Cluster.preset("8xcpu").device)
 
 CLUSTER = Cluster.preset("8xcpu")
 ROWS, SEQ, WIDTH, HEADS, VOCAB = 8, 32, 64, 4, 128
@@ -31,7 +33,7 @@ def nodes_of(family="gpt-125m", num_layers=3, **options):
     )
     workload = zoo.build(config, ROWS, optimizer="sgd", **options)
     graph = aq.capture(workload.train_step, workload.state, workload.batch)
-    return graph, build_nodes(index_nodes(graph))
+    return graph, build_nodes(index_nodes(graph), CPU)
 
 
 @pytest.mark.parametrize("family", ["gpt-125m", "llama-7b"])
@@ -91,7 +93,9 @@ def test_parts_of_one_operator_have_labels_of_their_own():
         small, large = jnp.split(batch["x"] * params["scale"], [8], axis=-1)
         return small.sum(axis=0), large.sum(axis=0)
 
-    nodes = build_nodes(index_nodes(aq.capture(step, {"scale": array(24)}, {"x": array(16, 24)})))
+    nodes = build_nodes(
+        index_nodes(aq.capture(step, {"scale": array(24)}, {"x": array(16, 24)})), CPU
+    )
     for node in nodes.nodes:
         labels = [f.label for f in node.factors]
         assert len(set(labels)) == len(labels)
@@ -104,7 +108,7 @@ def test_a_size_one_dim_neither_ties_nor_blocks():
         return centred * batch["mask"][:, None, None]
 
     batch = {"x": array(8, 16, 32), "mask": array(8)}
-    nodes = build_nodes(index_nodes(aq.capture(step, {"scale": array(32)}, batch)))
+    nodes = build_nodes(index_nodes(aq.capture(step, {"scale": array(32)}, batch)), CPU)
     group = max((n for n in nodes.nodes if n.kind == "group"), key=lambda n: len(n.factors))
     assert sorted(f.size for f in group.factors) == [8, 16, 32]
 
@@ -175,7 +179,7 @@ def test_fused_projection_with_heads_in_front_is_free():
         {"w": array(WIDTH, HEADS, 3, WIDTH // HEADS)},
         {"x": array(ROWS, SEQ, WIDTH)},
     )
-    nodes = build_nodes(index_nodes(aq.capture(*step)))
+    nodes = build_nodes(index_nodes(aq.capture(*step)), CPU)
     fused = [n for n in nodes.nodes if n.kind == "group" and HEADS in [f.size for f in n.factors]]
     for node in fused:
         heads = [f.size for f in node.factors].index(HEADS)
@@ -187,7 +191,7 @@ def test_fused_projection_in_one_dim_has_a_price_but_is_not_blocked():
     step = momentum_step(
         _attention(_one_dim), {"w": array(WIDTH, 3 * WIDTH)}, {"x": array(ROWS, SEQ, WIDTH)}
     )
-    nodes = build_nodes(index_nodes(aq.capture(*step)))
+    nodes = build_nodes(index_nodes(aq.capture(*step)), CPU)
     gathered = [
         (node, c.factors[0])
         for node in nodes.nodes
@@ -255,7 +259,10 @@ def test_a_total_over_equal_layers_may_leave_the_step():
     layer = {"own": array(WIDTH, WIDTH), "cross": array(WIDTH, WIDTH)}
     batch = {"x": array(ROWS, WIDTH), "source": array(ROWS, WIDTH)}
     graph = aq.capture(step, {"layers": [layer] * 5}, batch)
-    folded, apart = build_nodes(index_nodes(graph)), build_nodes(index_nodes(graph, repeats=False))
+    folded, apart = (
+        build_nodes(index_nodes(graph), CPU),
+        build_nodes(index_nodes(graph, repeats=False), CPU),
+    )
     assert folded.folded and len(folded.nodes) < len(apart.nodes)
 
 
@@ -343,7 +350,7 @@ def test_conversions_of_casts_of_parameters_are_named_after_the_parameters(scan)
     stacked = jax.ShapeDtypeStruct((3, 64, 64), jnp.float32)
     layers = {"w": stacked if scan else [weight] * 3}
     nodes = build_nodes(
-        index_nodes(aq.capture(step, layers, jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)))
+        index_nodes(aq.capture(step, layers, jax.ShapeDtypeStruct((32, 64), jnp.bfloat16))), CPU
     )
     labels = {edge.label for edge in nodes.edges if edge.num_bytes == 2 * 64 * 64}
     named = {label for label in labels if label.startswith("layers.w")}

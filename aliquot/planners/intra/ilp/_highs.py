@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import highspy
 import numpy as np
@@ -19,7 +18,6 @@ from ._program import Program
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Index = NDArray[np.int32]
-Basis: TypeAlias = highspy.HighsBasis
 
 # Plain pivots are faster if a few operators or conversions cost far more than most (a median below
 # this share of the largest cost: clusters of GPUs), at best by a factor of two. On CPUs, where
@@ -188,11 +186,11 @@ class Relaxation:
         """Rows of the solver's program."""
         return self._num_rows
 
-    def basis(self) -> Basis:
+    def basis(self) -> highspy.HighsBasis:
         """The basis that the next solve starts from."""
         return self._solver.getBasis()
 
-    def go_to(self, basis: Basis) -> None:
+    def go_to(self, basis: highspy.HighsBasis) -> None:
         """Return to a basis. Rows that were added since are basic: satisfied already, or after a
         few pivots; columns are not.
         """
