@@ -222,6 +222,7 @@ def solve_pipeline(method: PipeshardParallel, task: Task) -> PipelineSearch:
         CaptureError: the step does not decompose into micro-batches.
     """
     _refuse_effects(task.graph)
+    method = replace(method, inter=method.inter.for_one_search())
     given = method.num_micro_batches
     groups = (
         [[given]]

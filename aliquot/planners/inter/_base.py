@@ -86,6 +86,12 @@ class AbstractInter(abc.ABC):
         """
         return False
 
+    def for_one_search(self) -> AbstractInter:
+        """The planner for the solves of one search, which share its limits on work; by default
+        itself.
+        """
+        return self
+
     def check_limits(self, limits: StageLimits) -> None:
         """Refuse limits that this planner cannot keep to; by default any. Raises `InputError`."""
         limited = [name for name in ("num_stages", "schedule") if getattr(limits, name) is not None]

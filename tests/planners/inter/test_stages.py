@@ -147,6 +147,24 @@ def test_the_bound_is_valid_when_the_solve_limit_ends_the_search(limits):
     assert hasty.status == "solve limit" or hasty.gap < 1e-6
 
 
+def test_a_search_that_ends_at_its_limit_says_so_and_not_that_nothing_fits():
+    chain = random_chain(np.random.default_rng(5), num_units=12, geometry=(2, 2))
+    with pytest.raises(InfeasibleError, match="within the limits of the search") as caught:
+        StageDP(work_limit=0).solve([chain])
+    assert caught.value.required_bytes is None
+
+
+def test_solves_of_one_search_share_the_limit_on_work():
+    chain = random_chain(np.random.default_rng(5), num_units=12, geometry=(2, 2))
+    alone = StageDP().solve([chain])
+    planner = StageDP(work_limit=1e6).for_one_search()
+    assert planner.solve([chain]) == alone
+    spent = 1e6 - planner.work.left
+    assert 0 < spent < 1e6
+    planner.solve([chain])
+    assert planner.work.left == pytest.approx(1e6 - 2 * spent)
+
+
 @pytest.mark.parametrize("limit", [9.0, 13.0])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_infeasible_errors_name_the_smallest_need(schedule, limit):

@@ -5,6 +5,10 @@ lower limits, bounds the whole box. The solution at the upper limits is optimal 
 its own maxima; the part of the box below is cut in two. For one maximum, this finds the same
 optimum as Alpa's enumeration of all stage times as limits, without visiting all of them.
 
+A solution better than the best known has no maximum above a limit that follows from it and the
+bound of its box. Every solve keeps to these limits: with smaller limits a solver has fewer stages
+to consider. `first_solution` provides a best to begin with.
+
 Reference: Zheng et al., Alpa, 2022, section 5.2 (the enumeration).
 """
 
@@ -19,6 +23,10 @@ from ....cost import StageChoice
 
 _CLOSE = 1e-2
 _JUST_BELOW = 1e-10
+# Multiples of the lower bounds of maxima under which a first solution is sought.
+_SEEDS = (2.0, 8.0)
+# Limits are computed from differences, which round.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,84 +46,146 @@ Solver = Callable[[tuple[float, ...]], StageSolution | None]
 """The least sum whose maxima keep within limits; None if nothing does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Solutions of the search, best first; no solution is better than `bound_s` or the caller's
-    cutoff.
+class BoxSearch:
+    """The search for the least sum plus weighted maxima of one solver, a solve at a time, so that
+    searches can take turns.
 
-    `complete` is false if a limit on solves or their work ended the search.
+    Args:
+        lows: no solution has smaller maxima.
+        sum_low: none has a smaller sum.
+        relative_gap: smaller improvements are not searched for.
     """
 
-    solutions: tuple[StageSolution, ...]
-    bound_s: float
-    complete: bool
-    solves: int
+    def __init__(
+        self,
+        solve: Solver,
+        weights: Sequence[float],
+        lows: Sequence[float],
+        *,
+        sum_low: float,
+        relative_gap: float,
+    ) -> None:
+        self.num_solves = 0
+        self._solve, self._weights, self._lows = solve, weights, tuple(lows)
+        self._relative_gap = relative_gap
+        self._floor_s = sum_low + _dot(weights, lows)
+        self._begun = False
+        self._num_boxes = 0
+        # The least bound of what was left out: no better than some best solution of that time, up
+        # to the gap.
+        self._left_out_s = math.inf
+        # (bound, tie, lower limits, upper limits, solution at these); the tie keeps the order of
+        # equal bounds.
+        self._boxes: list[
+            tuple[float, int, tuple[float, ...], tuple[float, ...], StageSolution]
+        ] = []
+
+    @property
+    def open_s(self) -> float:
+        """A lower bound on what is still to be searched; infinite if nothing is."""
+        if not self._begun:
+            return self._floor_s
+        return self._boxes[0][0] if self._boxes else math.inf
+
+    @property
+    def bound_s(self) -> float:
+        """A lower bound on all solutions that are better than all of those given to `advance`."""
+        return max(min(self.open_s, self._left_out_s), self._floor_s)
+
+    def is_open(self, best_s: float) -> bool:
+        """True if there may be a solution better than the best known by more than the gap."""
+        return self.open_s < _aim(best_s, self._relative_gap)
+
+    def advance(self, best_s: float) -> StageSolution | None:
+        """The solution of one more solve; None if it found none, or if what was open needs none.
+
+        Args:
+            best_s: of the best known solution, whoever found it; no others are sought.
+        """
+        if not self._begun:
+            self._begun = True
+            unlimited = (math.inf,) * len(self._weights)
+            return self._visit(self._lows, unlimited, self._floor_s, best_s)
+        bound, _, lower, upper, answer = heapq.heappop(self._boxes)
+        widths = [w * (high - low) for w, high, low in zip(self._weights, answer.maxima_s, lower)]
+        k = widths.index(max(widths))
+        # Above the second limit the box has nothing better than the best.
+        middle = min(
+            _middle(lower[k], answer.maxima_s[k]), lower[k] + (best_s - bound) / self._weights[k]
+        )
+        if not lower[k] < middle < answer.maxima_s[k]:
+            self._left_out_s = min(self._left_out_s, bound)
+            return None
+        lesser = self._visit(lower, _replaced(upper, k, middle), bound, best_s)
+        better_s = min(best_s, lesser.total_s(self._weights) if lesser else math.inf)
+        self._keep(_replaced(lower, k, middle), upper, answer, better_s)
+        return lesser
+
+    def _visit(
+        self, lower: tuple[float, ...], upper: tuple[float, ...], bound: float, best_s: float
+    ) -> StageSolution | None:
+        self.num_solves += 1
+        answer = self._solve(_below(best_s, bound, self._weights, lower, upper))
+        # What the limits leave out is no better than the best.
+        self._left_out_s = min(self._left_out_s, best_s)
+        if answer is not None:
+            self._keep(lower, upper, answer, min(best_s, answer.total_s(self._weights)))
+        return answer
+
+    def _keep(
+        self,
+        lower: tuple[float, ...],
+        upper: tuple[float, ...],
+        answer: StageSolution,
+        best_s: float,
+    ) -> None:
+        bound = answer.sum_s + _dot(self._weights, lower)
+        if bound >= _aim(best_s, self._relative_gap):
+            self._left_out_s = min(self._left_out_s, bound)
+        else:
+            self._num_boxes += 1
+            heapq.heappush(self._boxes, (bound, self._num_boxes, lower, upper, answer))
 
 
-def minimise(
+def first_solution(
     solve: Solver,
     weights: Sequence[float],
     lows: Sequence[float],
     *,
     sum_low: float,
     cutoff_s: float,
-    relative_gap: float,
-    solve_limit: int,
-    may_go_on: Callable[[], bool] = lambda: True,
-) -> Outcome:
-    """Minimise the sum plus weighted maxima below a cutoff.
-
-    Args:
-        lows: no solution has smaller maxima.
-        sum_low: none has a smaller sum.
-        relative_gap: smaller improvements are not searched for.
-        may_go_on: called between two solves; if false, the search ends as at `solve_limit`.
+) -> StageSolution | None:
+    """A solution below a cutoff that is quick to find: one with maxima of at most a few times their
+    lower bounds; None if there is none, although others may exist.
     """
     floor = sum_low + _dot(weights, lows)
-    best, solutions, solves, ties, pruned = cutoff_s, list[StageSolution](), 0, 0, math.inf
-    # (bound, tie, lower limits, upper limits, solution at these); the tie keeps the order of equal
-    # bounds.
-    boxes: list[tuple[float, int, tuple[float, ...], tuple[float, ...], StageSolution]] = []
-    if floor >= _aim(best, relative_gap):
-        return Outcome(solutions=(), bound_s=floor, complete=True, solves=0)
+    if floor >= cutoff_s or not any(lows):
+        return None
+    limits = _below(cutoff_s, floor, weights, lows, (math.inf,) * len(weights))
+    for multiple in _SEEDS:
+        near = tuple([min(multiple * low or math.inf, most) for low, most in zip(lows, limits)])
+        found = solve(near)
+        if found is not None or near == limits:
+            return found
+    return None
 
-    def keep(lower: tuple[float, ...], upper: tuple[float, ...], answer: StageSolution) -> None:
-        nonlocal pruned, ties
-        bound = answer.sum_s + _dot(weights, lower)
-        if bound >= _aim(best, relative_gap):
-            pruned = min(pruned, bound)
-        else:
-            ties += 1
-            heapq.heappush(boxes, (bound, ties, lower, upper, answer))
 
-    def visit(lower: tuple[float, ...], upper: tuple[float, ...]) -> None:
-        nonlocal best, solves
-        solves += 1
-        answer = solve(upper)
-        if answer is not None:
-            solutions.append(answer)
-            best = min(best, answer.total_s(weights))
-            keep(lower, upper, answer)
+def _below(
+    best_s: float,
+    bound_s: float,
+    weights: Sequence[float],
+    lower: Sequence[float],
+    upper: Sequence[float],
+) -> tuple[float, ...]:
+    """Upper limits that every solution of a box keeps to that is better than the best.
 
-    visit(tuple(lows), (math.inf,) * len(weights))
-    while boxes and boxes[0][0] < _aim(best, relative_gap) and solves < solve_limit and may_go_on():
-        bound, _, lower, upper, answer = heapq.heappop(boxes)
-        widths = [w * (high - low) for w, high, low in zip(weights, answer.maxima_s, lower)]
-        k = widths.index(max(widths))
-        # Above the second limit the box has nothing better than the best.
-        middle = min(_middle(lower[k], answer.maxima_s[k]), lower[k] + (best - bound) / weights[k])
-        if lower[k] < middle < answer.maxima_s[k]:
-            visit(lower, _replaced(upper, k, middle))
-            keep(_replaced(lower, k, middle), upper, answer)
-        else:
-            pruned = min(pruned, bound)
-    solutions.sort(key=lambda f: f.total_s(weights))
-    floors = [pruned, *(box[0] for box in boxes), *(f.total_s(weights) for f in solutions[:1])]
-    return Outcome(
-        solutions=tuple(solutions),
-        bound_s=max(min(floors), floor),
-        complete=not boxes or boxes[0][0] >= _aim(best, relative_gap),
-        solves=solves,
+    Args:
+        bound_s: of the box: its least sum and its lower limits.
+    """
+    spare_s = best_s - bound_s + _ROUNDING * best_s
+    return tuple(
+        min(high, low + spare_s / weight) if weight > 0 else high
+        for weight, low, high in zip(weights, lower, upper, strict=True)
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ....cost import Chain, PrefixSums, StageChoice, chain_in_flight, evaluate_form
 from ....plans import Keeps, schedule_kind
@@ -39,6 +40,21 @@ class _Place:
     crosses: bool
     sizes: tuple[int, ...]
     options: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Layout:
+    """First devices of stages that some options allow.
+
+    Attributes:
+        rows: for each first device, and the number of all, its row in tables.
+        options_at: by first device, the options that fit there.
+        places: the facts of each first device.
+    """
+
+    rows: dict[int, int]
+    options_at: dict[int, Ints]
+    places: dict[int, _Place]
 
 
 class DeviceProgram:
@@ -68,8 +84,8 @@ class DeviceProgram:
         self.num_stages, self._limit_bytes = num_stages, limit_bytes
         self._counts = chain.device_counts()
         self._sizes, self._size_of = np.unique(self._counts, return_inverse=True)
-        self._options_at = _usable_options(chain, self._counts)
-        self._places = {d: self._place(d) for d in self._options_at}
+        self._layouts: dict[bytes, _Layout] = {}
+        self._layout = _Layout(rows={}, options_at={}, places={})
         most = min(chain.num_units, chain.num_devices // int(self._counts.min()))
         self._most = most
         self._deepest = num_stages or (
@@ -103,7 +119,11 @@ class DeviceProgram:
             self.form,
             limits_s,
             self._transfers_s.reshape(-1, self.chain.num_units),
+            np.arange(len(self._counts)),
         )
+        self._layout = self._layout_of(self._useful(reach))
+        if 0 not in self._layout.options_at:
+            return None
         unlimited = all(np.isinf(limit) for limit in limits_s)
         if self.num_stages is None and self._keeps is Keeps.STAGES:
             stages = self._shared_search(reach, unlimited)
@@ -115,6 +135,31 @@ class DeviceProgram:
             return None
         sum_s, maxima_s = evaluate_form(self.chain, self.form, stages)
         return StageSolution(stages=stages, sum_s=sum_s, maxima_s=maxima_s)
+
+    def _useful(self, reach: Reach) -> NDArray[np.bool_]:
+        """The options that can run some unit within the limits on time and memory."""
+        ends = np.minimum(reach.ends.max(axis=0), self._memory_ends((1.0,))[:, 0])
+        return np.asarray((ends > np.arange(self.chain.num_units)).any(axis=1))
+
+    def _layout_of(self, useful: NDArray[np.bool_]) -> _Layout:
+        """The places that some options leave; many limits leave the same options."""
+        key = useful.tobytes()
+        if key not in self._layouts:
+            options_at = _usable_options(self.chain, self._counts, np.flatnonzero(useful))
+            ends = sorted({0, self.chain.num_devices, *options_at})
+            before = dict[int, set[int]]()
+            for d, options in options_at.items():
+                for size in set(self._size_of[options].tolist()):
+                    before.setdefault(d + int(self._sizes[size]), set()).add(size)
+            self._layouts[key] = _Layout(
+                rows={d: row for row, d in enumerate(ends)},
+                options_at=options_at,
+                places={
+                    d: self._place(d, options, before.get(d, {len(self._sizes)}))
+                    for d, options in options_at.items()
+                },
+            )
+        return self._layouts[key]
 
     def _deepening_search(self, reach: Reach) -> Stages | None:
         """The search if a stage keeps micro-batches by the number of stages after it, or if their
@@ -248,15 +293,13 @@ class DeviceProgram:
         last k: or more), after a stage of size p. The second result are the furthest ends under the
         memory limit, [options, depth, U].
         """
-        chain, units = self.chain, self.chain.num_units
+        units, layout = self.chain.num_units, self._layout
         memory = self._memory_ends(kept)
-        least = np.full(
-            (chain.num_devices + 1, len(self._sizes) + 1, len(kept) + 1, units + 1), np.inf
-        )
+        least = np.full((len(layout.rows), len(self._sizes) + 1, len(kept) + 1, units + 1), np.inf)
         least[-1, :, 0, units] = 0
         edges_of: dict[_Place, tuple[RunMinima, Floats]] = {}
-        for d in sorted(self._options_at, reverse=True):
-            options, place = self._options_at[d], self._places[d]
+        for d in sorted(layout.options_at, reverse=True):
+            options, place = layout.options_at[d], layout.places[d]
             ahead = self._ahead(least, d, options, num_stages) + sums[options, None, :]
             if place not in edges_of:
                 ends, extra = self._edge(reach, place, options, transfers)
@@ -265,30 +308,26 @@ class DeviceProgram:
                 edges_of[place] = runs, (extra + each - sums[options, :-1])[:, :, None, :]
             runs, extra = edges_of[place]
             self.work += ahead.size * len(place.sizes)
-            least[d, list(place.sizes), 1:, :units] = (runs.of(ahead) + extra).min(axis=1)
+            least[layout.rows[d], list(place.sizes), 1:, :units] = (runs.of(ahead) + extra).min(
+                axis=1
+            )
         return least, memory
 
     def _ahead(self, least: Floats, device: int, options: Ints, num_stages: int | None) -> Floats:
         """[options, depth, U + 1]: sums after a stage on these devices that is the first of 1, 2,
         ... stages.
         """
-        after = least[device + self._counts[options], self._size_of[options]]
+        rows = [self._layout.rows[device + n] for n in self._counts[options].tolist()]
+        after = least[rows, self._size_of[options]]
         ahead = after[:, :-1]
         if num_stages is None:
             ahead = ahead.copy()
             np.minimum(ahead[:, -1], after[:, -1], out=ahead[:, -1])
         return np.asarray(ahead)
 
-    def _place(self, device: int) -> _Place:
-        sizes = [len(self._sizes)]
-        if device:
-            sizes = [
-                k for k, n in enumerate(self._sizes) if self.chain.fits_at(device - int(n), int(n))
-            ]
+    def _place(self, device: int, options: Ints, before: set[int]) -> _Place:
         crosses = self.chain.num_hosts > 1 and device % self.chain.devices_per_host == 0
-        return _Place(
-            crosses=crosses, sizes=tuple(sizes), options=tuple(self._options_at[device].tolist())
-        )
+        return _Place(crosses=crosses, sizes=tuple(sorted(before)), options=tuple(options.tolist()))
 
     def _edge(
         self, reach: Reach, place: _Place, options: Ints, transfers: float
@@ -313,8 +352,8 @@ class DeviceProgram:
         device, unit, size = 0, 0, len(self._sizes)
         sums, steps = self.form.sums, np.arange(self.chain.num_units + 1)
         while unit < self.chain.num_units:
-            options = self._options_at[device]
-            place = replace(self._places[device], sizes=(size,))
+            options = self._layout.options_at[device]
+            place = replace(self._layout.places[device], sizes=(size,))
             ends, extra = self._edge(reach, place, options, self.form.transfers)
             end = np.minimum(ends[0, :, unit], memory[options, count - 1, unit])[:, None]
             values = (
@@ -337,7 +376,7 @@ class DeviceProgram:
                 int(last),
                 int(self._size_of[options[o]]),
             )
-            after = least[device, size, :, unit]
+            after = least[self._layout.rows[device], size, :, unit]
             count -= not (
                 num_stages is None
                 and count == least.shape[2] - 1
@@ -346,21 +385,32 @@ class DeviceProgram:
         return tuple(stages)
 
 
-def _usable_options(chain: Chain, counts: Ints) -> dict[int, Ints]:
-    """By first device, the options that fit there and leave devices that other stages can fill
-    exactly.
+def _usable_options(chain: Chain, counts: Ints, options: Ints) -> dict[int, Ints]:
+    """By first device, those of some options that fit there, can be reached from the first device
+    and leave devices that other stages can fill exactly.
     """
+    sizes = sorted({int(n) for n in counts[options]})
+    reached, ahead = {0}, [0]
+    fitting: dict[int, list[int]] = {}
+    while ahead:
+        d = ahead.pop()
+        fitting[d] = [n for n in sizes if chain.fits_at(d, n)]
+        fresh = {d + n for n in fitting[d]} - reached - {chain.num_devices}
+        reached |= fresh
+        ahead += fresh
     filled = {chain.num_devices}
     usable: dict[int, Ints] = {}
-    for d in range(chain.num_devices - 1, -1, -1):
-        fitting = [
-            o for o, n in enumerate(counts) if chain.fits_at(d, int(n)) and d + int(n) in filled
-        ]
-        if fitting:
-            usable[d] = np.array(fitting)
+    known: dict[tuple[int, ...], Ints] = {}
+    for d in sorted(reached, reverse=True):
+        filling = tuple([n for n in fitting[d] if d + n in filled])
+        if filling:
+            if filling not in known:
+                known[filling] = options[np.isin(counts[options], filling)]
+            usable[d] = known[filling]
             filled.add(d)
+    # Devices that only stages reach after which nothing fills the rest.
     reached = {0}
     for d in sorted(usable):
         if d in reached:
-            reached |= {d + int(n) for n in counts[usable[d]]}
+            reached |= {d + int(n) for n in set(counts[usable[d]].tolist())}
     return {d: options for d, options in usable.items() if d in reached}

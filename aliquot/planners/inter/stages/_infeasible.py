@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from ....core import InfeasibleError, format_bytes
 from ....cost import AbstractChain, Chain, ChainPlan, PrefixSums, judge_stages
 from ....plans import Keeps, schedule_kind
+from .._work import WorkLeft
 from ._devices import DeviceProgram
 from ._rounds import RoundsProgram, round_counts
 from ._tabulated import TabulatedProgram, tabulated_programs
@@ -17,14 +18,22 @@ _PRECISION = 1e-3
 
 
 def nothing_fits(
-    chains: Sequence[AbstractChain], schedules: Sequence[str], num_stages: int | None
+    chains: Sequence[AbstractChain],
+    schedules: Sequence[str],
+    num_stages: int | None,
+    work_limit: float,
 ) -> InfeasibleError:
-    """The error to raise, with the smallest need over all chains and schedules, to within 0.1 %."""
+    """The error to raise, with the smallest need over all chains and schedules, to within 0.1 %, or
+    the smallest found within a limit on table entries.
+    """
+    work = WorkLeft(work_limit)
+    # The most micro-batches are the smallest.
+    by_size = sorted(chains, key=lambda chain: -chain.num_micro_batches)
     plans = [
         (plan, chain)
-        for chain in chains
+        for chain in by_size
         for name in schedules
-        if (plan := _smallest(chain, name, num_stages))
+        if work.left > 0 and (plan := _smallest(chain, name, num_stages, work))
     ]
     of_stages = "" if num_stages is None else f" of {num_stages} stages"
     if not plans:
@@ -55,14 +64,16 @@ def nothing_fits(
     )
 
 
-def _smallest(chain: AbstractChain, schedule: str, num_stages: int | None) -> ChainPlan | None:
+def _smallest(
+    chain: AbstractChain, schedule: str, num_stages: int | None, work: WorkLeft
+) -> ChainPlan | None:
     """The stages of least peak memory; None if there are no stages at all."""
     if not isinstance(chain, Chain):
         most_chunks = 2 if num_stages is None else chain.num_units
         make = functools.partial(
             tabulated_programs, chain, schedule, num_stages=num_stages, most_chunks=most_chunks
         )
-        return _bisect(chain, schedule, lambda limit: make(limit_bytes=limit))
+        return _bisect(chain, schedule, lambda limit: make(limit_bytes=limit), work)
     tables = PrefixSums.of(chain)
     if not schedule_kind(schedule).interleaves:
         return _bisect(
@@ -71,6 +82,7 @@ def _smallest(chain: AbstractChain, schedule: str, num_stages: int | None) -> Ch
             lambda limit: [
                 DeviceProgram(chain, tables, schedule, num_stages=num_stages, limit_bytes=limit)
             ],
+            work,
         )
     # Two chunks are enough: more chunks keep more in flight.
     rounds = round_counts(chain, num_stages, 2 if num_stages is None else chain.num_units)
@@ -81,6 +93,7 @@ def _smallest(chain: AbstractChain, schedule: str, num_stages: int | None) -> Ch
             lambda limit, n=n, v=v: [  # type: ignore[misc]
                 RoundsProgram(chain, tables, schedule, num_submeshes=n, chunks=v, limit_bytes=limit)
             ],
+            work,
         )
         for n, v in rounds
     ]
@@ -91,6 +104,7 @@ def _bisect(
     chain: AbstractChain,
     schedule: str,
     make: Callable[[float], Sequence[DeviceProgram | RoundsProgram | TabulatedProgram]],
+    work: WorkLeft,
 ) -> ChainPlan | None:
     """The stages of least peak memory, by bisection over the limit under which any program has a
     solution.
@@ -99,7 +113,9 @@ def _bisect(
     def under(limit_bytes: float) -> ChainPlan | None:
         plans = []
         for program in make(limit_bytes):
+            before = program.work
             solution = program.solve((math.inf,) * len(program.weights))
+            work.spend(program.work - before)
             if solution is not None:
                 plans.append(
                     judge_stages(
@@ -112,7 +128,7 @@ def _bisect(
     if best is None:
         return None
     low, high = 0.0, best.peak_bytes
-    while low < high * (1 - _PRECISION):
+    while low < high * (1 - _PRECISION) and work.left > 0:
         middle = (low + high) / 2
         smaller = under(middle)
         if smaller is None:

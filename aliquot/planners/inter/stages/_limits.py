@@ -33,13 +33,15 @@ def reach_within(
     form: ClosedForm,
     limits_s: Sequence[float],
     transfers_s: Floats,
+    options: Ints,
 ) -> Reach:
     """Ends of stages whose figures keep within limits, one for each maximum of the form.
 
     Args:
         transfers_s: [T, U], the transfer into a stage that begins at a unit, one way.
+        options: to look at; no stage runs with any other.
     """
-    ends = tables.last_end[None]
+    reached = tables.last_end[options][None]
     blocked = np.zeros(transfers_s.shape)
     for term, limit in zip(form.maxima, limits_s):
         if np.isinf(limit):
@@ -49,8 +51,11 @@ def reach_within(
             blocked[term.link * transfers_s > limit * (1 + 1e-12)] = np.inf
         elif term.transfers:
             remaining_s = limit - term.transfers * transfers_s[:, None, :]
-        shape = (remaining_s.shape[0], *tables.last_end.shape)
-        ends = np.minimum(ends, last_within(term.sums, np.broadcast_to(remaining_s, shape)))
+        shape = (remaining_s.shape[0], *reached.shape[1:])
+        within = last_within(term.sums[options], np.broadcast_to(remaining_s, shape))
+        reached = np.minimum(reached, within)
+    ends = np.tile(np.arange(chain.num_units), (len(reached), len(tables.last_end), 1))
+    ends[:, options] = reached
     return Reach(ends=ends, blocked=blocked)
 
 

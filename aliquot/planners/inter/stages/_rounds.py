@@ -67,7 +67,7 @@ class RoundsProgram:
     def solve(self, limits_s: tuple[float, ...]) -> StageSolution | None:
         """The least sum whose maxima keep within limits; None if there are no such stages."""
         units, options = self.chain.num_units, self._options
-        reach = reach_within(self.chain, self.tables, self.form, limits_s, self._edges_s)
+        reach = reach_within(self.chain, self.tables, self.form, limits_s, self._edges_s, options)
         sums = self.form.sums[options]
         count = self.num_submeshes * self._chunks
         least = np.full((count + 1, units + 1), np.inf)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from ....core import InputError, nearest
+from ....core import InfeasibleError, InputError, nearest
 from ....cost import (
     AbstractChain,
     Chain,
@@ -22,8 +22,9 @@ from ....plans import schedule_kind, training_schedules
 from ..._helper import HelperProcess
 from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
 from .._simulated import fastest, simulated, worth_simulating
+from .._work import WorkLeft
 from ..grid import GRID_SCHEDULE, layouts
-from ._boxes import Outcome, minimise
+from ._boxes import BoxSearch, StageSolution, first_solution
 from ._devices import DeviceProgram
 from ._infeasible import nothing_fits
 from ._recut import best_cut, recuts, two_sided_s
@@ -32,6 +33,8 @@ from ._tabulated import TabulatedProgram, tabulated_programs
 
 # Plans of each schedule for whose submeshes new cuts are sought, which takes time for each.
 _MOST_RECUTS = 12
+# The share of the limit on work that each solve of a search may use, however much is spent.
+_LEAST_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +62,10 @@ class StageDP(AbstractInter):
         relative_gap: smaller improvements are not searched for; the bound accounts for them.
         solve_limit: the most times that a program is solved, for each chain and schedule; a search
             that reaches it ends with a looser bound.
-        work_limit: the most table entries, for each schedule and all chains; likewise. Some 120
-            million take a second.
+        work_limit: the most table entries, over all chains, schedules and solves of one search;
+            likewise. Some 120 million take a second. A solve may always use a tenth of it.
+        work: what is left of the limit, in a search that solves several times; see
+            `for_one_search`.
 
     Reference: L. Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for
     Distributed Deep Learning", OSDI 2022, section 5.2.
@@ -72,7 +77,8 @@ class StageDP(AbstractInter):
     simulated: int = 3
     relative_gap: float = 1e-4
     solve_limit: int = 2000
-    work_limit: float = 6e8
+    work_limit: float = 1e9
+    work: WorkLeft | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.schedules:
@@ -96,6 +102,10 @@ class StageDP(AbstractInter):
     def searches(self) -> bool:
         """See `AbstractInter.searches`."""
         return True
+
+    def for_one_search(self) -> StageDP:
+        """See `AbstractInter.for_one_search`: solves share `work_limit`."""
+        return replace(self, work=WorkLeft(self.work_limit))
 
     def check_limits(self, limits: StageLimits) -> None:
         """See `AbstractInter.check_limits`: this planner supports all of them."""
@@ -129,7 +139,9 @@ class StageDP(AbstractInter):
         searched = self._search(chains, helper)
         starts = [start] if start is not None and self._covers(chains, start) else []
         if not searched.plans and not starts:
-            raise nothing_fits(chains, self.schedules, self.num_stages)
+            if not searched.complete:
+                raise self._limit_reached(chains[0])
+            raise nothing_fits(chains, self.schedules, self.num_stages, self.work_limit)
         # Closed forms leave out some waits and transfers, so the best few plans are simulated. The
         # plan to start from is among them, so the answer is no slower than it.
         queue = helper.share(simulated)
@@ -161,6 +173,15 @@ class StageDP(AbstractInter):
             status=proved if searched.complete else "solve limit",
         )
 
+    def _limit_reached(self, chain: AbstractChain) -> InfeasibleError:
+        return InfeasibleError(
+            f"No pipeline was found on {chain.num_hosts}x{chain.devices_per_host} devices within"
+            f" the limits of the search ({self.work_limit:,.0f} table entries,"
+            f" {self.solve_limit:,} solves of each program); one may fit.\n  Search longer with"
+            " StageDP(work_limit=...), or leave less to search: a number of stages, of"
+            " micro-batches, or a schedule."
+        )
+
     def _covers(self, chains: Sequence[AbstractChain], start: ChainPlan) -> bool:
         """True if the search covers this plan, which may come from another planner."""
         its_chains = [
@@ -179,10 +200,14 @@ class StageDP(AbstractInter):
     def _search(self, chains: Sequence[AbstractChain], helper: HelperProcess) -> _SearchResult:
         """Search all schedules. Plans are sorted by closed form, best first."""
         queue = helper.share(_search_schedule)
-        queue.add(_SearchTask(planner=self, chains=tuple(chains)), self.schedules)
+        work = self.work or WorkLeft(self.work_limit)
+        share = max(work.left, _LEAST_SHARE * self.work_limit) / len(self.schedules)
+        task = _SearchTask(planner=self, chains=tuple(chains), work_limit=share)
+        queue.add(task, self.schedules)
         runs = sorted(
             [run for answer in queue.answers() for run in answer], key=lambda run: run.order
         )
+        work.spend(sum(run.work for run in runs))
         plans = [
             (plan, chains[run.chain].under(plan.schedule)) for run in runs for plan in run.plans
         ]
@@ -279,10 +304,13 @@ class _SearchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _SearchTask:
-    """A planner and the chains to search, as passed to the helper process."""
+    """A planner, the chains to search, and the most table entries for each schedule, as passed to
+    the helper process.
+    """
 
     planner: StageDP
     chains: tuple[AbstractChain, ...]
+    work_limit: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -299,18 +327,22 @@ class _ScheduledProgram:
         sum_low, lows = self.program.lows()
         return sum_low + sum(w * low for w, low in zip(self.program.weights, lows))
 
-    def search(self, cutoff_s: float, planner: StageDP, work_limit: float) -> Outcome:
-        """Minimise the closed form, leaving out solutions of `cutoff_s` and more."""
+    def search(self, relative_gap: float) -> BoxSearch:
+        """The search for the least closed form."""
         sum_low, lows = self.program.lows()
-        return minimise(
+        return BoxSearch(
             self.program.solve,
             self.program.weights,
             lows,
             sum_low=sum_low,
-            cutoff_s=cutoff_s,
-            relative_gap=planner.relative_gap,
-            solve_limit=planner.solve_limit,
-            may_go_on=lambda: self.program.work < work_limit,
+            relative_gap=relative_gap,
+        )
+
+    def first(self, cutoff_s: float) -> StageSolution | None:
+        """A solution below `cutoff_s` that is quick to find; see `first_solution`."""
+        sum_low, lows = self.program.lows()
+        return first_solution(
+            self.program.solve, self.program.weights, lows, sum_low=sum_low, cutoff_s=cutoff_s
         )
 
     def plan_of(self, stages: Sequence[StageChoice]) -> ChainPlan:
@@ -331,6 +363,7 @@ class _ProgramResult:
     plans: tuple[ChainPlan, ...]
     bound_s: float
     complete: bool
+    work: float
 
 
 def _search_schedule(task: _SearchTask, schedule: str) -> list[_ProgramResult]:
@@ -339,32 +372,76 @@ def _search_schedule(task: _SearchTask, schedule: str) -> list[_ProgramResult]:
     Each schedule has a cutoff of its own, since closed forms of different schedules are not equally
     far from the simulation that decides.
     """
-    planner = task.planner
+    planner, work_limit = task.planner, task.work_limit
     programs = [
         ((entry.least_s, number, planner.schedules.index(schedule), k), entry)
         for number, chain in enumerate(task.chains)
         for k, program in enumerate(planner.programs(chain, schedule))
         for entry in [_ScheduledProgram(program=program, schedule=schedule, chain=number)]
     ]
-    # The program with the lowest bound first: its best plan is the cutoff for those that follow.
-    best_s, runs, work_left = math.inf, [], planner.work_limit
-    for order, entry in sorted(programs, key=lambda known: known[0]):
-        outcome = entry.search(best_s, planner, work_left)
-        work_left -= entry.program.work
-        plans = tuple(
-            entry.plan_of(solution.stages) for solution in outcome.solutions[: planner.simulated]
+    programs.sort(key=lambda known: known[0])
+    turns = [_Turn.of(entry, planner, order) for order, entry in programs]
+    best_s, spent = math.inf, 0.0
+    # A first solution of each large program, for a best to begin with.
+    for turn in turns:
+        if spent < work_limit and isinstance(turn.entry.program, DeviceProgram):
+            spent, best_s = turn.take(turn.entry.first, best_s, spent)
+    # Then the program with the lowest bound is always the next.
+    while spent < work_limit:
+        is_open = [
+            turn
+            for turn in turns
+            if turn.search.is_open(best_s) and turn.search.num_solves < planner.solve_limit
+        ]
+        if not is_open:
+            break
+        lowest = min(is_open, key=lambda turn: (turn.search.open_s, turn.order))
+        spent, best_s = lowest.take(lowest.search.advance, best_s, spent)
+    return [turn.result(best_s, planner.simulated) for turn in turns]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Turn:
+    """A program that takes turns with others in the search for the best of all.
+
+    Attributes:
+        solutions: found so far.
+    """
+
+    entry: _ScheduledProgram
+    search: BoxSearch
+    order: tuple[float, int, int, int]
+    solutions: list[StageSolution] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, entry: _ScheduledProgram, planner: StageDP, order: tuple[float, int, int, int]
+    ) -> _Turn:
+        return cls(entry=entry, search=entry.search(planner.relative_gap), order=order)
+
+    def take(
+        self, solve: Callable[[float], StageSolution | None], best_s: float, spent: float
+    ) -> tuple[float, float]:
+        """Solve once; the work spent by all programs after that, and the best closed form."""
+        before = self.entry.program.work
+        found = solve(best_s)
+        if found is not None:
+            self.solutions.append(found)
+            best_s = min(best_s, found.total_s(self.entry.program.weights))
+        return spent + self.entry.program.work - before, best_s
+
+    def result(self, best_s: float, most: int) -> _ProgramResult:
+        """The best few plans, and a bound on all plans of the program."""
+        weights = self.entry.program.weights
+        solutions = sorted(self.solutions, key=lambda solution: solution.total_s(weights))
+        return _ProgramResult(
+            order=self.order,
+            chain=self.entry.chain,
+            plans=tuple(self.entry.plan_of(solution.stages) for solution in solutions[:most]),
+            bound_s=min(self.search.bound_s, best_s) if self.entry.program.proves else 0.0,
+            complete=not self.search.is_open(best_s),
+            work=self.entry.program.work,
         )
-        best_s = min([best_s, *(plan.closed_form_s for plan in plans)])
-        runs.append(
-            _ProgramResult(
-                order=order,
-                chain=entry.chain,
-                plans=plans,
-                bound_s=outcome.bound_s if entry.program.proves else 0.0,
-                complete=outcome.complete,
-            )
-        )
-    return runs
 
 
 def _check_num_stages(chain: AbstractChain, num_stages: int | None) -> None:
