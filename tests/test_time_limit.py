@@ -73,7 +73,7 @@ def test_a_search_in_another_thread_ends_when_it_tells_its_progress():
     "stopped", [KeyboardInterrupt(), Interrupted(None)], ids=["in between", "in a race"]
 )
 def test_the_best_plan_so_far_is_the_answer_with_its_gap(stopped, monkeypatch):
-    def stop(method, task):
+    def stop(method, task, faster_than_s):
         monkeypatch.setattr(_time_limit.TimeLimit, "is_over", property(lambda limit: True))
         raise stopped
 

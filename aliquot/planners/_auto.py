@@ -14,7 +14,7 @@ from ._one_program import cannot_fit, least_compute_s, one_program_by_doubling, 
 from ._pipeshard import PipeshardParallel
 from .intra import ILP, AbstractIntra
 
-# On more devices the search for stages takes minutes.
+# On more devices the search for stages takes too long.
 _MOST_DEVICES = 4096
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core import CaptureError, InfeasibleError, InputError
-from ..cost import ChainPlan, Problem
+from ..cost import Chain, ChainPlan, Problem
 from ..graph import (
     Graph,
     operators_with_effects,
@@ -109,7 +109,7 @@ class PipeshardParallel(AbstractMethod):
         search: PipelineSearch | None = None
         refusal: InfeasibleError | InputError | CaptureError | None = None
         try:
-            search = solve_pipeline(method, task)
+            search = solve_pipeline(method, task, _fastest_s(method, programs))
         except InfeasibleError as error:
             if not method.may_be_one_program:
                 raise
@@ -152,6 +152,15 @@ class PipeshardParallel(AbstractMethod):
         if pipeline is not None and len(pipeline.stages) > 1:
             tried = (tried_pipeline(pipeline, "slower than one program"), *tried)
         return replace(best, candidates=(*best.candidates, *tried))
+
+
+def _fastest_s(method: PipeshardParallel, programs: Mapping[int, Decision | None]) -> float:
+    """The step time that pipelines must beat: that of the fastest known program, where one program
+    is an answer.
+    """
+    if not method.may_be_one_program:
+        return math.inf
+    return min((known.step_time_s for known in programs.values() if known), default=math.inf)
 
 
 def _one_programs(
@@ -199,12 +208,12 @@ class PipelineSearch:
     """The best pipeline for a step on a cluster.
 
     Attributes:
-        decision: the pipeline.
+        decision: the pipeline; None if none promises to be as fast as was asked for.
         program: an estimate of the step as one program, if the method allows one.
         tried: what else was looked at.
     """
 
-    decision: Decision
+    decision: Decision | None
     program: OneProgram | None = None
     tried: tuple[Candidate, ...] = ()
 
@@ -213,8 +222,14 @@ class _StoppedSearch(Interrupted):
     """Ctrl-C during a search for pipelines; its decision is a pipeline."""
 
 
-def solve_pipeline(method: PipeshardParallel, task: Task) -> PipelineSearch:
+def solve_pipeline(
+    method: PipeshardParallel, task: Task, faster_than_s: float = math.inf
+) -> PipelineSearch:
     """The best pipeline for a step on a cluster.
+
+    Args:
+        faster_than_s: where numbers of micro-batches are searched, those of which layers promise no
+            less are not looked at closely.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -232,7 +247,7 @@ def solve_pipeline(method: PipeshardParallel, task: Task) -> PipelineSearch:
     with HelperProcess(wanted=len(task.graph.ops) >= _MANY_OPS) as helper:
         for number, counts in enumerate(groups):
             try:
-                return _search_counts(method, task, counts, helper)
+                return _search_counts(method, task, counts, helper, faster_than_s)
             except InfeasibleError:
                 if number == len(groups) - 1:
                     raise
@@ -240,7 +255,11 @@ def solve_pipeline(method: PipeshardParallel, task: Task) -> PipelineSearch:
 
 
 def _search_counts(
-    method: PipeshardParallel, task: Task, counts: list[int], helper: HelperProcess
+    method: PipeshardParallel,
+    task: Task,
+    counts: list[int],
+    helper: HelperProcess,
+    faster_than_s: float,
 ) -> PipelineSearch:
     """The best pipeline with any of these numbers of micro-batches.
 
@@ -262,6 +281,9 @@ def _search_counts(
             # Small micro-batches may have other layers.
             fine = price(counts[-1:], layers=priced[counts[0]].sketch.layers)
         chains = chains_between(chains, fine.chains[0])
+    if _is_small(chains[0]) or _one_micro_batch_may_do(task, faster_than_s):
+        # Other ways are tried as well, which the promise of the best stages says nothing of.
+        faster_than_s = math.inf
     decisions: list[Decision] = []
     refusals: list[InfeasibleError] = []
     left = list(chains)
@@ -280,7 +302,7 @@ def _search_counts(
                 except InfeasibleError as error:
                     refusals.append(error)
                     break
-                fastest_s = min((decision.step_time_s for decision in decisions), default=math.inf)
+                fastest_s = min([faster_than_s, *(decision.step_time_s for decision in decisions)])
                 searched = len(decisions) + len(refusals)
                 if (
                     promised.step_time_s * (1 - _LESS_AS_WHOLES) >= fastest_s
@@ -297,18 +319,21 @@ def _search_counts(
                 refusals.append(error)
     except KeyboardInterrupt as stopped:
         raise _StoppedSearch(_fastest(decisions)) from stopped
-    if not decisions:
-        raise refusals[0]
     best = _fastest(decisions)
-    assert best is not None
+    if best is None:
+        if refusals or promised is None:
+            raise refusals[0]
+        others = [chain.num_micro_batches for chain in left]
+        slower = tried_counts(promised, method.inter.method, faster_than_s, others)
+        return PipelineSearch(decision=None, tried=(slower,))
     if method.num_stages is None and method.inter.searches:
         decisions += _with_other_numbers_of_stages(
             method, task, priced[best.num_micro_batches], best, len(best.stages), helper
         )
         best = _fastest(decisions)
         assert best is not None
-    leaves_out_one = method.num_micro_batches is None and 1 not in priced and most_counts > 1
-    if leaves_out_one and best.step_time_s > _IDLE_WITH_ONE * least_compute_s(task.problem(1)):
+    leaves_out_one = method.num_micro_batches is None and 1 not in priced
+    if leaves_out_one and _one_micro_batch_may_do(task, best.step_time_s):
         try:
             decisions += _with_one_micro_batch(method, task, price([1]), best, helper)
         except KeyboardInterrupt as stopped:
@@ -317,7 +342,8 @@ def _search_counts(
         assert best is not None
     tried = [tried_pipeline(each, "slower") for each in decisions if each is not best]
     if left:
-        tried.append(tried_counts(promised, best, [chain.num_micro_batches for chain in left]))
+        others = [chain.num_micro_batches for chain in left]
+        tried.append(tried_counts(promised, best.method, best.step_time_s, others))
     is_open = (
         method.num_stages in (None, 1)
         and method.schedule is None
@@ -325,6 +351,17 @@ def _search_counts(
     )
     program = as_one_program(chains) if is_open and method.inter.searches else None
     return PipelineSearch(decision=best, program=program, tried=tuple(tried))
+
+
+def _is_small(chain: Chain) -> bool:
+    """True if other numbers of stages are solved as well."""
+    return chain.num_units * len(chain.options) * chain.num_devices <= _SMALL
+
+
+def _one_micro_batch_may_do(task: Task, best_s: float) -> bool:
+    """True if a pipeline of one micro-batch may take less than the best, and is searched."""
+    few = task.cluster.num_devices <= MANY_DEVICES
+    return few and best_s > _IDLE_WITH_ONE * least_compute_s(task.problem(1))
 
 
 def _with_one_micro_batch(
@@ -363,7 +400,7 @@ def _with_other_numbers_of_stages(
     than what their layers take one by one.
     """
     chain = priced.chains[0]
-    if chain.num_units * len(chain.options) * chain.num_devices > _SMALL:
+    if not _is_small(chain):
         return []
     found = []
     for count in (around + 1, *range(around - 1, 1, -1)):

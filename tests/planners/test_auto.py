@@ -83,7 +83,7 @@ def test_fewer_stages_are_tried_with_one_micro_batch():
 
 
 def no_pipelines(monkeypatch, error):
-    def refuse(method, task):
+    def refuse(method, task, faster_than_s):
         raise error
 
     monkeypatch.setattr("aliquot.planners._pipeshard.solve_pipeline", refuse)

@@ -3,6 +3,7 @@ than a given one.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,11 @@ import pytest
 
 import aliquot as aq
 from aliquot.cluster import Cluster
-from aliquot.planners import Task
+from aliquot.planners import Task, solve_pipeline
 from aliquot.planners._counts import chains_between, counts_to_try
 from aliquot.planners._helper import HelperProcess
 from aliquot.planners._priced_layers import price_layers
+from aliquot.planners._tried import tried_pipeline
 
 
 def step(state, batch):
@@ -63,6 +65,29 @@ def test_what_was_tried_is_listed():
     stages = [row for row in tried if "stages" in row["name"]]
     rest = [row for row in tried if "micro-batches" in row["name"] and row not in stages]
     assert stages and rest and rest[0]["outcome"] == "no faster by its layers"
+
+
+def test_pipelines_whose_layers_promise_too_little_are_not_looked_at_closely(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("stages were solved")
+
+    monkeypatch.setattr("aliquot.planners._pipeshard.solve_with", refuse)
+    monkeypatch.setattr("aliquot.planners._pipeshard._SMALL", 0)
+    task = task_of(1024, 1024, "2x4xA100-40GB")
+    search = solve_pipeline(aq.PipeshardParallel(), task, faster_than_s=1e-9)
+    (row,) = search.tried
+    assert search.decision is None and row.outcome == "no faster by its layers"
+    assert row.step_time_s > 1e-9 and row.name.startswith("pipeshard, 2, 4, 8")
+    assert row.name.endswith("128 or 256 micro-batches")
+
+
+def test_a_bound_of_single_layers_above_a_pipeline_of_whole_stages_is_not_listed():
+    task = replace(task_of(1024, 1024, "2x4xA100-40GB"), num_micro_batches=8)
+    decision = solve_pipeline(replace(aq.PipeshardParallel(), num_micro_batches=8), task).decision
+    above = replace(decision, lower_bound_s=2 * decision.step_time_s)
+    below = replace(decision, lower_bound_s=0.5 * decision.step_time_s)
+    assert tried_pipeline(above).lower_bound_s is None
+    assert tried_pipeline(below).lower_bound_s == below.lower_bound_s
 
 
 def test_devices_that_do_not_divide_the_batch_have_a_plan():

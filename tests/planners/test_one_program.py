@@ -189,7 +189,7 @@ def test_a_search_for_stages_is_never_slower_than_auto(count):
     ids=["memory", "devices", "micro-batches"],
 )
 def test_one_program_is_planned_where_no_pipeline_fits(refusal, monkeypatch):
-    def nothing_fits(method, task):
+    def nothing_fits(method, task, faster_than_s):
         raise refusal
 
     monkeypatch.setattr("aliquot.planners._pipeshard.solve_pipeline", nothing_fits)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from planners.inter.chains import GEOMETRIES, compare, even_chain, random_chain
 
+from aliquot.cluster import Link
 from aliquot.core import InfeasibleError, InputError
-from aliquot.cost import find_stage_faults, judge_stages
+from aliquot.cost import Chain, StageOption, find_stage_faults, judge_stages
 from aliquot.planners.inter import Grid, StageDP
 from aliquot.planners.inter.stages._devices import DeviceProgram
 from aliquot.planners.inter.stages._tables import RunMinima
@@ -163,6 +164,43 @@ def test_solves_of_one_search_share_the_limit_on_work():
     assert 0 < spent < 1e6
     planner.solve([chain])
     assert planner.work.left == pytest.approx(1e6 - 2 * spent)
+
+
+def chain_on_many_devices(hosts: int, num_units: int, micro_batches: int) -> Chain:
+    """Options of one device, half a host, and 1, 2, 4, ... hosts of eight devices."""
+    submeshes = [(1, 1), (1, 4), *((2**k, 8) for k in range(hosts.bit_length()))]
+    options = tuple(
+        StageOption(name=f"{h}x{n}", submesh=(h, n), mesh_shape=(h * n,)) for h, n in submeshes
+    )
+    devices = np.array([option.num_devices for option in options], np.float64)
+    each = np.random.default_rng(0).uniform(0.9, 1.1, (num_units, 1)) / devices**0.95
+    return Chain(
+        unit_names=tuple(f"unit {k}" for k in range(num_units)),
+        options=options,
+        num_micro_batches=micro_batches,
+        forward_s=each,
+        backward_s=2 * each,
+        weight_gradient_s=each,
+        once_s=0.1 * each,
+        state_bytes=4 * each,
+        in_flight_bytes=each,
+        working_bytes=each,
+        boundary_bytes=np.full(num_units, 1e-3),
+        memory_limit_bytes=1e9,
+        num_hosts=hosts,
+        devices_per_host=8,
+        intra=Link(latency_s=0.0, bandwidth_bytes_per_s=10.0),
+        inter=Link(latency_s=0.0, bandwidth_bytes_per_s=1.0),
+    )
+
+
+def test_stages_on_very_many_devices_are_found_within_the_limit():
+    """Stages on few devices are too slow for any good plan, so that few places are left."""
+    chains = [chain_on_many_devices(512, 32, count) for count in (8, 32, 128)]
+    planner = StageDP().for_one_search()
+    plan = planner.solve(chains)
+    assert plan.status in ("optimal", "optimal within the gap") and plan.gap < 1e-3
+    assert planner.work_limit - planner.work.left < 3e7
 
 
 @pytest.mark.parametrize("limit", [9.0, 13.0])
