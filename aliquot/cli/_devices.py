@@ -25,6 +25,11 @@ def use_devices(virtual: int | None) -> list[Any]:
     return use_seen_devices() if virtual is None else use_virtual_devices(virtual)
 
 
+def virtual_flag(count: int) -> str:
+    """The XLA flag for so many virtual CPU devices."""
+    return f"{_COUNT}={count}"
+
+
 def use_virtual_devices(count: int) -> list[Any]:
     """Make this process's CPU look like `count` devices, and return them.
 
@@ -37,7 +42,7 @@ def use_virtual_devices(count: int) -> list[Any]:
     kept = [
         flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] != _COUNT
     ]
-    os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_COUNT}={count}"])
+    os.environ["XLA_FLAGS"] = " ".join([*kept, virtual_flag(count)])
     use_host_only()
     seen = use_seen_devices()
     if len(seen) < count:

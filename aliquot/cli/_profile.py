@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import InputError, parse_bytes, write_atomic
-from ._devices import use_devices, use_host_only
+from ._devices import use_devices, use_host_only, virtual_flag
 from ._groups import takes_groups
 from ._measuring import Database, MeasuringOptions, measuring_progress, read_share, show_run
 from ._model_options import ModelOptions
@@ -119,9 +119,10 @@ def run(
             )
         answer = show_run(say, done, "operators")
         if not done.num_missing:
+            virtual = "" if devices is None or cluster else f"XLA_FLAGS={virtual_flag(devices)} "
             say.show(
-                f"Plan from them with: aliquot plan {built.name} --cluster {cluster or 'detect'}"
-                f" --profiles {database}"
+                f"Plan from them, with the same options of the model: {virtual}aliquot plan"
+                f" {built.name} --cluster {cluster or 'detect'} --profiles {database}"
             )
         say.finish(answer)
 
@@ -231,11 +232,13 @@ def merge(
 ) -> None:
     """Take over what other databases have measured and this one has not."""
     with session(as_json) as say:
-        from ..profiling import ProfileDatabase
+        from ..profiling import ProfileDatabase, check_database
 
         missing = [str(path) for path in databases if not path.exists()]
         if missing:
             raise InputError(f"There is no {', no '.join(missing)}. Nothing was merged.")
+        for path in databases:
+            check_database(path)
         taken: dict[str, Any] = {}
         with ProfileDatabase(into) as known:
             for path in databases:

@@ -12,6 +12,7 @@ from ._conversions import conversions_between as conversions_between
 from ._database import Measurement as Measurement
 from ._database import ProfileDatabase as ProfileDatabase
 from ._database import ProgramKey as ProgramKey
+from ._database import check_database as check_database
 from ._describe import describe_blocks as describe_blocks
 from ._describe_profiles import describe_profiles as describe_profiles
 from ._describe_profiles import measured_curves as measured_curves

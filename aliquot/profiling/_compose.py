@@ -2,7 +2,10 @@
 
 T = sum of the segments' times + conversions between neighbours, and M = sum of what is held
 (parameters, state, and what the forward pass keeps) + the most that any segment needs besides. The
-launch of a program is part of everything that was measured, and counts once for the step.
+launch of a program is part of everything that was measured, and counts once for the step. Times by
+the cost model stand for what was not measured, corrected by the median ratio of measured to
+modelled time of the same kind: otherwise a model that is too optimistic would prefer what nobody
+has measured.
 
 Reference: arXiv 2504.00598, whose memory adds up everything; what is there only while one segment
 runs is counted once here.
@@ -36,11 +39,16 @@ class MeasuredStep:
             of memory.
         conversions: seconds of arrays that cross between segments.
         launch_s: of a program that does nothing, which is part of all others.
+        corrections: for each kind of segment the median ratio of measured to modelled time, with
+            which combinations that were not measured are corrected; none for no correction.
+        conversion_correction: that of conversions.
     """
 
     kinds: tuple[Mapping[Options, float], ...]
     conversions: Mapping[Conversion, float]
     launch_s: float = 0.0
+    corrections: tuple[float, ...] = ()
+    conversion_correction: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +80,7 @@ def compose(
     Args:
         step: its kinds of segment.
         combinations: those of each kind that may be chosen.
-        measured: what is known; for all else the cost model counts.
+        measured: what is known; for all else the cost model counts; see `MeasuredStep`.
         most: how many to return.
     """
     known = _WithoutLaunch(step, measured)
@@ -148,7 +156,10 @@ class _WithoutLaunch:
     def seconds(self, kind: int, combination: Combination) -> tuple[float, float]:
         """Of a segment."""
         known_s = self._measured.kinds[kind].get(combination.options) if self._measured else None
-        return (combination.seconds, 0.0) if known_s is None else self._net(known_s)
+        if known_s is None:
+            corrections = self._measured.corrections if self._measured else ()
+            return combination.seconds * (corrections[kind] if corrections else 1.0), 0.0
+        return self._net(known_s)
 
     def between(
         self, kinds: tuple[int, int], before: Combination, after: Combination
@@ -170,7 +181,8 @@ class _WithoutLaunch:
                 self._modelled_s[conversion] = resharding_seconds(
                     source, target, crossing.num_bytes, mesh
                 )
-            total_s += self._modelled_s[conversion]
+            correction = self._measured.conversion_correction if self._measured else 1.0
+            total_s += self._modelled_s[conversion] * correction
         return total_s, measured_s
 
     def _net(self, known_s: float) -> tuple[float, float]:

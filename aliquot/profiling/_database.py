@@ -108,6 +108,15 @@ def failed(error: str) -> str:
     return f"{_FAILED}{line[:_LONGEST_ERROR]}"
 
 
+def check_database(path: str | os.PathLike[str]) -> None:
+    """Open a database once.
+
+    Raises:
+        InputError: it is missing or is no such database.
+    """
+    ProfileDatabase(path, must_exist=True).close()
+
+
 class ProfileDatabase:
     """A file of measurements; see the module's description. Use it in a `with` statement, or
     `close` it.
@@ -208,7 +217,7 @@ class ProfileDatabase:
             InputError: `other` is missing or is no such database.
         """
         # To attach a missing file would make an empty one; this checks it first.
-        ProfileDatabase(other, must_exist=True).close()
+        check_database(other)
         with self._named_faults():
             self._connection.execute("ATTACH DATABASE ? AS other", (os.fspath(other),))
             try:

@@ -48,7 +48,8 @@ def host_device() -> str:
     """The name of this machine's CPU in the database, with the cores that this process may use:
     virtual devices share them.
     """
-    return f"cpu, {num_cores()} cores"
+    cores = num_cores()
+    return f"cpu, {cores} core{'' if cores == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

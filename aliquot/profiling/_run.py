@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ..cluster import MEASURED
+from ..cost import resharding_seconds
 from ..planners import Progress
 from ._compose import MeasuredStep
-from ._conversions import LAUNCH, all_conversions, compile_conversion, conversion_key
+from ._conversions import (
+    LAUNCH,
+    Conversion,
+    all_conversions,
+    compile_conversion,
+    conversion_key,
+)
 from ._database import Measurement, ProfileDatabase, ProgramKey
 from ._operators import Operator, compile_operator, operator_key
 from ._programs import CompiledPart, compile_part, measure_in_turn, program_key
@@ -67,9 +77,50 @@ def measured_step(
         measurement = database.get(conversion_key(conversion, mesh_shape))
         if measurement is not None and measurement.seconds is not None:
             conversions[conversion] = measurement.seconds
+    launch_s = conversions.pop(LAUNCH, 0.0)
+    ratios = [
+        _ratios([(c.seconds, known[c.options]) for c in some if c.options in known], launch_s)
+        for known, some in zip(kinds, combinations, strict=True)
+    ]
+    of_all = _median(list(itertools.chain(*ratios)), 1.0)
     return MeasuredStep(
-        kinds=tuple(kinds), conversions=conversions, launch_s=conversions.pop(LAUNCH, 0.0)
+        kinds=tuple(kinds),
+        conversions=conversions,
+        launch_s=launch_s,
+        corrections=tuple(_median(some, of_all) for some in ratios),
+        conversion_correction=_median(
+            _ratios([(_modelled_s(step, c), known) for c, known in conversions.items()], launch_s),
+            1.0,
+        ),
     )
+
+
+def _modelled_s(step: SegmentedStep, conversion: Conversion) -> float:
+    """Seconds of a conversion by the cost model."""
+    num_bytes = next(
+        crossing.num_bytes
+        for crossings in step.crossings.values()
+        for crossing in crossings
+        if (crossing.shape, crossing.dtype) == (conversion.shape, conversion.dtype)
+    )
+    return resharding_seconds(conversion.source, conversion.target, num_bytes, step.mesh)
+
+
+def _ratios(pairs: Sequence[tuple[float, float]], launch_s: float) -> list[float]:
+    """Measured to modelled time of what ran.
+
+    Args:
+        pairs: modelled and measured seconds; infinite for what ran out of memory.
+    """
+    return [
+        max(measured_s - launch_s, 0.0) / modelled_s
+        for modelled_s, measured_s in pairs
+        if math.isfinite(measured_s) and modelled_s > 0
+    ]
+
+
+def _median(values: Sequence[float], otherwise: float) -> float:
+    return float(np.median(values)) if values else otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from aliquot.planners import ILP
 from aliquot.profiling import (
     MeasuredStep,
     Measurement,
+    ProfileDatabase,
     Timing,
     all_conversions,
     compile_conversion,
@@ -29,6 +30,7 @@ from aliquot.profiling import (
     conversions_between,
     describe_blocks,
     measure_in_turn,
+    measured_step,
     priced_combinations,
     program_key,
     segment_step,
@@ -205,6 +207,25 @@ def test_composing_finds_what_trying_everything_finds():
         (best,) = compose(step, combinations, measured, memory_limit_bytes=limit, most=1)
         assert best.seconds == pytest.approx(min(c.seconds for c in fitting))
     assert compose(step, combinations, measured, memory_limit_bytes=1.0) == []
+
+
+def test_what_was_not_measured_is_corrected_by_what_was(tmp_path):
+    """A model that is too optimistic by half must not prefer what nobody has measured."""
+    step = segment_step(problem_of("tiny", 2), (4,))
+    combinations = priced_combinations(step)
+    with ProfileDatabase(tmp_path / "p.sqlite") as database:
+        for kind, some in zip(step.kinds, combinations, strict=True):
+            for c in some[: len(some) // 2 + 1]:
+                key = program_key(kind.problem.graph, c.choices, (4,))
+                database.put(key, Measurement(seconds=2 * c.seconds))
+        measured = measured_step(step, combinations, database)
+    assert measured.corrections == pytest.approx([2.0] * len(step.kinds))
+    for chosen in ([some[0] for some in combinations], [some[-1] for some in combinations]):
+        alone = [[c] for c in chosen]
+        (modelled,), (corrected,) = (compose(step, alone, m) for m in (None, measured))
+        segments_s = sum(k.count * c.seconds for k, c in zip(step.kinds, chosen, strict=True))
+        assert corrected.seconds == pytest.approx(modelled.seconds + segments_s)
+    assert combinations[1][-1].options not in measured.kinds[1]
 
 
 def test_segments_run_and_are_measured_once_each():
