@@ -320,7 +320,7 @@ def _named(option: ClusterOption, slower: float = 1.0) -> str:
     days = (
         f", {option.training_s * slower / _DAY_S:.1f} days" if option.training_s is not None else ""
     )
-    cost = f", {_money(option.cost * slower)}" if option.cost is not None else ""
+    cost = f", cost {_money(option.cost * slower)}" if option.cost is not None else ""
     return (
         f"{option.cluster} ({option.num_hosts}"
         f" host{'' if option.num_hosts == 1 else 's'}){days}{cost}"

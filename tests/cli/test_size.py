@@ -53,6 +53,7 @@ def test_a_deadline_that_nothing_meets_is_an_answer():
     assert found.exit_code == 1
     assert "cheapest in time       none that was tried" in found.stdout
     assert "fewest hosts that fit  1x8xH100 (1 host)" in found.stdout
+    assert " days, cost " in found.stdout
     assert "a sample: pass --prices FILE" in found.stdout
 
 
