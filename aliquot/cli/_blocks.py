@@ -166,6 +166,12 @@ def search(
         combinations = priced_combinations(step)
         with ProfileDatabase(database, must_exist=True) as known:
             measured = measured_step(step, combinations, known)
+        if not any(measured.kinds):
+            say.show(
+                f"{database} holds none of this step's segments, measured on these devices with"
+                " this release of JAX: all times are modelled. Measure them, with the same options"
+                f" of the model: aliquot blocks profile {asked.model.name} --database {database}"
+            )
         limit_bytes = step.problem.memory_limit_bytes if limit_bytes is None else limit_bytes
         best = compose(
             step, combinations, measured, memory_limit_bytes=limit_bytes, most=max(top, run)

@@ -9,6 +9,7 @@ from command_line import refused, run
 
 from aliquot.cli import _bench_cfp
 from aliquot.plans import Plan, violations
+from aliquot.profiling import ProfileDatabase
 from aliquot.zoo import configure
 
 MODEL = [
@@ -76,6 +77,13 @@ def test_profile_goes_on_where_it_was_and_search_plans_from_it(tmp_path):
         "the smallest needs",
         code=1,
     )
+
+
+def test_search_says_where_nothing_was_measured(tmp_path):
+    ProfileDatabase(tmp_path / "p.sqlite").close()
+    found = run("blocks", "search", *MODEL, "--devices", "4", "--database", tmp_path / "p.sqlite")
+    assert found.exit_code == 0, found.output
+    assert "none of this step's segments" in " ".join(found.stdout.split())
 
 
 def test_bad_input_is_refused(tmp_path):
