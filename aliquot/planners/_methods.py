@@ -147,12 +147,15 @@ class WholeProgram(AbstractMethod):
         max_meshes: number of logical meshes to try, the most promising first.
         max_axes: axes of a logical mesh.
         mesh_shape: only this mesh.
+        faster_than_s: programs that cannot take less are not searched closely; any that fits may
+            then be the answer.
     """
 
     intra: AbstractIntra = field(default_factory=ILP)
     max_meshes: int = 32
     max_axes: int = 2
     mesh_shape: tuple[int, ...] | None = None
+    faster_than_s: float = math.inf
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
@@ -177,6 +180,7 @@ class WholeProgram(AbstractMethod):
             relative_gap=self.intra.relative_gap,
             exact_space=True,
             progress=progress,
+            faster_than_s=self.faster_than_s,
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ..cluster import LogicalMesh, subcluster
@@ -18,7 +18,7 @@ from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Chain, Problem, alive_over_time, price
 from ..graph import Role
 from ._base import AbstractMethod, Decision, Interrupted, Progress, Task, faster
-from ._methods import ShardParallel
+from ._methods import ShardParallel, WholeProgram
 
 # Declared infeasible only 10 % above the limit, as a compiler may hold less with larger
 # micro-batches.
@@ -97,6 +97,9 @@ def one_program_by_doubling(
             if count in known:
                 decision = known[count]
             else:
+                # A program that is no faster than one with fewer micro-batches ends the search.
+                if best is not None and isinstance(method, WholeProgram):
+                    method = replace(method, faster_than_s=best.step_time_s)
                 decision = None if cannot_fit(problem) else method.solve(problem, task.progress)
         except InfeasibleError:
             decision = None

@@ -10,6 +10,7 @@ which thread ends first.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..cluster import LogicalMesh
-from ..core import InfeasibleError, InputError, format_bytes
+from ..core import InfeasibleError, InputError, format_bytes, format_seconds
 from ..cost import Problem, known_memory, peak_memory
 from ..graph import Role
 from ._base import Candidate, Decision, Interrupted, Progress, StageDecision
@@ -53,22 +54,30 @@ def race(
     exact_space: bool,
     expected: int = 1,
     progress: Progress | None = None,
+    faster_than_s: float = math.inf,
 ) -> Decision:
     """The best decision among all entries, with a bound that holds for all of them.
 
     Args:
         entries: an iterator may price them one by one; `expected` is about their number.
         relative_gap: entries that cannot improve by a larger share are not searched further.
+        faster_than_s: entries that cannot take less are not searched further either; the answer may
+            then be any that fits.
         exact_space: whether the plan states the bound; that of a fixed method is not worth stating.
 
     Raises:
-        InfeasibleError: no entry fits in memory; describes the smallest plan and remedies.
+        InfeasibleError: no entry fits in memory; describes the smallest plan and remedies. Or none
+            that fits is known, as none can be fast enough.
         Interrupted: on Ctrl-C, with the best decision so far.
     """
     runners: list[_Runner] = []
     notes: dict[str, Any] = {}
     best: tuple[_Runner, IntraSolution] | None = None
     report = progress or (lambda what, done, of: None)
+
+    def cutoff_s(best: tuple[_Runner, IntraSolution] | None) -> float:
+        return min(_cutoff_s(best and best[1], relative_gap), faster_than_s)
+
     # HiGHS leaves Python's lock while it solves, so that threads take part in earnest.
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     try:
@@ -80,9 +89,7 @@ def race(
             ceiling_s = best[1].step_time_s if best else np.inf
             runners.append(runner := _Runner.start(entry, problem, pool, ceiling_s, notes))
             if goes_first(entry.mesh):
-                ahead = _priced_meanwhile(
-                    upcoming, pool.submit(runner.bound, _cutoff_s(best and best[1], relative_gap))
-                )
+                ahead = _priced_meanwhile(upcoming, pool.submit(runner.bound, cutoff_s(best)))
                 upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
         unsolved = sorted(
             # Those whose relaxation promises most come first.
@@ -93,8 +100,8 @@ def race(
             # A rounded solution that fits limits how far the bounds of the others are raised.
             runner.bound(-np.inf)
             best = _better(best, runner)
-        cutoff_s = _cutoff_s(best and best[1], relative_gap)
-        for runner, lifted in [(r, pool.submit(r.bound, cutoff_s)) for r in unsolved]:
+        lift_to_s = cutoff_s(best)
+        for runner, lifted in [(r, pool.submit(r.bound, lift_to_s)) for r in unsolved]:
             lifted.result()
             best = _better(best, runner)
         # In the order of their bounds, so that most are pruned without branching.
@@ -102,7 +109,7 @@ def race(
             (r for r in runners if r.bound_s is not None), key=lambda r: r.bound_s or 0.0
         ):
             report(f"{runner.entry.space.name} on {runner.entry.mesh}", len(runners), len(runners))
-            improved = runner.finish(best and best[1], _cutoff_s(best and best[1], relative_gap))
+            improved = runner.finish(best and best[1], cutoff_s(best))
             # Of equals the improved one, whose status says how its search ended.
             if improved and (best is None or improved.step_time_s <= best[1].step_time_s):
                 best = runner, improved
@@ -119,6 +126,10 @@ def race(
     finally:
         pool.shutdown(cancel_futures=True)
     if best is None:
+        if any(r.bound_s is not None and r.bound_s >= faster_than_s for r in runners):
+            raise InfeasibleError(
+                f"No plan of method {method} takes less than {format_seconds(faster_than_s)}."
+            )
         raise _infeasible(problem, runners, method)
     return _decision(
         best, runners, problem, method, planner, exact_space, best[1].status, relative_gap

@@ -159,3 +159,21 @@ def test_an_interrupted_search_for_pipelines_keeps_the_program(monkeypatch):
     with pytest.raises(Interrupted) as stopped:
         aq.plan(*STEP, cluster=CLUSTER)
     assert stopped.value.plan is not None and stopped.value.plan.method == "auto"
+
+
+def test_a_program_that_cannot_be_fast_enough_is_not_searched_closely():
+    from aliquot.cost import make_problem
+
+    problem = make_problem(aq.capture(*deep(1024, 4096, 4)), CLUSTER)
+    best = WholeProgram().solve(problem)
+    found = WholeProgram(faster_than_s=best.step_time_s / 10).solve(problem)
+    assert found.lower_bound_s <= best.step_time_s <= found.step_time_s
+    assert all(
+        each.outcome == "cannot beat the best found"
+        for each in found.candidates
+        if each.step_time_s != found.step_time_s
+    )
+    assert (
+        WholeProgram(faster_than_s=10 * best.step_time_s).solve(problem).step_time_s
+        == best.step_time_s
+    )
