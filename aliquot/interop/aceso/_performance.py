@@ -10,7 +10,6 @@ model of its artifact.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -177,19 +176,20 @@ class _StageView:
     ) -> None:
         self._stage, self._chain, self._database = stage, chain, database
         self._operators = chain.operators[first : first + len(stage.tensor)]
-        self._rank_batches = [micro_batch // d for d in stage.data]
+        self._data = np.array(stage.data)
+        rank_batches = micro_batch // self._data
         self._index = (
             np.array([database.operators[o.name] for o in self._operators]),
-            np.array([database.micro_batches.index(b) for b in self._rank_batches]),
-            np.array([database.tensor_degrees.index(t) for t in stage.tensor]),
-            np.array([database.algorithms.index(a) for a in stage.algorithm]),
+            _places(rank_batches, database.micro_batches),
+            _places(np.array(stage.tensor), database.tensor_degrees),
+            _places(np.array(stage.algorithm), database.algorithms),
         )
         self._rows: NDArray[np.float64] = database.table[self._index]
         if np.isnan(self._rows).any():
             position = int(np.isnan(self._rows).any(axis=1).argmax())
             raise InputError(
                 f"{self._operators[position].name} was not measured with micro-batch"
-                f" {self._rank_batches[position]}, tensor degree {stage.tensor[position]} and"
+                f" {rank_batches[position]}, tensor degree {stage.tensor[position]} and"
                 f" algorithm {stage.algorithm[position]}."
             )
 
@@ -229,21 +229,21 @@ class _StageView:
         return seconds / 1000 + inside
 
     def _resharding_ms(self, faults: Faults, missing: list[str]) -> float:
+        # Layers repeat, so there are few distinct pairs of neighbours.
+        state = np.ravel_multi_index(self._index, self._database.table.shape[:-1])
+        state = state * (self._data.max() + 1) + self._data
+        pairs = np.stack([state[:-1], state[1:]], axis=1)
+        _, positions, counts = np.unique(pairs, axis=0, return_index=True, return_counts=True)
         total = 0.0
         sizes = self.column("input_size")
-        stage = self._stage
-        names = [operator.name for operator in self._operators]
-        states = list(zip(names, stage.tensor, stage.data, stage.algorithm, strict=True))
-        # Layers repeat, so there are few distinct pairs of neighbours.
-        collectives: dict[tuple[object, ...], tuple[tuple[str, int], ...]] = {}
-        for k, pair in enumerate(itertools.pairwise(states), start=1):
-            if pair not in collectives:
-                source, target = self._layout(k - 1, 1), self._layout(k, 0)
-                collectives[pair] = (
-                    () if source == target else tuple(collectives_between(source, target))
-                )
-            for kind, devices in collectives[pair]:
-                total += collective_ms(
+        # In the order of the operators, so that what is missing is named in that order.
+        for at in np.argsort(positions):
+            k = int(positions[at]) + 1
+            source, target = self._layout(k - 1, 1), self._layout(k, 0)
+            if source == target:
+                continue
+            for kind, devices in collectives_between(source, target):
+                total += int(counts[at]) * collective_ms(
                     self._database, kind, devices, float(sizes[k]), faults, missing
                 )
         return total
@@ -258,11 +258,14 @@ class _StageView:
         """Synchronisation of gradients between data-parallel ranks and the optimizer step, once in
         a step.
         """
-        per_mb = [
-            judge.update_us_per_mb(self._database, degree, self._chain.copies_of_weights)
-            for degree in self._stage.data
-        ]
-        return float((self.column("weights") * np.array(per_mb)).sum()) / 1000
+        degrees, at = np.unique(self._data, return_inverse=True)
+        per_mb = np.array(
+            [
+                judge.update_us_per_mb(self._database, int(degree), self._chain.copies_of_weights)
+                for degree in degrees
+            ]
+        )
+        return float((self.column("weights") * per_mb[at]).sum()) / 1000
 
     def memory(self, in_flight: int, faults: Faults) -> StageEstimate:
         """Memory of one device with so many micro-batches in flight, in MiB."""
@@ -289,19 +292,21 @@ class _StageView:
         """MiB of one micro-batch's activations that recomputation saves, and their peak during
         recomputation.
         """
-        saved = peak = run = 0.0
-        flags = self._stage.recompute
-        for k in range(len(flags)):
-            follows = (
-                k + 1 < len(flags) and flags[k + 1] and not self._operators[k + 1].starts_layer
-            )
-            if not (flags[k] and follows):
-                run = 0.0
-                continue
-            run += float(kept[k])
-            saved += float(kept[k])
-            peak = max(peak, run)
-        return saved, peak
+        flags = np.array(self._stage.recompute, bool)
+        starts_layer = np.array([operator.starts_layer for operator in self._operators])
+        # Those whose successor in the same layer is recomputed too: its input is theirs to free.
+        follows = np.append(flags[1:] & ~starts_layer[1:], False)
+        freed = np.where(flags & follows, kept, 0.0)
+        sums = np.cumsum(freed)
+        # The sum at the last operator before each run.
+        before = np.maximum.accumulate(np.where(flags & follows, 0.0, sums))
+        return float(freed.sum()), float((sums - before).max(initial=0.0))
+
+
+def _places(values: NDArray[np.int64], measured: Sequence[int]) -> NDArray[np.int64]:
+    """The position of each value among the measured ones."""
+    distinct, at = np.unique(values, return_inverse=True)
+    return np.array([measured.index(value) for value in distinct.tolist()])[at]
 
 
 def transfer_us(size_mb: float, transfers: Transfers, faults: Faults) -> float:

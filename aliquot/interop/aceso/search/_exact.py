@@ -63,7 +63,7 @@ class Exact:
     """
 
     max_rounds: int = 60
-    max_entries: float = 6e7
+    max_entries: float = 4.5e7
     max_labels: int = 500
     gap: float = 0.005
     budget_s: float | None = None
@@ -87,6 +87,8 @@ class _Search:
         self._planner, self._problem, self._on_progress = planner, problem, on_progress
         self._began = time.perf_counter()
         self._best = Incumbents(problem, self._elapsed, keep=planner.keep)
+        # Number of table entries that dynamic programs over cuts have read.
+        self._entries = 0
         # Bounds of micro-batches that no further round can raise.
         self._exhausted: list[float] = []
         self._batches: list[_MicroBatch] = []
@@ -122,7 +124,7 @@ class _Search:
 
     def _search(self, queue: list[tuple[float, int, _MicroBatch]]) -> str:
         """Run rounds until the bound is close enough; returns the reason why they ended."""
-        rounds = entries = 0
+        rounds = 0
         while queue:
             bound, _, batch = queue[0]
             if bound >= self._best.best_us * (1 - self._planner.gap):
@@ -131,7 +133,7 @@ class _Search:
                     if not self._exhausted
                     else "what is left costs too much to search"
                 )
-            if entries >= self._planner.max_entries:
+            if self._entries >= self._planner.max_entries:
                 return f"the limit of {self._planner.max_entries:,.0f} table entries"
             if rounds >= self._planner.max_rounds:
                 return f"the limit of {self._planner.max_rounds} rounds"
@@ -143,7 +145,6 @@ class _Search:
             else:
                 heapq.heappop(queue)
                 self._exhausted.append(batch.bound_us)
-            entries += sum(table.size for table in batch.tables.values())
             self._tell(queue)
         return "nothing was left to search"
 
@@ -201,11 +202,14 @@ class _Search:
         cuts, bound = batch.search.solve(
             batch.count, tolerance=self._planner.gap / 4, max_splits=batch.max_splits
         )
+        self._entries += sum(table.size for table in batch.tables.values())
         batch.bound_us = max(batch.bound_us, bound)
         if cuts is None:
             batch.bound_us = np.inf
             return True
         if batch.bound_us >= self._best.best_us * (1 - self._planner.gap):
+            # The best time only falls, so this micro-batch is never searched again.
+            batch.forget()
             return True
         values = [batch.entry(cut) for cut in cuts.stages]
         # Shortest paths first; once all of these stages have one, close gaps by enumeration.
@@ -344,6 +348,12 @@ class _MicroBatch:
             else:
                 self.tables[n] = bounds.bound_us
                 self.rates[n], self.chosen_rates[n] = bounds.rates_us_per_mb, bounds.rate
+
+    def forget(self) -> None:
+        """Free the tables, which are most of the memory of a search."""
+        self.tables.clear()
+        self.chosen_rates.clear()
+        self.search = None
 
     def shorten(self, ceiling_us: float) -> None:
         """Drop stages with more operators than fit below the ceiling."""

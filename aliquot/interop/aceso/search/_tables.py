@@ -116,8 +116,10 @@ def bound_stretches(
 
 
 class _Sweep:
-    """Shortest paths from all beginnings at once. Paths are indexed [row, entry, behind, rate,
-    state], with and without recomputation of the last operator.
+    """Shortest paths from all beginnings at once. Paths are indexed [state, entry, behind, rate,
+    row], with and without recomputation of the last operator.
+
+    Rows are many and states few: NumPy is fast where the last axis is long.
     """
 
     def __init__(
@@ -132,25 +134,26 @@ class _Sweep:
         self._space, self._rates, self._limit, self._longest = space, rates, limit_mb, longest
         self._num = num = len(space.kinds)
         held = rates * in_flight[:, None]
-        rate, held = rates[:, :, None], held[:, :, None]
-        kinds = space.busy_us.shape[0]
-        # By kind, behind, rate and state.
+        # By kind, and then as paths, with one place for all entries and for all rows.
+        self._saved = held[..., None] * _by_state(space.kept_mb)
         self._own = (
-            space.busy_us[:, None, None]
-            + rate * (space.state_copies * space.weights_mb)[:, None, None]
-            + held * space.kept_mb[:, None, None]
+            _by_state(space.busy_us)
+            + rates[..., None] * _by_state(space.state_copies * space.weights_mb)
+            + self._saved
         )
-        self._again = np.broadcast_to(space.again_us[:, None, None], self._own.shape)
-        self._saved = held * space.kept_mb[:, None, None]
-        self._enter_mb = held * space.enters_mb[:, None, None]
-        assert self._own.shape[0] == kinds
+        self._again = _by_state(space.again_us)
+        self._enter = [
+            held[..., None] * _by_state(space.enters_mb) + _by_state(space.enters_us[entered])
+            for entered in (0, 1)
+        ]
         invalid = ~space.valid
         least = [
             np.where(invalid, np.inf, x).min(axis=1)
             for x in (space.forward_reserved_mb, space.backward_reserved_mb)
         ]
         self._least_reserved = least[0][space.kinds], least[1][space.kinds]
-        self._leaves = np.where(invalid, 0.0, space.leaves_us.min(axis=3))
+        self._leaves = _by_state(np.where(invalid, 0.0, space.leaves_us.min(axis=3)))
+        self._edges = [_Edges(costs) for costs in space.edges_us]
         self._links = list(links)
         self._entries = sorted({entered for entered, _ in links})
         self._ends: NDArray[np.bool_] = np.ones(num + 1, bool)
@@ -204,19 +207,20 @@ class _Sweep:
             return bool((starts > op).any())
         chosen = slice(int(np.argmax(going)), len(going) - int(np.argmax(going[::-1])))
         space, kind = self._space, int(self._space.kinds[op])
-        plain, again = rows.plain[chosen], rows.again[chosen]
+        plain, again = rows.plain[..., chosen], rows.again[..., chosen]
         either = np.minimum(plain, again)
-        joint = (
-            np.minimum(plain, again - self._saved[self._space.kinds[op - 1]])
-            if space.fused[op]
-            else either
-        )
-        edges = space.edges_us[space.edge_of[op]]
-        operator_cost = self._own[kind]
-        rows.plain[chosen] = _shortest(either, edges) + operator_cost
-        rows.again[chosen] = (
-            rows.plain[chosen] if joint is either else _shortest(joint, edges) + operator_cost
-        ) + self._again[kind]
+        edges = self._edges[space.edge_of[op]]
+        if space.fused[op]:
+            np.subtract(again, self._saved[self._space.kinds[op - 1]], out=again)
+            joint = np.minimum(plain, again, out=again)
+            again[...] = edges.shortest(joint)
+            plain[...] = edges.shortest(either)
+            again += self._own[kind] + self._again[kind]
+            plain += self._own[kind]
+        else:
+            plain[...] = edges.shortest(either)
+            plain += self._own[kind]
+            np.add(plain, self._again[kind], out=again)
         for side in (0, 1):
             rows.reserved[side][chosen] = np.maximum(
                 rows.reserved[side][chosen],
@@ -229,13 +233,9 @@ class _Sweep:
         begun = np.flatnonzero(starts == op)
         if len(begun):
             for k, entered in enumerate(self._entries):
-                first = (
-                    self._own[kind]
-                    + self._enter_mb[kind]
-                    + space.enters_us[entered if op else 0][kind]
-                )
-                rows.plain[begun, k] = first
-                rows.again[begun, k] = first + self._again[kind]
+                first = self._own[kind] + self._enter[entered if op else 0][kind]
+                rows.plain[:, k, ..., begun] = np.moveaxis(first[:, 0], -1, 0)
+                rows.again[:, k, ..., begun] = np.moveaxis((first + self._again[kind])[:, 0], -1, 0)
             if space.counts_last_reserved:
                 for side in (0, 1):
                     rows.reserved[side][begun] = self._least_reserved[side][op]
@@ -249,27 +249,26 @@ class _Sweep:
     def _write(
         self, rows: _Rows, starts: Integers, op: int, chosen: slice, period: Period | None
     ) -> None:
-        least = np.minimum(rows.plain[chosen], rows.again[chosen])
-        refund = self._rates * (
-            self._limit - (rows.reserved[0][chosen] + rows.reserved[1][chosen])[:, None, None]
-        )
+        least = np.minimum(rows.plain[..., chosen], rows.again[..., chosen])
+        reserved = rows.reserved[0][chosen] + rows.reserved[1][chosen]
+        refund = self._rates[..., None] * (self._limit - reserved)
         kind = self._space.kinds[op]
         last = op + 1 == self._num
+        begins = starts[chosen]
+        fits = (begins <= op) & (op - begins < self._longest)
+        own_starts, offset = begins[fits], op - begins[fits]
         for index, (enters_node, leaves_node) in enumerate(self._links):
             if last and not leaves_node:
                 # The last stage is always left between nodes.
                 leaves_node = 1
-            bounds = (
-                _least(least[:, self._entries.index(enters_node)] + self._leaves[leaves_node, kind])
-                - refund
-            )
-            best = bounds.argmax(axis=-1)
-            value = np.take_along_axis(bounds, best[..., None], axis=-1)[..., 0]
-            begins = starts[chosen]
-            fits = (begins <= op) & (op - begins < self._longest)
-            own_starts, offset = begins[fits], op - begins[fits]
-            self.bound_us[:, index, own_starts, offset] = value[fits].T
-            self.rate[:, index, own_starts, offset] = best[fits].T
+            entry = self._entries.index(enters_node)
+            paths = least[:, entry : entry + 1] + self._leaves[leaves_node, kind]
+            bounds = paths[:, 0].min(axis=0) - refund
+            best = bounds.argmax(axis=1)
+            value = np.take_along_axis(bounds, best[:, None], axis=1)[:, 0]
+            value, best = value[:, fits], best[:, fits]
+            self.bound_us[:, index, own_starts, offset] = value
+            self.rate[:, index, own_starts, offset] = best
             if period is None or not period.count:
                 continue
             # The same stretch in later layers.
@@ -280,32 +279,42 @@ class _Sweep:
                 continue
             later = period.length * np.arange(1, count + 1)
             at = phase_starts[:, None] + later
-            self.bound_us[:, index, at, phase_offset[:, None]] = value[fits].T[:, phased, None]
-            self.rate[:, index, at, phase_offset[:, None]] = best[fits].T[:, phased, None]
+            self.bound_us[:, index, at, phase_offset[:, None]] = value[:, phased, None]
+            self.rate[:, index, at, phase_offset[:, None]] = best[:, phased, None]
 
 
-def _least(values: Floats) -> Floats:
-    """Minima over the last axis, which is short: a loop over it beats a reduction."""
-    result = values[..., 0].copy()
-    for k in range(1, values.shape[-1]):
-        np.minimum(result, values[..., k], out=result)
-    return result
+def _by_state(values: Floats) -> Floats:
+    """Values whose last axis is the state, so that they can be added to paths."""
+    return values[..., None, None, None, None]
 
 
-def _shortest(paths: Floats, edges: Floats) -> Floats:
-    """Paths to every state through its best predecessor. The axis is short: a loop over it beats a
-    reduction.
+class _Edges:
+    """Costs between states of neighbours, those of equal rows and of equal columns only once.
+
+    States of a layer that differ in what they recompute have the same edges.
     """
-    result = np.full(paths.shape, np.inf)
-    for state, costs in enumerate(edges):
-        reached = np.isfinite(costs)
-        if reached.all():
-            np.minimum(result, paths[..., state, None] + costs, out=result)
+
+    def __init__(self, costs: Floats) -> None:
+        rows, source = np.unique(costs, axis=0, return_inverse=True)
+        self._costs, self._target = np.unique(rows, axis=1, return_inverse=True)
+        self._order = np.argsort(source, kind="stable")
+        self._first = np.searchsorted(source[self._order], np.arange(len(rows)))
+        self._is_plain = len(rows) == len(costs) and self._costs.shape[1] == costs.shape[1]
+        if self._is_plain:
+            self._costs = costs
+
+    def shortest(self, paths: Floats) -> Floats:
+        """Paths to every state through its best predecessor."""
+        if not self._is_plain:
+            paths = np.minimum.reduceat(paths[self._order], self._first, axis=0)
+        if self._costs.size == 1:
+            result = paths + self._costs[0, 0]
         else:
-            for following in np.flatnonzero(reached):
-                column = result[..., following]
-                np.minimum(column, paths[..., state] + costs[following], out=column)
-    return result
+            result = np.full((self._costs.shape[1], *paths.shape[1:]), np.inf)
+            for state, following in np.argwhere(np.isfinite(self._costs)):
+                to = result[following]
+                np.minimum(to, paths[state] + self._costs[state, following], out=to)
+        return result if self._is_plain else result[self._target]
 
 
 class _Rows:
@@ -317,7 +326,8 @@ class _Rows:
     @classmethod
     def empty(cls, count: int, sweep: _Sweep) -> _Rows:
         """Rows whose paths have not begun."""
-        shape = (count, len(sweep._entries), *sweep._own.shape[1:])
+        _, states, _, behind, rates, _ = sweep._own.shape
+        shape = (states, len(sweep._entries), behind, rates, count)
         return cls(
             np.full(shape, np.inf), np.full(shape, np.inf), (np.zeros(count), np.zeros(count))
         )
@@ -326,8 +336,8 @@ class _Rows:
     def joined(cls, parts: Sequence[_Rows]) -> _Rows:
         """The rows of all parts, one after the other."""
         return cls(
-            np.concatenate([p.plain for p in parts]),
-            np.concatenate([p.again for p in parts]),
+            np.concatenate([p.plain for p in parts], axis=-1),
+            np.concatenate([p.again for p in parts], axis=-1),
             (
                 np.concatenate([p.reserved[0] for p in parts]),
                 np.concatenate([p.reserved[1] for p in parts]),
@@ -337,7 +347,7 @@ class _Rows:
     def part(self, rows: Integers) -> _Rows:
         """A copy of some rows."""
         return _Rows(
-            self.plain[rows],
-            self.again[rows],
+            self.plain[..., rows],
+            self.again[..., rows],
             (self.reserved[0][rows], self.reserved[1][rows]),
         )
