@@ -72,17 +72,15 @@ def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
     ]
     least = _thresholds(weighted)
     nodes = [
-        [
-            max(
-                (i.nodes for i in of_kind if i.bytes_per_s >= threshold),
-                key=len,
-                default=frozenset[NodeId](),
-            )
-            for of_kind in increments
-        ]
-        for threshold in least
+        [_worth_repeating(of_kind, threshold) for of_kind in increments] for threshold in least
     ]
     return RecomputeLevels(nodes=nodes, step_ops=[_step_ops(costs, of_level) for of_level in nodes])
+
+
+def _worth_repeating(increments: Sequence[_Increment], least: float) -> frozenset[NodeId]:
+    """The products of a kind of layer that free at least so many bytes for a second."""
+    worth = [i.nodes for i in increments if i.bytes_per_s >= least]
+    return max(worth, key=len, default=frozenset())
 
 
 def chain_with_levels(

@@ -12,7 +12,7 @@ from typing import Protocol
 from ..cluster import subcluster
 from ..core import InfeasibleError, format_bytes
 from ..cost import Chain, ChainPlan, Problem, StageOption, make_problem, predict_stages, price_stage
-from ..graph import OpId, same_structure, split_scans
+from ..graph import Extract, OpId, same_structure, split_scans
 from ..plans import make_schedule
 from ..sharding import LayeredStep, NodeId, StagedStep, layer_step, stage_step
 from ._base import Decision, PipelineParts, Task
@@ -208,35 +208,19 @@ def _solve_stages(
             proposal.figures[k].held_bytes * (1 - 1 / max(1.0, proposal.figures[k].in_flight))
             for k in members
         ]
-        stage = cache.of(
+        solution = _solve_whole(
+            method,
+            task,
             staged.extracts[first],
-            lambda graph: make_problem(
-                graph,
-                task.cluster,
-                num_micro_batches=layered.num_micro_batches,
-                on_missing_rule=task.on_missing_rule,
-            ),
-        )
-        problem = replace(
-            stage.problem,
-            cluster=subcluster(task.cluster, options[first].submesh),
+            options[first],
+            cache,
+            num_micro_batches=layered.num_micro_batches,
             # The stage with the most in flight decides, as equal stages get one solution.
             memory_limit_bytes=limit - max(other_bytes),
+            step_ops=repeated[proposal.stages[first].option] if repeated else frozenset(),
         )
-        try:
-            solution = stage.solved(
-                problem, options[first], functools.partial(_solve_stage, method)
-            )
-        except InfeasibleError as error:
-            # The stage's shortage on top of the limit, so that the search is repeated with less.
-            return float(
-                limit + max((error.required_bytes or 0) - problem.memory_limit_bytes, 0.03 * limit)
-            )
-        if options[first].recompute != "none":
-            step_ops = repeated[proposal.stages[first].option] if repeated else frozenset()
-            solution = _recomputing(
-                solution, options[first].recompute, staged.extracts[first].ops, step_ops
-            )
+        if isinstance(solution, float):
+            return solution
         solved |= dict.fromkeys(members, solution)
     prediction = predict_stages(
         [
@@ -282,6 +266,49 @@ def _solve_stages(
         ),
         combine=layered.combine,
     )
+
+
+def _solve_whole(
+    method: PipelineMethod,
+    task: Task,
+    extract: Extract,
+    option: StageOption,
+    cache: StageCache,
+    *,
+    num_micro_batches: int,
+    memory_limit_bytes: float,
+    step_ops: frozenset[OpId],
+) -> Solved | float:
+    """A stage solved as a whole; or how much memory of a device the search should take it to need,
+    if it does not fit.
+
+    Args:
+        memory_limit_bytes: what the other micro-batches in flight leave of a device.
+        step_ops: the operators of the step that may be repeated, if not all.
+    """
+    stage = cache.of(
+        extract,
+        lambda graph: make_problem(
+            graph,
+            task.cluster,
+            num_micro_batches=num_micro_batches,
+            on_missing_rule=task.on_missing_rule,
+        ),
+    )
+    problem = replace(
+        stage.problem,
+        cluster=subcluster(task.cluster, option.submesh),
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    try:
+        solution = stage.solved(problem, option, functools.partial(_solve_stage, method))
+    except InfeasibleError as error:
+        # The stage's shortage on top of the limit, so that the search is repeated with less.
+        limit = task.limit_bytes
+        return float(limit + max((error.required_bytes or 0) - memory_limit_bytes, 0.03 * limit))
+    if option.recompute == "none":
+        return solution
+    return _recomputing(solution, option.recompute, extract.ops, step_ops)
 
 
 def _alike(
