@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..graph import (
     Graph,
+    Item,
     OpId,
     Phase,
+    RecomputedRun,
     ValueId,
     find_repeated,
     is_costly,
     is_from_another_stage,
     items_of,
+    most_at_once,
+    runs_again,
 )
 from ..sharding import NodeId, operators_of
 from ._evaluate import conversions
@@ -26,12 +30,13 @@ from .memory import MemoryModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """Per device and micro-batch: seconds that the backward pass takes longer, and bytes that are
-    not kept for it.
+    """Per device and micro-batch: seconds that the backward pass takes longer, bytes that are not
+    kept for it, and the most of them that are there at once while it runs.
     """
 
     seconds: float = 0.0
     freed_bytes: float = 0.0
+    peak_bytes: float = 0.0
 
 
 NOTHING_AGAIN = Recomputation()
@@ -49,10 +54,15 @@ def recomputation(
         model: memory under the choices.
         repeat: nodes of the products.
     """
-    again, freed = repeated_operators(graph, operators_of(priced.graph, repeat))
+    again, freed, runs = repeated_operators(graph, operators_of(priced.graph, repeat))
     share = _repeated_share(priced, again, repeat)
     seconds = _seconds(priced, picks, share | _filled_by(priced, share))
-    return Recomputation(seconds=seconds, freed_bytes=_freed_bytes(graph, model, picks, freed))
+    by_op = _freed_bytes(graph, model, picks, freed)
+    return Recomputation(
+        seconds=seconds,
+        freed_bytes=sum(by_op.values()),
+        peak_bytes=_most_at_once(graph, runs, by_op),
+    )
 
 
 def whole_recomputation(
@@ -66,7 +76,7 @@ def whole_recomputation(
     Args:
         forward_s: of the stage's forward pass.
     """
-    again, _ = repeated_operators(graph, None)
+    again, _, _ = repeated_operators(graph, None)
     products = frozenset(
         node.index
         for node in priced.graph.nodes
@@ -108,9 +118,9 @@ def _seconds(priced: Priced, picks: Ints, share: Mapping[NodeId, float]) -> floa
 @functools.lru_cache(maxsize=64)
 def repeated_operators(
     graph: Graph, repeat: frozenset[OpId] | None
-) -> tuple[frozenset[OpId], frozenset[OpId]]:
-    """The operators of a stage that its backward program repeats, and those of which it keeps no
-    result any more.
+) -> tuple[frozenset[OpId], frozenset[OpId], tuple[RecomputedRun, ...]]:
+    """The operators of a stage that its backward program repeats, those of which it keeps no result
+    any more, and the runs in which it repeats them.
 
     Args:
         graph: the stage as a step of its own.
@@ -128,6 +138,7 @@ def repeated_operators(
     free |= {o for item in items if item.shared for o in item.outputs}
     repeated = find_repeated(graph, forward, reads, free=free, repeat=repeat)
     again = frozenset(op for item in repeated.items for op in item.ops)
+    runs = runs_again(repeated.items, _backward(graph))
     freed: set[OpId] = set()
     dropped: set[ValueId] = set()
     # What leaves the stage, or these layers of it, is there for others.
@@ -140,7 +151,22 @@ def repeated_operators(
         if not kept & set(item.outputs):
             freed.update(item.ops)
             dropped.update(item.outputs)
-    return again, frozenset(freed)
+    return again, frozenset(freed), runs
+
+
+def _backward(graph: Graph) -> list[Item]:
+    return [item for item in items_of(graph) if item.phase is Phase.BACKWARD and not item.shared]
+
+
+def _most_at_once(graph: Graph, runs: Sequence[RecomputedRun], freed: dict[OpId, float]) -> float:
+    """The most bytes of what is worked out again that are there at once."""
+    num_bytes: dict[ValueId, float] = {}
+    for run in runs:
+        for item in run.items:
+            total = sum(freed.get(op, 0.0) for op in item.ops)
+            # An item with several results counts them with the first.
+            num_bytes |= dict.fromkeys(item.outputs[:1], total)
+    return most_at_once(runs, _backward(graph), num_bytes)
 
 
 def _filled_by(priced: Priced, share: dict[NodeId, float]) -> dict[NodeId, float]:
@@ -157,17 +183,21 @@ def _filled_by(priced: Priced, share: dict[NodeId, float]) -> dict[NodeId, float
     return {node: min(parts) for node, parts in fillers.items() if min(parts) > 0}
 
 
-def _freed_bytes(graph: Graph, model: MemoryModel, picks: Ints, freed: frozenset[OpId]) -> float:
-    """Bytes on a device of what is alive between the passes, unless it is worked out again."""
+def _freed_bytes(
+    graph: Graph, model: MemoryModel, picks: Ints, freed: frozenset[OpId]
+) -> dict[OpId, float]:
+    """Bytes on a device of what is alive between the passes, unless it is worked out again, by the
+    operators that make it.
+    """
     moment = next((op.index for op in graph.ops if op.phase is Phase.BACKWARD), None)
     if moment is None or not freed:
-        return 0.0
+        return {}
     operators = np.array(sorted(freed))
-    total_bytes = 0.0
+    by_op: dict[OpId, float] = {}
     for r, local in zip(model.residents, model.local_bytes, strict=True):
         if r.category in ("activations", "temporaries"):
             alive = (r.births < moment) & (r.deaths >= moment) & np.isin(r.births, operators)
-            total_bytes += int(np.count_nonzero(alive)) * float(
-                local[picks[r.node]] if r.node >= 0 else local[0]
-            )
-    return total_bytes
+            num_bytes = float(local[picks[r.node]] if r.node >= 0 else local[0])
+            for op in r.births[alive].tolist():
+                by_op[OpId(op)] = by_op.get(OpId(op), 0.0) + num_bytes
+    return by_op

@@ -137,6 +137,7 @@ def _stage_costs(
 ) -> StageCosts:
     whole = np.array([s.recompute == "stage" for s in stages])
     freed = np.array([s.again.freed_bytes for s in stages])
+    worked_out = np.array([s.again.peak_bytes for s in stages])
     forward = np.array([s.costs.forward_s for s in stages])
     backward = np.array([s.costs.backward_s + s.again.seconds for s in stages])
     # What a stage works out again serves both halves of its backward pass, which stays whole.
@@ -152,8 +153,9 @@ def _stage_costs(
         update_s=np.array([s.costs.once_s for s in stages]),
         transfer_s=transfer_s,
         transfer_back_s=transfer_back_s,
-        # What is worked out again is there for one micro-batch at a time.
-        state_bytes=state + np.where(whole, kept, freed),
+        # What is worked out again is there for one micro-batch at a time, and where a plan names
+        # operators, for one run of them.
+        state_bytes=state + np.where(whole, kept, worked_out),
         in_flight_bytes=np.where(whole, entering, kept - freed),
         # A backward pass that stays whole leaves nothing.
         deferred_bytes=np.array(

@@ -53,6 +53,9 @@ from ._recompute import Repeated as Repeated
 from ._recompute import find_repeated as find_repeated
 from ._recompute import is_costly as is_costly
 from ._recompute import what_to_keep as what_to_keep
+from ._recompute_runs import RecomputedRun as RecomputedRun
+from ._recompute_runs import most_at_once as most_at_once
+from ._recompute_runs import runs_again as runs_again
 from ._render import to_dot as to_dot
 from ._render import to_text as to_text
 from ._rule import DimRule as DimRule

@@ -87,7 +87,9 @@ def what_to_keep(
         values: of the graph, by index.
         free: values at hand in both programs: the step's inputs, and what anybody can work out.
         read_anyway: values from elsewhere that the backward program reads whatever is decided.
-        repeat: operators that may be worked out again, costly or not; None: all.
+        repeat: operators that may be worked out again, costly or not; None: all. Where some may,
+            of equally small sets the one that leaves least to work out is kept, so that what ends
+            a layer is kept and not what it is the sum of: layers are then worked out one by one.
     """
     costly = [
         repeat is not None
@@ -125,6 +127,11 @@ def what_to_keep(
     edges += [(2 * number[v] + 1, sink, _LARGEST) for v in set(wanted)]
     if not number:
         return frozenset()
+    if repeat:
+        behind = _reached([(b, a, cost) for a, b, cost in edges], sink, source)
+        return frozenset(
+            v for v, n in number.items() if 2 * n + 1 in behind and 2 * n not in behind
+        )
     reached = _reached(edges, source, sink)
     return frozenset(v for v, n in number.items() if 2 * n in reached and 2 * n + 1 not in reached)
 
@@ -148,13 +155,15 @@ def is_costly(item: Item, name: str) -> bool:
 
 
 def _reached(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> frozenset[ValueId]:
-    """The nodes on the source's side of a minimum cut."""
+    """The nodes on the source's side of the minimum cut nearest to it. With every edge turned round
+    and source and sink exchanged, those on the sink's side.
+    """
     # Slow to import, and only pipelines need it.
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
     rows, columns, capacity = (np.array(column, np.int32) for column in zip(*edges, strict=True))
-    size = sink + 1
+    size = max(source, sink) + 1
     graph = csr_array((capacity, (rows, columns)), shape=(size, size))
     flow = maximum_flow(graph, source, sink).flow
     left = (graph - flow).tocsr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import jax
@@ -12,7 +13,10 @@ from runtime.equality import largest
 
 import aliquot as aq
 from aliquot import Plan, zoo
+from aliquot.graph import Phase, capture
 from aliquot.interop.aceso import built_in_chains, make_chain
+from aliquot.planners import apply_plan
+from aliquot.sharding.programs import Part
 
 SHAPE = [
     "hidden_size=32",
@@ -228,14 +232,42 @@ def test_products_are_recomputed_where_they_and_the_next_operator_say_so(tmp_pat
     # Of both layers scores and the first product of the MLP; the run of the scores ends with the
     # product behind them.
     assert products_again(plan, 0) == 2 * 2
-    # All of both layers, but not the head, behind which nothing recomputes.
-    assert products_again(plan, 1) == 2 * 8
+    # All of both layers but the last product of each, behind which a layer ends, and not the head,
+    # behind which nothing recomputes.
+    assert products_again(plan, 1) == 2 * 7
     plan = imported(tmp_path, IMPORTED["some layers recomputed"], "--dtype", "float64")
     assert not plan.stages[0].folded and plan.stages[1].folded
-    # All products of the first layer, with three for queries, keys and values, but the scores alone
-    # of the second.
-    assert products_again(plan, 0) == 9
+    # All products of the first layer but the last, with three for queries, keys and values, and the
+    # scores alone of the second.
+    assert products_again(plan, 0) == 8
     assert [entry.copies for entry in plan.stages[0].interior] == [1] * len(plan.stages[0].interior)
+
+
+def test_recomputed_runs_wait_for_their_gradients(tmp_path):
+    plan = imported(
+        tmp_path, [(40, 4, degrees(2, again=1)), (15, 4, degrees(2))], "--dtype", "float32", micro=2
+    )
+    # Three layers in the first stage: of what is worked out again one layer is there at once.
+    before = imported(
+        tmp_path, [(40, 4, degrees(2)), (15, 4, degrees(2))], "--dtype", "float32", micro=2
+    )
+    held = before.stages[0].prediction
+    each = held.memory_bytes["activations in flight"] / held.in_flight / 3
+    more = [p.stages[0].prediction.memory_bytes["state"] for p in (before, plan)]
+    assert 0 < more[1] - more[0] < 1.5 * each
+    work = zoo.build(**plan.model.settings)
+    step = apply_plan(plan, capture(work.train_step, work.state, work.batch))
+    (graph,) = [
+        p.graph for p in step.cut().programs.programs if (p.stage, p.part) == (0, Part.BACKWARD)
+    ]
+    order = [graph.ops[k] for k in graph.body.items if isinstance(k, int)]
+    barriers = [k for k, op in enumerate(order) if op.name == "optimization_barrier"]
+    # Backward operators run between one layer's barrier and the next.
+    assert len(barriers) >= 3
+    assert all(
+        any(op.phase is Phase.BACKWARD for op in order[a:b])
+        for a, b in itertools.pairwise(barriers)
+    )
 
 
 def test_recomputation_takes_time_and_keeps_less(tmp_path):

@@ -30,7 +30,8 @@ SPLIT_OF = {
 }
 """None where all ranks of a tensor group do the same work."""
 
-LAYER_STARTS = ("enc-1st-layernorm", "block-conv1")
+LAYER_STARTS = ("enc-1st-layernorm", "final-layernorm", "block-conv1")
+"""Operators before which a run of recomputed ones ends."""
 STREAM = (
     "enc-1st-layernorm",
     "enc-post-attention-dropout",

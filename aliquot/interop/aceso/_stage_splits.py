@@ -382,9 +382,19 @@ def layers_differ(
 
 
 def is_repeated(names: Sequence[str], stage: StageConfiguration, first: int, k: int) -> bool:
-    """True if the activations of an operator of a stage are not kept: it and the next one
-    recompute, in one layer.
+    """True if a product of a stage is worked out again: it and the next operator recompute, in one
+    layer.
+
+    Aceso keeps what ends a layer. Here the product behind which a layer ends is kept instead, or
+    the sum that it is part of, which is as large.
     """
-    if not stage.recompute[k] or k + 1 == len(stage.recompute):
+    if not stage.recompute[k]:
         return False
-    return stage.recompute[k + 1] and names[first + k + 1] not in LAYER_STARTS
+    for later in range(k + 1, len(stage.recompute)):
+        if names[first + later] in LAYER_STARTS:
+            return False
+        if not stage.recompute[later]:
+            return later > k + 1
+        if names[first + later] in SPLIT_OF:
+            return True
+    return False

@@ -16,9 +16,11 @@ from typing import TypeAlias
 from ...graph import (
     SHARED,
     Call,
+    Graph,
     Item,
     OpId,
     Phase,
+    Role,
     StageId,
     Staging,
     ValueId,
@@ -27,12 +29,14 @@ from ...graph import (
     halve,
     items_of,
     plain_item,
+    runs_again,
 )
 from ..micro_batches import MicroBatchPlan
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 from ._push_out import push_out
 from ._split_update import Update
 from ._stage_programs import Part, StageProgram, StagePrograms
+from ._tie_runs import tie_runs
 
 Recompute: TypeAlias = Mapping[StageId, frozenset[OpId] | None]
 """By stage the operators that its backward program may work out again; None for all."""
@@ -82,6 +86,7 @@ class _Draft:
     Attributes:
         assigned: the items that its stage and part decide.
         items: these, and the shared or recomputed ones that they need.
+        again: the recomputed ones.
         reads: values that it takes from other programs or from the step's inputs.
     """
 
@@ -89,6 +94,7 @@ class _Draft:
     part: Part
     assigned: list[Item] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
+    again: list[Item] = field(default_factory=list)
     reads: list[ValueId] = field(default_factory=list)
 
 
@@ -268,7 +274,8 @@ class _Body:
                 draft = drafts[stage, part]
                 repeat = self._recompute.get(stage, frozenset())
                 repeated = find_repeated(graph, mine, draft.reads, free=free, repeat=repeat)
-                self._close(draft, repeated.items)
+                draft.again = list(repeated.items)
+                self._close(draft, draft.again)
 
     def finished(
         self, wanted: Iterable[ValueId], plan: MicroBatchPlan | None
@@ -306,12 +313,11 @@ class _Body:
         outputs = [*exports, *totals]
         numbers = {self._graphs.group, self._graphs.micro_batch}
         given = tuple(sorted(i for i in draft.reads if i in self._given))
+        base, items = self._in_order(draft)
         return StageProgram(
             stage=draft.stage,
             part=draft.part,
-            graph=subgraph(
-                self._graphs.body, draft.reads, [item.what for item in draft.items], outputs
-            ),
+            graph=subgraph(base, draft.reads, items, outputs),
             given=given,
             early=tuple(sorted(i for i in draft.reads if i in self._early)),
             imports=tuple(
@@ -329,6 +335,21 @@ class _Body:
             totals=tuple(v for v in totals if v not in stacked),
             stacked=stacked,
         )
+
+    def _in_order(self, draft: _Draft) -> tuple[Graph, list[OpId | Call]]:
+        """The graph and the items of a program, recomputed ones where they are needed."""
+        body = self._graphs.body
+        if not draft.again or self._recompute.get(draft.stage) is None:
+            return body, [item.what for item in draft.items]
+        again = {id(item) for item in draft.again}
+        own = {id(item) for item in draft.assigned}
+        backward = [item for item in draft.items if id(item) in own]
+        untied = {i.value for i in body.inputs if i.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
+        untied |= {self._graphs.group, self._graphs.micro_batch}
+        runs = runs_again([i for i in draft.items if id(i) in again - own], backward)
+        graph, items = tie_runs(body, runs, backward, untied)
+        shared = [i.what for i in draft.items if id(i) not in again and id(i) not in own]
+        return graph, [*shared, *items]
 
 
 def _keys(item: Item) -> list[tuple[str, int]]:

@@ -1,0 +1,115 @@
+"""Recomputed runs of a backward program, tied to the gradients that they wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import jax
+
+from ...graph import (
+    Call,
+    Graph,
+    Item,
+    Literal,
+    Op,
+    Operand,
+    OpId,
+    RecomputedRun,
+    Value,
+    ValueId,
+)
+from ._micro_batch_graphs import struct_of
+
+
+def tie_runs(
+    graph: Graph,
+    runs: Sequence[RecomputedRun],
+    backward: Sequence[Item],
+    untied: Collection[ValueId],
+) -> tuple[Graph, list[OpId | Call]]:
+    """A graph whose recomputed items read what they take through optimization barriers, and its
+    items in the order in which they run.
+
+    A barrier also hands on the gradient to those that read it behind the run: compilers leave out
+    what nobody reads.
+
+    Args:
+        graph: from which the items are.
+        backward: the items that do not recompute, in program order.
+        untied: values that runs read directly, such as parameters.
+    """
+    tied = _Tied(graph, untied)
+    waiting = list(runs)
+    for k, item in enumerate(backward):
+        while waiting and waiting[0].after <= k:
+            tied.add_run(waiting.pop(0))
+        tied.add(item, tied.handed_on)
+    for run in waiting:
+        tied.add_run(run)
+    return replace(graph, ops=tuple(tied.ops), values=tuple(tied.values)), tied.order
+
+
+class _Tied:
+    """The graph while barriers are put in. `handed_on` names gradients behind a barrier."""
+
+    def __init__(self, graph: Graph, untied: Collection[ValueId]) -> None:
+        self.ops: list[Op] = list(graph.ops)
+        self.values: list[Value] = list(graph.values)
+        self.order: list[OpId | Call] = []
+        self.handed_on: dict[ValueId, ValueId] = {}
+        self._untied = untied
+
+    def add_run(self, run: RecomputedRun) -> None:
+        """Put a run behind what is there, with its barrier."""
+        names: dict[ValueId, ValueId] = {}
+        if run.gradient is not None:
+            made = {o for item in run.items for o in item.outputs}
+            read = dict.fromkeys(i for item in run.items for i in item.inputs)
+            taken = [i for i in read if i not in made and self._may_tie(i)]
+            if taken:
+                passed = self._barrier([*taken, run.gradient], like=run.items[0])
+                names = dict(zip(taken, passed, strict=False))
+                self.handed_on[run.gradient] = passed[-1]
+        for item in run.items:
+            self.add(item, names)
+
+    def add(self, item: Item, names: Mapping[ValueId, ValueId]) -> None:
+        """Put an item behind what is there, that reads values by other names."""
+        what = item.what
+        if isinstance(what, Call):
+            # Other calls read values around them by their own names.
+            if what.kind in ("remat", "scan") and not names.keys().isdisjoint(item.inputs):
+                what = replace(what, inputs=_renamed(what.inputs, names))
+        elif not names.keys().isdisjoint(item.inputs):
+            self.ops[what] = replace(self.ops[what], inputs=_renamed(self.ops[what].inputs, names))
+        self.order.append(what)
+
+    def _may_tie(self, value: ValueId) -> bool:
+        return value not in self._untied and not self.values[value].dtype.startswith("key<")
+
+    def _barrier(self, taken: Sequence[ValueId], like: Item) -> list[ValueId]:
+        structs = [struct_of(self.values[v]) for v in taken]
+        (eqn,) = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*structs).jaxpr.eqns
+        passed = []
+        for v in taken:
+            passed.append(ValueId(len(self.values)))
+            self.values.append(replace(self.values[v], index=passed[-1]))
+        index = OpId(len(self.ops))
+        self.ops.append(
+            replace(
+                self.ops[like.ops[0]],
+                index=index,
+                name="optimization_barrier",
+                inputs=tuple(taken),
+                outputs=tuple(passed),
+                params={},
+                eqn=eqn,
+            )
+        )
+        self.order.append(index)
+        return passed
+
+
+def _renamed(operands: Sequence[Operand], names: Mapping[ValueId, ValueId]) -> tuple[Operand, ...]:
+    return tuple(i if isinstance(i, Literal) else names.get(ValueId(i), i) for i in operands)
