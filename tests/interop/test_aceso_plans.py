@@ -285,7 +285,8 @@ def test_recomputation_takes_time_and_keeps_less(tmp_path):
     assert after.forward_s == before.forward_s
     assert 1.2 < after.backward_s / before.backward_s < 1.7
     held = [p.memory_bytes["activations in flight"] / p.in_flight for p in (before, after)]
-    assert held[1] < 0.2 * held[0]
+    # Two layers' ends, and what enters and leaves the stage.
+    assert held[1] < 0.25 * held[0]
     assert after.peak_memory_bytes < before.peak_memory_bytes
     # The compiler's programs hand over less, too.
     work = zoo.build(**kept.model.settings)
