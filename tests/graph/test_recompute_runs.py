@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from aliquot.graph import Phase, capture, items_between, items_of, most_at_once, runs_again
+from aliquot.graph import Phase, capture, items_of, most_at_once, runs_again
+from aliquot.graph._recompute import items_between
 
 LAYERS = 4
 
