@@ -308,7 +308,7 @@ class _Edges:
         if not self._is_plain:
             paths = np.minimum.reduceat(paths[self._order], self._first, axis=0)
         if self._costs.size == 1:
-            result = paths + self._costs[0, 0]
+            result: Floats = paths + self._costs[0, 0]
         else:
             result = np.full((self._costs.shape[1], *paths.shape[1:]), np.inf)
             for state, following in np.argwhere(np.isfinite(self._costs)):
