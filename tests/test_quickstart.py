@@ -22,4 +22,5 @@ def test_the_quickstart_runs_as_it_stands(tmp_path, monkeypatch):
         names["metrics"]["loss"],
         names["loss_fn"](names["state"]["params"], names["batches"][0]),
     )
-    assert second < first
+    # The fastest plan may be a pipeline, whose arrays lie on the devices of their stages.
+    assert float(second) < float(first)

@@ -41,7 +41,7 @@ def show(
         header = (
             "model",
             "operators",
-            "micro-batches",
+            "micro-batch sizes",
             "tensor degrees",
             "algorithms",
             "collectives",

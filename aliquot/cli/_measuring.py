@@ -168,8 +168,8 @@ def show_run(say: Session, run: ProfileRun, what: str) -> dict[str, Any]:
         what: was measured, in the plural.
     """
     say.show(
-        f"{run.num_measured} {what} measured in {run.seconds:.1f} s, {run.num_known} were known, "
-        f"{run.num_missing} of {run.num_programs} are missing."
+        f"Of {run.num_programs} {what}, {run.num_measured} measured in {run.seconds:.1f} s,"
+        f" {run.num_known} known before, {run.num_missing} missing."
     )
     if run.failures:
         say.show(f"{len(run.failures)} of them failed, and are tried again by the next run:")

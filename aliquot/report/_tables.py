@@ -47,8 +47,8 @@ def columns(
 
 
 class _Columns:
-    """A table that fits the width it is printed in: where it is too wide, texts are broken at
-    spaces and before dots.
+    """A table that fits the width it is printed in: where it is too wide, headings and texts are
+    broken at spaces and before dots, numbers never.
     """
 
     def __init__(
@@ -64,14 +64,23 @@ class _Columns:
         table = Table(
             box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if narrow else (0, 1)
         )
-        for position, name in enumerate(self._header):
-            flush = position in self._right
-            table.add_column(
-                Text(name), justify="right" if flush else "left", overflow="fold", no_wrap=flush
-            )
         flexible = [k for k in range(len(self._header)) if k not in self._right]
         available = options.max_width - (2 if narrow else 3) * len(self._header)
-        widths = fitting_widths([self._header, *self._rows], flexible, available)
+        heading = list(self._header)
+        if narrow:
+            for k in self._right:
+                numbers = max((len(row[k]) for row in self._rows), default=0)
+                width = max(numbers, *map(len, heading[k].split() or [""]))
+                heading[k] = max(broken(heading[k], width), key=len)
+        widths = fitting_widths([heading, *self._rows], flexible, available)
+        for position, (name, width) in enumerate(zip(self._header, widths, strict=True)):
+            flush = position in self._right
+            table.add_column(
+                Text("\n".join(broken(name, width))),
+                justify="right" if flush else "left",
+                overflow="fold",
+                no_wrap=flush,
+            )
         for row in self._rows:
             # Paths hold brackets, which would be taken for markup.
             table.add_row(

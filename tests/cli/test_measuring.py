@@ -50,7 +50,7 @@ def test_options_say_how_often_programs_run(tmp_path, monkeypatch, verb, measure
         in found.stdout
     )
     assert (
-        "1 are missing of 3" in found.stdout
+        "1 measured in 2.0 s, 1 known before, 1 missing." in found.stdout
         and "Run the same command again to go on." in found.stdout
     )
 

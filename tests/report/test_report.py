@@ -16,6 +16,7 @@ from aliquot.plans import CollectiveUse, describe, diff
 from aliquot.report import (
     Alternative,
     as_text,
+    columns,
     compared,
     comparison,
     difference,
@@ -305,3 +306,12 @@ def test_speeds_are_no_times():
     assert "3.4 TB/s" in line and "2.0 TB/s" in line
     (line,) = [line for line in text.splitlines() if "peak_flops_per_s.bfloat16" in line]
     assert "989.4 TFLOP/s" in line and "312.0 TFLOP/s" in line
+
+
+def test_headings_of_numbers_are_broken_where_a_table_is_too_wide_and_never_cut():
+    header = ("stage", "time of an iteration", "memory of which reserved")
+    text = as_text(columns("Stages", header, [("first", "1,234.5", "17")], right=(1, 2)), width=36)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 36
+    assert " ".join(lines).split().count("iteration") == 1
+    assert "reserved" in text and "1,234.5" in text

@@ -8,15 +8,14 @@ them above the ceiling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ._dominance import TOLERANCE, undominated
 from ._space import Floats, StageSpace
 
-_TOLERANCE = 1e-9
 # Places at which two paths are joined.
 _MOST_MIXED = 120
 # Labels that are compared with each other at an operator, as a multiple of those that are kept.
@@ -47,7 +46,7 @@ class StageAnswer:
     @property
     def is_exact(self) -> bool:
         """True if no way is faster."""
-        return self.closed or self.bound_us >= self.time_us * (1 - _TOLERANCE)
+        return self.closed or self.bound_us >= self.time_us * (1 - TOLERANCE)
 
     def improved(self, other: StageAnswer) -> StageAnswer:
         """The faster of two answers with the higher of their bounds."""
@@ -141,7 +140,7 @@ class _Labels:
         if not np.isfinite(self._busy[0]).any():
             return StageAnswer(time_us=np.inf, bound_us=np.inf)
         memory_to_go = self._to_go(np.ones(1), 0.0)
-        if self._bounds(memory_to_go[0], np.ones(1), 0.0)[0] > self._limit + _TOLERANCE:
+        if self._bounds(memory_to_go[0], np.ones(1), 0.0)[0] > self._limit + TOLERANCE:
             return StageAnswer(time_us=np.inf, bound_us=np.inf)
         rates_tried = np.array([0.0, *((rate or 1.0) * np.geomspace(0.1, 8, 14))])
         bounds = self._bounds(self._to_go(rates_tried, 1.0)[0], rates_tried)
@@ -158,7 +157,7 @@ class _Labels:
         bound = float(bounds.max())
         rounded = self._rounded(rates_tried, togo)
         ceiling = min(ceiling, rounded.time_us)
-        if not max_labels or bound >= ceiling * (1 - _TOLERANCE):
+        if not max_labels or bound >= ceiling * (1 - TOLERANCE):
             return replace(rounded, bound_us=min(bound, ceiling))
         chosen_rates = np.unique(np.append(np.argsort(-bounds)[:3], 0))
         best = rounded
@@ -191,16 +190,16 @@ class _Labels:
         two neighbours.
         """
         states, again = self._shortest(rates, togo)
-        fits = np.flatnonzero(self._totals(states, again)[1] <= self._limit + _TOLERANCE)
+        fits = np.flatnonzero(self._totals(states, again)[1] <= self._limit + TOLERANCE)
         if len(fits) and fits[0]:
             # Refine between the last rate whose path does not fit and the first whose path does.
             between = np.linspace(rates[fits[0] - 1], rates[fits[0]], 9)
             states, again = self._shortest(between, self._to_go(between, 1.0))
-            fits = np.flatnonzero(self._totals(states, again)[1] <= self._limit + _TOLERANCE)
+            fits = np.flatnonzero(self._totals(states, again)[1] <= self._limit + TOLERANCE)
             if len(fits) and fits[0]:
                 states, again = self._mixed(states, again, int(fits[0]) - 1, int(fits[0]))
         times, memory = self._totals(states, again)
-        times = np.where(memory <= self._limit + _TOLERANCE, times, np.inf)
+        times = np.where(memory <= self._limit + TOLERANCE, times, np.inf)
         best = int(times.argmin())
         if not np.isfinite(times[best]):
             return StageAnswer(time_us=np.inf, bound_us=0.0)
@@ -355,7 +354,7 @@ class _Labels:
                 self._reserve(labels, states, 0)
             reduced = self._reduced(labels, states, again, op, rates, togo)
             held = self._held(labels)
-            fits = labels[:, 1] + held + memory_to_go[op][again, states] <= self._limit + _TOLERANCE
+            fits = labels[:, 1] + held + memory_to_go[op][again, states] <= self._limit + TOLERANCE
             alive = np.flatnonzero((reduced < ceiling) & fits)
             if not len(alive):
                 return StageAnswer(time_us=np.inf, bound_us=min(lost, ceiling))
@@ -364,7 +363,7 @@ class _Labels:
                 lost = min(lost, float(reduced[ranked[_MOST_COMPARED * max_labels]]))
                 alive = ranked[: _MOST_COMPARED * max_labels]
             order = alive[np.lexsort((labels[alive, 1], labels[alive, 0]))]
-            keep = order[_undominated(labels[order], states[order] * 2 + again[order])]
+            keep = order[undominated(labels[order], states[order] * 2 + again[order])]
             if len(keep) > max_labels:
                 ranked = keep[np.argsort(reduced[keep], kind="stable")]
                 lost = min(lost, float(reduced[ranked[max_labels]]))
@@ -372,7 +371,7 @@ class _Labels:
             labels, states, again, parents = labels[keep], states[keep], again[keep], parents[keep]
             history.append((states, again, parents))
         time = labels[:, 0] + self._leaves[states]
-        fits = labels[:, 1] + self._held(labels) <= self._limit + _TOLERANCE
+        fits = labels[:, 1] + self._held(labels) <= self._limit + TOLERANCE
         time = np.where(fits & (time < ceiling), time, np.inf)
         if not np.isfinite(time).any():
             return StageAnswer(time_us=np.inf, bound_us=min(lost, ceiling))
@@ -454,49 +453,4 @@ def _least_after(costs: Floats, edges: Floats) -> Floats:
     result = costs[..., :1] + edges[:, 0]
     for following in range(1, edges.shape[1]):
         np.minimum(result, costs[..., following, None] + edges[:, following], out=result)
-    return result
-
-
-def _undominated(labels: Floats, groups: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Positions of labels, sorted by time, that no other of their group dominates."""
-    survivors: list[NDArray[np.int64]] = []
-    for group in np.unique(groups):
-        members = np.flatnonzero(groups == group)
-        quantities = labels[members, 1:]
-        varies = quantities[:, 1:].max(axis=0) - quantities[:, 1:].min(axis=0) > _TOLERANCE
-        if not varies.any():
-            memory = quantities[:, 0]
-            before = np.minimum.accumulate(memory)
-            survivors.append(members[np.append(True, memory[1:] < before[:-1] - _TOLERANCE)])
-            continue
-        columns = [quantities[:, 0], *quantities[:, 1:].T[varies]]
-        survivors.append(members[_undominated_in_all(columns)])
-    return np.sort(np.concatenate(survivors))
-
-
-def _undominated_in_all(columns: Sequence[Floats], block: int = 256) -> NDArray[np.int64]:
-    """Positions of points that no earlier point dominates; in blocks, so that few are compared at a
-    time.
-    """
-    points = np.stack(columns)
-    survivors: NDArray[np.int64] = np.zeros(0, np.int64)
-    for start in range(0, points.shape[1], block):
-        candidates = np.arange(start, min(start + block, points.shape[1]))
-        if len(survivors):
-            beaten = _none_greater(points[:, survivors], points[:, candidates]).any(axis=0)
-            candidates = candidates[~beaten]
-        among = _none_greater(points[:, candidates], points[:, candidates])
-        candidates = candidates[~np.triu(among, 1).any(axis=0)]
-        survivors = np.concatenate([survivors, candidates])
-    return survivors
-
-
-def _none_greater(these: Floats, those: Floats) -> NDArray[np.bool_]:
-    """For every pair, whether no coordinate of the first exceeds that of the second.
-
-    One coordinate after the other: a reduction over so short an axis takes several times as long.
-    """
-    result = np.ones((these.shape[1], those.shape[1]), bool)
-    for left, right in zip(these, those + _TOLERANCE, strict=True):
-        result &= left[:, None] <= right
     return result

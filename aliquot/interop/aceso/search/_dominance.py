@@ -1,0 +1,60 @@
+"""Partial stages that no other one dominates, which would be no greater in time, in memory and in
+whatever else counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._space import Floats
+
+# Differences of so many microseconds or MiB are rounding.
+TOLERANCE = 1e-9
+
+
+def undominated(labels: Floats, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Positions of labels, sorted by time, that no other of their group dominates."""
+    survivors: list[NDArray[np.int64]] = []
+    for group in np.unique(groups):
+        members = np.flatnonzero(groups == group)
+        quantities = labels[members, 1:]
+        varies = quantities[:, 1:].max(axis=0) - quantities[:, 1:].min(axis=0) > TOLERANCE
+        if not varies.any():
+            memory = quantities[:, 0]
+            before = np.minimum.accumulate(memory)
+            survivors.append(members[np.append(True, memory[1:] < before[:-1] - TOLERANCE)])
+            continue
+        columns = [quantities[:, 0], *quantities[:, 1:].T[varies]]
+        survivors.append(members[_in_all(columns)])
+    return np.sort(np.concatenate(survivors))
+
+
+def _in_all(columns: Sequence[Floats], block: int = 256) -> NDArray[np.int64]:
+    """Positions of points that no earlier point dominates; in blocks, so that few are compared at a
+    time.
+    """
+    points = np.stack(columns)
+    survivors: NDArray[np.int64] = np.zeros(0, np.int64)
+    for start in range(0, points.shape[1], block):
+        candidates = np.arange(start, min(start + block, points.shape[1]))
+        if len(survivors):
+            beaten = _none_greater(points[:, survivors], points[:, candidates]).any(axis=0)
+            candidates = candidates[~beaten]
+        among = _none_greater(points[:, candidates], points[:, candidates])
+        candidates = candidates[~np.triu(among, 1).any(axis=0)]
+        survivors = np.concatenate([survivors, candidates])
+    return survivors
+
+
+def _none_greater(these: Floats, those: Floats) -> NDArray[np.bool_]:
+    """For every pair, whether no coordinate of the first exceeds that of the second.
+
+    One coordinate after the other: a reduction over so short an axis takes several times as long.
+    """
+    result = np.ones((these.shape[1], those.shape[1]), bool)
+    for left, right in zip(these, those + TOLERANCE, strict=True):
+        result &= left[:, None] <= right
+    return result
