@@ -129,17 +129,21 @@ def test_what_waits_for_weight_gradients_is_priced_as_it_is_kept(scan, recompute
 @pytest.mark.parametrize(
     ("stages", "cluster", "scan", "recompute"),
     [
-        *(
-            (2, "2xcpu", scan, recompute)
-            for scan in (False, True)
-            for recompute in ("none", "block")
-        ),
-        (4, "4xcpu", False, "block"),
-        (4, "4xcpu", True, "none"),
+        (2, "2xcpu", False, "none"),
         (4, "4xcpu", True, "block"),
         # Data-parallel groups in each stage.
         (2, "4xcpu", False, "block"),
-        (2, "4xcpu", True, "block"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (2, "2xcpu", False, "block"),
+                (2, "2xcpu", True, "none"),
+                (2, "2xcpu", True, "block"),
+                (4, "4xcpu", False, "block"),
+                (4, "4xcpu", True, "none"),
+                (2, "4xcpu", True, "block"),
+            )
+        ),
     ],
 )
 def test_zero_bubble_computes_what_the_plain_step_computes(stages, cluster, scan, recompute):

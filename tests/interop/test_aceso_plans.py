@@ -144,6 +144,8 @@ IMPORTED = {
     "some layers recomputed": [(27, 4, first_layers_again), (28, 4, degrees(1, again=1))],
     "layers that differ": [(40, 4, layers_by_turns), (15, 4, degrees(2))],
 }
+# The others combine what these hold one by one.
+QUICK = {"one stage", "cut anywhere", "algorithm 1", "three degrees", "recomputed"}
 
 
 def imported(folder, stages, *options, **settings):
@@ -179,7 +181,10 @@ def check_equal(plan):
     return work
 
 
-@pytest.mark.parametrize("name", IMPORTED)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in IMPORTED],
+)
 def test_imported_configurations_run_as_the_plain_step(tmp_path, name):
     plan = imported(
         tmp_path, IMPORTED[name], "--dtype", "float64", micro=8 if name == "three degrees" else 4

@@ -78,6 +78,7 @@ IMPORTED = {
     "recomputed": (ONE, [(20, 4, blocks_again), (18, 4, first_block_of_stage_again)]),
 }
 """For each the blocks of each section, and the stages; see `configuration`."""
+QUICK = {"mixed", "recomputed"}
 
 
 def imported(folder, monkeypatch, blocks, stages, *options, micro=8, **changes):
@@ -116,7 +117,10 @@ def check_equal(plan):
     assert predicted == plan.prediction
 
 
-@pytest.mark.parametrize("name", IMPORTED)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in IMPORTED],
+)
 def test_configurations_of_wide_resnets_run_as_the_plain_step_and_come_back(
     tmp_path, monkeypatch, name
 ):

@@ -48,6 +48,7 @@ IMPORTED = {
     "mixed, recomputed": [(49, 4, attention_finer), (24, 4, degrees(2, again=1))],
     "cut in both halves": [(12, 2, degrees(1)), (26, 2, degrees(2)), (35, 4, first_layers_again)],
 }
+QUICK = {"mixed, recomputed", "cut in both halves"}
 
 
 def imported(folder, monkeypatch, stages, **changes):
@@ -56,7 +57,10 @@ def imported(folder, monkeypatch, stages, **changes):
     return run("aceso", "import", config, "--model", *TINY, "--out", folder / "plan.json")
 
 
-@pytest.mark.parametrize("name", IMPORTED)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in IMPORTED],
+)
 def test_configurations_of_t5_run_as_the_plain_step_and_come_back(tmp_path, monkeypatch, name):
     done = imported(tmp_path, monkeypatch, IMPORTED[name])
     assert done.exit_code == 0, done.output

@@ -53,7 +53,7 @@ def test_every_block_follows_one_option(problem, shape, factors):
     )
 
 
-@pytest.mark.parametrize("memory_share", [1.0, 0.8, 0.6])
+@pytest.mark.parametrize("memory_share", [1.0, 0.8, pytest.param(0.6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "step", [mlp((64, 256, 64), 64), experts(4, 64, 32, 64)], ids=["mlp", "experts"]
 )

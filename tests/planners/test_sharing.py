@@ -72,6 +72,11 @@ def test_a_relaxation_takes_few_pivots(priced, limits):
     assert lazily < 0.4 * Relaxation(program).solve().work
 
 
+@pytest.mark.parametrize(
+    "priced",
+    [pytest.param("2x4xV100-16GB", marks=pytest.mark.slow), "8xH100"],
+    indirect=True,
+)
 def test_branching_finds_what_it_finds_with_all_shared_conversions(priced, limits):
     search = Search(priced, everything(priced), limit_bytes=limits[2])
     search.bound()

@@ -70,7 +70,7 @@ def plain(model: str, scan: bool) -> tuple[Any, Any, Any, float]:
         ("megatron:dp2,pp4", "deep gpt", 4, False),
         ("tp:4", "t5", 1, False),
         ("megatron:dp2,tp4,zero1", "t5", 2, True),
-        ("megatron:tp2,pp4", "deep t5", 4, False),
+        pytest.param("megatron:tp2,pp4", "deep t5", 4, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_layout_by_name_is_the_plain_step(name, model, micro_batches, scan):

@@ -68,7 +68,12 @@ FOUR = [
 
 
 @pytest.mark.parametrize(
-    ("count", "cases"), [(2, TWO), (3, THREE), (4, FOUR)], ids=["two", "three", "four"]
+    ("count", "cases"),
+    [
+        pytest.param(2, TWO, id="two"),
+        pytest.param(3, THREE, id="three", marks=pytest.mark.slow),
+        pytest.param(4, FOUR, id="four"),
+    ],
 )
 def test_processes_train_as_one_device(count, cases, plain):
     by_process = found(
@@ -111,7 +116,11 @@ GPT = {
 }
 SHORT = [
     (2, {"devices": 4}),
-    (2, {"devices": 8, "seq_len": 16, "schedule": "gpipe", "micro_batches": 4, "batch": 16}),
+    pytest.param(
+        2,
+        {"devices": 8, "seq_len": 16, "schedule": "gpipe", "micro_batches": 4, "batch": 16},
+        marks=pytest.mark.slow,
+    ),
 ]
 LONG = [
     (

@@ -295,7 +295,7 @@ METHODS = {
         pytest.param("bert-base", "dp", 1, marks=pytest.mark.slow),
         ("bert-base", "pipeline", 4),
         pytest.param("bert-base", "shard 4x2", 2, marks=pytest.mark.slow),
-        ("t5-770m", "zero3", 2),
+        pytest.param("t5-770m", "zero3", 2, marks=pytest.mark.slow),
         ("t5-770m", "pipeline", 4),
         pytest.param("t5-770m", "dp", 1, marks=pytest.mark.slow),
         pytest.param("t5-770m", "shard 4x2", 2, marks=pytest.mark.slow),
