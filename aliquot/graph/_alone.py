@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from . import _jax_compat as compat
 
 Shape: TypeAlias = tuple[int, ...]
-Number: TypeAlias = bool | int | float | complex
 
 
 class LoneOperator:

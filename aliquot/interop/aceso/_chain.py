@@ -25,7 +25,6 @@ class Operator:
     Attributes:
         name: as the database calls it.
         starts_layer: whether a run of recomputed operators ends before it.
-        never_recomputed: whether Aceso's greedy choice leaves it alone.
         kept_share: share of its measured activations that is kept; counts buffers shared with a
             neighbour once.
         layouts: for each algorithm, the layouts of its input and its output.
@@ -35,7 +34,6 @@ class Operator:
 
     name: str
     starts_layer: bool
-    never_recomputed: bool
     kept_share: float
     layouts: tuple[tuple[Layout, Layout], ...]
     chooses_algorithm: bool = False
@@ -103,7 +101,6 @@ def make_chain(description: Mapping[str, Any], sizes: Mapping[str, Any]) -> Oper
             Operator(
                 name=name,
                 starts_layer=matches(name, description.get("layer_starts", ())),
-                never_recomputed=matches(name, description.get("never_recomputed", ())),
                 kept_share=share(name),
                 layouts=tuple((tuple(a), tuple(b)) for a, b in layouts.get(name, [[usual, usual]])),
                 chooses_algorithm=len(layouts.get(name, ())) > 1
