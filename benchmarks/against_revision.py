@@ -5,6 +5,7 @@ clusters, are run by turns with this checkout and with another revision, each co
 of its own.
 
     python benchmarks/against_revision.py REVISION [--quick] [--repetitions 5] [--only TEXT]
+        [--searches-only]
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def main() -> int:
     )
     every: tuple[Case, ...] = (*search_time.CASES, *pipeline_search_time.CASES)
     wanted = [c for c in every if chosen.only in c.name]
-    plans = [c for c in _plan_cases() if chosen.only in c.name]
+    plans = [c for c in _plan_cases() if chosen.only in c.name and not chosen.searches_only]
     if chosen.quick:
         wanted, plans = wanted[:1], plans[:4]
     with _checkout(chosen.revision) as other:
@@ -120,6 +121,9 @@ def main() -> int:
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("revision", help="a commit of this repository")
+    parser.add_argument(
+        "--searches-only", action="store_true", help="leave out the table of methods by models"
+    )
     more_options(repetitions=5)(parser)
 
 

@@ -46,7 +46,8 @@ class Grid:
             best.offer(configuration)
         points = sorted(_points(problem), key=lambda point: point[0])
         for estimate_us, configuration in points[: self.best_of]:
-            if estimate_us >= best.best_us and self.keep == 1:
+            # Balanced times leave out transfers and the filling of the pipeline.
+            if estimate_us >= best.worst_us:
                 break
             best.offer(configuration)
             if on_progress is not None:

@@ -191,6 +191,11 @@ class Incumbents:
         """Iteration time of the best; infinite if there is none."""
         return self._kept[0][0] * 1000 if self._kept else float("inf")
 
+    @property
+    def worst_us(self) -> float:
+        """Iteration time of the slowest to be kept; infinite while there are fewer."""
+        return self._kept[-1][0] * 1000 if len(self._kept) == self._keep else float("inf")
+
     def offer(self, configuration: Configuration) -> bool:
         """Judge a configuration; True if it is the best so far."""
         self.scored += 1
