@@ -429,6 +429,15 @@ def test_relief_begins_with_every_way_to_share_out_the_devices(toy):
     assert begun == {(2, 2), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1, 1)}
 
 
+def test_devices_of_a_large_node_are_shared_out_evenly(toy):
+    problem = toy_problem(toy, gpus_per_node=16, num_layers=18, memory_limit_mb=1e9)
+    begun = {
+        tuple(stage.devices for stage in c.stages)
+        for c in Neighbours(problem, {1: quote_all(problem, 1)}).balanced()
+    }
+    assert begun == {(2,) * 8, (1,) * 16}
+
+
 def test_operators_that_were_not_measured_are_named(toy, tmp_path):
     chain = tmp_path / "other.toml"
     chain.write_text('[[groups]]\noperators = ["embed", "conv"]\n')
