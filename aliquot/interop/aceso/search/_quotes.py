@@ -77,7 +77,7 @@ class UniformStages:
             kept_mb=_prefix(kept_mb - saved_mb),
             saved_mb=saved_mb,
             weights_mb=_prefix(space.weights_mb[kinds][:, columns].T),
-            peak_mb=_sparse(runs(saved_mb, dropped)),
+            peak_mb=_sparse(_rounded_up(runs(saved_mb, dropped))),
             forward_mb=_sparse(space.forward_reserved_mb[kinds][:, columns].T),
             backward_mb=_sparse(space.backward_reserved_mb[kinds][:, columns].T),
             recompute=recompute,
@@ -202,6 +202,12 @@ def runs(saved: Floats, dropped: NDArray[np.bool_]) -> Floats:
     sums = np.cumsum(saved, axis=-1)
     ends = np.maximum.accumulate(np.where(dropped, 0.0, sums), axis=-1)
     return np.where(dropped, sums - ends, 0.0)
+
+
+def _rounded_up(values: Floats) -> Floats:
+    """In single precision, never less: of 1,024 layers such tables take a gigabyte in double."""
+    near = values.astype(np.float32)
+    return np.where(near < values, np.nextafter(near, np.float32(np.inf)), near)
 
 
 def _sparse(values: Floats) -> Floats:
