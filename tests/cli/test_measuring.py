@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 from command_line import refused, run
 
@@ -15,6 +16,12 @@ TINY = (
 OPTIONS = (
     "--warm-up 3 --repeats 4 --most-repeats 9 --least-s 0.5 --retries 2 --noisy 0.1 --budget-s 7"
 ).split()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def eight_devices():
+    """Start JAX, or a command that asks for fewer devices would, for all later tests."""
+    assert len(jax.devices()) == 8
 
 
 @pytest.mark.parametrize(
