@@ -15,7 +15,7 @@ from _results import Journal
 
 import aliquot as aq
 from aliquot.cluster import TARGETS
-from aliquot.cost import Chain, ChainPlan
+from aliquot.cost import UNIT_FIGURES, Chain, ChainPlan
 from aliquot.graph import Layers, cut_layers
 from aliquot.planners import PipeshardParallel
 from aliquot.planners._base import Decision, Task
@@ -186,21 +186,11 @@ class Fidelity:
 
 
 def _with_options(chain: Chain, kept: Sequence[bool]) -> Chain:
-    names = (
-        "forward_s",
-        "backward_s",
-        "weight_gradient_s",
-        "once_s",
-        "state_bytes",
-        "in_flight_bytes",
-        "deferred_bytes",
-        "working_bytes",
-    )
     mask = np.array(kept)
     return dataclasses.replace(
         chain,
         options=tuple(o for o, keep in zip(chain.options, kept, strict=True) if keep),
-        **{name: getattr(chain, name)[:, mask] for name in names},
+        **{name: getattr(chain, name)[:, mask] for name in UNIT_FIGURES},
     )
 
 

@@ -24,7 +24,7 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
     """
     import msgspec
 
-    from ..plans import device_range, mfu, tokens_per_step
+    from ..plans import mfu, stage_data, tokens_per_step
 
     p, provenance = plan.prediction, plan.provenance
     return {
@@ -61,16 +61,7 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
         "measured_error": p.measured_error,
         "profiles": provenance.profiles or None,
         "stages": [
-            {
-                "mesh": list(stage.mesh_shape),
-                "axis_names": list(stage.axis_names),
-                "data_axes": list(stage.data_axes),
-                "devices": list(range(*device_range(stage))),
-                "layers": list(stage.layer_names),
-                "recompute": stage.recompute,
-                "predicted": msgspec.to_builtins(stage.prediction),
-                "num_operators": sum(op.copies for op in stage.interior),
-            }
+            stage_data(stage) | {"num_operators": sum(op.copies for op in stage.interior)}
             for stage in plan.stages
         ],
         "compiled": msgspec.to_builtins(plan.compiled),

@@ -4,6 +4,7 @@ adds them up.
 
 from ._alike import WorkAlike as WorkAlike
 from ._alike import work_alike as work_alike
+from ._chain import UNIT_FIGURES as UNIT_FIGURES
 from ._chain import Chain as Chain
 from ._chain import PrefixSums as PrefixSums
 from ._chain import evaluate_form as evaluate_form

@@ -24,7 +24,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _NOT_GIVEN: Floats = np.zeros(0)
-_UNIT_FIGURES = (
+# Figures of each unit with each option.
+UNIT_FIGURES = (
     "forward_s",
     "backward_s",
     "weight_gradient_s",
@@ -203,7 +204,7 @@ def _faulty_arrays(chain: Chain) -> list[str]:
         faults.append(
             f"it has {shape[0]} units and {shape[1]} options; at least one of each is needed"
         )
-    for name in (*_UNIT_FIGURES, "boundary_bytes"):
+    for name in (*UNIT_FIGURES, "boundary_bytes"):
         array = getattr(chain, name)
         wanted = shape[:1] if name == "boundary_bytes" else shape
         if array.shape != wanted:
@@ -273,8 +274,8 @@ class PrefixSums:
     def _computed(cls, chain: Chain) -> PrefixSums:
         # A unit that an option cannot run has infinite figures, which would spoil all sums behind
         # it. They count as zero, and `last_end` says which stretches contain such a unit.
-        runs = np.isfinite(np.stack([getattr(chain, name).T for name in _UNIT_FIGURES])).all(axis=0)
-        figures = {name: np.where(runs, getattr(chain, name).T, 0.0) for name in _UNIT_FIGURES}
+        runs = np.isfinite(np.stack([getattr(chain, name).T for name in UNIT_FIGURES])).all(axis=0)
+        figures = {name: np.where(runs, getattr(chain, name).T, 0.0) for name in UNIT_FIGURES}
         forward, weights = figures["forward_s"], figures["weight_gradient_s"]
         inputs = figures["backward_s"] - weights
         figures["exposed_s"] = forward + inputs - np.minimum(weights, np.minimum(forward, inputs))

@@ -11,21 +11,11 @@ from dataclasses import replace
 import numpy as np
 
 from ..cluster import Cluster
-from ..cost import Chain
+from ..cost import UNIT_FIGURES, Chain
 from ..graph import Graph, Role
 
 MOST_MICRO_BATCHES = 1024
 MANY_DEVICES = 128
-_FIGURES = (
-    "forward_s",
-    "backward_s",
-    "weight_gradient_s",
-    "once_s",
-    "state_bytes",
-    "in_flight_bytes",
-    "deferred_bytes",
-    "working_bytes",
-)
 
 
 def batch_size(graph: Graph) -> int:
@@ -84,7 +74,7 @@ def chain_between(chain: Chain, coarse: Chain, fine: Chain) -> Chain:
     known = np.array([c >= 0 for c in columns]) & np.isfinite(chain.forward_s)
     between = {}
     # An option that `fine` lacks takes the last column and is masked out.
-    for name in _FIGURES:
+    for name in UNIT_FIGURES:
         near, far = getattr(fine, name)[:, columns], getattr(coarse, name)
         known_both = known & np.isfinite(near) & np.isfinite(far)
         with np.errstate(invalid="ignore"):

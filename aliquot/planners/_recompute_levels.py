@@ -18,7 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import subcluster
-from ..cost import Chain, Problem, Recomputation, StageOption, known_memory, recomputation
+from ..cost import (
+    UNIT_FIGURES,
+    Chain,
+    Problem,
+    Recomputation,
+    StageOption,
+    known_memory,
+    recomputation,
+)
 from ..graph import OpId, Phase, stage_layers
 from ..sharding import NodeGraph, NodeId, operators_of
 from ._layer_costs import Floats, LayerCosts, ops_of_layers, price_option
@@ -93,14 +101,14 @@ def chain_with_levels(
     seconds, freed = _figures(costs, levels, [chain.options[k] for k in plain])
     options = list(chain.options)
     repeated = [frozenset[OpId]()] * len(options)
-    columns = {name: [getattr(chain, name)] for name in _COLUMNS}
+    columns = {name: [getattr(chain, name)] for name in UNIT_FIGURES}
     # What a layer repeats changes with its micro-batch as its activations do.
     scale = costs.step.num_micro_batches / chain.num_micro_batches
     for level, ops in enumerate(levels.step_ops):
         options += [_option(chain.options[k], level) for k in plain]
         repeated += [ops] * len(plain)
         again, less = (figures[level][list(costs.kinds)] * scale for figures in (seconds, freed))
-        added = {name: getattr(chain, name)[:, plain] for name in _COLUMNS}
+        added = {name: getattr(chain, name)[:, plain] for name in UNIT_FIGURES}
         added["backward_s"] = added["backward_s"] + again
         # What is worked out again serves both halves of the backward pass, which stays whole.
         nothing_deferred = np.where(np.isfinite(added["backward_s"]), 0.0, np.inf)
@@ -114,18 +122,6 @@ def chain_with_levels(
         name: np.concatenate(parts, axis=1) for name, parts in columns.items()
     }
     return replace(chain, options=tuple(options), **joined), tuple(repeated)
-
-
-_COLUMNS = (
-    "forward_s",
-    "backward_s",
-    "weight_gradient_s",
-    "once_s",
-    "state_bytes",
-    "in_flight_bytes",
-    "deferred_bytes",
-    "working_bytes",
-)
 
 
 def repeated_nodes(

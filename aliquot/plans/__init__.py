@@ -65,6 +65,7 @@ from ._stage_text import device_range as device_range
 from ._stage_text import equal_stages as equal_stages
 from ._stage_text import meshes as meshes
 from ._stage_text import short_layers as short_layers
+from ._stage_text import stage_data as stage_data
 from ._stage_text import stage_numbers as stage_numbers
 from ._stage_text import submesh_name as submesh_name
 from ._stage_text import submesh_names as submesh_names

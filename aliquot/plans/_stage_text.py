@@ -8,6 +8,9 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
+
+import msgspec
 
 from ..core import format_bytes, format_seconds
 from ._arrays import ArrayGroup, grouped_arrays
@@ -212,6 +215,21 @@ def _common(patterns: Sequence[str]) -> str:
 def device_range(stage: StagePlan) -> tuple[int, int]:
     """The first device of a stage's submesh, and the one behind its last."""
     return stage.first_device, stage.first_device + math.prod(stage.mesh_shape)
+
+
+def stage_data(stage: StagePlan) -> dict[str, Any]:
+    """What a stage runs, where, and what it is predicted to take, as plain values ready for
+    JSON.
+    """
+    return {
+        "mesh": list(stage.mesh_shape),
+        "axis_names": list(stage.axis_names),
+        "data_axes": list(stage.data_axes),
+        "devices": list(range(*device_range(stage))),
+        "layers": list(stage.layer_names),
+        "recompute": stage.recompute,
+        "predicted": msgspec.to_builtins(stage.prediction),
+    }
 
 
 def submesh_name(submesh: int, stages: Sequence[int], first_device: int, last_device: int) -> str:

@@ -19,7 +19,6 @@ from ..plans import (
     Plan,
     Section,
     SectionKind,
-    device_range,
     fact_rows,
     grouped_arrays,
     headline,
@@ -29,6 +28,7 @@ from ..plans import (
     plan_devices,
     rebuild,
     sections,
+    stage_data,
 )
 from ._tables import Facts, SectionTable, columns
 from ._timeline import Timeline
@@ -69,16 +69,7 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
         "cluster": plan.cluster.get("name"),
         "num_devices": plan_devices(plan),
         "stages": [
-            {
-                "mesh": list(stage.mesh_shape),
-                "axis_names": list(stage.axis_names),
-                "data_axes": list(stage.data_axes),
-                "devices": list(range(*device_range(stage))),
-                "layers": list(stage.layer_names),
-                "recompute": stage.recompute,
-                "predicted": msgspec.to_builtins(stage.prediction),
-                "arrays": [asdict(group) for group in _groups(plan, index)],
-            }
+            stage_data(stage) | {"arrays": [asdict(group) for group in _groups(plan, index)]}
             for index, stage in enumerate(plan.stages)
         ],
         "num_micro_batches": plan.num_micro_batches,
