@@ -22,7 +22,14 @@ from aliquot.interop.aceso import (
     read_configuration,
 )
 from aliquot.interop.aceso import _database as databases
-from aliquot.interop.aceso.search import PLANNERS, Auto, Exact, SearchProblem, read_problem
+from aliquot.interop.aceso.search import (
+    PLANNERS,
+    Auto,
+    Exact,
+    Grid,
+    SearchProblem,
+    read_problem,
+)
 from aliquot.interop.aceso.search._evenly import possible_cuts, spread_evenly_us
 from aliquot.interop.aceso.search._moves import Neighbours
 from aliquot.interop.aceso.search._quotes import quote_all
@@ -228,6 +235,16 @@ def test_no_planner_is_faster_than_the_bound_and_every_answer_fits(seed):
             assert estimate.iteration_time_ms >= bound * (1 - 1e-9), name
         times = [estimate.iteration_time_ms for _, estimate in result.best]
         assert times == sorted(times) and len({str(c) for c, _ in result.best}) == len(times)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_grid_keeps_its_best_although_it_does_not_judge_every_point(seed):
+    problem, _ = random_problem(seed)
+    judged = Grid(keep=10_000).search(problem)
+    few = Grid(keep=3).search(problem)
+    times = [estimate.iteration_time_ms for _, estimate in judged.best[:3]]
+    assert [estimate.iteration_time_ms for _, estimate in few.best] == times
+    assert few.scored <= judged.scored
 
 
 @pytest.mark.parametrize("name", PLANNERS)
