@@ -6,9 +6,9 @@ import pytest
 
 from aliquot.core import CaptureError
 from aliquot.graph import capture
-from aliquot.sharding import layer_step, trace_part
+from aliquot.sharding import layer_step, trace_part, traces_in_groups
 from aliquot.sharding.micro_batches import _micro_batches
-from aliquot.sharding.micro_batches._micro_batches import _trace
+from aliquot.sharding.micro_batches._micro_batches import _align, _trace
 from aliquot.sharding.micro_batches._resized import resized
 from aliquot.zoo import build
 
@@ -51,6 +51,34 @@ def test_layers_at_another_size_need_no_trace(step, monkeypatch):
     assert layer_step(step, 8).part.values == known.values
     assert layer_step(step, 16).micro_batch_size == 2
     assert trace_part(step, 1) is step
+
+
+@pytest.mark.parametrize("parts", [2, 4, 16, 32])
+def test_whether_a_step_runs_in_groups_is_known_without_its_program(step, parts, monkeypatch):
+    assert _align(step, resized(trace_part(step, 8), step, 32 // parts))
+    monkeypatch.setattr(_micro_batches, "_align", lambda *args: pytest.fail("compared again"))
+    monkeypatch.setattr(_micro_batches, "_of_size", lambda *args: pytest.fail("worked out"))
+    monkeypatch.setattr(_micro_batches, "_is_same_program", lambda *args: True)
+    assert traces_in_groups(step, parts, 1)
+
+
+def looks_at_its_size(w, x):
+    def loss(w):
+        return ((x @ w if x.shape[0] > 8 else jnp.tanh(x @ w)) ** 2).sum()
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize("fn", [looks_at_its_size, lambda w, x: sizes_written_down(w, x)])
+@pytest.mark.parametrize("first", [4, 16])
+def test_groups_are_ruled_out_as_by_their_program(fn, first, monkeypatch):
+    def answers():
+        graph = capture(fn, jnp.ones((8, 8)), jax.ShapeDtypeStruct((64, 8), jnp.float32))
+        return [traces_in_groups(graph, parts, 1) for parts in (first, 2, 4, 8, 16, 32, 64)]
+
+    known = answers()
+    monkeypatch.setattr(_micro_batches, "_resizes", lambda *args: False)
+    assert known == answers()
 
 
 def sizes_written_down(w, x):

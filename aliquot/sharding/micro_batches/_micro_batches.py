@@ -11,6 +11,7 @@ whether a loss is a mean or a sum.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from ...graph import (
 from ._findings import Findings
 from ._micro_batch_analysis import analyse
 from ._micro_calls import EFFECT
-from ._resized import batch_size, calls_of, resized
+from ._resized import batch_size, calls_of, is_resizable, resized
 from ._time_specs import EQUAL, Action, Conversion, TimeKind, TimeSpec
 
 SEMANTICS = ("exact", "independent")
@@ -185,10 +186,36 @@ def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> b
     """True if the step is the same program on the share of a micro-batch that each group takes;
     True where none can.
     """
+    parts = num_micro_batches * num_groups
     try:
+        if _resizes(graph, parts):
+            return True
         _align(graph, trace_part(graph, num_micro_batches, num_groups))
     except InputError:
         return True
+    except CaptureError:
+        return False
+    return True
+
+
+def _resizes(graph: Graph, parts: int) -> bool:
+    """True if the step on one of so many parts follows from its traces on two other sizes, of which
+    the smaller is the same program as the whole.
+    """
+    if graph.split is not None or not any(item.role is Role.BATCH for item in graph.inputs):
+        return False
+    known: dict[int, Graph] = graph.calling.traces
+    size, rest = divmod(batch_size(graph), parts)
+    if rest or not size or not known:
+        return False
+    traced = next(iter(known.values()))
+    return is_resizable(traced, graph, size) and _is_same_program(graph, traced)
+
+
+@functools.lru_cache(maxsize=1)
+def _is_same_program(graph: Graph, part: Graph) -> bool:
+    try:
+        _align(graph, part)
     except CaptureError:
         return False
     return True

@@ -8,6 +8,7 @@ that its sizes on two larger batches let one expect.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
@@ -34,7 +35,7 @@ def resized(small: Graph, large: Graph, size: int) -> Graph:
             batch.
     """
     sizes = batch_size(small), batch_size(large)
-    if any(call.eqn.params.get("branches_platforms") is not None for call in calls_of(small.body)):
+    if _has_platforms(small):
         raise CaptureError(
             f"{small.name} holds a branch for each platform, which JAX runs at the size of its"
             " trace alone."
@@ -63,6 +64,53 @@ def resized(small: Graph, large: Graph, size: int) -> Graph:
     return replace(small, values=values, ops=ops)
 
 
+def is_resizable(small: Graph, large: Graph, size: int) -> bool:
+    """True if `resized` works out a step on `size` examples whose loops run as often as those of
+    `small`, without doing so.
+    """
+    line = _line_through(small, large)
+    if line is None:
+        return False
+    sized = replace(line, size=size, numbers=set())
+    try:
+        for a, b in line.numbers:
+            sized.number(a, b)
+    except _Irregular:
+        return False
+    return True
+
+
+def _has_platforms(graph: Graph) -> bool:
+    """True if the step holds a branch for each platform."""
+    return any(
+        call.eqn.params.get("branches_platforms") is not None for call in calls_of(graph.body)
+    )
+
+
+# A search asks for many sizes of one step.
+@functools.lru_cache(maxsize=1)
+def _line_through(small: Graph, large: Graph) -> _Line | None:
+    """The line through two traces, with all numbers that lie on it; None if the traces are not
+    those of one program, or a loop's turns depend on the size.
+    """
+    if (
+        _has_platforms(small)
+        or len(small.ops) != len(large.ops)
+        or any(a.name != b.name or a.trips != b.trips for a, b in zip(small.ops, large.ops))
+    ):
+        return None
+    # Its numbers do not depend on the size that they are noted for, and this one always works out.
+    line = _Line(small=batch_size(small), large=batch_size(large), size=batch_size(small))
+    try:
+        for a, b in zip(small.values, large.values, strict=True):
+            line.shape(a.shape, b.shape)
+        for x, y in zip(small.ops, large.ops):
+            _op(x, y, line)
+    except (_Irregular, CaptureError):
+        return None
+    return line
+
+
 def calls_of(block: Block) -> Iterator[Call]:
     """All structured operators of a block, outer ones first."""
     for item in block.items:
@@ -85,10 +133,13 @@ class _Line:
     size: int
     # Equal layers share their equations.
     equations: dict[tuple[int, int], Any] = field(default_factory=dict)
+    # Pairs of sizes that differ between the traces.
+    numbers: set[tuple[int, int]] = field(default_factory=set)
 
     def number(self, small: int, large: int) -> int:
         if small == large:
             return small
+        self.numbers.add((small, large))
         change, rest = divmod((large - small) * (self.size - self.small), self.large - self.small)
         if rest or small + change < 0:
             # Sizes lie on a line through both traces; what does not is decided by the user's code.
