@@ -38,6 +38,7 @@ from .inter import AbstractInter as AbstractInter
 from .inter import EqualStages as EqualStages
 from .inter import Grid as Grid
 from .inter import ManualStages as ManualStages
+from .inter import NoFasterStages as NoFasterStages
 from .inter import StageDP as StageDP
 from .inter import StageLimits as StageLimits
 from .intra import ILP as ILP

@@ -22,7 +22,7 @@ from ._priced_layers import PricedLayers
 from ._race import Entry, race
 from ._recompute_levels import chain_with_levels, recompute_levels, repeated_nodes
 from ._stage_cache import Solved, StageCache
-from .inter import AbstractInter, StageLimits
+from .inter import AbstractInter, NoFasterStages, StageLimits
 from .intra import AbstractIntra, Space, fixed
 
 _ROUNDS = 4
@@ -91,10 +91,12 @@ def _memory_decides(
         return True
     # Without a limit the same search shows what memory costs.
     ample = replace(chain, memory_limit_bytes=_AMPLE_BYTES)
-    return (
-        method.inter.solve([ample], limits=method.limits, helper=helper).step_time_s
-        < proposal.step_time_s
-    )
+    limits = replace(method.limits, faster_than_s=proposal.step_time_s)
+    try:
+        faster = method.inter.solve([ample], limits=limits, helper=helper)
+    except NoFasterStages:
+        return False
+    return faster.step_time_s < proposal.step_time_s
 
 
 def _fit(
@@ -120,6 +122,7 @@ def _fit(
     shrink, needed, least_needed = 1.0, 0.0, math.inf
     cut, cache = graph, StageCache()
     proposal: ChainPlan | None = None
+    limits = replace(method.limits, faster_than_s=faster_than_s)
     for _ in range(_ROUNDS):
         if proposal is not None and proposal.peak_bytes <= limit * shrink:
             # It already fits the tighter limit, so the search would return it again.
@@ -128,14 +131,14 @@ def _fit(
             continue
         tighter = replace(chain, memory_limit_bytes=limit * shrink)
         try:
-            proposal = method.inter.solve([tighter], limits=method.limits, helper=helper)
+            proposal = method.inter.solve([tighter], limits=limits, helper=helper)
         except InfeasibleError:
             if proposal is None:
                 raise
             # It speaks of the tighter limit, and of stages that need more than it says.
             break
         if proposal.step_time_s >= faster_than_s:
-            raise InfeasibleError("no stages promise less than those that were found")
+            raise NoFasterStages("no stages promise less than those that were found")
         bounds = (*(s.first_unit for s in proposal.stages), length)
         # Stages of a loop need the loop cut at their borders.
         if length and (

@@ -14,7 +14,14 @@ from planners.test_pipeshard import plan_of
 import aliquot as aq
 from aliquot.core import InfeasibleError, InputError, PlanMismatchError
 from aliquot.cost import ChainPlan, find_stage_faults, judge_stages, simulate_stages
-from aliquot.planners import AbstractInter, ManualStages, StageDP, StageLimits, plan_chain
+from aliquot.planners import (
+    AbstractInter,
+    ManualStages,
+    NoFasterStages,
+    StageDP,
+    StageLimits,
+    plan_chain,
+)
 from aliquot.plans import violations
 
 CHAINS = {
@@ -85,6 +92,23 @@ class TestEveryInterPlanner:
         best = plan_chain(chain, StageDP())
         plan = plan_chain(chain, inter, start=best)
         assert plan.step_time_s <= best.step_time_s * (1 + 1e-9) or not inter.searches
+
+    @pytest.mark.parametrize("name", ["even", "hosts", "operators"])
+    def test_asking_for_faster_stages_changes_no_answer(self, inter, name):
+        try:
+            plan = plan_chain(CHAINS[name], inter)
+        except (InfeasibleError, InputError):
+            return
+        above = StageLimits(faster_than_s=plan.step_time_s * 1.01)
+        assert plan_chain(CHAINS[name], inter, limits=above).step_time_s == plan.step_time_s
+        # None take less than half of the bound: it says so, or answers all the same.
+        half = StageLimits(faster_than_s=plan.closed_form_s / 2)
+        try:
+            same = plan_chain(CHAINS[name], inter, limits=half)
+        except NoFasterStages as error:
+            assert inter.searches and "take less than" in str(error)
+        else:
+            assert same.step_time_s == plan.step_time_s
 
     @pytest.mark.parametrize("intra", INTRAS.values(), ids=INTRAS)
     def test_the_planner_works_with_every_intra_planner(self, inter, intra):

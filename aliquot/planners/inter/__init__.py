@@ -2,6 +2,7 @@
 
 from ._base import NO_LIMITS as NO_LIMITS
 from ._base import AbstractInter as AbstractInter
+from ._base import NoFasterStages as NoFasterStages
 from ._base import StageLimits as StageLimits
 from ._base import check_chains as check_chains
 from .grid import EqualStages as EqualStages

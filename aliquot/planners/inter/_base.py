@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core import InputError, nearest
+from ...core import InfeasibleError, InputError, nearest
 from ...cost import AbstractChain, ChainPlan
 from ...plans import training_schedules
 from .._helper import HelperProcess
@@ -19,6 +20,8 @@ class StageLimits:
     Attributes:
         num_stages: the number of stages, interleaved ones counted one by one.
         schedule: a name of `plans.SCHEDULES`.
+        faster_than_s: stages that take as long are of no use: a planner may leave them out and
+            raise `NoFasterStages`, or answer with them all the same.
 
     Raises:
         InputError: fewer than one stage, or no such schedule.
@@ -26,6 +29,7 @@ class StageLimits:
 
     num_stages: int | None = None
     schedule: str | None = None
+    faster_than_s: float = math.inf
 
     def __post_init__(self) -> None:
         if self.num_stages is not None and self.num_stages < 1:
@@ -38,6 +42,10 @@ class StageLimits:
 
 
 NO_LIMITS = StageLimits()
+
+
+class NoFasterStages(InfeasibleError):
+    """Stages may fit, but none were found that take less than `StageLimits.faster_than_s`."""
 
 
 class AbstractInter(abc.ABC):
@@ -66,6 +74,7 @@ class AbstractInter(abc.ABC):
 
         Raises:
             InfeasibleError: nothing fits; describes the stages that need the least memory.
+            NoFasterStages: nothing takes less than `limits.faster_than_s`.
             InputError: the chains do not go together, or the planner cannot keep to the limits.
         """
 

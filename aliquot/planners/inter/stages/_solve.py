@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from ....core import InfeasibleError, InputError, nearest
+from ....core import InfeasibleError, InputError, format_seconds, nearest
 from ....cost import (
     AbstractChain,
     Chain,
@@ -20,7 +20,7 @@ from ....cost import (
 )
 from ....plans import schedule_kind, training_schedules
 from ..._helper import HelperProcess
-from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
+from .._base import NO_LIMITS, AbstractInter, NoFasterStages, StageLimits, check_chains
 from .._simulated import fastest, simulated, worth_simulating
 from .._work import WorkLeft
 from ..grid import GRID_SCHEDULE, layouts
@@ -130,15 +130,24 @@ class StageDP(AbstractInter):
         )
         check_chains(chains)
         _check_num_stages(chains[0], planner.num_stages)
-        return planner._solve(chains, helper or HelperProcess(wanted=False), start)
+        helper = helper or HelperProcess(wanted=False)
+        return planner._solve(chains, helper, start, limits.faster_than_s)
 
     def _solve(
-        self, chains: Sequence[AbstractChain], helper: HelperProcess, start: ChainPlan | None
+        self,
+        chains: Sequence[AbstractChain],
+        helper: HelperProcess,
+        start: ChainPlan | None,
+        faster_than_s: float,
     ) -> ChainPlan:
         """Search, then simulate the best few plans and attach the bound to the fastest."""
-        searched = self._search(chains, helper)
+        searched = self._search(chains, helper, faster_than_s)
         starts = [start] if start is not None and self._covers(chains, start) else []
         if not searched.plans and not starts:
+            if math.isfinite(faster_than_s):
+                raise NoFasterStages(
+                    f"no stages were found that take less than {format_seconds(faster_than_s)}"
+                )
             if not searched.complete:
                 raise self._limit_reached(chains[0])
             raise nothing_fits(chains, self.schedules, self.num_stages, self.work_limit)
@@ -149,7 +158,11 @@ class StageDP(AbstractInter):
         queue.add(chains, starts)
         queue.add(chains, first)
         if self.simulated > 1:
-            by_both_ends = self._ranked_by_both_ends(chains, searched)
+            by_both_ends = [
+                (plan, chain)
+                for plan, chain in self._ranked_by_both_ends(chains, searched)
+                if plan.closed_form_s < faster_than_s
+            ]
             queue.add(chains, worth_simulating(by_both_ends, self.simulated, first))
         best = fastest(queue.answers())
         assert best is not None, (
@@ -197,12 +210,16 @@ class StageDP(AbstractInter):
             its_chains[0], start.stages, start.schedule, num_submeshes=start.num_submeshes
         )
 
-    def _search(self, chains: Sequence[AbstractChain], helper: HelperProcess) -> _SearchResult:
+    def _search(
+        self, chains: Sequence[AbstractChain], helper: HelperProcess, faster_than_s: float
+    ) -> _SearchResult:
         """Search all schedules. Plans are sorted by closed form, best first."""
         queue = helper.share(_search_schedule)
         work = self.work or WorkLeft(self.work_limit)
         share = max(work.left, _LEAST_SHARE * self.work_limit) / len(self.schedules)
-        task = _SearchTask(planner=self, chains=tuple(chains), work_limit=share)
+        task = _SearchTask(
+            planner=self, chains=tuple(chains), work_limit=share, faster_than_s=faster_than_s
+        )
         queue.add(task, self.schedules)
         runs = sorted(
             [run for answer in queue.answers() for run in answer], key=lambda run: run.order
@@ -304,13 +321,14 @@ class _SearchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _SearchTask:
-    """A planner, the chains to search, and the most table entries for each schedule, as passed to
-    the helper process.
+    """A planner, the chains to search, the most table entries for each schedule, and the closed
+    form that plans must stay below, as passed to the helper process.
     """
 
     planner: StageDP
     chains: tuple[AbstractChain, ...]
     work_limit: float
+    faster_than_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -381,7 +399,7 @@ def _search_schedule(task: _SearchTask, schedule: str) -> list[_ProgramResult]:
     ]
     programs.sort(key=lambda known: known[0])
     turns = [_Turn.of(entry, planner, order) for order, entry in programs]
-    best_s, spent = math.inf, 0.0
+    best_s, spent = task.faster_than_s, 0.0
     # A first solution of each large program, for a best to begin with.
     for turn in turns:
         if spent < work_limit and isinstance(turn.entry.program, DeviceProgram):
