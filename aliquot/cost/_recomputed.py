@@ -126,7 +126,7 @@ def repeated_operators(
         graph: the stage as a step of its own.
         repeat: costly operators that it may repeat; None: all.
     """
-    items = items_of(graph)
+    items = _items(graph)
     forward = [
         item
         for item in items
@@ -154,8 +154,15 @@ def repeated_operators(
     return again, frozenset(freed), runs
 
 
-def _backward(graph: Graph) -> list[Item]:
-    return [item for item in items_of(graph) if item.phase is Phase.BACKWARD and not item.shared]
+@functools.lru_cache(maxsize=16)
+def _items(graph: Graph) -> tuple[Item, ...]:
+    """Items of a layer or stage, which one set of products after the other is tried on."""
+    return items_of(graph)
+
+
+@functools.lru_cache(maxsize=16)
+def _backward(graph: Graph) -> tuple[Item, ...]:
+    return tuple(item for item in _items(graph) if item.phase is Phase.BACKWARD and not item.shared)
 
 
 def _most_at_once(graph: Graph, runs: Sequence[RecomputedRun], freed: dict[OpId, float]) -> float:

@@ -98,6 +98,8 @@ class LayerSolution:
 
 
 _Mesh: TypeAlias = tuple[tuple[int, int], tuple[int, ...]]
+# A submesh and its mesh.
+ONE_DEVICE: _Mesh = ((1, 1), (1, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,6 +127,19 @@ class LayerCosts:
     solutions: Sequence[Mapping[_Mesh, LayerSolution | None]]
     crossing: Crossing
     options: Sequence[StageOption]
+
+    @property
+    def least_compute_s(self) -> float:
+        """Seconds of all layers for a whole batch on one device, which communicates with nobody."""
+        alone = [solved[ONE_DEVICE] for solved in self.solutions]
+        seconds = [
+            0.0
+            if costs is None
+            else self.step.num_micro_batches * (costs.costs.forward_s + costs.costs.backward_s)
+            + costs.costs.once_s
+            for costs in alone
+        ]
+        return sum(seconds[kind] for kind in self.kinds)
 
     def chain(self, count: int, memory_limit_bytes: float) -> Chain:
         """The chain for a number of micro-batches. For other numbers than the step's own the

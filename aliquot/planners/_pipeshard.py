@@ -4,6 +4,7 @@ by simulation.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +24,9 @@ from ._methods import ShardParallel, WholeProgram
 from ._one_program import (
     OneProgram,
     as_one_program,
+    cannot_fit,
     fewer_micro_batches,
     is_too_large,
-    least_compute_s,
     one_program_by_doubling,
     one_program_scope,
 )
@@ -105,6 +106,8 @@ class PipeshardParallel(AbstractMethod):
         """
         asked = task.num_micro_batches
         method = self if asked is None else replace(self, num_micro_batches=asked)
+        if method.may_be_one_program:
+            programs = _with_first_program(method, task, programs)
         best: Decision | None = None
         search: PipelineSearch | None = None
         refusal: InfeasibleError | InputError | CaptureError | None = None
@@ -152,6 +155,30 @@ class PipeshardParallel(AbstractMethod):
         if pipeline is not None and len(pipeline.stages) > 1:
             tried = (tried_pipeline(pipeline, "slower than one program"), *tried)
         return replace(best, candidates=(*best.candidates, *tried))
+
+
+def _with_first_program(
+    method: PipeshardParallel, task: Task, known: Mapping[int, Decision | None]
+) -> Mapping[int, Decision | None]:
+    """The known programs, with the one of fewest micro-batches: a pipeline that does not promise
+    less than it takes need not be solved.
+
+    Raises:
+        Interrupted: Ctrl-C.
+    """
+    first = method.num_micro_batches or 1
+    if first in known:
+        return known
+    try:
+        problem = task.problem(first)
+    except (InputError, CaptureError):
+        # The search for pipelines says what is wrong.
+        return known
+    program: Decision | None = None
+    if not cannot_fit(problem):
+        with contextlib.suppress(InfeasibleError):
+            program = WholeProgram(intra=method.intra).solve(problem, task.progress)
+    return {**known, first: program}
 
 
 def _fastest_s(method: PipeshardParallel, programs: Mapping[int, Decision | None]) -> float:
@@ -281,7 +308,8 @@ def _search_counts(
             # Small micro-batches may have other layers.
             fine = price(counts[-1:], layers=priced[counts[0]].sketch.layers)
         chains = chains_between(chains, fine.chains[0])
-    if _is_small(chains[0]) or _one_micro_batch_may_do(task, faster_than_s):
+    least_s = priced[counts[0]].least_compute_s
+    if _is_small(chains[0]) or _one_micro_batch_may_do(task, least_s, faster_than_s):
         # Other ways are tried as well, which the promise of the best stages says nothing of.
         faster_than_s = math.inf
     decisions: list[Decision] = []
@@ -296,7 +324,7 @@ def _search_counts(
                 promised = None
                 break
             count = left[0].num_micro_batches
-            if len(counts) > 1:
+            if len(counts) > 1 or math.isfinite(faster_than_s):
                 try:
                     promised = method.inter.solve(left, limits=method.limits, helper=helper)
                 except InfeasibleError as error:
@@ -333,7 +361,7 @@ def _search_counts(
         best = _fastest(decisions)
         assert best is not None
     leaves_out_one = method.num_micro_batches is None and 1 not in priced
-    if leaves_out_one and _one_micro_batch_may_do(task, best.step_time_s):
+    if leaves_out_one and _one_micro_batch_may_do(task, least_s, best.step_time_s):
         try:
             decisions += _with_one_micro_batch(method, task, price([1]), best, helper)
         except KeyboardInterrupt as stopped:
@@ -358,10 +386,13 @@ def _is_small(chain: Chain) -> bool:
     return chain.num_units * len(chain.options) * chain.num_devices <= _SMALL
 
 
-def _one_micro_batch_may_do(task: Task, best_s: float) -> bool:
-    """True if a pipeline of one micro-batch may take less than the best, and is searched."""
-    few = task.cluster.num_devices <= MANY_DEVICES
-    return few and best_s > _IDLE_WITH_ONE * least_compute_s(task.problem(1))
+def _one_micro_batch_may_do(task: Task, least_s: float, best_s: float) -> bool:
+    """True if a pipeline of one micro-batch may take less than the best, and is searched.
+
+    Args:
+        least_s: of the step's compute, shared evenly by all devices.
+    """
+    return task.cluster.num_devices <= MANY_DEVICES and best_s > _IDLE_WITH_ONE * least_s
 
 
 def _with_one_micro_batch(

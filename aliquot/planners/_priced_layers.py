@@ -33,6 +33,13 @@ class PricedLayers:
     kinds: Sequence[int]
     length: int
 
+    @property
+    def least_compute_s(self) -> float:
+        """Seconds of the layers' compute for a whole batch on a single device each, where they
+        communicate with nobody, shared evenly by all devices.
+        """
+        return self.costs.least_compute_s / self.costs.cluster.num_devices
+
 
 def price_layers(
     task: Task,

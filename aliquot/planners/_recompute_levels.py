@@ -29,11 +29,10 @@ from ..cost import (
 )
 from ..graph import OpId, Phase, stage_layers
 from ..sharding import NodeGraph, NodeId, operators_of
-from ._layer_costs import Floats, LayerCosts, ops_of_layers, price_option
+from ._layer_costs import ONE_DEVICE, Floats, LayerCosts, ops_of_layers, price_option
 
 # More levels than these hardly differ.
 _MOST_LEVELS = 3
-_ONE_DEVICE = (1, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -161,21 +160,20 @@ def _increments(costs: LayerCosts, kind: int) -> list[_Increment]:
     """
     problem = costs.problems[kind]
     # On one device nothing is split, so that the order of products does not depend on a mesh.
-    solution = costs.solutions[kind].get((_ONE_DEVICE, _ONE_DEVICE))
+    solution = costs.solutions[kind].get(ONE_DEVICE)
     if solution is None:
         return []
 
     products = _products(problem.nodes)
-    mesh = _ONE_DEVICE, _ONE_DEVICE
     alone = _recomputed(
-        costs, problem, mesh, solution.picks, [frozenset({node}) for node in products]
+        costs, problem, ONE_DEVICE, solution.picks, [frozenset({node}) for node in products]
     )
     worth = {
         node: r.freed_bytes / max(r.seconds, 1e-12) for node, r in zip(products, alone, strict=True)
     }
     order = sorted(products, key=lambda node: (-worth[node], node))
     sets = [frozenset(order[: k + 1]) for k in range(len(order))]
-    points = _recomputed(costs, problem, mesh, solution.picks, sets)
+    points = _recomputed(costs, problem, ONE_DEVICE, solution.picks, sets)
     hull: list[_Increment] = []
     reached: list[Recomputation] = [Recomputation()]
     for nodes, point in zip(sets, points, strict=True):

@@ -1,5 +1,7 @@
 """`Auto`: one program or a pipeline, and when pipelines are searched."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -177,3 +179,20 @@ def test_a_program_that_cannot_be_fast_enough_is_not_searched_closely():
         WholeProgram(faster_than_s=10 * best.step_time_s).solve(problem).step_time_s
         == best.step_time_s
     )
+
+
+@pytest.mark.parametrize("count", [None, 2])
+@pytest.mark.parametrize("method", [Auto(), PipeshardParallel()], ids=["auto", "pipeshard"])
+def test_stages_are_not_solved_as_wholes_where_they_promise_no_less(method, count, monkeypatch):
+    step = mlp((1024, 4096, 1024), 8192)
+    program = aq.plan(*step, cluster=CLUSTER, method=WholeProgram(), num_micro_batches=count)
+    # As if layers promised ten times as much as the program takes.
+    for name, value in [("_SMALL", 0), ("_IDLE_WITH_ONE", math.inf), ("_LESS_AS_WHOLES", -9.0)]:
+        monkeypatch.setattr(f"aliquot.planners._pipeshard.{name}", value)
+    monkeypatch.setattr("aliquot.planners._auto.least_compute_s", lambda problem: 0.0)
+    monkeypatch.setattr(
+        "aliquot.planners._pipeshard.solve_with", lambda *args: pytest.fail("solved as wholes")
+    )
+    plan = aq.plan(*step, cluster=CLUSTER, method=method, num_micro_batches=count)
+    assert plan.prediction.step_time_s == program.prediction.step_time_s
+    assert any("micro-batches" in tried["name"] for tried in plan.provenance.candidates)
