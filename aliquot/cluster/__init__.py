@@ -25,5 +25,6 @@ from ._prices import HostPrice as HostPrice
 from ._prices import load_prices as load_prices
 from ._subcluster import subcluster as subcluster
 from ._target import TARGETS as TARGETS
+from ._target import SumCollective as SumCollective
 from ._target import Target as Target
 from ._target import target_for as target_for

@@ -9,11 +9,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from ..core import ClusterError
 from ._calibration import Products, measured_figures
 from ._device import KINDS, Device
+
+
+class SumCollective(StrEnum):
+    """The collective that finishes a partial sum whose result is split."""
+
+    REDUCE_SCATTER = "reduce-scatter"
+    # Of the whole array: each device then slices its piece off.
+    ALL_REDUCE = "all-reduce"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +141,11 @@ class Target:
             problems.append(f"kind {self.kind!r} is none of {', '.join(KINDS)}")
         if problems:
             raise ClusterError(problems, asked=f"target {self.kind!r}")
+
+    @property
+    def sum_collective(self) -> SumCollective:
+        """The collective that the compiler makes of a partial sum whose result is split."""
+        return SumCollective.REDUCE_SCATTER if self.reduce_scatter else SumCollective.ALL_REDUCE
 
     @property
     def delays_gradients(self) -> bool:

@@ -203,7 +203,7 @@ def resharding_seconds(source: Spec, wanted: Spec, num_bytes: float, mesh: Logic
     infinite if nothing can.
     """
     target = target_for(mesh.cluster.device)
-    moves = reshard(source, wanted, mesh.shape, target.reduce_scatter)
+    moves = reshard(source, wanted, mesh.shape, target.sum_collective)
     if moves is None:
         return math.inf
     near = rounded_bytes(num_bytes, mesh)

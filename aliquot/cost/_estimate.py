@@ -17,7 +17,7 @@ from ..cluster import MEASURED, MEASURED_COMPUTE, Corrections
 from ..core import PlanMismatchError
 from ..graph import Graph, Phase, source_line
 from ..plans import CollectiveUse, OpSharding, Prediction, StagePlan
-from ..sharding import Choice, NodeGraph, reshard, result_fraction, shards_of, waiting_apart
+from ..sharding import Choice, NodeGraph, reshard, result_fraction, shards_of, split_deferred_sums
 from ._choices import can_split
 from ._collectives import (
     collective_corrections,
@@ -29,7 +29,7 @@ from ._collectives import (
     widening,
 )
 from ._evaluate import conversions, evaluate
-from ._priced import Ints, Priced, corrected_work, scatters, waiting_axes
+from ._priced import Ints, Priced, corrected_work, split_deferred_axes, sum_collective
 from .memory import MemoryModel, converted, known_memory, memory_over_time, timeline
 
 
@@ -160,7 +160,7 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
         # With micro-batches, a gradient is summed over the data axes only once, after the last one,
         # and over the other axes for each: two changes instead of one.
         if edge.gradient and priced.repeats > 1 and edge.phase is not Phase.UPDATE:
-            changes = list(waiting_apart(*changes[0], priced.data_axes))
+            changes = list(split_deferred_sums(*changes[0], priced.data_axes))
         for (before, after), once in zip(changes, (False, True), strict=False):
             count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
             whole = edge.num_bytes * widening(edge.dtype, target, total=once)
@@ -169,7 +169,9 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
             priced_bytes = rounded_bytes(whole, mesh)
             parts = pieces(edge, before, after, target)
             count, whole = count * parts, whole / parts
-            for move in reshard(before, after, sizes, scatters(edge, target, total=once)) or ():
+            for move in (
+                reshard(before, after, sizes, sum_collective(edge, target, total=once)) or ()
+            ):
                 entering, leaving = move.fraction * whole, result_fraction(move, sizes) * whole
                 line = move_line(
                     move, through_copies(move, before, after, target), mesh, target, priced_bytes
@@ -185,7 +187,7 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
                 continue
             # As for conversions: sums of gradients run over the data axes once in a step, over the
             # others for each micro-batch.
-            for these_axes, once in waiting_axes(c, axes, priced.data_axes):
+            for these_axes, once in split_deferred_axes(c, axes, priced.data_axes):
                 count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
                 wide = widening(c.dtype, target, total=once and priced.repeats > 1)
                 local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)

@@ -1,8 +1,8 @@
-"""A node graph on a mesh, priced: for each node its choices with their seconds, for each edge a
+"""Prices of a node graph on a mesh: for each node its choices with their seconds, for each edge a
 table of conversions.
 
 Planners search these arrays; the judge adds up the same arrays. All seconds are those of one
-training step.
+training step. A collective's price is a line: a latency, and seconds for each byte.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster import Corrections, LogicalMesh, Products, Target, target_for
+from ..cluster import Corrections, LogicalMesh, Products, SumCollective, Target, target_for
 from ..graph import Phase
 from ..plans import item_bytes
 from ..sharding import (
@@ -28,7 +28,7 @@ from ..sharding import (
     Projection,
     Spec,
     reshard,
-    waiting_apart,
+    split_deferred_sums,
 )
 from ._choices import distinct_specs, enumerate_choices, joined_axes, shards
 from ._collectives import (
@@ -47,16 +47,21 @@ from .memory import Held, Resident
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+# Positions per point of a product's factors from which it is taken for a convolution.
 _FEWEST_POSITIONS = 9.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedNode:
-    """Choices of one node, `(choices, axes)`, and what each costs.
+    """Choices of one node and their seconds.
 
-    `compute` and `communication` have a row for each phase, in the order of `Phase`; `compute_s`,
-    `backward_s` (of it) and `communication_s` are sums of theirs, and `deferrable_s` is what
-    deferrable operators take of both; see `Op`.
+    Attributes:
+        choices: `(choices, axes)`.
+        compute, communication: a row for each phase, in the order of `Phase`.
+        gradient_s: collectives that sum gradients; not part of `communication`.
+        deferrable_s: share of `compute` and `communication` in deferrable operators; see `Op`.
+        compute_s, communication_s: sums over phases.
+        backward_s: `compute` in the backward phase.
     """
 
     choices: Ints
@@ -78,10 +83,14 @@ class PricedNode:
 class PricedEdge:
     """Conversions of one edge.
 
-    `seconds[p, q]` is the price from `sources[p]` to `targets[q]`, infinite where impossible;
-    `once_s[p, q]` of it is paid for gradients behind the last micro-batch. `moves[p, q]` says
-    whether it takes any collective. `source_index[k]` is the split that choice `k` of the source
-    node gives the array, likewise `target_index`.
+    Attributes:
+        sources, targets: distinct specs of the array at either end.
+        source_index, target_index: for each choice of the source (target) node, the position of
+            the spec that it gives the array.
+        seconds: `(sources, targets)`; infinite where no conversion exists.
+        once_s: the part of `seconds` that is paid once in a step, for sums of gradients behind the
+            last micro-batch.
+        moves: True where a conversion takes a collective.
     """
 
     sources: tuple[Spec, ...]
@@ -139,8 +148,8 @@ def price(
     if choices is None:
         choices = [enumerate_choices(node, mesh.shape) for node in graph.nodes]
     nodes = tuple(
-        pricer.node(node, work, some)
-        for node, work, some in zip(graph.nodes, problem.work, choices, strict=True)
+        pricer.node(node, work, node_choices)
+        for node, work, node_choices in zip(graph.nodes, problem.work, choices, strict=True)
     )
     edges = tuple(pricer.edge(edge, nodes) for edge in graph.edges)
     return Priced(
@@ -165,11 +174,11 @@ class _Cache:
     """Prices that many edges of one mesh have in common."""
 
     splits: dict[tuple[int, Projection], tuple[_Specs, Ints]] = field(default_factory=dict)
-    lines: dict[tuple[Spec, Spec, bool, float | None], tuple[float, float]] = field(
+    lines: dict[tuple[Spec, Spec, SumCollective, float | None], tuple[float, float]] = field(
         default_factory=dict
     )
     tables: dict[
-        tuple[_Specs, _Specs, bool, float | None], tuple[Floats, Floats, NDArray[np.bool_]]
+        tuple[_Specs, _Specs, SumCollective, float | None], tuple[Floats, Floats, NDArray[np.bool_]]
     ] = field(default_factory=dict)
     collectives: dict[tuple[str, tuple[int, ...], int, bool, float | None], tuple[float, float]] = (
         field(default_factory=dict)
@@ -216,8 +225,8 @@ class _Pricer:
         local = collective.num_bytes / shards(choices, collective.split_by, self.mesh.shape)
         seconds = np.zeros(len(choices))
         for axes, rows in joined_axes(choices, collective.factors):
-            for some, once in waiting_axes(collective, axes, self.data_axes):
-                latency, per_byte = collective_line(collective.kind, some, self.mesh, self.target)
+            for summed, once in split_deferred_axes(collective, axes, self.data_axes):
+                latency, per_byte = collective_line(collective.kind, summed, self.mesh, self.target)
                 times = collective.count * (1 if once else self.times(collective.phase))
                 entering = local[rows] * widening(
                     collective.dtype, self.target, total=once and self.repeats > 1
@@ -227,7 +236,7 @@ class _Pricer:
                     each = (
                         each
                         * collective_corrections(
-                            collective.kind, some, self.mesh, None, entering, each
+                            collective.kind, summed, self.mesh, None, entering, each
                         ).ratios
                     )
                 seconds[rows] += times * each
@@ -237,8 +246,8 @@ class _Pricer:
         sources, source_index = self.splits(edge.source, edge.source_projection, nodes)
         targets, target_index = self.splits(edge.target, edge.target_projection, nodes)
         whole = edge.num_bytes * widening(edge.dtype, self.target)
-        near = rounded_bytes(whole, self.mesh)
-        latency, per_byte, moves = self.lines(sources, targets, scatters(edge, self.target), near)
+        sums, near_bytes = sum_collective(edge, self.target), rounded_bytes(whole, self.mesh)
+        latency, per_byte, moves = self.conversion_lines(sources, targets, sums, near_bytes)
         if edge.kind == "alias":
             latency = latency * np.array(
                 [[pieces(edge, p, q, self.target) for q in targets] for p in sources]
@@ -250,7 +259,7 @@ class _Pricer:
             seconds if edge.gradient and self.repeats == 1 else np.broadcast_to(0.0, seconds.shape)
         )
         if edge.gradient and self.repeats > 1 and edge.phase is not Phase.UPDATE:
-            seconds, once = self.waiting(edge, sources, targets, seconds)
+            seconds, once = self.with_deferred_sums(edge, sources, targets, seconds)
         return PricedEdge(
             sources=sources,
             targets=targets,
@@ -272,119 +281,119 @@ class _Pricer:
             )
         return known
 
-    def lines(
-        self, sources: _Specs, targets: _Specs, scatter: bool, near: float | None
+    def conversion_lines(
+        self, sources: _Specs, targets: _Specs, sums: SumCollective, near_bytes: float | None
     ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-        """Latencies and seconds per byte of the whole array for all conversions between some
-        splits, and which take any.
+        """Tables of conversions between all pairs of splits: latency, seconds per byte of the whole
+        array, and which take a collective.
 
         Args:
-            near: about the bytes of the whole array, where collectives were measured.
+            near_bytes: the measured size nearest to the whole array; None without measurements.
         """
-        known = self.cache.tables.get((sources, targets, scatter, near))
+        known = self.cache.tables.get((sources, targets, sums, near_bytes))
         if known is None:
-            both = np.array([[self.line(p, q, scatter, near) for q in targets] for p in sources])
+            both = np.array(
+                [[self.conversion_line(p, q, sums, near_bytes) for q in targets] for p in sources]
+            )
             # What costs nothing moves nothing, even if the partitioner names a step.
             moves = np.isfinite(both[..., 0]) & (both.sum(axis=-1) > 0)
-            known = self.cache.tables[sources, targets, scatter, near] = (
+            known = self.cache.tables[sources, targets, sums, near_bytes] = (
                 both[..., 0],
                 both[..., 1],
                 moves,
             )
         return known
 
-    def line(
-        self, source: Spec, target: Spec, scatter: bool, near: float | None
+    def conversion_line(
+        self, source: Spec, target: Spec, sums: SumCollective, near_bytes: float | None
     ) -> tuple[float, float]:
         """Latency and seconds per byte of the whole array, for one conversion."""
-        known = self.cache.lines.get((source, target, scatter, near))
+        known = self.cache.lines.get((source, target, sums, near_bytes))
         if known is None:
-            moves = reshard(source, target, self.mesh.shape, scatter)
+            moves = reshard(source, target, self.mesh.shape, sums)
             latency, per_byte = (0.0, 0.0) if moves is not None else (np.inf, 0.0)
             for move in moves or ():
                 fixed, slope = self.move_line(
-                    move, through_copies(move, source, target, self.target), near
+                    move, through_copies(move, source, target, self.target), near_bytes
                 )
                 latency += fixed
                 per_byte += slope * move.fraction
-            known = self.cache.lines[source, target, scatter, near] = latency, per_byte
+            known = self.cache.lines[source, target, sums, near_bytes] = latency, per_byte
         return known
 
-    def move_line(self, move: Move, copies: bool, near: float | None) -> tuple[float, float]:
-        """`move_line` of one collective, which many conversions have in common."""
+    def move_line(self, move: Move, copies: bool, near_bytes: float | None) -> tuple[float, float]:
+        """`move_line` of one collective, computed once for all conversions that contain it."""
         key = (
             move.kind,
             move.axes,
             move.group,
             copies,
-            None if near is None else near * move.fraction,
+            None if near_bytes is None else near_bytes * move.fraction,
         )
         known = self.cache.collectives.get(key)
         if known is None:
             known = self.cache.collectives[key] = move_line(
-                move, copies, self.mesh, self.target, near
+                move, copies, self.mesh, self.target, near_bytes
             )
         return known
 
-    def waiting(
+    def with_deferred_sums(
         self, edge: Edge, sources: _Specs, targets: _Specs, seconds: Floats
     ) -> tuple[Floats, Floats]:
-        """Seconds of a gradient's conversions, and what of them is paid once: sums over data axes
-        wait for the last micro-batch.
+        """`seconds` and `once_s` of a gradient's conversions: sums over data axes wait for the last
+        micro-batch.
         """
-        apart, once = seconds.copy(), np.zeros(seconds.shape)
-        whole = edge.num_bytes * widening(edge.dtype, self.target, total=True)
-        each = edge.num_bytes * widening(edge.dtype, self.target)
+        seconds, once = seconds.copy(), np.zeros(seconds.shape)
+        each_bytes = edge.num_bytes * widening(edge.dtype, self.target)
+        total_bytes = edge.num_bytes * widening(edge.dtype, self.target, total=True)
         for p, source in enumerate(sources):
             if not any(source[a] <= PARTIAL for a in self.data_axes):
                 continue
             for q, target in enumerate(targets):
-                before, behind = waiting_apart(source, target, self.data_axes)
-                lines = [
-                    self.line(
-                        *change,
-                        scatters(edge, self.target, total=total),
-                        rounded_bytes(size, self.mesh),
-                    )
-                    for change, total, size in ((before, False, each), (behind, True, whole))
-                ]
-                once[p, q] = (lines[1][0] + lines[1][1] * whole) * edge.count
-                apart[p, q] = (lines[0][0] + lines[0][1] * each) * edge.count * self.times(
-                    edge.phase
-                ) + once[p, q]
-        return apart, once
+                each, total = split_deferred_sums(source, target, self.data_axes)
+                sums = sum_collective(edge, self.target)
+                each_s = self.conversion_seconds(*each, sums, each_bytes) * edge.count
+                sums = sum_collective(edge, self.target, total=True)
+                once[p, q] = self.conversion_seconds(*total, sums, total_bytes) * edge.count
+                seconds[p, q] = each_s * self.times(edge.phase) + once[p, q]
+        return seconds, once
+
+    def conversion_seconds(
+        self, source: Spec, target: Spec, sums: SumCollective, whole_bytes: float
+    ) -> float:
+        """Seconds of one conversion of an array of so many bytes."""
+        near_bytes = rounded_bytes(whole_bytes, self.mesh)
+        latency, per_byte = self.conversion_line(source, target, sums, near_bytes)
+        return latency + per_byte * whole_bytes
 
     def times(self, phase: Phase) -> int:
         """Number of runs of a phase in a step."""
         return 1 if phase is Phase.UPDATE else self.repeats
 
 
-def scatters(edge: Edge, target: Target, *, total: bool = False) -> bool:
-    """True if partial sums that become split are reduce-scattered: by the compiler, or by the
-    runtime what products leave.
+def sum_collective(edge: Edge, target: Target, *, total: bool = False) -> SumCollective:
+    """The collective that finishes an edge's partial sums where they become split.
 
-    Running totals of micro-batches (`total`) are no product's.
+    Args:
+        total: the sums are running totals over micro-batches, not a product's result: the runtime
+            reduce-scatters only the latter where the compiler does not.
     """
-    if target.reduce_scatter:
-        return not edge.masked
-    return edge.on_pieces and not total
+    scattered = not edge.masked if target.reduce_scatter else edge.on_pieces and not total
+    return SumCollective.REDUCE_SCATTER if scattered else SumCollective.ALL_REDUCE
 
 
-def waiting_axes(
+def split_deferred_axes(
     collective: NodeCollective, axes: tuple[int, ...], data_axes: frozenset[int]
 ) -> list[tuple[tuple[int, ...], bool]]:
-    """The axes of a collective for each micro-batch, and those of one behind the last, each with
-    whether it is that.
-
-    Sums of gradients wait over data axes.
+    """Axes of the collective of each micro-batch (False), and of the one behind the last (True),
+    which sums gradients over the data axes.
     """
     # Only sums of gradients may wait; what is gathered is needed at once.
     if not collective.gradient or collective.kind != "all-reduce":
         return [(axes, False)]
-    parts = [
-        (tuple(a for a in axes if (a in data_axes) is waits), waits) for waits in (False, True)
-    ]
-    return [(some, waits) for some, waits in parts if some]
+    now = tuple(a for a in axes if a not in data_axes)
+    deferred = tuple(a for a in axes if a in data_axes)
+    return [(summed, once) for summed, once in ((now, False), (deferred, True)) if summed]
 
 
 def work_seconds(
@@ -406,9 +415,7 @@ def work_seconds(
 def corrected_work(
     work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, target: Target
 ) -> tuple[Floats, Corrections | None]:
-    """The cost model's seconds of `work_seconds`, and what measurements say of them, if there are
-    any.
-    """
+    """Uncorrected seconds of `work_seconds`, and their corrections if the devices were measured."""
     device, measured = mesh.cluster.device, mesh.cluster.measured
     moved = np.zeros(len(choices))
     for num_bytes, split_by in work.arrays:
@@ -419,7 +426,7 @@ def corrected_work(
         flops = work.flops / shards(choices, work.split_by, mesh.shape)
         if len(work.arrays) == 3 and (target.products.tile > 1 or measured is not None):
             points = _product_points(work, flops, sizes, choices, mesh)
-        # A product proper reads two arrays and writes one. Of others the shape is not known.
+        # Slowdowns by shape hold for operators that read two arrays and write one.
         slowdown = _product_slowdown(points, target.products)
         speed = target.product_flops_per_s(device, work.dtype)
         seconds = np.maximum(seconds / target.products.traffic, flops * slowdown / speed)
@@ -474,8 +481,8 @@ def _positions(work: Work, sizes: Sequence[int], result: NDArray[np.bool_]) -> f
     """Elements of a product's result for each point of its factors: the positions of a convolution,
     which nothing splits.
 
-    A result of another dtype than the product's operands differs by less than what any image has of
-    them.
+    The threshold leaves room for a result of another dtype than the operands, which also changes
+    the quotient.
     """
     points = math.prod(size for size, counts in zip(sizes, result, strict=True) if counts)
     elements = work.arrays[-1][0] / item_bytes(work.dtype) / work.kernels
@@ -485,6 +492,6 @@ def _positions(work: Work, sizes: Sequence[int], result: NDArray[np.bool_]) -> f
 def _local_size(
     sizes: Sequence[int], factors: NDArray[np.bool_], choices: Ints, mesh: LogicalMesh
 ) -> Floats:
-    """Elements that a device holds of the index space of some factors, under each choice."""
+    """Size of the index space of some factors on each device, under each choice."""
     whole = math.prod(size for size, counts in zip(sizes, factors, strict=True) if counts)
     return whole / shards(choices, factors.tolist(), mesh.shape)

@@ -45,11 +45,12 @@ from ._nodes import shards_of as shards_of
 from ._parallel_block import ParallelBlock as ParallelBlock
 from ._pins import Pin as Pin
 from ._pins import Pins as Pins
+from ._pins import TotalConstraints as TotalConstraints
 from ._pins import make_pins as make_pins
 from ._reshard import Move as Move
 from ._reshard import reshard as reshard
 from ._reshard import result_fraction as result_fraction
-from ._reshard import waiting_apart as waiting_apart
+from ._reshard import split_deferred_sums as split_deferred_sums
 from ._rows import gathered_by_rows as gathered_by_rows
 from ._spec import PARTIAL as PARTIAL
 from ._spec import REPLICATED as REPLICATED

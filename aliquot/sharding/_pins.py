@@ -1,46 +1,48 @@
-"""Choices -> the splits that the runtime pins while it replays a step.
+"""Pins: the sharding constraints that the runtime puts on a step's operators, from the choices of a
+plan.
 
-A product's operands are pinned to its own split, and its result twice: to its own split first
-(otherwise the compiler gives the product the split that its users want, and gathers the operands
-instead), then to its users'. An array of a group is pinned where a product wants it in another
-split.
+A product's operands are pinned to its own split, and its result twice: to its own split first, then
+to its users'. Without the first, the compiler gives the product the split that its users want, and
+gathers the operands instead. Any other array is pinned where a product wants it in another split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ..cluster import Target
+from ..cluster import SumCollective, Target
 from ..graph import Graph, Op, Operand, Phase, ValueId
-from ._nodes import Choice, NodeGraph, Port, project
-from ._reshard import landing, scattered_behind, waiting_apart, way
+from ._nodes import Choice, NodeGraph, Port, Site, project
+from ._reshard import intermediate_specs, minor_axes, spec_after_sums, split_deferred_sums
 from ._rows import gathered_by_rows
 from ._spec import PARTIAL, REPLICATED, Spec, divides, without_partial
 
-Landing: TypeAlias = tuple[tuple[Spec, tuple[int, ...]], ...]
-"""Splits, one after the other, each with the axes that are minor in it."""
+TotalConstraints: TypeAlias = tuple[tuple[Spec, tuple[int, ...]], ...]
+"""Specs to constrain a running total to, one after the other, each with its minor axes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """Splits at one class of operators: of each operand (None: leave it), and of each result, one
-    after the other.
+    """Sharding constraints on the operators of one class.
 
-    On its way to an operand's split an array takes on those `between`. In the first split of each
-    result the axes in `minor` subdivide tiles last. `totals` are those of its running total, once
-    that is added up over data axes.
-
-    `on_pieces`: each device runs the product on its pieces of the operands, and the runtime
-    scatters the sums to the first of the result's splits.
+    Attributes:
+        operands: the spec of each operand; None leaves it as it is.
+        between: for each operand the specs to constrain it to before, one after the other.
+        results: for each result the specs to constrain it to, one after the other.
+        minor: for each result the axes that subdivide tiles last in the first of its specs.
+        totals: for each result the constraints on its running total over micro-batches, once that
+            is summed over data axes.
+        on_pieces: each device runs the product on its pieces of the operands, and the runtime
+            reduce-scatters the sums to the first spec of the result.
     """
 
     operands: tuple[Spec | None, ...]
     between: tuple[tuple[Spec, ...], ...]
     results: tuple[tuple[Spec, ...], ...]
     minor: tuple[tuple[int, ...], ...]
-    totals: tuple[Landing, ...]
+    totals: tuple[TotalConstraints, ...]
     on_pieces: bool = False
 
 
@@ -50,14 +52,15 @@ class Pins:
 
     Attributes:
         by_class: pins of operator classes; `of(op)` looks up an operator.
-        inputs, outputs: splits of what the step takes and returns. A successor has the split of
-            what it replaces.
-        values: split of each value that has one, by value index, for loop carries and the like.
-        totals: what running totals of these are split like, one after the other, once they are
-            added up over data axes.
-        rows: of each value that replaces an input row by row, that input, and how either is split.
-        wide_sums: whether what products on pieces leave is scattered in float32 at least.
-        on_missing_rule: what was done where a primitive has no rule; see `dim_rule`.
+        inputs, outputs: splits of the step's inputs and outputs. An output that replaces an input
+            has the split of that input.
+        values: splits of loop carries and other values that have one.
+        totals: constraints on the running totals of these over micro-batches, once they are summed
+            over data axes.
+        rows: for each value that replaces an input row by row: that input, the value's split and
+            the input's.
+        wide_sums: products that run on each device's pieces reduce-scatter in float32 at least.
+        on_missing_rule: see `dim_rule`.
     """
 
     by_class: dict[int, Pin]
@@ -65,7 +68,7 @@ class Pins:
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]
     values: dict[ValueId, Spec]
-    totals: dict[ValueId, Landing] = field(default_factory=dict)
+    totals: dict[ValueId, TotalConstraints] = field(default_factory=dict)
     rows: dict[ValueId, tuple[ValueId, Spec, Spec]] = field(default_factory=dict)
     wide_sums: bool = False
     on_missing_rule: str = "infer"
@@ -89,140 +92,195 @@ def make_pins(
     Args:
         axis_sizes: devices along each mesh axis.
         target: whose compiler the pins are for. Where it makes no reduce-scatters of partial sums
-            that become split (see `landing`), products whose sums shall be reduce-scattered are to
-            run on each device's pieces; otherwise only those whose sums are all-reduced along other
-            axes: of several such terms of a sum the compiler merges just the all-reduces. Inputs of
-            more than its `rows_above_bytes` are replaced row by row; see `gathered_by_rows`.
+            that become split, products whose sums shall be reduce-scattered are to run on each
+            device's pieces; otherwise only those whose sums are all-reduced along other axes: of
+            several such terms of a sum the compiler merges just the all-reduces. Inputs of more
+            than its `rows_above_bytes` are replaced row by row; see `gathered_by_rows`.
         data_axes: along which sums of gradients wait for the last micro-batch.
     """
-    reduce_scatter = target.reduce_scatter
-    whole: Spec = (REPLICATED,) * len(axis_sizes)
-
-    def spec(port: Port) -> Spec:
-        return project(choices[port.node], port.projection) if port.node >= 0 else whole
-
-    def between(operand: Operand, source: Port | None, target: Port | None) -> tuple[Spec, ...]:
-        if source is None or target is None or not isinstance(operand, int):
-            return ()
-        return _between(spec(source), spec(target), graph.values[operand].shape, axis_sizes)
-
-    by_class = {}
+    maker = _PinMaker(
+        graph=graph,
+        nodes=nodes,
+        choices=choices,
+        axis_sizes=axis_sizes,
+        target=target,
+        data_axes=data_axes,
+    )
     first_of: dict[int, Op] = {}
     for op in graph.ops:
         first_of.setdefault(nodes.op_class[op.index], op)
-    for site in nodes.sites:
-        op = first_of[site.op_class]
-        shapes = [graph.values[o].shape if o >= 0 else () for o in op.outputs]
-        # Only in the backward pass are sums made that wait for the last micro-batch.
-        waiting = data_axes if op.phase is Phase.BACKWARD else ()
-        pairs: list[tuple[tuple[Spec, ...], tuple[int, ...]]] = []
-        totals: list[Landing] = []
-        on_pieces = False
-        for ports, shape in zip(site.results, shapes, strict=True):
-            each, total = _apart([spec(p) for p in ports], waiting)
-            if op.name == "gather":
-                pairs.append((_looked_up(each, shape, axis_sizes), ()))
-                totals.append(())
-                continue
-            # A lookup's partial sums are finished at once; see `_looked_up`.
-            on_pieces = site.on_pieces and _is_scattered(
-                each, shape, axis_sizes, in_part=reduce_scatter
-            )
-            pairs.append(_result_chain(each, shape, axis_sizes, reduce_scatter or on_pieces))
-            totals.append(_landing(total, shape, axis_sizes, reduce_scatter))
-        chains = [chain for chain, _ in pairs]
-        for position, readers in enumerate(site.readers):
-            # Where all readers want the array as it is split anyway, a pin would say nothing new.
-            if all((spec(p),) == chains[position] for p in readers):
-                chains[position] = ()
-        by_class[site.op_class] = Pin(
-            operands=tuple(None if p is None else spec(p) for p in site.operands),
-            between=tuple(
-                between(*where)
-                for where in zip(op.inputs, site.sources, site.operands, strict=True)
-            ),
-            results=tuple(chains),
-            minor=tuple(minor for _, minor in pairs),
-            totals=tuple(totals),
-            on_pieces=on_pieces,
-        )
     # Partial sums cannot enter or leave a step: callers see whole arrays.
-    inputs = tuple(without_partial(spec(p)) for p in nodes.input_ports)
-    outputs = [without_partial(spec(p)) for p in nodes.output_ports]
-    rows = {}
-    for item, input_spec in zip(graph.inputs, inputs, strict=True):
-        if item.output is None:
-            continue
-        new, old, output_spec = (
-            graph.outputs[item.output].value,
-            graph.values[item.value],
-            outputs[item.output],
-        )
-        # XLA reuses the buffer of a donated input only for an output of the same split.
-        outputs[item.output] = input_spec
-        if isinstance(new, int) and (old.shape, old.dtype) == (
-            graph.values[new].shape,
-            graph.values[new].dtype,
-        ):
-            length = next(iter(old.shape), 1)
-            rank, above = len(old.shape), target.rows_above_bytes
-            if gathered_by_rows(length, rank, old.num_bytes, output_spec, input_spec, above):
-                rows[new] = item.value, output_spec, input_spec
-    values = {v: without_partial(spec(p)) for v, p in nodes.loop_ports.items()}
-    sums = {}
-    for v, input_spec in values.items() if data_axes else ():
-        partial = tuple(PARTIAL if a in data_axes else p for a, p in enumerate(input_spec))
-        sums[v] = _landing([partial, input_spec], graph.values[v].shape, axis_sizes, reduce_scatter)
+    inputs = tuple(without_partial(maker.spec(p)) for p in nodes.input_ports)
+    computed = tuple(without_partial(maker.spec(p)) for p in nodes.output_ports)
+    values = {v: without_partial(maker.spec(p)) for v, p in nodes.loop_ports.items()}
     return Pins(
-        by_class=by_class,
+        by_class={s.op_class: maker.pin(s, first_of[s.op_class]) for s in nodes.sites},
         op_class=nodes.op_class,
         inputs=inputs,
-        outputs=tuple(outputs),
+        outputs=_outputs_in_place(graph, inputs, computed),
         values=values,
-        totals=sums,
-        rows=rows,
+        totals=maker.totals(values) if data_axes else {},
+        rows=_replaced_by_rows(graph, inputs, computed, target),
         # As XLA's CPU backend, which makes none itself, all-reduces narrow types, and as they are
         # priced there.
-        wide_sums=not reduce_scatter,
+        wide_sums=not target.reduce_scatter,
         on_missing_rule=nodes.on_missing_rule,
     )
 
 
-def _apart(specs: list[Spec], waiting: Collection[int]) -> tuple[list[Spec], list[Spec]]:
-    """A result's own split and its users', for each summand along the axes `waiting`, and for their
-    sum.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ResultConstraints:
+    """Constraints on one result of an operator; see `Pin`."""
+
+    specs: tuple[Spec, ...]
+    minor: tuple[int, ...] = ()
+    total: TotalConstraints = ()
+    on_pieces: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _PinMaker:
+    """The arguments of `make_pins`."""
+
+    graph: Graph
+    nodes: NodeGraph
+    choices: Sequence[Choice]
+    axis_sizes: Sequence[int]
+    target: Target
+    data_axes: Collection[int]
+
+    def spec(self, port: Port) -> Spec:
+        """The split at a port under the choices; replicated at none."""
+        if port.node < 0:
+            return (REPLICATED,) * len(self.axis_sizes)
+        return project(self.choices[port.node], port.projection)
+
+    def pin(self, site: Site, op: Op) -> Pin:
+        """The pin of an operator class, of which `op` is the first operator."""
+        results = [self.result(site, op, position) for position in range(len(site.results))]
+        constraints = [r.specs for r in results]
+        for position, readers in enumerate(site.readers):
+            # Where all readers want the array as it is split anyway, a pin would say nothing new.
+            if all((self.spec(p),) == constraints[position] for p in readers):
+                constraints[position] = ()
+        return Pin(
+            operands=tuple(None if p is None else self.spec(p) for p in site.operands),
+            between=tuple(
+                self.between(*where)
+                for where in zip(op.inputs, site.sources, site.operands, strict=True)
+            ),
+            results=tuple(constraints),
+            minor=tuple(r.minor for r in results),
+            totals=tuple(r.total for r in results),
+            # A class whose sums run on pieces has one result.
+            on_pieces=bool(results) and results[-1].on_pieces,
+        )
+
+    def result(self, site: Site, op: Op, position: int) -> _ResultConstraints:
+        """The constraints on one result of an operator, for each micro-batch and for its total."""
+        ports, output = site.results[position], op.outputs[position]
+        shape = self.graph.values[output].shape if output >= 0 else ()
+        # Only sums in the backward pass wait for the last micro-batch.
+        deferred = self.data_axes if op.phase is Phase.BACKWARD else ()
+        each, total = _split_deferred([self.spec(p) for p in ports], deferred)
+        if op.name == "gather":
+            return _ResultConstraints(specs=_lookup_constraints(each, shape, self.axis_sizes))
+        # A lookup's partial sums are finished at once; see `_lookup_constraints`.
+        scattered = self.scattered_sums(each, shape) if site.on_pieces else ()
+        # The compiler's own reduce-scatters serve unless other sums are all-reduced.
+        on_pieces = any(scattered) and not (self.target.reduce_scatter and all(scattered))
+        sums = SumCollective.REDUCE_SCATTER if on_pieces else self.target.sum_collective
+        specs, minor = _result_constraints(each, shape, self.axis_sizes, sums)
+        return _ResultConstraints(
+            specs=specs,
+            minor=minor,
+            total=_total_constraints(total, shape, self.axis_sizes, self.target.sum_collective),
+            on_pieces=on_pieces,
+        )
+
+    def scattered_sums(self, specs: Sequence[Spec], shape: Sequence[int]) -> tuple[bool, ...]:
+        """For each partial sum of a product, whether a reduce-scatter would finish it; empty if its
+        pieces would not be of equal size.
+        """
+        product_spec, wanted = specs
+        summed = spec_after_sums(product_spec, wanted, SumCollective.REDUCE_SCATTER)
+        if not divides(shape, summed, self.axis_sizes):
+            return ()
+        return tuple(d >= 0 for s, d in zip(product_spec, summed, strict=True) if s <= PARTIAL)
+
+    def between(
+        self, operand: Operand, source: Port | None, target: Port | None
+    ) -> tuple[Spec, ...]:
+        """Specs that an array takes on between its own and that of an operand."""
+        if source is None or target is None or not isinstance(operand, int):
+            return ()
+        shape = self.graph.values[operand].shape
+        return _between(self.spec(source), self.spec(target), shape, self.axis_sizes)
+
+    def totals(self, values: Mapping[ValueId, Spec]) -> dict[ValueId, TotalConstraints]:
+        """Constraints on the running totals of values that loops carry, by the split that each is
+        to have in the end.
+        """
+        totals = {}
+        for v, spec in values.items():
+            partial = tuple(PARTIAL if a in self.data_axes else p for a, p in enumerate(spec))
+            shape, sums = self.graph.values[v].shape, self.target.sum_collective
+            totals[v] = _total_constraints([partial, spec], shape, self.axis_sizes, sums)
+        return totals
+
+
+def _outputs_in_place(
+    graph: Graph, inputs: Sequence[Spec], computed: Sequence[Spec]
+) -> tuple[Spec, ...]:
+    """Splits of the outputs: of the input that an output replaces, otherwise as it is computed."""
+    outputs = list(computed)
+    for item, input_spec in zip(graph.inputs, inputs, strict=True):
+        if item.output is not None:
+            # XLA reuses the buffer of a donated input only for an output of the same split.
+            outputs[item.output] = input_spec
+    return tuple(outputs)
+
+
+def _replaced_by_rows(
+    graph: Graph, inputs: Sequence[Spec], computed: Sequence[Spec], target: Target
+) -> dict[ValueId, tuple[ValueId, Spec, Spec]]:
+    """`Pins.rows`: values that replace an input row by row."""
+    rows = {}
+    for item, input_spec in zip(graph.inputs, inputs, strict=True):
+        if item.output is None:
+            continue
+        successor, old = graph.outputs[item.output].value, graph.values[item.value]
+        if not isinstance(successor, int):
+            continue
+        new = graph.values[successor]
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            continue
+        length, rank = next(iter(old.shape), 1), len(old.shape)
+        new_spec, above = computed[item.output], target.rows_above_bytes
+        if gathered_by_rows(length, rank, old.num_bytes, new_spec, input_spec, above):
+            rows[successor] = item.value, new_spec, input_spec
+    return rows
+
+
+def _split_deferred(specs: list[Spec], deferred: Collection[int]) -> tuple[list[Spec], list[Spec]]:
+    """A result's own split and its users', for each micro-batch and for the total over them; see
+    `split_deferred_sums`.
     """
     if len(specs) < 2:
         return specs, specs
-    each, total = waiting_apart(specs[0], specs[1], waiting)
+    each, total = split_deferred_sums(specs[0], specs[1], deferred)
     return list(each), list(total)
 
 
-def _is_scattered(
-    specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], *, in_part: bool
-) -> bool:
-    """True if partial sums are reduce-scattered from a result's own split towards its users', if
-    anything does that.
-
-    Args:
-        in_part: only if others of its sums are all-reduced.
-    """
-    product_spec, wanted = specs
-    arrived = landing(product_spec, wanted, True)
-    scattered = {d >= 0 for s, d in zip(product_spec, arrived, strict=True) if s <= PARTIAL}
-    return divides(shape, arrived, axis_sizes) and (
-        scattered == {True, False} if in_part else True in scattered
-    )
+def _total_constraints(
+    specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], sums: SumCollective
+) -> TotalConstraints:
+    constraints, minor = _result_constraints(specs, shape, axis_sizes, sums)
+    # Only the first tiling, behind a reduce-scatter, has minor axes.
+    return tuple((spec, () if number else minor) for number, spec in enumerate(constraints))
 
 
-def _landing(
-    specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], reduce_scatter: bool
-) -> Landing:
-    chain, behind = _result_chain(specs, shape, axis_sizes, reduce_scatter)
-    return tuple((spec, () if number else behind) for number, spec in enumerate(chain))
-
-
-def _looked_up(
+def _lookup_constraints(
     specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int]
 ) -> tuple[Spec, ...]:
     """A lookup's own split with its partial sums finished, then its users'.
@@ -233,13 +291,13 @@ def _looked_up(
     return tuple(dict.fromkeys((first, *_between(first, last, shape, axis_sizes), last)))
 
 
-def _result_chain(
-    specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], reduce_scatter: bool
+def _result_constraints(
+    specs: list[Spec], shape: Sequence[int], axis_sizes: Sequence[int], sums: SumCollective
 ) -> tuple[tuple[Spec, ...], tuple[int, ...]]:
-    """A product's own split, its partial sums already where the users want them, then the users'
-    split.
+    """The specs to constrain a product's result to, one after the other, and the minor axes of the
+    first.
 
-    With it the axes that are minor in the first.
+    The first is the product's own split with its partial sums finished, the last its users' split.
     """
     if not specs:
         return (), ()
@@ -247,24 +305,23 @@ def _result_chain(
     if len(specs) == 1:
         return (() if min(product_spec) <= PARTIAL else (product_spec,)), ()
     wanted = without_partial(specs[1])
-    arrived = landing(product_spec, wanted, reduce_scatter)
-    # JAX drops a constraint that does not divide an array without a word, so such a pin would be
-    # lost.
-    if not divides(shape, arrived, axis_sizes):
-        arrived = without_partial(product_spec)
-    behind = scattered_behind(product_spec, arrived)
-    # Minor axes have no name in a spec, so the ways between specs do not apply.
-    if behind:
-        return (arrived, wanted), behind
-    return (
-        tuple(dict.fromkeys((arrived, *_between(arrived, wanted, shape, axis_sizes), wanted))),
-        (),
-    )
+    summed = spec_after_sums(product_spec, wanted, sums)
+    # JAX silently drops a constraint that does not divide an array.
+    if not divides(shape, summed, axis_sizes):
+        summed = without_partial(product_spec)
+    minor = minor_axes(product_spec, summed)
+    # No spec names a tiling with minor axes, so there are no intermediate specs to look for.
+    if minor:
+        return (summed, wanted), minor
+    between = _between(summed, wanted, shape, axis_sizes)
+    return tuple(dict.fromkeys((summed, *between, wanted))), ()
 
 
 def _between(
     source: Spec, target: Spec, shape: Sequence[int], axis_sizes: Sequence[int]
 ) -> tuple[Spec, ...]:
-    """Splits to pin an array to between two others; see `way`."""
-    *between, _ = way(source, target, tuple(axis_sizes))
+    """Intermediate specs between two others, without the last; none if one does not divide the
+    array.
+    """
+    *between, _ = intermediate_specs(source, target, tuple(axis_sizes))
     return tuple(between) if all(divides(shape, spec, axis_sizes) for spec in between) else ()

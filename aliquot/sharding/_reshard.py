@@ -1,7 +1,7 @@
-"""From one split of an array to another, as the list of collectives that XLA's partitioner emits
-for it.
+"""Resharding: the collectives that XLA's partitioner emits to bring an array from one split to
+another.
 
-Partial sums are resolved where they arise; what remains is a change of tiling (`_tilings.py`).
+Partial sums are finished first; a change of tiling remains (`_tilings.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ..cluster import SumCollective
 from ._spec import PARTIAL, REPLICATED, Spec
 from ._tilings import Step, is_direct, steps, tiling
 
@@ -33,32 +34,32 @@ class Move:
 
 @functools.lru_cache(maxsize=1 << 18)
 def reshard(
-    source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scatter: bool
+    source: Spec, target: Spec, axis_sizes: tuple[int, ...], sums: SumCollective
 ) -> tuple[Move, ...] | None:
     """The collectives that turn `source` into `target`; None if nothing can (an array cannot become
     a partial sum).
 
     Args:
         axis_sizes: devices along each axis.
-        reduce_scatter: whether sums that become split are reduce-scattered, or all-reduced and
-            sliced.
+        sums: the collective that finishes partial sums whose result is split.
 
-    >>> [m.kind for m in reshard((PARTIAL,), (0,), (8,), True)]
+    >>> [m.kind for m in reshard((PARTIAL,), (0,), (8,), SumCollective.REDUCE_SCATTER)]
     ['reduce-scatter']
-    >>> [m.kind for m in reshard((0, 0), (0, -1), (2, 4), True)]
+    >>> [m.kind for m in reshard((0, 0), (0, -1), (2, 4), SumCollective.REDUCE_SCATTER)]
     ['all-gather']
     """
     if source == target:
         return ()
-    return _reshard(*_in_order(source, target), axis_sizes, reduce_scatter)
+    return _reshard(*_renumbered(source, target), axis_sizes, sums)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _in_order(source: Spec, target: Spec) -> tuple[Spec, Spec]:
-    """The same change with its dims and its sums numbered from the first: only their order
-    matters.
+def _renumbered(source: Spec, target: Spec) -> tuple[Spec, Spec]:
+    """Both specs with their dims and their sums renumbered without gaps, in the same order.
+
+    The collectives depend on the order of dims alone, so that one entry of the cache serves arrays
+    of all ranks.
     """
-    # Numbering dims from the first makes prices of one change serve arrays of all ranks.
     dims = {d: k for k, d in enumerate(sorted({p for p in (*source, *target) if p >= 0}))}
     sums = {
         p: PARTIAL - k
@@ -70,7 +71,7 @@ def _in_order(source: Spec, target: Spec) -> tuple[Spec, Spec]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _reshard(
-    source: Spec, target: Spec, axis_sizes: tuple[int, ...], reduce_scatter: bool
+    source: Spec, target: Spec, axis_sizes: tuple[int, ...], sums: SumCollective
 ) -> tuple[Move, ...] | None:
     axes = range(len(axis_sizes))
     if any(target[a] <= PARTIAL and source[a] != target[a] for a in axes):
@@ -78,51 +79,50 @@ def _reshard(
     now = list(source)
     moves: list[Move] = []
 
-    landed = landing(source, target, reduce_scatter)
+    summed = spec_after_sums(source, target, sums)
 
-    def resolve(kind: str, chosen: tuple[int, ...]) -> None:
+    def finish_sums(kind: str, chosen: tuple[int, ...]) -> None:
         group = math.prod(axis_sizes[a] for a in chosen)
         # Groups of one device move nothing.
         if group > 1:
             fraction = 1.0 / math.prod(axis_sizes[a] for a in axes if now[a] >= 0)
             moves.append(Move(kind=kind, axes=chosen, group=group, fraction=fraction))
         for a in chosen:
-            now[a] = landed[a]
+            now[a] = summed[a]
 
     reduced = [a for a in axes if now[a] <= PARTIAL and target[a] > PARTIAL]
-    scattered = tuple(a for a in reduced if landed[a] >= 0)
+    scattered = tuple(a for a in reduced if summed[a] >= 0)
     # Scattered sums come first: what follows then works on pieces and moves fewer bytes.
-    resolve("reduce-scatter" if reduce_scatter else "all-reduce", scattered)
-    # What is left is finished sum by sum.
-    for kind in sorted({now[a] for a in reduced if a not in scattered}):
-        resolve("all-reduce", tuple(a for a in reduced if now[a] == kind))
-    # Axes that stay partial hold what the others do, side by side.
-    behind = scattered_behind(source, landed)
-    arrived = tiling(tuple(now), axis_sizes, behind)
-    # Behind a reduce-scatter along a minor axis the array has a tiling that no spec names, so no
-    # way between specs is looked for.
-    for spec in (target,) if behind else way(tuple(now), target, axis_sizes):
+    finish_sums(sums.value, scattered)
+    # The other sums are all-reduced, one after the other.
+    for partial in sorted({now[a] for a in reduced if a not in scattered}):
+        finish_sums("all-reduce", tuple(a for a in reduced if now[a] == partial))
+    minor = minor_axes(source, summed)
+    # Axes that stay partial count as replicated: each summand is resharded like the others.
+    current = tiling(tuple(now), axis_sizes, minor)
+    # No spec names a tiling with minor axes, so there are no intermediate specs to look for.
+    for spec in (target,) if minor else intermediate_specs(tuple(now), target, axis_sizes):
         wanted = tiling(spec, axis_sizes)
-        for step in steps(arrived, wanted):
+        for step in steps(current, wanted):
             moves.append(
                 Move(kind=step.kind, axes=step.axes, group=step.group, fraction=1.0 / step.tiles)
             )
-        arrived = wanted
+        current = wanted
     return tuple(moves)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def way(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) -> tuple[Spec, ...]:
-    """The splits that an array should be asked for, one after the other, to get from one to
-    another; the last is `target`.
+def intermediate_specs(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) -> tuple[Spec, ...]:
+    """The specs to constrain an array to, one after the other, on its way from `source` to
+    `target`, which is the last.
 
-    Where the partitioner finds no way but to gather the array, axes change their places one after
-    the other: of all such ways that it finds step by step, the one whose collectives leave the
-    fewest bytes on a device.
+    Asked for some targets, the partitioner gathers the whole array ("involuntary full
+    rematerialization"). Then the mesh axes take the target's place one at a time, in the order
+    whose collectives leave the fewest bytes on a device: a shortest path over specs.
 
-    >>> way((-1, 0), (2, -1), (4, 2))
+    >>> intermediate_specs((-1, 0), (2, -1), (4, 2))
     ((2, 0), (2, -1))
-    >>> way((0, -1), (1, -1), (4, 2))
+    >>> intermediate_specs((0, -1), (1, -1), (4, 2))
     ((1, -1),)
     """
     tilings = {
@@ -132,11 +132,11 @@ def way(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) -> tuple[Spec, 
     if min((*source, *target)) <= PARTIAL or is_direct(tilings[source], tilings[target]):
         return (target,)
     reached: set[Spec] = set()
-    waiting: list[tuple[float, int, tuple[Spec, ...]]] = [(0.0, 0, (source,))]
-    # Ties are broken by the number of changes, then by the specs, so that the way does not depend
+    # Ties are broken by the number of changes, then by the specs, so that the path does not depend
     # on the order of a set.
-    while waiting:
-        left, count, path = heapq.heappop(waiting)
+    queue: list[tuple[float, int, tuple[Spec, ...]]] = [(0.0, 0, (source,))]
+    while queue:
+        left, count, path = heapq.heappop(queue)
         here = path[-1]
         if here == target:
             return path[1:]
@@ -145,78 +145,81 @@ def way(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) -> tuple[Spec, 
         reached.add(here)
         for spec in tilings.keys() - reached:
             if is_direct(tilings[here], tilings[spec]):
-                more = sum(_leaves(step) for step in steps(tilings[here], tilings[spec]))
-                heapq.heappush(waiting, (left + more, count + 1, (*path, spec)))
+                more = sum(_fraction_left(step) for step in steps(tilings[here], tilings[spec]))
+                heapq.heappush(queue, (left + more, count + 1, (*path, spec)))
     return (target,)
 
 
-def _leaves(step: Step) -> float:
+def _fraction_left(step: Step) -> float:
     """Fraction of the array that a collective leaves on each device."""
     return (step.group if step.kind == "all-gather" else 1) / step.tiles
 
 
-def landing(source: Spec, target: Spec, reduce_scatter: bool) -> Spec:
-    """`source` with its sums finished: the split that an array should be asked for first, on its
-    way to `target`.
+def spec_after_sums(source: Spec, target: Spec, sums: SumCollective) -> Spec:
+    """`source` with its sums finished: the first spec to constrain an array to on its way to
+    `target`.
 
-    A compiler with a reduce-scatter is asked for the target's split at once, but for one dim only:
-    asked for several, XLA all-reduces the whole array, where tiles of one dim can still be
-    exchanged for those of another. One without all-reduces the whole array for each dim that the
-    sums' axes shall split, or, asked for a whole array, for each sum that a product left: whichever
-    is fewer. If only one dim is split, the other sums are finished on its shards.
+    Reduce-scatters leave the target's split at once, but of one dim only. Asked for several, XLA
+    all-reduces the whole array; tiles of one dim can still be exchanged for another's afterwards.
+
+    Without them XLA all-reduces the whole array: asked for the target's split, once for each dim
+    that the summed axes split in it; asked for a replicated array, once for each partial sum. The
+    spec with fewer all-reduces is taken. If the summed axes split only one dim, the other sums are
+    finished on shards of it.
     """
     reduced = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s <= PARTIAL < t]
     kinds, dims = {source[a] for a in reduced}, {target[a] for a in reduced}
-    landed = list(source)
-    if reduce_scatter:
-        # One dim at a time: asked to scatter sums along two dims, XLA all-reduces the whole array.
+    summed = list(source)
+    if sums is SumCollective.REDUCE_SCATTER:
         first = next((target[a] for a in reduced if target[a] >= 0), REPLICATED)
         for a in reduced:
-            landed[a] = first if target[a] >= 0 else REPLICATED
+            summed[a] = first if target[a] >= 0 else REPLICATED
     else:
         at_once = len(dims) == 1 or (len(kinds) > 1 and len(dims - {REPLICATED}) == 1)
         for a in reduced:
-            landed[a] = target[a] if at_once else REPLICATED
-    return tuple(landed)
+            summed[a] = target[a] if at_once else REPLICATED
+    return tuple(summed)
 
 
-def waiting_apart(
-    source: Spec, target: Spec, waiting: Collection[int]
+def split_deferred_sums(
+    source: Spec, target: Spec, deferred: Collection[int]
 ) -> tuple[tuple[Spec, Spec], tuple[Spec, Spec]]:
-    """The change from `source` to `target` in two, where sums over some axes wait: of each summand,
-    and of their sum.
+    """The change from `source` to `target` in two: that of each micro-batch's gradient, and that of
+    their total, behind the last micro-batch.
 
-    Along the axes `waiting` each device keeps a summand of its own, in the first change as if it
-    were whole there.
+    Sums over the axes `deferred` are finished in the second. In the first each device's summand
+    counts as replicated along these axes.
 
-    >>> waiting_apart((PARTIAL, PARTIAL), (0, 1), (0,))
+    >>> split_deferred_sums((PARTIAL, PARTIAL), (0, 1), (0,))
     (((-1, -2), (-1, 1)), ((-2, 1), (0, 1)))
     """
     axes = range(len(source))
-    kept = {a for a in waiting if source[a] <= PARTIAL < target[a]}
+    kept = {a for a in deferred if source[a] <= PARTIAL < target[a]}
 
-    def each(spec: Spec) -> Spec:
+    def of_summand(spec: Spec) -> Spec:
         return tuple(REPLICATED if a in kept else spec[a] for a in axes)
 
-    summed = tuple(source[a] if a in kept else target[a] for a in axes)
-    return (each(source), each(target)), (summed, target)
+    total = tuple(source[a] if a in kept else target[a] for a in axes)
+    return (of_summand(source), of_summand(target)), (total, target)
 
 
-def scattered_behind(source: Spec, landed: Spec) -> tuple[int, ...]:
-    """The axes whose sums were scattered along a dim that a later axis of the mesh had split:
-    theirs are the minor tiles.
+def minor_axes(source: Spec, summed: Spec) -> tuple[int, ...]:
+    """The axes of a reduce-scatter that subdivide tiles of a later mesh axis, out of mesh order.
 
-    A reduce-scatter cuts each device's own tile. Asked for another order, XLA gathers the operands
-    instead.
+    A reduce-scatter along a dim that is already split cuts each device's own tile, so its axes
+    become the minor ones. Asked for mesh order instead, XLA gathers the operands.
 
-    >>> scattered_behind((PARTIAL, 0), (0, 0)), scattered_behind((0, PARTIAL), (0, 0))
+    Args:
+        summed: the spec behind the reduce-scatter.
+
+    >>> minor_axes((PARTIAL, 0), (0, 0)), minor_axes((0, PARTIAL), (0, 0))
     ((0,), ())
     """
     axes = range(len(source))
-    scattered = [a for a in axes if source[a] <= PARTIAL and landed[a] >= 0]
-    # Only axes that split the dim after a scattered one matter: an earlier one is major already.
-    dims = {landed[a] for a in scattered if any(source[b] == landed[a] for b in axes[a:])}
-    return tuple(a for a in scattered if landed[a] in dims)
+    scattered = [a for a in axes if source[a] <= PARTIAL and summed[a] >= 0]
+    # An earlier axis is the major one anyway.
+    dims = {summed[a] for a in scattered if any(source[b] == summed[a] for b in axes[a:])}
+    return tuple(a for a in scattered if summed[a] in dims)
 
 
 def result_fraction(move: Move, axis_sizes: Sequence[int]) -> float:

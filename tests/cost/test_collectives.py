@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import aliquot.cost._priced as priced_module
-from aliquot.cluster import TARGETS, Cluster, Device, Link, LogicalMesh
+from aliquot.cluster import TARGETS, Cluster, Device, Link, LogicalMesh, SumCollective
 from aliquot.cost import Work, collective_line
 from aliquot.cost._collectives import move_line, through_copies, widening
 from aliquot.cost._evaluate import hidden_seconds
@@ -129,7 +129,8 @@ def test_sums_are_scattered_by_the_compiler_or_behind_products(
     kind, on_pieces, masked, total, expected
 ):
     edge = SimpleNamespace(on_pieces=on_pieces, masked=masked)
-    assert priced_module.scatters(edge, TARGETS[kind], total=total) is expected
+    sums = priced_module.sum_collective(edge, TARGETS[kind], total=total)
+    assert (sums is SumCollective.REDUCE_SCATTER) is expected
 
 
 def test_roofline():
@@ -211,7 +212,7 @@ def test_a_gather_of_an_inner_dim_pays_for_two_copies(source, copied):
     """
     target = dataclasses.replace(TARGET, copies_inner_dims=True, bandwidth_efficiency=0.8)
     mesh = LogicalMesh(shape=(8,), cluster=cluster())
-    (move,) = reshard(source, (-1,), (8,), True)
+    (move,) = reshard(source, (-1,), (8,), SumCollective.REDUCE_SCATTER)
     assert through_copies(move, source, (-1,), target) == copied
     assert not through_copies(move, source, (-1,), TARGET)
     latency, per_byte = move_line(move, copied, mesh, target)
@@ -228,7 +229,7 @@ def test_a_scattering_of_an_inner_dim_pays_for_two_copies(wanted, copied):
     """
     target = dataclasses.replace(TARGET, copies_inner_dims=True, bandwidth_efficiency=0.8)
     mesh = LogicalMesh(shape=(8,), cluster=cluster())
-    (move,) = reshard((PARTIAL,), wanted, (8,), True)
+    (move,) = reshard((PARTIAL,), wanted, (8,), SumCollective.REDUCE_SCATTER)
     assert through_copies(move, (PARTIAL,), wanted, target) == copied
     assert not through_copies(move, (PARTIAL,), wanted, TARGET)
     latency, per_byte = move_line(move, copied, mesh, target)

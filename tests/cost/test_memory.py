@@ -61,7 +61,7 @@ def simulated(problem, priced, picks) -> np.ndarray:
         for edge in edges:
             source = spec(edge.source, edge.source_projection)
             target = spec(edge.target, edge.target_projection)
-            if reshard(source, target, priced.axis_sizes, priced.target.reduce_scatter):
+            if reshard(source, target, priced.axis_sizes, priced.target.sum_collective):
                 copies[source, target] = local(edge.num_bytes, target)
         for k in range(len(edges[0].starts)):
             first, last = min(e.starts[k] for e in edges), max(e.ends[k] for e in edges)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from aliquot.cluster import LogicalMesh, target_for
+from aliquot.cluster import LogicalMesh, SumCollective, target_for
 from aliquot.cost import Problem, collective_line, memory_model, price
 from aliquot.graph import Phase
 from aliquot.sharding import PARTIAL, REPLICATED, reshard
@@ -240,7 +240,9 @@ def _sum_distinct(codes: list[np.ndarray], amounts: list[np.ndarray]) -> np.ndar
 def _conversion_s(
     judge: _Judge, edge: Any, source: tuple[int, ...], target: tuple[int, ...]
 ) -> float:
-    moves = reshard(source, target, judge.mesh.shape, judge.target.reduce_scatter or edge.on_pieces)
+    scattered = judge.target.reduce_scatter or edge.on_pieces
+    sums = SumCollective.REDUCE_SCATTER if scattered else SumCollective.ALL_REDUCE
+    moves = reshard(source, target, judge.mesh.shape, sums)
     if moves is None:
         return math.inf
     num_bytes = edge.num_bytes * (

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from aliquot import zoo
-from aliquot.cluster import TARGETS, Cluster
+from aliquot.cluster import TARGETS, Cluster, SumCollective
 from aliquot.cost import make_problem
 from aliquot.graph import capture
 from aliquot.planners import ManualParallel, ShardParallel, Zero2Parallel
@@ -27,8 +27,8 @@ from aliquot.sharding import (
     result_fraction,
     without_partial,
 )
-from aliquot.sharding._pins import _result_chain
-from aliquot.sharding._reshard import landing
+from aliquot.sharding._pins import _result_constraints
+from aliquot.sharding._reshard import spec_after_sums
 
 R, P, Q = REPLICATED, PARTIAL, PARTIAL - 1
 AXES, SIZES = ("x", "y"), (4, 2)
@@ -49,7 +49,7 @@ def test_sums_are_finished_by_the_collectives_that_are_priced(source, target, me
 
     def gradient(x, dy):
         dw = jnp.einsum("bsd,bse->de", x, dy)
-        for spec in (landing(source, wanted, False), wanted):
+        for spec in (spec_after_sums(source, wanted, SumCollective.ALL_REDUCE), wanted):
             dw = jax.lax.with_sharding_constraint(dw, sharding(spec))
         return dw
 
@@ -61,14 +61,14 @@ def test_sums_are_finished_by_the_collectives_that_are_priced(source, target, me
         math.prod(map(int, dims.split(","))) / 128**2
         for dims in re.findall(r"= f32\[([\d,]+)\]\S* all-reduce\(", text)
     ]
-    moves = reshard(source, target, SIZES, False)
+    moves = reshard(source, target, SIZES, SumCollective.ALL_REDUCE)
     assert {m.kind for m in moves} == {"all-reduce"}
     assert sorted(found) == sorted(m.fraction for m in moves)
 
 
 def test_a_reduce_scatter_is_asked_for_the_split_at_once():
-    assert landing((P, 1), (0, 1), True) == (0, 1)
-    assert landing((P, P), (0, 1), False) == (R, R)
+    assert spec_after_sums((P, 1), (0, 1), SumCollective.REDUCE_SCATTER) == (0, 1)
+    assert spec_after_sums((P, P), (0, 1), SumCollective.ALL_REDUCE) == (R, R)
 
 
 @pytest.mark.parametrize("target", [(0, 0), (0, R), (0, 1)])
@@ -76,7 +76,7 @@ def test_a_reduce_scatter_is_asked_for_the_split_at_once():
 def test_a_sum_is_scattered_behind_what_is_split_already(source, target, mesh):
     """Asked for the mesh's order at once, XLA gathers the operands of the product instead."""
     devices = mesh(*SIZES)
-    chain, minor = _result_chain([source, target], (64, 128), SIZES, False)
+    chain, minor = _result_constraints([source, target], (64, 128), SIZES, SumCollective.ALL_REDUCE)
     rows, columns = (("y", None) if source[1] == split else (None, None) for split in (0, 1))
 
     def sharding(*dims):
@@ -98,18 +98,18 @@ def test_a_sum_is_scattered_behind_what_is_split_already(source, target, mesh):
         product, in_shardings=shardings, out_shardings=sharding(*dims_of(target, AXES, 2))
     )
     found = find_collectives(step.lower(*shapes).compile().as_text(), AXES, SIZES)
-    moves = reshard(source, target, SIZES, False)
+    moves = reshard(source, target, SIZES, SumCollective.ALL_REDUCE)
     predicted = [(m.kind, round(4 * 64 * 128 * result_fraction(m, SIZES))) for m in moves]
     assert sorted((c.kind, c.num_bytes) for c in found) == sorted(predicted)
 
 
 def test_sums_are_scattered_along_one_dim_and_then_exchanged():
     """Compilers of GPUs all-reduce the whole array if asked for several dims at once."""
-    assert landing((P, P), (0, 1), True) == (0, 0)
-    assert landing((P, P), (1, 0), True) == (1, 1)
-    assert landing((P, P, P), (1, R, 0), True) == (1, R, 1)
+    assert spec_after_sums((P, P), (0, 1), SumCollective.REDUCE_SCATTER) == (0, 0)
+    assert spec_after_sums((P, P), (1, 0), SumCollective.REDUCE_SCATTER) == (1, 1)
+    assert spec_after_sums((P, P, P), (1, R, 0), SumCollective.REDUCE_SCATTER) == (1, R, 1)
     for target in ((0, 1), (1, 0)):
-        moves = reshard((P, P), target, SIZES, True)
+        moves = reshard((P, P), target, SIZES, SumCollective.REDUCE_SCATTER)
         assert [(m.kind, m.axes) for m in moves] == [
             ("reduce-scatter", (0, 1)),
             ("all-to-all", (1,)),

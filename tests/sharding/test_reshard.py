@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from aliquot.cluster import SumCollective
 from aliquot.sharding import PARTIAL, REPLICATED, dims_of, num_shards, reshard, result_fraction
-from aliquot.sharding._reshard import _reshard, way
+from aliquot.sharding._reshard import _reshard, intermediate_specs
 
 MESHES = [(2,), (8,), (2, 4), (4, 2), (2, 2, 2), (6,), (2, 3), (3, 2, 4), (64, 8)]
 
@@ -24,7 +25,7 @@ def conversions(draw):
     placements = st.integers(REPLICATED, 2)
     source = draw(st.tuples(*[st.integers(PARTIAL - 1, 2)] * len(sizes)))
     target = draw(st.tuples(*[placements] * len(sizes)))
-    return source, target, sizes, draw(st.booleans())
+    return source, target, sizes, draw(st.sampled_from(SumCollective))
 
 
 @given(conversions())
@@ -33,9 +34,9 @@ def test_moves_lead_from_source_to_target(case):
     """What enters each collective is what left the one before, or a slice of it; the last leaves
     the target's shard.
     """
-    source, target, sizes, reduce_scatter = case
+    source, target, sizes, sums = case
     local = 1 / num_shards(source, sizes)
-    for move in reshard(source, target, sizes, reduce_scatter):
+    for move in reshard(source, target, sizes, sums):
         assert move.fraction <= local * (1 + 1e-12)
         assert round(local / move.fraction, 9) == round(local / move.fraction)
         local = result_fraction(move, sizes)
@@ -45,35 +46,38 @@ def test_moves_lead_from_source_to_target(case):
 @given(conversions())
 @settings(max_examples=400, deadline=None)
 def test_every_sum_is_finished_once(case):
-    source, target, sizes, reduce_scatter = case
-    moves = reshard(source, target, sizes, reduce_scatter)
+    source, target, sizes, sums = case
+    moves = reshard(source, target, sizes, sums)
     summed = [a for m in moves if m.kind in ("all-reduce", "reduce-scatter") for a in m.axes]
     assert sorted(summed) == [a for a, p in enumerate(source) if p <= PARTIAL]
-    if not reduce_scatter:
+    if sums is SumCollective.ALL_REDUCE:
         assert all(m.kind != "reduce-scatter" for m in moves)
 
 
 @pytest.mark.parametrize("sizes", MESHES)
 def test_equal_splits_need_nothing_and_slices_are_free(sizes):
     for spec in itertools.product(range(-1, 2), repeat=len(sizes)):
-        assert reshard(spec, spec, sizes, True) == ()
-        assert reshard((REPLICATED,) * len(sizes), spec, sizes, True) == ()
+        assert reshard(spec, spec, sizes, SumCollective.REDUCE_SCATTER) == ()
+        assert reshard((REPLICATED,) * len(sizes), spec, sizes, SumCollective.REDUCE_SCATTER) == ()
 
 
 @given(conversions())
 @settings(max_examples=400, deadline=None)
 def test_only_the_order_of_dims_matters(case):
     """Prices are shared by changes that differ in the numbers of their dims."""
-    source, target, sizes, reduce_scatter = case
+    source, target, sizes, sums = case
     apart = [tuple(3 * p + 1 if p >= 0 else p for p in spec) for spec in (source, target)]
-    raw = _reshard(*apart, sizes, reduce_scatter) if source != target else ()
-    assert reshard(source, target, sizes, reduce_scatter) == raw
+    raw = _reshard(*apart, sizes, sums) if source != target else ()
+    assert reshard(source, target, sizes, sums) == raw
 
 
 def test_nothing_becomes_a_partial_sum():
-    assert reshard((REPLICATED, 0), (PARTIAL, 0), (2, 4), True) is None
-    assert reshard((0,), (PARTIAL,), (8,), False) is None
-    assert reshard((PARTIAL, 0), (PARTIAL, REPLICATED), (2, 4), True) is not None
+    assert reshard((REPLICATED, 0), (PARTIAL, 0), (2, 4), SumCollective.REDUCE_SCATTER) is None
+    assert reshard((0,), (PARTIAL,), (8,), SumCollective.ALL_REDUCE) is None
+    assert (
+        reshard((PARTIAL, 0), (PARTIAL, REPLICATED), (2, 4), SumCollective.REDUCE_SCATTER)
+        is not None
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 12])
@@ -86,7 +90,7 @@ def test_one_axis(size):
         ((PARTIAL,), (0,)): ("reduce-scatter", 1.0, 1 / size),
     }
     for (source, target), (kind, entering, leaving) in kinds.items():
-        (move,) = reshard(source, target, (size,), True)
+        (move,) = reshard(source, target, (size,), SumCollective.REDUCE_SCATTER)
         assert (move.kind, move.axes, move.group) == (kind, (0,), size)
         assert move.fraction == pytest.approx(entering) and result_fraction(
             move, (size,)
@@ -110,7 +114,7 @@ def test_one_axis(size):
     ],
 )
 def test_two_axes(source, target, kinds):
-    assert [m.kind for m in reshard(source, target, (2, 4), True)] == kinds
+    assert [m.kind for m in reshard(source, target, (2, 4), SumCollective.REDUCE_SCATTER)] == kinds
 
 
 SHAPE = (16, 32, 64)
@@ -133,7 +137,7 @@ def _compiled(mesh, source, target):
             mesh,
             PartitionSpec(*[axes or None for axes in dims_of(spec, mesh.axis_names, len(SHAPE))]),
         )
-        for spec in (source, *way(source, target, tuple(mesh.shape.values())))
+        for spec in (source, *intermediate_specs(source, target, tuple(mesh.shape.values())))
     ]
 
     def ask(x):
@@ -160,7 +164,7 @@ def _check_against_xla(mesh, pairs):
     whole = 4 * math.prod(SHAPE)
     wrong = {}
     for source, target in pairs:
-        moves = reshard(source, target, (2, 4), False)
+        moves = reshard(source, target, (2, 4), SumCollective.ALL_REDUCE)
         predicted = [(m.kind, round(result_fraction(m, (2, 4)) * whole)) for m in moves]
         compiled = _compiled(mesh, source, target)
         if predicted != compiled:
@@ -179,9 +183,9 @@ def test_axes_that_may_stay_are_not_gathered(sizes):
     for source, target in itertools.product(
         itertools.product(range(-1, 3), repeat=len(sizes)), repeat=2
     ):
-        assert way(source, target, sizes)[-1] == target
+        assert intermediate_specs(source, target, sizes)[-1] == target
         kept = max(1 / num_shards(source, sizes), 1 / num_shards(target, sizes))
-        moves = reshard(source, target, sizes, True)
+        moves = reshard(source, target, sizes, SumCollective.REDUCE_SCATTER)
         assert all(result_fraction(m, sizes) <= kept * (1 + 1e-12) for m in moves)
 
 

@@ -97,7 +97,7 @@ class Issuer:
             totals = instructions.zeros.get(stage, {})
             # Without micro-batches nothing is added up.
             if totals and context.totals is not None:
-                looks = [context.totals.look(v) for v in totals]
+                looks = [context.totals.shape_and_dtype(v) for v in totals]
                 shardings = [context.total_sharding(v) for v in totals]
                 # Zeros are created where they lie: from the host they would be sent in every step.
                 make = jax.jit(

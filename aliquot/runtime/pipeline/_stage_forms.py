@@ -126,7 +126,9 @@ def _struct(
         case Form.NUMBER:
             return array_struct((), jnp.int32, NamedSharding(context.mesh, PartitionSpec()))
         case Form.TOTAL if context.totals is not None:
-            return array_struct(*context.totals.look(key.value), context.total_sharding(key.value))
+            return array_struct(
+                *context.totals.shape_and_dtype(key.value), context.total_sharding(key.value)
+            )
     plain = Key(key.form, key.value)
     if (stage, plain) in known:
         return known[stage, plain]

@@ -142,7 +142,7 @@ class StageContext:
     def total_sharding(self, value: ValueId) -> NamedSharding:
         """Sharding of a running total."""
         assert self.totals is not None
-        shape, _ = self.totals.look(value)
+        shape, _ = self.totals.shape_and_dtype(value)
         lead = 1 if self.layout.groups > 1 else 0
         dims = partition(self.mesh, self.totals.total_spec(value), shape[lead:], self.without)
         groups = tuple(str(n) for n in self.mesh.axis_names if n in self.without)

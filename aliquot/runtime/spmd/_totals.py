@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ...graph import Graph, ValueId
-from ...sharding import Layout, MicroBatchPlan, Pins, Spec, TimeKind
+from ...sharding import Layout, MicroBatchPlan, Pins, Spec, TimeKind, TotalConstraints
 from ._lowering import AbstractLowering
 
 _REDUCE: dict[TimeKind, Callable[..., Any]] = {
@@ -32,6 +32,7 @@ class Totals:
         mesh, lowering, pins: how arrays are split.
         layout: groups and micro-batches.
         without: mesh axes that the groups lie along.
+        constraints: on the total of each value, once the groups' totals are summed.
     """
 
     plan: MicroBatchPlan
@@ -40,28 +41,28 @@ class Totals:
     layout: Layout
     pins: Pins
     without: frozenset[str]
-    landing: dict[ValueId, tuple[tuple[Spec, tuple[int, ...]], ...]] = field(init=False)
+    constraints: dict[ValueId, TotalConstraints] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "landing", _landings(self.plan.whole, self.pins))
+        object.__setattr__(self, "constraints", _total_constraints(self.plan.whole, self.pins))
 
     def is_summed(self, value: ValueId) -> bool:
         """True if the parts' values are added up as they come: sums, and what is averaged."""
         return self.plan.is_summed(value)
 
-    def look(self, value: ValueId) -> tuple[tuple[int, ...], Any]:
+    def shape_and_dtype(self, value: ValueId) -> tuple[tuple[int, ...], Any]:
         """Shape and dtype of a running total: at least single precision."""
-        what = self.plan.part.values[value]
-        dtype = jnp.dtype(what.dtype)
+        each = self.plan.part.values[value]
+        dtype = jnp.dtype(each.dtype)
         if jnp.issubdtype(dtype, jnp.inexact):
             # Many small gradients added up in half precision would be lost.
             dtype = jnp.promote_types(dtype, jnp.float32)
         lead = (self.layout.groups,) if self.layout.groups > 1 else ()
-        return (*lead, *what.shape), dtype
+        return (*lead, *each.shape), dtype
 
     def zeros(self, value: ValueId) -> Any:
         """A total before the first part."""
-        return self.spread(value, jnp.zeros(*self.look(value)))
+        return self.spread(value, jnp.zeros(*self.shape_and_dtype(value)))
 
     def spread(self, value: ValueId, total: Any) -> Any:
         """Keep each group's running total on the group."""
@@ -74,12 +75,12 @@ class Totals:
     def total_spec(self, value: ValueId) -> Spec:
         """Split of a running total's dims, without that of the groups."""
         whole: Spec = (-1,) * len(self.pins.inputs[0]) if self.pins.inputs else ()
-        chain = self.landing.get(value)
+        chain = self.constraints.get(value)
         return chain[-1][0] if chain else self.pins.values.get(value, whole)
 
     def add_up(self, value: ValueId, total: Any) -> Any:
         """The batch's value from a running total."""
-        chain = self.landing.get(value, ())
+        chain = self.constraints.get(value, ())
         if self.layout.groups > 1:
             total = self._over_groups(total, *chain[0]) if chain else total.sum(0)
         if self.plan.specs[value].kind is TimeKind.MEAN:
@@ -118,28 +119,26 @@ class Totals:
         return stack[(-1,) * len(lead)]
 
 
-def _landings(graph: Graph, pins: Pins) -> dict[ValueId, tuple[tuple[Spec, tuple[int, ...]], ...]]:
-    """Splits that results of pinned operators take on, one after the other, each with the axes that
-    are minor in it.
-
-    So do casts and transposes of them, which is what becomes of a product that makes a gradient.
+def _total_constraints(graph: Graph, pins: Pins) -> dict[ValueId, TotalConstraints]:
+    """Constraints on the totals of loop carries and of pinned operators' results, and on those of
+    their casts and transposes, which is what a gradient is of its product.
     """
-    landings: dict[ValueId, tuple[tuple[Spec, tuple[int, ...]], ...]] = dict(pins.totals)
+    constraints: dict[ValueId, TotalConstraints] = dict(pins.totals)
     for op in graph.ops:
         pin = pins.of(op)
         chain = (
-            landings.get(op.inputs[0], ()) if op.inputs and isinstance(op.inputs[0], int) else ()
+            constraints.get(op.inputs[0], ()) if op.inputs and isinstance(op.inputs[0], int) else ()
         )
         if chain and op.name in ("convert_element_type", "transpose") and op.outputs[0] >= 0:
             order = op.params.get("permutation", range(len(graph.values[op.outputs[0]].shape)))
             places = {dim: place for place, dim in enumerate(order)}
-            landings[op.outputs[0]] = tuple(
+            constraints[op.outputs[0]] = tuple(
                 (tuple(places.get(p, p) for p in spec), minor) for spec, minor in chain
             )
         if pin is not None:
-            landings |= {
+            constraints |= {
                 out: chain
                 for out, chain in zip(op.outputs, pin.totals, strict=True)
                 if out >= 0 and chain
             }
-    return landings
+    return constraints
