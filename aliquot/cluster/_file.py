@@ -36,9 +36,7 @@ _MOST_CHARACTERS = 1_000_000
 
 
 class _Table:
-    """A table being read: takes keys one by one, notes what is wrong, and at the end which keys
-    nobody wanted.
-    """
+    """A table of a file, read key by key. Problems, unknown keys among them, are noted."""
 
     def __init__(self, where: str, data: Any, known: tuple[str, ...], problems: list[str]) -> None:
         self.where = where
@@ -153,13 +151,21 @@ def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
     Raises:
         ClusterError: Everything that is wrong with it.
     """
+    return _read_cluster(_read_toml(text, asked), asked)
+
+
+def _read_toml(text: str, asked: str) -> dict[str, Any]:
     try:
-        data = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ClusterError(f"it is not TOML ({error})", asked=asked) from error
     except (RecursionError, ValueError) as error:
-        # Of lists in lists without end, and numbers of thousands of digits.
+        # Raised for lists nested without end, and numbers of thousands of digits.
         raise ClusterError("it is TOML that no description needs", asked=asked) from error
+
+
+def _read_cluster(data: Mapping[str, Any], asked: str) -> Cluster:
+    """A cluster from the tables of a TOML file."""
     problems: list[str] = []
     _Table("the file", data, ("cluster", "device", "intra", "inter", "calibration"), problems)
     calibration = _read_calibration("[calibration]", data.get("calibration", {}), problems)

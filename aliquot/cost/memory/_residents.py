@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cluster import Target
-from ...graph import Phase, Role, traits_of
+from ...graph import Input, Phase, Role, traits_of
 from ...sharding import NO_NODE, REPLICATED, NodeId, NodeIndex, Port, Projection
 from ._library import copied_kernels, indexed_maxima
 from ._operands import Casts, casts_of_parameters, only_multiplied
@@ -28,16 +28,18 @@ _CATEGORY_OF_ROLE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Resident:
-    """Arrays of one class in memory: `num_bytes` whole, divided by the factors of `projection` that
-    are split.
+    """Arrays of one class in memory.
 
-    `births[k]` and `deaths[k]` are the first and last operator during which copy `k` is alive.
-    `stacked` ones are filled by a loop, step by step.
-
-    Only where a compiler may defer products that only the update needs: until `late_deaths` the
-    array is kept for the product `consumer_node`, as split by `read_projection`; from
-    `unreduced_from` on the result of the product `producer_node` is there, not yet summed over
-    devices.
+    Attributes:
+        node, projection: the factors that divide `num_bytes`, where they are split.
+        num_bytes: of the whole, unsplit array.
+        births, deaths: live range of each copy: the first and the last operator during which it is
+            alive.
+        stacked: a loop fills the array, one row in each turn.
+        late_deaths: end of the live range if the product `consumer_node`, which reads the array as
+            split by `read_projection`, is deferred to the update; None if none can be.
+        unreduced_from: begin of the live range of the same array not yet summed over devices, if
+            the product `producer_node` that makes it is not deferred; None if that cannot be.
     """
 
     node: NodeId
@@ -64,94 +66,120 @@ def residents(
         storage: what `target`'s compiler stores of the step.
         sums_gradients: whether the whole step is the body of a loop, over micro-batches.
     """
-    product_itemsize = target.held_product_bytes
     if target.library_convolves:
         yield from _copies_of_kernels(index, storage)
     if target.maxpool_gradient_stores_indices:
         yield from _positions_of_maxima(index, storage)
-    narrow = only_multiplied(index.cuts) if product_itemsize else []
-    casts = Casts(itemsize={}, replaced=frozenset(), until=0)
-    if product_itemsize:
-        casts = casts_of_parameters(index.cuts, product_itemsize, in_loop=sums_gradients)
+    cuts, graph, itemsize = index.cuts, index.cuts.graph, target.held_product_bytes
+    narrow, casts = [False] * len(cuts.producer), Casts(itemsize={}, replaced=frozenset(), until=0)
+    if itemsize:
+        narrow = only_multiplied(cuts)
+        casts = casts_of_parameters(cuts, itemsize, in_loop=sums_gradients)
     late_readers = _LateReaders(index, storage)
-    cuts = index.cuts
-    graph, folding = cuts.graph, cuts.folding
-    end = len(graph.ops)
     # A new parameter takes the buffer of the old one; other outputs are new arrays.
     replacing = {graph.outputs[i.output].value for i in graph.inputs if i.output is not None}
     returned = {o.value for o in graph.outputs} - replacing
-    role_of = {i.value: i for i in graph.inputs}
-    for value_class, members in enumerate(folding.value_members):
-        producer = cuts.producer[value_class]
+    input_of = {i.value: i for i in graph.inputs}
+    for value_class, members in enumerate(cuts.folding.value_members):
         value = graph.values[members[0]]
         if value.num_bytes == 0:
             continue
-        if producer is None:
-            item = role_of.get(members[0])
-            port = index.class_port(value_class)
-            yield Resident(
-                node=port.node,
-                projection=port.projection,
-                num_bytes=value.num_bytes,
-                category=_CATEGORY_OF_ROLE[item.role] if item else "constants",
-                label=item.path if item else index.label_of_value(value_class),
-                births=np.zeros(len(members), np.int64),
-                deaths=np.full(len(members), end, np.int64),
-            )
-            if value_class in casts.itemsize:
-                yield Resident(
-                    node=port.node,
-                    projection=port.projection,
-                    num_bytes=value.num_bytes * casts.itemsize[value_class] // value.itemsize,
-                    category="temporaries",
-                    label=f"cast of {index.label_of_value(value_class)}",
-                    births=np.zeros(len(members), np.int64),
-                    deaths=np.full(len(members), casts.until, np.int64),
-                )
+        if cuts.producer[value_class] is None:
+            yield from _of_input(index, value_class, input_of.get(members[0]), casts)
             continue
-        if (
-            not storage.stored[value_class]
-            or members[0] in replacing
-            or value_class in casts.replaced
-        ):
+        reuses_buffer = members[0] in replacing or value_class in casts.replaced
+        if not storage.stored[value_class] or reuses_buffer:
             continue
-        num_bytes = value.num_bytes
-        if product_itemsize and narrow[value_class]:
-            num_bytes = num_bytes * product_itemsize // value.itemsize
-        landed = index.landed_ports(value_class)
-        maker = index.cuts.first[producer[0]]
-        early = storage.made_at[members[0]] < maker.index and maker.name == "scatter-add"
-        # Zeroed early, to be filled by each device with a sum of its own.
-        port = landed[0] if landed and not early else index.class_port(value_class)
-        births = storage.made_at[np.array(members)]
-        deaths = storage.last_use[np.array(members)]
-        late_deaths = storage.late_use[np.array(members)]
-        if members[0] in returned:
-            deaths = late_deaths = np.full(len(members), end, np.int64)
-        waits = (
-            late_readers.waited_for(value_class, int(deaths[0]))
-            if (late_deaths > deaths).any()
-            else None
+        yield _of_stored_array(
+            index,
+            storage,
+            value_class,
+            value.num_bytes * itemsize // value.itemsize
+            if narrow[value_class]
+            else value.num_bytes,
+            late_readers,
+            returned=members[0] in returned,
         )
-        made_late = maker.index != storage.late_run[maker.index] and index.cuts.by_product(
-            value_class
-        )
-        late = storage.late_run[np.array(folding.members[producer[0]])]
+
+
+def _of_input(
+    index: NodeIndex, value_class: int, item: Input | None, casts: Casts
+) -> Iterator[Resident]:
+    """Residents of an input or constant: the array for the whole step, and its cast if it has one.
+    """
+    members = index.cuts.folding.value_members[value_class]
+    value = index.cuts.graph.values[members[0]]
+    port = index.class_port(value_class)
+    births = np.zeros(len(members), np.int64)
+    yield Resident(
+        node=port.node,
+        projection=port.projection,
+        num_bytes=value.num_bytes,
+        category=_CATEGORY_OF_ROLE[item.role] if item else "constants",
+        label=item.path if item else index.label_of_value(value_class),
+        births=births,
+        deaths=np.full(len(members), len(index.cuts.graph.ops), np.int64),
+    )
+    if value_class in casts.itemsize:
         yield Resident(
             node=port.node,
             projection=port.projection,
-            num_bytes=num_bytes,
-            category=_category(index, value_class),
-            label=index.label_of_value(value_class),
-            births=late if made_late else births,
-            deaths=np.maximum(np.maximum(deaths, births), late if made_late else births),
-            stacked=maker.name == "scan_stack",
-            late_deaths=late_deaths if waits else None,
-            consumer_node=waits.node if waits else NO_NODE,
-            read_projection=waits.projection if waits else (),
-            unreduced_from=births if made_late else None,
-            producer_node=(index.of_product[producer[0]] if made_late else NO_NODE),
+            num_bytes=value.num_bytes * casts.itemsize[value_class] // value.itemsize,
+            category="temporaries",
+            label=f"cast of {index.label_of_value(value_class)}",
+            births=births,
+            deaths=np.full(len(members), casts.until, np.int64),
         )
+
+
+def _of_stored_array(
+    index: NodeIndex,
+    storage: Storage,
+    value_class: int,
+    num_bytes: int,
+    late_readers: _LateReaders,
+    *,
+    returned: bool,
+) -> Resident:
+    """The resident of an array that an operator makes and the compiler stores.
+
+    Args:
+        returned: whether the step returns it as a new array.
+    """
+    cuts, members = index.cuts, np.array(index.cuts.folding.value_members[value_class])
+    producer = cuts.producer[value_class]
+    assert producer is not None
+    maker = cuts.first[producer[0]]
+    landed = index.landed_ports(value_class)
+    births, deaths = storage.made_at[members], storage.last_use[members]
+    # A sum that is zeroed early is filled by each device with a summand of its own.
+    zeroed_early = births[0] < maker.index and maker.name == "scatter-add"
+    port = landed[0] if landed and not zeroed_early else index.class_port(value_class)
+    late_deaths = storage.late_use[members]
+    if returned:
+        deaths = late_deaths = np.full(len(members), len(cuts.graph.ops), np.int64)
+    late_reader = None
+    if (late_deaths > deaths).any():
+        late_reader = late_readers.waited_for(value_class, int(deaths[0]))
+    made_late = maker.index != storage.late_run[maker.index] and cuts.by_product(value_class)
+    summed_at = births
+    if made_late:
+        summed_at = storage.late_run[np.array(cuts.folding.members[producer[0]])]
+    return Resident(
+        node=port.node,
+        projection=port.projection,
+        num_bytes=num_bytes,
+        category=_category(index, value_class),
+        label=index.label_of_value(value_class),
+        births=summed_at,
+        deaths=np.maximum(np.maximum(deaths, births), summed_at),
+        stacked=maker.name == "scan_stack",
+        late_deaths=late_deaths if late_reader else None,
+        consumer_node=late_reader.node if late_reader else NO_NODE,
+        read_projection=late_reader.projection if late_reader else (),
+        unreduced_from=births if made_late else None,
+        producer_node=index.of_product[producer[0]] if made_late else NO_NODE,
+    )
 
 
 def _copies_of_kernels(index: NodeIndex, storage: Storage) -> Iterator[Resident]:
@@ -186,7 +214,7 @@ def _positions_of_maxima(index: NodeIndex, storage: Storage) -> Iterator[Residen
 
 
 class _LateReaders:
-    """Products that may be put off, and what waits for them."""
+    """Products that a compiler may defer, and the arrays that stay in memory for them."""
 
     def __init__(self, index: NodeIndex, storage: Storage) -> None:
         cuts = index.cuts

@@ -64,15 +64,7 @@ def find_storage(cuts: Cuts, target: Target, *, sums_gradients: bool = False) ->
 
 def stored_by_fusion(cuts: Cuts) -> list[bool]:
     """The arrays that cross a fusion's border, for compilers that compute every array once."""
-    readers: list[set[int]] = [set() for _ in cuts.producer]
-    for op_class in range(len(cuts.first)):
-        for _, value_class, _ in cuts.operands(op_class):
-            readers[value_class].add(op_class)
-    returned = {
-        int(cuts.folding.value_class[o.value])
-        for o in cuts.graph.outputs
-        if isinstance(o.value, int)
-    }
+    readers, returned = _readers(cuts), _returned(cuts)
     stored = []
     for value_class, producer in enumerate(cuts.producer):
         if producer is None:
@@ -103,60 +95,76 @@ def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) 
     what a remat region takes, behind its barrier. Kernels that convolutions turn round themselves
     (`turned`) are not.
     """
-    readers: list[set[int]] = [set() for _ in cuts.producer]
-    for op_class in range(len(cuts.first)):
-        for _, value_class, _ in cuts.operands(op_class):
-            readers[value_class].add(op_class)
+    readers = _readers(cuts)
     values, members = cuts.graph.values, cuts.folding.value_members
     num_bytes = [values[m[0]].num_bytes for m in members]
-    returned = {
-        int(cuts.folding.value_class[o.value])
-        for o in cuts.graph.outputs
-        if isinstance(o.value, int)
-    }
-    taken = {int(cuts.folding.value_class[v]) for v in taken_by_regions(cuts.graph.body)}
-    classes = [int(c) for c in cuts.folding.value_class]
-    results = [[classes[o] for o in op.outputs if o >= 0] for op in cuts.first]
-    made_by = [producer[0] if producer is not None else -1 for producer in cuts.producer]
-
-    def is_view(value_class: int) -> bool:
-        return made_by[value_class] >= 0 and cuts.first[made_by[value_class]].name in _VIEWS
-
-    def is_kernel(op_class: int) -> bool:
-        # A lookup is fused with what makes its table and with what follows.
-        return cuts.rules[op_class].contracts and cuts.first[op_class].name != "gather"
-
-    def enters_update(value_class: int) -> bool:
-        made_before = cuts.first[made_by[value_class]].phase is not Phase.UPDATE
-        return made_before and any(
-            cuts.first[r].phase is Phase.UPDATE for r in readers[value_class]
-        )
-
-    def must(value_class: int) -> bool:
-        maker = made_by[value_class]
-        if maker < 0:
-            return True
-        if is_view(value_class) or cuts.const_only[value_class]:
-            return False
-        return (
-            cuts.first[maker].name == "scan_stack"
-            or is_kernel(maker)
-            or bool(cuts.rules[maker].reduced)
-            or value_class in returned
-            or value_class in taken
-            or (any(is_kernel(r) for r in readers[value_class]) and not turned[value_class])
-            or (sums_gradients and enters_update(value_class))
-        )
-
-    stored = [must(v) for v in range(len(num_bytes))]
+    stored = _stored_in_any_case(cuts, readers, sums_gradients, turned)
     # The sum takes the scattered array's place: what is scattered is added where it belongs.
     for scatter, total in _scattered_into(cuts, readers):
         stored[scatter], stored[total] = False, True
+    classes = [int(c) for c in cuts.folding.value_class]
+    results = [[classes[o] for o in op.outputs if o >= 0] for op in cuts.first]
     order = sorted(range(len(cuts.first)), key=lambda c: cuts.first[c].index)
-    # The kernels that need an array: readers that store or reduce, and the kernels of readers that
-    # do neither.
-    kernels: list[frozenset[int]] = [frozenset()] * len(num_bytes)
-    # From the last operator back, so that the kernels of all readers are known.
+    kernels = _kernels_that_need(cuts, stored, results, order)
+    # For each value class the stored arrays from which a kernel computes it.
+    leaves: list[frozenset[int]] = [frozenset()] * len(num_bytes)
+    for op_class in order:
+        needed: frozenset[int] = frozenset()
+        for _, v, _ in cuts.operands(op_class):
+            needed |= frozenset({v}) if stored[v] or _is_view(cuts, v) else leaves[v]
+        for v in results[op_class]:
+            leaves[v] = needed
+            if not stored[v] and not _is_view(cuts, v) and not cuts.const_only[v]:
+                count = len(kernels[v])
+                # Constants are made inside every kernel, and cost no traffic.
+                made_of = sum(num_bytes[leaf] for leaf in needed if not cuts.const_only[leaf])
+                # From `a + (1 + k) b < k a`, with the array written once and read by each kernel.
+                stored[v] = count > 1 and (count - 1) * made_of > (count + 1) * num_bytes[v]
+    return stored
+
+
+def _stored_in_any_case(
+    cuts: Cuts, readers: list[set[int]], sums_gradients: bool, turned: list[bool]
+) -> list[bool]:
+    """For each value class, whether it is stored whatever that costs."""
+    returned = _returned(cuts)
+    taken = {int(cuts.folding.value_class[v]) for v in taken_by_regions(cuts.graph.body)}
+
+    def enters_update(value_class: int, maker: Op) -> bool:
+        return maker.phase is not Phase.UPDATE and any(
+            cuts.first[r].phase is Phase.UPDATE for r in readers[value_class]
+        )
+
+    stored = []
+    for value_class, producer in enumerate(cuts.producer):
+        if producer is None:
+            stored.append(True)
+            continue
+        if _is_view(cuts, value_class) or cuts.const_only[value_class]:
+            stored.append(False)
+            continue
+        op_class = producer[0]
+        read_by_kernel = any(_is_kernel(cuts, r) for r in readers[value_class])
+        stored.append(
+            cuts.first[op_class].name == "scan_stack"
+            or _is_kernel(cuts, op_class)
+            or bool(cuts.rules[op_class].reduced)
+            or value_class in returned
+            or value_class in taken
+            or (read_by_kernel and not turned[value_class])
+            or (sums_gradients and enters_update(value_class, cuts.first[op_class]))
+        )
+    return stored
+
+
+def _kernels_that_need(
+    cuts: Cuts, stored: list[bool], results: list[list[int]], order: list[int]
+) -> list[frozenset[int]]:
+    """For each value class the kernels that need it: its readers that store a result, and the
+    kernels that need the results of the others.
+    """
+    kernels: list[frozenset[int]] = [frozenset()] * len(stored)
+    # In reverse, so that all readers of a result come before the operator that makes it.
     for op_class in reversed(order):
         op_kernels = {op_class} if any(stored[v] for v in results[op_class]) else set()
         for v in results[op_class]:
@@ -164,20 +172,32 @@ def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) 
                 op_kernels |= kernels[v]
         for _, v, _ in cuts.operands(op_class):
             kernels[v] |= frozenset(op_kernels)
-    leaves: list[frozenset[int]] = [frozenset()] * len(num_bytes)
-    for op_class in order:
-        needed: frozenset[int] = frozenset()
-        for _, v, _ in cuts.operands(op_class):
-            needed |= frozenset({v}) if stored[v] or is_view(v) else leaves[v]
-        for v in results[op_class]:
-            leaves[v] = needed
-            if not stored[v] and not is_view(v) and not cuts.const_only[v]:
-                count = len(kernels[v])
-                # Constants are made inside every kernel, and cost no traffic.
-                made_of = sum(num_bytes[leaf] for leaf in needed if not cuts.const_only[leaf])
-                # From `a + (1 + k) b < k a`, with the array written once and read by each kernel.
-                stored[v] = count > 1 and (count - 1) * made_of > (count + 1) * num_bytes[v]
-    return stored
+    return kernels
+
+
+def _readers(cuts: Cuts) -> list[set[int]]:
+    """For each value class the operator classes that read it."""
+    readers: list[set[int]] = [set() for _ in cuts.producer]
+    for op_class in range(len(cuts.first)):
+        for _, value_class, _ in cuts.operands(op_class):
+            readers[value_class].add(op_class)
+    return readers
+
+
+def _returned(cuts: Cuts) -> set[int]:
+    """Value classes that the step returns."""
+    value_class = cuts.folding.value_class
+    return {int(value_class[o.value]) for o in cuts.graph.outputs if isinstance(o.value, int)}
+
+
+def _is_view(cuts: Cuts, value_class: int) -> bool:
+    producer = cuts.producer[value_class]
+    return producer is not None and cuts.first[producer[0]].name in _VIEWS
+
+
+def _is_kernel(cuts: Cuts, op_class: int) -> bool:
+    # A lookup is fused with what makes its table and with what follows.
+    return cuts.rules[op_class].contracts and cuts.first[op_class].name != "gather"
 
 
 def _scattered_into(cuts: Cuts, readers: list[set[int]]) -> Iterator[tuple[int, int]]:

@@ -1,5 +1,4 @@
-"""Findings about a step on micro-batches: the time specs of its values, and what its operators are
-to do.
+"""Findings about a step on micro-batches: the time specs of its values, and how its operators run.
 """
 
 from __future__ import annotations
@@ -19,28 +18,29 @@ TOP, REMAT, LOOP = 0, 1, 2
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """Findings about a step on micro-batches while it is walked through; see `MicroBatchPlan` for
-    the fields that end up there.
+    """Findings about a step on micro-batches, filled while the step is walked through.
 
     Attributes:
-        own: operators that are applied to each micro-batch separately.
+        whole, part, specs, actions, conversions, early_calls, late_calls: see `MicroBatchPlan`.
+        parts: number of parts of a batch.
+        per_part: operators that are applied to each part as if it were the whole batch.
         violations: operators that do not decompose, with the reason.
-        conflicts: operators left for after the last part although the backward pass needs them on
-            every part.
-        free: for each value, whether it depends on no parameter.
-        outside: for each value, whether it stands outside of loops.
-        origin: for each late or whole value the operator with which that began.
-        positions: for index arrays, whether they hold each example's own position: for each
-            component of the last dim, or one answer for all.
+        conflicts: operators that run after the last part although the backward pass of each part
+            needs their results, with the reason.
+        free: 1 for each value that depends on no parameter.
+        outside_loops: 1 for each value outside of loops.
+        origin: for each late or whole value, the first operator that had to run late or early.
+        positions: index arrays, with a flag for each component of the last dim (or one for all):
+            True if it holds each example's own position in the batch.
         always_false: values that are false everywhere.
-        has_backward: whether any operator belongs to a backward pass.
+        has_backward: True if any operator belongs to a backward pass.
     """
 
     whole: Graph
     part: Graph
     parts: int
     on_missing_rule: str
-    own: set[int] = field(default_factory=set)
+    per_part: set[int] = field(default_factory=set)
     specs: list[TimeSpec | None] = field(init=False)
     actions: dict[int, Action] = field(default_factory=dict)
     conversions: dict[tuple[int, int], Conversion] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Findings:
     violations: dict[int, str] = field(default_factory=dict)
     conflicts: dict[int, str] = field(default_factory=dict)
     free: bytearray = field(init=False)
-    outside: bytearray = field(init=False)
+    outside_loops: bytearray = field(init=False)
     origin: dict[int, int] = field(default_factory=dict)
     positions: dict[int, tuple[bool, ...]] = field(default_factory=dict)
     always_false: set[int] = field(default_factory=set)
@@ -61,11 +61,10 @@ class Findings:
     def __post_init__(self) -> None:
         size = len(self.whole.values)
         self.specs = [None] * size
-        self.free, self.outside = bytearray(size), bytearray(size)
+        self.free, self.outside_loops = bytearray(size), bytearray(size)
         self._feeds_backward = bytearray(size)
         self.has_backward = any(op.phase is Phase.BACKWARD for op in self.whole.ops)
-        # From the last operator to the first, so that whatever the backward pass reads in the end
-        # is known.
+        # In reverse, so that all readers of a value come before it.
         for op in reversed(self.whole.ops):
             if op.phase is Phase.BACKWARD or any(
                 self._feeds_backward[o] for o in op.outputs if o >= 0
@@ -74,15 +73,15 @@ class Findings:
                     if type(i) is not Literal:
                         self._feeds_backward[i] = 1
 
-    def undo(self, item: OpId | Call) -> None:
-        """Forget what was found out about an operator, which is walked through again."""
+    def forget(self, item: OpId | Call) -> None:
+        """Forget all findings about an item, which is walked through again."""
         if isinstance(item, Call):
             self.early_calls.discard(item)
             self.late_calls.discard(item)
             self.violations.pop(first_op(item, self.whole).index, None)
             for block in item.blocks:
                 for inner in block.items:
-                    self.undo(inner)
+                    self.forget(inner)
             results = item.outputs
         else:
             self.actions.pop(item, None)
@@ -104,11 +103,13 @@ class Findings:
         return known
 
     def set_spec(self, index: int, spec: TimeSpec, free: bool, depth: int) -> None:
+        """Note how a value stands to its values on the parts; see the class for the others."""
         self.specs[index] = spec
         self.free[index] = free
-        self.outside[index] = depth != LOOP
+        self.outside_loops[index] = depth != LOOP
 
     def shapes_of(self, index: int) -> tuple[Shape, Shape]:
+        """Shape of a value on the whole batch and on a part."""
         return self.whole.values[index].shape, self.part.values[index].shape
 
     def _result_shapes(self, op: Op) -> list[tuple[Shape, Shape]]:
@@ -124,6 +125,7 @@ class Findings:
         return all(out >= 0 and whole[out].shape == part[out].shape for out in op.outputs)
 
     def is_free(self, operands: Sequence[Operand]) -> bool:
+        """True if no operand depends on a parameter."""
         return all(isinstance(i, Literal) or self.free[i] == 1 for i in operands)
 
     def _rule(self, op: Op) -> DimRule:
@@ -134,15 +136,14 @@ class Findings:
         return self._rules[key]
 
     def _equations(self, op: Op) -> tuple[int, int]:
-        """The operator's equations, which layers that were traced once have in common; the graphs
-        keep them alive.
-        """
+        """Key of the operator's equations, which layers that were traced once share."""
+        # The graphs keep the equations alive, so that their ids stay theirs.
         return (
             (id(op.eqn), id(self.part.ops[op.index].eqn)) if op.eqn is not None else (op.index, -1)
         )
 
     def _outcome(self, op: Op, specs: Sequence[TimeSpec]) -> Followed | str:
-        """`follow`, once for equal operators that read equal specs."""
+        """`follow`, memoized by equations and specs."""
         # Positions decide whether a lookup is local, so they are part of the key.
         positions = calls.indexes_own_examples(op, specs, self.positions)
         key = self._equations(op), tuple(specs), positions
@@ -152,30 +153,28 @@ class Findings:
         return self._outcomes[key]
 
     def follow(self, op: Op, specs: list[TimeSpec], depth: int) -> Followed | str:
-        """`follow`; if that fails, once more with the whole batch's sums where no parameter takes
-        part in them.
+        """`follow`; if that fails, again with sums that depend on no parameter computed beforehand,
+        on the whole batch.
         """
         outcome = self._outcome(op, specs)
         if isinstance(outcome, Followed):
             return outcome
         rule, shapes = self._rule(op), self._result_shapes(op)
         early = [
-            (k, i)
+            k
             for k, (i, spec) in enumerate(zip(op.inputs, specs, strict=True))
             if isinstance(i, int)
             and self.free[i]
-            and self.outside[i]
-            # What each part computes alike or has a slice of is no sum that could be known
-            # beforehand.
+            and self.outside_loops[i]
+            # Only sums and the like: what all parts share, or have slices of, needs no whole batch.
             and spec.kind not in (TimeKind.EQUAL, TimeKind.CONCATENATE, TimeKind.MEAN)
         ]
-        # All sums known beforehand, or only those that stand where the operator is not linear.
         linear = rule.linear or (0,) * len(specs)
-        # The fewest first: each sum known beforehand must be computed on the whole batch.
-        for chosen in ([(k, i) for k, i in early if linear[k] != 1], early):
-            if not chosen:
+        # First only those operands in which the operator is not linear: each one costs a
+        # computation on the whole batch.
+        for places in ({k for k in early if linear[k] != 1}, set(early)):
+            if not places:
                 continue
-            places = {k for k, _ in chosen}
             tried = [EQUAL if k in places else spec for k, spec in enumerate(specs)]
             again = follow(op, rule, tried, shapes, self.parts)
             if isinstance(again, Followed):
@@ -188,39 +187,39 @@ class Findings:
         return outcome
 
     def needs_parts(self, op: Op, specs: Sequence[TimeSpec]) -> bool:
-        """True if an operator works example by example, before the update: too much to leave it for
-        the end.
+        """True if an operator on examples must run on each part: the backward pass needs its
+        results, or it is too much work to run on the whole batch after the last part.
         """
-        # After the backward pass no example is needed, so that waiting for the last part costs
-        # nothing.
+        # Behind the backward pass no part waits for results.
         if op.phase is Phase.UPDATE or all(spec.kind is not TimeKind.CONCATENATE for spec in specs):
             return False
         feeds = any(self._feeds_backward[o] for o in op.outputs if o >= 0)
         return (
-            # Products are most of a step's work, and would run on the whole batch at once after the
-            # last part.
+            # Products are most of a step's work.
             feeds or op.phase is Phase.BACKWARD or not self.has_backward or self._rule(op).contracts
         )
 
     def call_needs_parts(self, call: Call, specs: Sequence[TimeSpec], phase: Phase) -> bool:
-        """The same for a structured operator."""
+        """As `needs_parts`, for a structured operator."""
         if phase is Phase.UPDATE or all(spec.kind is not TimeKind.CONCATENATE for spec in specs):
             return False
         feeds = any(self._feeds_backward[o] for o in call.outputs if o >= 0)
         early = feeds or phase is Phase.BACKWARD or not self.has_backward
         return early or any(self._rule(self.whole.ops[k]).contracts for k in ops_of(call))
 
-    def blame(self, op: Op, specs: Sequence[TimeSpec], kind: TimeKind, reason: str) -> None:
+    def note_conflict(self, op: Op, specs: Sequence[TimeSpec], kind: TimeKind, reason: str) -> None:
+        """Note the operators from which an operator's late (or whole) operands come."""
         for operand, spec in zip(op.inputs, specs, strict=True):
             if spec.kind is kind and isinstance(operand, int):
                 self.conflicts.setdefault(self.origin.get(operand, op.index), reason)
 
-    def forget(self, call: Call) -> None:
-        """Undo what the walk through a body decided, as the call now runs as it is."""
+    def drop_decisions(self, call: Call) -> None:
+        """Drop what was decided for the operators inside a call that runs once, as it is."""
         for item in ops_of(call):
             self.actions.pop(item, None)
             for k in range(len(self.whole.ops[item].inputs)):
                 self.conversions.pop((item, k), None)
 
-    def violate(self, call: Call, reason: str) -> None:
+    def note_violation(self, call: Call, reason: str) -> None:
+        """Note that a call does not decompose."""
         self.violations.setdefault(first_op(call, self.whole).index, reason)

@@ -118,15 +118,19 @@ def plan_micro_batches(
         )
     parts = num_micro_batches * num_groups
     part, eqns = _align(graph, trace_part(graph, num_micro_batches, num_groups))
-    found = analyse(
+    findings = analyse(
         graph, part, parts, on_missing_rule=on_missing_rule, settle=semantics == "independent"
     )
     # An effect that happens for each micro-batch is no longer the step's own, whatever the
     # semantics.
-    repeated = {k: EFFECT for k in found.violations.keys() | found.own if has_effects(graph.ops[k])}
-    found.violations |= repeated
-    if repeated or (semantics == "exact" and (found.violations or found.conflicts)):
-        raise _refusal(graph, found)
+    repeated = {
+        k: EFFECT
+        for k in findings.violations.keys() | findings.per_part
+        if has_effects(graph.ops[k])
+    }
+    findings.violations |= repeated
+    if repeated or (semantics == "exact" and (findings.violations or findings.conflicts)):
+        raise _refusal(graph, findings)
     return MicroBatchPlan(
         whole=graph,
         part=part,
@@ -134,22 +138,23 @@ def plan_micro_batches(
         num_micro_batches=num_micro_batches,
         num_groups=num_groups,
         semantics=semantics,
-        specs=tuple(spec or EQUAL for spec in found.specs),
-        actions=found.actions,
-        conversions=found.conversions,
-        early_calls=frozenset(found.early_calls),
-        late_calls=frozenset(found.late_calls),
-        combine={output.path: _combine(found, output.value) for output in graph.outputs},
+        specs=tuple(spec or EQUAL for spec in findings.specs),
+        actions=findings.actions,
+        conversions=findings.conversions,
+        early_calls=frozenset(findings.early_calls),
+        late_calls=frozenset(findings.late_calls),
+        combine={output.path: _combine(findings, output.value) for output in graph.outputs},
         independent=tuple(
             dict.fromkeys(
-                describe(graph.ops[index]) for index in sorted(found.violations.keys() | found.own)
+                describe(graph.ops[index])
+                for index in sorted(findings.violations.keys() | findings.per_part)
             )
         ),
     )
 
 
-def _combine(found: Findings, operand: Operand) -> str:
-    spec = EQUAL if isinstance(operand, Literal) else found.specs[operand] or EQUAL
+def _combine(findings: Findings, operand: Operand) -> str:
+    spec = EQUAL if isinstance(operand, Literal) else findings.specs[operand] or EQUAL
     match spec.kind:
         case TimeKind.CONCATENATE:
             return f"{spec.kind} {spec.dim}"
@@ -383,8 +388,8 @@ def describe(op: Op) -> str:
     return f"`{op.name}` at {where(op)}"
 
 
-def _refusal(graph: Graph, found: Findings) -> CaptureError:
-    refused = found.violations | found.conflicts
+def _refusal(graph: Graph, findings: Findings) -> CaptureError:
+    refused = findings.violations | findings.conflicts
     lines: dict[str, str] = {}
     # One line for each place in the user's code: a layer that repeats would fill the message.
     for index in sorted(refused):

@@ -1,5 +1,5 @@
-"""Structured operators in the walk of `_micro_batch_analysis`: what is inside them, and which
-operator stands for them.
+"""Contents of structured operators, and the operators by which messages name them; lookups by
+position in the batch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from ._time_specs import TimeKind, TimeSpec
 
 EFFECT = "it has an effect, which would happen for each micro-batch"
 """Why an operator that a loop runs for each part is refused."""
+
+NOT_LINEAR = "it is not linear in a sum over the batch, and the examples need it"
+"""Why an operator before the update cannot wait for the last part."""
 
 
 def ops_of(call: Call) -> list[int]:
@@ -41,8 +44,8 @@ def phase_of(call: Call, graph: Graph) -> Phase:
 
 
 def standing_for(item: OpId | Call, graph: Graph) -> Iterator[int]:
-    """Every operator that can be named in a finding about an item: those inside, and those that
-    stand for calls.
+    """Every operator by which a finding may name an item: those inside it, and those that stand for
+    calls.
     """
     if isinstance(item, Call):
         yield first_op(item, graph).index

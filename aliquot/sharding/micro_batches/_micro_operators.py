@@ -1,5 +1,5 @@
-"""Micro-batches through one operator: on each part, once beforehand, or once after the last
-part.
+"""Single operators on micro-batches: run on each part, once before the first, or once after the
+last.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from ...graph import Literal, Op, Phase, has_effects
 from . import _micro_calls as calls
 from ._findings import LOOP, TOP, Findings
-from ._micro_calls import EFFECT
+from ._micro_calls import EFFECT, NOT_LINEAR
 from ._time_specs import (
     EQUAL,
     LATE,
@@ -26,136 +26,141 @@ from ._time_specs import (
 )
 
 
-def walk_operator(found: Findings, op: Op, depth: int) -> None:
-    specs = [found.spec(i) for i in op.inputs]
-    # A walk through a loop's body comes here again, with other specs than before.
+def walk_operator(findings: Findings, op: Op, depth: int) -> None:
+    """Decide whether an operator runs on each part, or once before or after all parts."""
+    specs = [findings.spec(i) for i in op.inputs]
+    # Bodies of loops are walked several times, with other specs each time.
     for k in range(len(specs)):
-        found.conversions.pop((op.index, k), None)
-    if op.index in found.own:
-        return _alone(found, op, specs, depth)
+        findings.conversions.pop((op.index, k), None)
+    if op.index in findings.per_part:
+        return _run_per_part(findings, op, specs, depth)
     if has_effects(op):
         # Once for the whole batch, as in the plain step; in a loop that runs for each part it
         # cannot.
         if depth != TOP:
-            found.violations[op.index] = EFFECT
-        return _late(found, op, specs)
+            findings.violations[op.index] = EFFECT
+        return _run_late(findings, op, specs)
     kinds = {spec.kind for spec in specs}
     # Equal operands alone are not enough: an iota or a broadcast writes down the size of the batch.
-    if kinds <= {TimeKind.EQUAL} and found.same_results(op):
+    if kinds <= {TimeKind.EQUAL} and findings.same_results(op):
         # What every part computes alike needs no rule.
-        found.actions.pop(op.index, None)
-        free = found.is_free(op.inputs)
+        findings.actions.pop(op.index, None)
+        free = findings.is_free(op.inputs)
         for out in op.outputs:
-            found.set_spec(out, EQUAL, free, depth)
+            findings.set_spec(out, EQUAL, free, depth)
         return
     # Outside of loops all of the update waits, as its gradients are known only then.
-    update = op.phase is Phase.UPDATE and found.has_backward
+    update = op.phase is Phase.UPDATE and findings.has_backward
     if TimeKind.LATE in kinds or (update and depth == TOP and kinds - {TimeKind.EQUAL}):
-        return _late(found, op, specs)
+        return _run_late(findings, op, specs)
     reason = "it needs an array of which more than one dim is the batch's"
     if TimeKind.WHOLE not in kinds:
-        outcome = found.follow(op, specs, depth)
+        outcome = findings.follow(op, specs, depth)
         if isinstance(outcome, Followed):
-            return _finish(found, op, outcome, depth)
+            return _run_on_part(findings, op, outcome, depth)
         reason = outcome
     # What depends on no parameter can be computed on the whole batch, before the first part.
-    free = found.is_free(op.inputs)
+    free = findings.is_free(op.inputs)
     if (
         free
         and depth != LOOP
-        and all(isinstance(i, Literal) or found.outside[i] for i in op.inputs)
+        and all(isinstance(i, Literal) or findings.outside_loops[i] for i in op.inputs)
     ):
-        _early(found, op)
-    elif depth == TOP and not found.needs_parts(op, specs):
-        _late(found, op, specs)
+        _run_early(findings, op)
+    elif depth == TOP and not findings.needs_parts(op, specs):
+        _run_late(findings, op, specs)
     elif TimeKind.WHOLE in kinds:
-        found.blame(op, specs, TimeKind.WHOLE, reason)
-        _alone(found, op, [EQUAL if s.kind is TimeKind.WHOLE else s for s in specs], depth)
+        findings.note_conflict(op, specs, TimeKind.WHOLE, reason)
+        _run_per_part(
+            findings, op, [EQUAL if s.kind is TimeKind.WHOLE else s for s in specs], depth
+        )
     else:
-        found.violations[op.index] = reason
-        _alone(found, op, specs, depth)
+        findings.violations[op.index] = reason
+        _run_per_part(findings, op, specs, depth)
 
 
-def _finish(found: Findings, op: Op, outcome: Followed, depth: int) -> None:
+def _run_on_part(findings: Findings, op: Op, outcome: Followed, depth: int) -> None:
+    """Run an operator on each part, as `follow` says."""
     if outcome.action is Action.RUN:
-        found.actions.pop(op.index, None)
+        findings.actions.pop(op.index, None)
     else:
-        found.actions[op.index] = outcome.action
+        findings.actions[op.index] = outcome.action
     for position, how in outcome.conversions:
-        found.conversions[op.index, position] = how
-    free = found.is_free(op.inputs)
+        findings.conversions[op.index, position] = how
+    free = findings.is_free(op.inputs)
     for out, spec in zip(op.outputs, outcome.results, strict=True):
         if out >= 0:
-            found.set_spec(out, spec, free, depth)
-    _note_positions(found, op, outcome)
+            findings.set_spec(out, spec, free, depth)
+    _note_positions(findings, op, outcome)
 
 
-def _early(found: Findings, op: Op) -> None:
-    found.actions[op.index] = Action.EARLY
+def _run_early(findings: Findings, op: Op) -> None:
+    """Run an operator once, on the whole batch, before the first part."""
+    findings.actions[op.index] = Action.EARLY
     # A value that the parts cannot slice is known as a whole alone.
     for out in op.outputs:
         if out >= 0:
-            found.set_spec(
-                out, spec_by_shape(*found.shapes_of(out), found.parts) or WHOLE, True, TOP
+            findings.set_spec(
+                out, spec_by_shape(*findings.shapes_of(out), findings.parts) or WHOLE, True, TOP
             )
-            found.origin[out] = op.index
+            findings.origin[out] = op.index
 
 
-def _late(found: Findings, op: Op, specs: list[TimeSpec]) -> None:
-    if found.needs_parts(op, specs):
-        found.blame(
-            op,
-            specs,
-            TimeKind.LATE,
-            "it is not linear in a sum over the batch, and the examples need it",
-        )
-    found.actions[op.index] = Action.LATE
+def _run_late(findings: Findings, op: Op, specs: list[TimeSpec]) -> None:
+    """Run an operator once, on combined values, after the last part."""
+    if findings.needs_parts(op, specs):
+        findings.note_conflict(op, specs, TimeKind.LATE, NOT_LINEAR)
+    findings.actions[op.index] = Action.LATE
     # Where several late values meet, the walk goes back to the earliest, as all that follows
     # depends on it.
-    begun = [found.origin[i] for i in op.inputs if isinstance(i, int) and found.specs[i] == LATE]
+    begun = [
+        findings.origin[i] for i in op.inputs if isinstance(i, int) and findings.specs[i] == LATE
+    ]
     for out in op.outputs:
         if out >= 0:
-            found.set_spec(out, LATE, False, TOP)
-            found.origin[out] = min(begun, default=op.index)
+            findings.set_spec(out, LATE, False, TOP)
+            findings.origin[out] = min(begun, default=op.index)
 
 
-def _alone(found: Findings, op: Op, specs: Sequence[TimeSpec], depth: int) -> None:
-    """Run on a part as if it were the whole batch."""
-    found.actions.pop(op.index, None)
+def _run_per_part(findings: Findings, op: Op, specs: Sequence[TimeSpec], depth: int) -> None:
+    """Run an operator on each part as if that were the whole batch."""
+    findings.actions.pop(op.index, None)
     for k, spec in enumerate(specs):
         if spec.kind is TimeKind.SUM:
-            # A part's sum is scaled up to the batch, so that dividing it by the batch's size, as
-            # the user's code does, gives the part's own mean.
-            found.conversions[op.index, k] = Conversion.ESTIMATE
+            # A part's sum is scaled up to the batch, because the user's code divides by the size of
+            # the whole batch.
+            findings.conversions[op.index, k] = Conversion.ESTIMATE
     for out in op.outputs:
         if out >= 0:
-            seen = spec_by_shape(*found.shapes_of(out), found.parts) or MEAN
-            found.set_spec(out, MEAN if seen == EQUAL else seen, False, depth)
+            seen = spec_by_shape(*findings.shapes_of(out), findings.parts) or MEAN
+            findings.set_spec(out, MEAN if seen == EQUAL else seen, False, depth)
 
 
-def _note_positions(found: Findings, op: Op, outcome: Followed) -> None:
+def _note_positions(findings: Findings, op: Op, outcome: Followed) -> None:
+    """Note index arrays that hold each example's own position, as lookups by them stay on a part.
+    """
     out = op.outputs[0]
     if out < 0 or outcome.results[0].kind is not TimeKind.CONCATENATE:
         return
-    known = [found.positions.get(i) if isinstance(i, int) else None for i in op.inputs]
+    known = [findings.positions.get(i) if isinstance(i, int) else None for i in op.inputs]
     if outcome.action is Action.SHIFT:
-        found.positions[out] = (True,)
+        findings.positions[out] = (True,)
     elif calls.keeps_positions(op) and known[0] == (True,):
-        found.positions[out] = (True,)
+        findings.positions[out] = (True,)
     elif op.name == "lt" and known[0] == (True,) and isinstance(op.inputs[1], Literal):
-        # JAX writes an index i as `select(i < 0, i + n, i)`; positions are never negative, so i is
-        # left.
+        # JAX writes an index i as `select(i < 0, i + n, i)`. Positions are never negative, so that
+        # this is i.
         if np.all(np.asarray(op.inputs[1].value) <= 0):
-            found.always_false.add(out)
-    elif op.name == "select_n" and op.inputs[0] in found.always_false and known[1] is not None:
-        found.positions[out] = known[1]
+            findings.always_false.add(out)
+    elif op.name == "select_n" and op.inputs[0] in findings.always_false and known[1] is not None:
+        findings.positions[out] = known[1]
     elif (
         op.name == "concatenate"
-        and op.params["dimension"] == len(found.whole.values[out].shape) - 1
+        and op.params["dimension"] == len(findings.whole.values[out].shape) - 1
     ):
         flags: list[bool] = []
         for i, flags_of_operand in zip(op.inputs, known, strict=True):
-            width = i.shape[-1] if isinstance(i, Literal) else found.whole.values[i].shape[-1]
+            width = i.shape[-1] if isinstance(i, Literal) else findings.whole.values[i].shape[-1]
             flags += [flags_of_operand == (True,)] * width
         if len(flags) > 1:
-            found.positions[out] = tuple(flags)
+            findings.positions[out] = tuple(flags)
