@@ -249,9 +249,9 @@ class _Run:
             self.schedule.order()  # Says which tasks wait for one another.
             raise AssertionError("a schedule that can be run got stuck in simulation")
 
-    def _push(self, time: float, kind: int, submesh: int, what: _Transfer | Task) -> None:
+    def _push(self, time: float, kind: int, submesh: int, ending: _Transfer | Task) -> None:
         self.num_events += 1
-        heapq.heappush(self.events, (time, kind, submesh, self.num_events, what))
+        heapq.heappush(self.events, (time, kind, submesh, self.num_events, ending))
 
     def _ready(self, task: Task) -> bool:
         stage, micro_batch = task.stage, task.micro_batch

@@ -20,7 +20,7 @@ from ..graph import (
     is_from_another_stage,
     items_of,
     most_at_once,
-    runs_again,
+    recomputed_runs,
 )
 from ..sharding import NodeId, operators_of
 from ._evaluate import conversions
@@ -138,7 +138,7 @@ def repeated_operators(
     free |= {o for item in items if item.shared for o in item.outputs}
     repeated = find_repeated(graph, forward, reads, free=free, repeat=repeat)
     again = frozenset(op for item in repeated.items for op in item.ops)
-    runs = runs_again(repeated.items, _backward(graph))
+    runs = recomputed_runs(repeated.items, _backward(graph))
     freed: set[OpId] = set()
     dropped: set[ValueId] = set()
     # What leaves the stage, or these layers of it, is there for others.

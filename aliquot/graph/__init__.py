@@ -16,7 +16,7 @@ from ._dataflow import items_of as items_of
 from ._dataflow import plain_item as plain_item
 from ._deferrable import Deferrable as Deferrable
 from ._deferrable import deferrable_items as deferrable_items
-from ._deferrable import hands_on_gradients as hands_on_gradients
+from ._deferrable import passes_gradients_on as passes_gradients_on
 from ._deferrable import sums_for_the_update as sums_for_the_update
 from ._effects import any_effects as any_effects
 from ._effects import has_effects as has_effects
@@ -52,10 +52,10 @@ from ._layers import range_layers as range_layers
 from ._recompute import Repeated as Repeated
 from ._recompute import find_repeated as find_repeated
 from ._recompute import is_costly as is_costly
-from ._recompute import what_to_keep as what_to_keep
+from ._recompute import values_to_keep as values_to_keep
 from ._recompute_runs import RecomputedRun as RecomputedRun
 from ._recompute_runs import most_at_once as most_at_once
-from ._recompute_runs import runs_again as runs_again
+from ._recompute_runs import recomputed_runs as recomputed_runs
 from ._render import to_dot as to_dot
 from ._render import to_text as to_text
 from ._rule import DimRule as DimRule

@@ -26,7 +26,7 @@ class Item:
     """An operator or a call at the top of a step.
 
     Attributes:
-        what: the operator's index, or the call.
+        op_or_call: the operator's index, or the call.
         inputs, outputs: values, without literals and unnamed results.
         ops: indices of the operators in it.
         phase: forward or backward (prologue counts as forward), or update.
@@ -34,7 +34,7 @@ class Item:
         cost: rough weight: floating point operations, and bytes moved in their terms.
     """
 
-    what: OpId | Call
+    op_or_call: OpId | Call
     inputs: tuple[ValueId, ...]
     outputs: tuple[ValueId, ...]
     ops: tuple[OpId, ...]
@@ -60,27 +60,35 @@ def items_of(graph: Graph) -> tuple[Item, ...]:
             sees[item.value] = 4
         else:
             sees[item.value] = 1 if item.value in parameter else 2 * (item.role is Role.BATCH)
-    return _in_phases([_item(graph, what, sees, sizes) for what in graph.body.items])
+    return _in_phases([_item(graph, op_or_call, sees, sizes) for op_or_call in graph.body.items])
 
 
-def _item(graph: Graph, what: OpId | Call, sees: list[int], sizes: Sequence[int]) -> Item:
+def _item(graph: Graph, op_or_call: OpId | Call, sees: list[int], sizes: Sequence[int]) -> Item:
     # Nearly all are operators.
-    inside = tuple(ops_inside(what)) if isinstance(what, Call) else (what,)
-    inputs = reads_of(graph, what)
+    inside = tuple(ops_inside(op_or_call)) if isinstance(op_or_call, Call) else (op_or_call,)
+    inputs = reads_of(graph, op_or_call)
     outputs = tuple(
-        [o for o in (what.outputs if isinstance(what, Call) else graph.ops[what].outputs) if o >= 0]
+        [
+            o
+            for o in (
+                op_or_call.outputs
+                if isinstance(op_or_call, Call)
+                else graph.ops[op_or_call].outputs
+            )
+            if o >= 0
+        ]
     )
     reads = 0
     for i in inputs:
         reads |= sees[i]
-    heavy = isinstance(what, Call) or traits_of(graph.ops[what].name).multiplies
+    heavy = isinstance(op_or_call, Call) or traits_of(graph.ops[op_or_call].name).multiplies
     # Parameters and batch together (3) are work of the step, and 4 is made by one stage alone.
     shared = not heavy and reads in (0, 1, 2)
     for o in outputs:
         # Whatever reads it cannot be worked out by other stages.
         sees[o] = reads if shared else reads | 4
     return Item(
-        what=what,
+        op_or_call=op_or_call,
         inputs=inputs,
         outputs=outputs,
         ops=inside,
@@ -127,30 +135,32 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
     return tuple(ordered)
 
 
-def plain_item(graph: Graph, what: OpId | Call, phase: Phase) -> Item:
+def plain_item(graph: Graph, op_or_call: OpId | Call, phase: Phase) -> Item:
     """An operator or a call that need not be at the top of the step: inside a body, or half of a
     call.
     """
-    outputs = what.outputs if isinstance(what, Call) else graph.ops[what].outputs
+    outputs = op_or_call.outputs if isinstance(op_or_call, Call) else graph.ops[op_or_call].outputs
     return Item(
-        what=what,
-        inputs=reads_of(graph, what),
+        op_or_call=op_or_call,
+        inputs=reads_of(graph, op_or_call),
         outputs=tuple([o for o in outputs if o >= 0]),
-        ops=tuple(ops_inside(what)),
+        ops=tuple(ops_inside(op_or_call)),
         phase=phase,
         shared=False,
         cost=0.0,
     )
 
 
-def reads_of(graph: Graph, what: OpId | Call) -> tuple[ValueId, ...]:
+def reads_of(graph: Graph, op_or_call: OpId | Call) -> tuple[ValueId, ...]:
     """The values that an item needs from outside of it, those that its bodies read directly
     included.
     """
-    if not isinstance(what, Call):
-        return tuple(dict.fromkeys([i for i in graph.ops[what].inputs if type(i) is not Literal]))
-    read = [i for i in what.inputs if isinstance(i, int)]
-    for block in what.blocks:
+    if not isinstance(op_or_call, Call):
+        return tuple(
+            dict.fromkeys([i for i in graph.ops[op_or_call].inputs if type(i) is not Literal])
+        )
+    read = [i for i in op_or_call.inputs if isinstance(i, int)]
+    for block in op_or_call.blocks:
         # Remat bodies may read values around them that are no operands of the call.
         bound = {i for i in block.inputs if isinstance(i, int)}
         for item in block.items:
@@ -160,12 +170,12 @@ def reads_of(graph: Graph, what: OpId | Call) -> tuple[ValueId, ...]:
     return tuple(dict.fromkeys(read))
 
 
-def ops_inside(what: OpId | Call) -> Iterator[OpId]:
+def ops_inside(op_or_call: OpId | Call) -> Iterator[OpId]:
     """Indices of the operators that an item runs, without links."""
-    if not isinstance(what, Call):
-        yield what
+    if not isinstance(op_or_call, Call):
+        yield op_or_call
         return
-    for block in what.blocks:
+    for block in op_or_call.blocks:
         for item in block.items:
             yield from ops_inside(item)
 

@@ -1,9 +1,10 @@
 """The part of each stage's backward pass that no other stage waits for: chiefly gradients of
 weights.
 
-Zero-bubble schedules put it off and fill idle time with it (P. Qi, X. Wan, G. Huang, M. Lin, "Zero
-bubble pipeline parallelism", 2023). The runtime cuts backward programs here, and planners price the
-same two halves.
+Zero-bubble schedules defer it and fill idle time with it. The runtime cuts backward programs here,
+and planners price the same two halves.
+
+Reference: P. Qi, X. Wan, G. Huang, M. Lin, "Zero Bubble Pipeline Parallelism", 2023.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ from ._types import Call, Graph, Op, Phase, StageId, ValueId
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Deferrable:
-    """What stages can put off, by positions of items.
+    """Backward items that stages can defer to the update, by position.
 
     Attributes:
-        items: those of which nothing is needed before the update.
-        halves: loops and remat regions of which a part is needed, with that part.
+        items: items that nothing needs before the update.
+        halves: loops and remat regions that can be deferred in part, each with the part that
+            cannot.
     """
 
     items: frozenset[int]
     halves: Mapping[int, FirstHalf]
 
-    def puts_off(self, position: int, op: Op) -> bool:
-        """True if an operator of an item, or a link of it, is put off."""
+    def defers(self, position: int, op: Op) -> bool:
+        """True if an operator inside an item is deferred."""
         half = self.halves.get(position)
         if half is None:
             return position in self.items
+        # A half lists the operators that it runs, and links run nothing: their results decide.
         return half.values.isdisjoint(op.outputs) if op.is_link else op.index not in half.ops
 
 
@@ -50,43 +53,25 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[Stage
     Args:
         graph: whose operators the items are.
         items: of a step, in program order.
-        stages: the stage of each item; `SHARED` for those that every stage works out where it needs
+        stages: the stage of each item; `SHARED` for those that each stage computes where it needs
             them.
     """
     maker = {o: k for k, item in enumerate(items) for o in item.outputs}
-    # For each value the stages whose forward or backward pass reads it, directly or through shared
-    # items.
-    readers: dict[ValueId, set[StageId]] = defaultdict(set)
-    late = sums_for_the_update(graph, items)
-    for k in range(len(items) - 1, -1, -1):
-        item = items[k]
-        if item.phase is Phase.UPDATE or k in late:
-            continue
-        by = (
-            {stages[k]}
-            if stages[k] != SHARED
-            else {s for o in item.outputs for s in readers.get(o, ())}
-        )
-        for i in item.inputs:
-            readers[i] |= by
-    # What is shared has no home: every stage works it out for itself, and waits for nobody.
-    homes = {v: stages[k] for v, k in maker.items() if stages[k] != SHARED}
-    needed = {v for v, by in readers.items() if v in homes and by - {homes[v]}}
+    needed = _needed_elsewhere(graph, items, stages)
     deferrable: set[int] = set()
     halves: dict[int, FirstHalf] = {}
+    # In reverse, so that all readers of an item's results come before it.
     for k in range(len(items) - 1, -1, -1):
         item = items[k]
         if item.phase is not Phase.BACKWARD or stages[k] == SHARED:
             continue
-        if needed.isdisjoint(item.outputs):
-            # Items come in reverse, so all readers of its results have been seen.
+        results = needed.intersection(item.outputs)
+        if not results:
             deferrable.add(k)
             continue
-        half = (
-            first_half(graph, item.what, needed.intersection(item.outputs))
-            if isinstance(item.what, Call)
-            else None
-        )
+        half = None
+        if isinstance(item.op_or_call, Call):
+            half = first_half(graph, item.op_or_call, results)
         reads: Sequence[ValueId] = item.inputs
         if half is not None:
             halves[k] = half
@@ -95,9 +80,35 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[Stage
     return Deferrable(items=frozenset(deferrable), halves=halves)
 
 
-def hands_on_gradients(op: Op) -> bool:
-    """True if it adds gradients up or only rearranges one, as on the way of a parameter's gradients
-    into one sum.
+def _needed_elsewhere(
+    graph: Graph, items: Sequence[Item], stages: Sequence[StageId]
+) -> set[ValueId]:
+    """Values that the forward or backward pass of another stage than their own reads, directly or
+    through shared items.
+    """
+    sums = sums_for_the_update(graph, items)
+    reading_stages: dict[ValueId, set[StageId]] = defaultdict(set)
+    # In reverse, so that the stages that read a shared item's results are known.
+    for k in range(len(items) - 1, -1, -1):
+        item = items[k]
+        if item.phase is Phase.UPDATE or k in sums:
+            continue
+        if stages[k] != SHARED:
+            item_stages = {stages[k]}
+        else:
+            item_stages = {s for o in item.outputs for s in reading_stages.get(o, ())}
+        for i in item.inputs:
+            reading_stages[i] |= item_stages
+    # Each stage computes shared items for itself, so that nobody waits for those.
+    own_stage = {
+        o: stages[k] for k, item in enumerate(items) if stages[k] != SHARED for o in item.outputs
+    }
+    return {v for v, s in own_stage.items() if reading_stages.get(v, set()) - {s}}
+
+
+def passes_gradients_on(op: Op) -> bool:
+    """True if an operator adds gradients up or only rearranges one, as operators do between the
+    gradients of a parameter and their sum.
     """
     traits = traits_of(op.name)
     moves = traits.moves is not None and (traits.moves.keeps_all or traits.moves is Moves.NEGATE)
@@ -105,25 +116,26 @@ def hands_on_gradients(op: Op) -> bool:
 
 
 def sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
-    """Positions of the backward items that add gradients up, or hand them on, for the update
+    """Positions of the backward items that add gradients up, or pass them on, for the update
     alone.
     """
     sums: set[int] = set()
-    wanted: set[ValueId] = set()
+    # Values that the forward or backward pass reads.
+    needed: set[ValueId] = set()
     for k in range(len(items) - 1, -1, -1):
         item = items[k]
         if item.phase is Phase.UPDATE:
             continue
-        op = graph.ops[item.what] if isinstance(item.what, int) else None
+        op = graph.ops[item.op_or_call] if isinstance(item.op_or_call, int) else None
         if (
             op is not None
             and item.phase is Phase.BACKWARD
-            and hands_on_gradients(op)
-            and wanted.isdisjoint(item.outputs)
+            and passes_gradients_on(op)
+            and needed.isdisjoint(item.outputs)
         ):
             sums.add(k)
         else:
-            wanted.update(item.inputs)
+            needed.update(item.inputs)
     return frozenset(sums)
 
 
@@ -134,11 +146,13 @@ def _add_reads(
     maker: dict[ValueId, int],
     needed: set[ValueId],
 ) -> None:
-    """Add what an item reads, itself or through the shared items that are worked out for it."""
-    waiting = list(reads)
-    while waiting:
-        i = waiting.pop()
+    """Add to `needed` the values that an item reads, and those that shared items among their makers
+    read.
+    """
+    pending = list(reads)
+    while pending:
+        i = pending.pop()
         k = maker.get(i) if i not in needed else None
         needed.add(i)
         if k is not None and stages[k] == SHARED:
-            waiting += items[k].inputs
+            pending += items[k].inputs

@@ -105,7 +105,7 @@ def extract_stages(
             for k in items_of[stage]
             if k in deferrable.items or k in deferrable.halves
             for op in builder.ops_of([staging.items[k]])
-            if deferrable.puts_off(k, graph.ops[op])
+            if deferrable.defers(k, graph.ops[op])
         }
         extracts.append(builder.build([staging.items[k] for k in chosen], inputs, outputs, late))
     return tuple(extracts)
@@ -129,14 +129,14 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
         named.get(v) or Input(path=f"{FROM_ANOTHER_STAGE}{v}", value=v, role=Role.OTHER)
         for v in reads
     ]
-    places = {item.what for item in items if not isinstance(item.what, Call)}
-    calls = {id(item.what) for item in items if isinstance(item.what, Call)}
+    places = {item.op_or_call for item in items if not isinstance(item.op_or_call, Call)}
+    calls = {id(item.op_or_call) for item in items if isinstance(item.op_or_call, Call)}
     leaving = {o.value for o in graph.outputs if isinstance(o.value, int)}
     for item in items_of(graph):
         if (
-            item.what not in places
-            if not isinstance(item.what, Call)
-            else id(item.what) not in calls
+            item.op_or_call not in places
+            if not isinstance(item.op_or_call, Call)
+            else id(item.op_or_call) not in calls
         ):
             leaving.update(item.inputs)
     outputs = [Output(path=f"value {v}", value=v) for v in sorted(made_here & leaving)]
@@ -219,7 +219,7 @@ class _Builder:
         new_ops = tuple([self._op(graph.ops[k]) for k in ops])
         block = Block(
             inputs=tuple(i.value for i in new_inputs),
-            items=tuple(self._what(item.what) for item in items),
+            items=tuple(self._renumbered(item.op_or_call) for item in items),
             outputs=tuple(self._operand(o.value) for o in outputs),
         )
         new_outputs = tuple(Output(path=o.path, value=self._operand(o.value)) for o in outputs)
@@ -245,8 +245,8 @@ class _Builder:
         """Indices of all operators that items hold, links included."""
         kept = {k for item in items for k in item.ops}
         for item in items:
-            if isinstance(item.what, Call):
-                kept |= self._links(item.what)
+            if isinstance(item.op_or_call, Call):
+                kept |= self._links(item.op_or_call)
         return kept
 
     def _links(self, call: Call) -> set[OpId]:
@@ -295,19 +295,19 @@ class _Builder:
             deferrable=op.index in self._deferrable,
         )
 
-    def _what(self, what: OpId | Call) -> OpId | Call:
-        if not isinstance(what, Call):
-            return self._op_number[what]
+    def _renumbered(self, op_or_call: OpId | Call) -> OpId | Call:
+        if not isinstance(op_or_call, Call):
+            return self._op_number[op_or_call]
         return replace(
-            what,
-            inputs=tuple(self._operand(i) for i in what.inputs),
-            outputs=tuple(self._value(o) for o in what.outputs),
+            op_or_call,
+            inputs=tuple(self._operand(i) for i in op_or_call.inputs),
+            outputs=tuple(self._value(o) for o in op_or_call.outputs),
             blocks=tuple(
                 Block(
                     inputs=tuple(self._operand(i) for i in block.inputs),
-                    items=tuple(self._what(item) for item in block.items),
+                    items=tuple(self._renumbered(item) for item in block.items),
                     outputs=tuple(self._operand(o) for o in block.outputs),
                 )
-                for block in what.blocks
+                for block in op_or_call.blocks
             ),
         )

@@ -31,8 +31,8 @@ def interface_fingerprint(graph: Graph) -> str:
         value = graph.values[item.value]
         lines.append(f"in {item.path!r} {value.shape} {value.dtype} {item.role}")
     for output in graph.outputs:
-        what = graph.values[output.value] if isinstance(output.value, int) else output.value
-        lines.append(f"out {output.path!r} {what.shape} {what.dtype}")
+        array = graph.values[output.value] if isinstance(output.value, int) else output.value
+        lines.append(f"out {output.path!r} {array.shape} {array.dtype}")
     return _digest(lines)
 
 

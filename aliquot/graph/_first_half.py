@@ -34,9 +34,9 @@ class FirstHalf:
     ops: set[OpId] = field(default_factory=set)
     values: set[ValueId] = field(default_factory=set)
 
-    def rest(self, what: OpId | Call) -> list[OpId]:
+    def rest(self, item: OpId | Call) -> list[OpId]:
         """Operators of an item that need not run."""
-        return [k for k in ops_inside(what) if k not in self.ops]
+        return [k for k in ops_inside(item) if k not in self.ops]
 
     def any_products(self, ops: Iterable[OpId]) -> bool:
         """True if a product is among operators."""

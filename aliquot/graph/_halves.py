@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from . import _jax_compat as compat
 from ._dataflow import ops_inside, plain_item, reads_of
 from ._first_half import FirstHalf
-from ._recompute import items_between, what_to_keep
+from ._recompute import items_between, values_to_keep
 from ._types import Block, Call, Graph, Operand, OpId, Phase, Value, ValueId
 
 
@@ -210,7 +210,7 @@ class _Builder:
         )
         made = {o for item in mine for o in item.outputs} | turning
         wanted = [i for i in read if i in made]
-        kept = what_to_keep(
+        kept = values_to_keep(
             mine,
             names,
             wanted,
@@ -221,7 +221,7 @@ class _Builder:
         # Cheap items of the first half run in the second too, on what was kept.
         again = items_between(mine, wanted, kept)
         handed = tuple(sorted(kept & made))
-        return first, [*(item.what for item in again), *second], handed
+        return first, [*(item.op_or_call for item in again), *second], handed
 
     def _is_needed(self, item: OpId | Call) -> bool:
         return isinstance(item, Call) and not self._half.values.isdisjoint(item.outputs)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,22 @@ from . import _jax_compat as compat
 from ._checks import opened_branches
 from ._phases import Draft
 from ._types import NO_VALUE, Block, Call, Literal, Operand, OpId, Value, ValueId
+
+
+class _Place(NamedTuple):
+    """Place at which an equation stands: the body that its operators join, and what is around it.
+
+    Attributes:
+        scope: name stack of the calls around the body.
+        trips: how often the body runs in a step.
+        region: innermost remat region around it, 0 for none.
+        items: operators and calls of the body so far.
+    """
+
+    scope: str
+    trips: int
+    region: int
+    items: list[OpId | Call]
 
 
 @dataclass(slots=True)
@@ -61,30 +77,25 @@ class Inliner:
         self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Operand], scope: str, trips: int
     ) -> Block:
         """Walk through a body whose `invars` are the given operands; returns its nested view."""
-        return self._block(jaxpr, consts, inputs, scope, trips, 0)
+        return self._block(jaxpr, consts, inputs, _Place(scope, trips, 0, []))
 
     def _block(
         self,
         jaxpr: Any,
         consts: Sequence[Any],
         inputs: Sequence[Operand],
-        scope: str,
-        trips: int,
-        region: int,
+        place: _Place,
     ) -> Block:
-        items: list[OpId | Call] = []
-        outputs = self._walk(jaxpr, consts, inputs, scope, trips, region, items)
-        return Block(inputs=tuple(inputs), items=tuple(items), outputs=outputs)
+        place = place._replace(items=[])
+        outputs = self._walk(jaxpr, consts, inputs, place)
+        return Block(inputs=tuple(inputs), items=tuple(place.items), outputs=outputs)
 
     def _walk(
         self,
         jaxpr: Any,
         consts: Sequence[Any],
         inputs: Sequence[Operand],
-        scope: str,
-        trips: int,
-        region: int,
-        items: list[OpId | Call],
+        place: _Place,
     ) -> tuple[Operand, ...]:
         env: dict[Any, Operand] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -96,19 +107,19 @@ class Inliner:
         results: tuple[Operand, ...] | None
         for eqn in jaxpr.eqns:
             operands = read(eqn.invars)
-            inner_scope = self._scope(scope, eqn)
+            inner = place._replace(scope=self._scope(place.scope, eqn))
             called = compat.inlined_body(eqn)
             if called is not None:
                 body, body_consts, given = called
                 taken = [operands[k] for k in given]
-                results = self._walk(body, body_consts, taken, inner_scope, trips, region, items)
+                results = self._walk(body, body_consts, taken, inner)
             elif compat.is_placement(eqn):
                 # A plan decides where arrays are; the step may have been written for other devices.
                 results = operands
             else:
-                results = self._structured(eqn, operands, inner_scope, trips, region, items)
+                results = self._structured(eqn, operands, inner)
                 if results is None:
-                    results = self._op(eqn, operands, inner_scope, trips, region, items)
+                    results = self._op(eqn, operands, inner)
             env.update(zip(eqn.outvars, results, strict=True))
         return read(jaxpr.outvars)
 
@@ -118,18 +129,14 @@ class Inliner:
         self,
         eqn: Any,
         operands: tuple[Operand, ...],
-        scope: str,
-        trips: int,
-        region: int,
-        items: list[OpId | Call],
+        place: _Place,
     ) -> tuple[ValueId, ...]:
         outputs = tuple(
             [NO_VALUE if compat.is_dropped(v) else self.new_value(v.aval) for v in eqn.outvars]
         )
-        items.append(OpId(len(self.drafts)))
-        self.drafts.append(
-            Draft(eqn.primitive.name, operands, outputs, eqn.params, scope, trips, eqn, region)
-        )
+        place.items.append(OpId(len(self.drafts)))
+        name, (scope, trips, region, _) = eqn.primitive.name, place
+        self.drafts.append(Draft(name, operands, outputs, eqn.params, scope, trips, eqn, region))
         return outputs
 
     def _link(
@@ -137,10 +144,9 @@ class Inliner:
         name: str,
         inputs: Iterable[Operand],
         outputs: tuple[ValueId, ...],
-        scope: str,
-        trips: int,
-        region: int,
+        place: _Place,
     ) -> None:
+        scope, trips, region, _ = place
         self.drafts.append(Draft(name, tuple(inputs), outputs, {}, scope, trips, None, region))
 
     def _literal(self, atom: Any) -> Literal:
@@ -174,33 +180,29 @@ class Inliner:
         self,
         eqn: Any,
         operands: tuple[Operand, ...],
-        scope: str,
-        trips: int,
-        region: int,
-        items: list[OpId | Call],
+        place: _Place,
     ) -> tuple[Operand, ...] | None:
         if compat.is_remat(eqn):
-            return self._remat(eqn, operands, scope, trips, items)
+            return self._remat(eqn, operands, place)
         match eqn.primitive.name:
             case "scan":
-                return self._scan(eqn, operands, scope, trips, region, items)
+                return self._scan(eqn, operands, place)
             case "while":
-                return self._while(eqn, operands, scope, trips, region, items)
+                return self._while(eqn, operands, place)
             case "cond":
-                return self._cond(eqn, operands, scope, trips, region, items)
+                return self._cond(eqn, operands, place)
         return None
 
     def _remat(
         self,
         eqn: Any,
         operands: tuple[Operand, ...],
-        scope: str,
-        trips: int,
-        items: list[OpId | Call],
+        place: _Place,
     ) -> tuple[Operand, ...]:
         body, consts = compat.open_body(eqn.params["jaxpr"])
         self._regions += 1
-        block = self._block(body, consts, operands, scope, trips, self._regions)
+        inside = place._replace(region=self._regions)
+        block = self._block(body, consts, operands, inside)
         # A body may return an operand or a literal as it is; the call then has a result of its own
         # for it.
         taken = {i for i in block.inputs if isinstance(i, int)} | self.constants.keys()
@@ -210,11 +212,11 @@ class Inliner:
                 fresh.append(NO_VALUE)
             elif isinstance(inner, Literal) or inner in taken:
                 fresh.append(self.new_value(var.aval))
-                self._link("tie", (inner,), (fresh[-1],), scope, trips, self._regions)
+                self._link("tie", (inner,), (fresh[-1],), inside)
             else:
                 taken.add(inner)
                 fresh.append(inner)
-        items.append(
+        place.items.append(
             Call(kind="remat", eqn=eqn, blocks=(block,), inputs=operands, outputs=tuple(fresh))
         )
         return tuple(fresh)
@@ -223,42 +225,38 @@ class Inliner:
         self,
         eqn: Any,
         operands: tuple[Operand, ...],
-        scope: str,
-        trips: int,
-        region: int,
-        items: list[OpId | Call],
+        place: _Place,
     ) -> tuple[Operand, ...]:
         p = eqn.params
         (num_consts, num_carry), length = compat.scan_counts(p), p["length"]
         body, consts = compat.open_body(p["jaxpr"])
-        inner_trips = trips * length
+        inside = place._replace(trips=place.trips * length)
         init = operands[num_consts : num_consts + num_carry]
         carry_in = [
             self.new_value(v.aval) for v in body.invars[num_consts : num_consts + num_carry]
         ]
         slices = [self.new_value(v.aval) for v in body.invars[num_consts + num_carry :]]
         for start, inner in zip(init, carry_in, strict=True):
-            self._link("tie", (start,), (inner,), scope, trips, region)
+            self._link("tie", (start,), (inner,), place)
         for outer, inner in zip(operands[num_consts + num_carry :], slices, strict=True):
-            self._link("scan_slice", (outer,), (inner,), scope, inner_trips, region)
+            self._link("scan_slice", (outer,), (inner,), inside)
         inner_inputs = (*operands[:num_consts], *carry_in, *slices)
-        block = self._block(body, consts, inner_inputs, scope, inner_trips, region)
+        block = self._block(body, consts, inner_inputs, inside)
         results = tuple(self.new_value(v.aval) for v in eqn.outvars)
         for k in range(num_carry):
-            self._link("tie", (block.outputs[k], carry_in[k]), (results[k],), scope, trips, region)
+            self._link("tie", (block.outputs[k], carry_in[k]), (results[k],), place)
         for k in range(num_carry, len(results)):
-            self._link("scan_stack", (block.outputs[k],), (results[k],), scope, inner_trips, region)
-        items.append(Call(kind="scan", eqn=eqn, blocks=(block,), inputs=operands, outputs=results))
+            self._link("scan_stack", (block.outputs[k],), (results[k],), inside)
+        place.items.append(
+            Call(kind="scan", eqn=eqn, blocks=(block,), inputs=operands, outputs=results)
+        )
         return results
 
     def _while(
         self,
         eqn: Any,
         operands: tuple[Operand, ...],
-        scope: str,
-        trips: int,
-        region: int,
-        items: list[OpId | Call],
+        place: _Place,
     ) -> tuple[Operand, ...]:
         p = eqn.params
         num_cond, num_body = p["cond_nconsts"], p["body_nconsts"]
@@ -267,20 +265,18 @@ class Inliner:
         init = operands[num_cond + num_body :]
         carry_in = [self.new_value(v.aval) for v in body.invars[num_body:]]
         for start, inner in zip(init, carry_in, strict=True):
-            self._link("tie", (start,), (inner,), scope, trips, region)
+            self._link("tie", (start,), (inner,), place)
         # How often it turns is not known: its bodies count as run once.
-        cond_block = self._block(
-            cond, cond_consts, (*operands[:num_cond], *carry_in), scope, trips, region
-        )
+        cond_block = self._block(cond, cond_consts, (*operands[:num_cond], *carry_in), place)
         body_inputs = (*operands[num_cond : num_cond + num_body], *carry_in)
-        body_block = self._block(body, body_consts, body_inputs, scope, trips, region)
+        body_block = self._block(body, body_consts, body_inputs, place)
         results = tuple(self.new_value(v.aval) for v in eqn.outvars)
         for ends in cond_block.outputs:
             if isinstance(ends, int):
                 self.decided[ends] = results
         for last, inner, result in zip(body_block.outputs, carry_in, results, strict=True):
-            self._link("tie", (last, inner), (result,), scope, trips, region)
-        items.append(
+            self._link("tie", (last, inner), (result,), place)
+        place.items.append(
             Call(
                 kind="while",
                 eqn=eqn,
@@ -295,18 +291,15 @@ class Inliner:
         self,
         eqn: Any,
         operands: tuple[Operand, ...],
-        scope: str,
-        trips: int,
-        region: int,
-        items: list[OpId | Call],
+        place: _Place,
     ) -> tuple[Operand, ...]:
         blocks = []
         for body, consts in opened_branches(eqn):
-            blocks.append(self._block(body, consts, operands[1:], scope, trips, region))
+            blocks.append(self._block(body, consts, operands[1:], place))
         results = tuple(self.new_value(v.aval) for v in eqn.outvars)
         for k, result in enumerate(results):
-            self._link("tie", [b.outputs[k] for b in blocks], (result,), scope, trips, region)
-        items.append(
+            self._link("tie", [b.outputs[k] for b in blocks], (result,), place)
+        place.items.append(
             Call(kind="cond", eqn=eqn, blocks=tuple(blocks), inputs=operands, outputs=results)
         )
         return results

@@ -184,7 +184,7 @@ def range_layers(graph: Graph) -> Layers:
         place
         for scan in scans
         for place, k in enumerate(forward)
-        if isinstance(items[k].what, Call)
+        if isinstance(items[k].op_or_call, Call)
         and items[k].ops
         and scan.start <= items[k].ops[0] < scan.stop
     ]
@@ -213,8 +213,8 @@ def cut_alike(layers: Layers, graph: Graph) -> Layers:
     """The layers of the same step at another size of its batch; their weights stay as they are."""
     # Only structured operators belong to their graph.
     items = tuple(
-        replace(item, what=what) if isinstance(what, Call) else item
-        for item, what in zip(layers.items, graph.body.items, strict=True)
+        replace(item, op_or_call=other) if isinstance(other, Call) else item
+        for item, other in zip(layers.items, graph.body.items, strict=True)
     )
     ends = [*layers.starts[1:], len(layers.forward)]
     return replace(
@@ -357,8 +357,8 @@ def _places_between_scans(items: Sequence[Item], forward: Sequence[int]) -> list
     places = []
     made_before: set[int] = set()
     for place, k in enumerate(forward):
-        what = items[k].what
-        if isinstance(what, Call) and what.kind == "scan":
+        call = items[k].op_or_call
+        if isinstance(call, Call) and call.kind == "scan":
             if made_before.intersection(items[k].inputs):
                 places.append(place)
             made_before.update(items[k].outputs)

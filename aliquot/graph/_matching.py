@@ -141,8 +141,8 @@ class _Matcher:
             del options[prefix]
 
     def _kind(self, operand: Operand) -> tuple[Any, ...]:
-        what = self._values[operand] if isinstance(operand, int) else operand
-        return what.shape, what.dtype
+        array = self._values[operand] if isinstance(operand, int) else operand
+        return array.shape, array.dtype
 
     def _direct(self, groups: dict[Keys, list[int]]) -> list[int]:
         """For each value, a bit for each group that it depends on outside of the forward and

@@ -50,12 +50,12 @@ def find_repeated(
         graph: whose operators the items are.
         forward: items of the forward program, in order.
         reads: values that the backward program reads.
-        free, repeat: see `what_to_keep`.
+        free, repeat: see `values_to_keep`.
     """
     names = [graph.ops[item.ops[0]].name if item.ops else "" for item in forward]
     made = {o for item in forward for o in item.outputs}
     wanted = [value for value in reads if value in made]
-    kept = what_to_keep(
+    kept = values_to_keep(
         forward,
         names,
         wanted,
@@ -68,7 +68,7 @@ def find_repeated(
     return Repeated(kept=kept, items=tuple(items_between(forward, wanted, kept)))
 
 
-def what_to_keep(
+def values_to_keep(
     items: Sequence[Item],
     names: Sequence[str],
     wanted: Collection[ValueId],
@@ -151,7 +151,7 @@ def items_between(
 
 def is_costly(item: Item, name: str) -> bool:
     """True if an item is only worked out again where a plan says so."""
-    return isinstance(item.what, Call) or traits_of(name).costly
+    return isinstance(item.op_or_call, Call) or traits_of(name).costly
 
 
 def _reached(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> frozenset[ValueId]:

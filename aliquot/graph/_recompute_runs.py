@@ -1,5 +1,5 @@
-"""Runs of a backward pass: operators that are worked out again together, once the gradient is there
-that needs them.
+"""Runs of a backward pass: operators that are recomputed together, once the gradient is there that
+needs them.
 
 A compiler that meets recomputed operators may run all of them at once and hold their results.
 `jax.checkpoint` ties what it recomputes to the incoming gradient by an optimization barrier; so
@@ -8,7 +8,7 @@ does a pipeline's backward program, for each run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ._dataflow import Item
@@ -17,7 +17,7 @@ from ._types import ValueId
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecomputedRun:
-    """Items that are worked out again together.
+    """Forward items that a backward pass recomputes together.
 
     Attributes:
         items: in program order.
@@ -30,69 +30,84 @@ class RecomputedRun:
     gradient: ValueId | None
 
 
-def runs_again(again: Sequence[Item], backward: Sequence[Item]) -> tuple[RecomputedRun, ...]:
+def recomputed_runs(
+    recomputed: Sequence[Item], backward: Sequence[Item]
+) -> tuple[RecomputedRun, ...]:
     """The runs of a backward pass, in order.
 
-    Each item waits for the last gradient that enters the operators behind it and is there before
-    the first of them.
+    Each recomputed item waits for a gradient: of those that enter the operators which depend on the
+    item, the last one that is there before the first of these operators.
 
     Args:
-        again: forward items that are worked out again, in program order.
+        recomputed: forward items, in program order.
         backward: the pass's own items, in program order.
+    """
+    first_uses = _first_uses(recomputed, backward)
+    made_at = {o: k for k, item in enumerate(backward) for o in item.outputs}
+    by_first_use: dict[int, list[Item]] = {}
+    for item, use in zip(recomputed, first_uses, strict=True):
+        by_first_use.setdefault(use, []).append(item)
+    gradient_for = {
+        use: _awaited_gradient(items, use, backward, made_at) for use, items in by_first_use.items()
+    }
+    # Runs by the position of the backward item that makes their gradient; -1 without one.
+    runs: dict[int, list[Item]] = {}
+    run_of: dict[ValueId, int] = {}
+    for item, use in zip(recomputed, first_uses, strict=True):
+        gradient = gradient_for[use]
+        # An item cannot run before the recomputed ones that it reads.
+        start = max((run_of[i] for i in item.inputs if i in run_of), default=-1)
+        if gradient is not None:
+            start = max(start, made_at[gradient])
+        run_of |= dict.fromkeys(item.outputs, start)
+        runs.setdefault(start, []).append(item)
+    gradient_at = {made_at[g]: g for g in gradient_for.values() if g is not None}
+    return tuple(
+        RecomputedRun(items=tuple(runs[start]), after=start + 1, gradient=gradient_at.get(start))
+        for start in sorted(runs)
+    )
+
+
+def _first_uses(recomputed: Sequence[Item], backward: Sequence[Item]) -> list[int]:
+    """For each recomputed item the position of the first backward item that reads its results,
+    directly or through other recomputed items; 0 if none does.
     """
     first_read: dict[ValueId, int] = {}
     for k, item in enumerate(backward):
         for i in item.inputs:
             first_read.setdefault(i, k)
-    first: list[int] = []
-    for item in reversed(again):
+    first_uses: list[int] = []
+    for item in reversed(recomputed):
         use = min((first_read[o] for o in item.outputs if o in first_read), default=0)
-        first.append(use)
+        first_uses.append(use)
         for i in item.inputs:
             first_read[i] = min(first_read.get(i, use), use)
-    first.reverse()
-    made_at = {o: k for k, item in enumerate(backward) for o in item.outputs}
-    gradients = {
-        use: _gradient(
-            [i for i, f in zip(again, first, strict=True) if f == use], use, backward, made_at
-        )
-        for use in dict.fromkeys(first)
-    }
-    members: dict[int, list[Item]] = {}
-    starts: dict[ValueId, int] = {}
-    for item, use in zip(again, first, strict=True):
-        gradient = gradients[use]
-        own = -1 if gradient is None else made_at[gradient]
-        start = max([own, *(starts[i] for i in item.inputs if i in starts)])
-        starts |= dict.fromkeys(item.outputs, start)
-        members.setdefault(start, []).append(item)
-    waits_for = {made_at[g]: g for g in gradients.values() if g is not None}
-    return tuple(
-        RecomputedRun(items=tuple(members[start]), after=start + 1, gradient=waits_for.get(start))
-        for start in sorted(members)
-    )
+    return first_uses[::-1]
 
 
-def _gradient(
-    again: Sequence[Item], use: int, backward: Sequence[Item], made_at: dict[ValueId, int]
+def _awaited_gradient(
+    recomputed: Sequence[Item],
+    use: int,
+    backward: Sequence[Item],
+    made_at: Mapping[ValueId, int],
 ) -> ValueId | None:
-    """The gradient that some items wait for, of which item `use` is the first reader."""
-    behind = {o for item in again for o in item.outputs}
+    """The gradient that recomputed items wait for, whose first reader is backward item `use`."""
+    dependent = {o for item in recomputed for o in item.outputs}
     for item in backward[use:]:
-        if behind.isdisjoint(item.inputs):
+        if dependent.isdisjoint(item.inputs):
             continue
         ready = [i for i in item.inputs if made_at.get(i, use) < use]
         if ready:
             return max(ready, key=lambda i: (made_at[i], i))
-        behind.update(item.outputs)
+        dependent.update(item.outputs)
     return None
 
 
 def most_at_once(
     runs: Sequence[RecomputedRun], backward: Sequence[Item], num_bytes: dict[ValueId, float]
 ) -> float:
-    """The most bytes of recomputed values that are there at once, each from its run to the last
-    operator that reads it.
+    """The most bytes of recomputed values that are alive at once: each from its run to its last
+    reader.
 
     Args:
         num_bytes: of each value that counts.
@@ -107,8 +122,8 @@ def most_at_once(
     for value, start in starts.items():
         change[start] += num_bytes.get(value, 0.0)
         change[max(last_read.get(value, start), start) + 1] -= num_bytes.get(value, 0.0)
-    held = most = 0.0
-    for step in change:
-        held += step
-        most = max(most, held)
+    alive = most = 0.0
+    for difference in change:
+        alive += difference
+        most = max(most, alive)
     return most

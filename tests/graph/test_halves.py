@@ -105,8 +105,8 @@ def backward_calls(graph):
     needed = {graph.outputs[0].value}
     for item in reversed(items_of(graph)):
         if not needed.isdisjoint(item.outputs):
-            if isinstance(item.what, Call) and item.phase is Phase.BACKWARD:
-                yield item.what, needed.intersection(item.outputs)
+            if isinstance(item.op_or_call, Call) and item.phase is Phase.BACKWARD:
+                yield item.op_or_call, needed.intersection(item.outputs)
             needed.update(item.inputs)
 
 

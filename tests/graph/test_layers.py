@@ -109,8 +109,8 @@ def test_layers_of_another_size_cross_what_they_cross_there():
         own.boundary_bytes,
     )
     for item, other in zip(alike.items, own.items, strict=True):
-        assert (item.what, item.inputs, item.outputs, item.ops) == (
-            other.what,
+        assert (item.op_or_call, item.inputs, item.outputs, item.ops) == (
+            other.op_or_call,
             other.inputs,
             other.outputs,
             other.ops,

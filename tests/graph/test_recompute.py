@@ -9,7 +9,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aliquot.graph import Item, Phase, Value, what_to_keep
+from aliquot.graph import Item, Phase, Value, values_to_keep
 
 # Handing over an array costs something whatever its size, so that of equal sets the smaller one is
 # taken.
@@ -18,7 +18,7 @@ _PER_ARRAY = 4097
 
 def item(number, inputs, output):
     return Item(
-        what=number,
+        op_or_call=number,
         inputs=tuple(inputs),
         outputs=(output,),
         ops=(number,),
@@ -66,7 +66,7 @@ def test_kept_values_suffice_to_recompute_and_are_the_cheapest_such_set(program)
     def cost(kept):
         return sum(values[v].num_bytes + _PER_ARRAY for v in kept if v not in read_anyway)
 
-    kept = what_to_keep(makers, names, wanted, values, free={2}, read_anyway=read_anyway)
+    kept = values_to_keep(makers, names, wanted, values, free={2}, read_anyway=read_anyway)
     assert suffices(kept, makers, names, wanted)
     others = [v for v in range(len(values)) if v != 2]
     every = itertools.chain.from_iterable(
@@ -81,7 +81,7 @@ def test_cheap_results_are_worked_out_from_one_product():
     """Of a product, a bias, an activation and its square only the product is kept."""
     makers = [item(0, [0, 1], 3), item(1, [3, 2], 4), item(2, [4], 5), item(3, [5, 5], 6)]
     values = [Value(index=k, shape=(100,), dtype="float32", itemsize=4) for k in range(7)]
-    kept = what_to_keep(
+    kept = values_to_keep(
         makers,
         ["dot_general", "add", "tanh", "mul"],
         [4, 5, 6],
@@ -91,7 +91,7 @@ def test_cheap_results_are_worked_out_from_one_product():
     )
     assert kept == {3} or kept == {4} or kept == {5}
     assert (
-        what_to_keep(
+        values_to_keep(
             makers, ["dot_general", "add", "tanh", "mul"], [], values, free=(), read_anyway=()
         )
         == set()
@@ -104,7 +104,7 @@ def test_sizes_beyond_what_a_flow_can_count_are_scaled():
         Value(index=k, shape=(n,), dtype="float32", itemsize=4)
         for k, n in enumerate([1, 1, 1, 2**34, 2**33, 9])
     ]
-    kept = what_to_keep(
+    kept = values_to_keep(
         makers, ["dot_general", "tanh", "dot_general"], [3, 4, 5], values, free=(), read_anyway=()
     )
     assert kept == {3, 5}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from aliquot.graph import Phase, capture, items_of, most_at_once, runs_again
+from aliquot.graph import Phase, capture, items_of, most_at_once, recomputed_runs
 from aliquot.graph._recompute import items_between
 
 LAYERS = 4
@@ -51,7 +51,7 @@ def again(passes, kept):
 
 def test_each_layer_waits_for_its_own_gradient(passes):
     _, _, backward, sums = passes
-    runs = runs_again(again(passes, sums), backward)
+    runs = recomputed_runs(again(passes, sums), backward)
     # The last layer begins with the gradient of the loss, which is there before it.
     waiting = [run for run in runs if run.gradient is not None]
     assert len(waiting) >= LAYERS - 1
@@ -71,7 +71,7 @@ def test_runs_are_complete_and_in_an_order_in_which_they_can_run(passes):
     _, _, backward, sums = passes
     for kept in ([], sums[:2], sums):
         wanted = again(passes, kept)
-        runs = runs_again(wanted, backward)
+        runs = recomputed_runs(wanted, backward)
         listed = [item for run in runs for item in run.items]
         assert {id(item) for item in listed} == {id(item) for item in wanted}
         assert [run.after for run in runs] == sorted({run.after for run in runs})
@@ -89,7 +89,7 @@ def test_one_layer_is_there_at_once_where_layers_are_kept(passes):
     def at_once(kept):
         wanted = again(passes, kept)
         total = sum(num_bytes[o] for item in wanted for o in item.outputs)
-        return most_at_once(runs_again(wanted, backward), backward, num_bytes), total
+        return most_at_once(recomputed_runs(wanted, backward), backward, num_bytes), total
 
     most, total = at_once(sums)
     assert 0 < most <= 1.5 * total / LAYERS

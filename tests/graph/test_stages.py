@@ -50,7 +50,7 @@ def test_products_of_the_backward_pass_are_with_their_parameters(which, request)
     for phase, each in ((Phase.FORWARD, [2, 2, 2, 3]), (Phase.BACKWARD, [4, 4, 4, 6])):
         found = [0] * 4
         for item, stage in zip(staging.items, staging.stage):
-            if item.phase is phase and graph.ops[item.what].name == "dot_general":
+            if item.phase is phase and graph.ops[item.op_or_call].name == "dot_general":
                 found[stage] += 1
         assert found == each
 
@@ -101,7 +101,7 @@ def test_operators_between_scalars_are_shared_by_all_stages(made):
     norms = [
         s
         for i, s in zip(staging.items, staging.stage)
-        if graph.ops[i.what].name == "sqrt" and not i.outputs[1:]
+        if graph.ops[i.op_or_call].name == "sqrt" and not i.outputs[1:]
     ]
     assert SHARED in norms
 

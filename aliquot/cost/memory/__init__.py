@@ -1,6 +1,8 @@
 """Memory: what is stored, how long, and how many bytes it takes on each device."""
 
 from ._curve import memory_over_time as memory_over_time
+from ._deferred import may_take_turns as may_take_turns
+from ._deferred import takes_turns as takes_turns
 from ._held import Held as Held
 from ._held import held_arrays as held_arrays
 from ._model import Conversion as Conversion
@@ -16,5 +18,3 @@ from ._residents import residents as residents
 from ._storage import Storage as Storage
 from ._storage import find_storage as find_storage
 from ._storage import stored_by_fusion as stored_by_fusion
-from ._waiting import may_take_turns as may_take_turns
-from ._waiting import takes_turns as takes_turns

@@ -19,8 +19,8 @@ from ...graph import Phase
 from ...sharding import Edge, NodeGraph, NodeId, Spec, num_shards
 from .._choices import shards
 from .._collectives import pieces
+from ._deferred import deferred_arrays, takes_turns
 from ._residents import Resident
-from ._waiting import takes_turns, waiting
 
 if TYPE_CHECKING:
     from .._priced import Floats, Ints, Priced
@@ -52,11 +52,12 @@ class MemoryModel:
 
 
 def memory_model(priced: Priced, *, in_turn: bool) -> MemoryModel:
-    """Collect what takes memory in a priced problem.
+    """Residents and conversions of a priced problem.
 
-    `in_turn`: whether collectives inside backward layers take turns with all-reduces, as
-        `takes_turns` finds of choices.
-    Less waits then: what fits is among what fits with it, and what fits without it fits either way.
+    Args:
+        in_turn: whether collectives inside backward layers take turns with all-reduces. Fewer
+            products are deferred then, so that memory with it bounds memory without it from below.
+            `takes_turns` tells for known choices.
     """
     graph = priced.graph
     # Over data axes gradients wait for the last micro-batch, and each device holds a sum of its own
@@ -148,14 +149,14 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
                 )
             )
     if priced.target.delays_gradients:
-        for w in waiting(priced, in_turn):
+        for deferred in deferred_arrays(priced, in_turn):
             conversions.append(
                 Conversion(
-                    share=w.edge.share,
-                    edges=(w.edge.index,),
-                    local_bytes=(w.local_bytes,),
-                    births=w.births,
-                    deaths=w.deaths,
+                    share=deferred.edge.share,
+                    edges=(deferred.edge.index,),
+                    local_bytes=(deferred.local_bytes,),
+                    births=deferred.births,
+                    deaths=deferred.deaths,
                 )
             )
     if priced.target.gathers_leading_dim:

@@ -105,8 +105,7 @@ def residents(
 def _of_input(
     index: NodeIndex, value_class: int, item: Input | None, casts: Casts
 ) -> Iterator[Resident]:
-    """Residents of an input or constant: the array for the whole step, and its cast if it has one.
-    """
+    """Residents of an input or constant: the array for the whole step, and its cast if any."""
     members = index.cuts.folding.value_members[value_class]
     value = index.cuts.graph.values[members[0]]
     port = index.class_port(value_class)

@@ -1,6 +1,4 @@
-"""The loop that issues a pipeline's instructions. Everything that can be computed before the first
-step is computed before it.
-"""
+"""Issue of a pipeline's instructions to devices. All decisions are made before the first step."""
 
 from __future__ import annotations
 
@@ -34,14 +32,22 @@ from ._stage_functions import Form, Key
 if TYPE_CHECKING:
     from ._compile import CompiledStage
 
-# Results that are no state and not larger than this come to every process.
+# Results that are no state and not larger than this are broadcast to every process.
 SHARED_RESULT_BYTES = 65536
-# How long the end of a connection may come behind the error that it causes.
+# After an error, how long to wait for the watchdog to report that another process has died.
 _VERDICT_S = 5
 
 
 class _Action(NamedTuple):
-    """An instruction in which this process takes part."""
+    """An instruction in which this process takes part.
+
+    Attributes:
+        number: its position among all instructions.
+        take: reads the arguments from the slots.
+        call: runs the program or the transfer.
+        outputs: slots of the results.
+        frees: slots of this process that nobody reads afterwards.
+    """
 
     number: int
     take: Callable[[list[Any]], tuple[Any, ...]]
@@ -51,13 +57,13 @@ class _Action(NamedTuple):
 
 
 class Issuer:
-    """Runs steps of a compiled pipeline, this process's part of them.
+    """This process's part in running steps of a compiled pipeline.
 
     Args:
         pipeline: its instructions.
         stages: compiled functions; None for those of other processes.
-        known: shapes and shardings of what functions give, by stage and key.
-        peers: the other processes, if there are any.
+        known: shapes and shardings of the functions' results, by stage and key.
+        peers: the other processes; None if there are none.
     """
 
     def __init__(
@@ -81,27 +87,29 @@ class Issuer:
         self._results = [
             None if r is None else pipeline.instructions.results[r] for r in pipeline.results
         ]
-        self._elsewhere = self._stubs()
-        # Steps run ahead of the program: Ctrl-C may end it while devices are at work.
+        self._stubs = self._make_stubs()
+        # JAX returns before devices have finished: Ctrl-C may come while they are at work.
         end_in_order()
-        self._shares = self._plan_shares()
+        self._broadcasts = self._plan_broadcasts()
 
     # ---- before the first step -------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Create what every step starts with: zeros, numbers of micro-batches, constants."""
+        """Fill slots that every step starts with: micro-batch numbers and constants, and programs
+        that make the zeros of running totals.
+        """
         pipeline, instructions = self._pipeline, self._pipeline.instructions
         for stage, context in enumerate(pipeline.contexts):
             if not pipeline.local[stage]:
                 continue
             totals = instructions.zeros.get(stage, {})
-            # Without micro-batches nothing is added up.
+            # There are no totals without micro-batches.
             if totals and context.totals is not None:
-                looks = [context.totals.shape_and_dtype(v) for v in totals]
+                types = [context.totals.shape_and_dtype(v) for v in totals]
                 shardings = [context.total_sharding(v) for v in totals]
                 # Zeros are created where they lie: from the host they would be sent in every step.
                 make = jax.jit(
-                    lambda looks=looks: [jnp.zeros(*look) for look in looks],
+                    lambda types=types: [jnp.zeros(*each) for each in types],
                     out_shardings=shardings,
                 )
                 self._zeros.append((make, tuple(totals.values())))
@@ -114,26 +122,30 @@ class Issuer:
                     self._constants.append((slot, _put(array, context.given_sharding(value))))
 
     def _action(self, number: int, step: Run | Send) -> _Action | None:
+        """The action of an instruction; None if this process takes no part in it."""
         call: Move | None
         outputs = step.outputs
         if isinstance(step, Run):
             stage = self._stages[step.function]
             call = None if stage is None else stage.compiled
         else:
-            call = plan_move(*self._sent(step))
+            call = plan_move(*self._transfer_ends(step))
             outputs = outputs if self._pipeline.local[step.target] else ()
         if call is None:
             return None
-        # A slot of another process holds nothing here.
-        mine = tuple(
+        # Slots of other processes hold nothing here.
+        frees = tuple(
             slot
             for slot in step.frees
             if self._pipeline.local[self._pipeline.instructions.slots[slot][0]]
         )
-        return _Action(number, _taker(step.inputs), call, outputs, mine)
+        return _Action(number, _taker(step.inputs), call, outputs, frees)
 
-    def _sent(self, step: Send) -> tuple[list[Any], list[NamedSharding]]:
-        pipeline, looks, targets = self._pipeline, [], []
+    def _transfer_ends(self, step: Send) -> tuple[list[Any], list[NamedSharding]]:
+        """For each array of a transfer its shape and sharding at the sender, and its sharding at
+        the receiver.
+        """
+        pipeline, structs, targets = self._pipeline, [], []
         for slot in step.inputs:
             stage, key, _ = pipeline.instructions.slots[slot]
             if key.form is Form.GIVEN:
@@ -141,63 +153,66 @@ class Issuer:
                     pipeline.graph.values[key.value].shape,
                     pipeline.contexts[stage].given_sharding(key.value),
                 )
-                looks.append(struct(shape, leaf_dtype(pipeline, key.value), sharding))
+                structs.append(struct(shape, leaf_dtype(pipeline, key.value), sharding))
             else:
-                looks.append(self._known[stage, key])
-            targets.append(target_sharding(pipeline, step.target, key, looks[-1].shape))
-        return looks, targets
+                structs.append(self._known[stage, key])
+            targets.append(target_sharding(pipeline, step.target, key, structs[-1].shape))
+        return structs, targets
 
-    def _stubs(self) -> dict[int, Any]:
-        """Results that lie on other processes, as this one sees them, by slot."""
+    def _make_stubs(self) -> dict[int, Any]:
+        """Arrays without data in place of results that lie on other processes, by slot."""
         stubs = {}
         for result, slot in zip(self._pipeline.results, self._results, strict=True):
             if result is not None and slot is not None and not self._pipeline.local[result[0]]:
-                look = self._known[result[0], Key(Form.LATE, result[1])]
-                stubs[slot] = stub(look.shape, look.sharding, look.dtype)
+                s = self._known[result[0], Key(Form.LATE, result[1])]
+                stubs[slot] = stub(s.shape, s.sharding, s.dtype)
         return stubs
 
-    def _plan_shares(self) -> list[tuple[tuple[int, ...], Move]]:
-        """Small results that are no state, for all processes to read."""
+    def _plan_broadcasts(self) -> list[tuple[tuple[int, ...], Move]]:
+        """For each stage the slots of its small results, and their broadcast to all processes."""
         if self._peers is None:
             return []
-        # State stays where it lies: sharing it would copy the model to every process.
+        # State stays where it lies: broadcasting it would copy the model to every process.
         state = set(self._pipeline.successors.values())
         by_stage: dict[int, dict[int, Any]] = {}
         for result, slot in zip(self._pipeline.results, self._results, strict=True):
             if result is None or slot is None or result[1] in state:
                 continue
-            look = self._known[result[0], Key(Form.LATE, result[1])]
-            if is_key(look) or math.prod(look.shape) * look.dtype.itemsize > SHARED_RESULT_BYTES:
+            s = self._known[result[0], Key(Form.LATE, result[1])]
+            if is_key(s) or math.prod(s.shape) * s.dtype.itemsize > SHARED_RESULT_BYTES:
                 continue
-            if look.sharding.is_fully_replicated:
-                by_stage.setdefault(result[0], {})[slot] = look
+            if s.sharding.is_fully_replicated:
+                by_stage.setdefault(result[0], {})[slot] = s
         return [
-            (tuple(of), plan_broadcast(list(of.values()))) for _, of in sorted(by_stage.items())
+            (tuple(structs), plan_broadcast(list(structs.values())))
+            for _, structs in sorted(by_stage.items())
         ]
 
     def signature(self) -> str:
         """Text that must be equal in all processes."""
         sends = [
-            self._sent(step) for step in self._pipeline.instructions.steps if isinstance(step, Send)
+            self._transfer_ends(step)
+            for step in self._pipeline.instructions.steps
+            if isinstance(step, Send)
         ]
-        shapes = [[(s.shape, str(s.dtype), s.sharding.spec) for s in looks] for looks, _ in sends]
+        shapes = [
+            [(s.shape, str(s.dtype), s.sharding.spec) for s in structs] for structs, _ in sends
+        ]
         specs = [[target.spec for target in targets] for _, targets in sends]
-        shared = [slots for slots, _ in self._shares]
+        shared = [slots for slots, _ in self._broadcasts]
         return repr((self._pipeline.instructions.steps, shapes, specs, shared, jax.__version__))
 
     def connect(self) -> None:
-        """Connect all processes, pair by pair: each exchanges a message with one other at a time,
-        in one direction after the other.
+        """Open JAX's connections between all processes, one at a time for each process.
 
-        Where the first transfers of two processes meet that JAX carries, they take seconds, or
-        never arrive.
+        First transfers of two processes that meet take seconds, or never arrive.
         """
-        # Channels through hosts have connected by themselves.
+        # Channels through hosts are connected already.
         if self._peers is None or channels_of_hosts() is not None:
             return
         # The first device of each process stands for it.
         first = {device.process_index: device for device in reversed(jax.devices())}
-        # All processes walk through the same rounds, also those without a partner in one.
+        # Processes without a partner in a round take part in its barrier all the same.
         for pairs in _rounds(len(first)):
             received: list[Any] = []
             for pair in pairs:
@@ -207,12 +222,9 @@ class Issuer:
                 ]
                 move = plan_move([struct((1,), np.dtype(np.uint8), ends[0])], [ends[1]])
                 assert move is not None
-                held = (
-                    [_put(np.zeros(1, np.uint8), ends[0])] if pair[0] == jax.process_index() else []
-                )
-                received += move(*held)
-            # The next round begins when all have ended this one, so that no two first transfers
-            # meet.
+                sends = pair[0] == jax.process_index()
+                received += move(*([_put(np.zeros(1, np.uint8), ends[0])] if sends else []))
+            # A barrier between rounds, so that no two first transfers meet.
             jax.block_until_ready(received)
             self._peers.exchange(b"")
 
@@ -233,7 +245,7 @@ class Issuer:
         try:
             return self._run(given)
         except (jax.errors.JaxRuntimeError, ConnectionError):
-            # If a process has died, this one is about to say so, and to end.
+            # If another process has died, the watchdog is about to say so and to end this one.
             time.sleep(_VERDICT_S)
             raise
 
@@ -259,17 +271,17 @@ class Issuer:
         for slot, array in given.items():
             slots[slot] = array
         for slot, array in self._constants:
-            # Constants are freed in a step as other slots are, and are put back for the next.
+            # A step frees the slots of constants like all others.
             slots[slot] = array
         for make, places in self._zeros:
             for slot, array in zip(places, make(), strict=True):
                 slots[slot] = array
         self._loop()
-        for slot, array in self._elsewhere.items():
+        for slot, array in self._stubs.items():
             slots[slot] = array
-        for places, share in self._shares:
-            held = [slots[slot] for slot in places] if places[0] not in self._elsewhere else []
-            for slot, array in zip(places, share(*held), strict=True):
+        for places, broadcast in self._broadcasts:
+            sent = [slots[slot] for slot in places] if places[0] not in self._stubs else []
+            for slot, array in zip(places, broadcast(*sent), strict=True):
                 slots[slot] = array
         results = [None if slot is None else slots[slot] for slot in self._results]
         # The caller alone shall hold the results, so that they can be donated in the next step.
@@ -290,9 +302,10 @@ class Issuer:
             for slot in frees:
                 slots[slot] = None
 
-    # ---- what is told when a process dies --------------------------------------------------------
+    # ---- report when a process dies -------------------------------------------------------------
 
     def _describe(self, dead: int) -> str:
+        """The last instruction of this process, and its last exchange with one that died."""
         assert self._peers is not None
         steps, process = self._pipeline.instructions.steps, self._peers.process
         text = (
@@ -330,13 +343,15 @@ class Issuer:
         step = steps[number]
         batch = f" of micro-batch {step.micro_batch}" if step.micro_batch >= 0 else ""
         if isinstance(step, Run):
-            what = self._pipeline.functions[step.function].program.name
+            name = self._pipeline.functions[step.function].program.name
         else:
-            what = f"stage {step.source} to stage {step.target}, {len(step.inputs)} arrays"
-        return f"instruction {number + 1} of {len(steps)} ({what}{batch})"
+            name = f"stage {step.source} to stage {step.target}, {len(step.inputs)} arrays"
+        return f"instruction {number + 1} of {len(steps)} ({name}{batch})"
 
 
 def _timed(action: _Action, record: Callable[[int, float, float], None]) -> Move:
+    """The call of an action that waits for its arguments and results, and records when it ran."""
+
     def call(*arrays: Any) -> Any:
         jax.block_until_ready(arrays)
         start = time.perf_counter()
@@ -361,7 +376,7 @@ def _rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def _taker(inputs: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """Arrays of some slots, as a tuple."""
+    """A function from all slots to a tuple of the arrays in some of them."""
     if len(inputs) > 1:
         return operator.itemgetter(*inputs)
     if not inputs:
@@ -371,5 +386,6 @@ def _taker(inputs: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 
 def _put(array: Any, sharding: NamedSharding) -> jax.Array:
+    """A host array on devices of any processes."""
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -1,31 +1,27 @@
-"""Operators that XLA's SPMD partitioner does not split well in the form in which JAX writes them.
+"""Operators that XLA's SPMD partitioner splits badly, as programs on each device's pieces.
 
-Where each group of devices has images and kernels of its own, as in the gradient of a kernel, JAX's
-batching makes the groups groups of features. The partitioner gathers such images from all devices,
-so here each group convolves by itself. It also miscomputes depthwise convolutions that are split
-over their groups of features, unless the features of image and result are at the same position.
-
-It gathers the operands of Fourier transforms and triangular systems, and may do anything with a
-primitive without a declared rule. Here each device runs them on its own pieces.
-
-It cannot split kernels in Pallas: here each device runs its part of the grid. Each device also runs
-cuDNN's attention on its own examples and heads, for which JAX has a partitioner of its own that
-must see the devices.
-
-It gathers an array to constrain its order in memory. Here each device's piece is constrained
-instead.
-
-Some backends all-reduce the partial sums of a product, and slice them. Here each device multiplies
-what it has, and the sums are reduce-scattered. So are sums that are all-reduced along other axes:
-XLA merges all-reduces of the terms of a sum, and reduce-scatters, but not all-reduces behind
-all-reduces that it only slices.
+* Convolutions in which each group of devices has its own images and kernels, as in the gradient of
+  a kernel: JAX's batching makes the groups groups of features, and the partitioner gathers such
+  images from all devices. Here each group convolves by itself.
+* Depthwise convolutions that are split over their groups of features: the partitioner miscomputes
+  them, unless the features of image and result are at the same position.
+* Fourier transforms and triangular systems: the partitioner gathers their operands. So it may with
+  any primitive without a declared rule.
+* Kernels in Pallas, which it cannot split: each device runs its part of the grid.
+* cuDNN's attention, for which JAX has a partitioner of its own that must see the devices: each
+  device runs it on its own examples and heads.
+* Arrays whose order in memory is constrained: the partitioner gathers them.
+* Products whose partial sums some backends all-reduce and slice: each device multiplies its pieces,
+  and the sums are reduce-scattered. So are sums that are all-reduced along other axes, because XLA
+  merges all-reduces of the terms of a sum, and reduce-scatters, but not all-reduces behind
+  all-reduces that it only slices.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,15 +40,19 @@ Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
 def convolution(
     eqn: Any, arrays: Sequence[Any], bind: Bind, mesh: Mesh, groups: Sequence[str]
 ) -> list[Any]:
-    """A convolution, of which a `vmap` along these mesh axes may give each group of devices its own
-    operands.
+    """A convolution on operands that each group of devices may have for itself.
+
+    Args:
+        bind: runs an equation on operands.
+        groups: mesh axes of a `vmap` around the program that gives each group its own operands;
+            empty if there is none.
     """
 
     def run(*operands: Any) -> list[Any]:
         return [_with_features_in_place(eqn, operands, bind)]
 
     whole = [PartitionSpec()] * len(arrays)
-    return list(_on_pieces(run, arrays, mesh, groups, whole, [PartitionSpec()]))
+    return list(_mapped_over_devices(run, arrays, mesh, groups, whole, [PartitionSpec()]))
 
 
 def on_pieces(
@@ -64,12 +64,12 @@ def on_pieces(
     rule: DimRule,
     given: Sequence[PartitionSpec | None],
 ) -> list[Any]:
-    """An operator on the pieces that each device has of its operands, as its rule allows; `groups`
-    as above.
+    """An operator that each device runs on its pieces of the operands.
 
     Args:
+        bind, groups: as for `convolution`.
         rule: the rule of the operator; factors that it reduces are not split.
-        given: how the operands are split, None for one that is as the others want it.
+        given: how the operands are split; None for one that follows the others.
     """
     cut: dict[str, tuple[str, ...]] = {}
     for dims, spec in zip(rule.operands, given, strict=True):
@@ -84,7 +84,7 @@ def on_pieces(
     shapes = [_piece(a.shape, spec, mesh) for a, spec in zip(arrays, ins, strict=True)]
     local = eqn if eqn.primitive.name != KERNEL else kernel_on_pieces(eqn, shapes)
     if local is None:
-        # A rule that its author has written for it says more than its grid does.
+        # The kernel's author has declared a rule that its grid alone does not allow.
         return list(bind(eqn, arrays))
 
     attends = eqn.primitive.name in ATTENTION
@@ -94,11 +94,13 @@ def on_pieces(
         results = attention_on_piece(local, operands) if attends else bind(local, operands)
         return [jax.lax.psum(r, lacking[k]) if lacking.get(k) else r for k, r in enumerate(results)]
 
-    return list(_on_pieces(run, arrays, mesh, groups, ins, outs, everywhere=attends))
+    return list(_mapped_over_devices(run, arrays, mesh, groups, ins, outs, all_axes=attends))
 
 
 def _axes_lacking(dims: Dims, cut: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Axes along which factors are cut that do not lead any of these dims."""
+    """Mesh axes that cut a factor which leads none of these dims: a result without the factor is a
+    partial sum along them.
+    """
     leading = {names[0] for names in dims}
     return tuple(axis for name, axes in cut.items() if name not in leading for axis in axes)
 
@@ -111,7 +113,7 @@ def _piece(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, 
     )
 
 
-def product(
+def scattered_product(
     eqn: Any,
     arrays: Sequence[Any],
     bind: Bind,
@@ -121,40 +123,43 @@ def product(
     *,
     wide_sums: bool,
 ) -> list[Any] | None:
-    """A product of two arrays that are split so, its sums scattered: the result is split as
-    `wanted` says of its shape.
+    """A product of two split arrays that each device computes on its pieces, with its partial sums
+    reduce-scattered.
 
-    None if no scattering of sums gets there. `wide_sums`: see `Pins`.
+    Args:
+        bind: runs an equation on operands.
+        operands: how the operands are split.
+        wanted: from the shape of the result to how it shall be split.
+        wide_sums: see `Pins`.
+
+    Returns:
+        The result in a list; None if reduce-scatters do not lead to the wanted split.
     """
     contracted, batch = eqn.params["dimension_numbers"]
     left, right = ([_axes(dim) for dim in spec] for spec in operands)
-    free = [
+    summed_axes = [left[d] for d in contracted[0]]
+    aligned = summed_axes == [right[d] for d in contracted[1]] and [left[d] for d in batch[0]] == [
+        right[d] for d in batch[1]
+    ]
+    if not aligned:
+        return None
+    # Dims of the result in terms of the left operand's, then of the right operand's.
+    left_dims, right_dims = (
         [d for d in range(a.ndim) if d not in (*summed, *shared)]
         for a, summed, shared in zip(arrays, contracted, batch, strict=True)
-    ]
-    shape = [
-        *(arrays[0].shape[d] for d in (*batch[0], *free[0])),
-        *(arrays[1].shape[d] for d in free[1]),
-    ]
-    result_dims = [*(left[d] for d in (*batch[0], *free[0])), *(right[d] for d in free[1])]
-    sums = [left[d] for d in contracted[0]]
-    if sums != [right[d] for d in contracted[1]] or [left[d] for d in batch[0]] != [
-        right[d] for d in batch[1]
-    ]:
-        return None
+    )
+    left_dims = [*batch[0], *left_dims]
+    shape = [*(arrays[0].shape[d] for d in left_dims), *(arrays[1].shape[d] for d in right_dims)]
     result = wanted(shape)
-    summed = [axis for axes in sums for axis in axes]
-    scattered: dict[int, tuple[str, ...]] = {}
-    for dim, (before, behind) in enumerate(zip(result_dims, map(_axes, result), strict=True)):
-        more = behind[len(before) :]
-        if behind[: len(before)] != before or not set(more) <= set(summed):
-            return None
-        if more:
-            scattered[dim] = more
+    scattered = _scattered_dims(
+        [*(left[d] for d in left_dims), *(right[d] for d in right_dims)],
+        [_axes(dim) for dim in result],
+        set(itertools.chain(*summed_axes)),
+    )
     if not scattered:
         return None
     scattered_axes = set(itertools.chain(*scattered.values()))
-    left_over = [tuple(a for a in axes if a not in scattered_axes) for axes in sums]
+    reduced = [tuple(a for a in axes if a not in scattered_axes) for axes in summed_axes]
 
     def run(*pieces: Any) -> Any:
         (piece,) = bind(eqn, pieces)
@@ -162,10 +167,10 @@ def product(
         # As XLA's CPU backend reduces narrow types, and as they are priced; see `Pins`.
         if wide_sums and jnp.issubdtype(dtype, jnp.inexact):
             piece = piece.astype(jnp.promote_types(dtype, jnp.float32))
-        # Scattered first, so that the sums that follow are of smaller pieces.
+        # Scattered first, so that the all-reduces that follow are of smaller pieces.
         for dim, axes in scattered.items():
             piece = jax.lax.psum_scatter(piece, axes, scatter_dimension=dim, tiled=True)
-        for axes in left_over:
+        for axes in reduced:
             piece = jax.lax.psum(piece, axes) if axes else piece
         return piece.astype(dtype)
 
@@ -176,9 +181,29 @@ def product(
     ]
 
 
+def _scattered_dims(
+    before: Sequence[tuple[str, ...]], wanted: Sequence[tuple[str, ...]], summed: Collection[str]
+) -> dict[int, tuple[str, ...]]:
+    """Axes along which to reduce-scatter each dim of a product; empty if that does not lead to the
+    wanted split.
+
+    Args:
+        before, wanted: the axes that split each dim.
+        summed: axes along which the product is a partial sum.
+    """
+    scattered: dict[int, tuple[str, ...]] = {}
+    for dim, (axes, wanted_axes) in enumerate(zip(before, wanted, strict=True)):
+        more = wanted_axes[len(axes) :]
+        if wanted_axes[: len(axes)] != axes or not set(more) <= set(summed):
+            return {}
+        if more:
+            scattered[dim] = more
+    return scattered
+
+
 def in_plain_order(array: Any, mesh: Mesh, split: PartitionSpec) -> Any:
-    """An array whose last dim is contiguous on each device. JAX's partitioner would gather it to
-    make it so.
+    """An array with each device's piece in row-major order. XLA's partitioner would gather the
+    array to constrain it as a whole.
     """
     order = Layout(tuple(range(array.ndim)))
 
@@ -193,20 +218,21 @@ def _axes(dim: Any) -> tuple[str, ...]:
     return (dim,) if isinstance(dim, str) else tuple(dim or ())
 
 
-def _on_pieces(
+def _mapped_over_devices(
     run: Callable[..., list[Any]],
     arrays: Sequence[Any],
     mesh: Mesh,
     groups: Sequence[str],
     operands: Sequence[PartitionSpec],
     results: Sequence[PartitionSpec],
-    everywhere: bool = False,
+    all_axes: bool = False,
 ) -> Sequence[Any]:
-    """Results of `run` on the pieces of split arrays; under a `vmap` over groups, on those of each
-    group's arrays.
+    """Results of `run` on each device's pieces of split arrays, by `jax.shard_map`.
 
-    `everywhere`: whether it runs on each device by itself along all mesh axes, not only along those
-        that split an array.
+    Args:
+        groups: as for `convolution`; `run` then gets the pieces of one group's arrays.
+        operands, results: how the arrays and the results are split.
+        all_axes: map over all mesh axes, and not only over those that split an array.
     """
 
     def mapped(
@@ -216,7 +242,7 @@ def _on_pieces(
         *given: Any,
     ) -> Sequence[Any]:
         axes = {str(axis) for spec in (*ins, *outs) for dim in spec for axis in _axes(dim)}
-        axes |= {str(axis) for axis in mesh.axis_names if everywhere}
+        axes |= {str(axis) for axis in mesh.axis_names if all_axes}
         if not axes:
             # Along all other axes the partitioner still decides.
             return function(*given)
@@ -262,8 +288,8 @@ def _on_pieces(
 
 
 def _with_features_in_place(eqn: Any, arrays: Sequence[Any], bind: Bind) -> Any:
-    """A convolution, where need be with the features of its result at the position that they have
-    in the image.
+    """A convolution; a depthwise one is computed with the features of its result at the position
+    that they have in the image, and transposed.
     """
     numbers = eqn.params["dimension_numbers"]
     _, channels, *_ = numbers.lhs_spec

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...graph import NO_VALUE, Graph, Op, Operand, ReplayHook, ValueId, evaluate, traits_of
 from ...sharding import REPLICATED, Pin, Pins, Spec, dim_rule, dims_of, is_declared, without_partial
-from ._local import Bind, convolution, in_plain_order, on_pieces, product
+from ._local import Bind, convolution, in_plain_order, on_pieces, scattered_product
 from ._mapped import differing
 
 
@@ -246,7 +246,7 @@ class _Constrain(ReplayHook):
         def wanted(shape: Sequence[int]) -> PartitionSpec:
             return partition(mesh, chain[0], shape, without, minor)
 
-        result = product(
+        result = scattered_product(
             op.eqn, arrays, bind, mesh, operands, wanted, wide_sums=self._pins.wide_sums
         )
         return bind(op.eqn, arrays) if result is None else result

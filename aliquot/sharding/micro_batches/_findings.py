@@ -1,5 +1,4 @@
-"""Findings about a step on micro-batches: the time specs of its values, and how its operators run.
-"""
+"""Findings about a step on micro-batches: time specs of values, and how operators run."""
 
 from __future__ import annotations
 

@@ -137,8 +137,7 @@ def _run_per_part(findings: Findings, op: Op, specs: Sequence[TimeSpec], depth: 
 
 
 def _note_positions(findings: Findings, op: Op, outcome: Followed) -> None:
-    """Note index arrays that hold each example's own position, as lookups by them stay on a part.
-    """
+    """Note index arrays that hold each example's own position: lookups by them stay on a part."""
     out = op.outputs[0]
     if out < 0 or outcome.results[0].kind is not TimeKind.CONCATENATE:
         return

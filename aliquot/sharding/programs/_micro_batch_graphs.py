@@ -359,14 +359,14 @@ def _look(operand: Operand, values: Sequence[Value]) -> tuple[tuple[int, ...], s
     return value.shape, value.dtype, value.itemsize
 
 
-def struct_of(what: Literal | Value) -> jax.ShapeDtypeStruct:
+def struct_of(value: Literal | Value) -> jax.ShapeDtypeStruct:
     """JAX's description of a value."""
-    if what.dtype.startswith("key<"):
+    if value.dtype.startswith("key<"):
         # JAX names the default generator by a short form in the dtype's name.
-        name = {"fry": "threefry2x32"}.get(what.dtype[4:-1], what.dtype[4:-1])
+        name = {"fry": "threefry2x32"}.get(value.dtype[4:-1], value.dtype[4:-1])
         key: Any = jax.eval_shape(lambda: jax.random.key(0, impl=name))
-        return _shape_struct(what.shape, key.dtype)
-    return _shape_struct(what.shape, jnp.dtype(what.dtype))
+        return _shape_struct(value.shape, key.dtype)
+    return _shape_struct(value.shape, jnp.dtype(value.dtype))
 
 
 def _shape_struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -23,11 +23,11 @@ def phase_parts(graph: Graph) -> MicroBatchGraphs:
     crossing = sorted(made_in_body & wanted)
     return MicroBatchGraphs(
         early=subgraph(graph, given, [], []),
-        body=subgraph(graph, given, [item.what for item in body], crossing),
+        body=subgraph(graph, given, [item.op_or_call for item in body], crossing),
         late=subgraph(
             graph,
             [*given, *crossing],
-            [item.what for item in late],
+            [item.op_or_call for item in late],
             [o.value for o in graph.outputs],
         ),
         early_values=(),

@@ -19,8 +19,8 @@ from ...graph import (
     StageId,
     Staging,
     ValueId,
-    hands_on_gradients,
     items_of,
+    passes_gradients_on,
 )
 from ..micro_batches import MicroBatchPlan, TimeKind
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
@@ -80,7 +80,7 @@ def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
     """True for operators that add arrays up, or pass one on, and can do so after the last
     micro-batch.
     """
-    return hands_on_gradients(op) and (
+    return passes_gradients_on(op) and (
         plan is None or all(plan.specs[o].kind is TimeKind.SUM for o in op.outputs)
     )
 

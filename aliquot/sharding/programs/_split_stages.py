@@ -29,7 +29,7 @@ from ...graph import (
     halve,
     items_of,
     plain_item,
-    runs_again,
+    recomputed_runs,
 )
 from ..micro_batches import MicroBatchPlan
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
@@ -182,12 +182,12 @@ class _Body:
                 if k in deferrable.items and stages[k] not in self._recompute:
                     self._deferrable.add(id(item))
                 continue
-            assert isinstance(item.what, Call)
+            assert isinstance(item.op_or_call, Call)
             body = self._graphs.body
-            halves = halve(body, item.what, half, free)
+            halves = halve(body, item.op_or_call, half, free)
             body = replace(body, values=halves.values)
             self._graphs = replace(self._graphs, body=body)
-            pair = [plain_item(body, what, item.phase) for what in (halves.first, halves.second)]
+            pair = [plain_item(body, call, item.phase) for call in (halves.first, halves.second)]
             # Stages are kept by identity, since both halves stand for the same operators.
             self._stage |= {id(one): stages[k] for one in pair}
             self._deferrable.add(id(pair[1]))
@@ -340,22 +340,24 @@ class _Body:
         """The graph and the items of a program, recomputed ones where they are needed."""
         body = self._graphs.body
         if not draft.again or self._recompute.get(draft.stage) is None:
-            return body, [item.what for item in draft.items]
+            return body, [item.op_or_call for item in draft.items]
         again = {id(item) for item in draft.again}
         own = {id(item) for item in draft.assigned}
         backward = [item for item in draft.items if id(item) in own]
         untied = {i.value for i in body.inputs if i.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
         untied |= {self._graphs.group, self._graphs.micro_batch}
-        runs = runs_again([i for i in draft.items if id(i) in again - own], backward)
+        runs = recomputed_runs([i for i in draft.items if id(i) in again - own], backward)
         graph, items = tie_runs(body, runs, backward, untied)
-        shared = [i.what for i in draft.items if id(i) not in again and id(i) not in own]
+        shared = [i.op_or_call for i in draft.items if id(i) not in again and id(i) not in own]
         return graph, [*shared, *items]
 
 
 def _keys(item: Item) -> list[tuple[str, int]]:
     """Key of an item that is the same in the whole step and in its parts."""
     return (
-        [("op", item.what)] if isinstance(item.what, int) else [("call", o) for o in item.outputs]
+        [("op", item.op_or_call)]
+        if isinstance(item.op_or_call, int)
+        else [("call", o) for o in item.outputs]
     )
 
 
@@ -381,7 +383,7 @@ def _early_programs(
         } | parts.early.constants.keys()
         reads = sorted({i for item in items_of_stage for i in item.inputs if i not in made_early})
         graph = subgraph(
-            parts.early, reads, [item.what for item in items_of_stage[::-1]], sorted(wanted)
+            parts.early, reads, [item.op_or_call for item in items_of_stage[::-1]], sorted(wanted)
         )
         early_programs.append(
             StageProgram(

@@ -32,7 +32,7 @@ class Update:
         # One stage runs such a loop or region, and not each that reads its results, as with
         # scalars.
         for k, item in enumerate(items):
-            if isinstance(item.what, Call) and self._stage[k] == SHARED:
+            if isinstance(item.op_or_call, Call) and self._stage[k] == SHARED:
                 self._stage[k] = StageId(0)
         self._rounds: dict[tuple[StageId, ValueId], int] = {}
         self._last = staging.num_stages
@@ -152,7 +152,7 @@ class Update:
                     graph=subgraph(
                         self._graph,
                         [*reads[key], *(v for v in combines if v not in reads[key])],
-                        [self._items[k].what for k in items],
+                        [self._items[k].op_or_call for k in items],
                         sorted(exports),
                     ),
                     given=tuple(v for v in reads[key] if v in self._given),

@@ -76,14 +76,16 @@ class _Tied:
 
     def add(self, item: Item, names: Mapping[ValueId, ValueId]) -> None:
         """Put an item behind what is there, that reads values by other names."""
-        what = item.what
-        if isinstance(what, Call):
+        op_or_call = item.op_or_call
+        if isinstance(op_or_call, Call):
             # Other calls read values around them by their own names.
-            if what.kind in ("remat", "scan") and not names.keys().isdisjoint(item.inputs):
-                what = replace(what, inputs=_renamed(what.inputs, names))
+            if op_or_call.kind in ("remat", "scan") and not names.keys().isdisjoint(item.inputs):
+                op_or_call = replace(op_or_call, inputs=_renamed(op_or_call.inputs, names))
         elif not names.keys().isdisjoint(item.inputs):
-            self.ops[what] = replace(self.ops[what], inputs=_renamed(self.ops[what].inputs, names))
-        self.order.append(what)
+            self.ops[op_or_call] = replace(
+                self.ops[op_or_call], inputs=_renamed(self.ops[op_or_call].inputs, names)
+            )
+        self.order.append(op_or_call)
 
     def _may_tie(self, value: ValueId) -> bool:
         return value not in self._untied and not self.values[value].dtype.startswith("key<")

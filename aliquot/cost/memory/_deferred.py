@@ -1,0 +1,294 @@
+"""Arrays that live longer because a compiler's scheduler defers products: those for gradients,
+whose results nothing but the update needs.
+
+Operands of a deferred product stay in memory until it runs; so does a result that waits to be
+reduce-scattered together with others, as small ones do. When a product runs depends on the
+scheduler:
+
+* One that saves memory runs a product at once if its operands free at least as many bytes as its
+  result takes, otherwise last.
+* One that hides latency goes through the step from its end to its beginning and puts these products
+  beside collectives, one of which runs at a time:
+
+  * All-reduces of gradients over the whole mesh stand at the end and take all products with them,
+    unless collectives inside backward layers take turns with the all-reduces (`takes_turns`).
+  * Products whose results are reduce-scattered together, or are not summed over the whole mesh, run
+    beside collectives inside backward layers. These have used them up about halfway, as there are
+    about two such collectives for each product: the gathers of a parameter for the recomputed layer
+    and for its gradient. Sums over the batch, as in normalisations, use them up sooner; products
+    whose results are all-reduced run beside these sums, too, except one for each all-reduce.
+  * Where nothing runs beside all-reduces (`Target.overlaps_all_reduces`), products whose results
+    are all-reduced run at once, and the others are used up about halfway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...graph import Phase
+from ...sharding import PARTIAL, Edge, NodeId, Projection
+from .._choices import shards
+
+if TYPE_CHECKING:
+    from ...cluster import Target
+    from .._priced import Floats, Ints, Priced
+    from ._residents import Resident
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeferredArray:
+    """An array that lives longer where the product of an edge is deferred.
+
+    Attributes:
+        local_bytes: on each device, for each conversion `(sources, targets)` of the edge.
+        births, deaths: additional live range of each copy.
+    """
+
+    edge: Edge
+    local_bytes: Floats
+    births: Ints
+    deaths: Ints
+
+
+def deferred_arrays(priced: Priced, in_turn: bool) -> Iterator[DeferredArray]:
+    """Arrays that live longer where products of a priced problem are deferred.
+
+    Args:
+        in_turn: see `takes_turns`.
+    """
+    sums = {
+        e.source: _GradientSum(priced, e)
+        for e in priced.graph.edges
+        if e.kind == "result" and e.gradient
+    }
+    operands: dict[NodeId, list[Edge]] = {}
+    for e in priced.graph.edges:
+        if e.kind == "operand" and e.target in sums:
+            operands.setdefault(e.target, []).append(e)
+    paces = _paces(priced, sums)
+    for resident in priced.residents:
+        gradient_sum = sums.get(resident.consumer_node)
+        if resident.late_deaths is not None and gradient_sum is not None:
+            reads = operands.get(resident.consumer_node, [])
+            yield from _deferred_operand(resident, gradient_sum, reads, in_turn, paces)
+        gradient_sum = sums.get(resident.producer_node)
+        if resident.unreduced_from is not None and gradient_sum is not None:
+            reads = operands.get(resident.producer_node, [])
+            yield _deferred_result(resident, gradient_sum, reads, in_turn, paces, priced.target)
+
+
+def _deferred_operand(
+    resident: Resident,
+    gradient_sum: _GradientSum,
+    operands: list[Edge],
+    in_turn: bool,
+    paces: _Paces,
+) -> Iterator[DeferredArray]:
+    """An operand of a product, from its last other use until the product runs."""
+    assert resident.late_deaths is not None
+    local = gradient_sum.local_bytes(resident.num_bytes, resident.read_projection)
+    for where, pace in gradient_sum.deferrals(operands, in_turn, paces):
+        yield DeferredArray(
+            edge=gradient_sum.edge,
+            local_bytes=where * local,
+            births=resident.deaths + 1,
+            deaths=pace.runs_at(resident.deaths) if pace else resident.late_deaths,
+        )
+
+
+def _deferred_result(
+    resident: Resident,
+    gradient_sum: _GradientSum,
+    operands: list[Edge],
+    in_turn: bool,
+    paces: _Paces,
+    target: Target,
+) -> DeferredArray:
+    """The result of a product, from when it is made until it is summed over devices."""
+    assert resident.unreduced_from is not None
+    # A product that runs last is summed at once.
+    runs_last = np.zeros_like(gradient_sum.scattered)
+    for where, pace in gradient_sum.deferrals(operands, in_turn, paces):
+        runs_last = runs_last | where if pace is None else runs_last
+    local = (gradient_sum.combined & ~runs_last) * gradient_sum.local_bytes(
+        resident.num_bytes, gradient_sum.edge.source_projection
+    )
+    if not (target.overlaps_all_reduces or gradient_sum.total):
+        local = np.where(
+            gradient_sum.scattered, local, resident.num_bytes / gradient_sum.shards_left
+        )
+    made_at = resident.unreduced_from
+    if target.hides_latency and target.overlaps_all_reduces:
+        made_at = paces.scattered.runs_at(made_at)
+    return DeferredArray(
+        edge=gradient_sum.edge,
+        local_bytes=local,
+        births=np.minimum(made_at, resident.births),
+        deaths=resident.births - 1,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pace:
+    """Positions at which deferred products run, between the operators that make their operands and
+    operator `end`.
+
+    Products whose operands are made within the last `at_end` operators run at the end. A product
+    whose operands are made `n` operators before those runs `share * n` operators before the end.
+    """
+
+    end: int
+    share: float
+    at_end: float = 0.0
+
+    def runs_at(self, times: Ints) -> Ints:
+        """Positions at which products run whose operands are made at `times`."""
+        distance = np.maximum(self.end - times - self.at_end, 0.0)
+        positions: Ints = np.maximum((self.end - distance * self.share).astype(np.int64), times)
+        return positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Paces:
+    """Paces of products by what sums their results over devices.
+
+    Attributes:
+        scattered: of products whose results are reduce-scattered.
+        reduced: of products whose results are all-reduced; None if all run last.
+    """
+
+    scattered: _Pace
+    reduced: _Pace | None
+
+
+def _paces(priced: Priced, sums: dict[NodeId, _GradientSum]) -> _Paces:
+    waits = [r for r in priced.residents if r.late_deaths is not None]
+    update = min((int(r.late_deaths.min()) for r in waits if r.late_deaths is not None), default=0)
+    if not _sums_inside(priced) or not waits:
+        return _Paces(scattered=_Pace(end=update, share=0.5), reduced=None)
+    inside = priced.graph.batch_sums
+    edges = [gradient_sum.edge for gradient_sum in sums.values()]
+    products = sum(e.count for e in edges)
+    # Small all-reduces are combined with each other, and count by their share of the limit.
+    all_reduces = sum(
+        e.count * min(e.num_bytes / max(priced.target.combined_bytes, 1), 1.0) for e in edges
+    )
+    end = max(int(r.deaths.max()) for r in waits)
+    begin = min(int(r.deaths.min()) for r in waits)
+    return _Paces(
+        scattered=_Pace(end=end, share=products / (2 * products + inside)),
+        reduced=_Pace(
+            end=end, share=products / inside, at_end=all_reduces / products * (end - begin)
+        ),
+    )
+
+
+class _GradientSum:
+    """Sum over devices of a gradient's product.
+
+    Masks and figures have a row for each source of the edge's conversions and a column for each
+    target, or one row or column for all.
+
+    Attributes:
+        edge: from the product to its gradient.
+        total: micro-batches are added up first.
+        scattered, reduced: partial sums are reduce-scattered, or all-reduced.
+        over_whole_mesh: every device of the mesh holds a summand.
+        shards_left: number of pieces in which the sum is split.
+        combined: the sum is reduce-scattered together with others, because two of its pieces are
+            within the limit.
+    """
+
+    def __init__(self, priced: Priced, edge: Edge) -> None:
+        self.edge = edge
+        self._priced = priced
+        p, sizes = priced.edges[edge.index], np.array(priced.axis_sizes)
+        sources, targets = np.array(p.sources, np.int64), np.array(p.targets, np.int64)
+        first = [int(np.flatnonzero(p.source_index == s)[0]) for s in range(len(p.sources))]
+        self._choices = priced.nodes[edge.source].choices[first]
+        partial = (sources <= PARTIAL) & (sizes > 1)
+        self.total = priced.repeats > 1
+        # Totals over micro-batches are reduced after the loop, where nothing is deferred.
+        is_sum: Flags = np.logical_and(partial.any(axis=1, keepdims=True), not self.total)
+        self.scattered: Flags = is_sum & (~partial[:, None, :] | (targets >= 0)[None, :, :]).all(
+            axis=2
+        )
+        self.reduced: Flags = is_sum & ~self.scattered
+        self.over_whole_mesh: Flags = (partial | (sizes == 1)).all(axis=1)[:, None]
+        self._result_bytes = self.local_bytes(edge.num_bytes, edge.source_projection)
+        pieces = [np.where(specs >= 0, sizes, 1).prod(axis=1) for specs in (sources, targets)]
+        self.shards_left: Floats = pieces[1][None, :].astype(np.float64)
+        left = self._result_bytes * pieces[0][:, None] / pieces[1][None, :]
+        self.combined: Flags = self.scattered & (2 * left <= priced.target.combined_bytes)
+
+    def local_bytes(self, num_bytes: int, projection: Projection) -> Floats:
+        """`num_bytes` split as the product is, a column with a row for each source."""
+        split_by = tuple(d >= 0 for d in projection)
+        return np.asarray(
+            num_bytes / shards(self._choices, split_by, self._priced.axis_sizes), np.float64
+        )[:, None]
+
+    def deferrals(
+        self, operands: list[Edge], in_turn: bool, paces: _Paces
+    ) -> list[tuple[Flags, _Pace | None]]:
+        """Masks of the conversions for which the product is deferred, each with its pace; None for
+        products that run last, right before the update.
+        """
+        if self.total:
+            return []
+        if not self._priced.target.hides_latency:
+            freed = sum(self.local_bytes(e.num_bytes, e.target_projection) for e in operands)
+            return [(np.broadcast_to(self._result_bytes > freed, self.scattered.shape), None)]
+        if not self._priced.target.overlaps_all_reduces:
+            return [(self.scattered, paces.scattered)]
+        beside_all_reduces: Flags = np.logical_and(self.over_whole_mesh, not in_turn)
+        return [
+            (beside_all_reduces & self.reduced, paces.reduced),
+            (
+                np.where(self.over_whole_mesh, beside_all_reduces & self.combined, True),
+                paces.scattered,
+            ),
+        ]
+
+
+def _sums_inside(priced: Priced) -> bool:
+    """True if layers have sums over the batch about as often as products for gradients."""
+    products = sum(e.count for e in priced.graph.edges if e.kind == "result" and e.gradient)
+    return bool(products) and 2 * priced.graph.batch_sums > products
+
+
+def may_take_turns(priced: Priced) -> bool:
+    """True if some choices may make collectives inside backward layers take turns with
+    all-reduces.
+    """
+    target = priced.target
+    beside = target.hides_latency and target.overlaps_all_reduces and not _sums_inside(priced)
+    return beside and priced.repeats == 1 and any(e.count > 1 for e in priced.graph.edges)
+
+
+def takes_turns(priced: Priced, picks: Ints) -> bool:
+    """True if collectives inside backward layers take turns with all-reduces of these layers'
+    gradients, under choices.
+    """
+    if not may_take_turns(priced):
+        return False
+    inside = reduced = False
+    for edge in priced.graph.edges:
+        # Gradients of biases and norms, of one dim, are combined with others.
+        if edge.count <= 1 or (edge.gradient and (edge.kind != "result" or edge.rank < 2)):
+            continue
+        p = priced.edges[edge.index]
+        at = p.source_index[picks[edge.source]], p.target_index[picks[edge.target]]
+        if edge.gradient:
+            gradient_sum = _GradientSum(priced, edge)
+            reduced |= bool((gradient_sum.over_whole_mesh & gradient_sum.reduced)[at])
+        elif edge.phase is Phase.BACKWARD:
+            inside |= bool(p.moves[at])
+    return inside and reduced
