@@ -1,6 +1,4 @@
-"""The cluster this process can see, from its own devices. The only file here that needs jax, and
-only when called.
-"""
+"""Detection of the cluster from JAX's devices. Only this file needs jax, and only when called."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from ._cluster import Cluster, Link
 from ._device import DEVICES, Device
 from ._presets import wire
 
-# What backends call their devices, most specific first.
+# Parts of the backends' names of devices, most specific first.
 _KINDS = (
     (r"^cpu$", "cpu"),
     (r"V100.*32GB", "V100-32GB"),
@@ -90,7 +88,7 @@ def detect(devices: Sequence[Any] | None = None) -> Cluster:
 def visible_devices() -> list[Any]:
     """The devices that JAX sees, which starts its backends.
 
-    A plugin that cannot start, such as that for GPUs on a machine without one, is told of in one
+    A plugin that cannot start, such as that for GPUs on a machine without one, is reported in one
     line.
 
     Raises:
@@ -136,7 +134,7 @@ def _host_key(device: Any) -> int:
 
 
 def catalogue_name(kind: str) -> str:
-    """The catalogue's name of what JAX calls a kind of device.
+    """The catalogue's name for a kind of device, from JAX's name for it.
 
     Raises:
         ClusterError: it is not in the catalogue.
@@ -188,7 +186,7 @@ def _share_this_host(label: str, name: str, hosts: int, per_host: int) -> Cluste
     )
 
 
-# Kinds of which the catalogue knows too little, so that this machine is asked.
+# The catalogue has no figures of these kinds: this machine is measured.
 _MAKERS = {"cpu": _share_this_host}
 
 

@@ -1,5 +1,5 @@
-"""Clusters written down: TOML for people, plain dictionaries for the plan file. All mistakes are
-reported together.
+"""Descriptions of clusters: TOML files for people, plain dictionaries for plan files. All mistakes
+are reported together.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def _read_links(
                 f"a device of your own in {hosts} hosts needs an [inter] table with latency and"
                 " bandwidth"
             )
-        # One host never uses its network, so any link will do.
+        # One host never uses its network, so that any link serves.
         inter = intra
     return intra, inter
 
@@ -353,7 +353,7 @@ def _read_wires(data: Mapping[str, Any], problems: list[str]) -> Wires:
     intra = data.get("intra")
     if not isinstance(intra, Mapping):
         return ()
-    # What else the table may hold was read, and reported, with its link.
+    # The other keys were read, and reported, with the link.
     wires = _Table("[intra]", intra, tuple(intra), problems).take(
         "wires", _rows(_quantity(parse_rate)), ()
     )

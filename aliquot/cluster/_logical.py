@@ -1,5 +1,5 @@
-"""A cluster seen as a grid with named axes, and what a collective along some of them can use of the
-links.
+"""Logical meshes: a cluster as a grid with named axes, and the links of a collective along some of
+them.
 
 This is the only place that knows which devices form a group and which of those share a host; costs
 above only read an `AxisLink`.
@@ -107,7 +107,7 @@ class LogicalMesh:
         return math.prod(sizes[axis] for axis in self._known(axes))
 
     def link(self, axes: tuple[str, ...]) -> AxisLink:
-        """The link of a collective along `axes` (together; their order does not matter).
+        """The link of a collective along `axes` together, in any order.
 
         For a ring over the members of a group, visited host by host, each host it touches has one
         edge going out. With `k` of a host's `d` devices in each group, `d / k` such rings leave the

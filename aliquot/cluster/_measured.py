@@ -52,6 +52,6 @@ class AbstractMeasured(ABC):
 
     @abstractmethod
     def transfer_link(self, crosses_hosts: bool) -> Link | None:
-        """The link that arrays take between stages of a pipeline: of a device in its host, or of a
+        """Measured link of transfers between stages of a pipeline: of a device in its host, or of a
         host to the others; None if it was not measured.
         """

@@ -30,8 +30,8 @@ class Wiring:
     wires: Wires = ()
 
     def wires_of(self, devices_per_host: int) -> Wires:
-        """Those of the first devices of a host; none in a host of more devices, which is another
-        machine.
+        """Wires of the first devices of a host; none for hosts of more devices, which are other
+        machines.
         """
         if not 1 < devices_per_host <= len(self.wires):
             return ()

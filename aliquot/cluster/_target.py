@@ -58,8 +58,8 @@ class Target:
         maxpool_gradient_stores_indices: Whether gradients of maxima over windows are scattered by
             positions found beforehand.
         hides_latency: Whether work beside collectives counts for more than memory when operators
-            are put in order: products that only the update needs are then put off. Otherwise only
-            those that would take more than they free.
+            are put in order: products that only the update needs are then deferred. Otherwise only
+                those whose results take more memory than their operands free.
         overlaps_all_reduces: Whether other work can run beside an all-reduce; otherwise only beside
             other collectives.
         copies_inner_dims: Whether a gather or reduce-scatter along another dim than the first
@@ -149,30 +149,30 @@ class Target:
 
     @property
     def delays_gradients(self) -> bool:
-        """True if products that nothing but the update waits for may be put off."""
+        """True if the compiler may defer products that only the update needs."""
         return self.hides_latency or self.combined_bytes > 0
 
     @property
     def rows_above_bytes(self) -> float:
-        """From how many bytes on stacks of new parameters are gathered row by row: those that are
-        not combined anyway.
+        """Size from which stacks of new parameters are gathered row by row; smaller ones are
+        combined with others.
         """
         return self.combined_bytes / 2 if self.gathers_leading_dim else math.inf
 
     @property
     def runs_latest(self) -> bool:
-        """True if products run no sooner than needed: a scheduler that goes from the end backwards
-        has them all to choose from.
+        """True if products run as late as their readers allow, as under a scheduler that goes from
+        the end backwards.
         """
         return self.hides_latency and self.overlaps_all_reduces
 
     def collective_share(self, size: int) -> float:
-        """Reached share of link bandwidth in large collectives among `size` devices of a host."""
+        """Share of link bandwidth that large collectives among `size` devices of a host reach."""
         shares = [share for least, share in self.collective_shares if least <= size]
         return shares[-1] if shares else self.collective_efficiency
 
     def product_flops_per_s(self, device: Device, dtype: str) -> float:
-        """Reached speed of large products in `dtype` on `device`, in FLOP/s: its peak times
+        """Speed that large products in `dtype` reach on `device`, in FLOP/s: its peak times
         `matmul_efficiency`.
 
         Float32 at default precision runs in the narrower type that the device offers for it.
@@ -182,7 +182,7 @@ class Target:
         return device.peak(dtype) * self.matmul_efficiency
 
     def memory_bytes_per_s(self, device: Device) -> float:
-        """Reached memory bandwidth of `device`, in bytes/s."""
+        """Memory bandwidth that programs reach on `device`, in bytes/s."""
         return device.memory_bandwidth_bytes_per_s * self.bandwidth_efficiency
 
     def usable_bytes(self, device: Device) -> int:
@@ -344,7 +344,7 @@ def target_for(device: Device) -> Target:
 
 
 def _calibrated(target: Target, device: Device) -> Target:
-    """A target with the figures that a device brings along."""
+    """A target with the figures of a device's own calibration."""
     figures: dict[str, Any] = dict(device.calibration)
     shapes = {
         name.removeprefix("product_"): figures.pop(name)

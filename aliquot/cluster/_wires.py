@@ -1,4 +1,4 @@
-"""Hosts whose devices are wired pair by pair: which rings a group of them can form at once.
+"""Rings that groups of devices can form at once in hosts whose devices are wired pair by pair.
 
 Behind a switch all groups are alike. Pair by pair they are not: on eight V100s two neighbours share
 one of their six links, while all eight together form six rings.

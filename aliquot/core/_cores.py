@@ -1,4 +1,4 @@
-"""The processor cores at hand."""
+"""Processor cores of this process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The errors a user may meet: one small family, each saying what was asked, what was found and what
-to do next.
+"""Errors for users: each says what was asked, what was found and what to do next.
 
-Everything above raises these. The command line prints the message and leaves with `exit_code`;
-nothing else here knows about it.
+All floors raise these. The command line prints the message and exits with `exit_code`.
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ from ._text import listing
 
 
 class AliquotError(Exception):
-    """Base of every error that is the caller's to act on, as opposed to a bug of ours.
+    """Base of all errors that the caller can act on; bugs of this package raise others.
 
-    `exit_code` is what a command line should leave with: 2 for bad input, 1 where the answer itself
-    is "no".
+    `exit_code` is the exit code of a command line: 2 for bad input, 1 where the answer itself is
+    "no".
     """
 
     exit_code: int = 2
@@ -36,13 +34,11 @@ class CaptureError(AliquotError):
 
 
 class MissingRuleError(AliquotError):
-    """A primitive about which no sharding rule says which of its dims may be split."""
+    """A primitive without a sharding rule, which would say which dims may be split."""
 
 
 class PlanFileError(AliquotError):
-    """A plan file that is missing, truncated, of another version, or edited into something that is
-    no plan.
-    """
+    """A plan file that is missing, truncated, of an unknown version, or not a consistent plan."""
 
 
 class InfeasibleError(AliquotError):
@@ -73,9 +69,7 @@ class InfeasibleError(AliquotError):
 
 
 class TimeLimitError(AliquotError):
-    """A search that its time limit ended before any plan was complete. Whether one exists is not
-    known.
-    """
+    """A search that reached its time limit before any plan was complete. One may exist."""
 
     exit_code = 1
 

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: the one way this package writes anything a user keeps."""
+"""Atomic writes of files that a user keeps."""
 
 from __future__ import annotations
 

@@ -6,22 +6,22 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-# Traces and plans are a million objects that stay. Python looks through them for cycles again and
-# again, which takes a tenth of the time of planning; a search makes hardly any.
+# Traces and plans are a million lasting objects. Python searches them for cycles again and again,
+# which takes a tenth of the time of planning, and a search makes hardly any cycles.
 _THRESHOLDS = (1_000_000, 50, 100)
 
 
 def collect_seldom() -> None:
-    """Look for garbage a thousand times less often from now on: for processes that are this
-    package's own.
+    """Collect garbage a thousand times less often from now on, in processes that this package
+    starts.
     """
     gc.set_threshold(*_THRESHOLDS)
 
 
 @contextlib.contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """The same within a block. Other threads notice it, too; who looks as seldom already, or never,
-    goes on so.
+    """Collect garbage a thousand times less often within a block, in all threads. Settings of a
+    caller that collects even less often stay.
     """
     before = gc.get_threshold()
     changes = 0 < before[0] < _THRESHOLDS[0]

@@ -1,4 +1,4 @@
-"""Text from files, put where people read it: no control characters, no walls of words."""
+"""Text for people: without control characters, wrapped and cut to fit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def shortened(text: str, most: int = _LONG) -> str:
 
 
 def listing(headline: str, problems: Sequence[str], advice: str = "") -> str:
-    """A message with what is wrong: one problem after the headline, several below it, of many the
+    """A message that lists problems: one after the headline, several below it, of many only the
     first.
 
     >>> print(listing("no plan", ["a is 1", "b is 2"], "Make it again."))
@@ -67,7 +67,7 @@ def listing(headline: str, problems: Sequence[str], advice: str = "") -> str:
     tail = f"\n  {printable(advice)}" if advice else ""
     if len(problems) == 1:
         return f"{headline}: {shortened(problems[0])}{tail}"
-    # One more is no longer than to say that there is one more.
+    # The line "and 1 more" would take as much space as the problem itself.
     shown = problems if len(problems) <= _FIRST + 1 else problems[:_FIRST]
     lines = "".join(f"\n  - {shortened(problem)}" for problem in shown)
     left = len(problems) - len(shown)

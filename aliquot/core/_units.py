@@ -1,5 +1,5 @@
-"""Bytes, seconds, FLOP, counts and rates as people write them: the only formatter and parser of
-quantities.
+"""Formatters and parsers of quantities: bytes, seconds, FLOP, counts and rates as people write
+them.
 
 Memory is binary (KiB, MiB, GiB), links are decimal (GB/s, Gbps), as data sheets have them.
 """

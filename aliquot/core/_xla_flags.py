@@ -1,4 +1,4 @@
-"""Options of XLA, and which of them the installed version still has."""
+"""Options of XLA that the installed version has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_xla_flags(current: str, flags: Mapping[str, str]) -> str:
 
 
 def known_xla_flags(flags: Iterable[str]) -> frozenset[str]:
-    """Those of the options that the installed XLA has, each written with leading dashes.
+    """The options among those given, with leading dashes, that the installed XLA has.
 
     Their names stand in its library as C strings. Nothing public lists the options, and asking XLA
     takes a process: it parses them once and aborts at an unknown one.
@@ -39,5 +39,5 @@ def known_xla_flags(flags: Iterable[str]) -> frozenset[str]:
             return frozenset(
                 name for name in flags if text.find(b"\0" + name.lstrip("-").encode() + b"\0") >= 0
             )
-    # A build of jaxlib that keeps XLA elsewhere: nothing is known of it.
+    # A build of jaxlib that keeps XLA in another file: its options are unknown.
     return frozenset(flags)

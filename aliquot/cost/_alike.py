@@ -1,4 +1,4 @@
-"""Work that no axis of a mesh divides: every device does all of it."""
+"""Work that no axis of a mesh divides, so that every device does all of it."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
             if share and not single:
                 reason = UPDATE if work.phase is Phase.UPDATE else OTHER
                 alike[reason] += times * seconds * share
-    # Operators that always run whole were counted among the others above, and have a reason of
-    # their own.
+    # Operators that always run whole are part of the sums above, but have a reason of their own.
     for phase, seconds in whole_s.items() if not single else ():
         alike[UPDATE if phase is Phase.UPDATE else OTHER] -= seconds
         alike[WHOLE] += seconds

@@ -1,4 +1,4 @@
-"""Stages of a chain: what a list of them costs under a schedule, and what is wrong with it.
+"""Stages of a chain: the cost of a list of them under a schedule, and the faults of one.
 
 `judge_stages` evaluates a schedule's closed form for any list of stages, whoever made it, by the
 chain's own figures.
@@ -139,7 +139,7 @@ def simulate_stages(chain: AbstractChain, plan: ChainPlan) -> tuple[ChainPlan, f
             backward_input_s=costs["backward_s"] - costs["weight_gradient_s"],
             backward_weight_s=costs["weight_gradient_s"],
             update_s=costs["once_s"],
-            # The edge in front of the first stage is none.
+            # The first stage has no edge in front of it.
             transfer_s=costs["transfer_s"][1:],
             state_bytes=costs["state_bytes"],
             in_flight_bytes=kept,
@@ -160,10 +160,10 @@ def find_stage_faults(
 ) -> tuple[str, ...]:
     """Every reason why stages cannot be used: units, options, devices; one sentence each.
 
-    Memory is looked at where nothing else is wrong, unless it need not be.
+    Memory is checked last, only if nothing else is wrong and if asked to.
     """
     faults = []
-    # Whatever can be wrong on its own is collected before anything is computed from the stages.
+    # All faults of single stages come before those that are computed from several.
     known = [s for s in stages if 0 <= s.option < len(chain.options)]
     faults += [
         f"there is no option {s.option}; there are {len(chain.options)}"

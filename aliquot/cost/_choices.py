@@ -1,4 +1,4 @@
-"""All choices of a node on a mesh, as arrays."""
+"""Choices of a node on a mesh, as arrays."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def shards(
     """For each choice, into how many pieces it cuts something that the factors in `split_by` divide
     (not to be written to).
     """
-    # Keys of large arrays would cost more than the work.
+    # Hashing a large array would cost more than the computation.
     if choices.size > _FEW:
         return _shards(choices, split_by, axis_sizes)
     return _known_shards(choices.tobytes(), choices.shape, tuple(split_by), tuple(axis_sizes))

@@ -22,7 +22,7 @@ _WIDE_ITEMSIZE = {"bfloat16": 2.0, "float16": 2.0}
 
 
 def widening(dtype: str, target: Target, *, total: bool = False) -> float:
-    """By how much the bytes of a collective on this dtype grow: in backends that widen it, or in a
+    """Factor by which the bytes of a collective on a dtype grow: in backends that widen it, or in a
     running `total`.
 
     Totals over micro-batches are kept in single precision at least.
@@ -76,7 +76,7 @@ def rounded_bytes(num_bytes: float, mesh: LogicalMesh) -> float | None:
 
 
 def collective_kind(kind: str, crosses_hosts: bool) -> str:
-    """The table of measurements that a collective is corrected by."""
+    """Name of the table of measurements by which a collective is corrected."""
     return f"{kind} {'between hosts' if crosses_hosts else 'in host'}"
 
 
@@ -96,8 +96,8 @@ def collective_points(
 
 
 def size_points(num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sizes in powers of two, as tables of measurements know them: below a kibibyte nothing is
-    faster still.
+    """Sizes as points of a table of measurements: logarithms to base 2, at least that of a
+    kibibyte, below which nothing gets faster.
     """
     return np.asarray(np.log2(np.maximum(num_bytes, LEAST_MEASURED_BYTES)), np.float64)
 
@@ -152,7 +152,7 @@ def _modelled_line(
 
 
 def pieces(edge: Edge, source: Spec, target: Spec, habits: Target) -> int:
-    """In how many parts, one after the other, a conversion is done."""
+    """Number of parts in which a conversion is done, one after the other."""
     # Only the gathers at the end of a step are cut into rows.
     if edge.kind != "alias" or edge.phase is not Phase.UPDATE:
         return 1
@@ -165,17 +165,17 @@ def pieces(edge: Edge, source: Spec, target: Spec, habits: Target) -> int:
 
 
 def through_copies(move: Move, source: Spec, wanted: Spec, target: Target) -> bool:
-    """True if a step from `source` to `wanted` gathers or scatters a dim that the compiler first
-    has to bring in front.
+    """True if a collective between `source` and `wanted` gathers or scatters a dim that the
+    compiler first transposes to the front.
     """
     if not target.copies_inner_dims:
         return False
     match move.kind:
         case "all-gather":
-            # Along the first dim the tiles lie one behind the other, and need no copies.
+            # Tiles of the first dim are contiguous, and need no copies.
             return any(source[a] > 0 for a in move.axes)
         case "reduce-scatter":
-            # All sums are scattered along the dim that the first of them shall split.
+            # All sums are scattered along one dim: that of the first axis. See `spec_after_sums`.
             return wanted[move.axes[0]] > 0
     return False
 

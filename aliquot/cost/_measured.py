@@ -1,5 +1,5 @@
-"""Measurements of a cluster's devices, frozen for planning: how much longer or shorter things take
-than the cost model says, at the sizes that were measured and between them.
+"""Measurements of a cluster's devices, frozen for planning: ratios of measured to modelled seconds
+at the sizes that were measured, and between them.
 
 The cost model gives the seconds; tables of measured ratios correct them. At a measured size the
 price is the measurement. The tables are read from a profile database (`aliquot.profiling`); nothing
@@ -21,7 +21,7 @@ from ..cluster import MEASURED, AbstractMeasured, Corrections, Link
 
 Floats = NDArray[np.float64]
 _NEIGHBOURS = 4
-# A size counts as measured if one that was measured lies so near, in powers of two.
+# Distance, in powers of two, up to which a size counts as measured.
 _NEAR = 1.0
 _SAME = 1e-6
 
@@ -50,7 +50,7 @@ class RatioTable:
 
     @cached_property
     def _tree(self) -> Any:
-        # Planning from the cost model alone is quicker without.
+        # Slow to import, and planning from the cost model alone does without.
         from scipy.spatial import cKDTree
 
         return cKDTree(self.points)

@@ -1,5 +1,5 @@
-"""A step's cost by phase: forward, backward and update, and the activations that a micro-batch
-leaves between them.
+"""Costs of a step by phase: forward, backward and update, and the activations that a micro-batch
+keeps between them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PhaseCosts:
         state_bytes: parameters, optimizer state, gradients.
         in_flight_bytes: what a micro-batch keeps from its forward to its backward pass, inputs
             included that both read, but for those that come with the batch.
-        deferred_bytes: what it keeps for gradients of weights that are put off, until these are
-            made; `handed_bytes` of them are made by its backward pass.
+        deferred_bytes: what it keeps for deferred gradients of weights until these are computed;
+            its backward pass makes `handed_bytes` of them.
         working_bytes: what else is needed at the worst moment.
         memory_bytes: the peak with one micro-batch in flight, by part.
     """
@@ -61,7 +61,7 @@ def phase_costs(
         priced: with `repeats` micro-batches.
         picks: the choices.
         graph: what the node graph is of.
-        model: what `known_memory` finds, where that is known.
+        model: memory under the choices, as `known_memory` gives it; computed if None.
     """
     compute, communication = np.zeros((2, len(Phase)))
     # Gradients wait for the last micro-batch over data axes alone; other sums happen in every
@@ -115,8 +115,8 @@ def phase_costs(
 
 
 def _held_bytes(priced: Priced, picks: Ints) -> tuple[float, float]:
-    """Bytes on a device of what gradients of weights read that are put off: arrays of the forward
-    pass, and of the backward pass.
+    """Bytes on a device of the arrays that deferred gradients of weights read: those of the forward
+    pass, and those of the backward pass.
     """
     held_bytes = [0.0, 0.0]
     for item in priced.held:
@@ -131,8 +131,8 @@ def _held_bytes(priced: Priced, picks: Ints) -> tuple[float, float]:
 
 
 def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
-    """Bytes on a device of what is alive between the last forward and the first backward operator,
-    without state.
+    """Bytes on a device of arrays that are alive between the last forward and the first backward
+    operator, without state.
     """
     moment, kept = _between_passes(graph)
     if moment is None:
@@ -147,15 +147,15 @@ def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
     return total_bytes
 
 
-# One graph is looked at on mesh after mesh.
+# Cached, as one graph is priced on many meshes.
 @functools.lru_cache(maxsize=1)
 def _between_passes(graph: Graph) -> tuple[int | None, dict[str, bool]]:
     """The first backward operator, if there is one; and for each input by its path whether both
     passes read it.
 
-    Inputs stay from end to end of this graph. A stage gets those that only its backward pass reads
-    when that is due, and lets go of those that only its forward pass reads. What enters with the
-    batch counts where it is made: the layers of a stage are added up.
+    Inputs stay from end to end of this graph. A stage receives inputs of its backward pass alone
+    when that runs, and frees those of its forward pass alone. What enters with the batch counts
+    where it is made: the layers of a stage are added up.
     """
     moment = next((op.index for op in graph.ops if op.phase is Phase.BACKWARD), None)
     both = _read(graph, False) & _read(graph, True)
@@ -163,7 +163,7 @@ def _between_passes(graph: Graph) -> tuple[int | None, dict[str, bool]]:
 
 
 def _read(graph: Graph, backward: bool) -> set[int]:
-    """Values that the backward pass reads, or what comes before it."""
+    """Values that the backward pass reads, and values that earlier phases read."""
     return {
         i
         for op in graph.ops

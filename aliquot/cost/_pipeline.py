@@ -22,8 +22,7 @@ _NOT_GIVEN: Floats = np.zeros(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageCosts:
-    """Costs of each stage of a pipeline: arrays with one entry for each stage, or what NumPy reads
-    as such.
+    """Costs of each stage of a pipeline: arrays, or sequences, with one entry for each stage.
 
     Attributes:
         forward_s: seconds of a forward task, for one micro-batch.
@@ -100,9 +99,7 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferTime:
-    """A result on its way: what the task of this kind made of a micro-batch for `stage`, from one
-    submesh to another.
-    """
+    """Transfer of a task's result for one micro-batch to `stage`, from one submesh to another."""
 
     sender: int
     receiver: int
@@ -147,8 +144,8 @@ class PipelineTimes:
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> PipelineTimes:
-    """Run a schedule on paper. A submesh starts a task when it is idle and all that the task reads
-    has arrived.
+    """Simulate a schedule event by event. A submesh starts a task when it is idle and all that the
+    task reads has arrived.
 
     Raises:
         InputError: Costs of another number of stages, or lists whose tasks wait for one another.
@@ -187,13 +184,13 @@ class _Transfer:
     kind: TaskKind
 
 
-# What ends at one time is seen to in this order: transfers, then tasks, by submesh. The number
-# tells equal ones apart.
+# Events of one time are handled in this order: transfers, then tasks, by submesh. The number breaks
+# ties.
 _Event = tuple[float, int, int, int, "_Transfer | Task"]
 
 
 class _Run:
-    """One step in progress. Everything that ends at one time is seen to before anything starts at
+    """A simulated step in progress. All events of one time are handled before anything starts at
     that time.
     """
 
@@ -205,8 +202,8 @@ class _Run:
             [0.0, *costs.transfer_back_s.tolist()],
         )
         self.seconds = {kind: costs.seconds(kind).tolist() for kind in TaskKind}
-        # By stage the micro-batches that are through forward and backward there, and whose inputs
-        # have arrived there.
+        # By stage the micro-batches whose forward and backward tasks have ended, and those whose
+        # inputs have arrived.
         self.through_forward: list[set[int]] = [set() for _ in range(stages)]
         self.through_backward: list[set[int]] = [set() for _ in range(stages)]
         self.activations = [
@@ -283,8 +280,8 @@ class _Run:
         self.busy[submesh] += seconds
 
     def _finish(self, task: Task, now: float) -> Iterator[int]:
-        """Note a task's end and send what it made; yields the submeshes that may have something to
-        do now.
+        """Note a task's end and send its result; yields the submeshes that may be able to start
+        something.
         """
         submesh = self.schedule.submesh_of(task.stage)
         self.idle[submesh] = True
@@ -339,7 +336,7 @@ class _Run:
         )
 
     def _arrive(self, transfer: _Transfer) -> Iterator[int]:
-        """Hand over what has arrived; yields the submeshes that may have something to do now."""
+        """Deliver an arrived result; yields the submeshes that may be able to start something."""
         self._deliver(transfer)
         yield transfer.receiver
         if not self.overlaps:
@@ -352,8 +349,8 @@ class _Run:
 
 
 def _peak_bytes(schedule: Schedule, costs: StageCosts, submesh: int) -> float:
-    """The most that a submesh holds. Only the order of its tasks matters: between two of them
-    nothing grows.
+    """Peak memory of a submesh. It depends on the order of the submesh's tasks alone: nothing grows
+    between two of them.
     """
     stages = schedule.stages_of(submesh)
     held = {stage: _held_bytes(schedule, costs, stage) for stage in stages}
@@ -365,7 +362,7 @@ def _peak_bytes(schedule: Schedule, costs: StageCosts, submesh: int) -> float:
 
 
 def _held_bytes(schedule: Schedule, costs: StageCosts, stage: int) -> list[float]:
-    """What micro-batches in flight keep of a stage during each task of its submesh."""
+    """Bytes that micro-batches in flight keep of a stage during each task of its submesh."""
     tasks = schedule.lists[schedule.submesh_of(stage)]
     keeps = any(task.kind is not TaskKind.FORWARD for task in tasks)
     forward, deferred, handed = (
@@ -378,7 +375,7 @@ def _held_bytes(schedule: Schedule, costs: StageCosts, stage: int) -> list[float
     for task in tasks:
         mine = task.stage == stage
         in_flight += mine and task.kind is TaskKind.FORWARD
-        # Added up anew each time: sums that are carried along would drift.
+        # Computed from counts each time: a running sum would accumulate rounding errors.
         makes = handed if mine and task.kind is TaskKind.BACKWARD_INPUT else 0.0
         during.append(in_flight * forward + waiting * deferred + makes)
         if not mine:

@@ -29,7 +29,7 @@ from ._stages import PipelinePrediction, predict_stages, price_stage
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedStage:
     """One stage: its operators on its part of the cluster, the plan's choice for each of its nodes,
-    and the products that the backward pass may work out again.
+    and the products that the backward pass may recompute.
     """
 
     problem: Problem
@@ -56,9 +56,7 @@ class PlannedStep:
     _cut: list[PipelineCut] = field(init=False, default_factory=list, repr=False)
 
     def cut(self) -> PipelineCut:
-        """What the stages of a pipeline run: their programs, whatever devices they get; made
-        once.
-        """
+        """Programs of a pipeline's stages, without devices; made once."""
         if not self._cut:
             plan, staged = self.plan, self.staged
             assert staged is not None
@@ -72,8 +70,8 @@ class PlannedStep:
             made = cut_pipeline(
                 staged.graph,
                 staged.staging,
-                # Without micro-batches nothing is summed over time, so that stages need no groups
-                # of their own.
+                # Without micro-batches no gradients are accumulated, so that stages need no
+                # data-parallel groups.
                 groups if plan.num_micro_batches > 1 else [1] * len(groups),
                 num_micro_batches=plan.num_micro_batches,
                 split_backward=SCHEDULES[plan.schedule].splits_backward,
@@ -85,7 +83,7 @@ class PlannedStep:
         return self._cut[0]
 
     def _recompute(self) -> dict[StageId, frozenset[OpId] | None]:
-        """By stage the operators that its backward program may work out again; None for all."""
+        """By stage the operators that its backward program may recompute; None for all."""
         assert self.staged is not None
         found: dict[StageId, frozenset[OpId] | None] = {}
         stages = zip(self.plan.stages, self.stages, self.staged.extracts, strict=True)

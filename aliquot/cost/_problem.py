@@ -1,4 +1,4 @@
-"""All that a planner may see."""
+"""The problem that planners solve: a step to be split over a cluster."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Problem:
 
     Attributes:
         graph: the step, traced at the size of one micro-batch.
-        nodes: what there is to decide.
+        nodes: the decisions, as a graph.
         work: of each node.
-        residents: what takes memory, and when.
-        held: what gradients of weights read that a stage puts off.
+        residents: arrays in memory, with their live ranges.
+        held: arrays that a stage's deferred gradients of weights read.
         cluster: what it runs on.
         num_micro_batches: how often forward and backward run in a step.
         memory_limit_bytes: what each device may use.

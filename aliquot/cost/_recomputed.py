@@ -1,4 +1,4 @@
-"""Costs and savings of a stage that works its operators, or some of them, out again."""
+"""Costs and savings of a stage that recomputes its operators, or some of them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from .memory import MemoryModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """Per device and micro-batch: seconds that the backward pass takes longer, bytes that are not
-    kept for it, and the most of them that are there at once while it runs.
+    """Costs and savings of recomputation, on each device for each micro-batch: seconds that the
+    backward pass takes longer, bytes that are not kept for it, and the most recomputed bytes that
+    are alive at once.
     """
 
     seconds: float = 0.0
@@ -45,7 +46,7 @@ NOTHING_AGAIN = Recomputation()
 def recomputation(
     priced: Priced, picks: Ints, graph: Graph, model: MemoryModel, repeat: frozenset[NodeId]
 ) -> Recomputation:
-    """Costs and savings of products that the backward pass may work out again.
+    """Costs and savings of products that the backward pass may recompute.
 
     Seconds are those of the products that are repeated, with the arrays that they alone fill and
     the conversions before and behind them.
@@ -68,10 +69,10 @@ def recomputation(
 def whole_recomputation(
     priced: Priced, picks: Ints, graph: Graph, forward_s: float
 ) -> Recomputation:
-    """Costs of a stage that may work out all operators of its forward pass again.
+    """Costs of a stage that may recompute all operators of its forward pass.
 
     Products whose results the backward pass does not need, such as the last one of a stage, are not
-    repeated. Its memory is another thing: only what enters the stage is kept.
+    repeated. Its memory is not computed here: only what enters the stage is kept.
 
     Args:
         forward_s: of the stage's forward pass.
@@ -114,13 +115,13 @@ def _seconds(priced: Priced, picks: Ints, share: Mapping[NodeId, float]) -> floa
     return seconds / priced.repeats
 
 
-# The same layers are looked at on mesh after mesh.
+# Cached, as the same layers are priced on many meshes.
 @functools.lru_cache(maxsize=64)
 def repeated_operators(
     graph: Graph, repeat: frozenset[OpId] | None
 ) -> tuple[frozenset[OpId], frozenset[OpId], tuple[RecomputedRun, ...]]:
-    """The operators of a stage that its backward program repeats, those of which it keeps no result
-    any more, and the runs in which it repeats them.
+    """The operators that a stage's backward program recomputes, those whose results are not kept
+    for it, and the runs in which it recomputes.
 
     Args:
         graph: the stage as a step of its own.
@@ -141,7 +142,7 @@ def repeated_operators(
     runs = recomputed_runs(repeated.items, _backward(graph))
     freed: set[OpId] = set()
     dropped: set[ValueId] = set()
-    # What leaves the stage, or these layers of it, is there for others.
+    # Arrays that leave the stage, or these layers of it, are kept for others.
     kept = repeated.kept | {o.value for o in graph.outputs if isinstance(o.value, int)}
     for item in forward:
         name = graph.ops[item.ops[0]].name if item.ops else ""
@@ -166,7 +167,7 @@ def _backward(graph: Graph) -> tuple[Item, ...]:
 
 
 def _most_at_once(graph: Graph, runs: Sequence[RecomputedRun], freed: dict[OpId, float]) -> float:
-    """The most bytes of what is worked out again that are there at once."""
+    """The most recomputed bytes that are alive at once."""
     num_bytes: dict[ValueId, float] = {}
     for run in runs:
         for item in run.items:
@@ -177,8 +178,8 @@ def _most_at_once(graph: Graph, runs: Sequence[RecomputedRun], freed: dict[OpId,
 
 
 def _filled_by(priced: Priced, share: dict[NodeId, float]) -> dict[NodeId, float]:
-    """For arrays that products alone fill, how much of them is worked out again: scores with their
-    softmax, for example.
+    """For arrays that only products feed, such as scores with their softmax, the share of them that
+    is recomputed.
     """
     fillers: dict[NodeId, list[float]] = {}
     for site in priced.graph.sites:
@@ -193,8 +194,8 @@ def _filled_by(priced: Priced, share: dict[NodeId, float]) -> dict[NodeId, float
 def _freed_bytes(
     graph: Graph, model: MemoryModel, picks: Ints, freed: frozenset[OpId]
 ) -> dict[OpId, float]:
-    """Bytes on a device of what is alive between the passes, unless it is worked out again, by the
-    operators that make it.
+    """Bytes on a device of recomputed arrays that would otherwise be alive between the passes, by
+    the operators that make them.
     """
     moment = next((op.index for op in graph.ops if op.phase is Phase.BACKWARD), None)
     if moment is None or not freed:

@@ -26,12 +26,12 @@ class PricedStage:
     """A stage with its choices priced.
 
     Attributes:
-        priced, picks: the choices, and those that were made.
+        priced, picks: all priced choices, and the chosen ones.
         graph: the stage's operators at the size of a micro-batch.
         first_device: of the cluster; it takes as many as its mesh has.
         costs: by phase.
         recompute: see `StagePlan`.
-        again: what recomputed operators cost, and save if they are some of the stage's.
+        again: costs and savings of recomputation.
     """
 
     priced: Priced
@@ -72,7 +72,7 @@ def price_stage(
 
     Args:
         recompute: see `StagePlan`.
-        repeat: nodes of the products that the backward pass may work out again.
+        repeat: nodes of the products that the backward pass may recompute.
     """
     model = known_memory(priced, picks)
     costs = phase_costs(priced, picks, graph, model)
@@ -140,7 +140,8 @@ def _stage_costs(
     worked_out = np.array([s.again.peak_bytes for s in stages])
     forward = np.array([s.costs.forward_s for s in stages])
     backward = np.array([s.costs.backward_s + s.again.seconds for s in stages])
-    # What a stage works out again serves both halves of its backward pass, which stays whole.
+    # The backward pass of a stage that recomputes stays whole, because both halves would need the
+    # results.
     deferrable = np.array([s.costs.deferrable_s if s.recompute == "none" else 0.0 for s in stages])
     state = np.array([s.costs.state_bytes for s in stages])
     kept = np.array([s.costs.in_flight_bytes for s in stages])
@@ -153,11 +154,11 @@ def _stage_costs(
         update_s=np.array([s.costs.once_s for s in stages]),
         transfer_s=transfer_s,
         transfer_back_s=transfer_back_s,
-        # What is worked out again is there for one micro-batch at a time, and where a plan names
-        # operators, for one run of them.
+        # Recomputed arrays are alive for one micro-batch at a time; where a plan names operators,
+        # for one run of them.
         state_bytes=state + np.where(whole, kept, worked_out),
         in_flight_bytes=np.where(whole, entering, kept - freed),
-        # A backward pass that stays whole leaves nothing.
+        # A backward pass that stays whole defers nothing.
         deferred_bytes=np.array(
             [s.costs.deferred_bytes if s.recompute == "none" else 0.0 for s in stages]
         ),

@@ -25,7 +25,7 @@ def transfer_seconds(
     """Seconds to bring a micro-batch's values from one submesh to the next, in one direction.
 
     Every device of the smaller side moves its part over its own link. Between hosts, the devices of
-    a host share its network. Nothing takes nothing.
+    a host share its network. Zero bytes take no time.
 
     Args:
         num_bytes: of the whole micro-batch.

@@ -1,7 +1,7 @@
-"""Operators evaluated alone, on operands of other shapes: what shapes they make, and what numbers.
+"""Operators evaluated alone, on operands of other shapes: the shapes and numbers of their results.
 
-Numbers are made by the host's CPU, through a client of its own: JAX is not made to look for
-accelerators, and none that is there is touched.
+Numbers come from the host's CPU, through a client of its own, so that JAX neither searches for
+accelerators nor touches them.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class LoneOperator:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Whatever a try says or checks is none of the user's business."""
+    """Suppress what a trial run prints, warns of or checks."""
     with (
         warnings.catch_warnings(),
         jax.debug_nans(False),
@@ -152,7 +152,7 @@ def _is_key(dtype: Any) -> bool:
 def _random(
     random: np.random.Generator, shape: Shape, dtype: Any, draw: int, below: int
 ) -> NDArray[Any]:
-    # As the words that it is made of: NumPy has no type for keys.
+    # Random keys as their words, because NumPy has no type for keys.
     if _is_key(dtype):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         key: NDArray[Any] = random.integers(0, 2**32, words.shape, dtype=np.uint32)

@@ -1,4 +1,5 @@
-"""Calls of the user's step: arguments to flat arrays, flat results back to what the step returns.
+"""Calling convention of the user's step: arguments to flat arrays, and flat results to what the
+step returns.
 
 Arrays are traced, and so are Python numbers; everything else (functions, flags, the settings of an
 Equinox module, numbers whose values the step needs) is static and belongs to the identity of the
@@ -48,7 +49,7 @@ def path_parts(keys: Sequence[Any]) -> tuple[str, ...]:
                 parts.append(f".{name}")
             case _:
                 parts.append(f"[{key}]")
-    # NNX variables keep their array one level further down; that level means nothing to a reader.
+    # NNX variables keep their array one level further down, which would only clutter the path.
     if len(keys) > 1 and isinstance(keys[-1], GetAttrKey) and keys[-1].name == "value":
         parts.pop()
     return tuple(parts)

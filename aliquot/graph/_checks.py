@@ -1,5 +1,5 @@
-"""Checks at run time, as `equinox.error_if` writes them: a `cond` of which one branch gives its
-arrays back and the other calls into Python to raise an error.
+"""Checks at run time, as `equinox.error_if` writes them: a `cond` with one branch that returns its
+arrays and one that calls into Python to raise an error.
 
 What the branch that raises would return is never seen, but has the shapes of all the arrays that
 the check guards. Here it becomes numbers, spread to these shapes, so that a check stands in no
@@ -21,7 +21,7 @@ _RAISES = 1
 
 
 def is_check(eqn: Any) -> bool:
-    """True if an equation only checks a condition, and returns what it takes unless it raises."""
+    """True if an equation only checks a condition: it returns its operands, or raises."""
     if eqn.primitive.name != "cond" or len(eqn.params["branches"]) != 2:
         return False
     body, _ = compat.open_body(eqn.params["branches"][_RAISES])
@@ -84,7 +84,7 @@ def _small(body: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         closed = jax.make_jaxpr(run)(
             *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars)
         )
-    # A result that no raising callback makes: this is not the form that Equinox writes.
+    # A result of something other than the raising callback: not the form that Equinox writes.
     except KeyError:
         return body, consts
     return compat.open_body(closed)

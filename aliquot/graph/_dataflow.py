@@ -1,8 +1,9 @@
-"""A step as a list of items: its operators, and its loops and remat regions as one thing each.
+"""A step as a list of items, which a pipeline assigns to stages: its operators, and its loops and
+remat regions as one item each.
 
-What a pipeline cuts. An item is *shared* if every stage that wants its results may work them out
-again: it is cheap, and sees the parameters or the batch, but not both (masks, position tables,
-casts of parameters).
+An item is *shared* if each stage that needs its results may compute them for itself: it is cheap,
+and depends on parameters or on the batch, but not on both (masks, position tables, casts of
+parameters).
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def is_from_another_stage(item: Input) -> bool:
 def items_of(graph: Graph) -> tuple[Item, ...]:
     """All items of a step, in program order."""
     parameter = {i.value for i in graph.inputs if i.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
-    # For each value whether it sees parameters (1), the batch (2), or anything that only one stage
-    # works out (4).
+    # For each value, bits for what it depends on: parameters (1), the batch (2), or anything that
+    # only one stage computes (4).
     sees = [0] * len(graph.values)
     sizes = [value.num_bytes for value in graph.values]
     for item in graph.inputs:
@@ -82,10 +83,11 @@ def _item(graph: Graph, op_or_call: OpId | Call, sees: list[int], sizes: Sequenc
     for i in inputs:
         reads |= sees[i]
     heavy = isinstance(op_or_call, Call) or traits_of(graph.ops[op_or_call].name).multiplies
-    # Parameters and batch together (3) are work of the step, and 4 is made by one stage alone.
+    # What depends on parameters and batch (3) is work of one stage, and so is what depends on such
+    # work (4).
     shared = not heavy and reads in (0, 1, 2)
     for o in outputs:
-        # Whatever reads it cannot be worked out by other stages.
+        # Other stages cannot compute what depends on it.
         sees[o] = reads if shared else reads | 4
     return Item(
         op_or_call=op_or_call,
@@ -114,7 +116,7 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
             if item.phase is not Phase.UPDATE:
                 item = replace(item, phase=Phase.UPDATE)
         elif item.phase is Phase.FORWARD and not backward.isdisjoint(item.inputs):
-            # A loop that holds both passes counts as backward: its loss is at hand only then.
+            # A loop that holds both passes counts as backward, because its loss is known only then.
             item = replace(item, phase=Phase.BACKWARD)
         if behind and not item.shared:
             seen.update(item.outputs)
@@ -194,7 +196,7 @@ def _cost(op: Op, sizes: Sequence[int]) -> float:
     arrays = [sizes[i] for i in op.inputs if type(i) is not Literal] + [
         sizes[o] for o in op.outputs if o >= 0
     ]
-    # A link moves one row of a stack in a round.
+    # A link moves one row of a stack in each turn.
     moved = min(arrays, default=0) if op.is_link else sum(arrays)
     flops = 0.0
     if op.name == "dot_general":

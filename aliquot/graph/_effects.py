@@ -8,7 +8,7 @@ from ._types import Call, Graph, Op, OpId
 
 
 def has_effects(op: Op) -> bool:
-    """True if an operator has effects, by which it matters that it runs, and how often."""
+    """True if an operator has effects, so that it must run, and as often as in the step."""
     return op.eqn is not None and bool(op.eqn.effects)
 
 

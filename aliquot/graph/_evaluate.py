@@ -1,8 +1,8 @@
-"""Run a graph again, operator by operator: the way from a plan back to a program, and proof that
+"""Replay of a graph, operator by operator: from a plan back to a program. It also proves that
 capture lost nothing.
 
-Structured operators are rebuilt around their replayed bodies. A hook sees every array on its way,
-so that a runtime can constrain it; without one the replay computes what the step computes.
+Structured operators are rebuilt around their replayed bodies. A hook sees every array, so that a
+runtime can constrain it; without one the replay computes what the step computes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from ._types import Block, Call, Graph, Literal, Op, Operand, OpId, ValueId
 
 
 class ReplayHook:
-    """Hooks that a replay calls on its way. The methods change nothing; override those that
-    matter.
-    """
+    """Hooks that a replay calls. The default methods change nothing."""
 
     def operands(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
         """The operands that `op` gets, one for each of `op.inputs`."""
@@ -239,7 +237,7 @@ class _Replay:
 
     def _cond(self, call: Call, arrays: list[Any]) -> Sequence[Any]:
         if call.eqn.params.get("branches_platforms") is not None:
-            # Only one of these branches exists for the compiler; all of them may not even lower.
+            # The compiler sees only the branch of its platform, and the others may not even lower.
             return compat.bind(call.eqn, arrays)
 
         def branch(block: Block) -> Any:
@@ -255,8 +253,8 @@ class _Replay:
 
 
 def _array(literal: Literal) -> Any:
-    """A literal as an array of its own type: a bare Python number would take another one in a new
-    place.
+    """A literal as an array of its own dtype, which a Python number would lose among other
+    operands.
     """
     value = literal.value
     return value if hasattr(value, "dtype") else np.asarray(value, np.dtype(literal.dtype))

@@ -1,8 +1,7 @@
-"""Some layers of a step as a step of their own: forward, backward and update, with what crosses as
-inputs and outputs.
+"""Extracts: some layers of a step as a step of their own, with forward, backward and update, and
+with values that cross as inputs and outputs.
 
-Planners split the operators of a stage as they split those of a whole step; this is the step that
-they see.
+Planners split the operators of a stage as they split those of a whole step.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def extract_stages(
     batch_dims: Mapping[ValueId, int],
     stages: Iterable[StageId] | None = None,
 ) -> tuple[Extract, ...]:
-    """Everything that each stage runs.
+    """Extracts of the stages of a step.
 
     Args:
         graph: the step, at any size of its batch.
@@ -88,7 +87,7 @@ def extract_stages(
         inputs = []
         for v in reads:
             if v not in graph.constants:
-                # What crosses with the batch is to this stage what the batch is to the first.
+                # Values that cross with the batch play the role of the batch in this stage.
                 role = Role.BATCH if batch_dims.get(v) == 0 else Role.OTHER
                 inputs.append(
                     named.get(v) or Input(path=f"{FROM_ANOTHER_STAGE}{v}", value=v, role=role)
@@ -96,7 +95,7 @@ def extract_stages(
         outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made_here]
         results = {o.value for o in outputs}
         mine = {o for k in items_of[stage] for o in staging.items[k].outputs}
-        # Shared results are not among these: each stage makes its own.
+        # Without shared results, which each stage computes for itself.
         crossing = {v for v in mine - results if readers.get(v, set()) - {stage}}
         outputs += [Output(path=f"value {v}", value=v) for v in sorted(crossing)]
         builder = _Builder(graph, links)
@@ -173,8 +172,8 @@ def _indices(op: Op) -> list[int | None]:
 def _with_shared(
     items: Sequence[Item], maker: Mapping[ValueId, int], positions: Iterable[int]
 ) -> list[int]:
-    """Items, and the shared ones that they need; but no arithmetic between scalars of the update,
-    long and cheap.
+    """Items, and the shared ones that they need, without the update's arithmetic between scalars,
+    which is long and cheap.
     """
     chosen = set(positions)
     waiting = list(chosen)

@@ -20,14 +20,14 @@ from ._types import Call, Graph, Operand, OpId, ValueId
 
 @dataclass(slots=True)
 class FirstHalf:
-    """What a call must run to make some of its results.
+    """The operators that a call must run for some of its results.
 
-    Values of all bodies have indices of their own, so that one set serves every depth.
+    Value indices are unique over all bodies, so that one set serves every depth.
 
     Attributes:
         graph: that the call is part of.
         ops: operators that must run.
-        values: values that are needed, of the call's bodies and of what is around it.
+        values: values that are needed, in the call's bodies and around the call.
     """
 
     graph: Graph
@@ -43,7 +43,9 @@ class FirstHalf:
         return any(traits_of(self.graph.ops[k].name).multiplies for k in ops)
 
     def add(self, call: Call, results: Collection[ValueId]) -> None:
-        """Mark what makes some results of a call: all of it where no product could wait."""
+        """Mark the operators behind some results of a call; the whole call if no product can
+        wait.
+        """
         self.values.update(results)
         match call.kind:
             case "remat":
@@ -102,7 +104,7 @@ class FirstHalf:
         while len(self.values) != before:
             before = len(self.values)
             self._add_items(block.items)
-            # What one turn reads of the turn before, that one must make.
+            # The turn before must make what a turn reads of it.
             self._want(block.outputs[:num_carry], carried, self.values)
         self._want(call.outputs[:num_carry], carried, self.values)
         self._want(call.inputs[num_consts:], block.inputs[num_consts:], self.values)
@@ -122,13 +124,13 @@ class FirstHalf:
 
 
 def first_half(graph: Graph, call: Call, needed: Collection[ValueId]) -> FirstHalf | None:
-    """What makes the results of a call that are needed now, if products can wait; else None.
+    """The part of a call that makes the results needed now; None if no product can wait.
 
-    Results that no product makes, such as gradients of the scale of a norm, are made at once: for
-    them alone more would have to be kept.
+    Results that depend on no product that can wait, such as gradients of the scale of a norm, are
+    part of it: to defer them would keep more arrays.
 
     Args:
-        needed: results that something waits for.
+        needed: results that other stages wait for.
     """
     if call.kind not in ("scan", "remat") or any_effects(call, graph):
         return None
@@ -137,13 +139,13 @@ def first_half(graph: Graph, call: Call, needed: Collection[ValueId]) -> FirstHa
     if not half.any_products(half.rest(call)):
         return None
     late = _made_by_products(graph, call, half)
-    # This may take the last products that could wait; hence the second look.
+    # This may mark the last products that could wait, so that they are counted again.
     half.add(call, {o for o in call.outputs if o >= 0 and o not in late})
     return half if half.any_products(half.rest(call)) else None
 
 
 def _made_by_products(graph: Graph, call: Call, half: FirstHalf) -> set[ValueId]:
-    """Values behind products that need not run now."""
+    """Values that depend on products that can wait."""
     behind: set[ValueId] = set()
     _follow(graph, (call,), half, behind)
     return behind
@@ -169,7 +171,7 @@ def _follow(
         _pass(item.inputs, block.inputs, behind)
         before = -1
         while len(behind) != before:
-            # As for needed values, a carry may hand one on over several turns.
+            # A dependence may pass through carries over several turns.
             before = len(behind)
             _follow(graph, block.items, half, behind)
             if item.kind == "scan":

@@ -1,10 +1,10 @@
-"""A loop over layers or a remat region of a backward pass as two: the first makes what other stages
-wait for, the second what waits for the update.
+"""Loops over layers and remat regions of a backward pass in two halves: the first makes what other
+stages wait for, the second what only the update needs.
 
-The first hands the second what that reads of it: cotangents at products, and their operands. What
-is cheap to make of these is worked out again. A loop stacks what it hands on, one row for each
-turn; regions stay regions, as opened up they would lose the barriers that keep the compiler from
-merging what is worked out again with the original.
+The first half hands cotangents at products, and their operands, to the second; what is cheap to
+make of these is recomputed. A loop stacks what it hands on, one row for each turn. Regions stay
+regions: opened up they would lose the barriers that keep the compiler from merging the
+recomputation with the original.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ._types import Block, Call, Graph, Operand, OpId, Phase, Value, ValueId
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Halves:
-    """A call as two.
+    """A call in two halves.
 
     Attributes:
         first: makes the results that are needed now, and what it hands on.
         second: makes the others.
-        handed: what the second reads of the first.
-        values: the graph's, with those that are new.
+        handed: values that the second reads of the first.
+        values: of the graph, and stacks that are handed on.
     """
 
     first: Call
@@ -37,12 +37,12 @@ class Halves:
 
 
 def halve(graph: Graph, call: Call, half: FirstHalf, free: Collection[ValueId]) -> Halves:
-    """A call as two.
+    """Cut a call in two halves.
 
     Args:
         graph: that the call is part of; some of its values may be new.
         half: what the first half runs.
-        free: values at hand whenever the second half runs, such as parameters.
+        free: values that the second half can read without keeping them, such as parameters.
     """
     builder = _Builder(graph, half)
     first, second, handed = builder.call(call, frozenset(free))
@@ -103,17 +103,17 @@ class _Builder:
             zip(block.outputs[carried:], call.outputs[carried:], now[carried:], strict=True)
         )
         slices = list(zip(sliced, rows, strict=True))
-        at_hand = free | {row for whole, row in slices if isinstance(row, int) and whole in free}
-        # What is the same in every turn is at hand, however large.
-        at_hand |= {i for i in reads_of(self._graph, call) if i not in sliced}
+        free = free | {row for whole, row in slices if isinstance(row, int) and whole in free}
+        # Values from outside the loop need no row for each turn.
+        free |= {i for i in reads_of(self._graph, call) if i not in sliced}
         late_ends = [b for b, _, is_now in stacks if not is_now] + [
             b for _, _, b, _, is_now in carries if not is_now
         ]
         turning = {c for _, c, _, _, is_now in carries if is_now and isinstance(c, int)}
-        # Sums that turn in the second half's loop alone: nothing of them is handed on.
-        own = {c for _, c, _, _, is_now in carries if not is_now and isinstance(c, int)}
+        # Carries of the second half's loop alone: nothing of them is handed on.
+        late_carries = {c for _, c, _, _, is_now in carries if not is_now and isinstance(c, int)}
         first, second, handed = self._items(
-            block.items, late_ends, frozenset(at_hand | own), frozenset(turning)
+            block.items, late_ends, frozenset(free | late_carries), frozenset(turning)
         )
         new = [(v, self._stacked(v, call.eqn.params["length"])) for v in handed]
         return (
@@ -146,7 +146,7 @@ class _Builder:
         read = {i for item in items for i in reads_of(self._graph, item)} | {
             i for i in ends if isinstance(i, int)
         }
-        # What this half does not read need not be kept for it.
+        # Slices that this half does not read need not be kept for it.
         used = [(whole, row) for whole, row in slices if row in read]
         block = Block(
             inputs=(*(c for _, c, _, _ in carries), *(row for _, row in used)),
@@ -185,7 +185,7 @@ class _Builder:
 
         Args:
             late_ends: what the second half returns.
-            free: at hand whenever the second half runs.
+            free: see `halve`.
             turning: what the first half's loop carries.
         """
         first: list[OpId | Call] = []
@@ -201,17 +201,18 @@ class _Builder:
                 now, later, _ = self.call(item, free)
                 first.append(now)
                 second.append(later)
-        mine = [plain_item(self._graph, item, Phase.BACKWARD) for item in first]
-        names = [self._graph.ops[item.ops[0]].name if item.ops else "" for item in mine]
-        own = [plain_item(self._graph, item, Phase.BACKWARD) for item in second]
-        made_late = {o for item in own for o in item.outputs}
+        now_items = [plain_item(self._graph, item, Phase.BACKWARD) for item in first]
+        names = [self._graph.ops[item.ops[0]].name if item.ops else "" for item in now_items]
+        late_items = [plain_item(self._graph, item, Phase.BACKWARD) for item in second]
+        made_late = {o for item in late_items for o in item.outputs}
         read = dict.fromkeys(
-            [i for item in own for i in item.inputs] + [i for i in late_ends if isinstance(i, int)]
+            [i for item in late_items for i in item.inputs]
+            + [i for i in late_ends if isinstance(i, int)]
         )
-        made = {o for item in mine for o in item.outputs} | turning
+        made = {o for item in now_items for o in item.outputs} | turning
         wanted = [i for i in read if i in made]
         kept = values_to_keep(
-            mine,
+            now_items,
             names,
             wanted,
             self.values,
@@ -219,7 +220,7 @@ class _Builder:
             read_anyway={i for i in read if i not in made and i not in made_late},
         )
         # Cheap items of the first half run in the second too, on what was kept.
-        again = items_between(mine, wanted, kept)
+        again = items_between(now_items, wanted, kept)
         handed = tuple(sorted(kept & made))
         return first, [*(item.op_or_call for item in again), *second], handed
 

@@ -1,4 +1,4 @@
-"""Every touch of JAX that depends on its version. What is fragile or private is named beside it."""
+"""All uses of JAX that depend on its version, each with a note of what is fragile or private."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
-# Since 0.11 one class stands for open and closed jaxprs, and the other name for it is about to go.
+# Since 0.11 one class stands for open and closed jaxprs; its other name is deprecated.
 _CLOSED_JAXPR: Any = getattr(jex, "ClosedJaxpr", jex.Jaxpr)
 # Where a call-like primitive keeps the jaxpr it calls. The key's name has changed between releases.
 _CALL_BODY_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee")
@@ -56,9 +56,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def _any_cudnn() -> Iterator[None]:
-    """Lets cuDNN's attention be traced where no cuDNN is installed, which JAX refuses: a plan needs
-    none to be made.
-    """
+    """Lets cuDNN's attention be traced without cuDNN, which JAX refuses: planning needs none."""
     module: Any = sys.modules.get(_CUDNN_MODULE)
     installed = getattr(module, "check_cudnn_version", None)
     if installed is None:
@@ -84,7 +82,7 @@ def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
     """
     dtype = leaf.dtype
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
-        # 64 bits become 32 unless JAX is told to keep them, as when the array itself is passed.
+        # As for arrays, 64 bits become 32 unless `jax_enable_x64` is set.
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     struct: jax.ShapeDtypeStruct = _shape_struct(
         leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False)
@@ -156,8 +154,7 @@ def _traced(primitive: Any) -> Callable[..., Any] | None:
     """The implementation in JAX that the primitive is lowered by tracing, if it is.
 
     So are Equinox's, those that other libraries make with its `create_vprim` (their batched form
-    too), and sparse arrays'. A primitive that somebody made by himself may be lowered to anything,
-    and stays closed.
+    too), and sparse arrays'. Any other primitive may be lowered to anything, and stays closed.
     """
     implementation: Callable[..., Any] = primitive.impl
     if primitive.name == "bcoo_dot_general":
@@ -180,7 +177,7 @@ def _traced(primitive: Any) -> Callable[..., Any] | None:
 def _implementation(
     eqn: Any, traced: Callable[..., Any]
 ) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
-    """Trace of a primitive's implementation, if it does not look at values."""
+    """Trace of a primitive's implementation; None if that needs the values of its operands."""
 
     def run(*arrays: Any) -> Sequence[Any]:
         out = traced(*arrays, **eqn.params)

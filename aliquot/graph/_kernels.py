@@ -3,8 +3,8 @@ of the grid walks along.
 
 A kernel runs once for each point of its grid, on a block of each array. Where a dim of the grid
 only chooses blocks, all along one dim of every result, runs that differ in it know nothing of one
-another, and a piece of the arrays needs a piece of the grid. What is said here of parameters holds
-for JAX 0.10 to 0.12.
+another, and a piece of the arrays needs a piece of the grid. The parameters are as in JAX 0.10 to
+0.12.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _independent(
 
 
 def _uses(block: Any, grid_dim: int, walks: Sequence[Walked]) -> bool:
-    """True if a dim of the grid chooses blocks in another way than by being their number."""
+    """True if a dim of the grid chooses blocks other than by being the number of a block."""
     body, _ = compat.open_body(block.index_map_jaxpr)
     var = body.invars[grid_dim]
     if any(var is atom for eqn in body.eqns for atom in eqn.invars):
@@ -200,7 +200,7 @@ def _uses(block: Any, grid_dim: int, walks: Sequence[Walked]) -> bool:
 
 
 def _asked(params: Mapping[str, Any], grid: Sequence[int]) -> frozenset[int]:
-    """The dims of the grid of which the kernel asks where it is, or how many there are."""
+    """The dims of the grid whose position or size the kernel asks for."""
     body, _ = compat.open_body(params["jaxpr"])
     # A kernel counts without the dims that a `vmap` has added.
     added = set(params["grid_mapping"].vmapped_dims)

@@ -14,10 +14,8 @@ _ROWS = re.compile(r"(.*?)(\[\d+:\d+\])$")
 def layer_names(
     starts: Sequence[int], ends: Sequence[int], users: Sequence[Sequence[str]]
 ) -> tuple[str, ...]:
-    """Layers by the parameters that they use first.
-
-    That is the rows of stacked ones, the numbered module with most of them, or what all have in
-    common.
+    """Names of layers: the rows of the stacked parameters that a layer uses first, the numbered
+    module with most of its parameters, or the common part of their paths.
     """
     seen: set[str] = set()
     names = []

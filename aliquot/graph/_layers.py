@@ -1,9 +1,8 @@
 """Cuts of a step into layers: places in its forward pass where few bytes cross and work divides
 well.
 
-Equal layers, found as repeats, get equal cuts. Outside of repeats, cuts lie where the bytes that
-cross are fewest for some way around. A wanted number of layers is then chosen among these places by
-a dynamic program.
+Equal layers, found as repeats, get equal cuts. Outside of repeats, cuts lie at local minima of the
+bytes that cross. A wanted number of layers is then chosen among these places by a dynamic program.
 """
 
 from __future__ import annotations
@@ -211,7 +210,7 @@ def range_layers(graph: Graph) -> Layers:
 
 def cut_alike(layers: Layers, graph: Graph) -> Layers:
     """The layers of the same step at another size of its batch; their weights stay as they are."""
-    # Only structured operators belong to their graph.
+    # Items hold the calls of their graph, but only indices of operators.
     items = tuple(
         replace(item, op_or_call=other) if isinstance(other, Call) else item
         for item, other in zip(layers.items, graph.body.items, strict=True)
@@ -313,9 +312,9 @@ def _places(
             cuts.add(int(place))
     cuts.update(_places_between_scans(items, forward))
     places = sorted(place for place in cuts if 0 < place < len(forward))
-    # Scalars cross beside the loss: no measure for the rest.
+    # Next to the loss only scalars cross, which would make all other places look wide.
     work = np.cumsum([0.0, *(items[k].cost for k in forward)])
-    # A forward pass may cost nothing: then no place is inside it, and none is a measure.
+    # A forward pass that costs nothing has no places to measure by.
     done = work / (work[-1] or 1.0)
     inner = [crossing[place] for place in places if _SMALL / 2 < done[place] < 1 - _SMALL / 2]
     return [place for place in places if crossing[place] <= _WIDE * min(inner, default=0.0)]
@@ -389,7 +388,9 @@ def _is_narrow(crossing: NDArray[np.float64], place: int) -> bool:
 def _merge_small(
     starts: Sequence[int], costs: NDArray[np.float64], crossing: NDArray[np.float64]
 ) -> list[int]:
-    """Leave out cuts beside a layer that is hardly any work, the wider one of its two first."""
+    """Leave out cuts beside layers with hardly any work; of a layer's two cuts, that where more
+    bytes cross.
+    """
     kept = list(starts)
     total = np.concatenate(([0.0], np.cumsum(costs)))
     while len(kept) > 1:
@@ -410,8 +411,8 @@ def _choose(
     crossing: NDArray[np.float64],
     name: str,
 ) -> list[int]:
-    """`count` layers out of the finer ones: squares of their weights, and bytes that cross, are
-    least together.
+    """Choose cuts for `count` layers among finer ones, so that the squares of their weights plus
+    the bytes that cross are least.
 
     The dynamic program of "Alpa" (Zheng et al., OSDI 2022), section 6, with a sum of squares in
     place of its bound on the heaviest layer, which needs a tolerance.

@@ -30,7 +30,7 @@ def match_state(
     the dataflow agrees: gradients look like parameters, but no parameter is added to them outside
     of the forward and backward pass. Arguments that are not matched whole are matched part by part,
     under the same key. Names decide between several candidates, then order. Arrays of a batch that
-    a step returns beside its metrics (the labels, say) are none.
+    a step returns beside its metrics, such as labels, are no state.
     """
     groups: dict[Keys, list[int]] = {}
     for position, (keys, _) in enumerate(inputs):
@@ -145,7 +145,7 @@ class _Matcher:
         return array.shape, array.dtype
 
     def _direct(self, groups: dict[Keys, list[int]]) -> list[int]:
-        """For each value, a bit for each group that it depends on outside of the forward and
+        """For each value a mask of the groups that it depends on outside of the forward and
         backward pass.
         """
         direct = [0] * len(self._values)
@@ -178,7 +178,7 @@ class _Matcher:
         same_name = _last(prefix) == _last(name)
         inner = len(prefix) > 1
         lone = len(positions) == 1
-        # New keys come of old ones in ways that no sum shows: names decide.
+        # New random keys depend on old ones through no sum: names decide.
         if lone and self._reach.key[self._inputs[positions[0]][1]]:
             return not inner or same_name
         if inner and not same_name:

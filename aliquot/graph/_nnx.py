@@ -1,5 +1,5 @@
-"""Flax NNX objects as arguments: a step may change them in place, so what they hold afterwards is
-part of its result.
+"""Flax NNX objects as arguments: a step may change them in place, so that their new state is part
+of its result.
 
 Flax and Equinox are looked at only when the user has imported them already.
 """

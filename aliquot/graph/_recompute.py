@@ -1,9 +1,9 @@
 """Choice of the forward results to keep for the backward program; the others are recomputed.
 
 A backward program of its own cannot fuse with the forward pass: every value that it reads is an
-array in memory, one more to hand over, for each micro-batch in flight. What is cheap is worked out
-again from the smallest set of arrays that allows it: a minimum cut between what only products can
-make and what the backward program reads.
+array in memory, one more to hand over, for each micro-batch in flight. Cheap values are recomputed
+from the smallest set of arrays that suffices: a minimum cut between what only products can make and
+what the backward program reads.
 
 Reference: the min-cut rematerialisation of functorch's AOTAutograd (Horace He, "Min-cut
 recomputation", 2022); here only for memory, as products are never repeated.
@@ -27,8 +27,8 @@ _LARGEST = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Repeated:
-    """Values that a backward program reads of the forward program's, and the items with which it
-    works all others out again.
+    """Recomputation in a backward program: the values that it keeps of the forward program, and the
+    items by which it recomputes the others.
     """
 
     kept: frozenset[ValueId]
@@ -43,8 +43,7 @@ def find_repeated(
     free: Collection[ValueId],
     repeat: frozenset[int] | None = frozenset(),
 ) -> Repeated:
-    """What a backward program works out again. The programs that run and the prices of a stage's
-    recomputation both come from here.
+    """Recomputation in a backward program, for the programs that run and for their prices.
 
     Args:
         graph: whose operators the items are.
@@ -61,7 +60,7 @@ def find_repeated(
         wanted,
         graph.values,
         free=free,
-        # What the backward program reads anyway costs nothing to start from.
+        # Values that the backward program reads anyway cost nothing more.
         read_anyway={value for value in reads if value not in made},
         repeat=repeat,
     )
@@ -78,18 +77,19 @@ def values_to_keep(
     read_anyway: Collection[ValueId],
     repeat: frozenset[int] | None = frozenset(),
 ) -> frozenset[ValueId]:
-    """The values to keep so that all that is wanted can be worked out from them.
+    """The values to keep from which all wanted ones can be recomputed, with the fewest bytes.
 
     Args:
         items: of the forward program, in order.
         names: of their primitives.
         wanted: values made by `items` that the backward program reads.
         values: of the graph, by index.
-        free: values at hand in both programs: the step's inputs, and what anybody can work out.
+        free: values that both programs have: the step's inputs, and results of shared items.
         read_anyway: values from elsewhere that the backward program reads whatever is decided.
-        repeat: operators that may be worked out again, costly or not; None: all. Where some may,
-            of equally small sets the one that leaves least to work out is kept, so that what ends
-            a layer is kept and not what it is the sum of: layers are then worked out one by one.
+        repeat: operators that may be recomputed although they are costly; None: all. If there are
+            some, of equally small sets the one is taken that leaves least to recompute: it holds
+            the ends of layers and not the terms of their sums, so that layers are recomputed one by
+            one.
     """
     costly = [
         repeat is not None
@@ -120,7 +120,7 @@ def values_to_keep(
         edges.append((2 * n, 2 * n + 1, cost))
         k = maker.get(v)
         if k is None or costly[k]:
-            # Not to be worked out: this value is kept, or all that is made of it.
+            # Not to be recomputed: the cut keeps this value, or all wanted ones that depend on it.
             edges.append((source, 2 * n, _LARGEST))
         else:
             edges += [(2 * number[i] + 1, 2 * n, _LARGEST) for i in items[k].inputs if i in number]
@@ -150,13 +150,13 @@ def items_between(
 
 
 def is_costly(item: Item, name: str) -> bool:
-    """True if an item is only worked out again where a plan says so."""
+    """True if an item is recomputed only where a plan says so."""
     return isinstance(item.op_or_call, Call) or traits_of(name).costly
 
 
 def _reached(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> frozenset[ValueId]:
-    """The nodes on the source's side of the minimum cut nearest to it. With every edge turned round
-    and source and sink exchanged, those on the sink's side.
+    """The nodes on the source's side of the minimum cut that is nearest to the source. For the cut
+    nearest to the sink, reverse all edges and exchange source and sink.
     """
     # Slow to import, and only pipelines need it.
     from scipy.sparse import csr_array

@@ -1,4 +1,4 @@
-"""Graphs for the eye: one line for each operator, or a drawing."""
+"""Graphs as text, one line for each operator, or as drawings."""
 
 from __future__ import annotations
 

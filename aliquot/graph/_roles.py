@@ -161,7 +161,7 @@ def batch_paths(
         for items in fresh
     ]
     agreeing = [pairs for pairs in sized if len({size for _, size in pairs}) == 1]
-    # Of equals a Counter names the one that it met first.
+    # `Counter` returns the first of equally frequent sizes, and the last is wanted.
     votes = Counter(size for pairs in reversed(agreeing or sized) for _, size in pairs)
     if not votes:
         return set()

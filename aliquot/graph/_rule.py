@@ -240,7 +240,7 @@ def traits_of(primitive: str) -> Traits:
 
 
 def whole(operands: Sequence[HasShape], results: Sequence[tuple[int, ...]]) -> DimRule:
-    """The rule of an operator of which nothing is known: every dim stays whole."""
+    """The rule of an opaque operator: every dim stays whole."""
     letters = iter(_WHOLE)
     sizes: dict[str, int] = {}
 

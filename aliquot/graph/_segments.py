@@ -1,4 +1,4 @@
-"""Find what repeats: operators of equal layers become one class, so that all later work is done
+"""Folding of repeats: operators of equal layers become one class, so that all later work is done
 once for each class.
 
 Three steps:
@@ -103,8 +103,8 @@ class Repeats:
 # Layers are cut and compared one after the other, by the classes of one graph.
 @functools.lru_cache(maxsize=1)
 def find_repeats(graph: Graph) -> Repeats:
-    """Repeats and classes of forward and backward operators: the quicker part of `fold`, for
-    whoever needs no more.
+    """Repeats and classes of forward and backward operators: the part of `fold` that takes less
+    time.
     """
     origin = _origins(graph)
     keys = _keys(graph, origin)
@@ -279,10 +279,10 @@ def _only_scalars(graph: Graph, op: Op) -> bool:
 
 
 def _refined_by_users(graph: Graph, classes: Ints) -> Ints:
-    """Split classes of update operators whose users differ: moments of unlike parameters look alike
-    until they meet them.
+    """Split classes of update operators whose users differ: moments of unlike parameters differ
+    only by the parameters that they update.
     """
-    # Users of what others make are not asked for.
+    # Only update operators are refined by their users.
     users: dict[int, set[Any]] = {
         o: set()
         for op in graph.ops
@@ -329,8 +329,8 @@ def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) ->
         return graph.values[v].shape, graph.values[v].dtype, origin[v]
 
     for v, read in readers.items():
-        # What is no state, such as the batch, stays a class of its own: nothing says that two are
-        # alike.
+        # Inputs that are no state, such as a batch, stay classes of their own: nothing shows that
+        # two are alike.
         result[v] = intern(("input", kind(v) if origin[v] else v, frozenset(read)))
     return np.array(result, np.int64)
 

@@ -1,5 +1,5 @@
-"""The new graph of a split step while it is written: its operators so far, and what the values of
-the old graph are in it.
+"""Emission of a split step's graph: its operators so far, and the new values for those of the old
+graph.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def read(
 def define(
     emission: Emission, old: ValueId, whole: ValueId, place: Place, like: Op, eqn: Any, aval: Any
 ) -> None:
-    """Say what a value of the old graph is now, and cut it if it must come in pieces."""
+    """Define the new value of one of the old graph, and cut it if it must come in pieces."""
     arrays = emission.arrays
     if old not in arrays.stacked:
         arrays.whole[old] = whole
@@ -164,7 +164,7 @@ def define_all(
     like: Op,
     eqn: Any,
 ) -> None:
-    """Say what the results of an operator or a loop are now."""
+    """Define the new values of an operator's or loop's results."""
     for before, after, var in zip(old, new, eqn.outvars, strict=True):
         if before >= 0:
             define(emission, before, after, place, like, eqn, var.aval)

@@ -3,7 +3,7 @@
 An operator is local in the leading dim when rows `[a, b)` of its results need no other rows of its
 stacked operands than `[a, b)`. A reduction over all rows is local up to one last join of the
 ranges' results. An operator whose primitive does not declare how it runs on fewer rows
-(`Traits.on_rows`) mixes rows, as far as we know.
+(`Traits.on_rows`) is taken to mix rows.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def local_rule(op: Op, values: Sequence[Value], rows: int) -> Local | None:
     if not results or any(shape[:1] != (rows,) for shape in results):
         return None
     stacked = _operands_with_rows(rule)
-    # What makes rows out of nothing must be told how many.
+    # An operator without operands with rows states their number in its parameters.
     if stacked is None or (not any(stacked) and traits.on_rows is same_parameters):
         return None
     counts_rows = traits.numbers_rows and op.params["dimension"] == 0

@@ -65,7 +65,7 @@ def _write_whole(
     results: Sequence[ValueId],
     place: Place,
 ) -> None:
-    """A loop or branches on whole arrays, and what their results are now."""
+    """Write a loop or branches on whole arrays, and define their results."""
     place.items.append(
         replace(call, blocks=tuple(blocks), inputs=tuple(operands), outputs=tuple(results))
     )
@@ -177,7 +177,7 @@ def _loop_body(emission: Emission, block: Block, inputs: Sequence[Operand], plac
 def _body(emission: Emission, block: Block, place: Place) -> Block:
     """A body that sees the pieces themselves, unless a loop stands around it."""
     arrays = emission.arrays
-    # What is joined inside a body is not at hand outside of it.
+    # Arrays that are joined inside a body cannot be read outside of it.
     around = arrays.whole_here
     if not place.in_loop:
         arrays.whole_here = {}

@@ -1,8 +1,8 @@
 """Assignment of a whole step to the stages of a pipeline, given the stages of its forward pass.
 
-No markers and no names: a backward operator runs where the latest of what it reads is at home, so
-it meets its forward twin's residuals and its weights, and one cotangent crosses each cut. An update
-runs where its parameters are.
+It needs no markers and no names. A backward operator runs on the latest stage among those of its
+operands: there are the residuals of its forward operator and its weights, and one cotangent crosses
+each cut. An update runs where its parameters are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ._layers import Layers
 from ._types import Graph, Phase, Role, StageId, ValueId
 
 SHARED = StageId(-1)
-"""In place of a stage: every stage that wants the result works it out."""
+"""In place of a stage: each stage that needs the result computes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,7 +147,7 @@ def place_update(
         i.value: i.role for i in graph.inputs if i.role is not Role.BATCH and not scalar[i.value]
     }
     votes: dict[int, tuple[int, StageId]] = {}
-    # Outvoted by anybody, and where nobody votes the first stage serves as well as any.
+    # Any vote wins over this default, and without votes all stages serve equally well.
     nobody = 9, StageId(0)
 
     def vote(value: ValueId, rank: int, stage: StageId) -> None:

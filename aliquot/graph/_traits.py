@@ -52,7 +52,7 @@ class Traits:
             save memory.
         moves: how it rearranges elements, if it does nothing else.
         costly: it takes much longer than reading its operands and writing its results, so that
-            results which a backward pass reads are kept instead of worked out again.
+            results which a backward pass reads are kept instead of recomputed.
         runs_on_pieces: each device runs it on its own pieces, as the compiler would gather the
             operands first.
         join: the binary primitive that makes the result from the results on two ranges of the

@@ -1,4 +1,4 @@
-"""Memory: what is stored, how long, and how many bytes it takes on each device."""
+"""Memory: stored arrays, their live ranges, and their bytes on each device."""
 
 from ._curve import memory_over_time as memory_over_time
 from ._deferred import may_take_turns as may_take_turns

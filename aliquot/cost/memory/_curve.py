@@ -1,4 +1,4 @@
-"""Memory over the course of a step by part, as plans store it for people to look at."""
+"""Memory over the course of a step by part, as plans show it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Arrays that a stage's gradients of weights read, where these are put off: they stay in memory
-from the first half of a micro-batch's backward pass to the second.
+"""Arrays that a stage's deferred gradients of weights read: they stay in memory from the first half
+of a micro-batch's backward pass to the second.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _STATE = (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Arrays of one class that wait for gradients of weights which are put off: `num_bytes` of all
-    of them, divided by the factors of `projection` that are split. `handed` if the backward pass
-    makes them; else they are kept of the forward pass.
+    """Arrays of one class that deferred gradients of weights read: `num_bytes` of all of them,
+    divided by the factors of `projection` that are split. `handed`: the backward pass makes them;
+    otherwise the forward pass does.
     """
 
     node: int
@@ -28,8 +28,8 @@ class Held:
 
 
 def held_arrays(index: NodeIndex, stored: Sequence[bool]) -> Iterator[Held]:
-    """All arrays that wait. What is cheap to make of others is made again from those, as by the
-    runtime.
+    """All arrays that deferred gradients of weights read. As in the runtime, cheap ones are
+    recomputed from others, which are held instead.
 
     Args:
         stored: for each class of values whether it reaches memory.
@@ -55,7 +55,7 @@ def held_arrays(index: NodeIndex, stored: Sequence[bool]) -> Iterator[Held]:
 
 
 class _Search:
-    """Value classes that are held, each with how often a member is made in a micro-batch, and
+    """The search for held value classes: for each, how often a member is made in a micro-batch, and
     whether the backward pass makes it.
     """
 
@@ -86,18 +86,18 @@ class _Search:
         if maker.is_link or self._stored[value_class]:
             self._find(value_class, maker, trips)
             return
-        # A result that is not stored is made again from what it was made of.
+        # A result that is not stored is recomputed from its operands.
         for _, source, _ in self._cuts.operands(producer[0]):
             self.visit(source, maker.trips)
 
     def _find(self, value_class: int, maker: Op, trips: int) -> None:
         handed = maker.phase is Phase.BACKWARD
         if maker.name == "scan_slice":
-            # Rows of a stack that is there as a whole.
+            # A row of a stack: the whole stack is held.
             for _, stack, _ in self._cuts.operands(self._cuts.producer[value_class][0]):  # type: ignore[index]
                 self.visit(stack, max(1, trips // max(self._cuts.shape(stack)[0], 1)))
         elif maker.name == "tie":
-            # What a loop carries is kept of every turn.
+            # Carries of a loop are held for every turn.
             self.found[value_class] = max(trips, maker.trips), handed
         else:
             self.found[value_class] = max(1, round(self._cuts.times_made(value_class))), handed

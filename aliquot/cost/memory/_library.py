@@ -5,10 +5,10 @@ copied when a step begins; the copy replaces the kernel in all that follows, so 
 update has read it. A remat region takes the kernel itself, behind a barrier, and copies it anew for
 its own products.
 
-The gradient of a maximum over windows is scattered to where the maxima were. Their positions, an
-int32 for each dim of the image, are found and zeroes to scatter into are written as soon as the
-image is there, as nothing makes either wait. Where the image is itself a maximum with a constant,
-the zeroes are that constant's array, and what is scattered into is a copy.
+The gradient of a maximum over windows is scattered to where the maxima were. Their positions (an
+int32 for each dim of the image) and the zeroes to scatter into are computed as soon as the image
+is, because the scheduler sees no reason to wait. Where the image is itself a maximum with a
+constant, the zeroes are that constant's array, and what is scattered into is a copy.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def indexed_maxima(cuts: Cuts, made_at: NDArray[np.int64]) -> Iterator[Scattered
 
 
 def _features_first(shape: tuple[int, ...], order: tuple[int, ...]) -> bool:
-    """True if output features are the first dim that counts, where `order` says first which dim
-    they are.
+    """True if output features are the first dim other than those of size one; `order` begins with
+    the position of that dim.
     """
     return shape[order[0]] == 1 or all(n == 1 for n in shape[: order[0]])
 
@@ -131,8 +131,8 @@ def _kernel(op: Op) -> Operand | None:
 
 
 def _is_taken_in(cuts: Cuts, value_class: int) -> bool:
-    """True if it is a parameter, or a loop's slice of one. What a step computes is written in the
-    order that is wanted.
+    """True for a parameter, or a loop's slice of one. Computed arrays are written in the wanted
+    order at once.
     """
     producer = cuts.producer[value_class]
     return cuts.param_only[value_class] and (

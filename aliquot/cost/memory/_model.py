@@ -1,8 +1,8 @@
 """Memory per device over the course of a step, linear in the choices.
 
-Three kinds of residents: inputs (the whole step), stored arrays (from making to last use), and
-copies of arrays in another split for products. All copies of one array live from the first to the
-last product that reads it converted.
+Residents are inputs (the whole step), stored arrays (from making to last use), and copies of arrays
+in another split for products. All copies of one array live from the first to the last product that
+reads it converted.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def known_memory(priced: Priced, picks: Ints) -> MemoryModel:
 
 
 def _summed(r: Resident, graph: NodeGraph) -> Iterator[Resident]:
-    """A gradient under micro-batches: its total, for the whole step; and what a loop over layers
-    stacks up in between.
+    """Residents of a gradient under micro-batches: its total, for the whole step, and the stack of
+    a loop over layers in between.
     """
     yield dataclasses.replace(
         # Totals are zeroed before the first micro-batch and read after the last.
@@ -166,7 +166,7 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
 
 
 def _transposed(priced: Priced, parameters: set[tuple[NodeId, int]]) -> Iterator[Conversion]:
-    """Copies with the split dim first, of parameters from which to gather."""
+    """Copies of parameters, with the split dim first, from which XLA gathers."""
     nodes = {node for node, _ in parameters}
     for edge in priced.graph.edges:
         if edge.kind != "operand" or edge.phase is not Phase.FORWARD or edge.source not in nodes:
@@ -186,11 +186,10 @@ def _transposed(priced: Priced, parameters: set[tuple[NodeId, int]]) -> Iterator
 
 
 def _gathered_anew(priced: Priced) -> Iterator[Conversion]:
-    """New parameters that are gathered along another dim than the first: not into their place, but
-    to be copied there.
+    """Copies of new parameters that are gathered along another dim than the first, at the end of a
+    step: not in place, but to be copied there.
 
-    That is the last that a step does. Where latency is hidden, the copies wait for all gathers, but
-    for those of single rows.
+    Where latency is hidden, the copies wait for all gathers except those of single rows.
     """
     if not priced.target.hides_latency:
         return
@@ -223,10 +222,11 @@ def _gathers_inner(source: Spec, target: Spec) -> bool:
 
 
 def _waits_for_nothing(edge: Edge, parameters: set[tuple[NodeId, int]], priced: Priced) -> bool:
-    """True if the forward pass converts a large parameter as it is, outside of loops; small ones
-    are gathered together.
+    """True if nothing delays a conversion: the forward pass converts a large parameter as it is,
+    outside of loops.
 
-    What the backward pass converts waits behind a region's barrier.
+    Small ones are gathered together, and conversions of the backward pass wait behind a region's
+    barrier.
     """
     # Two of this size would still be gathered together.
     if not priced.target.gathered_ahead or 2 * edge.num_bytes <= priced.target.combined_bytes:
@@ -252,7 +252,7 @@ def over_time(
     """Bytes on each device while each operator runs.
 
     Args:
-        taken: the bytes of a resident, of what it takes under each choice of its node.
+        taken: from the bytes of a resident under each choice of its node to the bytes to count.
         conversions: those that are held, each with its bytes.
     """
     parts = [
@@ -263,12 +263,10 @@ def over_time(
 
 
 def alive_over_time(parts: Sequence[tuple[Resident | Conversion, float]], num_times: int) -> Floats:
-    """[num_times], the bytes of all parts that are there, each with its bytes from its births to
-    its deaths.
-    """
+    """[num_times], the bytes of all parts that are alive, each from its births to its deaths."""
     # In one go: thousands of additions of a few entries each take longer than anything that is
     # added.
-    moments = [moment for what, _ in parts for moment in (what.births, what.deaths + 1)]
+    moments = [moment for part, _ in parts for moment in (part.births, part.deaths + 1)]
     weights = np.array([sign * num_bytes for _, num_bytes in parts for sign in (1.0, -1.0)])
     change: Floats = np.bincount(
         np.concatenate([np.zeros(0, np.int64), *moments]),

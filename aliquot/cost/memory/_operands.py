@@ -20,7 +20,7 @@ class Casts:
 
     Attributes:
         itemsize: by value class of the parameter, the bytes of an element of its cast.
-        replaced: value classes that are casts, in whatever place a step casts again.
+        replaced: value classes of these casts, wherever the step casts.
         until: the last operator of these loops.
     """
 
@@ -38,7 +38,7 @@ def only_multiplied(cuts: Cuts) -> list[bool]:
     for output in cuts.graph.outputs:
         if isinstance(output.value, int):
             otherwise[int(cuts.folding.value_class[output.value])] = True
-    # From the last operator back, so that readers of a result are known before its maker.
+    # In reverse, so that all readers of a result come before its maker.
     for op_class in _backwards(cuts):
         op = cuts.first[op_class]
         passes = _passes_on(op) and all(read[o] and not otherwise[o] for o in _results(cuts, op))
@@ -110,7 +110,9 @@ def _passes_on(op: Op) -> bool:
 
 
 def _multiplies_narrowly(cuts: Cuts, op: Op) -> bool:
-    """True if it is a product of float32 for which the hardware's own type will do."""
+    """True for a product of float32 at default precision, which hardware computes in a narrower
+    type.
+    """
     if not traits_of(op.name).multiplies:
         return False
     asked = op.params.get("precision") or ()

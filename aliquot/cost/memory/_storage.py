@@ -26,11 +26,14 @@ _VIEWS = ("scan_slice", "tie")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Storage:
-    """`stored[c]`: whether values of class `c` reach memory.
+    """Stored arrays and their live ranges.
 
-    Value `v` is there from operator `made_at[v]` to `last_use[v]`, the last that needs it, or -1.
-    If what only the update needs is put off, operator `k` runs at the time of `late_run[k]`, and
-    `v` is there until `late_use[v]`.
+    Attributes:
+        stored: for each value class, whether it reaches memory.
+        made_at, last_use: live range of each value: from an operator to the last that needs it; -1
+            if none does.
+        late_run, late_use: position of each operator, and end of each value's live range, if all
+            that only the update needs is deferred.
     """
 
     stored: tuple[bool, ...]
@@ -225,16 +228,16 @@ def _other_phase(maker: Op, reader: Op) -> bool:
 
 
 def _latest(cuts: Cuts) -> list[int]:
-    """Positions of operators if backward products run right before what needs their results,
-    outside of loops.
+    """Positions of operators if each backward product runs right before the first reader of its
+    result, outside of loops.
 
     Of two that read the same array, such as those for the values and for the weights of attention,
-    that with the longer way to the end runs first.
+    the one that is further from the end runs first.
     """
     graph, classes = cuts.graph, cuts.folding.op_class.tolist()
     runs_at = list(range(len(graph.ops)))
     first_use = [len(graph.ops)] * len(graph.values)
-    # From the end, as an operator is placed by what needs its results.
+    # In reverse, as the readers of its results decide where an operator runs.
     for op in reversed(graph.ops):
         used = min((first_use[o] for o in op.outputs if o >= 0), default=len(graph.ops))
         moves = rearranges(op)
@@ -260,13 +263,13 @@ def _run_late(cuts: Cuts) -> list[int]:
     A sum does not wait where another one over the same dims reads the same array, and is needed
     before: one kernel makes both, as of the sums in the gradient of a normalisation over the batch.
     """
-    runs_at = _put_off(cuts, [frozenset()] * len(cuts.graph.values))
-    return _put_off(cuts, _summed_in_turn(cuts, runs_at))
+    runs_at = _deferred_positions(cuts, [frozenset()] * len(cuts.graph.values))
+    return _deferred_positions(cuts, _summed_in_turn(cuts, runs_at))
 
 
-def _put_off(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
-    """See `_run_late`. `summed[v]`: over which dims something made of value `v` is summed in any
-    case.
+def _deferred_positions(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
+    """See `_run_late`. `summed[v]`: dims over which an array derived from value `v` is summed by an
+    operator that is not deferred.
     """
     graph, classes = cuts.graph, cuts.folding.op_class.tolist()
     runs_at = list(range(len(graph.ops)))
@@ -297,8 +300,8 @@ def _put_off(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
 
 
 def _summed_in_turn(cuts: Cuts, runs_at: list[int]) -> list[frozenset[Any]]:
-    """For each value of the backward pass, over which dims something made of it is summed in turn,
-    element by element.
+    """For each value of the backward pass, the dims over which an array derived from it, element by
+    element, is summed by an operator that is not deferred.
     """
     graph, classes = cuts.graph, cuts.folding.op_class.tolist()
     summed: list[frozenset[Any]] = [frozenset()] * len(graph.values)
@@ -322,7 +325,9 @@ def _sums_up(op: Op) -> bool:
 
 
 def _made_at(cuts: Cuts, zeroes_early: bool) -> NDArray[np.int64]:
-    """Begin of each value's live range: stacks begin with their loop, which writes into them."""
+    """Start of each value's live range: that of a stack is the start of its loop, which writes
+    into it.
+    """
     made_at = [0] * len(cuts.graph.values)
     loop_begin = straight_begin = before_loop = 0
     looping = backward_loop = False
@@ -349,8 +354,8 @@ def _made_at(cuts: Cuts, zeroes_early: bool) -> NDArray[np.int64]:
 
 
 def _last_use(cuts: Cuts, stored: list[bool], runs_at: list[int]) -> NDArray[np.int64]:
-    """Last readers, through arrays that are fused away, and to the end of a loop for what a loop
-    reads from outside.
+    """Last reader of each value, through arrays that are fused away; for what a loop reads from
+    outside, the end of the loop.
     """
     graph = cuts.graph
     classes = cuts.folding.value_class.tolist()

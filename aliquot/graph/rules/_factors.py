@@ -22,7 +22,7 @@ class Factors:
         self._whole = _letters("A", str.isupper)
 
     def split(self, size: int) -> str:
-        """A factor that may be split; "1" for a dim of size one, which means nothing."""
+        """A factor that may be split; "1" for a dim of size one, which has none."""
         return self._next(self._split, size)
 
     def whole(self, size: int) -> str:

@@ -27,7 +27,7 @@ def _opaque(
     return whole(operands, results)
 
 
-# A user may say more about a kernel of his own: these give way to a rule registered later.
+# Users know more about their own kernels: their rules replace these.
 register_dim_rule(
     "call_exported",
     "debug_callback",
