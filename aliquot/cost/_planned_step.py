@@ -67,7 +67,7 @@ class PlannedStep:
                 )
                 for stage in plan.stages
             ]
-            made = cut_pipeline(
+            cut = cut_pipeline(
                 staged.graph,
                 staged.staging,
                 # Without micro-batches no gradients are accumulated, so that stages need no
@@ -79,22 +79,22 @@ class PlannedStep:
                 semantics=plan.micro_batch_semantics,
                 on_missing_rule=self.stages[0].problem.nodes.on_missing_rule,
             )
-            self._cut.append(made)
+            self._cut.append(cut)
         return self._cut[0]
 
     def _recompute(self) -> dict[StageId, frozenset[OpId] | None]:
         """By stage the operators that its backward program may recompute; None for all."""
         assert self.staged is not None
-        found: dict[StageId, frozenset[OpId] | None] = {}
+        recomputed: dict[StageId, frozenset[OpId] | None] = {}
         stages = zip(self.plan.stages, self.stages, self.staged.extracts, strict=True)
         for k, (planned, stage, extract) in enumerate(stages):
             if planned.recompute == "stage":
-                found[StageId(k)] = None
+                recomputed[StageId(k)] = None
             elif planned.recompute == "operators":
-                found[StageId(k)] = frozenset(
+                recomputed[StageId(k)] = frozenset(
                     extract.ops[op] for op in operators_of(stage.problem.nodes, stage.repeat)
                 )
-        return found
+        return recomputed
 
     @classmethod
     def of_program(

@@ -52,8 +52,8 @@ def find_repeated(
         free, repeat: see `values_to_keep`.
     """
     names = [graph.ops[item.ops[0]].name if item.ops else "" for item in forward]
-    made = {o for item in forward for o in item.outputs}
-    wanted = [value for value in reads if value in made]
+    made_forward = {o for item in forward for o in item.outputs}
+    wanted = [value for value in reads if value in made_forward]
     kept = values_to_keep(
         forward,
         names,
@@ -61,7 +61,7 @@ def find_repeated(
         graph.values,
         free=free,
         # Values that the backward program reads anyway cost nothing more.
-        read_anyway={value for value in reads if value not in made},
+        read_anyway={value for value in reads if value not in made_forward},
         repeat=repeat,
     )
     return Repeated(kept=kept, items=tuple(items_between(forward, wanted, kept)))

@@ -41,7 +41,7 @@ def held_arrays(index: NodeIndex, stored: Sequence[bool]) -> Iterator[Held]:
         if op.deferrable and not op.is_link:
             for _, value_class, _ in index.cuts.operands(op_class):
                 search.visit(value_class, op.trips)
-    for value_class, (turns, handed) in sorted(search.found.items()):
+    for value_class, (turns, handed) in sorted(search.held.items()):
         members = index.cuts.folding.value_members[value_class]
         landed = index.landed_ports(value_class)
         port = landed[0] if landed else index.class_port(value_class)
@@ -63,7 +63,7 @@ class _Search:
         self._cuts, self._stored = index.cuts, stored
         self._inputs = {item.value: item for item in index.cuts.graph.inputs}
         self._seen: set[int] = set()
-        self.found: dict[int, tuple[int, bool]] = {}
+        self.held: dict[int, tuple[int, bool]] = {}
 
     def visit(self, value_class: int, trips: int) -> None:
         """Look behind an array that is read so often."""
@@ -78,7 +78,7 @@ class _Search:
         if producer is None:
             item = self._inputs.get(self._cuts.folding.value_members[value_class][0])
             if item is not None and item.role not in _STATE and is_from_another_stage(item):
-                self.found[value_class] = 1, False
+                self.held[value_class] = 1, False
             return
         maker = self._cuts.first[producer[0]]
         if maker.deferrable and not maker.is_link:
@@ -98,6 +98,6 @@ class _Search:
                 self.visit(stack, max(1, trips // max(self._cuts.shape(stack)[0], 1)))
         elif maker.name == "tie":
             # Carries of a loop are held for every turn.
-            self.found[value_class] = max(trips, maker.trips), handed
+            self.held[value_class] = max(trips, maker.trips), handed
         else:
-            self.found[value_class] = max(1, round(self._cuts.times_made(value_class))), handed
+            self.held[value_class] = max(1, round(self._cuts.times_made(value_class))), handed

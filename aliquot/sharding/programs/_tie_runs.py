@@ -64,9 +64,9 @@ class _Tied:
         """Put a run behind what is there, with its barrier."""
         names: dict[ValueId, ValueId] = {}
         if run.gradient is not None:
-            made = {o for item in run.items for o in item.outputs}
+            recomputed = {o for item in run.items for o in item.outputs}
             read = dict.fromkeys(i for item in run.items for i in item.inputs)
-            taken = [i for i in read if i not in made and self._may_tie(i)]
+            taken = [i for i in read if i not in recomputed and self._may_tie(i)]
             if taken:
                 passed = self._barrier([*taken, run.gradient], like=run.items[0])
                 names = dict(zip(taken, passed, strict=False))
