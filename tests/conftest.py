@@ -28,7 +28,14 @@ os.environ.pop("COLUMNS", None)
 # of the time.
 gc.set_threshold(100_000, 50, 100)
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+
+# How fast examples are drawn says more of what else the machine does than of the tests.
+hypothesis.settings.register_profile(
+    "aliquot", suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("aliquot")
 
 # Each compiled program takes a few memory maps, of which Linux grants a process 65,530. Compilers
 # crash beyond.
