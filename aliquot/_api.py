@@ -18,7 +18,7 @@ from .cluster import AbstractMeasured, Cluster
 from .core import CaptureError, InfeasibleError, InputError, TimeLimitError, collecting_seldom
 from .cost import PlannedStep
 from .cost import estimate as estimate_planned
-from .graph import Graph, is_ordered, source_line
+from .graph import Graph, coordination_client, is_ordered, source_line
 from .graph import capture as capture
 from .planners import (
     AbstractMethod,
@@ -69,7 +69,8 @@ def plan(
     Args:
         step: an ordinary training step; see `capture`.
         *args, **kwargs: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
-        cluster: what to plan for; by default the devices JAX sees.
+        cluster: what to plan for; by default the devices JAX sees. `Auto` and pipelines may leave
+            hosts idle where the step is faster so, unless this is a run of several processes.
         method: how to parallelize; by default `Auto()`.
         num_micro_batches: number of micro-batches in a step. By default `Auto` and pipelines search
             it, and other methods have one; "auto" plans 1, 2, 4, ... of them for those as well, for
@@ -222,6 +223,8 @@ def _plan_captured(
         semantics=micro_batch_semantics,
         on_missing_rule=on_missing_rule,
         memory_limit_bytes=memory_limit_bytes,
+        # Processes of idle hosts would have nothing to do in this run.
+        may_idle=not _is_one_of_many(),
         progress=progress,
     )
     method = method or Auto()
@@ -250,6 +253,12 @@ def _plan_captured(
             raise
 
     return _first_that_fits(propose, task) if verify else propose()
+
+
+def _is_one_of_many() -> bool:
+    """True in a run of several processes."""
+    joined = coordination_client()
+    return joined is not None and joined[3] > 1
 
 
 def _first_that_fits(propose: Callable[[float | None], Plan], task: Task) -> Plan:

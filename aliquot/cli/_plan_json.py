@@ -32,6 +32,7 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
         "method": plan.method,
         "model": plan.model.name,
         "cluster": plan.cluster.get("name"),
+        "idle_hosts": plan.idle_hosts,
         "mesh": list(plan.stages[0].mesh_shape),
         "step_time_s": p.step_time_s,
         "compute_s": p.compute_s,

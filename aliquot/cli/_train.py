@@ -63,10 +63,10 @@ def train(
 
 
 def _check_devices(plan: Plan, num_devices: int) -> None:
-    from ..plans import plan_devices
+    from ..plans import idle_devices, plan_devices
 
     needed = plan_devices(plan)
-    if needed != num_devices:
+    if num_devices not in (needed, needed + idle_devices(plan)):
         raise PlanMismatchError(
             f"it is for {needed} devices ({plan.cluster.get('name')}), and there are {num_devices}",
             asked="the plan does not fit these devices",

@@ -16,6 +16,7 @@ from ._files import write_atomic as write_atomic
 from ._garbage import collect_seldom as collect_seldom
 from ._garbage import collecting_seldom as collecting_seldom
 from ._text import broken as broken
+from ._text import counted as counted
 from ._text import fitting_widths as fitting_widths
 from ._text import listing as listing
 from ._text import printable as printable

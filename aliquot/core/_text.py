@@ -53,6 +53,15 @@ def shortened(text: str, most: int = _LONG) -> str:
     return printable(text, keep="")
 
 
+def counted(count: int, noun: str) -> str:
+    """A number and its noun, in the plural unless the number is 1.
+
+    >>> counted(1, "host"), counted(2, "host")
+    ('1 host', '2 hosts')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def listing(headline: str, problems: Sequence[str], advice: str = "") -> str:
     """A message that lists problems: one after the headline, several below it, of many only the
     first.

@@ -9,6 +9,7 @@ from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Problem
 from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, Task, faster
 from ._counts import MOST_MICRO_BATCHES, batch_size
+from ._fewer_hosts import fastest_on_any_hosts
 from ._methods import WholeProgram
 from ._one_program import cannot_fit, least_compute_s, one_program_by_doubling, one_program_scope
 from ._pipeshard import PipeshardParallel
@@ -28,7 +29,8 @@ class Auto(AbstractMethod):
     on a given mesh, or if one program takes no longer than the compute of the step alone, shared
     evenly by all devices. On more than 128 devices fewer numbers of micro-batches are searched, and
     on more than 4,096 pipelines only if one program with the fewest micro-batches does not fit;
-    plans say what was not searched.
+    plans say what was not searched. Both are searched on fewer hosts, too, where these could
+    compute the step in less time than the best plan for all takes: a plan may leave hosts idle.
 
     Args:
         intra: finds the splits.
@@ -55,32 +57,38 @@ class Auto(AbstractMethod):
                 one that needs less memory.
         """
         try:
-            return self._decide(task)
+            decision = self._decide(task)
+            if self.mesh_shape is not None:
+                return decision
+            return fastest_on_any_hosts(task, decision, self._decide)
         except Interrupted as interrupted:
             best = interrupted.decision
             interrupted.decision = best and self._as_auto(task, best)
             raise
 
-    def _decide(self, task: Task) -> Decision:
+    def _decide(self, task: Task, faster_than_s: float = math.inf) -> Decision:
         asked = task.num_micro_batches
         count = 1 if asked is None else asked
         problem = task.problem(count)
-        program = None if cannot_fit(problem) else self._solved(problem, task.progress)
+        method = replace(self.program, faster_than_s=faster_than_s)
+        program = None if cannot_fit(problem) else _solved(method, problem, task.progress)
         if self.mesh_shape is not None or task.cluster.num_devices == 1:
-            return self._whole(task, count, program)
+            return self._whole(task, count, program, method)
         if program is not None and program.step_time_s * (
             1 - self.intra.relative_gap
         ) <= least_compute_s(problem):
             return self._as_auto(task, program)
         if program is not None and task.cluster.num_devices > _MOST_DEVICES:
-            whole = self._whole(task, count, program)
+            whole = self._whole(task, count, program, method)
             left_out = _not_searched(least_compute_s(problem))
             return replace(whole, candidates=(*whole.candidates, left_out))
         try:
-            decision = PipeshardParallel(intra=self.intra).decide_with(task, {count: program})
+            decision = PipeshardParallel(intra=self.intra).decide_with(
+                task, {count: program}, faster_than_s
+            )
         except (InfeasibleError, InputError, CaptureError) as refusal:
             try:
-                return self._whole(task, count, program)
+                return self._whole(task, count, program, method)
             except InfeasibleError as error:
                 if isinstance(refusal, InfeasibleError) and _needs(refusal) < _needs(error):
                     raise refusal from None
@@ -91,7 +99,9 @@ class Auto(AbstractMethod):
             raise
         return self._as_auto(task, decision)
 
-    def _whole(self, task: Task, count: int, program: Decision | None) -> Decision:
+    def _whole(
+        self, task: Task, count: int, program: Decision | None, method: WholeProgram
+    ) -> Decision:
         """One program, with more micro-batches where they are not given and fewer do not fit.
 
         Raises:
@@ -103,20 +113,21 @@ class Auto(AbstractMethod):
             else min(batch_size(task.graph), MOST_MICRO_BATCHES)
         )
         decision = one_program_by_doubling(
-            self.program, task, first=count, most=most, until_it_fits=True, known={count: program}
+            method, task, first=count, most=most, until_it_fits=True, known={count: program}
         )
-        decision = decision or self.program.solve(task.problem(count), task.progress)
+        decision = decision or method.solve(task.problem(count), task.progress)
         return self._as_auto(task, replace(decision, bound_holds_for=one_program_scope(decision)))
-
-    def _solved(self, problem: Problem, progress: Progress | None) -> Decision | None:
-        try:
-            return self.program.solve(problem, progress)
-        except InfeasibleError:
-            return None
 
     def _as_auto(self, task: Task, decision: Decision) -> Decision:
         combine = decision.combine or task.combine(decision.num_micro_batches)
         return replace(decision, method="auto", combine=combine)
+
+
+def _solved(method: WholeProgram, problem: Problem, progress: Progress | None) -> Decision | None:
+    try:
+        return method.solve(problem, progress)
+    except InfeasibleError:
+        return None
 
 
 def _not_searched(least_s: float) -> Candidate:

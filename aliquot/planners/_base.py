@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster import Cluster, target_for
+from ..cluster import Cluster, subcluster, target_for
 from ..cost import PipelinePrediction, Priced, Problem, make_problem
 from ..graph import Graph
 from ..plans import Plan, Schedule
@@ -86,6 +86,7 @@ class Decision:
         stages: one for a step that stays one program.
         pipeline: how it was cut into several; None for one program.
         combine: how the outputs of micro-batches combine; see `MicroBatchPlan`.
+        idle_hosts: of the task's cluster, behind those that are used.
         step_time_s: predicted.
         lower_bound_s: bounds every plan of the space named by `bound_holds_for`; None if nothing is
             proved.
@@ -106,6 +107,7 @@ class Decision:
     candidates: tuple[Candidate, ...] = ()
     pipeline: PipelineParts | None = None
     combine: Mapping[str, str] = field(default_factory=dict)
+    idle_hosts: int = 0
 
     @property
     def priced(self) -> Priced:
@@ -135,6 +137,7 @@ class Task:
         semantics: see `plan_micro_batches`.
         on_missing_rule: see `dim_rule`.
         memory_limit_bytes: on each device; by default what the device's runtime leaves to programs.
+        may_idle: whether a plan may leave hosts idle, where the step is faster so.
         progress: called while a method searches.
     """
 
@@ -144,6 +147,7 @@ class Task:
     semantics: str = "exact"
     on_missing_rule: str = "infer"
     memory_limit_bytes: float | None = None
+    may_idle: bool = True
     progress: Progress | None = None
     _problems: dict[int, tuple[Problem, Mapping[str, str]]] = field(
         default_factory=dict, init=False, repr=False
@@ -162,6 +166,21 @@ class Task:
     def with_limit(self, memory_limit_bytes: float) -> Task:
         """The same step with a smaller memory limit."""
         return replace(self, memory_limit_bytes=memory_limit_bytes)
+
+    def on_hosts(self, num_hosts: int) -> Task:
+        """The same step on the first hosts of its cluster."""
+        whole = self.cluster
+        if num_hosts == whole.num_hosts:
+            return self
+        part = replace(
+            subcluster(whole, (num_hosts, whole.devices_per_host)),
+            name=f"{num_hosts} of the {whole.num_hosts} hosts of {whole.name}",
+        )
+        task = replace(self, cluster=part)
+        # The same problems on other devices, which are long to make.
+        for count, (problem, combine) in self._problems.items():
+            task._problems[count] = replace(problem, cluster=part), combine
+        return task
 
     def problem(self, num_micro_batches: int) -> Problem:
         """The step as one program in so many micro-batches. Raises as `plan_micro_batches` and

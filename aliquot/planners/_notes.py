@@ -6,10 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from ..core import format_bytes
+from ..cluster import Cluster
+from ..core import counted, format_bytes, format_seconds
 from ..cost import collective_uses, work_alike
 from ..graph import Phase, Role, source_line
-from ._base import StageDecision
+from ._base import Decision, StageDecision
+from ._tried import on_hosts
 
 _LARGE_BYTES = 1 << 20
 _ALIKE = 0.1
@@ -23,6 +25,25 @@ def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
     """
     undivided = list(_undivided(stages[0]))[:_MOST_SIZES] if len(stages) == 1 else []
     return (*_much_alike(stages), *_run_whole(stages), *_odd_batch(stages), *undivided)
+
+
+def idle_note(decision: Decision, cluster: Cluster) -> Iterator[str]:
+    """Hosts that are left idle, with the step time on all where that is known."""
+    idle, total = decision.idle_hosts, cluster.num_hosts
+    if not idle:
+        return
+    each, used = cluster.devices_per_host, total - idle
+    times = {c.name: c.step_time_s for c in decision.candidates if c.step_time_s is not None}
+    on_all_s = times.get(on_hosts(decision.method, total))
+    less = ""
+    if on_all_s is not None:
+        share = 1 - decision.step_time_s / on_all_s
+        less = f", {share:.1%} less than the {format_seconds(on_all_s)} on all {total}"
+    yield (
+        f"{counted(idle, 'host')}, {counted(idle * each, 'device')},"
+        f" {'is' if idle == 1 else 'are'} idle: the step is faster on {counted(used, 'host')},"
+        f" {format_seconds(decision.step_time_s)}{less}. MFU counts all {total * each} devices."
+    )
 
 
 def _multiples(size: int, devices: int) -> str:

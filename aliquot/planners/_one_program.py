@@ -99,7 +99,8 @@ def one_program_by_doubling(
             else:
                 # A program that is no faster than one with fewer micro-batches ends the search.
                 if best is not None and isinstance(method, WholeProgram):
-                    method = replace(method, faster_than_s=best.step_time_s)
+                    limit_s = min(method.faster_than_s, best.step_time_s)
+                    method = replace(method, faster_than_s=limit_s)
                 decision = None if cannot_fit(problem) else method.solve(problem, task.progress)
         except InfeasibleError:
             decision = None

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..core import CaptureError, InfeasibleError, InputError
+from ..core import CaptureError, InfeasibleError, InputError, format_seconds
 from ..cost import Chain, ChainPlan, Problem
 from ..graph import (
     Graph,
@@ -19,6 +19,7 @@ from ..graph import (
 )
 from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, Task, faster
 from ._counts import MANY_DEVICES, MOST_MICRO_BATCHES, batch_size, chains_between, counts_to_try
+from ._fewer_hosts import fastest_on_any_hosts
 from ._helper import HelperProcess
 from ._methods import ShardParallel, WholeProgram
 from ._one_program import (
@@ -96,13 +97,27 @@ class PipeshardParallel(AbstractMethod):
 
         Unless stages or a schedule are asked for, `WholeProgram` plans one program as well, with
         the given number of micro-batches or with 1, 2, 4, ... of them; see
-        `one_program_by_doubling`.
+        `one_program_by_doubling`. A planner that searches may leave hosts idle.
         """
-        return self.decide_with(task, {})
+        first = self.decide_with(task, {})
+        if not self.inter.searches:
+            return first
+        return fastest_on_any_hosts(
+            task, first, lambda part, faster_than_s: self.decide_with(part, {}, faster_than_s)
+        )
 
-    def decide_with(self, task: Task, programs: Mapping[int, Decision | None]) -> Decision:
-        """As `decide`, with the programs that are known by their numbers of micro-batches; None
-        where none fits.
+    def decide_with(
+        self,
+        task: Task,
+        programs: Mapping[int, Decision | None],
+        faster_than_s: float = math.inf,
+    ) -> Decision:
+        """As `decide` on all hosts.
+
+        Args:
+            programs: that are known by their numbers of micro-batches; None where none fits.
+            faster_than_s: what takes as long need not be found; `InfeasibleError` may then be
+                raised.
         """
         asked = task.num_micro_batches
         method = self if asked is None else replace(self, num_micro_batches=asked)
@@ -112,7 +127,8 @@ class PipeshardParallel(AbstractMethod):
         search: PipelineSearch | None = None
         refusal: InfeasibleError | InputError | CaptureError | None = None
         try:
-            search = solve_pipeline(method, task, _fastest_s(method, programs))
+            limit_s = min(faster_than_s, _fastest_s(method, programs))
+            search = solve_pipeline(method, task, limit_s)
         except InfeasibleError as error:
             if not method.may_be_one_program:
                 raise
@@ -133,7 +149,12 @@ class PipeshardParallel(AbstractMethod):
             best = pipeline
         try:
             for single in _one_programs(
-                method, task, pipeline, search.program if search else None, programs
+                method,
+                task,
+                pipeline,
+                search.program if search else None,
+                programs,
+                faster_than_s,
             ):
                 if best is None or single.step_time_s < best.step_time_s:
                     best = replace(
@@ -146,8 +167,9 @@ class PipeshardParallel(AbstractMethod):
             interrupted.decision = faster(best, interrupted.decision)
             raise
         if best is None:
-            assert refusal is not None
-            raise refusal
+            raise refusal or InfeasibleError(
+                f"No pipeline takes less than {format_seconds(faster_than_s)}."
+            )
         tried = search.tried if search else ()
         if best is pipeline:
             program = tried_program(search.program) if search else ()
@@ -196,6 +218,7 @@ def _one_programs(
     pipeline: Decision | None,
     program: OneProgram | None,
     known: Mapping[int, Decision | None],
+    faster_than_s: float,
 ) -> Iterator[Decision]:
     """The step as one program, found in several ways.
 
@@ -208,7 +231,7 @@ def _one_programs(
         most = min(batch_size(task.graph), MOST_MICRO_BATCHES) if given is None else given
         # Searches where memory is short take long, and there are stages that fit.
         by_doubling = one_program_by_doubling(
-            WholeProgram(intra=method.intra),
+            WholeProgram(intra=method.intra, faster_than_s=faster_than_s),
             task,
             first=given or 1,
             most=most,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..core import counted
 from ..cost import ChainPlan
 from ._base import Candidate, Decision
 from ._one_program import OneProgram
@@ -25,6 +26,11 @@ def tried_pipeline(decision: Decision, outcome: str = "simulated") -> Candidate:
         step_time_s=decision.step_time_s,
         outcome=outcome,
     )
+
+
+def on_hosts(method: str, num_hosts: int) -> str:
+    """The name of a search on so many hosts."""
+    return f"{method} on {counted(num_hosts, 'host')}"
 
 
 def _bound_of_steps_s(decision: Decision) -> float | None:

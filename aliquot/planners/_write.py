@@ -21,7 +21,7 @@ from ..plans import (
 )
 from ..sharding import Spec, StagedStep, dims_of, inferred_rules, project, without_partial
 from ._base import Decision, StageDecision, Task
-from ._notes import notes
+from ._notes import idle_note, notes
 
 _Dims = tuple[tuple[str, ...], ...]
 _Shardings = tuple[dict[str, _Dims], dict[str, _Dims]]
@@ -44,6 +44,7 @@ def write_plan(
         layers: the method's setting for the layers that a step is cut into.
     """
     full, pipeline = task.graph, decision.pipeline
+    used_hosts = task.cluster.num_hosts - decision.idle_hosts
     split = pipeline.layered.graph.split if pipeline else None
     predictions = pipeline.prediction.stages if pipeline else (None,)
     shardings = [_shardings(decision, k) for k in range(len(decision.stages))]
@@ -56,7 +57,8 @@ def write_plan(
         outputs=tuple(_interface(full, o.path, o.value, None) for o in full.outputs),
         interface_fingerprint=interface_fingerprint(full),
         graph_fingerprint=graph_fingerprint(full),
-        cluster=task.cluster.to_dict(),
+        cluster=task.on_hosts(used_hosts).cluster.to_dict(),
+        idle_hosts=decision.idle_hosts,
         method=decision.method,
         num_micro_batches=decision.num_micro_batches,
         micro_batch_semantics=task.semantics,
@@ -89,7 +91,7 @@ def write_plan(
             )
         ),
         inferred_rules=_inferred_rules(full, task.on_missing_rule),
-        notes=notes(decision.stages),
+        notes=(*idle_note(decision, task.cluster), *notes(decision.stages)),
         prediction=prediction,
         provenance=Provenance(
             planner=decision.planner,

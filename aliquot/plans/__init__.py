@@ -28,6 +28,9 @@ from ._file import from_json as from_json
 from ._file import load as load
 from ._file import save as save
 from ._file import to_json as to_json
+from ._idle_hosts import idle_devices as idle_devices
+from ._idle_hosts import plan_devices as plan_devices
+from ._idle_hosts import require_busy_processes as require_busy_processes
 from ._partition_specs import partition_specs as partition_specs
 from ._plan import PLAN_VERSION as PLAN_VERSION
 from ._plan import RECOMPUTE as RECOMPUTE
@@ -80,6 +83,5 @@ from ._trace import TraceEvent as TraceEvent
 from ._trace import chrome_trace as chrome_trace
 from ._trace import in_flight_events as in_flight_events
 from ._trace import save_trace as save_trace
-from ._validate import plan_devices as plan_devices
 from ._validate import require_match as require_match
 from ._validate import violations as violations

@@ -107,6 +107,7 @@ def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
         "interface": plan.interface_fingerprint[:_FINGERPRINT],
         "graph": plan.graph_fingerprint[:_FINGERPRINT],
         **_flat("cluster", plan.cluster),
+        "idle_hosts": plan.idle_hosts,
         "method": plan.method,
         "num_micro_batches": plan.num_micro_batches,
         "micro_batch_semantics": plan.micro_batch_semantics,

@@ -4,7 +4,8 @@ and memory, and the bound.
 
 from __future__ import annotations
 
-from ..core import format_bytes, format_seconds
+from ..core import counted, format_bytes, format_seconds
+from ._idle_hosts import idle_devices
 from ._plan import Plan
 from ._stage_text import meshes
 from ._summary import summary_rows
@@ -33,6 +34,7 @@ def fact_rows(plan: Plan) -> list[tuple[str, str]]:
     summary = summary_rows(plan)
     return [
         *(row for row in summary if row[0] in _DECISIONS),
+        *_idle_rows(plan),
         ("micro-batches", micro_batches(plan)),
         ("step time (predicted)", time_parts(plan)),
         *(row for row in summary if row[0] not in _DECISIONS),
@@ -166,6 +168,13 @@ def memory_parts(plan: Plan) -> list[tuple[str, float]]:
     """Names and bytes of what fills a device at the worst moment, the largest first."""
     sizes = sorted(plan.prediction.memory_bytes.items(), key=lambda item: -item[1])
     return [(_PARTS_OF_MEMORY.get(name, name), size) for name, size in sizes]
+
+
+def _idle_rows(plan: Plan) -> list[tuple[str, str]]:
+    if not plan.idle_hosts:
+        return []
+    which = counted(plan.idle_hosts, "host")
+    return [("idle", f"the last {which}, {counted(idle_devices(plan), 'device')}: faster without")]
 
 
 def _memory_rows(plan: Plan) -> list[tuple[str, str]]:

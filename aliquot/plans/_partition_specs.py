@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core import InputError, PlanMismatchError
+from ._idle_hosts import require_busy_processes
 from ._plan import ArrayInterface, Plan
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def make_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
 
     Raises:
         InputError: the plan is a pipeline, whose stages have a mesh each.
-        PlanMismatchError: there are too few devices.
+        PlanMismatchError: there are too few devices, or processes with those of idle hosts alone.
     """
     import jax
     import numpy as np
@@ -90,6 +91,7 @@ def make_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
                 " (Cluster.detect())."
             ),
         )
+    require_busy_processes(plan, available)
     grid = np.array(available[:needed], dtype=object).reshape(shape)
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(shape))
 

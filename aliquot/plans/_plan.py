@@ -246,7 +246,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         interface_fingerprint: of the two; must match the step that runs.
         graph_fingerprint: of the traced operators; may drift with a library's release, and the
             interior is then planned anew.
-        cluster: its description, as `Cluster.to_dict` gives it.
+        cluster: what it runs on, as `Cluster.to_dict` gives it.
+        idle_hosts: further hosts of the cluster it was planned for, behind those in `cluster`, that
+            it leaves idle because the step is faster so.
         method: the planner's short name.
         num_micro_batches: into how many parts a step's batch is cut.
         micro_batch_semantics: "exact", or "independent" if parts of the step see one micro-batch
@@ -276,6 +278,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     interface_fingerprint: str
     graph_fingerprint: str
     cluster: dict[str, Any]
+    idle_hosts: int = 0
     method: str
     num_micro_batches: int = 1
     micro_batch_semantics: str = "exact"

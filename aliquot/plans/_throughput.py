@@ -32,8 +32,8 @@ def tokens_per_step(plan: Plan) -> int:
 
 
 def mfu(plan: Plan) -> float | None:
-    """Model FLOPs utilization: the model's operations over what the devices could do at their peak
-    in a step's time.
+    """Model FLOPs utilization: the model's operations over what the devices, those of idle hosts
+    too, could do at their peak in a step's time.
 
     None where nobody counted the operations. The peak is that of the dtype that the model is
     computed in.
@@ -47,7 +47,8 @@ def mfu(plan: Plan) -> float | None:
     dtype = str(plan.model.settings.get("dtype", "bf16"))
     name = _PEAKS.get(dtype, dtype)
     peak = cluster.device.peak_flops_per_s.get(name) or cluster.device.peak(dtype)
-    return plan.model.flops_per_step / (plan.prediction.step_time_s * peak * cluster.num_devices)
+    num_devices = cluster.num_devices + plan.idle_hosts * cluster.devices_per_host
+    return plan.model.flops_per_step / (plan.prediction.step_time_s * peak * num_devices)
 
 
 def throughput(plan: Plan) -> str:

@@ -8,9 +8,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..cluster import Cluster
-from ..core import ClusterError, PlanMismatchError, nearest
+from ..cluster import MOST_DEVICES, Cluster
+from ..core import ClusterError, PlanMismatchError, counted, nearest
 from ._arrays import unranged
+from ._idle_hosts import idle_devices, plan_devices
 from ._plan import RECOMPUTE, ArrayInterface, Plan, Prediction, StagePlan
 from ._validate_pipeline import pipeline_violations, process_violations
 
@@ -89,15 +90,15 @@ def _advice(plan: Plan, num_devices: int | None, num_processes: int | None) -> s
             "Start one process on each host of the plan's cluster, or make a plan for these"
             " processes."
         )
-    if num_devices is not None and num_devices != plan_devices(plan):
+    if num_devices is not None and num_devices not in _device_counts(plan):
         return "Run it on the devices it was made for, or make a plan for these (--cluster detect)."
     return "Make a plan for this step, or run the step that the plan was made for."
 
 
-def plan_devices(plan: Plan) -> int:
-    """Number of devices of the plan's cluster; 0 if the description is unusable."""
-    hosts, each = plan.cluster.get("num_hosts"), plan.cluster.get("devices_per_host")
-    return hosts * each if isinstance(hosts, int) and isinstance(each, int) else 0
+def _device_counts(plan: Plan) -> tuple[int, ...]:
+    """Numbers of devices that the plan can run on: with its idle hosts or without."""
+    used = plan_devices(plan)
+    return used, used + idle_devices(plan)
 
 
 def _interface(
@@ -120,11 +121,10 @@ def _form(array: ArrayInterface) -> str:
 
 
 def _device_count(plan: Plan, num_devices: int) -> Iterator[str]:
-    planned = plan_devices(plan)
-    if planned != num_devices:
+    if num_devices not in _device_counts(plan):
         yield (
-            f"the plan is for {_counted(planned, 'device')} ({plan.cluster.get('name')}), and there"
-            f" are {num_devices}"
+            f"the plan is for {counted(plan_devices(plan), 'device')} ({plan.cluster.get('name')}),"
+            f" and there are {num_devices}"
         )
 
 
@@ -139,6 +139,8 @@ def _own_interface(plan: Plan) -> Iterator[str]:
 
 
 def _cluster(plan: Plan) -> Iterator[str]:
+    if not 0 <= plan.idle_hosts <= MOST_DEVICES:
+        yield f"{plan.idle_hosts} idle hosts; there can be 0 to {MOST_DEVICES:,}"
     try:
         Cluster.from_dict(plan.cluster)
     except ClusterError as error:
@@ -193,7 +195,7 @@ def _mesh(stage: StagePlan, where: str, total: int, *, alone: bool) -> Iterator[
         yield f"{where} has mesh {shape}, and every axis needs at least one device"
     elif (size != total) if alone else (size > total):
         yield (
-            f"{where} has mesh {shape} of {_counted(size, 'device')}, and the plan's cluster has"
+            f"{where} has mesh {shape} of {counted(size, 'device')}, and the plan's cluster has"
             f" {total}"
         )
     if len(stage.axis_names) != len(stage.mesh_shape):
@@ -234,7 +236,7 @@ def _splits(
                 yield f"{what} `{path}` uses axis {axis!r} {named.count(axis)} times"
         if len(dims) != len(array.shape):
             yield (
-                f"{what} `{path}` has {_counted(len(array.shape), 'dim')}, and its split names"
+                f"{what} `{path}` has {counted(len(array.shape), 'dim')}, and its split names"
                 f" {len(dims)}"
             )
             continue
@@ -328,7 +330,3 @@ def _memory_over_time(prediction: Prediction) -> Iterator[str]:
 def _list(names: Sequence[str]) -> str:
     shown = ", ".join(f"`{name}`" for name in names[:_LISTED])
     return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -68,6 +68,7 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
         "method": plan.method,
         "cluster": plan.cluster.get("name"),
         "num_devices": plan_devices(plan),
+        "idle_hosts": plan.idle_hosts,
         "stages": [
             stage_data(stage) | {"arrays": [asdict(group) for group in _groups(plan, index)]}
             for index, stage in enumerate(plan.stages)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ..cost import PlannedStep
 from ..graph import Graph
-from ..plans import ArrayInterface, Plan, Trace, TraceEvent
+from ..plans import ArrayInterface, Plan, Trace, TraceEvent, require_busy_processes
 from ._arguments import types_of
 from ._runner import AbstractRunner, interface_of
 from .compiled import Stats, compiled_stats
@@ -49,10 +49,12 @@ class ProgramRunner(AbstractRunner):
             devices: in the mesh's order, row by row; by default the first of `jax.devices()`.
 
         Raises:
-            PlanMismatchError: there are fewer devices than the plan needs.
+            PlanMismatchError: there are fewer devices than the plan needs, or processes with those
+                of idle hosts alone.
             CaptureError: the step does not decompose into the plan's micro-batches.
         """
         (stage,) = step.plan.stages
+        require_busy_processes(step.plan, jax.devices() if devices is None else devices)
         mesh = make_mesh(stage.mesh_shape, stage.axis_names, devices)
         return cls(
             graph=step.graph, plan=step.plan, mesh=mesh, program=build_plan_program(step, mesh)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core import InputError
 from ..cost import PlannedStep
-from ..plans import Plan, Trace, headline
+from ..plans import Plan, Trace, headline, require_busy_processes
 from ._arguments import Arguments
 from ._check import StepCheck, compare, plain_results
 from ._init import init_state
@@ -93,6 +93,7 @@ class Step:
         if self._runner is not None:
             return self._runner.meshes
         devices = list(jax.devices() if self._devices is None else self._devices)
+        require_busy_processes(self.plan, devices)
         return tuple(
             make_mesh(stage.mesh_shape, stage.axis_names, devices[stage.first_device :])
             for stage in self.plan.stages

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from ...core import PlanMismatchError
 from ...cost import PlannedStage, PlannedStep
 from ...graph import Extract, Graph, ValueId
-from ...plans import Plan, StagePlan, make_schedule, require_match
+from ...plans import Plan, StagePlan, make_schedule, require_busy_processes, require_match
 from ...sharding import Pin, Pins, Spec
 from ..spmd import make_mesh, partition, stage_pins
 from ._build_pipeline import StageSetup, build_pipeline
@@ -51,6 +51,7 @@ def require_devices(plan: Plan, devices: Sequence[Any]) -> None:
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before starting Python."
             ),
         )
+    require_busy_processes(plan, devices)
     processes = len({device.process_index for device in devices})
     require_match(plan, num_processes=processes, asked="the plan does not fit these processes")
 
