@@ -71,6 +71,9 @@ def to_json(plan: Plan) -> str:
             each.
     """
     data = msgspec.to_builtins(plan)
+    # Most plans leave no host idle, and releases that know of none read those.
+    if not plan.idle_hosts:
+        del data["idle_hosts"]
     # How a plan was found decides nothing: an odd number there is no reason to refuse it.
     data["provenance"] = _without_odd_numbers(data["provenance"])
     odd = [path for path, value in _leaves(data, "plan") if not math.isfinite(value)]
