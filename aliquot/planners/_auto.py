@@ -87,6 +87,8 @@ class Auto(AbstractMethod):
                 task, {count: program}, faster_than_s
             )
         except (InfeasibleError, InputError, CaptureError) as refusal:
+            if program is None and math.isfinite(faster_than_s):
+                raise
             try:
                 return self._whole(task, count, program, method)
             except InfeasibleError as error:

@@ -26,9 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from planners.small_steps import mlp
 from runtime.pipelines import pipeline
 
+import aliquot as aq
 from aliquot.core import PlanMismatchError
+from aliquot.plans import Plan
 from aliquot.runtime import initialize, shutdown
 from aliquot.runtime._check import compare
 from aliquot.runtime.transport._transfer import plan_move
@@ -128,6 +131,17 @@ def refused(case):
         step(init(jax.random.key(0)), batch_of(0))
     except PlanMismatchError as error:
         return {"refused": str(error)}
+    return {"refused": ""}
+
+
+def idle(case):
+    """Idle hosts of a plan that is made here, and the refusal of one that leaves a host idle."""
+    step = mlp(*case["step"])
+    plans = aq.plan(*step, cluster=aq.Cluster.preset(case["cluster"])), Plan.load(case["plan"])
+    try:
+        aq.parallelize(step[0], plans[1]).init(lambda: jax.tree.map(jnp.zeros_like, step[1]))
+    except PlanMismatchError as error:
+        return {"idle_hosts": [plan.idle_hosts for plan in plans], "refused": str(error)}
     return {"refused": ""}
 
 
@@ -244,6 +258,7 @@ def main():
     tasks = {
         "equal": equal,
         "refused": refused,
+        "idle": idle,
         "relayed": relayed,
         "moved": moved,
         "endless": endless,

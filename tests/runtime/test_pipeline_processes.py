@@ -10,10 +10,14 @@ import time
 from pathlib import Path
 
 import jax
+import msgspec
 import numpy as np
 import pytest
+from planners.small_steps import mlp
 from runtime import processes
 from runtime.pipeline_worker import NUM_STEPS, batch_of, init, train_step
+
+import aliquot as aq
 
 WORKER = Path(__file__).parent / "pipeline_worker.py"
 GPT_WORKER = Path(__file__).parent / "gpt_worker.py"
@@ -91,6 +95,19 @@ def test_processes_train_as_one_device(count, cases, plain):
             assert result["stages"] == list(range(len(case["sizes"]) * case.get("chunks", 1)))
             # The last process has the last stages' parameters only.
             assert by_process[-1][cases.index(case)]["kept"] < result["all"], case
+
+
+def test_a_plan_that_leaves_a_host_idle_is_refused_and_one_made_here_uses_all(tmp_path):
+    case = {"step": [[1024, 1024, 1024, 1024], 256], "cluster": "2x4xH100"}
+    step, one_host = mlp(*case["step"]), aq.Cluster.preset("2xH100")
+    assert aq.plan(*step, cluster=aq.Cluster.preset(case["cluster"])).idle_hosts == 1
+    plan = aq.plan(*step, cluster=one_host, method=aq.ShardParallel())
+    msgspec.structs.replace(plan, idle_hosts=1).save(tmp_path / "plan.json")
+    case["plan"] = str(tmp_path / "plan.json")
+    for (result,) in found(2, case, task="idle"):
+        assert result["idle_hosts"] == [0, 1]
+        assert "leaves 1 host of 2 idle, and process 1 of 2 would have" in result["refused"]
+        assert "Start processes on the first host only" in result["refused"]
 
 
 def test_waiting_collectives_do_not_block_transfers(monkeypatch):
