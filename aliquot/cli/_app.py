@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -40,17 +41,25 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+def _add(group: typer.Typer, name: str, verb: Callable[..., None]) -> None:
+    """Add a verb. Lists of verbs show its first sentence, which Typer would cut to one line."""
+    sentence = " ".join((verb.__doc__ or "").split("\n\n")[0].split()).split(". ")[0]
+    group.command(name, short_help=sentence.rstrip(".") + ".")(verb)
+
+
 for _verb in (demo, models, clusters, cluster, plan, compare, size, explain, diff, verify, train):
-    app.command(_verb.__name__)(_verb)
+    _add(app, _verb.__name__, _verb)
 _aceso = typer.Typer(
     help="Plan from Aceso's measured databases, and judge its configurations.", no_args_is_help=True
 )
 for _aceso_verb in (show, evaluate, search, faults, accuracy):
-    _aceso.command(_aceso_verb.__name__)(_aceso_verb)
-_aceso.command("profile")(profile_aceso)
-_aceso.command("export")(export_plan)
-_aceso.command("import")(import_plan)
-app.add_typer(_aceso, name="aceso")
+    _add(_aceso, _aceso_verb.__name__, _aceso_verb)
+_add(_aceso, "profile", profile_aceso)
+_add(_aceso, "export", export_plan)
+_add(_aceso, "import", import_plan)
+app.add_typer(_aceso, name="aceso", short_help=_aceso.info.help)
 _blocks = typer.Typer(
     help="ParallelBlocks: find them, measure their programs, and plan from that.",
     no_args_is_help=True,
@@ -61,8 +70,8 @@ for _name, _blocks_verb in (
     ("search", search_blocks),
     ("enumerate", enumerate_),
 ):
-    _blocks.command(_name)(_blocks_verb)
-app.add_typer(_blocks, name="blocks")
+    _add(_blocks, _name, _blocks_verb)
+app.add_typer(_blocks, name="blocks", short_help=_blocks.info.help)
 _profile = typer.Typer(
     help="Measure operators where there is hardware, and plan from that.", no_args_is_help=True
 )
@@ -74,15 +83,15 @@ for _name, _profile_verb in (
     ("merge", merge),
     ("export", export),
 ):
-    _profile.command(_name)(_profile_verb)
-app.add_typer(_profile, name="profile")
+    _add(_profile, _name, _profile_verb)
+app.add_typer(_profile, name="profile", short_help=_profile.info.help)
 _bench = typer.Typer(
     help="Draw the figures of papers, with our results beside the published ones.",
     no_args_is_help=True,
 )
-_bench.command("aceso")(bench_aceso)
-_bench.command("cfp")(bench_cfp)
-app.add_typer(_bench, name="bench")
+_add(_bench, "aceso", bench_aceso)
+_add(_bench, "cfp", bench_cfp)
+app.add_typer(_bench, name="bench", short_help=_bench.info.help)
 
 
 def _print_version(asked: bool) -> None:

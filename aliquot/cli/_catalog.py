@@ -75,13 +75,9 @@ def clusters(as_json: Json = False) -> None:
                 narrow=True,
             )
         )
-        say.show(
-            "peak: the fastest dtype for training, dense; links: one way, of each device in a host,"
-        )
-        say.show(
-            "of a host of 8 between hosts. Sources: aliquot cluster NAME. Others: a TOML file, or"
-            " detect."
-        )
+        say.show("peak: the fastest dtype for training, dense; links: one way, of each device in")
+        say.show("a host, of a host of 8 between hosts. Sources: aliquot cluster NAME. Others:")
+        say.show("a TOML file, or detect.")
         say.finish({"devices": entries})
 
 

@@ -64,6 +64,9 @@ def size(
     first.
     """
     with session(as_json) as say:
+        for option, given, such_as in (("--tokens", tokens, "2T"), ("--by", by, "30d")):
+            if not given:
+                raise InputError(f"aliquot size needs {option}, such as {option} {such_as}.")
         wanted, by_s = read_count(tokens), read_duration(by)
         from ..cluster import SAMPLE_PRICES, HostPrice, load_prices
 

@@ -74,8 +74,8 @@ def _odd_batch(stages: Sequence[StageDecision]) -> Iterator[str]:
         lines[
             f"{devices} {whose} do not divide {what}: data parallelism can use"
             f" {math.gcd(size, devices)} of them at most, and the others split something else or"
-            f" repeat work. {even} device{'s divide' if even > 1 else ' divides'} it, and so would"
-            f" {devices} a size of {_multiples(size, devices)}."
+            f" repeat work. {even} device{'s divide' if even > 1 else ' divides'} it; {devices}"
+            f" {whose} divide a size of {_multiples(size, devices)}."
         ] = None
     yield from lines
 

@@ -28,6 +28,7 @@ from ._neighbourhood import FEW_AXES
 from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space
 
 _CANNOT_BEAT = "cannot beat the best found"
+_BEST = "best of one program"
 _GAVE_UP = "work limit reached"
 
 
@@ -284,7 +285,8 @@ def _decision(
                 mesh=_mesh_name(r.entry.mesh),
                 lower_bound_s=r.bound_s,
                 step_time_s=r.solution.step_time_s if r.solution else None,
-                outcome=r.outcome,
+                # The best found itself is not what cannot beat it.
+                outcome=_BEST if r is runner and r.outcome == _CANNOT_BEAT else r.outcome,
             )
             for r in runners
         ),

@@ -23,6 +23,12 @@ def test_help_lists_the_verbs():
         assert f"  {verb} " in found.stdout
 
 
+@pytest.mark.parametrize("group", [[], ["aceso"], ["blocks"], ["profile"], ["bench"]])
+def test_lists_of_verbs_cut_no_sentence(group):
+    found = run(*group, "--help")
+    assert found.exit_code == 0 and "..." not in found.stdout.split("Commands:")[1]
+
+
 def test_starting_imports_nothing_heavy():
     code = (
         "import sys, aliquot.cli._app; "

@@ -107,7 +107,8 @@ def test_models_and_clusters_are_listed():
     assert all(
         aq.Cluster.preset(d["example"]).device.memory_bytes == d["memory_bytes"] for d in devices
     )
-    assert "H100" in run("clusters").stdout
+    text = run("clusters").stdout
+    assert "H100" in text and max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(("cluster", "said"), [("7xH100", True), ("4xH100", False)])
@@ -115,7 +116,9 @@ def test_a_batch_that_the_devices_do_not_divide_is_said_once(cluster, said):
     args = [cluster if arg == "8xH100" else arg for arg in TINY]
     found = run("compare", *args, "--methods", "program,shard")
     assert found.exit_code == 0, found.stderr
-    assert found.stdout.count("7 devices do not divide the batch of 8") == said
+    text = " ".join(found.stdout.split())
+    assert text.count("7 devices do not divide the batch of 8") == said
+    assert text.count("4 devices divide it; 7 devices divide a size of 7 or 14.") == said
     assert (
         len(
             json.loads(run("compare", *args, "--methods", "program,shard", "--json").stdout)[

@@ -92,6 +92,8 @@ def test_prices_that_cannot_be_used_say_why(tmp_path, text, message):
 
 
 def test_odd_sizes_are_refused(tmp_path, prices):
+    refused(run("size", *SMALL, "--by", "30d"), "size needs --tokens, such as --tokens 2T")
+    refused(run("size", *SMALL, "--tokens", "2T"), "size needs --by, such as --by 30d")
     refused(run("size", *SMALL, "--tokens", "many", "--by", "30d"), "--tokens 'many'")
     refused(run("size", *SMALL, "--tokens", "2T", "--by", "soon"), "--by 'soon'")
     refused(

@@ -196,3 +196,13 @@ def test_stages_are_not_solved_as_wholes_where_they_promise_no_less(method, coun
     plan = aq.plan(*step, cluster=CLUSTER, method=method, num_micro_batches=count)
     assert plan.prediction.step_time_s == program.prediction.step_time_s
     assert any("micro-batches" in tried["name"] for tried in plan.provenance.candidates)
+
+
+def test_the_plan_that_was_taken_is_not_said_to_be_beaten():
+    plan = aq.plan(*mlp((1024, 4096, 1024), 8192), cluster=CLUSTER, method=WholeProgram())
+    outcomes = {
+        c["outcome"]
+        for c in plan.provenance.candidates
+        if c["step_time_s"] == plan.prediction.step_time_s
+    }
+    assert outcomes and "cannot beat the best found" not in outcomes
