@@ -51,7 +51,11 @@ def fit_profiles(database: ProfileDatabase, cluster: Cluster) -> Fit:
     Raises:
         InputError: it holds too little.
     """
-    rows, _ = fitting_rows(database, cluster)
+    rows, _ = fitting_rows(
+        database,
+        cluster,
+        advice="To fit what was measured, name its devices, such as --cluster 4xcpu.",
+    )
     # Fitted figures must explain measurements, not repeat corrections made from them.
     plain = replace(cluster, measured=None)
     launches = [row for row in rows if row[0] == LAUNCH]

@@ -44,6 +44,9 @@ Floats = NDArray[np.float64]
 _LEAST_OF_LAUNCH = 0.25
 
 
+PLAN_ANYWAY = "To plan from these as they are, give --profiles-of-any (profiles_of_any=True)."
+
+
 def read_measured(database: ProfileDatabase, cluster: Cluster, *, of_any: bool = False) -> Measured:
     """Freeze what a database knows of a cluster's devices, as this release of JAX compiles for
     them. Touches no device.
@@ -73,10 +76,13 @@ Row = tuple[Operator, ProgramKey, Measurement]
 
 
 def fitting_rows(
-    database: ProfileDatabase, cluster: Cluster, *, of_any: bool = False
+    database: ProfileDatabase, cluster: Cluster, *, of_any: bool = False, advice: str = PLAN_ANYWAY
 ) -> tuple[list[Row], str]:
     """Measured operators of a cluster's devices, and what these are in words. Raises as
     `read_measured` does.
+
+    Args:
+        advice: what else to do where none are of the cluster's devices.
     """
     rows = [
         (operator, key, measurement)
@@ -94,8 +100,7 @@ def fitting_rows(
         raise InputError(
             f"{database.path} holds measurements of {_devices_of(rows)}, and none of"
             f" {cluster.num_devices} x {device} with JAX {jax.__version__}, which is asked for."
-            " Measure there: aliquot profile run. To plan from these as they are, give"
-            " --profiles-of-any (profiles_of_any=True)."
+            f" Measure there: aliquot profile run. {advice}"
         )
     return fitting, _devices_of(fitting)
 

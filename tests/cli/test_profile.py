@@ -104,6 +104,8 @@ def test_plan_check_and_explain_use_the_same_measurements(profiles, tmp_path):
 def test_fit_writes_a_cluster_to_plan_for(profiles, tmp_path):
     out = tmp_path / "fitted.toml"
     answer = answer_of("profile", "fit", profiles, "--out", out)
+    named = tmp_path / "named.toml"
+    assert answer_of("profile", "fit", profiles, "--cluster", "8xcpu", "--out", named)["figures"]
     assert {"matmul_efficiency", "collective_overhead_s"} <= set(answer["figures"]) and answer[
         "errors"
     ]
@@ -148,5 +150,10 @@ def test_bad_input_is_refused(profiles, tmp_path):
     refused(
         run("profile", "fit", profiles, "--cluster", "8xH100", "--out", tmp_path / "c.toml"),
         "8 x H100",
+    )
+    # Advice that the command can take.
+    refused(
+        run("profile", "fit", profiles, "--cluster", "4xcpu", "--out", tmp_path / "c.toml"),
+        "name its devices, such as --cluster 4xcpu",
     )
     assert not (tmp_path / "c.toml").exists()
