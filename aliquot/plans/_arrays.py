@@ -177,6 +177,15 @@ def _pattern(paths: Sequence[str]) -> str:
     return _INDEX.sub(lambda _: next(shown), paths[0])
 
 
+def unindexed(path: str) -> str:
+    """The path of an array, or the pattern of several, with `*` for every index.
+
+    >>> unindexed("params.layers[3].w"), unindexed("params.layers[*].w"), unindexed("p.layers.*.w")
+    ('params.layers*.w', 'params.layers*.w', 'p.layers.*.w')
+    """
+    return _INDEX.sub("*", path.replace("*", "0"))
+
+
 def unranged(path: str) -> str:
     """The path of an array, given that of some of its rows.
 

@@ -4,27 +4,28 @@ runner-up.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from ..core import format_seconds
-from ._arrays import item_bytes, placed_arrays
-from ._plan import Plan, StagePlan
+from ._axis_roles import axis_roles, uses_of_stage
+from ._plan import Plan
 from ._stage_text import stage_numbers
 from ._throughput import throughput
 
-_MOST = 0.5
 _MOST_KINDS = 3
 _HIDDEN_AS_ROUNDING = 0.0005
 
 
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     """Decisions and predicted speed, as pairs of a name and a text."""
-    rows = [("splits", "; ".join(_axes(plan, plan.stages[0])))] if len(plan.stages) == 1 else []
+    rows = []
+    if len(plan.stages) == 1:
+        stage = plan.stages[0]
+        rows = [("splits", "; ".join(axis_roles(plan, stage, uses_of_stage(plan, stage))))]
     rows += [("splits", text) for text in _splits_of_stages(plan)]
     if how := _recomputation(plan):
         rows.append(("recomputation", how))
@@ -47,92 +48,12 @@ def _splits_of_stages(plan: Plan) -> Iterator[str]:
             path: dims for number in numbers for path, dims in plan.stages[number].shardings.items()
         }
         together = msgspec.structs.replace(plan.stages[numbers[0]], shardings=held)
-        which = "" if len(kinds) == 1 else f" {stage_numbers(numbers)} of"
-        yield (
-            f"pipeline:{which} {len(plan.stages)} stages, {plan.schedule};"
-            f" {'; '.join(_axes(plan, together))}"
-        )
-
-
-def _axes(plan: Plan, stage: StagePlan) -> Iterator[str]:
-    for axis, size in zip(stage.axis_names, stage.mesh_shape, strict=False):
-        # An axis may be named for what it does.
-        yield (
-            f"{axis} ({size}):"
-            f" {_role_of(plan, stage, axis).removeprefix(f'{axis}: ').removeprefix(f'{axis} ')}"
-        )
-
-
-def _role_of(plan: Plan, stage: StagePlan, axis: str) -> str:
-    """Role of an axis, from the arrays that it splits."""
-    batch = {
-        "data" if dim == 0 else "sequence"
-        for array in plan.inputs
-        if array.role == "batch"
-        for dim, axes in enumerate(stage.shardings.get(array.path, ()))
-        if axis in axes
-    }
-    parameters, state = (
-        _share(plan, stage, axis, "parameter"),
-        _share(plan, stage, axis, "optimizer_state"),
-    )
-    expert = _share(plan, stage, axis, "parameter", _is_expert)
-    dense = _share(plan, stage, axis, "parameter", lambda path: not _is_expert(path))
-    names = [name for name in ("data", "sequence") if name in batch]
-    if "data" in names:
-        if expert > _MOST and dense <= _MOST:
-            return (
-                f"{', '.join(names)} and expert: {expert:.0%} of the experts' parameters are split"
-            )
-        if parameters > _MOST:
-            return f"{', '.join(names)} with FSDP: {parameters:.0%} of the parameters are split too"
-        if state > _MOST:
-            return (
-                f"{', '.join(names)} with ZeRO-2: {state:.0%} of the optimizer state is split,"
-                " parameters are whole"
-            )
-        whole = (
-            f"{parameters:.0%} of the parameters are split too"
-            if parameters
-            else "parameters are whole"
-        )
-        return f"{', '.join(names)}: {whole}"
-    if parameters > _MOST:
-        what = "expert" if expert > _MOST and dense <= _MOST else "tensor"
-        also = f"; {expert:.0%} of the experts" if expert else ""
-        return (
-            f"{what}: {parameters:.0%} of the parameters are split, the batch's arrays are"
-            f" not{also}"
-        )
-    if axis in stage.data_axes and not names:
-        return "data"
-    if names or parameters or state:
-        share = f"{parameters:.0%} of the parameters, {state:.0%} of the optimizer state"
-        return ", ".join([*names, share])
-    interior = (plan.stages[stage.like] if stage.like is not None else stage).interior
-    inside = any(axis in op.splits for op in interior)
-    return "operators inside the step" if inside else "nothing"
-
-
-def _is_expert(path: str) -> bool:
-    return "expert" in path or "moe" in path
-
-
-def _share(
-    plan: Plan,
-    stage: StagePlan,
-    axis: str,
-    role: str,
-    among: Callable[[str], bool] = lambda path: True,
-) -> float:
-    """The share of the bytes of a role that an axis splits, among arrays of some paths."""
-    split = total = 0.0
-    for array in placed_arrays(plan.inputs, stage.shardings):
-        if array.role == role and among(array.path):
-            size = math.prod(array.shape) * item_bytes(array.dtype)
-            total += size
-            split += size * any(axis in axes for axes in stage.shardings[array.path])
-    return split / total if total else 0.0
+        which = f"{len(plan.stages)} stages"
+        if len(kinds) > 1:
+            named = "stage" if len(numbers) == 1 else "stages"
+            which = f"{named} {stage_numbers(numbers)} of {len(plan.stages)}"
+        uses = [use for number in numbers for use in uses_of_stage(plan, plan.stages[number])]
+        yield f"pipeline: {which}, {plan.schedule}; {'; '.join(axis_roles(plan, together, uses))}"
 
 
 def _recomputation(plan: Plan) -> str:

@@ -4,10 +4,11 @@ the runner-up.
 
 import msgspec
 import pytest
-from sample_plans import INPUTS, PROVENANCE, SPLITS, STAGE, sample_plan
+from sample_plans import INPUTS, PREDICTION, PROVENANCE, SPLITS, STAGE, sample_plan
 
 from aliquot.plans import (
     ArrayInterface,
+    CollectiveUse,
     ModelReference,
     grouped_arrays,
     mfu,
@@ -26,7 +27,17 @@ MODEL = ModelReference(
 )
 
 
-def splits_of(**shardings):
+def use(kind, label):
+    return CollectiveUse(
+        kind=kind, axes=("x",), count=2.0, num_bytes=2048.0, seconds=0.001, label=label
+    )
+
+
+GATHER = use("all-gather", "state.params.layers[*].w")
+GRADIENT = use("reduce-scatter", "gradient of state.params.layers[*].w")
+
+
+def splits_of(uses=(), **shardings):
     inputs = (
         *INPUTS,
         ArrayInterface(path=MOMENT, shape=(64, 32), dtype="float32", role="optimizer_state"),
@@ -34,10 +45,13 @@ def splits_of(**shardings):
     stage = replace(
         STAGE,
         shardings={path: ((), ()) if path != "state.step" else () for path in [*SPLITS, MOMENT]},
+        data_axes=(),
     )
     for path, dims in shardings.items():
         stage = replace(stage, shardings={**stage.shardings, path: dims})
-    return dict(summary_rows(sample_plan(inputs=inputs, stages=(stage,))))["splits"]
+    prediction = replace(PREDICTION, collectives=tuple(uses))
+    plan = sample_plan(inputs=inputs, stages=(stage,), prediction=prediction)
+    return dict(summary_rows(plan))["splits"]
 
 
 BATCH = {"batch.inputs": (("x",), ())}
@@ -45,20 +59,42 @@ WEIGHTS = {f"state.params.layers[{k}].w": (("x",), ()) for k in (0, 1)}
 
 
 @pytest.mark.parametrize(
-    ("shardings", "wanted"),
+    ("shardings", "uses", "wanted"),
     [
-        (BATCH, "x (4): data: parameters are whole"),
-        (BATCH | WEIGHTS, "x (4): data with FSDP: 100% of the parameters are split too"),
+        (BATCH, (), "x (4): data: parameters are whole"),
+        (
+            BATCH | WEIGHTS,
+            (GATHER,),
+            "x (4): data with FSDP: 100% of the parameters are split too",
+        ),
         (
             BATCH | {MOMENT: (("x",), ())},
+            (),
             "x (4): data with ZeRO-2: 100% of the optimizer state is split",
         ),
-        ({"batch.inputs": ((), ("x",))}, "x (4): sequence"),
-        (WEIGHTS, "x (4): tensor: 100% of the parameters are split, the batch's arrays are not"),
+        ({"batch.inputs": ((), ("x",))}, (), "x (4): sequence"),
+        (
+            WEIGHTS,
+            (),
+            "x (4): tensor: 100% of the parameters are split, the batch's arrays are not",
+        ),
+        # The weights are used in pieces, so that their axis is no FSDP, whatever it splits beside.
+        (BATCH | WEIGHTS, (), "x (4): tensor: 100% of the parameters are split, and some of the"),
+        # Weights are gathered and gradients summed: data, though the input itself is whole.
+        (
+            WEIGHTS,
+            (GATHER, GRADIENT),
+            "x (4): data (the batch is split inside the step) with FSDP: 100% of the parameters",
+        ),
     ],
 )
-def test_axes_in_the_fields_words(shardings, wanted):
-    assert splits_of(**shardings).startswith(wanted)
+def test_axes_in_the_fields_words(shardings, uses, wanted):
+    assert splits_of(uses, **shardings).startswith(wanted)
+
+
+def test_an_axis_of_one_device_splits_nothing():
+    stage = replace(STAGE, mesh_shape=(1,), axis_names=("x",), shardings={**SPLITS})
+    assert dict(summary_rows(sample_plan(stages=(stage,))))["splits"] == "nothing: one device"
 
 
 def test_throughput_is_of_the_model_and_says_what_it_rests_on():

@@ -1,0 +1,174 @@
+"""Role of each mesh axis in the field's words: data, FSDP, ZeRO-2, tensor, sequence, expert.
+
+The splits of stored arrays alone do not tell FSDP from tensor parallelism: what matters is whether
+an axis gathers a weight before it is used, and whether it sums the weight's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ._arrays import item_bytes, placed_arrays, unindexed, unranged
+from ._plan import ArrayInterface, CollectiveUse, Plan, StagePlan
+
+_MOST = 0.5
+_GRADIENT_OF = "gradient of "
+
+
+def axis_roles(plan: Plan, stage: StagePlan, uses: Sequence[CollectiveUse]) -> Iterator[str]:
+    """Name, size and role of each axis that has more than one device.
+
+    Args:
+        uses: the collectives of the stage.
+    """
+    axes = [
+        (axis, size)
+        for axis, size in zip(stage.axis_names, stage.mesh_shape, strict=False)
+        if size > 1
+    ]
+    if not axes:
+        yield "nothing: one device"
+    for axis, size in axes:
+        role = _role_of(_Axis.of(plan, stage, uses, axis))
+        # An axis may be named for what it does.
+        yield f"{axis} ({size}): {role.removeprefix(f'{axis}: ').removeprefix(f'{axis} ')}"
+
+
+def uses_of_stage(plan: Plan, stage: StagePlan) -> tuple[CollectiveUse, ...]:
+    """The collectives of a stage, or of a plan without a pipeline."""
+    return stage.prediction.collectives if stage.prediction else plan.prediction.collectives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Axis:
+    """An axis of a stage's mesh, with the collectives over it.
+
+    Attributes:
+        gathered: parameters, without the indices of their layers, that are gathered over it.
+        summed: those whose gradients are summed over it.
+    """
+
+    plan: Plan
+    stage: StagePlan
+    name: str
+    gathered: frozenset[str]
+    summed: frozenset[str]
+
+    @staticmethod
+    def of(plan: Plan, stage: StagePlan, uses: Sequence[CollectiveUse], axis: str) -> _Axis:
+        """The axis with what a stage's collectives say about it."""
+        over = [use for use in uses if axis in use.axes]
+        gathers = [use.label for use in over if use.kind == "all-gather"]
+        sums = [
+            use.label.removeprefix(_GRADIENT_OF)
+            for use in over
+            if use.label.startswith(_GRADIENT_OF)
+        ]
+        return _Axis(
+            plan=plan,
+            stage=stage,
+            name=axis,
+            gathered=frozenset(unindexed(label) for label in gathers),
+            summed=frozenset(unindexed(label) for label in sums),
+        )
+
+    def splits(self, array: ArrayInterface) -> bool:
+        """True if it splits the array where that is stored."""
+        return any(self.name in axes for axes in self.stage.shardings[array.path])
+
+    def splits_products_with(self, array: ArrayInterface) -> bool:
+        """True if each device computes with its own piece of the array only."""
+        return self.splits(array) and unindexed(unranged(array.path)) not in self.gathered
+
+    def sums_gradient_of(self, array: ArrayInterface) -> bool:
+        """True if its devices hold parts of the array's gradient, from different examples."""
+        return unindexed(unranged(array.path)) in self.summed
+
+    def share(
+        self,
+        role: str,
+        what: Callable[[ArrayInterface], bool],
+        among: Callable[[ArrayInterface], bool] = lambda array: True,
+    ) -> float:
+        """The share of the bytes of a role of which something is true."""
+        chosen = total = 0.0
+        for array in placed_arrays(self.plan.inputs, self.stage.shardings):
+            if array.role == role and among(array):
+                size = math.prod(array.shape) * item_bytes(array.dtype)
+                total += size
+                chosen += size * what(array)
+        return chosen / total if total else 0.0
+
+    @property
+    def of_batch(self) -> list[str]:
+        """What it splits of the batch's arrays: "data", "sequence", both or neither."""
+        found = {
+            "data" if dim == 0 else "sequence"
+            for array in self.plan.inputs
+            if array.role == "batch"
+            for dim, axes in enumerate(self.stage.shardings.get(array.path, ()))
+            if self.name in axes
+        }
+        return [name for name in ("data", "sequence") if name in found]
+
+
+def _role_of(axis: _Axis) -> str:
+    names = axis.of_batch
+    stored = axis.share("parameter", axis.splits)
+    computed = axis.share("parameter", axis.splits_products_with)
+    expert = axis.share("parameter", axis.splits_products_with, _is_expert)
+    dense = axis.share("parameter", axis.splits_products_with, _is_dense)
+    sums_gradients = axis.share("parameter", axis.sums_gradient_of, _is_dense) > _MOST
+    of_experts = expert > _MOST and dense <= _MOST
+    splits_batch_alone = axis.name in axis.stage.data_axes and bool(names or stored)
+    if sums_gradients or splits_batch_alone or ("data" in names and dense <= _MOST):
+        inside = "" if "data" in names else " (the batch is split inside the step)"
+        words = f"{', '.join(dict.fromkeys(['data', *names]))}{inside}"
+        return _role_of_data(axis, words, stored, expert if of_experts else 0.0)
+    if computed > _MOST:
+        what = "expert" if of_experts else "tensor"
+        also = f"; {expert:.0%} of the experts" if expert else ""
+        batch = ", and some of the batch's arrays" if names else ", the batch's arrays are not"
+        return f"{what}: {computed:.0%} of the parameters are split{batch}{also}"
+    if axis.name in axis.stage.data_axes and not names:
+        return "data"
+    state = axis.share("optimizer_state", axis.splits)
+    if names or stored or state:
+        share = f"{stored:.0%} of the parameters, {state:.0%} of the optimizer state"
+        return ", ".join([*names, share])
+    stage = axis.stage
+    interior = (axis.plan.stages[stage.like] if stage.like is not None else stage).interior
+    inside_ops = any(axis.name in op.splits for op in interior)
+    return "operators inside the step" if inside_ops else "nothing"
+
+
+def _role_of_data(axis: _Axis, words: str, stored: float, expert: float) -> str:
+    """Role of an axis that splits the batch.
+
+    Args:
+        words: what it splits of the batch.
+        stored: share of the parameters that it splits where they are stored.
+        expert: share of the experts that it splits, if they are what it splits of the parameters.
+    """
+    if expert:
+        return f"{words} and expert: {expert:.0%} of the experts' parameters are split"
+    if stored > _MOST:
+        return f"{words} with FSDP: {stored:.0%} of the parameters are split too"
+    state = axis.share("optimizer_state", axis.splits)
+    if state > _MOST:
+        return (
+            f"{words} with ZeRO-2: {state:.0%} of the optimizer state is split,"
+            f" {'parameters are whole' if not stored else f'{stored:.0%} of the parameters too'}"
+        )
+    whole = f"{stored:.0%} of the parameters are split too" if stored else "parameters are whole"
+    return f"{words}: {whole}"
+
+
+def _is_expert(array: ArrayInterface) -> bool:
+    return "expert" in array.path or "moe" in array.path
+
+
+def _is_dense(array: ArrayInterface) -> bool:
+    return not _is_expert(array)
