@@ -8,6 +8,7 @@ its memory falls. Prices of single layers show neither.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -114,6 +115,32 @@ def one_program_by_doubling(
         elif best is not None or not until_it_fits:
             break
     return best
+
+
+def with_first_program(
+    method: WholeProgram, task: Task, first: int, known: Mapping[int, Decision | None]
+) -> Mapping[int, Decision | None]:
+    """The known programs, with the one of the fewest micro-batches: a pipeline that does not
+    promise less than it takes need not be solved.
+
+    Args:
+        first: the fewest micro-batches.
+
+    Raises:
+        Interrupted: Ctrl-C.
+    """
+    if first in known:
+        return known
+    try:
+        problem = task.problem(first)
+    except (InputError, CaptureError):
+        # The search for pipelines says what is wrong.
+        return known
+    program: Decision | None = None
+    if not cannot_fit(problem):
+        with contextlib.suppress(InfeasibleError):
+            program = method.solve(problem, task.progress)
+    return {**known, first: program}
 
 
 def one_program_scope(decision: Decision) -> str:

@@ -4,7 +4,6 @@ by simulation.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +24,11 @@ from ._methods import ShardParallel, WholeProgram
 from ._one_program import (
     OneProgram,
     as_one_program,
-    cannot_fit,
     fewer_micro_batches,
     is_too_large,
     one_program_by_doubling,
     one_program_scope,
+    with_first_program,
 )
 from ._priced_layers import PricedLayers, price_layers
 from ._solve_stages import solve_with
@@ -122,7 +121,8 @@ class PipeshardParallel(AbstractMethod):
         asked = task.num_micro_batches
         method = self if asked is None else replace(self, num_micro_batches=asked)
         if method.may_be_one_program:
-            programs = _with_first_program(method, task, programs)
+            first = method.num_micro_batches or 1
+            programs = with_first_program(WholeProgram(intra=method.intra), task, first, programs)
         best: Decision | None = None
         search: PipelineSearch | None = None
         refusal: InfeasibleError | InputError | CaptureError | None = None
@@ -177,30 +177,6 @@ class PipeshardParallel(AbstractMethod):
         if pipeline is not None and len(pipeline.stages) > 1:
             tried = (tried_pipeline(pipeline, "slower than one program"), *tried)
         return replace(best, candidates=(*best.candidates, *tried))
-
-
-def _with_first_program(
-    method: PipeshardParallel, task: Task, known: Mapping[int, Decision | None]
-) -> Mapping[int, Decision | None]:
-    """The known programs, with the one of fewest micro-batches: a pipeline that does not promise
-    less than it takes need not be solved.
-
-    Raises:
-        Interrupted: Ctrl-C.
-    """
-    first = method.num_micro_batches or 1
-    if first in known:
-        return known
-    try:
-        problem = task.problem(first)
-    except (InputError, CaptureError):
-        # The search for pipelines says what is wrong.
-        return known
-    program: Decision | None = None
-    if not cannot_fit(problem):
-        with contextlib.suppress(InfeasibleError):
-            program = WholeProgram(intra=method.intra).solve(problem, task.progress)
-    return {**known, first: program}
 
 
 def _fastest_s(method: PipeshardParallel, programs: Mapping[int, Decision | None]) -> float:
