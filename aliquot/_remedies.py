@@ -12,7 +12,16 @@ from typing import Any, TypeAlias
 from ._api import plan as make_plan
 from .cluster import Cluster
 from .core import InfeasibleError, InputError, TimeLimitError, format_bytes, format_seconds
-from .planners import AbstractMethod, Auto, PipeshardParallel, Progress, ShardParallel, WholeProgram
+from .graph import Role, capture
+from .planners import (
+    AbstractMethod,
+    Auto,
+    PipeshardParallel,
+    Progress,
+    ShardParallel,
+    Task,
+    WholeProgram,
+)
 from .plans import ModelReference, Plan
 
 Method: TypeAlias = AbstractMethod | PipeshardParallel
@@ -21,7 +30,8 @@ Method: TypeAlias = AbstractMethod | PipeshardParallel
 _RELATIVE_GAP = 0.02
 _NODE_LIMIT = 50
 _MOST_DOUBLINGS = 5
-_MOST_HOSTS_TIMES = 8
+_MOST_CLUSTERS = 3
+_MOST_TIMES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +128,14 @@ def find_remedies(
     if num_micro_batches is None and (is_auto or isinstance(method, PipeshardParallel)):
         # These have searched the number of micro-batches.
         kinds = [*others]
-    kinds.append([attempt(f"--cluster {each.name}", cluster=each) for each in _larger(cluster)])
-    if not is_auto:
+    state_bytes, limit_bytes = _state_and_limit(step, args, kwargs, cluster, memory_limit_bytes)
+    if state_bytes > limit_bytes * cluster.num_devices:
+        # Shared evenly by all devices it does not fit: only more of them can help.
+        kinds = []
+    hosts_needed = state_bytes / limit_bytes / cluster.devices_per_host
+    larger = _larger(cluster, hosts_needed)
+    kinds.append([attempt(f"--cluster {each.name}", cluster=each) for each in larger])
+    if not is_auto and state_bytes <= limit_bytes * cluster.num_devices:
         # Takes the longest.
         kinds.append([attempt("--method auto", method=Auto())])
     return tuple(_tried(kinds, time.perf_counter() + budget_s, progress))
@@ -169,14 +185,33 @@ def coarser(method: Method | None) -> Method:
     return method
 
 
-def _larger(cluster: Cluster) -> Iterator[Cluster]:
-    """Clusters of 2, 4 and 8 times as many of the same hosts."""
+def _state_and_limit(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    cluster: Cluster,
+    memory_limit_bytes: float | None,
+) -> tuple[float, float]:
+    """Bytes of the parameters and the optimizer's state, which some device must hold whatever the
+    plan, and the bytes that a plan may use of each device.
+    """
+    graph = capture(step, *args, **kwargs)
+    held = (Role.PARAMETER, Role.OPTIMIZER_STATE)
+    state_bytes = sum(graph.values[i.value].num_bytes for i in graph.inputs if i.role in held)
+    task = Task(graph=graph, cluster=cluster, memory_limit_bytes=memory_limit_bytes)
+    return float(state_bytes), task.limit_bytes
+
+
+def _larger(cluster: Cluster, hosts_needed: float) -> Iterator[Cluster]:
+    """Clusters of 2, 4, 8, ... times as many of the same hosts, three of those that are at least
+    as many as needed.
+    """
     times = 2
-    while times <= _MOST_HOSTS_TIMES:
-        hosts = cluster.num_hosts * times
+    while cluster.num_hosts * times < hosts_needed and times <= _MOST_TIMES:
+        times *= 2
+    for hosts in (cluster.num_hosts * times * 2**k for k in range(_MOST_CLUSTERS)):
         name = f"{hosts}x{cluster.devices_per_host}x{cluster.device.name}"
         yield replace(cluster, num_hosts=hosts, name=name)
-        times *= 2
 
 
 def remedies_text(remedies: Sequence[Remedy]) -> str:

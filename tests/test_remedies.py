@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import pytest
 from command_line import run
 from planners.small_steps import mlp
@@ -70,6 +71,22 @@ def test_what_was_tried_in_vain_says_what_it_needs(tight):
     )
 
 
+def test_where_the_state_alone_is_too_large_only_as_many_hosts_as_hold_it_are_tried():
+    """Smaller batches and other methods would be tried in vain, as the state does not shrink."""
+    state_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(STEP[1]))
+    remedies = aq.find_remedies(
+        *STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=state_bytes / 12
+    )
+    assert remedies[0].change == "--cluster 4x4xH100"
+    assert all(each.change.startswith("--cluster") for each in remedies)
+
+
+def test_a_refusal_of_auto_speaks_of_the_cluster_and_of_all_that_was_searched():
+    with pytest.raises(InfeasibleError) as refused:
+        aq.plan(*STEP, cluster=CLUSTER, memory_limit_bytes=100.0)
+    assert str(refused.value).startswith(f"No plan fits {CLUSTER.name} (100 B usable on each")
+
+
 def test_micro_batches_that_do_not_divide_the_batch_are_not_advised():
     step = mlp((64, 128, 64), 12)
     remedies = aq.find_remedies(*step, cluster=CLUSTER, memory_limit_bytes=100.0)
@@ -110,7 +127,7 @@ def test_changes_that_no_time_was_left_for_are_named(tight, monkeypatch):
         raise InfeasibleError("nothing fits", required_bytes=1e12)
 
     monkeypatch.setattr("aliquot._remedies.make_plan", planned)
-    options = {"cluster": CLUSTER, "method": DataParallel(), "memory_limit_bytes": tight / 1000}
+    options = {"cluster": CLUSTER, "method": DataParallel(), "memory_limit_bytes": tight}
     tried = aq.find_remedies(*STEP, **options)
     assert [each.change for each in tried if not each.is_known] == ["--method auto"]
     assert "--cluster 2x4xH100" in [each.change for each in tried if each.is_known]

@@ -227,6 +227,7 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
     except TypeError as error:
         raise InputError(
             f"the step that {name} made cannot be called as train_step(state, batch): {error}."
+            " All that changes from step to step is one argument, batch: a dict or tuple of arrays."
         ) from None
     except ValueError:
         # It has no signature that Python knows.

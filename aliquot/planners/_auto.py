@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from ..core import CaptureError, InfeasibleError, InputError
+from ..core import CaptureError, InfeasibleError, InputError, format_bytes
 from ..cost import Problem
 from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, Task, faster
 from ._counts import MOST_MICRO_BATCHES, batch_size
@@ -92,9 +92,10 @@ class Auto(AbstractMethod):
             try:
                 return self._whole(task, count, program, method)
             except InfeasibleError as error:
-                if isinstance(refusal, InfeasibleError) and _needs(refusal) < _needs(error):
-                    raise refusal from None
-                raise
+                if not isinstance(refusal, InfeasibleError):
+                    raise
+                smaller = refusal if _needs(refusal) < _needs(error) else error
+                raise _of_all(smaller, task) from None
         except Interrupted as interrupted:
             best = program and replace(program, bound_holds_for=one_program_scope(program))
             interrupted.decision = faster(best, interrupted.decision)
@@ -141,6 +142,22 @@ def _not_searched(least_s: float) -> Candidate:
         outcome=(
             f"not searched: more than {_MOST_DEVICES:,} devices; --method pipeshard searches them"
         ),
+    )
+
+
+def _of_all(error: InfeasibleError, task: Task) -> InfeasibleError:
+    """What one of the searches says of its smallest plan, said of all of them."""
+    claim, _, rest = str(error).partition("\n")
+    if claim.startswith("No "):
+        claim = (
+            f"No plan fits {task.cluster.name} ({format_bytes(task.limit_bytes)} usable on each"
+            " device), neither as one program nor as a pipeline."
+        )
+    return InfeasibleError(
+        f"{claim}\n{rest}",
+        required_bytes=error.required_bytes,
+        available_bytes=error.available_bytes,
+        parts=error.parts,
     )
 
 

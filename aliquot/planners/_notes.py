@@ -24,7 +24,36 @@ def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
     no axis divides.
     """
     undivided = list(_undivided(stages[0]))[:_MOST_SIZES] if len(stages) == 1 else []
-    return (*_much_alike(stages), *_run_whole(stages), *_odd_batch(stages), *undivided)
+    return (
+        *_likely_mistakes(stages),
+        *_much_alike(stages),
+        *_run_whole(stages),
+        *_odd_batch(stages),
+        *undivided,
+    )
+
+
+def _likely_mistakes(stages: Sequence[StageDecision]) -> Iterator[str]:
+    """Large arrays that the step does not take as arguments, and a step that updates nothing."""
+    constants = {
+        math.prod(getattr(constant, "shape", ())) * constant.dtype.itemsize
+        for stage in stages
+        for constant in stage.problem.graph.constants.values()
+        if hasattr(constant, "dtype")
+    }
+    largest = max(constants, default=0)
+    if largest >= _LARGE_BYTES:
+        yield (
+            f"The step holds a constant of {format_bytes(largest)}: an array that it uses and is"
+            " not among its arguments. It is the same in every step and whole on every device. If"
+            " it is the batch or part of the state, make it an argument."
+        )
+    phases = {op.phase for stage in stages for op in stage.problem.graph.ops}
+    if Phase.BACKWARD in phases and Phase.UPDATE not in phases:
+        yield (
+            "The step computes gradients and updates nothing with them. A training step returns the"
+            " new state."
+        )
 
 
 def idle_note(decision: Decision, cluster: Cluster) -> Iterator[str]:
@@ -74,8 +103,8 @@ def _odd_batch(stages: Sequence[StageDecision]) -> Iterator[str]:
         lines[
             f"{devices} {whose} do not divide {what}: data parallelism can use"
             f" {math.gcd(size, devices)} of them at most, and the others split something else or"
-            f" repeat work. {even} device{'s divide' if even > 1 else ' divides'} it; {devices}"
-            f" {whose} divide a size of {_multiples(size, devices)}."
+            f" repeat work. {_multiples(size, devices)} would divide evenly over {devices}"
+            f" devices; {size} divides over {even}."
         ] = None
     yield from lines
 

@@ -39,6 +39,7 @@ class OneProgram:
     """
 
     mesh_shape: tuple[int, ...]
+    num_micro_batches: int
     least_s: float
 
 
@@ -47,14 +48,16 @@ def as_one_program(chains: Sequence[Chain]) -> OneProgram | None:
     all devices.
     """
     seconds = [
-        (_seconds(chain, k), option.mesh_shape)
+        (_seconds(chain, k), option.mesh_shape, chain.num_micro_batches)
         for chain in chains
         for k, option in enumerate(chain.options)
         if option.num_devices == chain.num_devices
     ]
     # Ties go to the first mesh in order, so that the answer is the same each time.
-    least_s, mesh_shape = min(seconds, default=(math.inf, ()))
-    return OneProgram(mesh_shape=mesh_shape, least_s=least_s) if math.isfinite(least_s) else None
+    least_s, mesh_shape, count = min(seconds, default=(math.inf, (), 1))
+    if not math.isfinite(least_s):
+        return None
+    return OneProgram(mesh_shape=mesh_shape, num_micro_batches=count, least_s=least_s)
 
 
 def _seconds(chain: Chain, option: int) -> float:

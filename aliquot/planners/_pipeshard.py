@@ -32,7 +32,7 @@ from ._one_program import (
 )
 from ._priced_layers import PricedLayers, price_layers
 from ._solve_stages import solve_with
-from ._tried import tried_counts, tried_pipeline, tried_program
+from ._tried import tried_counts, tried_pipeline, tried_programs
 from .inter import AbstractInter, StageDP, StageLimits
 from .intra import ILP, AbstractIntra
 
@@ -147,6 +147,7 @@ class PipeshardParallel(AbstractMethod):
         pipeline = search.decision if search else None
         if pipeline is not None and len(pipeline.stages) > 1:
             best = pipeline
+        programs_solved: list[Decision] = []
         try:
             for single in _one_programs(
                 method,
@@ -156,6 +157,7 @@ class PipeshardParallel(AbstractMethod):
                 programs,
                 faster_than_s,
             ):
+                programs_solved.append(single)
                 if best is None or single.step_time_s < best.step_time_s:
                     best = replace(
                         single,
@@ -172,8 +174,8 @@ class PipeshardParallel(AbstractMethod):
             )
         tried = search.tried if search else ()
         if best is pipeline:
-            program = tried_program(search.program) if search else ()
-            return replace(best, candidates=(*program, tried_pipeline(best), *tried))
+            slower = tried_programs(programs_solved, search.program if search else None)
+            return replace(best, candidates=(tried_pipeline(best), *slower, *tried))
         if pipeline is not None and len(pipeline.stages) > 1:
             tried = (tried_pipeline(pipeline, "slower than one program"), *tried)
         return replace(best, candidates=(*best.candidates, *tried))

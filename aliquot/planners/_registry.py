@@ -99,9 +99,8 @@ def method_by_name(
     if name in PIPELINES:
         return _pipeline(name, mesh_shape, pipeline)
     if name not in METHODS and name not in SYNONYMS:
-        raise InputError(
-            f"Unknown method {name!r}: {nearest(name, [*METHODS, *PIPELINES, *LAYOUTS.values()])}"
-        )
+        known = [*METHODS, *SYNONYMS, *PIPELINES, *LAYOUTS.values()]
+        raise InputError(f"Unknown method {name!r}: {nearest(name, known)}")
     if pipeline.given:
         makes = "may make none" if name == "auto" else "makes none"
         raise InputError(

@@ -14,13 +14,11 @@ def tried_pipeline(decision: Decision, outcome: str = "simulated") -> Candidate:
     """A pipeline as plans list it: its stages, its micro-batches, and the meshes of its stages."""
     assert decision.pipeline is not None
     meshes = dict.fromkeys("x".join(map(str, stage.priced.mesh.shape)) for stage in decision.stages)
-    count = len(decision.stages)
     schedule = decision.pipeline.schedule.name
+    stages = counted(len(decision.stages), "stage")
+    parts = counted(decision.num_micro_batches, "micro-batch")
     return Candidate(
-        name=(
-            f"{decision.method}, {count} stages, {schedule}, {decision.num_micro_batches}"
-            " micro-batches"
-        ),
+        name=f"{decision.method}, {stages}, {schedule}, {parts}",
         mesh=next(iter(meshes)) if len(meshes) == 1 else f"{len(meshes)} meshes",
         lower_bound_s=_bound_of_steps_s(decision),
         step_time_s=decision.step_time_s,
@@ -41,18 +39,39 @@ def _bound_of_steps_s(decision: Decision) -> float | None:
     return bound_s if bound_s is not None and bound_s <= decision.step_time_s else None
 
 
-def tried_program(program: OneProgram | None) -> tuple[Candidate, ...]:
-    """One program that was not faster, of which a bound is known."""
-    if program is None:
+def tried_programs(
+    solved: Sequence[Decision], estimated: OneProgram | None
+) -> tuple[Candidate, ...]:
+    """Programs beside which a pipeline is faster: those that were solved, or else the estimate of
+    one by its layers.
+    """
+    if solved:
+        return tuple(
+            Candidate(
+                name=_name_of_program(each.num_micro_batches),
+                mesh="x".join(map(str, each.stages[0].priced.mesh.shape)),
+                lower_bound_s=each.lower_bound_s,
+                step_time_s=each.step_time_s,
+                outcome="slower",
+            )
+            for each in solved
+        )
+    if estimated is None:
         return ()
-    mesh = "x".join(map(str, program.mesh_shape))
-    bound_s = program.least_s
-    outcome = "no faster"
     return (
         Candidate(
-            name="one program", mesh=mesh, lower_bound_s=bound_s, step_time_s=None, outcome=outcome
+            name=_name_of_program(estimated.num_micro_batches),
+            mesh="x".join(map(str, estimated.mesh_shape)),
+            # A sum over layers, which the whole step may undercut.
+            lower_bound_s=None,
+            step_time_s=estimated.least_s,
+            outcome="no faster by its layers",
         ),
     )
+
+
+def _name_of_program(num_micro_batches: int) -> str:
+    return f"one program, {counted(num_micro_batches, 'micro-batch')}"
 
 
 def tried_counts(
@@ -64,7 +83,7 @@ def tried_counts(
     slower = promised is not None and promised.step_time_s >= best_s
     listed = " or ".join(filter(None, [", ".join(map(str, counts[:-1])), str(counts[-1])]))
     return Candidate(
-        name=f"{method}, {listed} micro-batches",
+        name=f"{method}, {listed} micro-batch{'es' if counts[-1] > 1 else ''}",
         mesh="",
         lower_bound_s=None,
         step_time_s=promised.step_time_s if promised else None,

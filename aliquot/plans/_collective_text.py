@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..core import format_bytes, format_seconds
+from ..core import counted, format_bytes, format_seconds
 from ._plan import CollectiveUse, Plan
 from ._section import Section, SectionKind
 from ._stage_text import stage_numbers
@@ -20,7 +20,8 @@ def collective_table(plan: Plan) -> Section:
     return Section(
         kind=SectionKind.COMMUNICATION,
         title=(
-            f"The most expensive of {len(uses)} kinds of communication in a step (predicted)"
+            f"The most expensive of {counted(len(uses), 'kind')} of communication in a step"
+            " (predicted)"
             if uses
             else "No communication is predicted."
         ),
@@ -37,8 +38,8 @@ def stage_collective_table(plan: Plan) -> Section:
     return Section(
         kind=SectionKind.COMMUNICATION,
         title=(
-            f"The most expensive of {len(entries)} kinds of communication within a stage in a step"
-            " (predicted)"
+            f"The most expensive of {counted(len(entries), 'kind')} of communication within a stage"
+            " in a step (predicted)"
             if entries
             else "No communication is predicted within stages."
         ),

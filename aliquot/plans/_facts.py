@@ -74,11 +74,9 @@ def is_pipeline(plan: Plan) -> bool:
 def time_parts(plan: Plan) -> str:
     """The predicted step time as a sum of its parts; of a pipeline those of its busiest submesh."""
     p = plan.prediction
-    hidden = (
-        ""
-        if is_pipeline(plan) and not p.hidden_s
-        else f" - {format_seconds(p.hidden_s)} hidden behind compute"
-    )
+    hidden = f" - {format_seconds(p.hidden_s)} hidden behind compute" if p.hidden_s else ""
+    parts = [("communication", p.communication_s), ("gradient communication", p.gradient_s)]
+    communicated = "".join(f" + {format_seconds(s)} {name}" for name, s in parts if s)
     transfers_s = idle_parts(plan)[0]
     sent = f" + {format_seconds(transfers_s)} transfers" if transfers_s else ""
     bubble = (
@@ -88,10 +86,8 @@ def time_parts(plan: Plan) -> str:
     )
     whose = "stage" if plan.num_submeshes == len(plan.stages) else "submesh"
     return (
-        f"{format_seconds(p.step_time_s)} = {format_seconds(p.compute_s)} compute +"
-        f" {format_seconds(p.communication_s)} communication + {format_seconds(p.gradient_s)}"
-        " gradient"
-        f" communication{hidden}{bubble}{f' (of the busiest {whose})' if is_pipeline(plan) else ''}"
+        f"{format_seconds(p.step_time_s)} = {format_seconds(p.compute_s)} compute"
+        f"{communicated}{hidden}{bubble}{f' (of the busiest {whose})' if is_pipeline(plan) else ''}"
     )
 
 

@@ -14,7 +14,7 @@ from ._facts import is_pipeline, memory_parts
 from ._plan import Plan
 from ._section import Section, SectionKind
 from ._stage_text import equal_stages, stage_numbers, stage_table
-from ._summary import mesh_of
+from ._summary import chosen_candidate, mesh_of
 
 _MOMENTS_LEFT_OUT = "; optimizer state that is split like its parameters is left out"
 
@@ -69,7 +69,11 @@ def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
 
 def _tried(plan: Plan, most: int) -> Section:
     """Plans that the search tried, the fastest first; those that it did not price last."""
-    priced = [(_number(c.get("step_time_s")), c) for c in plan.provenance.candidates]
+    chosen = chosen_candidate(plan)
+    priced = [
+        (_number(c.get("step_time_s")), {**c, "outcome": "chosen"} if number == chosen else c)
+        for number, c in enumerate(plan.provenance.candidates)
+    ]
     priced.sort(key=lambda pair: float("inf") if pair[0] is None else pair[0])
     rows = [
         (

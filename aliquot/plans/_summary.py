@@ -140,16 +140,12 @@ def runner_up(plan: Plan) -> str:
     priced.
     """
     chosen_s = plan.prediction.step_time_s
-    others: list[tuple[float, str]] = []
-    skipped = 0
-    for candidate in plan.provenance.candidates:
-        seconds = candidate.get("step_time_s")
-        if not isinstance(seconds, int | float):
-            continue
-        if not skipped and abs(seconds - chosen_s) <= _HIDDEN_AS_ROUNDING * chosen_s:
-            skipped = 1
-            continue
-        others.append((float(seconds), _named(candidate)))
+    chosen = chosen_candidate(plan)
+    others = [
+        (float(seconds), _named(candidate))
+        for number, candidate in enumerate(plan.provenance.candidates)
+        if number != chosen and isinstance(seconds := candidate.get("step_time_s"), int | float)
+    ]
     if not others or not chosen_s:
         return ""
     seconds, name = min(others)
@@ -158,6 +154,20 @@ def runner_up(plan: Plan) -> str:
         return f"{name}, as fast within {_HIDDEN_AS_ROUNDING:.2%}"
     sign = "+" if extra_s > 0 else "-"
     return f"{name}: {format_seconds(seconds)}, {sign}{format_seconds(abs(extra_s))} a step"
+
+
+def chosen_candidate(plan: Plan) -> int | None:
+    """Position of the plan itself among what its search tried; None if it is not there."""
+    chosen_s = plan.prediction.step_time_s
+    near = [
+        (number, candidate)
+        for number, candidate in enumerate(plan.provenance.candidates)
+        if isinstance(seconds := candidate.get("step_time_s"), int | float)
+        and abs(seconds - chosen_s) <= _HIDDEN_AS_ROUNDING * chosen_s
+    ]
+    mesh = "x".join(map(str, plan.stages[0].mesh_shape)) if plan.stages else ""
+    on_its_mesh = [number for number, candidate in near if mesh_of(candidate) == mesh]
+    return next(iter([*on_its_mesh, *(number for number, _ in near)]), None)
 
 
 def _named(candidate: dict[str, Any]) -> str:

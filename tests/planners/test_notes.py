@@ -65,6 +65,28 @@ def test_with_a_rule_the_step_is_faster_and_has_no_note():
     )
 
 
+def test_a_batch_that_is_no_argument_is_noted():
+    batch = np.ones((1024, 512), np.float32)
+
+    def train_step(params):
+        grads = jax.grad(lambda p: jnp.mean((batch @ p) ** 2))(params)
+        return params - 0.1 * grads
+
+    plan = aq.plan(train_step, struct(512, 512), cluster=EIGHT, method=aq.ShardParallel())
+    (line,) = [note for note in plan.notes if "constant" in note]
+    assert line.startswith("The step holds a constant of 2.0 MiB") and line in plan.notes[0]
+
+
+def test_a_step_that_forgets_to_return_its_state_is_noted():
+    def train_step(params, batch):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((batch @ p) ** 2))(params)
+        return {"loss": loss, "grads": grads}
+
+    args = struct(512, 512), struct(64, 512)
+    plan = aq.plan(train_step, *args, cluster=EIGHT, method=aq.ShardParallel())
+    assert plan.notes[0].startswith("The step computes gradients and updates nothing")
+
+
 def test_a_replicated_update_is_noted_in_one_line():
     def train_step(params, batch):
         grads = jax.grad(lambda p: jnp.mean((batch @ p) ** 2))(params)

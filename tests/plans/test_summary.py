@@ -125,6 +125,24 @@ def test_the_runner_up_is_the_best_that_was_not_taken():
     assert runner_up(sample_plan(provenance=replace(PROVENANCE, candidates=tried[:1]))) == ""
 
 
+def test_what_was_chosen_is_marked_among_what_was_tried():
+    tried = (
+        {"name": "dp", "mesh": "8", "step_time_s": 0.011, "outcome": "slower"},
+        {"name": "ilp", "mesh": "4x2", "step_time_s": 0.011, "outcome": "cannot beat the best"},
+        {"name": "zero2", "mesh": "8", "step_time_s": 0.02, "outcome": "slower"},
+    )
+    text = str(sample_plan(provenance=replace(PROVENANCE, candidates=tried)))
+    outcomes = {line.split()[0]: line.split()[-1] for line in text.splitlines() if " ms  " in line}
+    assert outcomes["ilp"] == "chosen" and outcomes["dp"] == outcomes["zero2"] == "slower"
+
+
+def test_parts_of_the_time_that_are_nothing_are_left_out():
+    prediction = replace(
+        PREDICTION, step_time_s=0.008, communication_s=0.0, gradient_s=0.0, hidden_s=0.0
+    )
+    assert "= 8.0 ms compute\n" in str(sample_plan(prediction=prediction))
+
+
 def test_moments_split_like_their_parameters_are_left_out():
     moment = ArrayInterface(path=MOMENT, shape=(64, 32), dtype="float32", role="optimizer_state")
     alike = replace(STAGE, shardings={**SPLITS, MOMENT: SPLITS["state.params.layers[0].w"]})
