@@ -55,7 +55,7 @@ def build_nodes(naming: NodeIndex, target: Target, *, sums_gradients: bool = Fal
         edges=tuple(edges.edges),
         sites=tuple(_sites(naming)),
         input_ports=tuple(_given_port(naming, i.value) for i in graph.inputs),
-        output_ports=tuple(_given_port(naming, o.value) for o in graph.outputs),
+        output_ports=tuple(_output_port(naming, o.value) for o in graph.outputs),
         num_ops=len(graph.ops),
         batch_factors=batch_factors,
         batch_sums=batch_sums(naming, batch_factors),
@@ -222,6 +222,15 @@ def _given_port(naming: NodeIndex, operand: Operand) -> Port:
     if isinstance(operand, int) and 0 in naming.cuts.graph.values[operand].shape:
         return replace(port, projection=(REPLICATED,) * len(port.projection))
     return port
+
+
+def _output_port(naming: NodeIndex, operand: Operand) -> Port:
+    """The port of an output: of a product the slot in which its sum is used."""
+    port = _given_port(naming, operand)
+    if not isinstance(operand, int) or 0 in naming.cuts.graph.values[operand].shape:
+        return port
+    landed = naming.landed_ports(int(naming.cuts.folding.value_class[operand]))
+    return landed[0] if landed else port
 
 
 def _sources(

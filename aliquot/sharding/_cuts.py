@@ -168,7 +168,19 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
     # An input that no operator reads is split as well, and needs a slot.
     for item in graph.inputs:
         cuts.home(classes[item.value])
+    # Partial sums that leave the step, or a stage, are summed first, though no operator reads them.
+    for output in graph.outputs:
+        if isinstance(output.value, int):
+            _land(cuts, classes[output.value])
     return cuts
+
+
+def _land(cuts: Cuts, value_class: int) -> None:
+    """Make sure that a product's result is a slot of its own, unless an operator reads it."""
+    shape = cuts.shape(value_class)
+    keys = [("landed", value_class, zone) for zone in ("main", "update")]
+    if shape and cuts.by_product(value_class) and not any(k in cuts.slots.by_key for k in keys):
+        cuts.slots.get(keys[0], shape)
 
 
 def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:

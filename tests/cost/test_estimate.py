@@ -1,6 +1,7 @@
 """The judge: sums of what tables say, and refusals of plans for something else."""
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
@@ -26,6 +27,10 @@ from aliquot.sharding import Factor, Node
 
 CLUSTER = Cluster.preset("2x4xH100")
 STEP = mlp((64, 128, 64), 32)
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +145,41 @@ def test_a_gradient_is_synchronised_once(dtype, micro_batches, wider):
         weights += work.state["params"]["embed"]["embedding"].size * 4
     moved = sum(use.num_bytes for use in plan.prediction.collectives)
     assert moved == pytest.approx(wider * weights, rel=0.02)
+
+
+def test_a_product_that_leaves_the_step_is_summed_and_that_is_priced():
+    """No operator of the step reads the result, which the devices hold in parts until then."""
+
+    def two_products(weights, rows):
+        return jnp.tanh(rows @ weights["up"]) @ weights["down"]
+
+    weights = {"up": struct(64, 256), "down": struct(256, 64)}
+    plan = aq.plan(
+        two_products,
+        weights,
+        struct(32, 64),
+        cluster=Cluster.preset("8xH100"),
+        method=aq.TensorParallel(degree=8),
+    )
+    (use,) = plan.prediction.collectives
+    assert (use.kind, use.count, use.num_bytes) == ("all-reduce", 1, 32 * 64 * 4)
+    assert plan.prediction.communication_s == pytest.approx(use.seconds) and use.seconds > 0
+
+
+def test_a_product_that_leaves_a_stage_is_summed_and_that_is_priced():
+    """The second product contracts what the first one splits, and the loss is in another stage."""
+
+    def step(weights, rows):
+        def loss(weights):
+            return jnp.mean((jnp.tanh(rows @ weights["up"]) @ weights["down"] - rows) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    weights = {"up": struct(256, 1024), "down": struct(1024, 256)}
+    method = aq.PipeshardParallel(num_stages=2, num_micro_batches=1)
+    plan = aq.plan(step, weights, struct(512, 256), cluster=Cluster.preset("8xH100"), method=method)
+    first = plan.stages[0]
+    splits = {op.node: op.splits for op in first.interior}
+    assert first.shardings["weights.down"][0], splits
+    sums = [use for use in first.prediction.collectives if use.label.startswith("dot_general")]
+    assert sums and all(use.seconds > 0 for use in sums)
