@@ -13,11 +13,13 @@ PAGE = Path(__file__).parents[1] / "docs" / "quickstart.md"
 def test_the_quickstart_runs_as_it_stands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    rows = np.ones((512, 256), np.float32)
+    rows = np.ones((8192, 256), np.float32)
     names: dict[str, object] = {"batches": [{"x": rows, "y": rows}] * 2}
     for block in blocks:
         exec(block, names)
     assert (tmp_path / "plan.json").exists()
+    shown = re.search(r"```\n(train_step: .*?)```", PAGE.read_text(), re.DOTALL)
+    assert shown and str(names["plan"]).startswith(shown[1])
     first, second = (
         names["metrics"]["loss"],
         names["loss_fn"](names["state"]["params"], names["batches"][0]),
