@@ -4,26 +4,30 @@ On 8 virtual devices, for a GPT and a mixture of experts of two layers: every co
 of a layer's blocks (of the mixture of experts a seeded sample) is run as a whole step, and beside
 it stand the time composed of measured segments and the analytic model's.
 
-    python benchmarks/segment_profiles.py [--quick] [--database FOLDER] [--only gpt|moe]
+    python benchmarks/segment_profiles.py [--quick] [--journal FILE] [--only gpt|moe]
 
-Measurements of segments are kept in FOLDER, those of whole steps in the journal, so that it can go
-on where it was.
+What was measured is kept in the journal, so that a run can go on where it was.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 import random
-from collections.abc import Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from _results import Journal, Report, options, say, use_eight_devices
 
+from aliquot.core import num_cores, reuse_freed_memory
+
 use_eight_devices()
+reuse_freed_memory()
 
 import jax  # noqa: E402
 
@@ -32,15 +36,17 @@ from aliquot.cost import make_problem, picked_choices  # noqa: E402
 from aliquot.graph import capture  # noqa: E402
 from aliquot.profiling import (  # noqa: E402
     Combination,
+    CompiledPart,
+    Conversion,
     MeasuredStep,
-    ProfileDatabase,
     SegmentedStep,
     Timing,
+    all_conversions,
+    compile_conversion,
     compile_part,
     compose,
-    measured_step,
+    conversions_between,
     priced_combinations,
-    profile_segments,
     segment_step,
     time_part,
 )
@@ -63,7 +69,12 @@ _MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
 }
 _BATCH = 16
-_ROUNDS = 3
+_QUICK = 6
+# Combinations whose programs are compiled, and then take turns.
+_TOGETHER = 8
+_ROUNDS = 2
+# Programs whose rounds differ by more take one more turn.
+_SPREAD = 0.03
 
 
 def main() -> int:
@@ -79,19 +90,19 @@ def main() -> int:
         ),
         method=(
             "Every segment's program and every whole step is compiled and run on 8 virtual devices"
-            f" that share this machine's cores; median of {_ROUNDS} rounds, in which programs take"
-            " turns, of the median of at least 5 runs; nothing stopped early. Everything but the"
-            " options is split as the integer program finds best. Programs are counted in the"
-            " order of `aliquot blocks profile`, most promising first."
+            f" that share this machine's cores. Programs of {_TOGETHER} combinations are compiled;"
+            f" then each combination's whole step and its segments take turns, {_ROUNDS} rounds of"
+            f" at least 3 runs, and one more where two rounds differ by more than {_SPREAD:.0%};"
+            " medians of rounds of medians of runs. The process keeps the memory that it frees."
+            " Everything but the options is split as the integer program finds best. Programs are"
+            " counted in the order of `aliquot blocks profile`, most promising first."
         ),
     )
     journal = Journal(chosen.journal)
     rows, met = [], True
     for name, (model, overrides, sample) in _MODELS.items():
         if chosen.only in (None, name):
-            found = _model(
-                name, model, overrides, 5 if chosen.quick else sample, chosen.database, journal
-            )
+            found = _model(name, model, overrides, _QUICK if chosen.quick else sample, journal)
             report.tables[name] = found["combinations"]
             rows.append(found["summary"])
             met &= found["met"]
@@ -101,15 +112,12 @@ def main() -> int:
 
 
 def _more(parser: Any) -> None:
-    parser.add_argument(
-        "--database", type=Path, default=Path("."), help="folder of the measured segments"
-    )
-    parser.add_argument("--journal", type=Path, help="file of the whole steps measured so far")
+    parser.add_argument("--journal", type=Path, help="file of what was measured so far")
     parser.add_argument("--only", choices=sorted(_MODELS))
 
 
 def _model(
-    name: str, model: str, overrides: dict[str, Any], sample: int, folder: Path, journal: Journal
+    name: str, model: str, overrides: dict[str, Any], sample: int, journal: Journal
 ) -> dict[str, Any]:
     workload = build(model, _BATCH, overrides=overrides, dtype="float32", recompute="none")
     graph = capture(workload.train_step, workload.state, workload.batch)
@@ -119,8 +127,7 @@ def _model(
     chosen = list(itertools.product(*[[c.options for c in combinations[k]] for k in layers]))
     if sample:
         chosen = random.Random(0).sample(chosen, min(sample, len(chosen)))
-    measured = _measured(name, step, combinations, folder)
-    rows = []
+    plans = []
     for options_of_layers in chosen:
         fixed = dict(zip(layers, options_of_layers, strict=True))
         alone = [
@@ -129,74 +136,130 @@ def _model(
         ]
         # The head follows what the analytic model finds fastest with these layers.
         (planned,) = compose(step, alone, most=1)
-        exact = [
-            [c for c in some if c.options == o]
-            for some, o in zip(alone, planned.options, strict=True)
-        ]
-        (composed,) = compose(step, exact, measured, most=1)
+        plans.append(
+            [
+                next(c for c in some if c.options == o)
+                for some, o in zip(alone, planned.options, strict=True)
+            ]
+        )
+    measured = []
+    for first in range(0, len(plans), _TOGETHER):
+        measured += _rows(f"{name} {first}", step, plans[first : first + _TOGETHER], journal)
+        say(f"{name}: {len(measured)}/{len(plans)} combinations")
+    known = _medians(step, plans, measured)
+    rows = []
+    for options_of_layers, plan, found in zip(chosen, plans, measured, strict=True):
+        (composed,) = compose(step, [[c] for c in plan], known, most=1)
         rows.append(
             {
                 "options": " | ".join(" ".join(map(str, o)) for o in options_of_layers),
                 "composed s": composed.seconds,
                 "measured share": composed.measured_share,
-                "chosen": planned.options,
+                "measured s": statistics.median(found["programs"]["whole"]),
+                "model s": found["model_s"],
             }
         )
-    whole = journal.row(
-        name, functools.partial(_whole, name, step, [row.pop("chosen") for row in rows])
-    )
-    for row, times_s, model_s in zip(rows, whole["seconds"], whole["model_s"], strict=True):
-        row |= {"measured s": float(np.median(times_s)), "model s": model_s}
-    return _judged(name, rows, np.array(whole["seconds"]), step.num_programs)
+    rounds = np.array([found["programs"]["whole"][:_ROUNDS] for found in measured])
+    return _judged(name, rows, rounds, step.num_programs)
 
 
-def _measured(
-    name: str, step: SegmentedStep, combinations: Sequence[Sequence[Combination]], folder: Path
-) -> MeasuredStep:
-    """Medians of several runs of the profiler."""
-    rounds = []
-    for number in range(_ROUNDS):
-        with ProfileDatabase(folder / f"segments_{name}_{number}.sqlite") as database:
-            profile_segments(
-                step,
-                database,
-                timing=Timing(early_stop=math.inf),
-                progress=lambda what, done, of: say(f"{name}, round {number}: {done}/{of} {what}"),  # noqa: B023
+Plan = Sequence[Combination]
+"""One combination for each kind of segment."""
+
+
+def _programs(step: SegmentedStep, plan: Plan) -> Iterator[tuple[str, Callable[[], CompiledPart]]]:
+    """Name and compilation of all that is measured of a plan but the whole step."""
+    mesh = step.mesh.shape, step.mesh.axis_names
+    for k, (kind, c) in enumerate(zip(step.kinds, plan, strict=True)):
+        yield _of_segment(k, c), functools.partial(compile_part, kind.problem, c.choices, *mesh)
+    for conversion in (_launch(step, plan), *_conversions(step, plan)):
+        yield str(tuple(conversion)), functools.partial(compile_conversion, conversion, *mesh)
+
+
+def _of_segment(kind: int, combination: Combination) -> str:
+    return f"segment {kind} {list(combination.options)}"
+
+
+def _launch(step: SegmentedStep, plan: Plan) -> Conversion:
+    """A program that does next to nothing."""
+    return all_conversions(step, [[c] for c in plan])[0]
+
+
+def _conversions(step: SegmentedStep, plan: Plan) -> set[Conversion]:
+    """All that the neighbours of a step need."""
+    return {
+        conversion
+        for a, b in itertools.pairwise(step.sequence)
+        for _, conversion in conversions_between(step.crossings[a, b], plan[a], plan[b])
+    }
+
+
+def _rows(
+    name: str, step: SegmentedStep, plans: Sequence[Plan], journal: Journal
+) -> list[dict[str, Any]]:
+    """For each plan seconds of its programs, round after round, and the analytic model's."""
+
+    def make() -> dict[str, Any]:
+        compiling: dict[str, Callable[[], CompiledPart]] = {}
+        model_s = []
+        for number, plan in enumerate(plans):
+            solution = step.whole([c.options for c in plan])
+            assert solution is not None
+            choices = picked_choices(step.space.priced, solution.picks)
+            compiling[f"whole {number}"] = functools.partial(
+                compile_part, step.problem, choices, step.mesh.shape, step.mesh.axis_names
             )
-            rounds.append(measured_step(step, combinations, database))
+            compiling |= dict(_programs(step, plan))
+            model_s.append(solution.step_time_s)
+        with ThreadPoolExecutor(num_cores()) as pool:
+            waiting = {key: pool.submit(compile_one) for key, compile_one in compiling.items()}
+            parts = {key: future.result() for key, future in waiting.items()}
+        times: dict[str, list[float]] = defaultdict(list)
+        for turn in range(_ROUNDS + 1):
+            for number, plan in enumerate(plans):
+                for key in (f"whole {number}", *[key for key, _ in _programs(step, plan)]):
+                    if len(times[key]) == turn and (turn < _ROUNDS or _differ(times[key])):
+                        found = time_part(parts[key], Timing(warm_up=1, repeats=3))
+                        assert found.seconds is not None, found.outcome
+                        times[key].append(found.seconds)
+        return {
+            "rows": [
+                {
+                    "programs": {"whole": times[f"whole {number}"]}
+                    | {key: times[key] for key, _ in _programs(step, plan)},
+                    "model_s": model_s[number],
+                }
+                for number, plan in enumerate(plans)
+            ]
+        }
+
+    return list(journal.row(name, make)["rows"])
+
+
+def _differ(times: Sequence[float]) -> bool:
+    return max(times) > min(times) * (1 + _SPREAD)
+
+
+def _medians(
+    step: SegmentedStep, plans: Sequence[Plan], measured: Sequence[dict[str, Any]]
+) -> MeasuredStep:
+    """What was measured of the segments and of what crosses between them."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for found in measured:
+        for key, seconds in found["programs"].items():
+            times[key] += seconds
     return MeasuredStep(
         kinds=tuple(
-            {
-                options: float(np.median([r.kinds[k][options] for r in rounds]))
-                for options in rounds[0].kinds[k]
-            }
+            {plan[k].options: statistics.median(times[_of_segment(k, plan[k])]) for plan in plans}
             for k in range(len(step.kinds))
         ),
         conversions={
-            c: float(np.median([r.conversions[c] for r in rounds])) for c in rounds[0].conversions
+            conversion: statistics.median(times[str(tuple(conversion))])
+            for plan in plans
+            for conversion in _conversions(step, plan)
         },
-        launch_s=float(np.median([r.launch_s for r in rounds])),
+        launch_s=statistics.median(times[str(tuple(_launch(step, plans[0])))]),
     )
-
-
-def _whole(name: str, step: SegmentedStep, chosen: Sequence[Any]) -> dict[str, list[Any]]:
-    """Seconds of every round and of the analytic model for whole steps, which take turns."""
-    parts, model_s = [], []
-    for number, options_of_kinds in enumerate(chosen):
-        solution = step.whole(options_of_kinds)
-        assert solution is not None
-        choices = picked_choices(step.space.priced, solution.picks)
-        parts.append(compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names))
-        model_s.append(solution.step_time_s)
-        say(f"{name}: {number + 1}/{len(chosen)} whole steps compiled")
-    times: list[list[float]] = [[] for _ in parts]
-    for number in range(_ROUNDS):
-        for k, part in enumerate(parts):
-            found = time_part(part, Timing(warm_up=1))
-            assert found.seconds is not None
-            times[k].append(found.seconds)
-        say(f"{name}: {number + 1}/{_ROUNDS} rounds of whole steps")
-    return {"seconds": times, "model_s": model_s}
 
 
 def _judged(

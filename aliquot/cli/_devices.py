@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from ..core import InputError
+from ..core import InputError, reuse_freed_memory
 
 MOST_VIRTUAL = 1024
 _COUNT = "--xla_force_host_platform_device_count"
@@ -21,7 +21,8 @@ _REMARK = re.compile(rb"Could not find cuda drivers|before absl::InitializeLog\(
 
 
 def use_devices(virtual: int | None) -> list[Any]:
-    """So many virtual CPU devices, or all that JAX sees if none are asked for."""
+    """So many virtual CPU devices, or all that JAX sees if none are asked for, to run programs."""
+    reuse_freed_memory()
     return use_seen_devices() if virtual is None else use_virtual_devices(virtual)
 
 
@@ -31,7 +32,7 @@ def virtual_flag(count: int) -> str:
 
 
 def use_virtual_devices(count: int) -> list[Any]:
-    """Make this process's CPU look like `count` devices, and return them.
+    """Make this process's CPU look like `count` devices that run programs, and return them.
 
     Raises:
         InputError: `count` is below 1 or above what a CPU can be taken for, or JAX has started with
@@ -39,6 +40,7 @@ def use_virtual_devices(count: int) -> list[Any]:
     """
     if not 1 <= count <= MOST_VIRTUAL:
         raise InputError(f"--devices must be at least 1 and at most {MOST_VIRTUAL}, got {count}.")
+    reuse_freed_memory()
     kept = [
         flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] != _COUNT
     ]

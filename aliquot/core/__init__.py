@@ -1,5 +1,6 @@
 """Floor 1: errors, units and safe files. Imports nothing else of this package, and no jax."""
 
+from ._allocator import reuse_freed_memory as reuse_freed_memory
 from ._cores import num_cores as num_cores
 from ._errors import AliquotError as AliquotError
 from ._errors import CaptureError as CaptureError
