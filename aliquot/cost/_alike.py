@@ -41,7 +41,7 @@ def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
         sizes = [factor.size for factor in node.factors]
         for work in node_work:
             times = 1 if work.phase is Phase.UPDATE else priced.repeats
-            # Launches cannot be divided by any plan, so they are left out of both shares.
+            # No plan divides launches, so that both shares leave them out.
             launches_s = work.kernels * priced.target.kernel_overhead_s
             seconds = (
                 float(work_seconds(work, sizes, choice, priced.mesh, priced.target)[0]) - launches_s

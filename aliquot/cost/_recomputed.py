@@ -93,9 +93,9 @@ def _repeated_share(
 ) -> dict[NodeId, float]:
     """The share of the operators of each product's node that is repeated."""
     return {
-        node: len(again & mine) / len(mine)
+        node: len(again & ops) / len(ops)
         for node in products
-        if (mine := operators_of(priced.graph, {node}))
+        if (ops := operators_of(priced.graph, {node}))
     }
 
 

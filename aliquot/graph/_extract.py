@@ -94,9 +94,9 @@ def extract_stages(
                 )
         outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made_here]
         results = {o.value for o in outputs}
-        mine = {o for k in items_of[stage] for o in staging.items[k].outputs}
+        made_by_stage = {o for k in items_of[stage] for o in staging.items[k].outputs}
         # Without shared results, which each stage computes for itself.
-        crossing = {v for v in mine - results if readers.get(v, set()) - {stage}}
+        crossing = {v for v in made_by_stage - results if readers.get(v, set()) - {stage}}
         outputs += [Output(path=f"value {v}", value=v) for v in sorted(crossing)]
         builder = _Builder(graph, links)
         late = {

@@ -104,23 +104,23 @@ class _Matcher:
                 parts.setdefault(keys[:depth], []).append(position)
         self._prefixes: dict[tuple[Any, ...], list[tuple[Keys, list[int]]]] = {}
         for prefix, positions in parts.items():
-            looks = tuple(
+            signature = tuple(
                 (outputs[p][0][len(prefix) :], self._kind(outputs[p][1].value)) for p in positions
             )
-            self._prefixes.setdefault(looks, []).append((prefix, positions))
+            self._prefixes.setdefault(signature, []).append((prefix, positions))
 
     def assign(self, groups: dict[Keys, list[int]]) -> dict[Keys, list[int]]:
         """Match what can be matched; returns the groups left over."""
         direct = self._direct(groups)
         options: dict[Keys, list[tuple[Keys, list[int]]]] = {}
         for number, (prefix, positions) in enumerate(groups.items()):
-            looks = tuple(
+            signature = tuple(
                 (self._inputs[p][0][len(prefix) :], self._kind(self._inputs[p][1]))
                 for p in positions
             )
             options[prefix] = [
                 (name, successors)
-                for name, successors in self._prefixes.get(looks, [])
+                for name, successors in self._prefixes.get(signature, [])
                 if self._fits(prefix, name, positions, successors, direct, 1 << number)
             ]
         while True:

@@ -258,19 +258,19 @@ def _classes(graph: Graph, keys: Ints, origin: Sequence[str | None], runs: Seque
     classes = []
     for op, key, place in zip(graph.ops, keys.tolist(), in_run.tolist(), strict=True):
         if place >= 0:
-            mine = intern(("run", place))
+            own_class = intern(("run", place))
         elif op.phase is Phase.UPDATE or op.phase is Phase.PROLOGUE:
             scalar = _only_scalars(graph, op)
             sources = (
                 () if scalar else tuple([of_value[i] for i in op.inputs if isinstance(i, int)])
             )
-            mine = intern(("hash", key, sources))
+            own_class = intern(("hash", key, sources))
         else:
-            mine = intern(("single", op.index))
-        classes.append(mine)
+            own_class = intern(("single", op.index))
+        classes.append(own_class)
         for position, out in enumerate(op.outputs):
             if out >= 0:
-                of_value[out] = (mine, position)
+                of_value[out] = (own_class, position)
     return np.array(classes, np.int64)
 
 
@@ -292,11 +292,11 @@ def _refined_by_users(graph: Graph, classes: Ints) -> Ints:
     }
     refined = []
     intern = _Interner()
-    for op, mine in zip(reversed(graph.ops), reversed(classes.tolist()), strict=True):
-        key: Any = mine
+    for op, own_class in zip(reversed(graph.ops), reversed(classes.tolist()), strict=True):
+        key: Any = own_class
         if op.phase is Phase.UPDATE and not _only_scalars(graph, op):
             key = (
-                mine,
+                own_class,
                 tuple([frozenset(users.get(o, ())) if o >= 0 else None for o in op.outputs]),
             )
         refined.append(intern(key))
@@ -313,17 +313,17 @@ def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) ->
     intern = _Interner()
     result = [-1] * len(graph.values)
     op_class = classes.tolist()
-    for op, mine in zip(graph.ops, op_class, strict=True):
+    for op, own_class in zip(graph.ops, op_class, strict=True):
         for position, out in enumerate(op.outputs):
             if out >= 0:
-                result[out] = intern((mine, position))
+                result[out] = intern((own_class, position))
     readers: dict[int, set[Any]] = {
         v: set() for v, value_class in enumerate(result) if value_class < 0
     }
-    for op, mine in zip(graph.ops, op_class, strict=True):
+    for op, own_class in zip(graph.ops, op_class, strict=True):
         for position, source in enumerate(op.inputs):
             if type(source) is not Literal and source in readers:
-                readers[source].add((mine, position))
+                readers[source].add((own_class, position))
 
     def kind(v: int) -> Any:
         return graph.values[v].shape, graph.values[v].dtype, origin[v]
@@ -338,6 +338,6 @@ def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) ->
 def _members(classes: Ints) -> tuple[tuple[int, ...], ...]:
     """Members of each class, classes numbered 0, 1, ..."""
     members: list[list[int]] = [[] for _ in range(int(classes.max(initial=-1)) + 1)]
-    for thing, mine in enumerate(classes.tolist()):
-        members[mine].append(thing)
+    for thing, own_class in enumerate(classes.tolist()):
+        members[own_class].append(thing)
     return tuple([tuple(things) for things in members])

@@ -58,8 +58,8 @@ def item_bytes(dtype: str) -> float:
 
 
 def num_pieces(dims: Dims, axis_sizes: Mapping[str, int]) -> int:
-    """Into how many different pieces the array is cut. Axes that the mesh does not have count as
-    1.
+    """Number of different pieces into which an array is cut. Axes that the mesh does not have count
+    as 1.
     """
     return math.prod(axis_sizes.get(axis, 1) for axes in dims for axis in axes)
 

@@ -49,7 +49,7 @@ def _laid_out(section: Section, width: int | None) -> Iterator[str]:
         yield from broken(section.title, width or _WIDTH)
         yield from _table(section, width)
     for remark in section.remarks:
-        # A pipe takes a remark of any length, so that programs find it whole.
+        # In a pipe remarks stay on one line, so that programs can search for them.
         yield from (f"  {line}" for line in broken(remark, (width or len(remark) + 2) - 2))
 
 

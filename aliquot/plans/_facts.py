@@ -11,10 +11,10 @@ from ._stage_text import meshes
 from ._summary import summary_rows
 
 _ROUNDING = 1e-6
-# What the closed form of a schedule proves holds for the closed form alone; a simulation may lie
-# above it.
+# A bound on a schedule's closed form holds for the closed form alone; a simulation may lie above
+# it.
 _CLOSED_FORM = "closed forms of "
-# The names in plan files of the plans among which a bound holds.
+# Sets of plans among which a bound holds, by their names in plan files.
 _SCOPES = {
     "all copies of all layers": "",
     "gap_within_folded_space": "plans that split equal layers equally",
@@ -92,8 +92,8 @@ def time_parts(plan: Plan) -> str:
 
 
 def idle_parts(plan: Plan) -> tuple[float, float]:
-    """`bubble_s` in two: what the busiest submesh sends and receives while it does not compute, and
-    what it waits.
+    """`bubble_s` in two parts: seconds in which the busiest submesh sends and receives, and seconds
+    in which it waits.
     """
     p = plan.prediction
     shares = [stage.prediction.bubble for stage in plan.stages if stage.prediction]

@@ -74,7 +74,7 @@ def to_json(plan: Plan) -> str:
     # Most plans leave no host idle, and releases that know of none read those.
     if not plan.idle_hosts:
         del data["idle_hosts"]
-    # How a plan was found decides nothing: an odd number there is no reason to refuse it.
+    # Odd numbers in a plan's provenance decide nothing, and are no reason to refuse it.
     data["provenance"] = _without_odd_numbers(data["provenance"])
     odd = [path for path, value in _leaves(data, "plan") if not math.isfinite(value)]
     if odd:
@@ -189,7 +189,7 @@ def _too_deep(source: str) -> PlanFileError:
 
 
 def _is_deeper(data: Any, most: int) -> bool:
-    """True if values lie in more than so many lists and objects."""
+    """True if values are nested deeper than this in lists and objects."""
     level = [data]
     # Level by level, not by recursion, which deep data would exhaust.
     for _ in range(most):
@@ -239,8 +239,8 @@ def _repeated_names(text: str) -> list[tuple[str, int]]:
         if len(set(names)) < len(names):
             counts.update({name: count for name, count in Counter(names).items() if count > 1})
 
-    # msgspec takes the last of equal names and says nothing. Numbers stay text, as they are not
-    # looked at.
+    # msgspec silently takes the last of equal names. Numbers stay text, because only names are
+    # checked.
     json.loads(text, object_pairs_hook=look, parse_int=str, parse_float=str)
     return list(counts.items())
 

@@ -20,7 +20,7 @@ PLAN_VERSION = 3
 SINGLE = "single"
 """The schedule of a plan of one program."""
 RECOMPUTE = ("none", "stage", "operators")
-"""What a stage may work out again in its backward pass."""
+"""Values of `StagePlan.recompute`."""
 _HOW_FOUND = ("provenance", "compiled")
 
 
@@ -57,8 +57,7 @@ class OpSharding(
     axis splits.
 
     `copies` is how many equal ones of the step it stands for. Axes that split nothing are left out.
-    `recompute` says, where its stage recomputes operators, that the backward pass may work it out
-    again.
+    `recompute`: the backward pass may recompute the operator, if its stage recomputes operators.
     """
 
     node: str
@@ -132,7 +131,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         data_axes: axes that split nothing but the batch.
         first_device: where its submesh begins in the cluster; it takes consecutive devices.
         first_layer, layer_names: the layers that it runs; none without a pipeline.
-        recompute: what the backward pass works out again beyond what is cheap: "none", "stage" for
+        recompute: what the backward pass recomputes beyond what is cheap: "none", "stage" for
             everything, from what enters the stage, or "operators" for the products of `interior`
             that say so.
         folded: whether equal layers are decided about once for all; otherwise `interior` has each
@@ -315,14 +314,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return not self == other
 
     def __hash__(self) -> int:
-        # Of a few fields: dicts have no hash, and plans that are equal agree in these.
+        # A few fields suffice: dicts cannot be hashed, and equal plans agree in these.
         return hash((self.interface_fingerprint, self.method, self.num_micro_batches))
 
     def decisions(self) -> tuple[str, ...]:
         """All that decides what runs, in lines of text: equal for plans that run the same, whatever
         they predict or are called.
         """
-        # Of these none decides what runs: how it was found, what it is called, what it costs.
+        # None of these decides what runs: provenance, names, predictions.
         data = msgspec.to_builtins(self)
         for name in (*_HOW_FOUND, "prediction", "notes", "model", "cluster", "graph_fingerprint"):
             data.pop(name, None)

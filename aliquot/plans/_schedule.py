@@ -20,8 +20,8 @@ class TaskKind(enum.StrEnum):
 
     A whole `BACKWARD` is two halves in one: `BACKWARD_INPUT` makes the gradient that the stage
     before waits for, `BACKWARD_WEIGHT` those of the stage's own parameters, for which nothing waits
-    before the update. The first stage has none before it: its `BACKWARD_INPUT` is there all the
-    same, so that stages are alike, and may be empty.
+    before the update. The first stage has its `BACKWARD_INPUT` too, so that stages are alike; it
+    may be empty.
     """
 
     FORWARD = "forward"
@@ -205,8 +205,8 @@ class Schedule:
         """Unit time at which each task starts, by its slot, and how many tasks each submesh can
         run.
 
-        Goes by slots: hashing as many tasks would take most of the time. What a slot reads is what
-        `dependencies` says.
+        Tasks are numbered by slots, as hashing them would take most of the time. A slot reads the
+        slots that `dependencies` names.
         """
         row, stride = self.num_stages * self.num_micro_batches, self.num_micro_batches
         starts, ends = [0] * (3 * row), [0] * (3 * row)
@@ -226,8 +226,8 @@ class Schedule:
                 # Every task takes time, so an end of 0 means that it has not run.
                 missing = next((read for read in reads if not ends[read]), None)
                 if missing is not None:
-                    # The submesh sleeps until that task has run: nothing is looked at twice in
-                    # vain.
+                    # The submesh sleeps until that task has run, so that it is checked only when it
+                    # may go on.
                     waiting.setdefault(missing, []).append(submesh)
                     break
                 starts[slot] = max([free[submesh], *[ends[read] for read in reads]])

@@ -1,4 +1,4 @@
-"""Everything that the rest of the package asks of a schedule, as one interface."""
+"""The interface of schedules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AbstractScheduleKind(abc.ABC):
         trains: whether it has backward tasks; only such schedules are planned.
         interleaves: whether it runs several stages on each submesh. Otherwise planners give each
             stage its own.
-        splits_backward: whether it puts off gradients of weights.
+        splits_backward: whether it defers gradients of weights.
         keeps: what `in_flight` depends on.
     """
 
@@ -74,7 +74,7 @@ class AbstractScheduleKind(abc.ABC):
         return _counted(self, num_stages, num_micro_batches, num_submeshes)
 
 
-# Searches ask for the same ones again and again.
+# Cached, because searches ask for the same schedules again and again.
 @functools.lru_cache(maxsize=1024)
 def _counted(
     kind: AbstractScheduleKind, num_stages: int, num_micro_batches: int, num_submeshes: int

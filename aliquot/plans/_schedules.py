@@ -360,7 +360,8 @@ class Inference(AbstractScheduleKind):
 
     name: ClassVar[str] = "inference"
     trains: ClassVar[bool] = False
-    # It keeps one in every stage, which is a function of the stages behind it as any constant is.
+    # One micro-batch in each stage, whatever the number of stages: any value of `Keeps` describes a
+    # constant.
     keeps: ClassVar[Keeps] = Keeps.BEHIND
 
     def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
@@ -432,9 +433,9 @@ def make_schedule(
         [] if name in SCHEDULES else [f"there is no schedule {name!r}: {nearest(name, SCHEDULES)}"]
     )
     counts = {"stages": num_stages, "micro-batches": num_micro_batches, "submeshes": submeshes}
-    given = [what for what in counts if what != "submeshes" or num_submeshes is not None]
+    given = [part for part in counts if part != "submeshes" or num_submeshes is not None]
     faults += [
-        f"it has {counts[what]} {what}, and needs at least 1" for what in given if counts[what] < 1
+        f"it has {counts[part]} {part}, and needs at least 1" for part in given if counts[part] < 1
     ]
     if submeshes > num_stages >= 1:
         faults.append(

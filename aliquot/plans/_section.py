@@ -1,5 +1,5 @@
-"""A section of what is shown of a plan, as plain text in cells: terminals, notebooks and web pages
-render the same sections.
+"""Sections of a plan as plain text in cells: terminals, notebooks and web pages render the same
+ones.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
 
 
 def _tried(plan: Plan, most: int) -> Section:
-    """Plans that the search tried, the fastest first; those that it did not price last."""
+    """Plans that the search tried: the fastest first, those that it did not price last."""
     chosen = chosen_candidate(plan)
     priced = [
         (_number(c.get("step_time_s")), {**c, "outcome": "chosen"} if number == chosen else c)
@@ -173,7 +173,9 @@ def _inferred(plan: Plan) -> Section:
 
 
 def _splits(rule: str) -> str:
-    """In words what a rule's short form says of the first result."""
+    """The splits that an inferred rule allows, in words, from its short form for the first
+    result.
+    """
     first = rule.partition("->")[2].partition(",")[0]
     split = [str(d) for d, letter in enumerate(first) if letter != "."]
     if not split:
@@ -189,7 +191,7 @@ def _notes(plan: Plan, most: int | None) -> Section:
 
 
 def _number(value: object) -> float | None:
-    # Candidates are read from plan files as they are.
+    # Candidates in plan files are not checked, so that any value may stand there.
     return float(value) if isinstance(value, int | float) else None
 
 

@@ -1,5 +1,5 @@
-"""The stages of a pipeline in words: what each runs, where, and what it is predicted to take. Equal
-stages are said once.
+"""Text about the stages of a pipeline: their layers, devices and predicted figures. Equal stages
+share a row.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _remarks(plan: Plan) -> list[str]:
 
 
 def short_layers(names: Sequence[str]) -> str:
-    """Names of layers without what their paths have in common, stretches of numbers as one.
+    """Names of layers without the common part of their paths, consecutive numbers as a range.
 
     >>> short_layers(["params.layers[0]", "params.layers[1]", "params.layers[2]", "layer 3"])
     'layers[0..2], layer 3'
@@ -123,7 +123,7 @@ def short_layers(names: Sequence[str]) -> str:
 
 
 def stage_numbers(numbers: Sequence[int]) -> str:
-    """Numbers of stages with stretches as one.
+    """Numbers of stages, consecutive ones as a range.
 
     >>> stage_numbers([0, 1, 2, 5])
     '0-2, 5'
@@ -178,7 +178,7 @@ def equal_stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], list[ArrayGroup]
     for index, stage in enumerate(plan.stages):
         groups = grouped_arrays(plan.inputs, stage, stage.shardings)
         arrays[index] = groups
-        looks = (
+        signature = (
             stage.mesh_shape,
             stage.axis_names,
             tuple(
@@ -187,7 +187,7 @@ def equal_stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], list[ArrayGroup]
                 )
             ),
         )
-        alike.setdefault(looks, []).append(index)
+        alike.setdefault(signature, []).append(index)
     for numbers in alike.values():
         first, *others = (sorted(arrays[number], key=_sorted_as) for number in numbers)
         shown = [
@@ -218,9 +218,7 @@ def device_range(stage: StagePlan) -> tuple[int, int]:
 
 
 def stage_data(stage: StagePlan) -> dict[str, Any]:
-    """What a stage runs, where, and what it is predicted to take, as plain values ready for
-    JSON.
-    """
+    """Layers, devices and predicted figures of a stage, as plain values ready for JSON."""
     return {
         "mesh": list(stage.mesh_shape),
         "axis_names": list(stage.axis_names),

@@ -1,4 +1,4 @@
-"""Summary at the head of a plan: what each axis splits in the field's words, the speed, and the
+"""Summary at the head of a plan: the kind of parallelism along each axis, the speed, and the
 runner-up.
 """
 
@@ -97,7 +97,7 @@ def _basis(plan: Plan) -> str:
 
 
 def _largest_costs(plan: Plan) -> str:
-    """The two largest parts of the step time, and what is behind the communication."""
+    """The two largest parts of the step time, and the largest collectives."""
     p = plan.prediction
     parts = [
         ("compute", p.compute_s, ""),

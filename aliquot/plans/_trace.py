@@ -1,4 +1,4 @@
-"""A step of a pipeline as a timeline that trace viewers open: planned or measured, in one form.
+"""Timelines of a pipeline's step, planned or measured, as files for trace viewers.
 
 The file is Chrome's JSON object format, which Perfetto reads: a process for each submesh, a thread
 for what it computes and one for each direction in which it sends.
@@ -32,7 +32,7 @@ _US = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
-    """Something that a submesh did or shall do.
+    """A task, transfer or update of a submesh, planned or measured.
 
     Attributes:
         kind: a `TaskKind`, or what happens once in a step, such as `update`; of a transfer the kind
@@ -142,7 +142,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
                 "cat": event.kind,
                 "ph": "X",
                 "ts": start,
-                # Of rounded ends, so that what follows without a gap does not overlap.
+                # From rounded ends, so that consecutive events do not overlap.
                 "dur": round(end - start, 3),
                 "pid": event.submesh,
                 "tid": _LANES.index(event.lane),

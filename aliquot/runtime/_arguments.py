@@ -1,4 +1,4 @@
-"""The arguments of a call, checked against those that were planned for."""
+"""Checks of a call's arguments against those that were planned for."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Arguments:
         call: FlatCall = self.call(args, kwargs)
         statics = tuple((k, leaf) for k, leaf in enumerate(flat) if not hasattr(leaf, "dtype"))
         arrays = [leaf for leaf in flat if hasattr(leaf, "dtype")]
-        # Naming every path again is slow; a call that looks the same needs it once, unless
-        # objects hide their arrays.
+        # Flattening with paths is slow: a call of the same structure needs it once, unless objects
+        # hide their arrays.
         if not self._graph.calling.modules and list(map(id, arrays)) == list(map(id, call.leaves)):
             self._seen = ((names, tree), statics)
         return call.leaves

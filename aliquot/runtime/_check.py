@@ -71,7 +71,7 @@ def _whole(leaf: Any) -> Any:
     """The whole array on the default device. A step that names devices may move it from there."""
     if isinstance(leaf, PiecedArray):
         return jnp.asarray(leaf)
-    # Random keys cannot be gathered as they are; their words can.
+    # Only the words of random keys can be gathered.
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(
             jax.device_put(gather(leaf)), impl=jax.random.key_impl(leaf)

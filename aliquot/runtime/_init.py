@@ -1,5 +1,5 @@
-"""Initialization of the state: the user's function runs so that every array is created on the
-devices that hold it.
+"""Initialization of the state: the user's function runs in pieces, each on the devices that hold
+its results.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def init_state(
             continue
 
         def part(*dynamic: Any, on_mesh: Sequence[tuple[int, Rows]] = on_mesh) -> list[Any]:
-            # What none of these needs is left out by the compiler.
+            # The compiler leaves out what none of these results needs.
             results, pieces = run(*dynamic), _pieces(stacks, dynamic)
             return [
                 results[k] if rows.stop is None else pieces[k, rows.start] for k, rows in on_mesh
@@ -122,7 +122,7 @@ def _stacks(
             results = run(*dynamic)
             return [results[k] for k in positions]
 
-        # A function without arguments is none that can be captured.
+        # A function without arguments cannot be captured.
         graph = capture(stacked, _NOTHING, *arrays)
         stacks.append((positions, split_rows(graph, bounds, range(len(positions)))))
     return stacks

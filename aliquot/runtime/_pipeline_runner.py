@@ -1,4 +1,4 @@
-"""A step as the stages of a pipeline."""
+"""The runner of pipelines."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ from .transport import (
 
 
 class PipelineRunner(AbstractRunner):
-    """A pipeline. Its programs are compiled when they are first needed.
+    """Runs a step as the stages of a pipeline. Its programs are compiled when they are first
+    needed.
 
     Attributes:
-        pipeline: see there.
+        pipeline: see `Pipeline`.
     """
 
     def __init__(self, graph: Graph, pipeline: Pipeline, plan: Plan | None = None) -> None:
         """
         Args:
             graph: the step on its whole batch, with its scans cut if the pipeline's are.
-            plan: what all processes must have in common, if there are several.
+            plan: compared with the other processes', if there are any.
         """
         self.graph, self.pipeline = original_of(graph), pipeline
         self._pieces_graph, self._plan = graph, plan
@@ -174,7 +175,7 @@ class PipelineRunner(AbstractRunner):
 
     def _run(self, whole: Sequence[Any], run: Callable[..., list[Any]], *, keep: bool) -> list[Any]:
         """The user's results from the user's arrays."""
-        # All threads must issue the instructions of a step in one order, and donated arrays have
+        # One thread at a time: instructions must be issued in one order, and donated arrays have
         # one reader.
         with self._lock:
             self._arguments.check_alive(whole)
@@ -186,13 +187,13 @@ class PipelineRunner(AbstractRunner):
     ) -> list[Any]:
         graph = self._pieces_graph
         leaves = cut_leaves(whole, self._inputs, self._paths)
-        # One array passed twice: donated once, it would be gone for its second place.
+        # An array that is passed twice is not donated, as its second place still needs it.
         shared = Counter(id(leaf) for leaf in leaves)
         given: dict[int, Any] = {}
         first: list[Any] = []
         for position, (leaf, places) in enumerate(zip(leaves, self._places, strict=True)):
             donated = position in self._donated
-            mine = keep or (donated and shared[id(leaf)] > 1)
+            keeps = keep or (donated and shared[id(leaf)] > 1)
             arrays = []
             for slot, sharding in places.values():
                 moved = not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(
@@ -201,7 +202,7 @@ class PipelineRunner(AbstractRunner):
                 item = graph.inputs[position]
                 shape = graph.values[item.value].shape
                 arrays.append(
-                    place(leaf, sharding, shape, keep=donated and (mine or moved), path=item.path)
+                    place(leaf, sharding, shape, keep=donated and (keeps or moved), path=item.path)
                 )
                 given[slot] = arrays[-1]
             # An input that no stage reads is placed nevertheless, so that it can be returned.

@@ -1,4 +1,4 @@
-"""A step as one program on one mesh."""
+"""The runner of steps that are one program on one mesh."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .transport import PiecedArray, agree_on_step, place, spans_processes, watch
 
 
 class ProgramRunner(AbstractRunner):
-    """One program. It is compiled when it is first needed.
+    """Runs a step as one program, which is compiled when it is first needed.
 
     Attributes:
-        program: see there.
+        program: see `Program`.
     """
 
     def __init__(self, *, graph: Graph, plan: Plan | None, mesh: Mesh, program: Program) -> None:
@@ -98,10 +98,10 @@ class ProgramRunner(AbstractRunner):
 
     def run(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
         """See `AbstractRunner.run`."""
-        # First, since moving arrays may need the other processes as well.
+        # Before arrays are moved: all processes compile and agree first.
         self.compile()
         peers = watched()
-        # One array passed twice: donated once, it would be gone for its second place.
+        # An array that is passed twice is not donated, as its second place still needs it.
         shared = Counter(id(leaf) for leaf in leaves)
         placed = [
             self._placed(
@@ -132,7 +132,7 @@ class ProgramRunner(AbstractRunner):
             sharding, leaf.ndim
         )
         path = self.graph.inputs[position].path
-        # What had to be moved here is still the caller's where it came from.
+        # Arrays that were moved here remain the caller's where they came from.
         return place(leaf, sharding, shape, keep=donated and (keep or moved), path=path)
 
     def stats(self) -> Stats:

@@ -31,9 +31,10 @@ class AbstractRunner(abc.ABC):
     @property
     @abc.abstractmethod
     def shardings(self) -> Mapping[str, NamedSharding]:
-        """Sharding of each input, by path; of those that several stages read, on the first of them.
+        """Sharding of each input, by path; of an input that several stages read, that on the first
+        of them.
 
-        What lies in pieces on several stages has one path for each, such as `params.w[0:4]` and
+        An input in pieces on several stages has a path for each piece, such as `params.w[0:4]` and
         `params.w[4:8]`.
         """
 
@@ -57,7 +58,7 @@ class AbstractRunner(abc.ABC):
 
     @abc.abstractmethod
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """The inputs where the step wants them."""
+        """The inputs with the shardings that the step needs."""
 
     @abc.abstractmethod
     def input_shardings(self) -> list[NamedSharding]:
@@ -81,8 +82,8 @@ class AbstractRunner(abc.ABC):
 
     @abc.abstractmethod
     def trace(self, leaves: Sequence[Any], title: str) -> Trace:
-        """Run one step program by program, each waiting for the one before, and say when each began
-        and ended.
+        """Run one step program by program, each after the one before has ended, and record when
+        each began and ended.
         """
 
 

@@ -119,8 +119,7 @@ class Step:
             return self._runner.shardings
         return {
             path: NamedSharding(mesh, PartitionSpec(*[axes or None for axes in dims]))
-            # From the last stage back, so that of an input that several stages read the first
-            # remains.
+            # In reverse, so that the first stage wins where several read an input.
             for stage, mesh in reversed(list(zip(self.plan.stages, self.meshes, strict=True)))
             for path, dims in stage.shardings.items()
         }

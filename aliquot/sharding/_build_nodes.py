@@ -1,4 +1,4 @@
-"""Graph -> NodeGraph: one pass over the classes of a folded, cut graph."""
+"""Construction of a `NodeGraph`: one pass over the classes of a folded, cut graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._spec import REPLICATED
 
 
 def index_nodes(graph: Graph, *, repeats: bool = True, on_missing_rule: str = "infer") -> NodeIndex:
-    """The nodes of a step, and how its arrays stand to them.
+    """The index of a step's nodes and arrays.
 
     Args:
         repeats: fold equal layers into one decision.
@@ -36,7 +36,7 @@ def index_nodes(graph: Graph, *, repeats: bool = True, on_missing_rule: str = "i
 
 
 def build_nodes(naming: NodeIndex, target: Target, *, sums_gradients: bool = False) -> NodeGraph:
-    """Everything there is to decide about a step, for any mesh.
+    """The decisions of a step, for any mesh.
 
     Args:
         target: says how its compiler reduces sums of partial products.
@@ -124,7 +124,7 @@ def _group_factors(naming: NodeIndex, index: NodeId, slots: list[SlotId]) -> tup
 
 
 def _distinct(labels: list[str]) -> list[str]:
-    """Labels that differ: what one operator makes in several parts is numbered."""
+    """Labels made distinct: equal ones are numbered."""
     seen: Counter[str] = Counter()
     distinct = []
     for label in labels:
@@ -141,20 +141,20 @@ def _group_label(naming: NodeIndex, slots: list[SlotId]) -> str:
 
 
 def _sites(naming: NodeIndex) -> list[Site]:
-    """Products, with both splits of their results; and group operators at a border.
+    """Sites of products, with both splits of their results, and of group operators at a border:
+    they read an array through another slot, or make one that a product reads.
 
-    These read something through another slot, or make an array that a product reads: were its split
-    left to the compiler, it would take on the product's, and with it what the array is made of. Of
-    a primitive without a declared rule the compiler knows nothing either, so its operands are split
-    as its inferred rule wants them.
+    Without a pin the compiler would give such an array, and what it is made of, the product's
+    split. Of a primitive without a declared rule the compiler knows nothing either, so its operands
+    are split as its inferred rule wants them.
     """
     cuts = naming.cuts
     readers = _product_readers(naming)
     sites = []
     for op_class in naming.order:
         op, rule = cuts.first[op_class], cuts.rules[op_class]
-        # Links connect the inside of a loop with its outside. They compute nothing that could be
-        # pinned.
+        # Links only connect values inside a loop with those outside, so that there is nothing to
+        # pin.
         if op.is_link:
             continue
         if rule.contracts:
@@ -248,9 +248,7 @@ def _sources(
 
 
 def _product_readers(naming: NodeIndex) -> dict[int, list[Port]]:
-    """For each value class how the products that read it want it; and the stack of a loop that a
-    product reads, too.
-    """
+    """For each value class the ports at which products read it, directly or as rows of a stack."""
     cuts = naming.cuts
     readers: dict[int, list[Port]] = {}
     stacked: dict[int, list[Port]] = {}

@@ -1,8 +1,8 @@
-"""Cuts of the graph into nodes: the slot that each operand reads, and the dims that each operator
-ties.
+"""Cuts of a graph into nodes: the slots through which operators read arrays, and the dims that
+operators tie.
 
-Cut, so that an array may change its split there: around products; where something made of
-parameters alone meets activations; and where values of the backward pass enter the update. Arrays
+An array may change its split at a cut: around products; where arrays made of parameters alone meet
+    activations; and where values of the backward pass enter the update. Arrays
 made of constants alone are not split by anyone: they are recomputed in whatever split their users
 want.
 """
@@ -195,7 +195,7 @@ def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:
         param[item.value] = item.role is Role.PARAMETER
     for op in graph.ops:
         inputs = [i for i in op.inputs if isinstance(i, int)]
-        # A loop's carry starts as a constant, perhaps, but does not stay one.
+        # A loop's carry may start as a constant, but does not stay one.
         is_const = all(const[i] for i in inputs) and op.name != "tie"
         largest = max((graph.values[i].num_bytes for i in inputs if param[i]), default=0)
         is_param = (
@@ -213,8 +213,8 @@ def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:
 
 
 def rearranges(op: Op) -> bool:
-    """True if it only rearranges one array, or casts it: behind a weight's gradient it belongs to
-    what follows it.
+    """True if an operator only rearranges or casts one array. Behind a weight's gradient it belongs
+    to the update.
     """
     moves = traits_of(op.name).moves
     return op.name in ("scan_stack", "tie") or (moves is not None and moves.keeps_all)

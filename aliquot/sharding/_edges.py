@@ -73,9 +73,9 @@ class EdgeBuilder:
             )
 
     def _before_transposes(self, value_class: int, target: Port) -> tuple[int, Port]:
-        """The array that a value is only a transpose of, and the port as it stands to that array.
+        """The array of which a value is a transpose, and the port in terms of that array's dims.
 
-        A compiler converts an array once and transposes copies of it locally.
+        Compilers convert an array once, and transpose the copies locally.
         """
         cuts = self.naming.cuts
         while (producer := cuts.producer[value_class]) is not None and cuts.first[
@@ -111,7 +111,7 @@ class EdgeBuilder:
             if kind == "parameter":
                 phase = Phase.UPDATE if update else Phase.FORWARD
             target = self.naming.slot_port(slot)
-            # What only serves to sum up a gradient waits with it: a parameter's that is used twice.
+            # Terms of a gradient wait with it, as for a parameter that is used twice.
             total = self.naming.serves(value_class, adds_or_hands_on)
             waits = kind == "landed" and ("gradient", total) in cuts.slots.by_key
             gradient = waits or (update and kind != "parameter")
@@ -134,8 +134,8 @@ class EdgeBuilder:
             )
 
     def _sum_of(self, value_class: int) -> Hashable:
-        """A name for the sum that a product's result only serves to make, if the compiler reduces
-        that in place of its terms.
+        """Label of the sum of which a product's result is a term, if the compiler reduces the sum
+        instead of its terms.
 
         Terms that are converted to the sum's dtype are reduced before that, each by itself; but not
         where gradients wait for the last micro-batch as one running total. The sum itself may be
@@ -265,7 +265,7 @@ class EdgeBuilder:
     def _widen(
         self, index: int, starts: NDArray[np.int64], ends: NDArray[np.int64], deferrable: bool
     ) -> None:
-        """One conversion serves two equal uses: its array lives from the first to the last."""
+        """Widen a conversion's live range to that of an equal one."""
         edge = self.edges[index]
         if edge.deferrable and not deferrable:
             edge = dataclasses.replace(edge, deferrable=False)

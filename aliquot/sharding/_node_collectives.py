@@ -1,4 +1,4 @@
-"""Communication of each node by itself."""
+"""Collectives inside nodes, as opposed to those along edges."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
 
 def divided_by(projection: Projection) -> SplitBy:
-    """The factors that divide an array: those that stand for one of its dims."""
+    """For each factor, whether it divides an array: whether one of the array's dims stands for
+    it.
+    """
     return tuple(dim >= 0 for dim in projection)
 
 
 def product_collectives(naming: NodeIndex, op_class: int) -> tuple[NodeCollective, ...]:
-    """A product's reductions other than sums cannot stay partial: they are finished at once."""
+    """Collectives of a product's reductions other than sums, which are finished at once."""
     cuts = naming.cuts
     op, rule = cuts.first[op_class], cuts.rules[op_class]
     # Sums are left partial instead, as edges may finish them later or scatter them.
@@ -68,9 +70,10 @@ def group_collectives(naming: NodeIndex, index: NodeId) -> tuple[NodeCollective,
 
 
 def batch_sums(naming: NodeIndex, batch_factors: Sequence[frozenset[int]]) -> int:
-    """Between how many products of the backward pass layers need sums over the batch, in a step.
+    """Number of places between products of the backward pass at which layers sum over the batch, in
+    a step.
 
-    Sums that stand between the same products are combined where they are summed over devices.
+    Sums between the same products are combined into one collective.
     """
     cuts, members = naming.cuts, naming.cuts.folding.members
     products = sorted(k for c, rule in enumerate(cuts.rules) if rule.contracts for k in members[c])

@@ -16,9 +16,8 @@ from ._spec import PARTIAL, REPLICATED
 class NodeIndex:
     """Maps arrays to nodes and their dims to factors. Nodes are numbered in program order.
 
-    `on_missing_rule` is what was done where a primitive has no rule; see `dim_rule`.
-
-    `readers_as_split` holds for each slot the operators that work on its array as it is split.
+    `readers_as_split` holds for each slot the operators that read its array without a conversion;
+    for `on_missing_rule` see `dim_rule`.
     """
 
     cuts: Cuts
@@ -81,8 +80,8 @@ class NodeIndex:
             self.group_ops.setdefault(node, []).append(op_class)
 
     def reads_by_phase(self, slot: SlotId) -> dict[Phase, bool]:
-        """The phases in which operators read a slot as it is split, and whether only deferrable
-        operators do so then.
+        """For each phase in which operators read a slot without a conversion, whether all of them
+        are deferrable.
         """
         by_phase: dict[Phase, bool] = {}
         for op in self.readers_as_split.get(slot, ()):
@@ -221,7 +220,7 @@ class NodeIndex:
         through: Callable[[Op], bool],
         ending: Callable[[Op], bool] | None = None,
     ) -> int:
-        """The last value that a value only serves to make, or the value itself.
+        """The last value of which a value is only an ingredient, or the value itself.
 
         Args:
             through: which operators may stand on the way.
@@ -245,7 +244,7 @@ class NodeIndex:
         return last
 
     def label_of_value(self, value_class: int) -> str:
-        """A name for a value class: an input's path, or its producer."""
+        """Label of a value class: an input's path, or its producer."""
         producer = self.cuts.producer[value_class]
         if producer is not None:
             return self.label(producer[0])
@@ -255,8 +254,8 @@ class NodeIndex:
         )
 
     def name_of_value(self, value_class: int) -> str:
-        """A name for readers: of a cast, slice or rearrangement of a parameter, the parameter's
-        path.
+        """Name of a value class for people: the parameter's path for a cast, slice or rearrangement
+        of one.
         """
         parameters = (
             self._parameters_behind(value_class) if self.cuts.producer[value_class] else set()
@@ -279,7 +278,7 @@ class NodeIndex:
         return {p for _, v, _ in cuts.operands(producer[0]) for p in self._parameters_behind(v)}
 
     def label(self, op_class: int) -> str:
-        """A name for an operator class: what it is and the scope it stands in."""
+        """Label of an operator class: its primitive and its scope."""
         op = self.cuts.first[op_class]
         return f"{op.name}:{op.index}"
 

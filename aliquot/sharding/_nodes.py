@@ -186,13 +186,13 @@ class NodeGraph:
         input_ports, output_ports: how each input and output of the step is split.
         num_ops: number of operators.
         batch_factors: for each node the factors that the batch dim of the inputs runs through.
-        batch_sums: between how many products of the backward pass layers need sums over the batch,
-            in a step.
+        batch_sums: number of places between products of the backward pass at which layers sum over
+            the batch.
         op_class: class of each operator.
         loop_ports: how the values that loops carry and remat regions take are split, by value
             index.
         folded: whether any node stands for more than one copy.
-        on_missing_rule: what was done where a primitive has no rule; see `dim_rule`.
+        on_missing_rule: see `dim_rule`.
         whole: operators that run whole on every device.
     """
 
@@ -221,7 +221,7 @@ def project(choice: Choice, projection: Projection) -> Spec:
 
 
 def shards_of(choice: Choice, split_by: SplitBy, axis_sizes: Sequence[int]) -> int:
-    """Into how many pieces a choice cuts what the factors in `split_by` divide."""
+    """Number of pieces into which a choice cuts an array that the factors in `split_by` divide."""
     # Only dims that an axis of this choice splits are divided; partial sums and copies are not.
     return math.prod(
         size for size, f in zip(axis_sizes, choice, strict=True) if f >= 0 and split_by[f]

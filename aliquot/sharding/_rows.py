@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ._spec import REPLICATED, Spec
 
-# Of a whole row, so that it is bandwidth and not latency that counts.
+# Smallest row that is gathered by itself: its time is bandwidth, not latency.
 _LEAST_ROW_BYTES = 2**20
 
 

@@ -87,7 +87,7 @@ class Slots:
         return slot
 
     def join(self, slots: Iterable[SlotId]) -> None:
-        """Put slots into one group: one decision splits them all."""
+        """Put slots into one group, which one decision splits."""
         # The lowest slot stands for the group, so that groups are numbered in program order.
         roots = sorted({self.group(s) for s in slots})
         for other in roots[1:]:

@@ -37,8 +37,8 @@ def dims_of(
 
 
 def cutting_order(num_axes: int, minor: Collection[int]) -> list[int]:
-    """Mesh axes, major ones first: in the mesh's order, but for those that cut what all others have
-    cut.
+    """Mesh axes, major ones first: in the mesh's order, but with those that subdivide tiles last at
+    the end.
     """
     return sorted(range(num_axes), key=lambda a: (a in minor, a))
 
@@ -55,7 +55,9 @@ def spec_from_dims(
 
 
 def num_shards(spec: Spec, axis_sizes: Sequence[int]) -> int:
-    """Into how many different pieces the array is cut (partial sums and copies do not count)."""
+    """Number of different pieces into which an array is cut; partial sums and copies do not
+    count.
+    """
     return math.prod(
         size for size, placement in zip(axis_sizes, spec, strict=True) if placement >= 0
     )

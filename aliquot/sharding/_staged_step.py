@@ -1,6 +1,4 @@
-"""A step cut into the stages of a pipeline, at the size of one micro-batch: what planners split and
-the runtime runs.
-"""
+"""Steps cut into the stages of a pipeline, at the size of one micro-batch."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Tiling:
     counts: Mapping[int, int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Tiles by dim; a dim that is not cut is left out. Asked for again and again.
+        # Number of tiles of each dim that is cut. Computed once, because it is read often.
         object.__setattr__(self, "counts", {d: _product(atoms) for d, atoms in self.dims})
 
     @property
@@ -93,7 +93,7 @@ def steps(now: Tiling, target: Tiling) -> tuple[Step, ...]:
     way = _steps(now, target)
     if way is not None:
         return way
-    # Only what both tilings have in common is kept.
+    # Gather down to the common tiling, and slice.
     want = target.counts
     common = {
         d: _take(atoms, math.gcd(_product(atoms), want.get(d, 1)))[0] for d, atoms in now.dims
@@ -112,7 +112,7 @@ def is_direct(now: Tiling, target: Tiling) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _steps(now: Tiling, target: Tiling) -> tuple[Step, ...] | None:
-    """As `steps`; None where only gathering everything is left."""
+    """As `steps`; None if only gathering the array is left."""
     # XLA tries these in the same order, and takes the first that applies, not the cheapest.
     if now == target or not now.dims:
         return ()

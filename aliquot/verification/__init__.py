@@ -1,4 +1,4 @@
-"""Floor 7: ask the compiler that will run a plan, without the devices that will."""
+"""Floor 7: verification of plans by the compiler that will run them, without its devices."""
 
 from ._cache import default_cache as default_cache
 from ._choose import compiled_figures as compiled_figures

@@ -1,4 +1,4 @@
-"""Answers of compilers, kept by the hash of what was asked: program, target, flags and releases."""
+"""Cache of compilers' answers, by a hash of the request: program, target, flags and releases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans are proposed and compiled until one truly fits."""
+"""Search for a plan that fits by its compiler's account."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Collectives of a compiled program beside those of its plan, and those that the plan does not
-explain.
+"""Comparison of a compiled program's collectives with those of its plan, and the ones that the plan
+does not explain.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def unintended_collectives(
 
 def _is_known(each: CompiledCollective, units: set[int]) -> bool:
     size = round(each.num_bytes / max(each.count, 1.0))
-    # Everything is a multiple of a unit that is small enough: such units explain nothing.
+    # Any size is a multiple of a small enough unit, so that small units explain nothing.
     return any(unit and size % unit == 0 for unit in units if unit * 64 >= size)
 
 

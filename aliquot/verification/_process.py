@@ -90,7 +90,7 @@ class CompilerProcess:
             self._progress(f"{what} ({format_seconds(time.monotonic() - started)})")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
-        # It may have answered and ended between the two looks.
+        # It may have answered and ended between the two checks.
         answer = answer or _read(folder)
         words = self._words()
         shutil.rmtree(folder, ignore_errors=True)

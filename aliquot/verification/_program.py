@@ -1,5 +1,4 @@
-"""A plan's program in a form that can travel: lowered for its target in this process, compiled in
-another.
+"""Programs of plans as bytes: lowered for their target in this process, compiled in another.
 
 The step is traced here, where the user's function is, on a mesh without devices; `jax.export`
 writes the module down with its splits. What the other process compiles is the program that the

@@ -38,7 +38,7 @@ def _compile(folder: Path) -> None:
         _correct_temporaries(answer["memory"], reports)
     except Exception as error:
         answer = {"error": type(error).__name__, "message": str(error)}
-    # The parent looks while this is written: a rename shows it all or nothing.
+    # The parent polls for the file, and a rename shows it all or nothing.
     partial = folder / "result.partial"
     partial.write_text(json.dumps(answer))
     partial.rename(folder / "result.json")

@@ -1,4 +1,4 @@
-"""Groups of devices that communicate, read from a collective instruction.
+"""Parser of the groups of devices that communicate in a collective instruction.
 
 XLA writes groups as lists, as a grid of numbers with its dims reordered, or as axes of a mesh of
 its own.

@@ -1,8 +1,8 @@
 """Collectives of a compiled program, read from its text.
 
-The compiler has the last word on collectives: it merges, moves and drops what a plan asked for.
-This finds what is left: kind, the mesh axes it runs along, how often a step runs it, and the bytes
-that it leaves on each device.
+The compiler merges, moves and drops collectives that a plan asked for. For each one that is left:
+its kind, the mesh axes it runs along, how often a step runs it, and the bytes that it leaves on
+each device.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def find_collectives(
     computations = _computations(text)
     times, looped = _times(computations)
     collectives = []
-    # What no entry computation reaches is not run.
+    # A computation that the entry does not reach never runs.
     for computation in computations.values():
         count = times.get(computation.name, 0.0)
         for line in computation.lines if count else ():

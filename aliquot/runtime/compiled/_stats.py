@@ -1,4 +1,4 @@
-"""The compiler's account of a program: memory on each device, collectives, time to compile."""
+"""Figures of compiled programs: memory on each device, collectives, time to compile."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Stats:
 
     Attributes:
         stages: one for a step that is one program.
-        lower_s: seconds it took to write the programs down.
+        lower_s: seconds to lower the programs.
     """
 
     stages: tuple[StageStats, ...]

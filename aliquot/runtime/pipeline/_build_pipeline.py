@@ -1,4 +1,4 @@
-"""A step cut into stages -> the pipeline that runs it, on any meshes."""
+"""Construction of a pipeline from a step that is cut into stages, on any meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline compiled: the executables of this process's stages, ready to be issued."""
+"""Compilation of a pipeline: the executables of this process's stages, ready to be issued."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from ._stage_functions import Key, StageFunction
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledStage:
-    """A stage's function as the compiler left it; `shapes` are those of its results, with their
-    shardings.
+    """A compiled function of a stage; `shapes` are those of its results, with their shardings.
 
-    Equal functions of stages on the same devices have one `compiled`, which took time for the first
-    of them alone.
+    Equal functions of stages on the same devices share `compiled`; `compile_s` counts for the first
+    of them.
     """
 
     function: StageFunction
@@ -68,7 +67,7 @@ def compile_pipeline(pipeline: Pipeline) -> CompiledPipeline:
 
 
 def _check_processes(pipeline: Pipeline) -> None:
-    """Each process has a part."""
+    """Refuse processes without a stage."""
     idle = sorted(set(range(jax.process_count())) - set().union(*pipeline.processes))
     if idle:
         used = len({device for c in pipeline.contexts for device in c.mesh.devices.flat})
@@ -84,8 +83,8 @@ def _check_processes(pipeline: Pipeline) -> None:
 
 
 def _agree(peers: Peers, issuer: Issuer) -> None:
-    """Transfers are matched by order alone: a process with another list would hang, or take
-    wrong arrays.
+    """Refuse processes with different instructions: transfers are matched by order alone, so that
+    one with another list would hang, or take wrong arrays.
     """
     digests = peers.exchange(hashlib.sha256(issuer.signature().encode()).digest())
     other = [k for k, digest in enumerate(digests) if digest != digests[0]]
@@ -142,8 +141,7 @@ def _executable(
     mesh = pipeline.contexts[form.function.program.stage].mesh
     if sum(context.mesh == mesh for context in pipeline.contexts) == 1:
         return lowered.compile()
-    # The text leaves out lines of source, and of arrays what only JAX knows, such as a key's
-    # kind.
+    # The text omits lines of source, and properties that only JAX knows, such as a key's kind.
     text = hashlib.sha256(lowered.as_text(debug_info=False).encode()).digest()
     results = tuple((r.shape, r.dtype) for r in form.results)
     key = mesh, text, form.donated, form.arguments, results, form.wanted

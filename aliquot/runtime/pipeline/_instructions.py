@@ -1,4 +1,5 @@
-"""A schedule and the programs of its stages -> one list of instructions, the same in every process.
+"""Instructions of a pipeline, from a schedule and the programs of its stages: one list, the same in
+every process.
 
 Arrays live in numbered slots. An instruction runs a program on slots, or moves slots from one stage
 to another, and says which slots nobody reads afterwards; there is nothing left to decide while a
@@ -93,7 +94,7 @@ def write_instructions(
     """
     writer = _Writer(functions, schedule.num_micro_batches)
     writer.spread_inputs(home)
-    # Early programs run before all tasks, as any of them may read what they make.
+    # Early programs run first, as any task may read their results.
     writer.once(Part.EARLY)
     for task in schedule.order():
         writer.task(task.stage, PART_OF[task.kind], task.micro_batch)
@@ -135,7 +136,7 @@ class _Writer:
         return self.slots.setdefault((stage, key, micro_batch), len(self.slots))
 
     def spread_inputs(self, home: Mapping[ValueId, StageId]) -> None:
-        """Bring to every stage what it reads of another stage's state."""
+        """Send each stage the inputs that it reads and another stage keeps."""
         wanted: dict[tuple[StageId, StageId], list[ValueId]] = {}
         for (form, value), readers in self._readers.items():
             if form is Form.GIVEN and value in home:
@@ -148,14 +149,16 @@ class _Writer:
             self._send(source, target, -1, [Key(Form.GIVEN, v) for v in values])
 
     def once(self, part: Part, number: int = 0) -> None:
-        """Run what runs once a step, in all stages, and send what others read of it."""
+        """Run the programs of all stages that run once a step, and send the results that other
+        stages read.
+        """
         for k, f in enumerate(self._functions):
             if f.program.part is part and f.program.round == number:
                 self._run(k, f, -1)
                 self._send_all(f, -1)
 
     def task(self, stage: int, part: Part, micro_batch: int) -> None:
-        """Run one task of the schedule, and send what others read of it."""
+        """Run one task of the schedule, and send the results that other stages read."""
         for k, f in enumerate(self._functions):
             if (f.program.stage, f.program.part) == (stage, part):
                 self._run(k, f, micro_batch)
@@ -203,7 +206,7 @@ class _Writer:
         """Slots that must be filled before the first instruction."""
         stages: dict[int, dict[ValueId, int]] = {}
         for (stage, key, _), slot in self.slots.items():
-            # What another stage sends need not be filled.
+            # Slots that another stage fills by a transfer are not given.
             if key.form is form and slot not in self._moved:
                 stages.setdefault(stage, {})[key.value] = slot
         return stages
@@ -224,10 +227,10 @@ class _Writer:
 def _with_frees(
     steps: Sequence[Run | Send], results: set[int], kept: set[int]
 ) -> tuple[Run | Send, ...]:
-    """Every slot is dropped behind its last reader, or where it is made if nobody reads it."""
+    """Steps that free each slot after its last reader, or where it is made if nobody reads it."""
     done = results | kept
     freed = []
-    # From the end, so that the first time that a slot is met is its last use.
+    # In reverse, so that the first use met is the last one.
     for step in reversed(steps):
         touched = dict.fromkeys([*step.inputs, *step.outputs])
         last = tuple(slot for slot in touched if slot not in done)

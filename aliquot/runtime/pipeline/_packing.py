@@ -49,7 +49,7 @@ def _scalars_read_elsewhere(f: StageFunction, functions: Sequence[StageFunction]
         g for g in functions if g.program.part is Part.UPDATE and g.program.stage != f.program.stage
     ]
     read = {key.value for g in others for key in g.takes if key.form is Form.LATE}
-    # What its own stage makes is not sent there.
+    # A stage's own results are not sent to it.
     read -= {key.value for g in others for key in g.gives}
     values = f.program.graph.values
     scalars = [key.value for key in f.gives if key.form is Form.LATE and key.value in read]

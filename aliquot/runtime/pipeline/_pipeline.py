@@ -1,4 +1,4 @@
-"""A step as instructions over the programs of its stages: a value of abstract shapes alone, made
+"""Pipelines: a step as instructions over the programs of its stages, with abstract shapes alone,
 before anything is compiled.
 """
 

@@ -16,9 +16,9 @@ from ._stage_functions import Key
 from ._stage_memory import stage_memory
 
 
-def pipeline_stats(found: CompiledPipeline) -> Stats:
+def pipeline_stats(compiled_pipeline: CompiledPipeline) -> Stats:
     """Stats of all stages. With several processes all must call it."""
-    pipeline, compiled = found.pipeline, found.stages
+    pipeline, compiled = compiled_pipeline.pipeline, compiled_pipeline.stages
     counts = {
         k: sum(
             1
@@ -31,20 +31,21 @@ def pipeline_stats(found: CompiledPipeline) -> Stats:
     temps = {k: account.temp_bytes for k, account in memory.items()}
     aliases = {k: account.alias_bytes for k, account in memory.items()}
     donated = {k: c.donated for k, c in enumerate(compiled) if c is not None}
-    sizes = _slot_bytes(found)
+    sizes = _slot_bytes(compiled_pipeline)
     stats = []
     for stage, context in enumerate(pipeline.contexts):
-        functions = [
-            k for k, c in enumerate(compiled) if c is not None and c.function.program.stage == stage
-        ]
-        mine = [c for c in compiled if c is not None and c.function.program.stage == stage]
+        functions = {
+            k: c
+            for k, c in enumerate(compiled)
+            if c is not None and c.function.program.stage == stage
+        }
         if not functions:
             continue
         names = [str(name) for name in context.mesh.axis_names]
         axis_sizes = [context.mesh.shape[name] for name in names]
         collectives = [
             use
-            for k, c in zip(functions, mine, strict=True)
+            for k, c in functions.items()
             for use in find_collectives(c.compiled.as_text(), names, axis_sizes)
             for _ in range(counts[k])
         ]
@@ -65,7 +66,7 @@ def pipeline_stats(found: CompiledPipeline) -> Stats:
                 in_flight=over_time.in_flight,
                 collectives=add_up(collectives),
                 num_programs=len(functions),
-                compile_s=sum(c.compile_s for c in mine),
+                compile_s=sum(c.compile_s for c in functions.values()),
             )
         )
     lower_s = sum(stage.lower_s for stage in compiled if stage is not None)

@@ -1,4 +1,4 @@
-"""From a plan with several stages to the pipeline that runs it."""
+"""Construction of a pipeline from a plan."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _setup(
     for output, spec in zip(extract.graph.outputs, pins.outputs, strict=True):
         if isinstance(output.value, int):
             value = extract.values[output.value]
-            # What a stage takes in comes first: a value that only passes through keeps its split.
+            # Splits of a stage's inputs win: a value that only passes through keeps its split.
             sent.setdefault(value, partition(mesh, spec, extract.graph.values[output.value].shape))
     return StageSetup(
         mesh=mesh,

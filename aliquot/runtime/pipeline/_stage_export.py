@@ -1,6 +1,4 @@
-"""A pipeline without devices: its programs in the form in which they are compiled, for a compiler
-elsewhere.
-"""
+"""Export of a pipeline's programs for a compiler elsewhere, without devices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Functions of a pipeline's stages before they are compiled: shapes and shardings of all that they
-take and give.
+"""Functions of a pipeline's stages before they are compiled, with shapes and shardings of their
+arguments and results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StageForm:
     """A stage's function before it is compiled.
 
     Attributes:
-        jitted: takes and gives flat arrays.
+        jitted: takes and returns flat arrays.
         donated: positions of donated arguments.
         arguments, results: shapes with their shardings; None for one that is left to the compiler.
         wanted: the results' shardings.
@@ -184,7 +184,7 @@ def _result_spec(context: StageContext, value: ValueId, shape: Sequence[int]) ->
 
 
 def donated_values(pipeline: Pipeline) -> frozenset[ValueId]:
-    """The inputs whose place a result takes."""
+    """The inputs whose buffers results take over."""
     return frozenset(
         f.takes[position].value
         for k, f in enumerate(pipeline.functions)
@@ -194,8 +194,8 @@ def donated_values(pipeline: Pipeline) -> frozenset[ValueId]:
 
 
 def donated_positions(pipeline: Pipeline, k: int) -> tuple[int, ...]:
-    """Positions of the `k`th function's arguments whose place a result may take: totals, and state
-    that nobody reads any more.
+    """Positions of the `k`th function's arguments whose buffers results may take over: totals, and
+    state without later readers.
     """
     function = pipeline.functions[k]
     stage = function.program.stage
@@ -205,7 +205,7 @@ def donated_positions(pipeline: Pipeline, k: int) -> tuple[int, ...]:
         for key in f.takes
         if key.form is Form.GIVEN and pipeline.same_devices(f.program.stage, stage)
     }
-    # What the step returns as it was given stays the caller's.
+    # Inputs that the step returns unchanged remain the caller's.
     returned = {o.value for o in pipeline.graph.outputs if isinstance(o.value, int)}
     kept = later | pipeline.pulled | returned
     is_update = function.program.part is Part.UPDATE

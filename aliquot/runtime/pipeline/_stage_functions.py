@@ -1,4 +1,4 @@
-"""A stage's program -> a function over arrays on the stage's mesh.
+"""Functions over arrays on a stage's mesh, from the stage's programs.
 
 Between stages a value of a micro-batch travels as the array that the user would see: examples of
 all data-parallel groups in order. Within a stage it keeps a leading dim for the groups, split over
@@ -28,7 +28,7 @@ _REDUCE: dict[TimeKind, Callable[..., Any]] = {
     TimeKind.AND: jnp.all,
     TimeKind.OR: jnp.any,
 }
-# What a group adds to what another one has already counted.
+# The neutral element: what other groups add to a value that the first has already counted.
 _NEUTRAL: dict[TimeKind, Callable[..., Any]] = {TimeKind.SUM: jnp.zeros, TimeKind.PROD: jnp.ones}
 
 
@@ -107,7 +107,7 @@ class StageContext:
         return self.plan is not None and self.plan.semantics == "independent"
 
     def kind(self, value: ValueId) -> TimeKind:
-        """Relation of the parts' values to those of the whole batch."""
+        """How the parts' values of an array make up the whole batch's."""
         assert self.plan is not None
         return self.plan.specs[value].kind
 
@@ -200,7 +200,7 @@ def _body(
 ) -> StageFunction:
     grouped = context.layout.groups > 1
     outside = dict(zip(context.parts.inside, context.parts.early_values, strict=True))
-    # Within a stage groups keep their values apart, so that nothing is exchanged between them.
+    # Within a stage each group keeps its own values, so that groups exchange nothing.
     own_imports = [v for v in program.imports if grouped and made_by[v] == program.stage]
     others = [v for v in program.imports if v not in own_imports]
     parts = context.totals is not None
@@ -336,7 +336,7 @@ def _joined(context: StageContext, value: ValueId, array: Any) -> Any:
         )
     if spec.kind is TimeKind.MEAN or (spec.kind in _REDUCE and context.independent):
         return array
-    # What all groups have alike is taken from the first.
+    # Values that are equal in all groups are taken from the first.
     return _REDUCE[spec.kind](array, axis=0) if spec.kind in _REDUCE else array[0]
 
 

@@ -1,4 +1,4 @@
-"""Memory on the devices of a pipeline's stages from instruction to instruction."""
+"""Memory on the devices of a pipeline's stages after each instruction."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def stage_memory(
         donated: positions of donated arguments by function.
     """
     slots = instructions.slots
-    # The caller holds what was given until the step is over, unless it was donated.
+    # The caller holds its arrays until the step is over, unless they are donated.
     given = {slot for s in stages for slot in instructions.given.get(s, {}).values()}
     alive = given | {slot for s in stages for slot in instructions.zeros.get(s, {}).values()}
     held = sum(sizes.get(slot, 0) for slot in alive)

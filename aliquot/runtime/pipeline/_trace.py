@@ -1,4 +1,4 @@
-"""A step of a pipeline, timed program by program."""
+"""Traces of a pipeline's step, timed program by program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def measured_trace(pipeline: Pipeline, spans: Sequence[Span], title: str) -> Tra
     """
     begin = min((start for _, start, _ in spans), default=0.0)
     steps, schedule = pipeline.instructions.steps, pipeline.schedule
-    # What a stage sends is what the program made that it ran last.
+    # A stage sends results of the program that it ran last.
     last = [""] * schedule.num_stages
     events = []
     timed = {number: (start - begin, end - begin) for number, start, end in spans}

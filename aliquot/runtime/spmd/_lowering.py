@@ -1,4 +1,4 @@
-"""Pins -> a program: how the splits that a plan decided reach the compiler."""
+"""Lowering of pins to a program: how a plan's splits reach the compiler."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class AbstractLowering(abc.ABC):
             arrays: one for each of `graph.inputs`.
             without: mesh axes along which something around the replay gives each group of devices
                 arrays of its own.
-            mapped: the inputs of which it does. The pins of what depends on them must not mention
-                those axes.
+            mapped: the inputs that are each group's own. Pins of values that depend on them must
+                not mention those axes.
         """
 
     @abc.abstractmethod
@@ -64,7 +64,8 @@ class AbstractLowering(abc.ABC):
 class ConstraintLowering(AbstractLowering):
     """Sharding constraints where the pins are; the compiler's partitioner does the rest.
 
-    An array that a pin leaves whole is constrained too: without it the compiler would guess.
+    An array that a pin leaves whole is constrained too; otherwise the compiler would choose its
+    split.
     """
 
     mesh: Mesh
@@ -109,8 +110,8 @@ class ConstraintLowering(AbstractLowering):
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, dims))
 
     def _renewed(self, value: Operand, new: Any, given: Mapping[ValueId, Any]) -> Any:
-        """A result; if it replaces a given array row by row, that one with its rows, each gathered
-        by itself.
+        """A result; if it replaces an input row by row, the input's array with the result's rows
+        written into it, each gathered by itself.
         """
         old, *specs = (
             self.pins.rows.get(value, (NO_VALUE,)) if isinstance(value, int) else (NO_VALUE,)
@@ -123,7 +124,7 @@ class ConstraintLowering(AbstractLowering):
             row = jax.lax.dynamic_index_in_dim(new, number, keepdims=False)
             for spec in specs:
                 row = self.constrain(row, _of_row(spec))
-            # Or the whole array would take on the order of dims that a gather leaves.
+            # Otherwise the whole array would get the order of dims in which a gather leaves a row.
             row = in_plain_order(
                 row, self.mesh, partition(self.mesh, _of_row(specs[-1]), row.shape)
             )
@@ -176,8 +177,8 @@ class _Constrain(ReplayHook):
         self._graph = graph
         self._lowering, self._without, self._differing = lowering, without, differing
         self._pins = lowering.pins
-        # What arrays were turned into on their way to operands, with these arrays: their ids must
-        # stay theirs.
+        # Arrays by the id of the array that they were pinned from; that array is kept, so that its
+        # id stays its own.
         self._between: dict[tuple[int, Spec], tuple[Any, Any]] = {}
 
     @contextmanager
@@ -202,8 +203,8 @@ class _Constrain(ReplayHook):
         return arrays
 
     def _once(self, value: Operand, array: Any, spec: Spec) -> Any:
-        """One pinned array for all operands that are equal. Two with equal pins would be converted
-        twice by the partitioner.
+        """A pinned array, one for all equal operands: the partitioner would convert each of several
+        equal pins.
         """
         known = self._between.get((id(array), spec))
         if known is None:
@@ -267,7 +268,8 @@ class _Constrain(ReplayHook):
         return array if spec is None else self._pin(index, array, spec)
 
     def row(self, index: ValueId, array: Any) -> Any:
-        # Left as it is, a row is stacked as it is, and the whole stack converted behind the loop.
+        # A row without its pin would be stacked as it is, and the whole stack converted behind the
+        # loop.
         spec = self._pins.values.get(index)
         if spec is None:
             return array

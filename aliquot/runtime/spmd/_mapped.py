@@ -70,8 +70,8 @@ def _call(graph: Graph, call: Call, different: set[int]) -> None:
 
 
 def _loop(graph: Graph, block: Block, carried: Sequence[Operand], different: set[int]) -> None:
-    """Run a body until what it carries differs no more than before."""
-    # It comes to an end, as values are only added.
+    """Follow a body until the set of carries that differ is a fixed point."""
+    # It ends, because values are only added.
     while True:
         _run(graph, block.items, different)
         before = len(different)

@@ -1,4 +1,4 @@
-"""Meshes over the devices at hand."""
+"""Meshes over the first devices."""
 
 from __future__ import annotations
 

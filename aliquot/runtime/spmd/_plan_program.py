@@ -1,6 +1,4 @@
-"""From a plan to the program that runs it: pins from its decisions, and its cut into
-micro-batches.
-"""
+"""Construction of a program from a plan: pins from its choices, and its micro-batches."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class _Loop:
         def step(totals: list[Any], part: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
             results = dict(zip(parts.crossing, self._part(known, *part), strict=True))
             added = [
-                # Totals are kept in single precision at least; see `Totals.look`.
+                # Totals are kept in single precision at least; see `Totals.shape_and_dtype`.
                 total + results[v].astype(total.dtype)
                 for v, total in zip(summed, totals, strict=True)
             ]

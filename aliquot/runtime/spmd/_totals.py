@@ -115,7 +115,7 @@ class Totals:
             return self.layout.join(stack, spec.dim)
         if spec.kind in _REDUCE:
             return _REDUCE[spec.kind](stack, axis=lead)
-        # What all parts have alike is taken from the last one.
+        # Values that are equal on all parts are taken from the last.
         return stack[(-1,) * len(lead)]
 
 

@@ -67,7 +67,7 @@ def agree(parts: Mapping[str, Sequence[str]]) -> None:
     different = {name: others for name, others in different.items() if others}
     if not different:
         return
-    # All have found the same, so all tell what they have.
+    # All processes see the same digests, so that all of them send their texts.
     texts = [
         json.loads(data)
         for data in exchange(json.dumps({n: list(parts.get(n, ())) for n in different}).encode())

@@ -1,6 +1,4 @@
-"""Arrays as processes see them that hold none of their parts, and random keys as the words they are
-made of.
-"""
+"""Descriptions of arrays for processes without a part of them; random keys as their words."""
 
 from __future__ import annotations
 
@@ -13,29 +11,35 @@ from jax.sharding import NamedSharding, Sharding
 
 
 def struct(shape: Sequence[int], dtype: Any, sharding: Any) -> Any:
-    """The look of an array that lies somewhere."""
+    """Shape, dtype and sharding of an array."""
     make: Any = jax.ShapeDtypeStruct
     return make(tuple(shape), dtype, sharding=sharding)
 
 
 def stub(shape: Sequence[int], sharding: Sharding, dtype: Any) -> jax.Array:
-    """This process's view of an array that lies on other processes only."""
+    """An array without data in this process, which lies on other processes only."""
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
 
 def is_key(array: Any) -> bool:
-    """True if an array, or what looks like one, is of random keys."""
+    """True if an array, or its description, is of random keys."""
     return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
 
 
-def words_of(look: Any) -> Any:
-    """The look of an array, or of the words of random keys: keys cannot cross between processes."""
-    if not is_key(look):
-        return look
-    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(look.shape, look.dtype))
-    return struct(words.shape, words.dtype, NamedSharding(look.sharding.mesh, look.sharding.spec))
+def words_of(described: Any) -> Any:
+    """Shape, dtype and sharding of an array; for random keys those of their words, as keys cannot
+    cross between processes.
+    """
+    if not is_key(described):
+        return described
+    words = jax.eval_shape(
+        jax.random.key_data, jax.ShapeDtypeStruct(described.shape, described.dtype)
+    )
+    return struct(
+        words.shape, words.dtype, NamedSharding(described.sharding.mesh, described.sharding.spec)
+    )
 
 
 def words(array: Any) -> Any:
@@ -48,14 +52,14 @@ def words(array: Any) -> Any:
     return stub(plain.shape, plain.sharding, plain.dtype)
 
 
-def keys_from(words: Any, look: Any) -> Any:
-    """An array that arrived, as the random keys whose words it is if it shall look like keys."""
-    if not is_key(look):
+def keys_from(words: Any, wanted: Any) -> Any:
+    """An array that arrived; as random keys, whose words it holds, if `wanted` describes keys."""
+    if not is_key(wanted):
         return words
     names: list[Any] = []
     # Only arrays and tracers tell how keys are made.
     jax.eval_shape(
         lambda key: names.append(jax.random.key_impl(key)),
-        jax.ShapeDtypeStruct(look.shape, look.dtype),
+        jax.ShapeDtypeStruct(wanted.shape, wanted.dtype),
     )
     return jax.random.wrap_key_data(words, impl=names[0])

@@ -27,9 +27,8 @@ Parts = Callable[[], Sequence[np.ndarray[Any, Any]]]
 
 # Number of the message, and its size in bytes.
 _HEADER = struct.Struct("!QQ")
-# Whoever is ahead waits when so many messages are on their way. One suffices to go on at all: of
-# all processes the one that is furthest behind never waits, because the others have sent and taken
-# what comes before.
+# A sender waits when so many messages are unsent. One suffices against deadlock: the process that
+# is furthest behind never waits, because the others have sent and received all earlier messages.
 _UNSENT, _UNREAD = 8, 2
 _WORD_BYTES = 16
 _ALIGNMENT_BYTES = 64

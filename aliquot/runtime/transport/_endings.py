@@ -15,7 +15,7 @@ from ._watchdog import Peers, end_at_once, stop_watching, watched
 
 # How long a process that has ended without `shutdown` waits for the others to end as well.
 _AT_EXIT_S = 4
-# What fails in one process may come from the death of another: how long that may take to be known.
+# How long to wait, after a failure, for the news that another process has died and caused it.
 _LAST_WORD_S = 2
 # Work that nobody can wait for any more.
 _STUCK_S = 3
@@ -33,7 +33,7 @@ def end_in_order() -> None:
 def finish_work() -> None:
     """Wait for all that this process still computes or receives: senders must not leave before."""
     for array in jax.live_arrays():
-        # What was donated or has failed is waited for by nobody.
+        # Arrays that were donated, or whose computation failed, need no wait.
         with suppress(RuntimeError, ValueError):
             array.block_until_ready()
 

@@ -31,7 +31,7 @@ class _Piece:
     """A block of array number `array` that process `source` holds on `device` and process `target`
     wants.
 
-    `within` is the block that the device holds, `goal` that which the target's devices want.
+    `within` is the block that the device holds, `goal` the block that the target's devices need.
     """
 
     array: int
@@ -58,12 +58,12 @@ def plan_host_move(
         to have parts. None where there is nothing to do.
     """
     this_process = jax.process_index()
-    plain = [words_of(look) for look in structs]
+    plain = [words_of(described) for described in structs]
     pieces = [
         piece
-        for k, (look, by_process) in enumerate(zip(plain, targets, strict=True))
+        for k, (described, by_process) in enumerate(zip(plain, targets, strict=True))
         for process, target in sorted(by_process.items())
-        for piece in _pieces(k, look, process, target)
+        for piece in _pieces(k, described, process, target)
     ]
     receives = any(this_process in by_process for by_process in targets)
     sends = {
@@ -118,14 +118,14 @@ def plan_host_move(
     return move
 
 
-def _pieces(array: int, look: Any, process: int, target: Sharding) -> list[_Piece]:
+def _pieces(array: int, described: Any, process: int, target: Sharding) -> list[_Piece]:
     """The pieces of an array that a process needs, and their senders."""
     held: dict[Block, dict[int, Any]] = {}
-    for device, block in _blocks(look.sharding, look.shape).items():
+    for device, block in _blocks(described.sharding, described.shape).items():
         held.setdefault(block, {}).setdefault(device.process_index, device)
     goals = {
         block
-        for device, block in _blocks(target, look.shape).items()
+        for device, block in _blocks(target, described.shape).items()
         if device.process_index == process
     }
     pieces = []
@@ -152,10 +152,10 @@ def _joiner(
     places = [
         [
             (device, block)
-            for device, block in _blocks(target, look.shape).items()
+            for device, block in _blocks(target, described.shape).items()
             if device.process_index == process
         ]
-        for target, look in zip(targets, plain, strict=True)
+        for target, described in zip(targets, plain, strict=True)
     ]
     devices = [device for place in places for device, _ in place]
 
@@ -173,11 +173,13 @@ def _joiner(
         return [
             keys_from(
                 jax.make_array_from_single_device_arrays(
-                    look.shape, target, [next(shards) for _ in place]
+                    described.shape, target, [next(shards) for _ in place]
                 ),
                 struct,
             )
-            for struct, look, target, place in zip(structs, plain, targets, places, strict=True)
+            for struct, described, target, place in zip(
+                structs, plain, targets, places, strict=True
+            )
         ]
 
     return together

@@ -54,7 +54,6 @@ def initialize(
             "device" leaves it to JAX, "host" sends them through the memory and the network of the
             hosts. By default hosts do so for CPUs, whose transfers in JAX lose data, and devices
             for themselves elsewhere.
-
         run_id: what only the processes of this run have in common: whoever comes to the same
             address from another run is turned away. By default the number of the launcher's job, if
             there is one.
@@ -68,28 +67,16 @@ def initialize(
     _spare_threads()
     # Only clients of CPU devices look at this.
     jax.config.update("jax_cpu_collectives_implementation", cpu_collectives)
-    address, count, process, devices = detect_processes(
+    address, count, process, devices = _known_processes(
         coordinator_address, num_processes, process_id, local_device_ids, initialization_timeout_s
     )
-    if address is None or count is None or process is None:
-        raise InputError(
-            f"initialize() does not know the processes: coordinator_address={address!r},"
-            f" num_processes={count!r}, process_id={process!r}, and no launcher that JAX knows"
-            " tells the rest. Pass all three."
-        )
-    port = address.rpartition(":")[2]
-    if not (port.isdecimal() and int(port) < 65536) or not 0 <= process < count:
-        raise InputError(
-            f"initialize() was given the address {address!r} and process_id={process} of"
-            f" num_processes={count}: it needs host:port, and numbers from 0 to num_processes - 1."
-        )
     if jax.distributed.is_initialized() or watched() is not None:
         raise RuntimeError("initialize() was called before: processes join once.")
-    held: list[socket.socket] = []
+    reserved: list[socket.socket] = []
 
     def service_port() -> int:
-        held.append(reserved_port("0.0.0.0", 0, 1))
-        port: int = held[0].getsockname()[1]
+        reserved.append(reserved_port("0.0.0.0", 0, 1))
+        port: int = reserved[0].getsockname()[1]
         return port
 
     service = address
@@ -112,11 +99,37 @@ def initialize(
         coordinator_bind_address=f"[::]:{service.rpartition(':')[2]}" if process == 0 else None,
     )
     # JAX has the port by now, so that it need not be kept free any more.
-    for reserved in held:
-        reserved.close()
+    for port_socket in reserved:
+        port_socket.close()
     peers = watched()
     if peers is not None:
         peers.transfers = transfers
+
+
+def _known_processes(
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    local_device_ids: Sequence[int] | None,
+    timeout_s: int,
+) -> tuple[str, int, int, Sequence[int] | None]:
+    """The arguments of `initialize`, completed by the launcher's. Raises `InputError`."""
+    address, count, process, devices = detect_processes(
+        coordinator_address, num_processes, process_id, local_device_ids, timeout_s
+    )
+    if address is None or count is None or process is None:
+        raise InputError(
+            f"initialize() does not know the processes: coordinator_address={address!r},"
+            f" num_processes={count!r}, process_id={process!r}, and no launcher that JAX knows"
+            " tells the rest. Pass all three."
+        )
+    port = address.rpartition(":")[2]
+    if not (port.isdecimal() and int(port) < 65536) or not 0 <= process < count:
+        raise InputError(
+            f"initialize() was given the address {address!r} and process_id={process} of"
+            f" num_processes={count}: it needs host:port, and numbers from 0 to num_processes - 1."
+        )
+    return address, count, process, devices
 
 
 def shutdown() -> None:

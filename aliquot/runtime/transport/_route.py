@@ -205,7 +205,7 @@ def _giver(
 
     def join(rows: Sequence[Sequence[Any]]) -> list[Any]:
         joined = [cut.together(process) for cut, process in zip(cuts, rows, strict=True)]
-        return [keys_from(x, look) for x, look in zip(joined, structs, strict=True)]
+        return [keys_from(x, described) for x, described in zip(joined, structs, strict=True)]
 
     together = jax.jit(join, out_shardings=list(targets))
     # What devices hold that no piece goes to.

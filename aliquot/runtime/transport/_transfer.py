@@ -87,7 +87,7 @@ def plan_move(
     spans = len(senders) > 1 or len(receivers) > 1
     if spans and (senders & receivers or source.mesh.devices.size != target.mesh.devices.size):
         return plan_route(structs, targets)
-    plain = [words_of(look) for look in structs]
+    plain = [words_of(described) for described in structs]
     wires = [_wire(s, t, spans) for s, t in zip(plain, targets, strict=True)]
     goals = [wire.target for wire in wires]
     stubs = (
@@ -151,20 +151,20 @@ def _receiver(
     return receive
 
 
-def _wire(look: Any, target: NamedSharding, spans: bool) -> Wire:
+def _wire(described: Any, target: NamedSharding, spans: bool) -> Wire:
     """The cheapest form that both ends can make: no byte is sent twice, and all devices of the
     smaller end take part.
     """
-    source: NamedSharding = look.sharding
+    source: NamedSharding = described.sharding
     n, m = source.mesh.devices.size, target.mesh.devices.size
-    if spans or (m <= n and _num_parts(look.shape, target) == m):
+    if spans or (m <= n and _num_parts(described.shape, target) == m):
         return Wire(_like(target, source.mesh), target)
-    if n <= m and _num_parts(look.shape, source) == n:
+    if n <= m and _num_parts(described.shape, source) == n:
         return Wire(source, _like(source, target.mesh))
     parts = min(n, m)
-    dims = [d for d, size in enumerate(look.shape) if size % parts == 0 and size >= parts]
+    dims = [d for d, size in enumerate(described.shape) if size % parts == 0 and size >= parts]
     # Small arrays go whole between two devices: the latency of several pieces would cost more.
-    if dims and math.prod(look.shape) * look.dtype.itemsize >= WORTH_CUTTING_BYTES:
+    if dims and math.prod(described.shape) * described.dtype.itemsize >= WORTH_CUTTING_BYTES:
         spec = PartitionSpec(*[None] * dims[0], "parts")
     else:
         parts, spec = 1, PartitionSpec()

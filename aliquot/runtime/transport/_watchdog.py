@@ -2,8 +2,8 @@
 
 Each process holds a connection to process 0, which the system closes when its process dies, however
 that happens. A machine that vanishes is noticed by the system's probes. Neither needs a process to
-answer, so one that compiles for minutes is not taken for dead. Who is stopped is seen from its
-state on the same machine, and by its silence from others.
+answer, so one that compiles for minutes is not taken for dead. A stopped process is recognized by
+its state on the same machine, and by its silence on others.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""One operator on one micro-batch: what its operands being parts of the whole batch makes of its
-results.
+"""Time specs: how the values of an array on micro-batches make up the array, and how an operator
+passes that on from its operands to its results.
 
 A micro-batch split is a split over time, so the same declarations that say how an array may be
 split over devices decide here. `follow` is the whole algebra for one operator; `_micro_batches`
@@ -117,7 +117,7 @@ def spec_by_shape(whole: Shape, part: Shape, parts: int) -> TimeSpec | None:
 
 
 def join(a: TimeSpec, b: TimeSpec) -> TimeSpec | None:
-    """The spec of an array that is the one or the other; None where parts cannot tell which."""
+    """The spec of an array that has either of two specs; None if they are incompatible."""
     kinds = {a.kind, b.kind}
     if a == b:
         return a
@@ -151,7 +151,7 @@ def follow(
         seen = [spec_by_shape(whole, part, parts) for whole, part in shapes]
         if all(seen):
             return Followed(results=tuple(spec for spec in seen if spec))
-    # These take and return several arrays, each with a spec of its own.
+    # Operators on several arrays, each with a spec of its own.
     if op.name in ("optimization_barrier", "device_put"):
         return _checked(Followed(results=tuple(specs)), shapes, parts)
     if kinds & REDUCTIONS:
@@ -206,7 +206,7 @@ def _through_reduction(op: Op, specs: Sequence[TimeSpec]) -> TimeKind | None:
 def _checked(
     outcome: Followed, shapes: Sequence[tuple[Shape, Shape]], parts: int
 ) -> Followed | str:
-    """The rule's word against what the two traces say."""
+    """Check what the rule says of the results against their shapes in the two traces."""
     for spec, (whole, part) in zip(outcome.results, shapes, strict=True):
         seen = spec_by_shape(whole, part, parts)
         expected = spec if spec.kind is TimeKind.CONCATENATE else EQUAL

@@ -41,10 +41,10 @@ class Crossing:
 
 
 def find_crossing(graph: Graph, staging: Staging) -> Crossing:
-    """What stages exchange for each micro-batch.
+    """Values that neighbouring stages exchange for each micro-batch.
 
-    Results of shared items do not cross: each stage works them out. Nor do shares of the gradient
-    of a parameter that several stages use: they are added up once, in the update.
+    Results of shared items do not cross, because each stage computes them. Neither do terms of the
+    gradient of a parameter that several stages use, which are added up once, in the update.
 
     Args:
         graph: the step at the size of one micro-batch.

@@ -55,7 +55,7 @@ class Layout:
             *shape[dim + 1 :],
         )
         apart = jnp.moveaxis(parts.reshape(sizes), (1, 0), (dim, dim + 2))
-        # The moves leave (groups, shards, micro-batches, rest) at `dim`; see the module's picture.
+        # The moves leave (groups, shards, micro-batches, rest) at `dim`; see the module.
         return apart.reshape(*shape[:dim], shape[dim] * self.parts, *shape[dim + 1 :])
 
     def take(self, array: Any, dim: int, group: Any, micro_batch: Any) -> Any:

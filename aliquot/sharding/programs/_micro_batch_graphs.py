@@ -1,9 +1,9 @@
 """A `MicroBatchPlan` -> three graphs: for operators before the first part, on each part, and after
 the last.
 
-Each graph holds only what is needed. Values keep their indices, so the pins of the whole step hold
-in all three; what a part needs beside its operators (a slice, a shift, a sum that counts once)
-becomes operators of its own at the end.
+Each graph holds only what is needed. Values keep their indices, so that the pins of the whole step
+hold in all three. Conversions for a part (a slice, a shift, a sum that counts once) are new
+operators with indices behind all others.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class _Rewriter:
         self.plan, self.layout = plan, layout
         self.ops: list[Op] = list(plan.part.ops)
         self.values: list[Value] = list(plan.part.values)
-        # Where a part has its own array under an index, the whole batch's goes by another one.
+        # New indices for arrays of the whole batch whose index stands for the part's array.
         self.early_alias: dict[ValueId, ValueId] = {}
         self.group = self._value((), "int32")
         self.micro_batch = self._value((), "int32")

@@ -12,7 +12,7 @@ from ..micro_batches import Action, Conversion, MicroBatchPlan, TimeKind, phase_
 
 @dataclass(slots=True)
 class Needs:
-    """Contents of the three graphs, found backwards from the step's outputs."""
+    """Items and values of the three graphs, collected in reverse from the step's outputs."""
 
     plan: MicroBatchPlan
     early: set[ValueId] = field(default_factory=set)

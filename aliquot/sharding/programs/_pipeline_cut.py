@@ -1,6 +1,4 @@
-"""A step cut into micro-batches and stages at once: what its stages run, whatever devices they
-get.
-"""
+"""Cut of a step into micro-batches and stages at once: programs of stages, without devices."""
 
 from __future__ import annotations
 

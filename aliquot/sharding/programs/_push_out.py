@@ -1,7 +1,6 @@
 """Gradients of parameters that several stages use: each stage's share is added up where it is made.
 
-Left in the forward and backward pass, the sum over stages would cross between meshes for each
-micro-batch.
+As a part of the backward pass, the sum over stages would cross between meshes for each micro-batch.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from ._stage_programs import Part, StageProgram, StagePrograms
 from ._tie_runs import tie_runs
 
 Recompute: TypeAlias = Mapping[StageId, frozenset[OpId] | None]
-"""By stage the operators that its backward program may work out again; None for all."""
+"""By stage the operators that its backward program may recompute; None for all."""
 
 
 def split_stages(
@@ -58,7 +58,7 @@ def split_stages(
         staging: stages of the whole step's items.
         split_backward: make two programs of a backward pass, see `deferrable_items`; but of stages
             in `recompute` one.
-        recompute: for stages whose backward programs work costly operators out again, which; None:
+        recompute: by stage the costly operators that its backward program recomputes; None:
             everything, from what enters the stage.
     """
     parts = push_out(parts, plan, staging)
@@ -159,7 +159,9 @@ class _Body:
         return stages
 
     def _defer(self) -> None:
-        """Find what can be put off, and cut loops and regions in two of which only a part can."""
+        """Find deferrable items, and cut loops and regions of which only a part is deferrable in
+        two.
+        """
         # Whatever else runs for each micro-batch runs in forward programs.
         phased = [
             i if i.phase is Phase.BACKWARD else replace(i, phase=Phase.FORWARD) for i in self._items
@@ -176,7 +178,7 @@ class _Body:
         items: list[Item] = []
         for k, item in enumerate(self._items):
             half = deferrable.halves.get(k)
-            # What a stage works out again it would have to work out a third time.
+            # A stage that recomputes would have to recompute twice, once for each half.
             if half is None or stages[k] in self._recompute:
                 items.append(item)
                 if k in deferrable.items and stages[k] not in self._recompute:
@@ -233,9 +235,7 @@ class _Body:
                 drafts[last, Part.FORWARD].assigned.append(self._maker[value])
 
     def _close(self, draft: _Draft, again: Iterable[Item] = ()) -> None:
-        """Add the shared items that a program needs, and `again`: forward items that it works out
-        once more.
-        """
+        """Add the shared items that a program needs; `again`: forward items that it recomputes."""
         items = {id(item): item for item in [*draft.assigned, *again]}
         waiting = list(items.values())
         while waiting:
@@ -258,22 +258,22 @@ class _Body:
         )
 
     def _keep_less(self, drafts: Mapping[tuple[StageId, Part], _Draft]) -> None:
-        """Work out again, in a backward program, what is cheaper to work out than to keep from the
-        forward program.
+        """Recompute, in backward programs, values that are cheaper to recompute than to keep from
+        the forward program.
         """
         graph = self._graphs.body
-        anybody = {
+        shared = {
             o for item in self._items if self._stage[id(item)] == SHARED for o in item.outputs
         }
-        free = self._given | self._early | {self._graphs.group, self._graphs.micro_batch} | anybody
+        free = self._given | self._early | {self._graphs.group, self._graphs.micro_batch} | shared
         free |= graph.constants.keys()
         for stage in map(StageId, range(self._staging.num_stages)):
             forward = drafts[stage, Part.FORWARD]
-            mine = [item for item in forward.items if self._stage[id(item)] != SHARED]
+            unshared = [item for item in forward.items if self._stage[id(item)] != SHARED]
             for part in self._parts_of_a_task()[1:]:
                 draft = drafts[stage, part]
                 repeat = self._recompute.get(stage, frozenset())
-                repeated = find_repeated(graph, mine, draft.reads, free=free, repeat=repeat)
+                repeated = find_repeated(graph, unshared, draft.reads, free=free, repeat=repeat)
                 draft.again = list(repeated.items)
                 self._close(draft, draft.again)
 
@@ -342,13 +342,13 @@ class _Body:
         if not draft.again or self._recompute.get(draft.stage) is None:
             return body, [item.op_or_call for item in draft.items]
         again = {id(item) for item in draft.again}
-        own = {id(item) for item in draft.assigned}
-        backward = [item for item in draft.items if id(item) in own]
+        assigned = {id(item) for item in draft.assigned}
+        backward = [item for item in draft.items if id(item) in assigned]
         untied = {i.value for i in body.inputs if i.role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
         untied |= {self._graphs.group, self._graphs.micro_batch}
-        runs = recomputed_runs([i for i in draft.items if id(i) in again - own], backward)
+        runs = recomputed_runs([i for i in draft.items if id(i) in again - assigned], backward)
         graph, items = tie_runs(body, runs, backward, untied)
-        shared = [i.op_or_call for i in draft.items if id(i) not in again and id(i) not in own]
+        shared = [i.op_or_call for i in draft.items if id(i) not in again and id(i) not in assigned]
         return graph, [*shared, *items]
 
 
@@ -372,8 +372,7 @@ def _early_programs(
         wanted = {outside.get(v, v) for p in programs if p.stage == stage for v in p.early}
         need = set(wanted)
         items_of_stage: list[Item] = []
-        # From the last item back, so that each is known to be needed before its operands are looked
-        # at.
+        # In reverse, so that all readers of an item come before it.
         for item in reversed(items):
             if any(o in need for o in item.outputs):
                 items_of_stage.append(item)

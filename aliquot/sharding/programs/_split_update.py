@@ -51,8 +51,7 @@ class Update:
         if known is not None:
             return known
         if value in self._crossing:
-            # What another stage made arrives between rounds, so that it can be read in the next one
-            # at the earliest.
+            # Values of other stages arrive between rounds, so that only the next one can read them.
             first = 0 if self._crossing[value] == stage else 1
         elif value in self._maker:
             k = self._maker[value]
@@ -72,7 +71,7 @@ class Update:
         return max((self._round(stage, i) for i in self._items[k].inputs), default=0)
 
     def _late_as_can_be(self, rounds: list[int]) -> list[int]:
-        """Rounds of items, with those that only later rounds of their own stage read put off until
+        """Rounds of items; those that only later rounds of their own stage read are deferred until
         then.
 
         So moments that decay in one round and take up clipped gradients in the next are neither
@@ -82,7 +81,7 @@ class Update:
         for k, item in enumerate(self._items):
             for i in item.inputs:
                 readers.setdefault(i, set()).add(k)
-        # From the last item back, so that a chain of items is put off as a whole.
+        # In reverse, so that a chain of items is deferred as a whole.
         for k in range(len(self._items) - 1, -1, -1):
             readers_of_item = {
                 reader for o in self._items[k].outputs for reader in readers.get(o, ())
@@ -121,7 +120,7 @@ class Update:
                     items_in[where].add(self._maker[output.value])
         closed = {key: self._closure(key[0], chosen) for key, chosen in items_in.items()}
         reads = {key: self._reads(chosen) for key, chosen in closed.items()}
-        # What is worked out early and nothing but a result is read by nobody.
+        # An early value that is only a result of the step has no readers.
         for key, values in results.items():
             reads[key] += [v for v in sorted(values & self._early) if v not in reads[key]]
         # Totals are combined in the first round, also where only later rounds or other stages read

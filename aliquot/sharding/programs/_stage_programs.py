@@ -1,6 +1,4 @@
-"""The programs of a pipeline's stages as plain data: what `_split_stages` makes, and the runtime
-runs.
-"""
+"""Programs of a pipeline's stages as plain data, from `_split_stages` to the runtime."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def tie_runs(
     """A graph whose recomputed items read what they take through optimization barriers, and its
     items in the order in which they run.
 
-    A barrier also hands on the gradient to those that read it behind the run: compilers leave out
-    what nobody reads.
+    A barrier also returns the gradient to its later readers, because compilers drop results that
+    nobody reads.
 
     Args:
         graph: from which the items are.
@@ -51,7 +51,9 @@ def tie_runs(
 
 
 class _Tied:
-    """The graph while barriers are put in. `handed_on` names gradients behind a barrier."""
+    """The graph while barriers are inserted. `handed_on`: gradients, and the values that stand
+    for them behind a barrier.
+    """
 
     def __init__(self, graph: Graph, untied: Collection[ValueId]) -> None:
         self.ops: list[Op] = list(graph.ops)
@@ -61,7 +63,7 @@ class _Tied:
         self._untied = untied
 
     def add_run(self, run: RecomputedRun) -> None:
-        """Put a run behind what is there, with its barrier."""
+        """Append a run, with its barrier."""
         names: dict[ValueId, ValueId] = {}
         if run.gradient is not None:
             recomputed = {o for item in run.items for o in item.outputs}
@@ -75,7 +77,7 @@ class _Tied:
             self.add(item, names)
 
     def add(self, item: Item, names: Mapping[ValueId, ValueId]) -> None:
-        """Put an item behind what is there, that reads values by other names."""
+        """Append an item; `names` are other values for it to read."""
         op_or_call = item.op_or_call
         if isinstance(op_or_call, Call):
             # Other calls read values around them by their own names.
