@@ -92,10 +92,10 @@ class StageFigures:
 class AbstractChain(abc.ABC):
     """Units in order and the ways to run stretches of them, for one number of micro-batches.
 
-    Planners over stages ask two things: the least time that a stretch can take, and exact figures
-    of stages that they propose. Everything else is the chain's own matter: options for each unit,
-    costs between units with different options, transfers that depend on what both sides choose,
-    working memory of any form.
+    Planners over stages ask three things: the least time that a stretch can take, the fastest known
+    stage over it that fits in memory, and exact figures of stages. Everything else is the chain's
+    own matter: options for each unit, costs between units with different options, transfers that
+    depend on what both sides choose, working memory of any form.
 
     Attributes:
         unit_names: U names, such as "layers[3]".

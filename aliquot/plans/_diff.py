@@ -10,7 +10,7 @@ from typing import Any
 
 from ._arrays import format_dims
 from ._facts import is_pipeline
-from ._plan import CollectiveUse, Plan, StagePlan
+from ._plan import PREDICTED_FIGURES, CollectiveUse, Plan, StagePlan
 from ._stage_text import device_range, short_layers
 
 Term = str | int | float | None
@@ -171,14 +171,7 @@ def _splits(plan: Plan) -> dict[str, Term]:
 def _predictions(plan: Plan) -> dict[str, Term]:
     p = plan.prediction
     terms: dict[str, Term] = {
-        "step_time_s": p.step_time_s,
-        "compute_s": p.compute_s,
-        "communication_s": p.communication_s,
-        "gradient_s": p.gradient_s,
-        "hidden_s": p.hidden_s,
-        "bubble_s": p.bubble_s,
-        "peak_memory_bytes": p.peak_memory_bytes,
-        "memory_limit_bytes": p.memory_limit_bytes,
+        **{name: getattr(p, name) for name in PREDICTED_FIGURES},
         "peak_moment": p.peak_moment,
         **{f"{part} memory_bytes": value for part, value in p.memory_bytes.items()},
     }

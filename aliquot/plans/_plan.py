@@ -21,6 +21,17 @@ SINGLE = "single"
 """The schedule of a plan of one program."""
 RECOMPUTE = ("none", "stage", "operators")
 """Values of `StagePlan.recompute`."""
+PREDICTED_FIGURES = (
+    "step_time_s",
+    "compute_s",
+    "communication_s",
+    "gradient_s",
+    "hidden_s",
+    "bubble_s",
+    "peak_memory_bytes",
+    "memory_limit_bytes",
+)
+"""Fields of `Prediction` that hold seconds or bytes."""
 _HOW_FOUND = ("provenance", "compiled")
 
 

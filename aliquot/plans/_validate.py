@@ -12,7 +12,7 @@ from ..cluster import MOST_DEVICES, Cluster
 from ..core import ClusterError, PlanMismatchError, counted, nearest
 from ._arrays import unranged
 from ._idle_hosts import idle_devices, plan_devices
-from ._plan import RECOMPUTE, ArrayInterface, Plan, Prediction, StagePlan
+from ._plan import PREDICTED_FIGURES, RECOMPUTE, ArrayInterface, Plan, Prediction, StagePlan
 from ._validate_pipeline import pipeline_violations, process_violations
 
 _LISTED = 8
@@ -276,14 +276,7 @@ def _micro_batches(plan: Plan) -> Iterator[str]:
 def _sums(plan: Plan) -> Iterator[str]:
     p = plan.prediction
     numbers = {
-        "step_time_s": p.step_time_s,
-        "compute_s": p.compute_s,
-        "communication_s": p.communication_s,
-        "gradient_s": p.gradient_s,
-        "hidden_s": p.hidden_s,
-        "bubble_s": p.bubble_s,
-        "peak_memory_bytes": p.peak_memory_bytes,
-        "memory_limit_bytes": p.memory_limit_bytes,
+        **{name: getattr(p, name) for name in PREDICTED_FIGURES},
         **{f"memory_bytes.{part}": value for part, value in p.memory_bytes.items()},
     }
     for name, value in numbers.items():

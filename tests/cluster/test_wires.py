@@ -111,7 +111,7 @@ def test_impossible_wires_in_a_file_are_refused(wires, words):
     assert "box.toml" in str(caught.value)
 
 
-def test_wires_are_a_matter_of_the_host_alone():
+def test_wires_matter_only_inside_a_host():
     text = '[cluster]\ndevice = "H100"\nhosts = 2\ndevices_per_host = 2\n'
     network = '[inter]\nlatency = "9us"\nbandwidth = "1GB/s"\nwires = [[0, 1], [1, 0]]\n'
     with pytest.raises(ClusterError, match=r"\[inter\] has an unknown key 'wires'"):

@@ -63,6 +63,6 @@ def test_follows_a_link_and_keeps_it(tmp_path):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
 
 
-def test_a_device_is_written_to_and_not_replaced():
+def test_devices_are_written_to_directly():
     write_atomic("/dev/null", "x")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)

@@ -14,7 +14,7 @@ def _as_before():
     gc.set_threshold(*before)
 
 
-def test_seldom_inside_and_as_before_outside():
+def test_thresholds_are_raised_inside_a_block_and_restored_behind_it():
     gc.set_threshold(700, 10, 10)
     with pytest.raises(KeyError), collecting_seldom():
         assert gc.get_threshold()[0] >= 100_000
@@ -23,14 +23,14 @@ def test_seldom_inside_and_as_before_outside():
 
 
 @pytest.mark.parametrize("own", [(0, 10, 10), (5_000_000, 10, 10)])
-def test_a_user_who_looks_never_or_more_seldom_goes_on_so(own):
+def test_settings_that_collect_less_often_stay(own):
     gc.set_threshold(*own)
     with collecting_seldom():
         assert gc.get_threshold() == own
     assert gc.get_threshold() == own
 
 
-def test_the_first_of_two_that_overlap_puts_back_what_was():
+def test_overlapping_blocks_restore_the_first_settings():
     gc.set_threshold(700, 10, 10)
     first, second = collecting_seldom(), collecting_seldom()
     first.__enter__()
@@ -40,7 +40,7 @@ def test_the_first_of_two_that_overlap_puts_back_what_was():
     assert gc.get_threshold() == (700, 10, 10)
 
 
-def test_planning_looks_seldom():
+def test_planning_collects_garbage_less_often():
     import jax
     import jax.numpy as jnp
 

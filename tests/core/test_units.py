@@ -114,7 +114,7 @@ def test_parse(parse, text, value):
         (parse_bytes, "1e999GB"),
     ],
 )
-def test_texts_that_are_no_quantity_are_named_in_the_error(parse, text):
+def test_errors_name_texts_that_are_no_quantity(parse, text):
     with pytest.raises(InputError, match=f"{text!r} is not a .* such as"):
         parse(text)
 

@@ -214,7 +214,7 @@ def test_unknown_schedule():
         judge_stages(even_chain(1, devices=1), _even_stages(1, 1, 1), "gpip")
 
 
-def test_a_schedule_that_puts_weight_gradients_off_is_judged_by_what_waits_for_them():
+def test_schedules_that_defer_weight_gradients_count_the_arrays_kept_for_them():
     ones = np.ones((1, 2))
     in_flight, deferred = np.array([[4.0], [1.0]]), np.array([[2.0], [3.0]])
     chain = replace(

@@ -69,7 +69,7 @@ def test_kernels_are_copied_to_have_their_features_first(order):
     assert not copies("8xcpu", loss, {"kernel": array(*shape)})
 
 
-def test_a_region_copies_its_kernels_anew_and_nobody_stores_them_turned_round():
+def test_regions_copy_kernels_anew_and_reversed_kernels_are_not_stored():
     def loss(params, images):
         def block(x, kernel):
             return jnp.tanh(convolve(jnp.tanh(convolve(x, kernel)), kernel))
@@ -177,7 +177,7 @@ def test_no_products_are_deferred_on_one_device():
     assert not waiting(priced, picks)
 
 
-def test_a_sum_beside_another_one_does_not_wait():
+def test_sums_over_the_same_array_are_not_deferred():
     """The gradient of a bias is summed over the batch in the kernel that sums for the mean; that of
     the last layer not.
     """

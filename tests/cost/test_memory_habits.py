@@ -154,9 +154,7 @@ def test_a_habit_for_tpus_moves_the_peak(name, monkeypatch):
 
 
 @pytest.mark.parametrize("method", [DataParallel(), Zero3Parallel()])
-def test_tpus_put_products_off_beside_reduce_scatters_but_not_beside_all_reduces(
-    method, monkeypatch
-):
+def test_tpus_defer_products_beside_reduce_scatters_but_not_beside_all_reduces(method, monkeypatch):
     """Operands wait for the former; the latter run in turn, as if no latency were hidden, and their
     results wait.
     """
@@ -212,7 +210,7 @@ def test_tpus_cast_each_parameter_once_for_all_turns_of_a_loop(dtype):
 
 
 @pytest.mark.parametrize("precision", [None, "highest"])
-def test_tpus_store_in_two_bytes_what_only_products_at_default_precision_read(precision):
+def test_tpus_store_operands_of_products_as_bfloat16(precision):
     """The first product's result is also squared, the second product's operand is not."""
 
     def train_step(params, x):
@@ -271,7 +269,7 @@ def waiting_bytes(cluster: str, method, **settings) -> float:
     )
 
 
-def test_products_that_take_more_than_they_free_run_last():
+def test_products_whose_results_exceed_their_operands_run_last():
     """Where memory is saved: a gradient of 256 x 256 from 64 rows on each device takes more than
     its operands, of 4096 less.
     """

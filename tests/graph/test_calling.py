@@ -77,7 +77,7 @@ def test_numbers_that_are_arguments_are_traced(later):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, wanted)
 
 
-def test_a_leaf_more_or_less_is_a_difference():
+def test_missing_and_additional_leaves_are_differences():
     graph = capture(train_step, mlp_params(), batch(), 0.1)
     changed = mlp_params()
     changed["new"] = changed.pop("out")
@@ -216,7 +216,7 @@ def test_weak_types_survive():
     assert graph.values[graph.outputs[0].value].dtype == "bfloat16"
 
 
-def test_the_batch_is_what_begins_alike():
+def test_arrays_of_one_leading_size_are_the_batch():
     def step(params, batch, weights, key):
         def loss_fn(p):
             noise = jax.random.normal(key, batch["x"].shape)

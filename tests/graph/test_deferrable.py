@@ -79,7 +79,7 @@ def product_flops(graph, ops):
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("scan", [False, True])
-def test_as_much_is_priced_as_deferrable_as_is_run_late(scan, recompute, stages):
+def test_deferrable_operators_are_priced_as_they_run(scan, recompute, stages):
     graph, step = staged(scan, recompute, stages)
     plan = plan_micro_batches(graph, 2)
     parts = cut_graph(plan, Layout(groups=1, shards=1, micro_batches=2))
@@ -104,7 +104,7 @@ def test_as_much_is_priced_as_deferrable_as_is_run_late(scan, recompute, stages)
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("scan", [False, True])
-def test_what_waits_for_weight_gradients_is_priced_as_it_is_kept(scan, recompute):
+def test_arrays_kept_for_weight_gradients_are_priced_as_the_runtime_keeps_them(scan, recompute):
     sizes = {"num_layers": 4, "hidden_size": 64, "num_heads": 2, "vocab_size": 64, "seq_len": 32}
     graph, step = staged(scan, recompute, 4, sizes)
     plan = plan_micro_batches(graph, 2)
@@ -177,7 +177,7 @@ def test_everything_of_the_first_stage_is_deferrable():
     assert last and all(staging.stage[k] != SHARED for k in deferrable)
 
 
-def test_a_stage_that_works_everything_out_again_puts_nothing_off():
+def test_a_stage_that_recomputes_everything_defers_nothing():
     graph, step = staged(False, "none", 2)
     plan = plan_micro_batches(graph, 2)
     parts = cut_graph(plan, Layout(groups=1, shards=1, micro_batches=2))

@@ -182,7 +182,7 @@ def test_each_product_stands_in_one_half_and_those_of_weights_in_the_second(mode
 
 
 @pytest.mark.parametrize("model", ["scanned", "scanned with regions"])
-def test_only_operands_of_products_and_what_is_cheap_to_make_of_them_is_handed_on(model):
+def test_only_operands_of_products_are_handed_on_and_cheap_results_recomputed(model):
     graph, _ = captured(MODELS[model], weights(np.random.default_rng(0), LAYERS))
     halved, ((_, halves),) = in_halves(graph)
     handed = {halved.values[v].shape for v in halves.handed}

@@ -88,7 +88,7 @@ def test_a_scalar_that_crosses_is_no_reason_to_cut_through_a_layer():
     assert _places_in_run(run, {k: k for k in range(8)}, crossing, users) == [0, 2, 4, 6]
 
 
-def test_layers_of_another_size_cross_what_they_cross_there():
+def test_layers_of_another_batch_size_have_its_boundary_bytes():
     """The same operators in the same layers; structured ones are those of their own graph."""
     sizes = {
         "num_layers": 3,

@@ -77,7 +77,7 @@ def test_kept_values_suffice_to_recompute_and_are_the_cheapest_such_set(program)
     )
 
 
-def test_cheap_results_are_worked_out_from_one_product():
+def test_cheap_results_are_recomputed_from_one_product():
     """Of a product, a bias, an activation and its square only the product is kept."""
     makers = [item(0, [0, 1], 3), item(1, [3, 2], 4), item(2, [4], 5), item(3, [5, 5], 6)]
     values = [Value(index=k, shape=(100,), dtype="float32", itemsize=4) for k in range(7)]
@@ -98,7 +98,7 @@ def test_cheap_results_are_worked_out_from_one_product():
     )
 
 
-def test_sizes_beyond_what_a_flow_can_count_are_scaled():
+def test_sizes_above_32_bits_are_scaled():
     makers = [item(0, [0], 3), item(1, [3], 4), item(2, [4], 5)]
     values = [
         Value(index=k, shape=(n,), dtype="float32", itemsize=4)

@@ -82,7 +82,7 @@ def test_runs_are_complete_and_in_an_order_in_which_they_can_run(passes):
             known.update(item.outputs)
 
 
-def test_one_layer_is_there_at_once_where_layers_are_kept(passes):
+def test_recomputed_layers_are_alive_one_at_a_time(passes):
     graph, _, backward, sums = passes
     num_bytes = {value.index: float(value.num_bytes) for value in graph.values}
 

@@ -189,7 +189,7 @@ def test_file_that_is_not_text(tmp_path):
         Plan.load(path)
 
 
-def test_equal_plans_are_not_unequal():
+def test_equality_and_inequality_of_plans_agree():
     plan = sample_plan()
     same = Plan.from_json(plan.to_json())
     assert same == plan and not same != plan

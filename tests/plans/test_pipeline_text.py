@@ -163,7 +163,7 @@ def test_numbers_of_stages():
     assert stage_numbers([0, 1, 4, 6, 7]) == "0-1, 4, 6-7"
 
 
-def test_equal_stages_are_said_once():
+def test_equal_stages_share_a_row():
     odd = sample_stage(2, shardings={"state.params.layers[2].w": ((), ("x",))})
     plan = sample_pipeline()
     plan = replace(plan, stages=(*plan.stages[:2], odd, plan.stages[3]))
@@ -174,7 +174,7 @@ def test_equal_stages_are_said_once():
     ]
 
 
-def test_equal_communication_is_said_once():
+def test_equal_communication_shares_a_row():
     assert [row[0] for row in stage_collective_table(sample_pipeline()).rows] == ["0-3"]
     assert stage_collective_table(sample_plan()).rows == ()
 

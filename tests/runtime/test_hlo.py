@@ -109,7 +109,7 @@ def test_one_instruction(line, expected):
     assert one(line) == expected
 
 
-def test_the_second_half_of_a_pair_does_not_count():
+def test_only_the_start_of_an_asynchronous_pair_counts():
     text = entry(
         "%s = (f32[4]{0}, f32[8]{0}) all-gather-start(%p), replica_groups=[2,2]<=[4],"
         " dimensions={0}",

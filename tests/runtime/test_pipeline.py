@@ -223,7 +223,7 @@ def test_independent_micro_batches_are_steps_of_their_own(sizes, schedule, x64):
     np.testing.assert_allclose(running[1], 0.5 + 0.5 * hidden.var(1).mean(0), rtol=1e-11)
 
 
-def test_what_does_not_divide_is_refused():
+def test_batches_that_do_not_divide_are_refused():
     fn, state, batch = train_on(tied, SGD)
     with pytest.raises(InputError, match="micro"):
         pipeline(fn, state, batch, micro_batches=3)

@@ -69,7 +69,7 @@ def test_shared_heads_of_keys_are_the_factor():
         assert rule.factors == ("a",)
 
 
-def test_a_mask_for_each_example_goes_with_it():
+def test_masks_of_examples_are_split_with_the_batch():
     mask = jax.ShapeDtypeStruct((B, 1, T, T), jnp.bool_)
     for rule in rules(mask, names=("mask",)):
         assert split(rule.operands[3]) == ["a", "", "", ""]
@@ -81,7 +81,7 @@ def test_a_bias_for_all_examples_has_the_sum_of_their_gradients():
     assert split(backward.results[3]) == ["", "b", "", ""] and backward.summed == {3}
 
 
-def test_lengths_go_with_the_batch():
+def test_sequence_lengths_are_split_with_the_batch():
     lengths = jax.ShapeDtypeStruct((B,), jnp.int32)
     for rule in rules(lengths, lengths, names=("query_seq_lengths", "key_value_seq_lengths")):
         assert rule.operands[4] == rule.operands[5] == ("a",)

@@ -46,7 +46,7 @@ def test_a_mean_is_a_sum_of_summands():
     assert found.combine == {"[0]": "equal", "[1]": "sum"}
 
 
-def test_a_sum_is_one_too():
+def test_a_sum_over_the_batch_is_a_sum_of_summands():
     assert plan(lambda w, b: losses(w, b).sum()).combine["[1]"] == "sum"
 
 
@@ -94,7 +94,7 @@ def test_random_numbers_are_those_of_the_whole_batch():
     assert Action.SLICE in plan(loss).actions.values()
 
 
-def test_rows_of_their_own_are_local():
+def test_lookups_of_an_examples_own_row_are_local():
     def loss(w, b):
         logits = jax.nn.log_softmax(b["x"] @ w)
         return -logits[jnp.arange(logits.shape[0]), b["y"]].mean()
@@ -130,7 +130,7 @@ def test_operators_that_do_not_decompose_are_refused_with_their_line(loss_fn):
 
 
 @pytest.mark.parametrize("loss_fn", [batch_norm, log_of_mean, contrastive])
-def test_unless_each_micro_batch_may_stand_for_itself(loss_fn):
+def test_independent_micro_batches_may_run_operators_that_do_not_decompose(loss_fn):
     found = plan(loss_fn, semantics="independent")
     assert found.combine["[0]"] == "equal"
     assert any("test_micro_batches.py:" in line for line in found.independent)

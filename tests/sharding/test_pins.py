@@ -73,7 +73,7 @@ def test_a_reduce_scatter_is_asked_for_the_split_at_once():
 
 @pytest.mark.parametrize("target", [(0, 0), (0, R), (0, 1)])
 @pytest.mark.parametrize("source", [(P, 0), (P, 1)])
-def test_a_sum_is_scattered_behind_what_is_split_already(source, target, mesh):
+def test_reduce_scatters_subdivide_tiles_of_a_split_dim(source, target, mesh):
     """Asked for the mesh's order at once, XLA gathers the operands of the product instead."""
     devices = mesh(*SIZES)
     chain, minor = _result_constraints([source, target], (64, 128), SIZES, SumCollective.ALL_REDUCE)
@@ -117,7 +117,7 @@ def test_sums_are_scattered_along_one_dim_and_then_exchanged():
         assert [m.fraction for m in moves] == [1.0, 1 / 8]
 
 
-def test_products_run_on_pieces_where_their_sums_are_scattered_and_no_compiler_does_so():
+def test_products_run_on_pieces_where_the_compiler_has_no_reduce_scatter():
     def step(w, moment, batch):
         moment = moment + jax.grad(lambda w: jnp.tanh(batch @ w).sum())(w)
         return w - moment, moment

@@ -20,7 +20,6 @@ class Needs:
     late_items: list[OpId | Call] = field(default_factory=list)
     body_items: list[OpId | Call] = field(default_factory=list)
     early_items: list[OpId | Call] = field(default_factory=list)
-    _late: set[ValueId] = field(default_factory=set)
     _given: set[ValueId] = field(default_factory=set)
     _again: dict[ValueId, bool] = field(default_factory=dict)
 
