@@ -23,7 +23,6 @@ from ._text import listing as listing
 from ._text import printable as printable
 from ._text import shortened as shortened
 from ._text import wrapped as wrapped
-from ._units import counted as counted
 from ._units import format_bytes as format_bytes
 from ._units import format_bytes_per_s as format_bytes_per_s
 from ._units import format_count as format_count

@@ -54,12 +54,13 @@ def shortened(text: str, most: int = _LONG) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number and its noun, in the plural unless the number is 1.
+    """A number with its noun, in the plural unless the number is 1.
 
-    >>> counted(1, "host"), counted(2, "host")
-    ('1 host', '2 hosts')
+    >>> counted(1, "stage"), counted(2, "stage"), counted(4, "micro-batch")
+    ('1 stage', '2 stages', '4 micro-batches')
     """
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
 
 
 def listing(headline: str, problems: Sequence[str], advice: str = "") -> str:

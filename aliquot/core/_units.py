@@ -222,13 +222,3 @@ def _checked(value: float, text: str | float, wanted: str) -> float:
     if not math.isfinite(value) or value < 0:
         raise InputError(f"{text!r} is not {wanted}: it must be finite and not negative.")
     return value
-
-
-def counted(count: int, noun: str) -> str:
-    """A number with its noun, in the plural where there is more than one.
-
-    >>> counted(1, "stage"), counted(2, "stage"), counted(4, "micro-batch")
-    ('1 stage', '2 stages', '4 micro-batches')
-    """
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{count} {noun if count == 1 else plural}"

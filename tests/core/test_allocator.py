@@ -6,8 +6,6 @@ import platform
 import subprocess
 import sys
 
-import pytest
-
 # A thread as JAX has, and more than the 64 MiB at which the arenas of threads end.
 _PROGRAM = """
 import resource, sys, threading
@@ -31,7 +29,6 @@ print(found[-1])
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_large_arrays_take_no_fresh_pages_once_memory_is_reused():
     def run(argument):
         command = [sys.executable, "-c", _PROGRAM, argument]
@@ -39,7 +36,9 @@ def test_large_arrays_take_no_fresh_pages_once_memory_is_reused():
 
     # Huge pages would make few faults of many pages.
     (fresh,), (said, reused) = run("default"), run("reuse")
-    assert said == "True" and int(fresh) >= 40 and int(reused) <= int(fresh) / 20
+    is_glibc = platform.libc_ver()[0] == "glibc"
+    assert said == str(is_glibc)
+    assert not is_glibc or (int(fresh) >= 40 and int(reused) <= int(fresh) / 20)
 
 
 def test_another_operating_system_is_left_alone(monkeypatch):

@@ -45,9 +45,10 @@ def mlp_step(params, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
-def mlp(dtype):
+def mlp(dtype, width=256, rows=512):
     shape = jax.ShapeDtypeStruct
-    return [(shape((256, 1024), dtype), shape((1024, 256), dtype))] * 2, shape((512, 256), dtype)
+    up, down = shape((width, 4 * width), dtype), shape((4 * width, width), dtype)
+    return [(up, down)] * 2, shape((rows, width), dtype)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +124,10 @@ def test_memory_of_convolutions(cluster, tmp_path):
 
 def test_a_pipeline_on_gpus_that_are_not_here(tmp_path):
     method = aq.PipeshardParallel(num_stages=2, num_micro_batches=4)
-    plan = aq.plan(mlp_step, *mlp(jnp.bfloat16), cluster=Cluster.preset("2x8xH100"), method=method)
-    found = aq.verify(plan, mlp_step, *mlp(jnp.bfloat16), cache=tmp_path)
+    # Large enough for both hosts.
+    sizes = mlp(jnp.bfloat16, width=2048, rows=16384)
+    plan = aq.plan(mlp_step, *sizes, cluster=Cluster.preset("2x8xH100"), method=method)
+    found = aq.verify(plan, mlp_step, *sizes, cache=tmp_path)
     assert (found.num_devices, found.fits, len(found.stages)) == (16, True, 2)
     for stage in found.stages:
         assert stage.held["arguments"] >= stage.argument_bytes > 0
