@@ -97,6 +97,8 @@ class Case:
             *shape,
             "--method",
             self.method,
+            "--recompute",
+            "block",
             "--no-remedies",
             "--json",
             *(["--scan"] if self.scan else []),
@@ -160,10 +162,10 @@ def main() -> int:
             "Wall time and processor time of a whole process, Python's start, imports and tracing"
             " included; its helper process counts towards processor time, so that on two cores this"
             " can be up to twice the wall time. Each command runs once, without remedies, which are"
-            " further plans. `load` is the machine's when a command began: other work on it makes"
-            " wall times longer than they would be on an idle machine. The fastest plan's memory is"
-            " that without a limit; the least, what the message of an impossible limit calls the"
-            " smallest found."
+            " further plans, and of the step that recomputes each block. `load` is the machine's"
+            " when a command began: other work on it makes wall times longer than they would be on"
+            " an idle machine. The fastest plan's memory is that without a limit; the least, what"
+            " the message of an impossible limit calls the smallest found."
         ),
         tables={"Drawn": rows, "Used to take minutes": others},
     )

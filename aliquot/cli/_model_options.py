@@ -29,7 +29,9 @@ Dtype = Annotated[
 Recompute = Annotated[
     str | None,
     typer.Option(
-        "--recompute", help="none, block (the default) or, in aliquot plan, auto: the faster."
+        "--recompute",
+        help="none, block or, in aliquot plan, auto: the faster; its default with --method auto,"
+        " else block.",
     ),
 ]
 Scan = Annotated[

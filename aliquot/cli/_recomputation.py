@@ -14,6 +14,7 @@ from ._model import Model, ZooOptions, resolve, user_code
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
+    from ..planners import AbstractMethod, PipeshardParallel
     from ..plans import Plan
 
 AUTO = "auto"
@@ -27,7 +28,8 @@ def with_either_recomputation(
     time_limit_s: float | None,
 ) -> Plan:
     """The faster of the plans without recomputation and with that of each block. Blocks are not
-    tried where computing them again takes longer than the plan without.
+    tried where computing them again takes longer than the plan without. Ctrl-C hands over the
+    faster so far.
 
     Args:
         make: plans a model within so many seconds.
@@ -62,11 +64,23 @@ def with_either_recomputation(
         if plan is None:
             raise
         return _beside(plan, "recompute block", None)
+    except KeyboardInterrupt as stopped:
+        raise _with_faster(stopped, plan) from None
     if plan is None:
         return other
     if other.prediction.step_time_s < plan.prediction.step_time_s:
         return _beside(other, "recompute none", plan.prediction.step_time_s)
     return _beside(plan, "recompute block", other.prediction.step_time_s)
+
+
+def is_searched(name: str, options: ZooOptions, method: AbstractMethod | PipeshardParallel) -> bool:
+    """Whether both ways of recomputing are planned: where that is asked for, or left to a method
+    that decides everything else, too.
+    """
+    from ..planners import Auto
+
+    is_left_open = options.recompute is None and isinstance(method, Auto)
+    return ":" not in name and (options.recompute == AUTO or is_left_open)
 
 
 def refuse_auto(options: ZooOptions, model: str, option: str) -> None:
@@ -92,17 +106,33 @@ def _least_s(model: Model, where: Cluster) -> float:
         return least_compute_s(make_problem(capture(model.step, model.state, model.batch), where))
 
 
-def _beside(plan: Plan, name: str, step_time_s: float | None) -> Plan:
+def _with_faster(stopped: KeyboardInterrupt, plan: Plan | None) -> KeyboardInterrupt:
+    """The interruption with the faster of its plan and another."""
+    from ..planners import Interrupted
+
+    later: Plan | None = getattr(stopped, "plan", None)
+    if plan is None or (
+        later is not None and later.prediction.step_time_s < plan.prediction.step_time_s
+    ):
+        return stopped
+    instead = Interrupted(None)
+    instead.plan = _beside(plan, "recompute block", None, "interrupted")
+    return instead
+
+
+def _beside(
+    plan: Plan,
+    name: str,
+    step_time_s: float | None,
+    outcome: str = "slower by its compute alone, or not found in time",
+) -> Plan:
     """The plan, with the other way of recomputing among what was tried."""
-    outcome = (
-        "slower by its compute alone, or not found in time" if step_time_s is None else "slower"
-    )
     tried = {
         "name": name,
         "mesh": "",
         "lower_bound_s": None,
         "step_time_s": step_time_s,
-        "outcome": outcome,
+        "outcome": outcome if step_time_s is None else "slower",
     }
     provenance = msgspec.structs.replace(
         plan.provenance, candidates=(*plan.provenance.candidates, tried)

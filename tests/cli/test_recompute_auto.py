@@ -2,8 +2,15 @@
 
 import json
 
+import msgspec
 import pytest
 from command_line import TINY, refused, run
+
+import aliquot as aq
+from aliquot.cli._model import ZooOptions
+from aliquot.cli._recomputation import with_either_recomputation
+from aliquot.cluster import Cluster
+from aliquot.planners import Interrupted
 
 DEEP = "gpt-125m --cluster 1x4xA100-80GB --global-batch 32 --scan --method zero3".split()
 
@@ -49,3 +56,50 @@ def test_the_largest_batch_needs_one_way():
         run("plan", *TINY, "--recompute", "auto", "--max-batch"),
         "--recompute none or --recompute block",
     )
+
+
+def test_the_default_of_auto_is_never_slower_than_either():
+    on = "gpt-125m --cluster 1x4xA100-80GB --global-batch 32 --scan --mesh 4".split()
+    unasked = json.loads(run("plan", *on, "--json", "--no-remedies").stdout)
+    none, block = planned(on, "none"), planned(on, "block")
+    assert unasked["step_time_s"] == min(none["step_time_s"], block["step_time_s"])
+    assert none["step_time_s"] < block["step_time_s"]
+
+
+def test_other_methods_recompute_blocks_unless_asked():
+    method = [*DEEP, "--memory-limit", "60GiB"]
+    found = json.loads(run("plan", *method, "--json", "--no-remedies").stdout)
+    assert found["step_time_s"] == planned(method, "block")["step_time_s"]
+
+
+@pytest.mark.parametrize("later", ["none", "faster", "slower"])
+def test_ctrl_c_during_the_second_search_keeps_the_faster(later):
+    options = ZooOptions(global_batch=8, overrides={})
+    where = Cluster.preset("1x2xH100")
+    made = []
+
+    def make(model, within_s):
+        plan = aq.plan(
+            model.step, model.state, model.batch, cluster=where, method=aq.DataParallel()
+        )
+        seconds = {"faster": 1e-6, "slower": 1e6}
+        if not made:
+            # So long that blocks may be faster.
+            made.append(_timed(plan, 1e3))
+            return made[0]
+        stopped = Interrupted(None)
+        stopped.plan = _timed(plan, seconds[later]) if later in seconds else None
+        made.append(stopped.plan)
+        raise stopped
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        with_either_recomputation("gpt-10m", options, where, make, None)
+    kept = caught.value.plan
+    assert kept.prediction.step_time_s == (1e-6 if later == "faster" else 1e3)
+    names = [(each["name"], each["outcome"]) for each in kept.provenance.candidates]
+    assert (("recompute block", "interrupted") in names) == (later != "faster")
+
+
+def _timed(plan, step_time_s):
+    prediction = msgspec.structs.replace(plan.prediction, step_time_s=step_time_s)
+    return msgspec.structs.replace(plan, prediction=prediction)
