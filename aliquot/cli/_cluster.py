@@ -28,17 +28,16 @@ def cluster(
     with session(as_json) as say:
         described = read_cluster(spec)
         from ..cluster import logical_mesh_shapes, target_for
+        from ..report import Facts
 
         target = target_for(described.device)
         usable_bytes = target.usable_memory_fraction * described.device.memory_bytes
         meshes = ["x".join(map(str, shape)) for shape in logical_mesh_shapes(described.num_devices)]
-        lines = [
-            described.describe(),
-            f"  usable   {format_bytes(usable_bytes)} of each device's memory for a plan"
-            + (f" ({target.memory_advice})" if target.memory_advice else ""),
-            f"  meshes   {', '.join(meshes)}",
-        ]
-        say.show("\n".join(lines))
+        usable = f"{format_bytes(usable_bytes)} of each device's memory for a plan"
+        if target.memory_advice:
+            usable += f" ({target.memory_advice})"
+        say.show(described.headline())
+        say.show(Facts([*described.facts(), ("usable", usable), ("meshes", ", ".join(meshes))]))
         say.finish(_data(described, usable_bytes, meshes))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..core import (
     ClusterError,
+    counted,
     format_bytes,
     format_bytes_per_s,
     format_flops_per_s,
@@ -209,24 +210,38 @@ class Cluster:
         >>> print(Cluster.preset("8xH100").describe().splitlines()[0])
         8xH100: 1 host x 8 devices = 8 x H100
         """
-        hosts = "1 host" if self.num_hosts == 1 else f"{self.num_hosts} hosts"
-        each = "1 device" if self.devices_per_host == 1 else f"{self.devices_per_host} devices"
+        return "\n".join(
+            [self.headline(), *(f"  {name:<7}  {value}" for name, value in self.facts())]
+        )
+
+    def headline(self) -> str:
+        """Its name and its size.
+
+        >>> Cluster.preset("8xH100").headline()
+        '8xH100: 1 host x 8 devices = 8 x H100'
+        """
+        hosts, each = counted(self.num_hosts, "host"), counted(self.devices_per_host, "device")
+        return f"{self.name}: {hosts} x {each} = {self.num_devices} x {self.device.name}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and values for people: the device with the source of its figures, the links."""
         peaks = ", ".join(
             f"{d} {format_flops_per_s(p)}" for d, p in self.device.peak_flops_per_s.items()
         )
         bandwidth = format_bytes_per_s(self.device.memory_bandwidth_bytes_per_s)
-        lines = [
-            f"{self.name}: {hosts} x {each} = {self.num_devices} x {self.device.name}",
-            f"  device   {format_bytes(self.device.memory_bytes)} at {bandwidth}",
-            f"  peak     {peaks}",
-            f"  source   {self.device.source}",
-            f"  in host  {_describe_link(self.intra)} per device",
+        facts = [
+            ("device", f"{format_bytes(self.device.memory_bytes)} at {bandwidth}"),
+            ("peak", peaks),
+            ("source", self.device.source),
+            ("in host", f"{_describe_link(self.intra)} per device"),
         ]
         if self.num_hosts > 1:
-            lines.append(f"  network  {_describe_link(self.inter)} per host, shared by its devices")
+            facts.append(
+                ("network", f"{_describe_link(self.inter)} per host, shared by its devices")
+            )
         if self.topology:
-            lines.append(f"  links    {self.topology}")
-        return "\n".join(lines)
+            facts.append(("links", self.topology))
+        return facts
 
 
 def _wiring_problems(wires: Wires, size: int) -> list[str]:

@@ -33,6 +33,10 @@ _INTRA_KEYS = (*_LINK_KEYS, "wires")
 _DEVICE_KEYS = ("name", "kind", "memory", "memory_bandwidth", "source", "peak")
 _REQUIRED = object()
 _MOST_CHARACTERS = 1_000_000
+_OTHERWISE = (
+    "Without a file, write hosts x devices x kind, such as '4x8xA100-80GB'. docs/clusters.md shows"
+    " what a file holds."
+)
 
 
 class _Table:
@@ -73,7 +77,8 @@ def load(path: str | os.PathLike[str]) -> Cluster:
         with open(path, encoding="utf-8") as stream:
             text = stream.read(_MOST_CHARACTERS + 1)
     except OSError as error:
-        raise ClusterError(f"it cannot be read ({error.strerror or error})", asked=asked) from error
+        problem = f"it cannot be read ({error.strerror or error})"
+        raise ClusterError(problem, asked=asked, advice=_OTHERWISE) from error
     except UnicodeDecodeError as error:
         raise ClusterError("it is not text in UTF-8", asked=asked) from error
     except ValueError as error:

@@ -29,6 +29,7 @@ from ._sizing import Sizing as Sizing
 from ._sizing import batch_table as batch_table
 from ._sizing import sizing_table as sizing_table
 from ._sizing import sorted_options as sorted_options
+from ._tables import Facts as Facts
 from ._tables import as_text as as_text
 from ._tables import columns as columns
 from ._trace import planned_trace as planned_trace
