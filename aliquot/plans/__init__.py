@@ -3,6 +3,7 @@ file. Imports no jax.
 """
 
 from ._arrays import ArrayGroup as ArrayGroup
+from ._arrays import endings_of_path as endings_of_path
 from ._arrays import format_dims as format_dims
 from ._arrays import grouped_arrays as grouped_arrays
 from ._arrays import item_bytes as item_bytes

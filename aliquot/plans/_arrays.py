@@ -139,17 +139,17 @@ def without_moments(groups: Sequence[ArrayGroup]) -> list[ArrayGroup]:
     that they belong to, or of another moment of it that is listed.
     """
     parameters = [group for group in groups if group.role == "parameter"]
-    names = {name for group in parameters for name in _endings(group.pattern)}
+    names = {name for group in parameters for name in endings_of_path(group.pattern)}
     known = {
         (name, group.shape, group.dims, group.count)
         for group in parameters
-        for name in _endings(group.pattern)
+        for name in endings_of_path(group.pattern)
     }
     kept = []
     for group in groups:
         # The longest path that a moment has in common with a parameter is that of the parameter
         # which it belongs to.
-        name = next((name for name in _endings(group.pattern) if name in names), "")
+        name = next((name for name in endings_of_path(group.pattern) if name in names), "")
         if group.role == "optimizer_state" and name:
             key = name, group.shape, group.dims, group.count
             if key in known:
@@ -159,8 +159,12 @@ def without_moments(groups: Sequence[ArrayGroup]) -> list[ArrayGroup]:
     return kept
 
 
-def _endings(pattern: str) -> list[str]:
-    """The path without its first part, without its first two, and so on."""
+def endings_of_path(pattern: str) -> list[str]:
+    """The path without its first part, without its first two, and so on.
+
+    >>> endings_of_path("state.params.w")
+    ['params.w', 'w']
+    """
     parts = pattern.split(".")
     return [".".join(parts[k:]) for k in range(1, len(parts))]
 

@@ -50,9 +50,14 @@ class Change:
 class PlanDiff:
     """All terms in which two plans differ, decisions first. How and how fast they were found does
     not count.
+
+    Attributes:
+        changes: one for each term.
+        roles: of the inputs of either plan by path, such as `"parameter"`.
     """
 
     changes: tuple[Change, ...]
+    roles: Mapping[str, str]
 
     @property
     def identical(self) -> bool:
@@ -84,7 +89,8 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     same_cut = cuts[0] == cuts[1]
     changes = [*_changes("decision", _decisions(before, same_cut), _decisions(after, same_cut))]
     changes += _changes("prediction", _predictions(before), _predictions(after))
-    return PlanDiff(changes=tuple(changes))
+    roles = {array.path: array.role for plan in (before, after) for array in plan.inputs}
+    return PlanDiff(changes=tuple(changes), roles=roles)
 
 
 def _changes(

@@ -3,39 +3,150 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..core import format_bytes, format_bytes_per_s, format_flops_per_s, format_seconds
-from ..plans import Change, PlanDiff, stage_numbers
+from ..plans import Change, PlanDiff, endings_of_path, stage_numbers
 from ._tables import columns
 
 _INDEX = re.compile(r"(?<=layers\[)\d+(?=\])")
 _STAGE = re.compile(r"^stage (\d+) ")
+_UNITS = re.compile(r"_(s|bytes|bytes_per_s|flops_per_s)$|_flops_per_s(?=\.)")
+_COLLECTIVE = re.compile(r"^(.* over .*) (count|num_bytes|time_s)$")
+_MOST_OPERATORS = 12
+_NAMES = {
+    "num_stages": "stages",
+    "num_micro_batches": "micro-batches",
+    "num_submeshes": "submeshes",
+    "gradient_s": "gradient communication",
+    "hidden_s": "hidden behind compute",
+}
 
 
 def difference(changes: PlanDiff, before: str, after: str) -> RenderableType:
-    """Changes from the plan called `before` to the plan called `after`.
+    """Changes from the plan called `before` to the plan called `after`: what they are predicted to
+    cost, what they decide, how they split arrays and operators.
 
-    Equal changes in several layers or stages are one row.
+    Equal changes in several layers or stages are one row. Optimizer state is left out where it
+    changes like its parameters, outputs where they change like inputs, and all but a few operators.
     """
     if changes.identical:
         return Text(f"{before} and {after} decide and predict the same.")
-    parts: list[RenderableType] = []
-    if changes.decisions:
-        parts.append(_table("What they decide", changes.decisions, before, after))
-    if changes.predictions:
-        parts.append(
-            _table(
-                "What they are predicted to cost on each device", changes.predictions, before, after
-            )
+    decided: dict[str, list[Change]] = {}
+    for change in changes.decisions:
+        what = change.subject.partition(" ")[0]
+        kind = what if what in ("input", "output") else "operator" if _is_operator(change) else ""
+        decided.setdefault(kind, []).append(change)
+    arrays = _arrays(decided.get("input", ()), decided.get("output", ()), changes.roles)
+    operators = [
+        change
+        for change in decided.get("operator", ())
+        if change.subject.partition("operator ")[2] not in changes.roles
+    ]
+    collectives = [c for c in changes.predictions if _COLLECTIVE.match(c.subject)]
+    figures = [c for c in changes.predictions if not _COLLECTIVE.match(c.subject)]
+    heads = ("what", before, after)
+    split = "Arrays that are split differently; optimizer state that changes like its parameters is"
+    tables = (
+        ("Predicted cost on each device", _rows(figures, _words), (3,)),
+        ("Predicted communication, as far as it differs", _traffic(collectives), ()),
+        ("Decisions", _rows(decided.get("", ()), _words), (3,)),
+        (f"{split} left out", [row[:3] for row in _rows(arrays)], ()),
+        *_operator_tables(_rows(operators)),
+    )
+    return Group(
+        *(
+            columns(title, (*heads, "change")[: len(rows[0])], rows, right=right)
+            for title, rows, right in tables
+            if rows
         )
-    return Group(*parts)
+    )
 
 
-def _table(title: str, changes: Sequence[Change], before: str, after: str) -> Group:
+def _is_operator(change: Change) -> bool:
+    return _STAGE.sub("", change.subject).startswith("operator ")
+
+
+def _operator_tables(
+    rows: list[tuple[str, ...]],
+) -> list[tuple[str, list[tuple[str, ...]], tuple[int, ...]]]:
+    title = "Operators that are split differently: mesh axis and dim of each"
+    if len(rows) > _MOST_OPERATORS:
+        title += f"; the first {_MOST_OPERATORS} of {len(rows)} kinds, --json lists all"
+    return [(title, [row[:3] for row in rows[:_MOST_OPERATORS]], ())]
+
+
+def _arrays(
+    inputs: Sequence[Change], outputs: Sequence[Change], roles: Mapping[str, str]
+) -> list[Change]:
+    """Changes of arrays, without those that follow from others; see `difference`."""
+    inputs = [_unnamed(change, "input ") for change in inputs]
+    parameters = [change for change in inputs if roles.get(change.subject) == "parameter"]
+    endings = {
+        (ending, change.before, change.after)
+        for change in parameters
+        for ending in endings_of_path(change.subject)
+    }
+    names = {ending for ending, _, _ in endings}
+    kept = []
+    for change in inputs:
+        if roles.get(change.subject) == "optimizer_state":
+            own = next((e for e in endings_of_path(change.subject) if e in names), "")
+            if (own, change.before, change.after) in endings:
+                continue
+        kept.append(change)
+    same = {(_inside(change.subject), change.before, change.after) for change in inputs}
+    others = [_unnamed(change, "output ") for change in outputs]
+    kept += [
+        replace(change, subject=f"output {change.subject}")
+        for change in others
+        if (_inside(change.subject), change.before, change.after) not in same
+    ]
+    return kept
+
+
+def _unnamed(change: Change, kind: str) -> Change:
+    return replace(change, subject=change.subject.removeprefix(kind))
+
+
+def _inside(path: str) -> str:
+    """The path of an array without the argument or result that it is part of."""
+    return path.partition(".")[2]
+
+
+def _traffic(changes: Sequence[Change]) -> list[tuple[str, ...]]:
+    """A row for each kind of collective: how often, how much and how long in both plans."""
+    kinds: dict[str, dict[str, Change]] = {}
+    for change in changes:
+        match = _COLLECTIVE.match(change.subject)
+        assert match is not None
+        kinds.setdefault(match[1], {})[match[2]] = change
+
+    def shown(terms: Mapping[str, Change], side: str) -> str:
+        values = {name: getattr(change, side) for name, change in terms.items()}
+        if set(values.values()) == {None}:
+            return "none"
+        texts = {name: _shown(terms[name].subject, value) for name, value in values.items()}
+        if "count" in texts:
+            texts["count"] += " times"
+        return ", ".join(texts.values())
+
+    def seconds(terms: Mapping[str, Change]) -> float:
+        times = [terms["time_s"].before, terms["time_s"].after] if "time_s" in terms else [0.0]
+        return max(float(time or 0.0) for time in times)
+
+    ordered = sorted(kinds.items(), key=lambda item: -seconds(item[1]))
+    return [(name, shown(terms, "before"), shown(terms, "after")) for name, terms in ordered]
+
+
+def _rows(changes: Sequence[Change], name: Callable[[str], str] = str) -> list[tuple[str, ...]]:
+    """Rows of a table, equal changes of several layers or stages in one, and the subjects as `name`
+    writes them.
+    """
     merged: dict[tuple[str, str, str, str], list[str]] = {}
     for change in changes:
         key = (
@@ -45,11 +156,21 @@ def _table(title: str, changes: Sequence[Change], before: str, after: str) -> Gr
             _relative(change),
         )
         merged.setdefault(key, []).append(change.subject)
-    rows = [
-        (_together(what, subjects), old, new, relative)
+    return [
+        (name(_together(what, subjects)), old, new, relative)
         for (what, old, new, relative), subjects in merged.items()
     ]
-    return columns(title, ("what", before, after, "change"), rows, right=(3,))
+
+
+def _words(term: str) -> str:
+    """A term for people: without its unit.
+
+    >>> _words("step_time_s"), _words("stage 1 data_axes"), _words("num_stages")
+    ('step time', 'stage 1 data axes', 'stages')
+    """
+    if term.startswith(("interface ", "note: ", "combine ")):
+        return term
+    return _NAMES.get(term) or _UNITS.sub("", term).replace("_", " ")
 
 
 def _together(what: str, subjects: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from sample_plans import PROVENANCE, SPLITS, STAGE, sample_pipeline, sample_plan
 
 from aliquot.cluster import Cluster
 from aliquot.core import InputError
-from aliquot.plans import CollectiveUse, describe, diff
+from aliquot.plans import Change, CollectiveUse, PlanDiff, describe, diff
 from aliquot.report import (
     Alternative,
     as_text,
@@ -117,11 +117,54 @@ def test_difference_merges_layers():
         sample_plan(), sample_plan(method="dp", stages=(replace(STAGE, shardings=shardings),))
     )
     text = as_text(difference(found, "a.json", "b.json"))
-    assert "input state.params.layers[*].w (2 of them)" in text
+    assert "state.params.layers[*].w (2 of them)" in text
     assert "shard" in text and "dp" in text
     assert "decide and predict the same" in as_text(
         difference(diff(sample_plan(), sample_plan()), "a", "b")
     )
+
+
+def test_difference_leaves_out_what_follows_from_parameters():
+    arrays = [
+        ("state.params.a_b.w", "parameter"),
+        ("state.params.c.w", "parameter"),
+        ("state.opt.mu.a_b.w", "optimizer_state"),
+        ("state.opt.mu.c.w", "optimizer_state"),
+        ("state.opt.total", "optimizer_state"),
+    ]
+    inputs = [("replicated", "[x]"), ("replicated", "[y]"), ("replicated", "[x]")] + [
+        ("replicated", "[z]")
+    ] * 2
+    changes = [
+        Change(section="decision", subject=f"{kind} {path}", before=before, after=after)
+        for kind, prefix in (("input", "state"), ("output", "[0]"))
+        for (path, _), (before, after) in zip(
+            [(path.replace("state", prefix, 1), role) for path, role in arrays], inputs, strict=True
+        )
+    ]
+    changes.append(
+        Change(section="decision", subject="output [1].loss", before="[x]", after="replicated")
+    )
+    shown = as_text(difference(PlanDiff(changes=tuple(changes), roles=dict(arrays)), "a", "b"))
+    listed = [line.split()[0] for line in shown.splitlines() if "[" in line and "." in line]
+    assert listed == [
+        "state.params.a_b.w",
+        "state.params.c.w",
+        # Split otherwise than its parameter.
+        "state.opt.mu.c.w",
+        "state.opt.total",
+        "output",
+    ]
+
+
+def test_difference_has_a_row_for_each_kind_of_collective():
+    use = CollectiveUse(kind="all-reduce", axes=("x",), count=3.0, num_bytes=2048.0, seconds=1e-3)
+    before, after = sample_plan(), sample_plan()
+    after = replace(after, prediction=replace(after.prediction, collectives=(use,)))
+    text = as_text(difference(diff(before, after), "a", "b"), width=160)
+    (line,) = [line for line in text.splitlines() if "all-reduce over x " in line]
+    # The bytes are the same.
+    assert "2 times, 3.0 ms" in line and "3 times, 1.0 ms" in line
 
 
 def test_predicted_beside_compiled():
@@ -296,15 +339,15 @@ def test_equal_differences_of_stages_are_one_row():
     text = as_text(
         difference(diff(before, replace(before, stages=tuple(stages))), "a.json", "b.json")
     )
-    assert "stages 0, 2-3 recompute" in text and "stage 1 data_axes" in text
+    assert "stages 0, 2-3 recompute" in text and "stage 1 data axes" in text
 
 
 def test_speeds_are_no_times():
     slower = sample_plan(cluster=Cluster.preset("8xA100-80GB").to_dict())
     text = as_text(difference(diff(sample_plan(), slower), "a", "b"), width=180)
-    (line,) = [line for line in text.splitlines() if "memory_bandwidth_bytes_per_s" in line]
+    (line,) = [line for line in text.splitlines() if "cluster.device.memory bandwidth" in line]
     assert "3.4 TB/s" in line and "2.0 TB/s" in line
-    (line,) = [line for line in text.splitlines() if "peak_flops_per_s.bfloat16" in line]
+    (line,) = [line for line in text.splitlines() if "cluster.device.peak.bfloat16" in line]
     assert "989.4 TFLOP/s" in line and "312.0 TFLOP/s" in line
 
 
