@@ -213,3 +213,32 @@ def test_a_time_limit_that_cannot_be_kept_is_refused(limit, fault):
 def test_a_time_limit_that_ends_before_any_plan_says_so():
     found = run("plan", *TINY, "--time-limit", "1us", "--json")
     assert found.exit_code == 1 and "whether one fits is not known" in found.stderr
+
+
+SMALL = """
+import jax, jax.numpy as jnp
+
+def factory():
+    shape = jax.ShapeDtypeStruct
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+    def step(params, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+    return step, [shape((1024, 1024), jnp.float32)] * 3, shape((256, 1024), jnp.float32)
+"""
+
+
+def test_plans_say_which_hosts_are_idle(factory, tmp_path):
+    name, path = factory(SMALL), tmp_path / "plan.json"
+    shown = run("plan", name, "--cluster", "2x4xH100", "--out", path)
+    assert shown.exit_code == 0, shown.stderr
+    assert "1 host, 4 devices, is idle: the step is faster on 1 host" in " ".join(
+        shown.stdout.split()
+    )
+    data = json.loads(run("plan", name, "--cluster", "2x4xH100", "--json").stdout)
+    assert data["idle_hosts"] == Plan.load(path).idle_hosts == 1
+    explained = json.loads(run("explain", path, "--json").stdout)
+    assert explained["idle_hosts"] == 1
