@@ -103,8 +103,8 @@ def _odd_batch(stages: Sequence[StageDecision]) -> Iterator[str]:
         lines[
             f"{devices} {whose} do not divide {what}: data parallelism can use"
             f" {math.gcd(size, devices)} of them at most, and the others split something else or"
-            f" repeat work. {_multiples(size, devices)} would divide evenly over {devices}"
-            f" devices; {size} divides over {even}."
+            f" repeat work. A size of {_multiples(size, devices)} would divide evenly over"
+            f" {devices} devices; {size} divides evenly over {even}."
         ] = None
     yield from lines
 

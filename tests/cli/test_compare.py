@@ -118,7 +118,10 @@ def test_a_batch_that_the_devices_do_not_divide_is_said_once(cluster, said):
     assert found.exit_code == 0, found.stderr
     text = " ".join(found.stdout.split())
     assert text.count("7 devices do not divide the batch of 8") == said
-    assert text.count("4 devices divide it; 7 devices divide a size of 7 or 14.") == said
+    assert (
+        text.count("A size of 7 or 14 would divide evenly over 7 devices; 8 divides evenly over 4.")
+        == said
+    )
     assert (
         len(
             json.loads(run("compare", *args, "--methods", "program,shard", "--json").stdout)[

@@ -33,9 +33,10 @@ MODELS = {
     "wide-resnet-250m": {},
 }
 NUM_DEVICES = 4
-# A product that sums over a split dim ends in an all-reduce. Where the entry does, what follows may
-# be split anew: then the sum is a reduce-scatter, and the gradient of the result is gathered.
-OF_A_SUM = {"all-reduce"}
+# A product that sums over a split dim ends in an all-reduce, or in a reduce-scatter where its
+# result leaves the block and may be split anew. Behind the entry the gradient of the result is then
+# gathered.
+OF_A_SUM = {"all-reduce", "reduce-scatter"}
 OF_A_SUM_IN_THE_ENTRY = {"all-reduce", "reduce-scatter", "all-gather"}
 
 
