@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -92,12 +93,30 @@ class _Request:
     profiles: ProfileOptions
     search: SearchOptions
 
-    def make(self, model: Model, time_limit_s: float | None, say: Session) -> Plan:
-        """A plan of the model, found within a time."""
+    def make(
+        self,
+        model: Model,
+        time_limit_s: float | None,
+        say: Session,
+        *,
+        faster_than_s: float = math.inf,
+        pipelines: bool = True,
+    ) -> Plan:
+        """A plan of the model, found within a time.
+
+        Args:
+            faster_than_s: one that takes as long is of no use.
+            pipelines: whether method auto searches these, too.
+        """
+        from ..planners import Auto
+
+        how = self.how
+        if isinstance(how, Auto):
+            how = replace(how, faster_than_s=faster_than_s, pipelines=pipelines)
         return make_plan(
             model,
             self.where,
-            self.how,
+            how,
             self.method.wanted_micro_batches,
             say,
             semantics=self.method.micro_batch_semantics,
@@ -137,12 +156,13 @@ def _find_plan(
     built = resolve(name, options, where)
     started = time.perf_counter()
 
-    def make(model: Model, within_s: float | None) -> Plan:
-        return request.make(model, within_s, say)
+    def make(model: Model, within_s: float | None, **less: Any) -> Plan:
+        return request.make(model, within_s, say, **less)
 
     try:
         if is_auto:
-            found = with_either_recomputation(name, options, where, make, time_limit_s)
+            limit = request.memory_limit_bytes
+            found = with_either_recomputation(name, options, where, make, time_limit_s, limit)
         else:
             found = make(built, time_limit_s)
     except InfeasibleError as error:

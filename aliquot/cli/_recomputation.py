@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -14,63 +14,99 @@ from ._model import Model, ZooOptions, resolve, user_code
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
+    from ..cost import Problem
     from ..planners import AbstractMethod, PipeshardParallel
     from ..plans import Plan
 
 AUTO = "auto"
+# On more devices, what one way of recomputing does not gain from stages the other is not asked for.
+_MANY_DEVICES = 128
+
+
+class Make(Protocol):
+    """Plans a model within so many seconds: of method auto only what is faster than
+    `faster_than_s`, and with `pipelines` or without.
+    """
+
+    def __call__(
+        self,
+        model: Model,
+        within_s: float | None,
+        *,
+        faster_than_s: float = math.inf,
+        pipelines: bool = True,
+    ) -> Plan: ...
 
 
 def with_either_recomputation(
     name: str,
     options: ZooOptions,
     where: Cluster,
-    make: Callable[[Model, float | None], Plan],
+    make: Make,
     time_limit_s: float | None,
+    memory_limit_bytes: float | None = None,
 ) -> Plan:
     """The faster of the plans without recomputation and with that of each block. Blocks are not
-    tried where computing them again takes longer than the plan without. Ctrl-C hands over the
-    faster so far.
+    tried where computing them again takes longer than the plan without. Where the whole batch does
+    not fit without recomputation, blocks come first. Ctrl-C hands over the faster so far. Pipelines
+    choose by stage what they recompute, so that with method auto those without blocks are enough,
+    and on more than 128 devices none where one program of blocks is faster than their pipelines.
 
     Args:
-        make: plans a model within so many seconds.
         time_limit_s: over both plans.
 
     Raises:
         InfeasibleError: neither fits; says what is needed with recomputation.
         TimeLimitError: no plan was complete in time.
     """
+    from ..planners import cannot_fit, least_compute_s
+
     started = time.perf_counter()
 
     def left_s() -> float | None:
-        return (
-            None
-            if time_limit_s is None
-            else max(time_limit_s - (time.perf_counter() - started), 1e-3)
-        )
+        if time_limit_s is None:
+            return None
+        return max(time_limit_s - (time.perf_counter() - started), 1e-3)
 
+    # Half of the time is kept for the second.
+    first_s = None if time_limit_s is None else time_limit_s / 2
     whole = resolve(name, replace(options, recompute="none"), where)
+    blocks = resolve(name, replace(options, recompute="block"), where)
+    first, second = whole, blocks
+    if cannot_fit(_problem(whole, where, memory_limit_bytes)):
+        first, second = blocks, whole
     plan: Plan | None = None
     try:
-        # Half of the time is kept for the other.
-        plan = make(whole, None if time_limit_s is None else time_limit_s / 2)
-    except (InfeasibleError, TimeLimitError):
+        plan = make(first, first_s)
+    except InfeasibleError:
+        # Without recomputation more is kept.
+        if first is blocks:
+            raise
+    except TimeLimitError:
         pass
-    blocks = resolve(name, replace(options, recompute="block"), where)
-    if plan is not None and _least_s(blocks, where) >= plan.prediction.step_time_s:
-        return _beside(plan, "recompute block", None)
+    other = "recompute block" if second is blocks else "recompute none"
+    if plan is not None and second is blocks:
+        compute_s = least_compute_s(_problem(blocks, where, memory_limit_bytes))
+        if compute_s >= plan.prediction.step_time_s:
+            return _beside(plan, other, None)
+    least_s = plan.prediction.step_time_s if plan else math.inf
+    pipelines = plan is None or (
+        second is whole and (len(plan.stages) > 1 or where.num_devices <= _MANY_DEVICES)
+    )
     try:
-        other = make(blocks, left_s())
+        found = make(second, left_s(), faster_than_s=least_s, pipelines=pipelines)
     except (InfeasibleError, TimeLimitError):
         if plan is None:
             raise
-        return _beside(plan, "recompute block", None)
+        return _beside(plan, other, None)
     except KeyboardInterrupt as stopped:
-        raise _with_faster(stopped, plan) from None
+        raise _with_faster(stopped, plan, other) from None
     if plan is None:
-        return other
-    if other.prediction.step_time_s < plan.prediction.step_time_s:
-        return _beside(other, "recompute none", plan.prediction.step_time_s)
-    return _beside(plan, "recompute block", other.prediction.step_time_s)
+        return found
+    if found.prediction.step_time_s < plan.prediction.step_time_s:
+        before = "recompute none" if second is blocks else "recompute block"
+        return _beside(found, before, plan.prediction.step_time_s)
+    return _beside(plan, other, found.prediction.step_time_s)
 
 
 def is_searched(name: str, options: ZooOptions, method: AbstractMethod | PipeshardParallel) -> bool:
@@ -96,18 +132,21 @@ def refuse_auto(options: ZooOptions, model: str, option: str) -> None:
         )
 
 
-def _least_s(model: Model, where: Cluster) -> float:
-    """Seconds of compute that no plan of a model undercuts."""
+def _problem(model: Model, where: Cluster, memory_limit_bytes: float | None) -> Problem:
     from ..cost import make_problem
     from ..graph import capture
-    from ..planners import least_compute_s
 
     with user_code(model.name):
-        return least_compute_s(make_problem(capture(model.step, model.state, model.batch), where))
+        graph = capture(model.step, model.state, model.batch)
+    return make_problem(graph, where, memory_limit_bytes=memory_limit_bytes)
 
 
-def _with_faster(stopped: KeyboardInterrupt, plan: Plan | None) -> KeyboardInterrupt:
-    """The interruption with the faster of its plan and another."""
+def _with_faster(stopped: KeyboardInterrupt, plan: Plan | None, searched: str) -> KeyboardInterrupt:
+    """The interruption with the faster of its plan and another.
+
+    Args:
+        searched: what the search that was interrupted is called.
+    """
     from ..planners import Interrupted
 
     later: Plan | None = getattr(stopped, "plan", None)
@@ -116,7 +155,7 @@ def _with_faster(stopped: KeyboardInterrupt, plan: Plan | None) -> KeyboardInter
     ):
         return stopped
     instead = Interrupted(None)
-    instead.plan = _beside(plan, "recompute block", None, "interrupted")
+    instead.plan = _beside(plan, searched, None, "interrupted")
     return instead
 
 
@@ -124,7 +163,7 @@ def _beside(
     plan: Plan,
     name: str,
     step_time_s: float | None,
-    outcome: str = "slower by its compute alone, or not found in time",
+    outcome: str = "no faster, or not found in time",
 ) -> Plan:
     """The plan, with the other way of recomputing among what was tried."""
     tried = {

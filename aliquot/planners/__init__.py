@@ -24,6 +24,7 @@ from ._methods import ShardParallel as ShardParallel
 from ._methods import WholeProgram as WholeProgram
 from ._methods import Zero2Parallel as Zero2Parallel
 from ._methods import Zero3Parallel as Zero3Parallel
+from ._one_program import cannot_fit as cannot_fit
 from ._one_program import least_compute_s as least_compute_s
 from ._pipeshard import PipeshardParallel as PipeshardParallel
 from ._pipeshard import solve_pipeline as solve_pipeline

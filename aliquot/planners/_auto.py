@@ -35,10 +35,15 @@ class Auto(AbstractMethod):
     Args:
         intra: finds the splits.
         mesh_shape: only this mesh of all devices, and so only one program.
+        pipelines: whether these are searched, too.
+        faster_than_s: plans that cannot take less are not searched closely; any that fits may be
+            the answer then, or none.
     """
 
     intra: AbstractIntra = field(default_factory=ILP)
     mesh_shape: tuple[int, ...] | None = None
+    pipelines: bool = True
+    faster_than_s: float = math.inf
 
     @property
     def program(self) -> WholeProgram:
@@ -67,18 +72,22 @@ class Auto(AbstractMethod):
             raise
 
     def _decide(self, task: Task, faster_than_s: float = math.inf) -> Decision:
+        faster_than_s = min(faster_than_s, self.faster_than_s)
         asked = task.num_micro_batches
         count = 1 if asked is None else asked
         problem = task.problem(count)
         method = replace(self.program, faster_than_s=faster_than_s)
         program = None if cannot_fit(problem) else _solved(method, problem, task.progress)
-        if self.mesh_shape is not None or task.cluster.num_devices == 1:
+        is_one_program = self.mesh_shape is not None or not self.pipelines
+        if is_one_program or task.cluster.num_devices == 1:
             return self._whole(task, count, program, method)
         if program is not None and program.step_time_s * (
             1 - self.intra.relative_gap
         ) <= least_compute_s(problem):
             return self._as_auto(task, program)
-        if program is not None and task.cluster.num_devices > _MOST_DEVICES:
+        # Many devices: pipelines only where no plan is known.
+        is_known = program is not None or math.isfinite(faster_than_s)
+        if is_known and task.cluster.num_devices > _MOST_DEVICES:
             whole = self._whole(task, count, program, method)
             left_out = _not_searched(least_compute_s(problem))
             return replace(whole, candidates=(*whole.candidates, left_out))

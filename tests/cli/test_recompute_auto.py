@@ -1,6 +1,7 @@
 """`aliquot plan --recompute auto`: never slower than with either way of recomputing."""
 
 import json
+import math
 
 import msgspec
 import pytest
@@ -78,7 +79,7 @@ def test_ctrl_c_during_the_second_search_keeps_the_faster(later):
     where = Cluster.preset("1x2xH100")
     made = []
 
-    def make(model, within_s):
+    def make(model, within_s, **less):
         plan = aq.plan(
             model.step, model.state, model.batch, cluster=where, method=aq.DataParallel()
         )
@@ -103,3 +104,30 @@ def test_ctrl_c_during_the_second_search_keeps_the_faster(later):
 def _timed(plan, step_time_s):
     prediction = msgspec.structs.replace(plan.prediction, step_time_s=step_time_s)
     return msgspec.structs.replace(plan, prediction=prediction)
+
+
+def asked(limit, first_s, devices=2):
+    """What is searched in which order: with blocks or without, how fast, with pipelines or not."""
+    options, searched = ZooOptions(global_batch=8, overrides={}), []
+
+    def make(model, within_s, *, faster_than_s=math.inf, pipelines=True):
+        way = model.workload.settings["recompute"]
+        searched.append((way, faster_than_s, pipelines))
+        where = Cluster.preset("1x2xH100")
+        plan = aq.plan(
+            model.step, model.state, model.batch, cluster=where, method=aq.DataParallel()
+        )
+        return _timed(plan, first_s)
+
+    where = Cluster.preset(f"1x{devices}xH100")
+    with_either_recomputation("gpt-10m", options, where, make, None, limit)
+    return searched
+
+
+def test_what_cannot_be_faster_is_not_searched():
+    # Blocks compute longer, and pipelines without them choose what they recompute.
+    assert asked(None, 1e-9) == [("none", math.inf, True)]
+    assert asked(None, 1e3) == [("none", math.inf, True), ("block", 1e3, False)]
+    # The whole batch does not fit without recomputation.
+    assert asked(1e6, 1e3) == [("block", math.inf, True), ("none", 1e3, True)]
+    assert asked(1e4, 1e3, 256) == [("block", math.inf, True), ("none", 1e3, False)]

@@ -206,3 +206,27 @@ def test_the_plan_that_was_taken_is_not_said_to_be_beaten():
         if c["step_time_s"] == plan.prediction.step_time_s
     }
     assert outcomes and "cannot beat the best found" not in outcomes
+
+
+def test_a_search_for_faster_plans_finds_what_is_faster_and_may_find_nothing_else():
+    step = deep(1024, 4096, 4)
+    free = aq.plan(*step, cluster=SLOW_LINKS)
+    least_s = free.prediction.step_time_s
+    below = aq.plan(*step, cluster=SLOW_LINKS, method=Auto(faster_than_s=least_s * 1.01))
+    assert below.prediction.step_time_s == least_s
+    try:
+        slow_s = aq.plan(
+            *step, cluster=SLOW_LINKS, method=Auto(faster_than_s=least_s / 10)
+        ).prediction.step_time_s
+    except InfeasibleError:
+        slow_s = math.inf
+    assert slow_s >= least_s
+
+
+def test_auto_without_pipelines_is_the_best_program():
+    step = deep(1024, 4096, 4)
+    (alone, whole) = (
+        aq.plan(*step, cluster=SLOW_LINKS, method=method).prediction.step_time_s
+        for method in (Auto(pipelines=False), WholeProgram())
+    )
+    assert alone == whole
