@@ -11,7 +11,14 @@ from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, T
 from ._counts import MOST_MICRO_BATCHES, batch_size
 from ._fewer_hosts import fastest_on_any_hosts
 from ._methods import WholeProgram
-from ._one_program import cannot_fit, least_compute_s, one_program_by_doubling, one_program_scope
+from ._one_program import (
+    Found,
+    least_compute_s,
+    one_program_by_doubling,
+    one_program_scope,
+    program_beside,
+)
+from ._pipeline_search import LazySearch
 from ._pipeshard import PipeshardParallel
 from .intra import ILP, AbstractIntra
 
@@ -31,6 +38,8 @@ class Auto(AbstractMethod):
     on more than 4,096 pipelines only if one program with the fewest micro-batches does not fit;
     plans say what was not searched. Both are searched on fewer hosts, too, where these could
     compute the step in less time than the best plan for all takes: a plan may leave hosts idle.
+    Where memory makes the search of one program long, pipelines are searched first, and only
+    programs that may be faster are searched closely.
 
     Args:
         intra: finds the splits.
@@ -49,6 +58,11 @@ class Auto(AbstractMethod):
     def program(self) -> WholeProgram:
         """The method that plans the step as one program."""
         return WholeProgram(intra=self.intra, mesh_shape=self.mesh_shape)
+
+    @property
+    def pipeshard(self) -> PipeshardParallel:
+        """The method that plans pipelines."""
+        return PipeshardParallel(intra=self.intra)
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`: the step as one program."""
@@ -73,33 +87,44 @@ class Auto(AbstractMethod):
 
     def _decide(self, task: Task, faster_than_s: float = math.inf) -> Decision:
         faster_than_s = min(faster_than_s, self.faster_than_s)
+        pipelines = self.pipeshard.lazy_search(task, faster_than_s)
+        try:
+            return self._decide_with(task, pipelines, faster_than_s)
+        except Interrupted as interrupted:
+            interrupted.decision = faster(interrupted.decision, pipelines.best)
+            raise
+
+    def _decide_with(self, task: Task, pipelines: LazySearch, faster_than_s: float) -> Decision:
         asked = task.num_micro_batches
         count = 1 if asked is None else asked
         problem = task.problem(count)
         method = replace(self.program, faster_than_s=faster_than_s)
-        program = None if cannot_fit(problem) else _solved(method, problem, task.progress)
         is_one_program = self.mesh_shape is not None or not self.pipelines
-        if is_one_program or task.cluster.num_devices == 1:
-            return self._whole(task, count, program, method)
+        has_pipelines = not is_one_program and task.cluster.num_devices > 1
+        are_few = task.cluster.num_devices <= _MOST_DEVICES
+        rival = pipelines.fastest_s if has_pipelines and are_few else None
+        first = program_beside(method, problem, task.progress, rival)
+        programs: dict[int, Found] = {count: first}
+        if not has_pipelines:
+            return self._whole(task, count, programs, method)
+        program = first if isinstance(first, Decision) else None
         if program is not None and program.step_time_s * (
             1 - self.intra.relative_gap
         ) <= least_compute_s(problem):
             return self._as_auto(task, program)
         # Many devices: pipelines only where no plan is known.
         is_known = program is not None or math.isfinite(faster_than_s)
-        if is_known and task.cluster.num_devices > _MOST_DEVICES:
-            whole = self._whole(task, count, program, method)
+        if is_known and not are_few:
+            whole = self._whole(task, count, programs, method)
             left_out = _not_searched(least_compute_s(problem))
             return replace(whole, candidates=(*whole.candidates, left_out))
         try:
-            decision = PipeshardParallel(intra=self.intra).decide_with(
-                task, {count: program}, faster_than_s
-            )
+            decision = self.pipeshard.decide_with(task, programs, pipelines, faster_than_s)
         except (InfeasibleError, InputError, CaptureError) as refusal:
             if program is None and math.isfinite(faster_than_s):
                 raise
             try:
-                return self._whole(task, count, program, method)
+                return self._whole(task, count, programs, method)
             except InfeasibleError as error:
                 if not isinstance(refusal, InfeasibleError):
                     raise
@@ -112,9 +137,12 @@ class Auto(AbstractMethod):
         return self._as_auto(task, decision)
 
     def _whole(
-        self, task: Task, count: int, program: Decision | None, method: WholeProgram
+        self, task: Task, count: int, programs: dict[int, Found], method: WholeProgram
     ) -> Decision:
         """One program, with more micro-batches where they are not given and fewer do not fit.
+
+        Args:
+            programs: those that are known by their numbers of micro-batches.
 
         Raises:
             InfeasibleError: None fits; describes what the fewest micro-batches need.
@@ -125,21 +153,16 @@ class Auto(AbstractMethod):
             else min(batch_size(task.graph), MOST_MICRO_BATCHES)
         )
         decision = one_program_by_doubling(
-            method, task, first=count, most=most, until_it_fits=True, known={count: program}
+            method, task, first=count, most=most, until_it_fits=True, known=programs
         )
+        if decision is None and isinstance(error := programs[count], InfeasibleError):
+            raise error
         decision = decision or method.solve(task.problem(count), task.progress)
         return self._as_auto(task, replace(decision, bound_holds_for=one_program_scope(decision)))
 
     def _as_auto(self, task: Task, decision: Decision) -> Decision:
         combine = decision.combine or task.combine(decision.num_micro_batches)
         return replace(decision, method="auto", combine=combine)
-
-
-def _solved(method: WholeProgram, problem: Problem, progress: Progress | None) -> Decision | None:
-    try:
-        return method.solve(problem, progress)
-    except InfeasibleError:
-        return None
 
 
 def _not_searched(least_s: float) -> Candidate:

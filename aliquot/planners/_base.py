@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import Cluster, subcluster, target_for
+from ..core import InfeasibleError
 from ..cost import PipelinePrediction, Priced, Problem, make_problem
 from ..graph import Graph
 from ..plans import Plan, Schedule
@@ -263,6 +264,10 @@ def faster(one: Decision | None, other: Decision | None) -> Decision | None:
         return one or other
     # Of equals the first, so that the order of methods decides and not rounding.
     return other if other.step_time_s < one.step_time_s else one
+
+
+class TooSlowError(InfeasibleError):
+    """No plan takes less than was asked for; whether any fits was not looked at closely."""
 
 
 class Interrupted(KeyboardInterrupt):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -159,6 +159,17 @@ class WholeProgram(AbstractMethod):
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
+        return self.solve_beside(problem, progress, None)
+
+    def solve_beside(
+        self, problem: Problem, progress: Progress | None, rival: Callable[[float], float] | None
+    ) -> Decision:
+        """As `solve`, with a search of other plans beside it; see `race`.
+
+        Raises:
+            TooSlowError: no program that fits is known, as none is faster than `faster_than_s` and
+                the rival.
+        """
         entries = []
         if self.mesh_shape is None:
             for name, stage in (("dp", 0), ("zero2", 2), ("zero3", 3)):
@@ -181,6 +192,7 @@ class WholeProgram(AbstractMethod):
             exact_space=True,
             progress=progress,
             faster_than_s=self.faster_than_s,
+            rival=rival,
         )
 
 

@@ -8,23 +8,34 @@ its memory falls. Prices of single layers show neither.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
+from typing import TypeAlias
 
 from ..cluster import LogicalMesh, subcluster
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Chain, Problem, alive_over_time, price
 from ..graph import Role
-from ._base import AbstractMethod, Decision, Interrupted, Progress, Task, faster
+from ._base import (
+    AbstractMethod,
+    Decision,
+    Interrupted,
+    Progress,
+    Task,
+    TooSlowError,
+    faster,
+)
 from ._methods import ShardParallel, WholeProgram
 
 # Declared infeasible only 10 % above the limit, as a compiler may hold less with larger
 # micro-batches.
 _MARGIN = 1.1
 _MOST_PROGRAMS = 6
+# Where programs are slower than a pipeline, the next number of micro-batches is mostly so, too.
+_MOST_SLOW = 2
+Found: TypeAlias = Decision | InfeasibleError | None
+"""A program, or why there is none; None where its arrays alone are too large."""
 _ONE_PROGRAM_SCOPES = {
     "all copies of all layers": "",
     "gap_within_folded_space": " that split equal layers equally",
@@ -72,10 +83,11 @@ def one_program_by_doubling(
     first: int,
     most: int,
     until_it_fits: bool,
-    known: Mapping[int, Decision | None] = MappingProxyType({}),
+    known: MutableMapping[int, Found] | None = None,
+    faster_than_s: float = math.inf,
 ) -> Decision | None:
     """The fastest program with `first`, twice as many, ... up to `most` micro-batches; None if none
-    of those tried fits.
+    of those tried fits and takes less than `faster_than_s`.
 
     Stops at the first program that fits and is no faster than one with fewer micro-batches: every
     micro-batch repeats collectives, and only memory asks for more. At most `_MOST_PROGRAMS` are
@@ -83,12 +95,15 @@ def one_program_by_doubling(
 
     Args:
         until_it_fits: whether more micro-batches are tried where `first` does not fit.
-        known: programs that are known by their numbers of micro-batches; None where none fits.
+        known: programs that are known by their numbers of micro-batches; those that are searched
+            are added.
+        faster_than_s: programs that cannot take less are not searched closely.
 
     Raises:
         Interrupted: Ctrl-C; carries the fastest so far.
     """
     best: Decision | None = None
+    known, num_slow = {} if known is None else known, 0
     for count in [first * 2**k for k in range(_MOST_PROGRAMS)]:
         if count > most:
             break
@@ -98,52 +113,83 @@ def one_program_by_doubling(
         except (InputError, CaptureError):
             break
         try:
-            if count in known:
-                decision = known[count]
-            else:
+            if count not in known:
                 # A program that is no faster than one with fewer micro-batches ends the search.
-                if best is not None and isinstance(method, WholeProgram):
-                    limit_s = min(method.faster_than_s, best.step_time_s)
-                    method = replace(method, faster_than_s=limit_s)
-                decision = None if cannot_fit(problem) else method.solve(problem, task.progress)
-        except InfeasibleError:
-            decision = None
+                if isinstance(method, WholeProgram):
+                    best_s = best.step_time_s if best else math.inf
+                    fastest_s = min(method.faster_than_s, faster_than_s, best_s)
+                    method = replace(method, faster_than_s=fastest_s)
+                known[count] = None if cannot_fit(problem) else _solved(method, problem, task)
         except Interrupted as interrupted:
             interrupted.decision = faster(best, interrupted.decision)
             raise
-        if decision is not None:
-            if best is not None and decision.step_time_s >= best.step_time_s:
+        found = known[count]
+        if found is None or isinstance(found, InfeasibleError):
+            is_slow = isinstance(found, TooSlowError)
+            if best is not None or not (until_it_fits or is_slow):
                 break
-            best = decision
-        elif best is not None or not until_it_fits:
+        else:
+            is_slow = found.step_time_s >= faster_than_s
+            if best is not None and found.step_time_s >= best.step_time_s:
+                break
+            best = best if is_slow else found
+        num_slow += is_slow
+        if num_slow == _MOST_SLOW:
             break
     return best
 
 
-def with_first_program(
-    method: WholeProgram, task: Task, first: int, known: Mapping[int, Decision | None]
-) -> Mapping[int, Decision | None]:
-    """The known programs, with the one of the fewest micro-batches: a pipeline that does not
+def _solved(method: AbstractMethod, problem: Problem, task: Task) -> Found:
+    try:
+        return method.solve(problem, task.progress)
+    except InfeasibleError as error:
+        return error
+
+
+def program_beside(
+    method: WholeProgram,
+    problem: Problem,
+    progress: Progress | None,
+    rival: Callable[[float], float] | None,
+) -> Found:
+    """The program of a method, found beside a search of other plans; see `race`.
+
+    Raises:
+        Interrupted: Ctrl-C.
+    """
+    if cannot_fit(problem):
+        return None
+    try:
+        return method.solve_beside(problem, progress, rival)
+    except InfeasibleError as error:
+        return error
+
+
+def add_first_program(
+    method: WholeProgram,
+    task: Task,
+    first: int,
+    known: MutableMapping[int, Found],
+    rival: Callable[[float], float],
+) -> None:
+    """Add the program of the fewest micro-batches to the known ones: a pipeline that does not
     promise less than it takes need not be solved.
 
     Args:
         first: the fewest micro-batches.
+        rival: the search for pipelines; see `race`.
 
     Raises:
         Interrupted: Ctrl-C.
     """
     if first in known:
-        return known
+        return
     try:
         problem = task.problem(first)
     except (InputError, CaptureError):
         # The search for pipelines says what is wrong.
-        return known
-    program: Decision | None = None
-    if not cannot_fit(problem):
-        with contextlib.suppress(InfeasibleError):
-            program = method.solve(problem, task.progress)
-    return {**known, first: program}
+        return
+    known[first] = program_beside(method, problem, task.progress, rival)
 
 
 def one_program_scope(decision: Decision) -> str:

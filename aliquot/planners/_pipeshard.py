@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core import CaptureError, InfeasibleError, InputError, format_seconds
@@ -16,20 +16,22 @@ from ..graph import (
     operators_with_effects,
     source_line,
 )
-from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, Task, faster
+from ._base import AbstractMethod, Decision, Interrupted, Progress, Task, faster
 from ._counts import MANY_DEVICES, MOST_MICRO_BATCHES, batch_size, chains_between, counts_to_try
 from ._fewer_hosts import fastest_on_any_hosts
 from ._helper import HelperProcess
 from ._methods import ShardParallel, WholeProgram
 from ._one_program import (
+    Found,
     OneProgram,
+    add_first_program,
     as_one_program,
     fewer_micro_batches,
     is_too_large,
     one_program_by_doubling,
     one_program_scope,
-    with_first_program,
 )
+from ._pipeline_search import LazySearch, PipelineSearch, StoppedSearch, pipeline_s
 from ._priced_layers import PricedLayers, price_layers
 from ._solve_stages import solve_with
 from ._tried import tried_counts, tried_pipeline, tried_programs
@@ -96,39 +98,59 @@ class PipeshardParallel(AbstractMethod):
 
         Unless stages or a schedule are asked for, `WholeProgram` plans one program as well, with
         the given number of micro-batches or with 1, 2, 4, ... of them; see
-        `one_program_by_doubling`. A planner that searches may leave hosts idle.
+        `one_program_by_doubling`. The program of fewest comes first, so that only pipelines that
+        may be faster are searched closely; but where memory makes its own search long, pipelines
+        come first. A planner that searches may leave hosts idle.
         """
-        first = self.decide_with(task, {})
-        if not self.inter.searches:
-            return first
-        return fastest_on_any_hosts(
-            task, first, lambda part, faster_than_s: self.decide_with(part, {}, faster_than_s)
+        first = self._decide(task)
+        return fastest_on_any_hosts(task, first, self._decide) if self.inter.searches else first
+
+    def _decide(self, task: Task, faster_than_s: float = math.inf) -> Decision:
+        pipelines = self.lazy_search(task, faster_than_s)
+        try:
+            return self.decide_with(task, {}, pipelines, faster_than_s)
+        except Interrupted as interrupted:
+            interrupted.decision = faster(interrupted.decision, pipelines.best)
+            raise
+
+    def _with_count(self, task: Task) -> PipeshardParallel:
+        asked = task.num_micro_batches
+        return self if asked is None else replace(self, num_micro_batches=asked)
+
+    def lazy_search(self, task: Task, most_s: float) -> LazySearch:
+        """The search for pipelines that take less than `most_s`, made when it is first asked
+        for.
+        """
+        method = self._with_count(task)
+        return LazySearch(
+            lambda faster_than_s: solve_pipeline(method, task, min(most_s, faster_than_s))
         )
 
     def decide_with(
         self,
         task: Task,
-        programs: Mapping[int, Decision | None],
-        faster_than_s: float = math.inf,
+        programs: MutableMapping[int, Found],
+        pipelines: LazySearch,
+        faster_than_s: float,
     ) -> Decision:
         """As `decide` on all hosts.
 
         Args:
-            programs: that are known by their numbers of micro-batches; None where none fits.
+            programs: that are known by their numbers of micro-batches, to which others are added.
+            pipelines: the search for pipelines.
             faster_than_s: what takes as long need not be found; `InfeasibleError` may then be
                 raised.
         """
-        asked = task.num_micro_batches
-        method = self if asked is None else replace(self, num_micro_batches=asked)
+        method = self._with_count(task)
         if method.may_be_one_program:
-            first = method.num_micro_batches or 1
-            programs = with_first_program(WholeProgram(intra=method.intra), task, first, programs)
+            whole = WholeProgram(intra=method.intra, faster_than_s=faster_than_s)
+            count = method.num_micro_batches or 1
+            add_first_program(whole, task, count, programs, pipelines.fastest_s)
         best: Decision | None = None
         search: PipelineSearch | None = None
         refusal: InfeasibleError | InputError | CaptureError | None = None
         try:
-            limit_s = min(faster_than_s, _fastest_s(method, programs))
-            search = solve_pipeline(method, task, limit_s)
+            search = pipelines.search(_fastest_s(method, programs))
         except InfeasibleError as error:
             if not method.may_be_one_program:
                 raise
@@ -142,7 +164,7 @@ class PipeshardParallel(AbstractMethod):
         except KeyboardInterrupt as stopped:
             # What the search of a single stage had found is no plan of the step.
             raise Interrupted(
-                stopped.decision if isinstance(stopped, _StoppedSearch) else None
+                stopped.decision if isinstance(stopped, StoppedSearch) else None
             ) from stopped
         pipeline = search.decision if search else None
         if pipeline is not None and len(pipeline.stages) > 1:
@@ -181,13 +203,14 @@ class PipeshardParallel(AbstractMethod):
         return replace(best, candidates=(*best.candidates, *tried))
 
 
-def _fastest_s(method: PipeshardParallel, programs: Mapping[int, Decision | None]) -> float:
+def _fastest_s(method: PipeshardParallel, programs: MutableMapping[int, Found]) -> float:
     """The step time that pipelines must beat: that of the fastest known program, where one program
     is an answer.
     """
     if not method.may_be_one_program:
         return math.inf
-    return min((known.step_time_s for known in programs.values() if known), default=math.inf)
+    decisions = [found for found in programs.values() if isinstance(found, Decision)]
+    return min((decision.step_time_s for decision in decisions), default=math.inf)
 
 
 def _one_programs(
@@ -195,7 +218,7 @@ def _one_programs(
     task: Task,
     pipeline: Decision | None,
     program: OneProgram | None,
-    known: Mapping[int, Decision | None],
+    known: MutableMapping[int, Found],
     faster_than_s: float,
 ) -> Iterator[Decision]:
     """The step as one program, found in several ways.
@@ -215,6 +238,7 @@ def _one_programs(
             most=most,
             until_it_fits=pipeline is None,
             known=known,
+            faster_than_s=pipeline_s(pipeline),
         )
         if by_doubling is not None:
             yield by_doubling
@@ -229,25 +253,6 @@ def _one_programs(
         # A single stage becomes one program, on the mesh of that stage.
         whole = method.whole(pipeline.priced.mesh.shape)
         yield whole.solve(task.problem(pipeline.num_micro_batches), task.progress)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PipelineSearch:
-    """The best pipeline for a step on a cluster.
-
-    Attributes:
-        decision: the pipeline; None if none promises to be as fast as was asked for.
-        program: an estimate of the step as one program, if the method allows one.
-        tried: what else was looked at.
-    """
-
-    decision: Decision | None
-    program: OneProgram | None = None
-    tried: tuple[Candidate, ...] = ()
-
-
-class _StoppedSearch(Interrupted):
-    """Ctrl-C during a search for pipelines; its decision is a pipeline."""
 
 
 def solve_pipeline(
@@ -347,7 +352,7 @@ def _search_counts(
             except InfeasibleError as error:
                 refusals.append(error)
     except KeyboardInterrupt as stopped:
-        raise _StoppedSearch(_fastest(decisions)) from stopped
+        raise StoppedSearch(_fastest(decisions)) from stopped
     best = _fastest(decisions)
     if best is None:
         if refusals or promised is None:
@@ -366,7 +371,7 @@ def _search_counts(
         try:
             decisions += _with_one_micro_batch(method, task, price([1]), best, helper)
         except KeyboardInterrupt as stopped:
-            raise _StoppedSearch(best) from stopped
+            raise StoppedSearch(best) from stopped
         best = _fastest(decisions)
         assert best is not None
     tried = [tried_pipeline(each, "slower") for each in decisions if each is not best]
@@ -446,7 +451,7 @@ def _with_other_numbers_of_stages(
         except (InfeasibleError, InputError):
             continue
         except KeyboardInterrupt as stopped:
-            raise _StoppedSearch(_fastest([best, *found])) from stopped
+            raise StoppedSearch(_fastest([best, *found])) from stopped
     return found
 
 

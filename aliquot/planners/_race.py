@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from ..cluster import LogicalMesh
 from ..core import InfeasibleError, InputError, format_bytes, format_seconds
 from ..cost import Problem, known_memory, peak_memory
 from ..graph import Role
-from ._base import Candidate, Decision, Interrupted, Progress, StageDecision
+from ._base import Candidate, Decision, Interrupted, Progress, StageDecision, TooSlowError
 from ._neighbourhood import FEW_AXES
 from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space
 
@@ -56,6 +56,7 @@ def race(
     expected: int = 1,
     progress: Progress | None = None,
     faster_than_s: float = math.inf,
+    rival: Callable[[float], float] | None = None,
 ) -> Decision:
     """The best decision among all entries, with a bound that holds for all of them.
 
@@ -65,19 +66,29 @@ def race(
         faster_than_s: entries that cannot take less are not searched further either; the answer may
             then be any that fits.
         exact_space: whether the plan states the bound; that of a fixed method is not worth stating.
+        rival: called at most once, where memory makes the race long, with the least step time so
+            far; it returns that of plans that are no entries. From then on entries that cannot take
+            less are not searched at all.
 
     Raises:
-        InfeasibleError: no entry fits in memory; describes the smallest plan and remedies. Or none
-            that fits is known, as none can be fast enough.
+        InfeasibleError: no entry fits in memory; describes the smallest plan and remedies.
+        TooSlowError: none that fits is known, as none can be fast enough.
         Interrupted: on Ctrl-C, with the best decision so far.
     """
     runners: list[_Runner] = []
     notes: dict[str, Any] = {}
     best: tuple[_Runner, IntraSolution] | None = None
+    rival_s = math.inf
     report = progress or (lambda what, done, of: None)
 
     def cutoff_s(best: tuple[_Runner, IntraSolution] | None) -> float:
-        return min(_cutoff_s(best and best[1], relative_gap), faster_than_s)
+        return min(_cutoff_s(best and best[1], relative_gap), faster_than_s, rival_s)
+
+    def meet_rival() -> None:
+        nonlocal rival, rival_s
+        if rival is not None:
+            ask, rival = rival, None
+            rival_s = ask(best[1].step_time_s if best else math.inf)
 
     # HiGHS leaves Python's lock while it solves, so that threads take part in earnest.
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
@@ -87,8 +98,14 @@ def race(
             k = len(runners)
             report(f"{entry.space.name} on {entry.mesh}", k, max(expected, k + 1))
             # What is known to fit bounds the search from above.
-            ceiling_s = best[1].step_time_s if best else np.inf
+            ceiling_s = min(best[1].step_time_s if best else np.inf, rival_s)
             runners.append(runner := _Runner.start(entry, problem, pool, ceiling_s, notes))
+            # Programs of one axis are small, and what fits them limits the rival's search.
+            if rival is not None and goes_first(entry.mesh) and len(entry.mesh.shape) > 1:
+                ahead = _priced_meanwhile(upcoming, pool.submit(runner.bound, -np.inf))
+                upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
+                if runner.is_open(cutoff_s(best)):
+                    meet_rival()
             if goes_first(entry.mesh):
                 ahead = _priced_meanwhile(upcoming, pool.submit(runner.bound, cutoff_s(best)))
                 upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
@@ -101,6 +118,8 @@ def race(
             # A rounded solution that fits limits how far the bounds of the others are raised.
             runner.bound(-np.inf)
             best = _better(best, runner)
+        if any(runner.is_open(cutoff_s(best)) for runner in runners):
+            meet_rival()
         lift_to_s = cutoff_s(best)
         for runner, lifted in [(r, pool.submit(r.bound, lift_to_s)) for r in unsolved]:
             lifted.result()
@@ -127,9 +146,10 @@ def race(
     finally:
         pool.shutdown(cancel_futures=True)
     if best is None:
-        if any(r.bound_s is not None and r.bound_s >= faster_than_s for r in runners):
-            raise InfeasibleError(
-                f"No plan of method {method} takes less than {format_seconds(faster_than_s)}."
+        enough_s = min(faster_than_s, rival_s)
+        if any(r.bound_s is not None and r.bound_s >= enough_s for r in runners):
+            raise TooSlowError(
+                f"No plan of method {method} takes less than {format_seconds(enough_s)}."
             )
         raise _infeasible(problem, runners, method)
     return _decision(
@@ -216,6 +236,12 @@ class _Runner:
     def solution(self) -> IntraSolution | None:
         """The best solution so far."""
         return self.improved or self.incumbent
+
+    def is_open(self, cutoff_s: float) -> bool:
+        """True if what was found so far may be improved below `cutoff_s`."""
+        if self.bound_s is None or self.bound_s >= cutoff_s:
+            return False
+        return self.incumbent is None or self.incumbent.status != "optimal"
 
     def bound(self, cutoff_s: float) -> None:
         """Find a bound under the memory limit, and a first solution."""

@@ -1,6 +1,7 @@
 """`Auto`: one program or a pipeline, and when pipelines are searched."""
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from planners.small_steps import mlp
 import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import CaptureError, InfeasibleError, InputError
+from aliquot.cost import known_memory, make_problem, timeline
 from aliquot.planners import Auto, Interrupted, PipeshardParallel, WholeProgram
+from aliquot.planners._base import TooSlowError
 
 STEP = mlp((256, 512, 512, 256), 64)
 CLUSTER = Cluster.preset("2x4xH100")
@@ -164,8 +167,6 @@ def test_an_interrupted_search_for_pipelines_keeps_the_program(monkeypatch):
 
 
 def test_a_program_that_cannot_be_fast_enough_is_not_searched_closely():
-    from aliquot.cost import make_problem
-
     problem = make_problem(aq.capture(*deep(1024, 4096, 4)), CLUSTER)
     best = WholeProgram().solve(problem)
     found = WholeProgram(faster_than_s=best.step_time_s / 10).solve(problem)
@@ -230,3 +231,74 @@ def test_auto_without_pipelines_is_the_best_program():
         for method in (Auto(pipelines=False), WholeProgram())
     )
     assert alone == whole
+
+
+def tight_problem():
+    """A problem whose program without a memory limit does not fit."""
+    problem = make_problem(aq.capture(*deep(1024, 4096, 4)), CLUSTER)
+    free = WholeProgram().solve(problem)
+    peak_bytes = timeline(known_memory(free.priced, free.picks), free.priced, free.picks).max()
+    return replace(problem, memory_limit_bytes=0.9 * float(peak_bytes)), problem
+
+
+def test_other_plans_are_asked_for_only_where_memory_is_short():
+    asked = []
+
+    def rival(seconds):
+        asked.append(seconds)
+        return math.inf
+
+    tight, free = tight_problem()
+    WholeProgram().solve_beside(free, None, rival)
+    assert not asked
+    beside, alone = WholeProgram().solve_beside(tight, None, rival), WholeProgram().solve(tight)
+    assert len(asked) == 1 and asked[0] >= beside.step_time_s
+    assert (beside.step_time_s, beside.lower_bound_s) == (alone.step_time_s, alone.lower_bound_s)
+
+
+def test_programs_that_other_plans_undercut_are_not_searched():
+    tight, _ = tight_problem()
+    alone = WholeProgram().solve(tight)
+    try:
+        found = WholeProgram().solve_beside(tight, None, lambda seconds: alone.step_time_s / 10)
+    except TooSlowError as error:
+        assert "takes less than" in str(error)
+    else:
+        assert found.lower_bound_s <= alone.lower_bound_s <= found.step_time_s
+    # A little slower than the best program, it changes nothing.
+    found = WholeProgram().solve_beside(tight, None, lambda seconds: alone.step_time_s * 1.01)
+    assert found.step_time_s == alone.step_time_s
+
+
+def test_no_number_of_micro_batches_is_searched_twice_where_nothing_fits(monkeypatch):
+    counts = []
+    solve = WholeProgram.solve_beside
+
+    def counting(method, problem, progress, rival):
+        counts.append(problem.num_micro_batches)
+        return solve(method, problem, progress, rival)
+
+    monkeypatch.setattr(WholeProgram, "solve_beside", counting)
+    # Enough for an even share of all arrays, so that the search must find that nothing fits.
+    monkeypatch.setattr("aliquot.planners._one_program.cannot_fit", lambda problem: False)
+    with pytest.raises(InfeasibleError):
+        aq.plan(*STEP, cluster=CLUSTER, memory_limit_bytes=100_000)
+    assert len(counts) > 2 and len(counts) == len(set(counts))
+
+
+def test_an_interrupt_while_programs_are_searched_keeps_the_pipeline_found_before(monkeypatch):
+    pipeline = aq.planners.solve_pipeline(
+        PipeshardParallel(num_stages=2, num_micro_batches=2),
+        aq.planners.Task(graph=aq.capture(*STEP), cluster=CLUSTER),
+    )
+    monkeypatch.setattr("aliquot.planners._pipeshard.solve_pipeline", lambda *asked: pipeline)
+
+    def stopped(method, problem, progress, rival):
+        rival(math.inf)
+        raise Interrupted(None)
+
+    monkeypatch.setattr(WholeProgram, "solve_beside", stopped)
+    for method in (Auto(), PipeshardParallel()):
+        with pytest.raises(Interrupted) as interrupted:
+            aq.plan(*STEP, cluster=CLUSTER, method=method)
+        assert interrupted.value.plan is not None and len(interrupted.value.plan.stages) == 2

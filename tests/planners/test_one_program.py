@@ -206,6 +206,27 @@ def test_a_wrong_pattern_of_layers_is_refused_though_one_program_has_none():
 
 
 @pytest.mark.parametrize(
+    ("seconds", "tried", "found"),
+    [
+        pytest.param({1: 10, 2: 8}, [1, 2], None, id="none is fast enough"),
+        pytest.param({1: 10, 2: 4, 4: 5}, [1, 2, 4], 2, id="one more is tried"),
+        pytest.param({1: 10, 2: 12}, [1, 2], None, id="more micro-batches are slower still"),
+        pytest.param({2: 4}, [1], None, id="the fewest do not fit"),
+    ],
+)
+def test_programs_beside_a_faster_pipeline(seconds, tried, found, monkeypatch):
+    monkeypatch.setattr("aliquot.planners._one_program.cannot_fit", lambda problem: False)
+    method, known = Seconds(seconds), {}
+    task = types.SimpleNamespace(problem=lambda count: count, progress=None)
+    settings = {"first": 1, "most": 64, "until_it_fits": False, "known": known}
+    for _ in range(2):
+        # What is known is not searched again.
+        best = one_program_by_doubling(method, task, faster_than_s=6, **settings)
+        assert method.tried == tried == list(known)
+        assert (best and best.count) == found
+
+
+@pytest.mark.parametrize(
     ("seconds", "most", "tried", "found"),
     [
         pytest.param({1: 10, 2: 11}, 64, [1, 2], 1, id="one is the fastest"),

@@ -1,0 +1,87 @@
+"""What a search for pipelines found, and such a search that is made when it is first asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..core import CaptureError, InfeasibleError, InputError
+from ._base import Candidate, Decision, Interrupted
+from ._one_program import OneProgram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelineSearch:
+    """The best pipeline for a step on a cluster.
+
+    Attributes:
+        decision: the pipeline; None if none promises to be as fast as was asked for.
+        program: an estimate of the step as one program, if the method allows one.
+        tried: what else was looked at.
+    """
+
+    decision: Decision | None
+    program: OneProgram | None = None
+    tried: tuple[Candidate, ...] = ()
+
+
+class StoppedSearch(Interrupted):
+    """Ctrl-C during a search for pipelines; its decision is a pipeline."""
+
+
+class LazySearch:
+    """A search for pipelines that is made once, when it is first asked for.
+
+    Args:
+        solve: makes the search for pipelines that take less than given seconds.
+
+    Attributes:
+        best: the best pipeline of several stages that is known, also after Ctrl-C.
+    """
+
+    def __init__(self, solve: Callable[[float], PipelineSearch]) -> None:
+        self.best: Decision | None = None
+        self._solve = solve
+        self._known: PipelineSearch | InfeasibleError | InputError | CaptureError | None = None
+
+    def search(self, faster_than_s: float) -> PipelineSearch:
+        """The pipelines, and where they are known the same again.
+
+        Raises:
+            InfeasibleError, InputError, CaptureError: as `solve` does, and the same again.
+            KeyboardInterrupt: Ctrl-C.
+        """
+        if self._known is None:
+            try:
+                self._known = self._solve(faster_than_s)
+            except (InfeasibleError, InputError, CaptureError) as error:
+                self._known = error
+            except StoppedSearch as stopped:
+                self.best = stopped.decision
+                raise
+        if not isinstance(self._known, PipelineSearch):
+            raise self._known
+        if math.isfinite(pipeline_s(self._known.decision)):
+            self.best = self._known.decision
+        return self._known
+
+    def fastest_s(self, faster_than_s: float) -> float:
+        """The step time of the best pipeline, infinite if there is none.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C.
+        """
+        try:
+            return pipeline_s(self.search(faster_than_s).decision)
+        except (InfeasibleError, InputError, CaptureError):
+            return math.inf
+
+
+def pipeline_s(pipeline: Decision | None) -> float:
+    """The step time of a pipeline, which one program must beat; infinite for a single stage, which
+    is one program itself.
+    """
+    if pipeline is None or len(pipeline.stages) == 1:
+        return math.inf
+    return pipeline.step_time_s
