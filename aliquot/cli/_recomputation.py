@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from ..plans import Plan
 
 AUTO = "auto"
-# On more devices, what one way of recomputing does not gain from stages the other is not asked for.
+# On more devices pipelines of the model without recomputation, where it is planned second, are
+# searched only if the first plan is one.
 _MANY_DEVICES = 128
 
 
 class Make(Protocol):
-    """Plans a model within so many seconds: of method auto only what is faster than
-    `faster_than_s`, and with `pipelines` or without.
+    """Function that plans a model within so many seconds. Method auto then searches only plans that
+    take less than `faster_than_s`, with `pipelines` or without.
     """
 
     def __call__(
@@ -46,14 +47,21 @@ def with_either_recomputation(
     time_limit_s: float | None,
     memory_limit_bytes: float | None = None,
 ) -> Plan:
-    """The faster of the plans without recomputation and with that of each block. Blocks are not
-    tried where computing them again takes longer than the plan without. Where the whole batch does
-    not fit without recomputation, blocks come first. Ctrl-C hands over the faster so far. Pipelines
-    choose by stage what they recompute, so that with method auto those without blocks are enough,
-    and on more than 128 devices none where one program of blocks is faster than their pipelines.
+    """The faster of two plans: of the plain model, and of the one that recomputes each block.
+
+    The plain model is planned first. Blocks are then planned only if their compute alone, shared
+    evenly by all devices, takes less than the plain plan. Where the whole batch cannot fit without
+    recomputation, blocks come first. Ctrl-C hands over the faster so far.
+
+    With method auto, pipelines choose by stage what they recompute, so that those of the plain
+    model are enough. Where it comes second, on more than 128 devices its pipelines are searched
+    only if the plan with blocks is one.
 
     Args:
-        time_limit_s: over both plans.
+        name: of the model, as `resolve` takes it.
+        where: the cluster.
+        make: plans a model.
+        time_limit_s: for both plans together.
 
     Raises:
         InfeasibleError: neither fits; says what is needed with recomputation.
@@ -68,50 +76,51 @@ def with_either_recomputation(
             return None
         return max(time_limit_s - (time.perf_counter() - started), 1e-3)
 
-    # Half of the time is kept for the second.
+    # Half of the time is kept for the second plan.
     first_s = None if time_limit_s is None else time_limit_s / 2
-    whole = resolve(name, replace(options, recompute="none"), where)
+    plain = resolve(name, replace(options, recompute="none"), where)
     blocks = resolve(name, replace(options, recompute="block"), where)
-    first, second = whole, blocks
-    if cannot_fit(_problem(whole, where, memory_limit_bytes)):
-        first, second = blocks, whole
+    first, second = plain, blocks
+    if cannot_fit(_problem(plain, where, memory_limit_bytes)):
+        first, second = blocks, plain
     plan: Plan | None = None
     try:
         plan = make(first, first_s)
     except InfeasibleError:
-        # Without recomputation more is kept.
+        # Without recomputation even more is kept in memory.
         if first is blocks:
             raise
     except TimeLimitError:
         pass
-    other = "recompute block" if second is blocks else "recompute none"
+    first_name, second_name = "recompute none", "recompute block"
+    if second is plain:
+        first_name, second_name = second_name, first_name
     if plan is not None and second is blocks:
         compute_s = least_compute_s(_problem(blocks, where, memory_limit_bytes))
         if compute_s >= plan.prediction.step_time_s:
-            return _beside(plan, other, None)
-    least_s = plan.prediction.step_time_s if plan else math.inf
+            return _with_tried(plan, second_name, None)
+    to_beat_s = plan.prediction.step_time_s if plan else math.inf
     pipelines = plan is None or (
-        second is whole and (len(plan.stages) > 1 or where.num_devices <= _MANY_DEVICES)
+        second is plain and (len(plan.stages) > 1 or where.num_devices <= _MANY_DEVICES)
     )
     try:
-        found = make(second, left_s(), faster_than_s=least_s, pipelines=pipelines)
+        found = make(second, left_s(), faster_than_s=to_beat_s, pipelines=pipelines)
     except (InfeasibleError, TimeLimitError):
         if plan is None:
             raise
-        return _beside(plan, other, None)
+        return _with_tried(plan, second_name, None)
     except KeyboardInterrupt as stopped:
-        raise _with_faster(stopped, plan, other) from None
+        raise _with_faster(stopped, plan, second_name) from None
     if plan is None:
         return found
     if found.prediction.step_time_s < plan.prediction.step_time_s:
-        before = "recompute none" if second is blocks else "recompute block"
-        return _beside(found, before, plan.prediction.step_time_s)
-    return _beside(plan, other, found.prediction.step_time_s)
+        return _with_tried(found, first_name, plan.prediction.step_time_s)
+    return _with_tried(plan, second_name, found.prediction.step_time_s)
 
 
 def is_searched(name: str, options: ZooOptions, method: AbstractMethod | PipeshardParallel) -> bool:
-    """Whether both ways of recomputing are planned: where that is asked for, or left to a method
-    that decides everything else, too.
+    """True if both ways of recomputing are planned: that is asked for, or left to a method that
+    decides everything else, too.
     """
     from ..planners import Auto
 
@@ -121,6 +130,9 @@ def is_searched(name: str, options: ZooOptions, method: AbstractMethod | Pipesha
 
 def refuse_auto(options: ZooOptions, model: str, option: str) -> None:
     """Refuse `--recompute auto` where it cannot be followed.
+
+    Args:
+        model, option: what it does not go with: the option, or if that is empty the model.
 
     Raises:
         InputError: with what to give instead.
@@ -133,6 +145,7 @@ def refuse_auto(options: ZooOptions, model: str, option: str) -> None:
 
 
 def _problem(model: Model, where: Cluster, memory_limit_bytes: float | None) -> Problem:
+    """The step of a model on its whole batch."""
     from ..cost import make_problem
     from ..graph import capture
 
@@ -142,10 +155,11 @@ def _problem(model: Model, where: Cluster, memory_limit_bytes: float | None) -> 
 
 
 def _with_faster(stopped: KeyboardInterrupt, plan: Plan | None, searched: str) -> KeyboardInterrupt:
-    """The interruption with the faster of its plan and another.
+    """The interruption of the second plan, with the faster of both plans.
 
     Args:
-        searched: what the search that was interrupted is called.
+        plan: the first, if there is one.
+        searched: the name of the second way of recomputing.
     """
     from ..planners import Interrupted
 
@@ -155,17 +169,22 @@ def _with_faster(stopped: KeyboardInterrupt, plan: Plan | None, searched: str) -
     ):
         return stopped
     instead = Interrupted(None)
-    instead.plan = _beside(plan, searched, None, "interrupted")
+    instead.plan = _with_tried(plan, searched, None, "interrupted")
     return instead
 
 
-def _beside(
+def _with_tried(
     plan: Plan,
     name: str,
     step_time_s: float | None,
     outcome: str = "no faster, or not found in time",
 ) -> Plan:
-    """The plan, with the other way of recomputing among what was tried."""
+    """The plan, with the other way of recomputing among what was tried.
+
+    Args:
+        name: of that other way.
+        step_time_s: of its plan; None if it has none, and then `outcome` says why.
+    """
     tried = {
         "name": name,
         "mesh": "",

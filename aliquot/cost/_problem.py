@@ -17,10 +17,10 @@ class Problem:
 
     Attributes:
         graph: the step, traced at the size of one micro-batch.
-        nodes: the decisions, as a graph.
-        work: of each node.
+        nodes: what is to be decided, as a graph.
+        work: arithmetic and memory traffic of each node.
         residents: arrays in memory, with their live ranges.
-        held: arrays that a stage's deferred gradients of weights read.
+        held: arrays that gradients of weights read, where a schedule defers these.
         cluster: what it runs on.
         num_micro_batches: how often forward and backward run in a step.
         memory_limit_bytes: what each device may use.
@@ -38,11 +38,12 @@ class Problem:
     memory_limit_bytes: float
     whole: Graph | None = field(default=None, repr=False)
     semantics: str = "exact"
+    # The answers of `runs_in_groups`, by number of groups.
     _in_groups: dict[int, bool] = field(default_factory=dict, repr=False)
 
     def runs_in_groups(self, num_groups: int) -> bool:
-        """True if so many groups of devices can each take a share of every micro-batch, and wait
-        with its gradients.
+        """True if each of so many groups of devices can take a share of every micro-batch, and keep
+        its gradients to itself until the last one. Without `whole` that is taken for granted.
         """
         if self.whole is None or num_groups == 1:
             return True
@@ -77,6 +78,7 @@ def make_problem(
 
     Args:
         memory_limit_bytes: by default what the device's runtime leaves to programs.
+        on_missing_rule: see `dim_rule`.
         repeats: fold equal layers into one decision.
         whole, semantics: see `Problem`.
     """

@@ -28,25 +28,27 @@ _MOST_DEVICES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto(AbstractMethod):
-    """Search one program and pipelines, with the number of micro-batches unless it is given, and
+    """Search one program and pipelines, and numbers of micro-batches unless one is given, and
     take the fastest plan that fits.
 
     Both searches keep to the limits of `intra` and of `StageDP`, which are amounts of work and not
     seconds: the same step has the same plan everywhere. Pipelines are not searched on one device,
     on a given mesh, or if one program takes no longer than the compute of the step alone, shared
-    evenly by all devices. On more than 128 devices fewer numbers of micro-batches are searched, and
-    on more than 4,096 pipelines only if one program with the fewest micro-batches does not fit;
-    plans say what was not searched. Both are searched on fewer hosts, too, where these could
-    compute the step in less time than the best plan for all takes: a plan may leave hosts idle.
-    Where memory makes the search of one program long, pipelines are searched first, and only
-    programs that may be faster are searched closely.
+    evenly by all devices. On more than 128 devices fewer numbers of micro-batches are searched. On
+    more than 4,096 devices pipelines are searched only if one program with the fewest micro-batches
+    does not fit. Plans say what was not searched.
+
+    Both are searched on fewer hosts, too, where these could compute the step in less time than the
+    best plan for all takes: a plan may leave hosts idle. Where memory makes the search of one
+    program long, pipelines are searched first, and only programs that may be faster are searched
+    closely.
 
     Args:
         intra: finds the splits.
         mesh_shape: only this mesh of all devices, and so only one program.
         pipelines: whether these are searched, too.
-        faster_than_s: plans that cannot take less are not searched closely; any that fits may be
-            the answer then, or none.
+        faster_than_s: plans that cannot take less are not searched closely; the answer may then be
+            any that fits, or `InfeasibleError`.
     """
 
     intra: AbstractIntra = field(default_factory=ILP)
@@ -86,6 +88,7 @@ class Auto(AbstractMethod):
             raise
 
     def _decide(self, task: Task, faster_than_s: float = math.inf) -> Decision:
+        """The decision on all hosts of a task; Ctrl-C hands over the best of both searches."""
         faster_than_s = min(faster_than_s, self.faster_than_s)
         pipelines = self.pipeshard.lazy_search(task, faster_than_s)
         try:
@@ -95,57 +98,62 @@ class Auto(AbstractMethod):
             raise
 
     def _decide_with(self, task: Task, pipelines: LazySearch, faster_than_s: float) -> Decision:
+        """As `_decide`, with a search for pipelines that is made only if it is asked for."""
         asked = task.num_micro_batches
         count = 1 if asked is None else asked
         problem = task.problem(count)
         method = replace(self.program, faster_than_s=faster_than_s)
-        is_one_program = self.mesh_shape is not None or not self.pipelines
-        has_pipelines = not is_one_program and task.cluster.num_devices > 1
-        are_few = task.cluster.num_devices <= _MOST_DEVICES
-        rival = pipelines.fastest_s if has_pipelines and are_few else None
+        wants_one_program = self.mesh_shape is not None or not self.pipelines
+        has_pipelines = not wants_one_program and task.cluster.num_devices > 1
+        are_devices_few = task.cluster.num_devices <= _MOST_DEVICES
+        # Where memory makes the search of the first program long, it asks for pipelines early.
+        rival = pipelines.fastest_s if has_pipelines and are_devices_few else None
         first = program_beside(method, problem, task.progress, rival)
         programs: dict[int, Found] = {count: first}
         if not has_pipelines:
-            return self._whole(task, count, programs, method)
+            return self._one_program(task, count, programs, method)
         program = first if isinstance(first, Decision) else None
         if program is not None and program.step_time_s * (
             1 - self.intra.relative_gap
         ) <= least_compute_s(problem):
             return self._as_auto(task, program)
         # Many devices: pipelines only where no plan is known.
-        is_known = program is not None or math.isfinite(faster_than_s)
-        if is_known and not are_few:
-            whole = self._whole(task, count, programs, method)
+        has_plan = program is not None or math.isfinite(faster_than_s)
+        if has_plan and not are_devices_few:
+            decision = self._one_program(task, count, programs, method)
             left_out = _not_searched(least_compute_s(problem))
-            return replace(whole, candidates=(*whole.candidates, left_out))
+            return replace(decision, candidates=(*decision.candidates, left_out))
         try:
             decision = self.pipeshard.decide_with(task, programs, pipelines, faster_than_s)
         except (InfeasibleError, InputError, CaptureError) as refusal:
+            # Whoever gives `faster_than_s` has a plan already, and needs no message.
             if program is None and math.isfinite(faster_than_s):
                 raise
             try:
-                return self._whole(task, count, programs, method)
+                return self._one_program(task, count, programs, method)
             except InfeasibleError as error:
                 if not isinstance(refusal, InfeasibleError):
                     raise
-                smaller = refusal if _needs(refusal) < _needs(error) else error
-                raise _of_all(smaller, task) from None
+                smaller = min(error, refusal, key=_required_bytes)
+                raise _for_both_searches(smaller, task) from None
         except Interrupted as interrupted:
             best = program and replace(program, bound_holds_for=one_program_scope(program))
             interrupted.decision = faster(best, interrupted.decision)
             raise
         return self._as_auto(task, decision)
 
-    def _whole(
+    def _one_program(
         self, task: Task, count: int, programs: dict[int, Found], method: WholeProgram
     ) -> Decision:
-        """One program, with more micro-batches where they are not given and fewer do not fit.
+        """One program, with more than `count` micro-batches where none are given and so few do not
+        fit.
 
         Args:
-            programs: those that are known by their numbers of micro-batches.
+            count: the fewest micro-batches.
+            programs: the known programs, by their numbers of micro-batches.
 
         Raises:
-            InfeasibleError: None fits; describes what the fewest micro-batches need.
+            InfeasibleError: none fits; describes what the fewest micro-batches need.
         """
         most = (
             count
@@ -157,6 +165,7 @@ class Auto(AbstractMethod):
         )
         if decision is None and isinstance(error := programs[count], InfeasibleError):
             raise error
+        # Nothing was searched where the arrays alone are too large: this says how much they need.
         decision = decision or method.solve(task.problem(count), task.progress)
         return self._as_auto(task, replace(decision, bound_holds_for=one_program_scope(decision)))
 
@@ -166,6 +175,9 @@ class Auto(AbstractMethod):
 
 
 def _not_searched(least_s: float) -> Candidate:
+    """A candidate that stands for all pipelines, which were not searched and take `least_s` or
+    more.
+    """
     return Candidate(
         name="pipelines",
         mesh="",
@@ -177,8 +189,8 @@ def _not_searched(least_s: float) -> Candidate:
     )
 
 
-def _of_all(error: InfeasibleError, task: Task) -> InfeasibleError:
-    """What one of the searches says of its smallest plan, said of all of them."""
+def _for_both_searches(error: InfeasibleError, task: Task) -> InfeasibleError:
+    """The error of the search with the smaller plan, worded as the answer of both searches."""
     claim, _, rest = str(error).partition("\n")
     if claim.startswith("No "):
         claim = (
@@ -193,5 +205,5 @@ def _of_all(error: InfeasibleError, task: Task) -> InfeasibleError:
     )
 
 
-def _needs(error: InfeasibleError) -> float:
+def _required_bytes(error: InfeasibleError) -> float:
     return error.required_bytes or math.inf

@@ -1,8 +1,8 @@
 """One program instead of stages, which may be the fastest with fewer and larger micro-batches than
 a pipeline needs.
 
-With the number of micro-batches a program's gathers of split parameters and its launches grow, and
-its memory falls. Prices of single layers show neither.
+More micro-batches make a program gather split parameters and launch kernels more often, and need
+less memory. Prices of single layers show neither.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from ._base import (
 )
 from ._methods import ShardParallel, WholeProgram
 
-# Declared infeasible only 10 % above the limit, as a compiler may hold less with larger
-# micro-batches.
-_MARGIN = 1.1
+# A lower bound on memory rules a program out only 10 % above the limit, as a compiler may hold less
+# with larger micro-batches.
+_MEMORY_MARGIN = 1.1
 _MOST_PROGRAMS = 6
-# Where programs are slower than a pipeline, the next number of micro-batches is mostly so, too.
+# After so many programs that are slower than a pipeline, the next mostly is, too.
 _MOST_SLOW = 2
 Found: TypeAlias = Decision | InfeasibleError | None
-"""A program, or why there is none; None where its arrays alone are too large."""
+"""A program, or why there is none; None where its arrays alone are too large, so that it was not
+searched."""
 _ONE_PROGRAM_SCOPES = {
     "all copies of all layers": "",
     "gap_within_folded_space": " that split equal layers equally",
@@ -45,8 +46,8 @@ _ONE_PROGRAM_SCOPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneProgram:
-    """A step as one program on all devices: the mesh of the least total time of its layers, and
-    that time without a memory limit.
+    """An estimate of a step as one program on all devices: the mesh of the least total time of its
+    layers, and that time without a memory limit.
     """
 
     mesh_shape: tuple[int, ...]
@@ -55,11 +56,11 @@ class OneProgram:
 
 
 def as_one_program(chains: Sequence[Chain]) -> OneProgram | None:
-    """The mesh of all devices with the least total time of the layers; None if they cannot run on
+    """The estimate of a step as one program, from prices of its layers; None if they cannot run on
     all devices.
     """
     seconds = [
-        (_seconds(chain, k), option.mesh_shape, chain.num_micro_batches)
+        (_layers_s(chain, k), option.mesh_shape, chain.num_micro_batches)
         for chain in chains
         for k, option in enumerate(chain.options)
         if option.num_devices == chain.num_devices
@@ -71,7 +72,8 @@ def as_one_program(chains: Sequence[Chain]) -> OneProgram | None:
     return OneProgram(mesh_shape=mesh_shape, num_micro_batches=count, least_s=least_s)
 
 
-def _seconds(chain: Chain, option: int) -> float:
+def _layers_s(chain: Chain, option: int) -> float:
+    """Seconds of a step if all layers, one by one, run under the same option."""
     passes = float(chain.forward_s[:, option].sum() + chain.backward_s[:, option].sum())
     return chain.num_micro_batches * passes + float(chain.once_s[:, option].sum())
 
@@ -95,8 +97,8 @@ def one_program_by_doubling(
 
     Args:
         until_it_fits: whether more micro-batches are tried where `first` does not fit.
-        known: programs that are known by their numbers of micro-batches; those that are searched
-            are added.
+        known: the known programs, by their numbers of micro-batches; those that are searched are
+            added.
         faster_than_s: programs that cannot take less are not searched closely.
 
     Raises:
@@ -109,16 +111,17 @@ def one_program_by_doubling(
             break
         try:
             problem = task.problem(count)
-        # More parts do not divide a batch either that these do not divide.
+        # Where so many parts do not divide the batch, twice as many do not either.
         except (InputError, CaptureError):
             break
         try:
             if count not in known:
-                # A program that is no faster than one with fewer micro-batches ends the search.
+                # A program that is no faster than the best so far ends this search, and need not
+                # be searched closely.
                 if isinstance(method, WholeProgram):
                     best_s = best.step_time_s if best else math.inf
-                    fastest_s = min(method.faster_than_s, faster_than_s, best_s)
-                    method = replace(method, faster_than_s=fastest_s)
+                    to_beat_s = min(method.faster_than_s, faster_than_s, best_s)
+                    method = replace(method, faster_than_s=to_beat_s)
                 known[count] = None if cannot_fit(problem) else _solved(method, problem, task)
         except Interrupted as interrupted:
             interrupted.decision = faster(best, interrupted.decision)
@@ -140,6 +143,7 @@ def one_program_by_doubling(
 
 
 def _solved(method: AbstractMethod, problem: Problem, task: Task) -> Found:
+    """The program of a method, or its error."""
     try:
         return method.solve(problem, task.progress)
     except InfeasibleError as error:
@@ -152,7 +156,11 @@ def program_beside(
     progress: Progress | None,
     rival: Callable[[float], float] | None,
 ) -> Found:
-    """The program of a method, found beside a search of other plans; see `race`.
+    """The program of a method, or why there is none.
+
+    Args:
+        rival: a search of other plans, which is asked for their least step time if memory makes the
+            search of the program long; see `race`.
 
     Raises:
         Interrupted: Ctrl-C.
@@ -172,11 +180,12 @@ def add_first_program(
     known: MutableMapping[int, Found],
     rival: Callable[[float], float],
 ) -> None:
-    """Add the program of the fewest micro-batches to the known ones: a pipeline that does not
-    promise less than it takes need not be solved.
+    """Add the program of the fewest micro-batches to the known ones: pipelines that do not promise
+    to be faster then need not be solved.
 
     Args:
         first: the fewest micro-batches.
+        known: the known programs, by their numbers of micro-batches.
         rival: the search for pipelines; see `race`.
 
     Raises:
@@ -193,7 +202,9 @@ def add_first_program(
 
 
 def one_program_scope(decision: Decision) -> str:
-    """The plans among which the bound of one program holds; pipelines, searched too, are none."""
+    """Words for the plans among which the bound of one program holds. It says nothing of pipelines,
+    even where these are searched, too.
+    """
     if not decision.bound_holds_for:
         return ""
     count = decision.num_micro_batches
@@ -214,7 +225,7 @@ def cannot_fit(problem: Problem) -> bool:
     least_bytes = (
         float(alive_over_time(parts, problem.nodes.num_ops + 1).max()) / problem.cluster.num_devices
     )
-    return least_bytes > _MARGIN * problem.memory_limit_bytes
+    return least_bytes > _MEMORY_MARGIN * problem.memory_limit_bytes
 
 
 def least_compute_s(problem: Problem) -> float:
@@ -242,8 +253,9 @@ def fewer_micro_batches(
 
     Args:
         problem_with: the problem for a number of micro-batches.
-        most: the number of micro-batches whose divisors are tried.
-        is_hopeless: whether a solved problem shows that no program with so many micro-batches fits.
+        most: the number of micro-batches whose smaller divisors are tried.
+        is_hopeless: whether the problem that was solved last shows that no program with so many
+            micro-batches, the next to be tried, fits.
 
     Raises:
         Interrupted: Ctrl-C.
@@ -251,7 +263,7 @@ def fewer_micro_batches(
     divisors = [n for n in range(1, most) if most % n == 0]
     # The square root is a guess in the middle, from which both directions are short.
     place = bisect.bisect_right(divisors, math.isqrt(most)) - 1
-    best, step = None, -1
+    best, direction = None, -1
     while 0 <= place < len(divisors):
         problem = problem_with(divisors[place])
         try:
@@ -259,26 +271,26 @@ def fewer_micro_batches(
         except InfeasibleError:
             if best is not None:
                 break
-            step = 1
+            direction = 1
         else:
             if best is not None and decision.step_time_s >= best.step_time_s:
                 break
             best = decision
             # After a search upwards, the first that fits has the largest micro-batches.
-            if step > 0:
+            if direction > 0:
                 break
-        place = _next(divisors, place, step)
+        place = _next_divisor(divisors, place, direction)
         if best is not None and place >= 0 and is_hopeless(problem, divisors[place]):
             break
     return best if best is not None and best.step_time_s < faster_than_s else None
 
 
-def _next(divisors: Sequence[int], place: int, step: int) -> int:
-    """Position of the next divisor that is at most half as large, or at least twice; out of range
-    if there is none.
+def _next_divisor(divisors: Sequence[int], place: int, direction: int) -> int:
+    """Position of the next divisor that is at most half as large (direction -1), or at least twice
+    (direction 1); out of range if there is none.
     """
-    target = divisors[place] * 2**step
-    if step < 0:
+    target = divisors[place] * 2**direction
+    if direction < 0:
         return bisect.bisect_right(divisors, target) - 1
     return bisect.bisect_left(divisors, target)
 
@@ -300,12 +312,12 @@ def is_too_large(problem: Problem, count: int) -> bool:
         {f for f in factors if sizes and node.factors[f].size % sizes[0] == 0}
         for node, factors in zip(nodes.nodes, nodes.batch_factors, strict=True)
     ]
-    larger = problem.num_micro_batches / count
+    growth = problem.num_micro_batches / count
     live_ranges = []
     for r in problem.residents:
         holds_batch = r.node >= 0 and any(r.projection[f] >= 0 for f in batch_factors[r.node])
-        live_ranges.append((r, r.num_bytes * (larger if holds_batch else 1.0)))
+        live_ranges.append((r, r.num_bytes * (growth if holds_batch else 1.0)))
     least_bytes = (
         float(alive_over_time(live_ranges, nodes.num_ops + 1).max()) / problem.cluster.num_devices
     )
-    return least_bytes > _MARGIN * problem.memory_limit_bytes
+    return least_bytes > _MEMORY_MARGIN * problem.memory_limit_bytes

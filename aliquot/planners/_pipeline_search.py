@@ -1,4 +1,4 @@
-"""What a search for pipelines found, and such a search that is made when it is first asked for."""
+"""The result of a search for pipelines, and a search that is made when it is first asked for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ._one_program import OneProgram
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineSearch:
-    """The best pipeline for a step on a cluster.
+    """The result of a search for pipelines for a step on a cluster.
 
     Attributes:
-        decision: the pipeline; None if none promises to be as fast as was asked for.
+        decision: the best pipeline; None if none promises to be as fast as was asked for.
         program: an estimate of the step as one program, if the method allows one.
         tried: what else was looked at.
     """
@@ -27,7 +27,9 @@ class PipelineSearch:
 
 
 class StoppedSearch(Interrupted):
-    """Ctrl-C during a search for pipelines; its decision is a pipeline."""
+    """Ctrl-C during a search for pipelines; its decision is the best pipeline so far, or
+    None.
+    """
 
 
 class LazySearch:
@@ -46,10 +48,11 @@ class LazySearch:
         self._known: PipelineSearch | InfeasibleError | InputError | CaptureError | None = None
 
     def search(self, faster_than_s: float) -> PipelineSearch:
-        """The pipelines, and where they are known the same again.
+        """The result, made by the first call. Later calls return it again, whatever they ask for.
 
         Raises:
-            InfeasibleError, InputError, CaptureError: as `solve` does, and the same again.
+            InfeasibleError, InputError, CaptureError: as `solve` does; later calls raise the same
+                error again.
             KeyboardInterrupt: Ctrl-C.
         """
         if self._known is None:
@@ -67,7 +70,7 @@ class LazySearch:
         return self._known
 
     def fastest_s(self, faster_than_s: float) -> float:
-        """The step time of the best pipeline, infinite if there is none.
+        """The step time of the best pipeline, infinite if there is none; searches as `search` does.
 
         Raises:
             KeyboardInterrupt: Ctrl-C.

@@ -38,15 +38,16 @@ from ._tried import tried_counts, tried_pipeline, tried_programs
 from .inter import AbstractInter, StageDP, StageLimits
 from .intra import ILP, AbstractIntra
 
-# Numbers of micro-batches that are searched on their own.
+# At most so many numbers of micro-batches are priced and solved on their own.
 _MOST_COUNTS = 4
-# Stages that are solved as wholes take up to so much less than their layers one by one.
+# A stage solved as a whole takes up to this share less than the sum of its layers promises.
 _LESS_AS_WHOLES = 0.03
-# With one micro-batch half of the devices are mostly idle, or more.
+# With one micro-batch half of the devices or more are idle: a step then mostly takes at least so
+# many times its compute, shared evenly by all devices.
 _IDLE_WITH_ONE = 2.0
-# Units, times options, times devices, of steps for which other numbers of stages are solved.
+# Units times options times devices: up to so many, other numbers of stages are solved as well.
 _SMALL = 10_000
-# Smaller steps are searched before a helper process is ready.
+# The search of a step with fewer operators ends before a helper process is ready.
 _MANY_OPS = 1000
 
 
@@ -82,7 +83,9 @@ class PipeshardParallel(AbstractMethod):
 
     @property
     def may_be_one_program(self) -> bool:
-        """True if one program is an answer: no stages and no schedule are asked for."""
+        """True if one program is an answer: neither several stages nor a schedule is asked for, and
+        the inter planner searches.
+        """
         return self.num_stages in (None, 1) and self.schedule is None and self.inter.searches
 
     def whole(self, mesh_shape: tuple[int, ...] | None = None) -> ShardParallel:
@@ -98,12 +101,12 @@ class PipeshardParallel(AbstractMethod):
 
         Unless stages or a schedule are asked for, `WholeProgram` plans one program as well, with
         the given number of micro-batches or with 1, 2, 4, ... of them; see
-        `one_program_by_doubling`. The program of fewest comes first, so that only pipelines that
-        may be faster are searched closely; but where memory makes its own search long, pipelines
-        come first. A planner that searches may leave hosts idle.
+        `one_program_by_doubling`. The program of the fewest micro-batches comes first, so that only
+        pipelines that may be faster are searched closely; but where memory makes its own search
+        long, pipelines come first. An inter planner that searches may leave hosts idle.
         """
-        first = self._decide(task)
-        return fastest_on_any_hosts(task, first, self._decide) if self.inter.searches else first
+        on_all = self._decide(task)
+        return fastest_on_any_hosts(task, on_all, self._decide) if self.inter.searches else on_all
 
     def _decide(self, task: Task, faster_than_s: float = math.inf) -> Decision:
         pipelines = self.lazy_search(task, faster_than_s)
@@ -136,33 +139,33 @@ class PipeshardParallel(AbstractMethod):
         """As `decide` on all hosts.
 
         Args:
-            programs: that are known by their numbers of micro-batches, to which others are added.
+            programs: the known ones, by their numbers of micro-batches; others are added.
             pipelines: the search for pipelines.
             faster_than_s: what takes as long need not be found; `InfeasibleError` may then be
                 raised.
         """
         method = self._with_count(task)
         if method.may_be_one_program:
-            whole = WholeProgram(intra=method.intra, faster_than_s=faster_than_s)
+            one_program = WholeProgram(intra=method.intra, faster_than_s=faster_than_s)
             count = method.num_micro_batches or 1
-            add_first_program(whole, task, count, programs, pipelines.fastest_s)
+            add_first_program(one_program, task, count, programs, pipelines.fastest_s)
         best: Decision | None = None
         search: PipelineSearch | None = None
         refusal: InfeasibleError | InputError | CaptureError | None = None
         try:
-            search = pipelines.search(_fastest_s(method, programs))
+            search = pipelines.search(_to_beat_s(method, programs))
         except InfeasibleError as error:
             if not method.may_be_one_program:
                 raise
             refusal = error
         except (InputError, CaptureError) as error:
-            # Where stages may be cut was said wrongly, or the step cannot be cut; it may still run
-            # whole.
+            # A step that cannot be cut may still be one program. But if `layers`, which says where
+            # to cut, is wrong, the user is told so.
             if not method.may_be_one_program or method.layers is not None:
                 raise
             refusal = error
         except KeyboardInterrupt as stopped:
-            # What the search of a single stage had found is no plan of the step.
+            # Other interruptions come from inside a stage: what they carry is no plan of the step.
             raise Interrupted(
                 stopped.decision if isinstance(stopped, StoppedSearch) else None
             ) from stopped
@@ -203,7 +206,7 @@ class PipeshardParallel(AbstractMethod):
         return replace(best, candidates=(*best.candidates, *tried))
 
 
-def _fastest_s(method: PipeshardParallel, programs: MutableMapping[int, Found]) -> float:
+def _to_beat_s(method: PipeshardParallel, programs: MutableMapping[int, Found]) -> float:
     """The step time that pipelines must beat: that of the fastest known program, where one program
     is an answer.
     """
@@ -221,7 +224,8 @@ def _one_programs(
     known: MutableMapping[int, Found],
     faster_than_s: float,
 ) -> Iterator[Decision]:
-    """The step as one program, found in several ways.
+    """Plans of the step as one program: by doubling the number of micro-batches; if none of these
+    is as fast as the pipeline, with fewer than the pipeline has, or on the mesh of its only stage.
 
     Raises:
         Interrupted: Ctrl-C.
@@ -230,7 +234,7 @@ def _one_programs(
     if method.may_be_one_program:
         given = method.num_micro_batches
         most = min(batch_size(task.graph), MOST_MICRO_BATCHES) if given is None else given
-        # Searches where memory is short take long, and there are stages that fit.
+        # Where memory is short a search takes long; with stages that fit, it need not go on.
         by_doubling = one_program_by_doubling(
             WholeProgram(intra=method.intra, faster_than_s=faster_than_s),
             task,
@@ -246,13 +250,13 @@ def _one_programs(
         by_doubling is not None and by_doubling.step_time_s <= pipeline.step_time_s
     ):
         return
-    fewer = _solve_one_program(method, task, pipeline, program)
+    fewer = _with_fewer_micro_batches(method, task, pipeline, program)
     if fewer is not None:
         yield fewer
     elif len(pipeline.stages) == 1:
         # A single stage becomes one program, on the mesh of that stage.
-        whole = method.whole(pipeline.priced.mesh.shape)
-        yield whole.solve(task.problem(pipeline.num_micro_batches), task.progress)
+        one_mesh = method.whole(pipeline.priced.mesh.shape)
+        yield one_mesh.solve(task.problem(pipeline.num_micro_batches), task.progress)
 
 
 def solve_pipeline(
@@ -261,8 +265,8 @@ def solve_pipeline(
     """The best pipeline for a step on a cluster.
 
     Args:
-        faster_than_s: where numbers of micro-batches are searched, those of which layers promise no
-            less are not looked at closely.
+        faster_than_s: numbers of micro-batches with which the layers promise no less are not priced
+            and solved on their own.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -278,11 +282,11 @@ def solve_pipeline(
         else [g for g in counts_to_try(task.graph, task.cluster) if g]
     )
     with HelperProcess(wanted=len(task.graph.ops) >= _MANY_OPS) as helper:
-        for number, counts in enumerate(groups):
+        for attempt, counts in enumerate(groups, 1):
             try:
                 return _search_counts(method, task, counts, helper, faster_than_s)
             except InfeasibleError:
-                if number == len(groups) - 1:
+                if attempt == len(groups):
                     raise
     raise AssertionError("there is always a number of micro-batches to try")
 
@@ -311,28 +315,29 @@ def _search_counts(
     if len(counts) > 1:
         fine = priced[counts[-1]] = price(counts[-1:])
         if len(fine.kinds) != len(priced[counts[0]].kinds):
-            # Small micro-batches may have other layers.
+            # Small micro-batches may be cut into other layers: take those of the large ones.
             fine = price(counts[-1:], layers=priced[counts[0]].sketch.layers)
         chains = chains_between(chains, fine.chains[0])
     least_s = priced[counts[0]].least_compute_s
     if _is_small(chains[0]) or _one_micro_batch_may_do(task, least_s, faster_than_s):
-        # Other ways are tried as well, which the promise of the best stages says nothing of.
+        # Other numbers of stages or one micro-batch are tried, too, of which no promise speaks.
         faster_than_s = math.inf
     decisions: list[Decision] = []
     refusals: list[InfeasibleError] = []
-    left = list(chains)
+    untried = list(chains)
     promised: ChainPlan | None = None
     # Searches for stages on many devices take long.
     most_counts = 1 if task.cluster.num_devices > MANY_DEVICES else _MOST_COUNTS
     try:
-        while left:
+        while untried:
             if len(decisions) == most_counts == 1:
+                # No promise is known of those left out.
                 promised = None
                 break
-            count = left[0].num_micro_batches
+            count = untried[0].num_micro_batches
             if len(counts) > 1 or math.isfinite(faster_than_s):
                 try:
-                    promised = method.inter.solve(left, limits=method.limits, helper=helper)
+                    promised = method.inter.solve(untried, limits=method.limits, helper=helper)
                 except InfeasibleError as error:
                     refusals.append(error)
                     break
@@ -344,7 +349,7 @@ def _search_counts(
                 ):
                     break
                 count = promised.num_micro_batches
-            left = [chain for chain in left if chain.num_micro_batches != count]
+            untried = [chain for chain in untried if chain.num_micro_batches != count]
             if count not in priced:
                 priced[count] = price([count])
             try:
@@ -357,7 +362,7 @@ def _search_counts(
     if best is None:
         if refusals or promised is None:
             raise refusals[0]
-        others = [chain.num_micro_batches for chain in left]
+        others = [chain.num_micro_batches for chain in untried]
         slower = tried_counts(promised, method.inter.method, faster_than_s, others)
         return PipelineSearch(decision=None, tried=(slower,))
     if method.num_stages is None and method.inter.searches:
@@ -375,25 +380,22 @@ def _search_counts(
         best = _fastest(decisions)
         assert best is not None
     tried = [tried_pipeline(each, "slower") for each in decisions if each is not best]
-    if left:
-        others = [chain.num_micro_batches for chain in left]
+    if untried:
+        others = [chain.num_micro_batches for chain in untried]
         tried.append(tried_counts(promised, best.method, best.step_time_s, others))
-    is_open = (
-        method.num_stages in (None, 1)
-        and method.schedule is None
-        and method.num_micro_batches is None
-    )
-    program = as_one_program(chains) if is_open and method.inter.searches else None
+    is_open = method.may_be_one_program and method.num_micro_batches is None
+    program = as_one_program(chains) if is_open else None
     return PipelineSearch(decision=best, program=program, tried=tuple(tried))
 
 
 def _is_small(chain: Chain) -> bool:
-    """True if other numbers of stages are solved as well."""
+    """True if a step is so small that other numbers of stages are solved as well."""
     return chain.num_units * len(chain.options) * chain.num_devices <= _SMALL
 
 
 def _one_micro_batch_may_do(task: Task, least_s: float, best_s: float) -> bool:
-    """True if a pipeline of one micro-batch may take less than the best, and is searched.
+    """True if a pipeline of one micro-batch may take less than `best_s`, and devices are few enough
+    to search it.
 
     Args:
         least_s: of the step's compute, shared evenly by all devices.
@@ -408,7 +410,7 @@ def _with_one_micro_batch(
     best: Decision,
     helper: HelperProcess,
 ) -> list[Decision]:
-    """A pipeline of one micro-batch, if it may be faster than the best with more: one stage at a
+    """Pipelines of one micro-batch, if they may be faster than the best with more: one stage at a
     time is busy, but collectives stay within a stage and happen once.
     """
     try:
@@ -433,8 +435,8 @@ def _with_other_numbers_of_stages(
     helper: HelperProcess,
 ) -> list[Decision]:
     """Pipelines of small steps with one stage more than `around`, and with fewer for as long as
-    their layers promise less than `best` takes: what stages take as wholes may order them otherwise
-    than what their layers take one by one.
+    their layers promise less than `best` takes: the number of stages that is fastest by sums of
+    layers need not be the fastest when stages are solved as wholes.
     """
     chain = priced.chains[0]
     if not _is_small(chain):
@@ -476,7 +478,7 @@ def _refuse_effects(graph: Graph) -> None:
         )
 
 
-def _solve_one_program(
+def _with_fewer_micro_batches(
     method: PipeshardParallel, task: Task, pipeline: Decision, program: OneProgram | None
 ) -> Decision | None:
     """The step as one program with fewer micro-batches than the pipeline, or None if that is no

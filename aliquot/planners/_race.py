@@ -5,6 +5,9 @@ A mesh is pruned if its bound shows that it cannot beat the incumbent by more th
 Meshes of one axis are solved first: they are small, and their solutions bound the others from
 above. First bounds are computed in threads while further meshes are priced; no result depends on
 which thread ends first.
+
+Each mesh is an `Entry`, and a `_Runner` takes it through the race: `start` (first bound), `bound`
+(bound under the memory limit, first solution), `finish` (improvement). See `AbstractSearch`.
 """
 
 from __future__ import annotations
@@ -66,9 +69,9 @@ def race(
         faster_than_s: entries that cannot take less are not searched further either; the answer may
             then be any that fits.
         exact_space: whether the plan states the bound; that of a fixed method is not worth stating.
-        rival: called at most once, where memory makes the race long, with the least step time so
-            far; it returns that of plans that are no entries. From then on entries that cannot take
-            less are not searched at all.
+        rival: a search of other plans, such as pipelines. It is called at most once, where memory
+            makes the race long, with the least step time so far, and returns the least of its own
+            plans. From then on entries that cannot take less are not searched at all.
 
     Raises:
         InfeasibleError: no entry fits in memory; describes the smallest plan and remedies.
@@ -82,9 +85,12 @@ def race(
     report = progress or (lambda what, done, of: None)
 
     def cutoff_s(best: tuple[_Runner, IntraSolution] | None) -> float:
-        return min(_cutoff_s(best and best[1], relative_gap), faster_than_s, rival_s)
+        """The step time from which on a solution is of no use."""
+        # Improvements within the accepted gap do not count.
+        improved_s = best[1].step_time_s / (1 + relative_gap) if best else np.inf
+        return min(improved_s, faster_than_s, rival_s)
 
-    def meet_rival() -> None:
+    def ask_rival() -> None:
         nonlocal rival, rival_s
         if rival is not None:
             ask, rival = rival, None
@@ -100,26 +106,27 @@ def race(
             # What is known to fit bounds the search from above.
             ceiling_s = min(best[1].step_time_s if best else np.inf, rival_s)
             runners.append(runner := _Runner.start(entry, problem, pool, ceiling_s, notes))
-            # Programs of one axis are small, and what fits them limits the rival's search.
+            # Integer programs of one axis are small, and their solutions limit the rival's search:
+            # it is asked only now.
             if rival is not None and goes_first(entry.mesh) and len(entry.mesh.shape) > 1:
                 ahead = _priced_meanwhile(upcoming, pool.submit(runner.bound, -np.inf))
                 upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
                 if runner.is_open(cutoff_s(best)):
-                    meet_rival()
+                    ask_rival()
             if goes_first(entry.mesh):
                 ahead = _priced_meanwhile(upcoming, pool.submit(runner.bound, cutoff_s(best)))
                 upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
         unsolved = sorted(
             # Those whose relaxation promises most come first.
             (r for r in runners if not r.outcome),
-            key=lambda r: r.first.result() or 0.0,
+            key=lambda r: r.first_bound_s.result() or 0.0,
         )
         for runner in unsolved:
             # A rounded solution that fits limits how far the bounds of the others are raised.
             runner.bound(-np.inf)
             best = _better(best, runner)
         if any(runner.is_open(cutoff_s(best)) for runner in runners):
-            meet_rival()
+            ask_rival()
         lift_to_s = cutoff_s(best)
         for runner, lifted in [(r, pool.submit(r.bound, lift_to_s)) for r in unsolved]:
             lifted.result()
@@ -160,8 +167,8 @@ def race(
 def goes_first(mesh: LogicalMesh) -> bool:
     """True if a mesh is solved before others begin; its result bounds the others from above.
 
-    Meshes of one axis have small programs. Hosts by devices divides more dims than one long axis
-    and often fits if that does not.
+    Integer programs of one axis are small. A mesh of hosts by devices divides more dims than one
+    long axis, and often fits where that does not.
     """
     return len(mesh.shape) == 1 or mesh.shape == (
         mesh.cluster.num_hosts,
@@ -184,31 +191,39 @@ def _priced_meanwhile(coming: Iterator[Entry], work: Future[None]) -> list[Entry
 def _better(
     best: tuple[_Runner, IntraSolution] | None, runner: _Runner
 ) -> tuple[_Runner, IntraSolution] | None:
+    """The better of the best so far and the first solution of a runner."""
     if runner.incumbent and (best is None or runner.incumbent.step_time_s < best[1].step_time_s):
         return runner, runner.incumbent
     return best
 
 
 def _salvage(runners: Sequence[_Runner]) -> tuple[_Runner, IntraSolution] | None:
-    """The best of the first solutions of the first entry and of others that have begun."""
+    """After Ctrl-C: the best among the first solutions of the first entry, and of all others whose
+    first bound a thread has begun.
+    """
     for k, runner in enumerate(runners):
-        # A first bound that no thread has begun is cancelled: an interrupt is to end soon.
-        if not runner.outcome and (k == 0 or not runner.first.cancel()):
+        # The others are cancelled, so that the race ends soon.
+        if not runner.outcome and (k == 0 or not runner.first_bound_s.cancel()):
             runner.bound(-np.inf)
     incumbents = [(r, r.incumbent) for r in runners if r.incumbent is not None]
     return min(incumbents, key=lambda pair: pair[1].step_time_s, default=None)
 
 
-def _cutoff_s(best: IntraSolution | None, relative_gap: float) -> float:
-    # Below this nothing counts as an improvement.
-    return best.step_time_s / (1 + relative_gap) if best else np.inf
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Runner:
+    """An entry in the race, and how far it has come.
+
+    Attributes:
+        first_bound_s: the bound of its relaxation, from a thread; see `AbstractSearch.start`.
+        bound_s: the bound under the memory limit; None before `bound`, or if nothing fits.
+        incumbent: the first solution that fits.
+        improved: a better one, from `finish`.
+        outcome: as plans list it; empty before `bound`.
+    """
+
     entry: Entry
     search: AbstractSearch
-    first: Future[float | None]
+    first_bound_s: Future[float | None]
     bound_s: float | None = None
     incumbent: IntraSolution | None = None
     improved: IntraSolution | None = None
@@ -230,7 +245,7 @@ class _Runner:
             ceiling_s=ceiling_s,
             notes=notes,
         )
-        return cls(entry=entry, search=search, first=pool.submit(search.start))
+        return cls(entry=entry, search=search, first_bound_s=pool.submit(search.start))
 
     @property
     def solution(self) -> IntraSolution | None:
@@ -244,8 +259,10 @@ class _Runner:
         return self.incumbent is None or self.incumbent.status != "optimal"
 
     def bound(self, cutoff_s: float) -> None:
-        """Find a bound under the memory limit, and a first solution."""
-        self.first.result()
+        """Find a bound under the memory limit, raised no further than `cutoff_s` (minus infinity:
+        not at all), and a first solution.
+        """
+        self.first_bound_s.result()
         self.bound_s = self.search.bound(cutoff_s)
         self.incumbent = self.search.incumbent() if self.bound_s is not None else None
         self.outcome = "does not fit" if self.bound_s is None else "bounded"
@@ -275,26 +292,27 @@ def _decision(
     relative_gap: float,
 ) -> Decision:
     runner, solution = best
-    bounds = [r.bound_s for r in runners if r.bound_s is not None]
+    bounds_s = [r.bound_s for r in runners if r.bound_s is not None]
     # An interrupted race has not bounded all entries.
     complete = exact_space and status != "interrupted"
     # A bound of zero says that nothing is proved.
-    bound = min([*bounds, solution.step_time_s]) or None if complete else None
-    space = ""
+    bound_s = min([*bounds_s, solution.step_time_s]) or None if complete else None
+    scope = ""
     # Statuses of the winner's own mesh are checked against the bound of all meshes.
-    if bound is not None and status in ("optimal", "optimal within the gap", "rounded"):
-        gap = solution.step_time_s - bound
+    if bound_s is not None and status in ("optimal", "optimal within the gap", "rounded"):
+        gap_s = solution.step_time_s - bound_s
         # The second term is for rounding where the bound is all but the step time.
-        small = gap <= relative_gap * bound + 1e-9 * solution.step_time_s
+        is_within_gap = gap_s <= relative_gap * bound_s + 1e-9 * solution.step_time_s
         # The best of its mesh need not be that of a mesh whose search was given up.
         otherwise = _GAVE_UP if any(r.search.gave_up for r in runners) else status
-        status = (
-            "optimal" if gap <= 1e-9 * bound else "optimal within the gap" if small else otherwise
-        )
+        if gap_s <= 1e-9 * bound_s:
+            status = "optimal"
+        else:
+            status = "optimal within the gap" if is_within_gap else otherwise
     if complete:
-        space = "gap_within_folded_space" if problem.nodes.folded else "all copies of all layers"
+        scope = "gap_within_folded_space" if problem.nodes.folded else "all copies of all layers"
         if any(len(r.entry.mesh.shape) > FEW_AXES for r in runners):
-            space = "gap_within_neighbourhood"
+            scope = "gap_within_neighbourhood"
     return Decision(
         method=method,
         planner=planner,
@@ -302,8 +320,8 @@ def _decision(
             StageDecision(problem=problem, priced=runner.entry.space.priced, picks=solution.picks),
         ),
         step_time_s=solution.step_time_s,
-        lower_bound_s=bound,
-        bound_holds_for=space,
+        lower_bound_s=bound_s,
+        bound_holds_for=scope,
         status=status,
         candidates=tuple(
             Candidate(
@@ -333,15 +351,15 @@ def _infeasible(
     for runner in (r for r in runners if len(r.entry.mesh.shape) == axes):
         picks = runner.search.least_memory()
         priced = runner.entry.space.priced
-        peak, _, parts = peak_memory(known_memory(priced, picks), priced, picks)
-        if smallest is None or peak < smallest[0]:
-            smallest = peak, parts, runner
+        peak_bytes, _, parts = peak_memory(known_memory(priced, picks), priced, picks)
+        if smallest is None or peak_bytes < smallest[0]:
+            smallest = peak_bytes, parts, runner
     assert smallest is not None
-    peak, parts, runner = smallest
-    limit = problem.memory_limit_bytes
+    peak_bytes, parts, runner = smallest
+    limit_bytes = problem.memory_limit_bytes
     gave_up = any(r.search.gave_up for r in runners)
     # Too few choices, and not too little memory: advice on memory would be wrong.
-    if peak <= limit and not gave_up:
+    if peak_bytes <= limit_bytes and not gave_up:
         names = " or ".join(dict.fromkeys(r.entry.intra.name for r in runners))
         return InputError(
             f"{names} has no plan among the choices that method {method} leaves open, though memory"
@@ -353,27 +371,28 @@ def _infeasible(
         claim = f"Within the limits of the search no plan of method {method} was found that fits"
     listed = ", ".join(f"{format_bytes(v)} {k}" for k, v in list(parts.items())[:5])
     return InfeasibleError(
-        f"{claim} {problem.cluster.name} ({format_bytes(limit)} usable on each device).\n  The"
-        f" smallest found, on a mesh {_mesh_name(runner.entry.mesh)}, needs {format_bytes(peak)}:"
-        f" {listed}.\n  {_remedy(problem, peak, parts, limit, [r.entry.space for r in runners])}",
-        required_bytes=int(peak),
-        available_bytes=int(limit),
+        f"{claim} {problem.cluster.name} ({format_bytes(limit_bytes)} usable on each device).\n"
+        f"  The smallest found, on a mesh {_mesh_name(runner.entry.mesh)}, needs"
+        f" {format_bytes(peak_bytes)}: {listed}.\n"
+        f"  {_remedy(problem, peak_bytes, parts, [r.entry.space for r in runners])}",
+        required_bytes=int(peak_bytes),
+        available_bytes=int(limit_bytes),
         parts=parts,
     )
 
 
 def _remedy(
-    problem: Problem, peak: float, parts: dict[str, float], limit: float, spaces: Sequence[Space]
+    problem: Problem, peak_bytes: float, parts: dict[str, float], spaces: Sequence[Space]
 ) -> str:
     """Changes that may make it fit; `aliquot.find_remedies` tries them."""
-    fixed = sum(
+    # All but the activations, which alone fall with more micro-batches.
+    fixed_bytes = sum(
         v
         for k, v in parts.items()
         if k in ("parameters", "optimizer state", "gradients", "other state")
     )
     advice = []
-    # Only activations fall with more micro-batches.
-    if fixed < limit and peak > fixed:
+    if fixed_bytes < problem.memory_limit_bytes and peak_bytes > fixed_bytes:
         advice.append(f"more micro-batches (now {problem.num_micro_batches})")
     if not any(_can_split(problem, space, Role.PARAMETER) for space in spaces):
         advice.append("method zero3, shard or auto, which split parameters too")

@@ -3,6 +3,9 @@
 Each object defines the tasks of every submesh in order, the submesh of each stage, the number of
 micro-batches that each stage keeps, and the step time in closed form. Planners, the simulation, the
 runtime and plan files know schedules by these alone.
+
+In formulas S is the number of stages and M that of micro-batches; stage s takes t seconds for
+forward and backward of a micro-batch; sums and maxima run over the stages.
 """
 
 from __future__ import annotations
@@ -51,8 +54,10 @@ def share_submeshes(
     )
 
 
-def _interleave(first: list[Task], second: list[Task], ahead: int) -> list[Task]:
-    """`ahead` tasks of the first list, then one of each in turn, then the rest of the second."""
+def _alternate(first: list[Task], second: list[Task], ahead: int) -> list[Task]:
+    """`ahead` tasks of the first list, then one of each in turn, then the rest of the second. Both
+    are equally long.
+    """
     ahead = min(ahead, len(first))
     turns = [task for pair in zip(first[ahead:], second) for task in pair]
     return [*first[:ahead], *turns, *second[len(first) - ahead :]]
@@ -70,7 +75,7 @@ def _one_forward_one_backward(
     stage.
     """
     forwards = _tasks_of_kind(stage, TaskKind.FORWARD, range(num_micro_batches))
-    return _interleave(
+    return _alternate(
         forwards, _tasks_of_kind(stage, backward, range(num_micro_batches)), num_stages - stage - 1
     )
 
@@ -171,7 +176,7 @@ class OneForwardOneBackward(AbstractScheduleKind):
     def in_flight(
         self, num_stages: int, num_micro_batches: int, num_submeshes: int
     ) -> Sequence[int]:
-        """See `AbstractScheduleKind.in_flight`: one for itself and each stage behind it."""
+        """See `AbstractScheduleKind.in_flight`: one for itself and one for each later stage."""
         return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
 
 
@@ -249,9 +254,9 @@ class Interleaved(AbstractScheduleKind):
 
     It cannot deadlock. Let submesh p run its k-th forward task at time k + p and its k-th backward
     task, half a unit later, at time k + (v - 1) G + 2 P - p - 2: this is the order of its list, and
-    every task then comes after all that it reads. Where stages or micro-batches are too few to fill
-    a round, the missing ones are taken out of the lists. With one stage for each submesh it is
-    1F1B.
+    every task then comes after all that it reads. Where stages are too few for v on every submesh,
+    or micro-batches for one group, the missing ones are taken out of the lists. With one stage for
+    each submesh it is 1F1B.
 
     Step time: sum t / v + (M v - 1) max t over chunks. Chunks that differ are taken to be as slow
     as the slowest, which is pessimistic.
@@ -285,7 +290,7 @@ class Interleaved(AbstractScheduleKind):
                 for task in _tasks_of_kind(stage, TaskKind.BACKWARD, group)
             ]
             ahead = 2 * (num_submeshes - submesh - 1) + (chunks - 1) * max(map(len, groups))
-            tasks = _interleave(forwards, backwards, ahead)
+            tasks = _alternate(forwards, backwards, ahead)
             lists.append(
                 tuple(
                     t for t in tasks if t.stage < num_stages and t.micro_batch < num_micro_batches
@@ -314,13 +319,14 @@ class Interleaved(AbstractScheduleKind):
 def _interleaved_in_flight(
     num_stages: int, num_micro_batches: int, num_submeshes: int
 ) -> tuple[int, ...]:
+    """The most micro-batches that each stage keeps, counted from positions of its tasks."""
     if num_submeshes == num_stages:
         return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
     chunks = -(-num_stages // num_submeshes)
     groups = _groups(max(num_micro_batches, num_submeshes), num_submeshes)
     # Positions of each chunk's forward tasks among all forward tasks of a submesh, and of its
-    # backward tasks among the backward ones. Positions of micro-batches that fill up a round stay
-    # empty.
+    # backward tasks among the backward ones. Positions of micro-batches that only fill up a group
+    # stay empty.
     forwards: list[list[int]] = [[] for _ in range(chunks)]
     backwards: list[list[int]] = [[] for _ in range(chunks)]
     for group in groups:
@@ -335,7 +341,7 @@ def _interleaved_in_flight(
         chunk, submesh = divmod(stage, num_submeshes)
         ahead = min(2 * (num_submeshes - submesh - 1) + (chunks - 1) * max(map(len, groups)), total)
         # Before the forward task at a position, the backward tasks below that position less `ahead`
-        # have run: see `_interleave`.
+        # have run: see `_alternate`.
         ended, most = 0, 0
         for begun, place in enumerate(forwards[chunk], 1):
             while ended < num_micro_batches and backwards[chunk][ended] < place - ahead:
@@ -420,7 +426,7 @@ def make_schedule(
             submesh `k % num_submeshes`, unless the schedule places them otherwise.
 
     Raises:
-        InputError: The name is unknown, or a count is impossible; says all that is wrong.
+        InputError: the name is unknown, or a count is impossible; says all that is wrong.
 
     >>> schedule = make_schedule("1f1b", num_stages=2, num_micro_batches=3)
     >>> " ".join(f"{task.kind[0]}{task.micro_batch}" for task in schedule.lists[0])

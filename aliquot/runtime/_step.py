@@ -49,7 +49,7 @@ class Step:
             devices: the devices of the plan in order; by default `jax.devices()`.
             runner: runs a step that is compiled already; `prepare` is then not called.
         """
-        self._fn, self._prepare, self._plan, self._devices = fn, prepare, plan, devices
+        self._fn, self._trace_and_plan, self._plan, self._devices = fn, prepare, plan, devices
         self._runner: AbstractRunner | None = None
         self._arguments: Arguments | None = None
         # Two threads may make the first call at once; only one of them traces and plans the step.
@@ -74,7 +74,7 @@ class Step:
 
     @property
     def plan(self) -> Plan:
-        """The plan that it runs.
+        """The plan that the step follows.
 
         Raises:
             InputError: there is no plan yet, since the first call makes it.
@@ -101,7 +101,7 @@ class Step:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that it runs on. Raises `InputError` for a pipeline: see `meshes`."""
+        """The mesh that it runs on. Raises `InputError` if it has several stages: see `meshes`."""
         meshes = self.meshes
         if len(meshes) > 1:
             raise InputError(
@@ -132,6 +132,7 @@ class Step:
             *args, **kwargs: its arguments; the same in all processes.
 
         Raises:
+            InputError: there is no plan yet: `prepare` with shapes makes one.
             PlanMismatchError: what it returns is not what the step takes; names the paths that
                 differ.
         """
@@ -150,14 +151,15 @@ class Step:
         """
         with self._lock:
             if self._runner is None:
-                assert self._prepare is not None
-                planned = self._prepare(args, kwargs)
+                assert self._trace_and_plan is not None
+                planned = self._trace_and_plan(args, kwargs)
                 self._plan = planned.plan
                 kind = PipelineRunner if planned.plan.is_pipeline else ProgramRunner
                 self._set_runner(kind.build(planned, self._devices))
         return self
 
     def _set_runner(self, runner: AbstractRunner) -> None:
+        """Take a runner, and the check of arguments that belongs to its graph."""
         self._arguments = Arguments(runner.graph)
         self._runner = runner
 
@@ -179,7 +181,8 @@ class Step:
         return runner.graph.calling.finish(results, args, kwargs)
 
     def check(self, *args: Any, **kwargs: Any) -> StepCheck:
-        """Run one step under the plan and the user's own on one device, and compare all outputs.
+        """Run one step under the plan, and as the user wrote it on one device, and compare all
+        outputs.
 
         The arguments are not donated. The user's step must fit on one device. With several
         processes, pass whole arrays, the same in all.
@@ -273,6 +276,11 @@ class Step:
         return self._require_traced("runner")[0]
 
     def _require_traced(self, asked: str) -> tuple[AbstractRunner, Arguments]:
+        """The runner, and the check of its arguments. Raises `InputError` if there is neither yet.
+
+        Args:
+            asked: what needs them, for the message.
+        """
         if self._runner is None or self._arguments is None:
             raise InputError(
                 f"{self.__name__}.{asked} needs the traced step. Call the step once, or"

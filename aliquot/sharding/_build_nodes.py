@@ -1,4 +1,10 @@
-"""Construction of a `NodeGraph`: one pass over the classes of a folded, cut graph."""
+"""Construction of a `NodeGraph`: one pass over the classes of a folded, cut graph.
+
+A class of operators or values stands for equal ones, such as those of all layers. Each product is
+a node, and so is each group of slots that are split together; a slot is an array as one group of
+operators sees it. A port says how an array lies in its node. `naming`, the index of the nodes,
+knows these by class; see `NodeIndex`, and `Cuts` for where arrays may change their split.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +45,7 @@ def build_nodes(naming: NodeIndex, target: Target, *, sums_gradients: bool = Fal
     """The decisions of a step, for any mesh.
 
     Args:
+        naming: the index of its nodes, from `index_nodes`.
         target: says how its compiler reduces sums of partial products.
         sums_gradients: whether gradients are summed over micro-batches before they are reduced.
     """
@@ -54,7 +61,7 @@ def build_nodes(naming: NodeIndex, target: Target, *, sums_gradients: bool = Fal
         nodes=nodes,
         edges=tuple(edges.edges),
         sites=tuple(_sites(naming)),
-        input_ports=tuple(_given_port(naming, i.value) for i in graph.inputs),
+        input_ports=tuple(_boundary_port(naming, i.value) for i in graph.inputs),
         output_ports=tuple(_output_port(naming, o.value) for o in graph.outputs),
         num_ops=len(graph.ops),
         batch_factors=batch_factors,
@@ -68,6 +75,7 @@ def build_nodes(naming: NodeIndex, target: Target, *, sums_gradients: bool = Fal
 
 
 def _whole_operators(naming: NodeIndex) -> Iterator[WholeOperator]:
+    """Operators that every device runs on whole arrays, as none of their dims may be split."""
     for op_class in naming.order:
         if op_class in naming.op_group and naming.runs_whole(op_class):
             op = naming.cuts.first[op_class]
@@ -82,6 +90,7 @@ def _whole_operators(naming: NodeIndex) -> Iterator[WholeOperator]:
 
 
 def _node(naming: NodeIndex, index: NodeId) -> Node:
+    """The node of a product, or of a group of slots."""
     kind, which = naming.kinds[index]
     if kind == "product":
         rule = naming.cuts.rules[which]
@@ -107,7 +116,9 @@ def _node(naming: NodeIndex, index: NodeId) -> Node:
 
 
 def _group_factors(naming: NodeIndex, index: NodeId, slots: list[SlotId]) -> tuple[Factor, ...]:
-    """Factors of a group: the gcd of all dims in a class, and one of these dims as its label."""
+    """Factors of a group, one for each class of dims that are split together: its size is the gcd
+    of theirs, and its label the first of them.
+    """
     store = naming.cuts.slots
     sizes = [0] * len(naming.group_classes[index])
     labels = [""] * len(sizes)
@@ -141,12 +152,13 @@ def _group_label(naming: NodeIndex, slots: list[SlotId]) -> str:
 
 
 def _sites(naming: NodeIndex) -> list[Site]:
-    """Sites of products, with both splits of their results, and of group operators at a border:
-    they read an array through another slot, or make one that a product reads.
+    """Places at which the runtime pins splits: products, and other operators that read an array
+    through a slot other than its home, or make one that a product reads.
 
-    Without a pin the compiler would give such an array, and what it is made of, the product's
-    split. Of a primitive without a declared rule the compiler knows nothing either, so its operands
-    are split as its inferred rule wants them.
+    A product's result is pinned twice, as the product makes it and as its readers want it. Without
+    pins the compiler would give what a product reads, and what that is made of, the product's
+    split. It knows nothing of primitives without a declared rule: their operands are pinned as the
+    inferred rule wants them.
     """
     cuts = naming.cuts
     readers = _product_readers(naming)
@@ -180,43 +192,36 @@ def _sites(naming: NodeIndex) -> list[Site]:
                 )
             )
             continue
-        ports: list[Port | None] = [None] * len(op.inputs)
+        pinned: list[Port | None] = [None] * len(op.inputs)
         for position, value_class, _ in cuts.operands(op_class):
             slot = cuts.operand_slot(op_class, value_class)
             # What a product makes is pinned at the product itself.
             crosses = slot != cuts.home(value_class) and not cuts.by_product(value_class)
             if slot is not None and (crosses or not is_declared(op)):
-                ports[position] = naming.slot_port(slot)
+                pinned[position] = naming.slot_port(slot)
         result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
-        # Products read through transposes: what is transposed is what they convert.
-        read = [
+        # Products read through transposes: they convert what is transposed, not its transpose.
+        feeds_product = [
             v in readers and cuts.home(v) is not None and op.name != "transpose"
             for v in result_classes
         ]
-        if any(p is not None for p in ports) or any(read):
-            passed = tuple(
-                (naming.class_port(v),) if r else ()
-                for v, r in zip(result_classes, read, strict=True)
-            )
-            read_by = tuple(
-                tuple(readers[v]) if r else () for v, r in zip(result_classes, read, strict=True)
-            )
-            sources = _sources(naming, op_class, ports)
+        if any(p is not None for p in pinned) or any(feeds_product):
+            feeding = list(zip(result_classes, feeds_product, strict=True))
             sites.append(
                 Site(
                     op_class=op_class,
-                    operands=tuple(ports),
-                    sources=sources,
-                    results=passed,
-                    readers=read_by,
+                    operands=tuple(pinned),
+                    sources=_sources(naming, op_class, pinned),
+                    results=tuple((naming.class_port(v),) if feeds else () for v, feeds in feeding),
+                    readers=tuple(tuple(readers[v]) if feeds else () for v, feeds in feeding),
                 )
             )
     return sites
 
 
-def _given_port(naming: NodeIndex, operand: Operand) -> Port:
-    """The port of an input or an output; arrays without elements, which JAX does not split, stay
-    whole.
+def _boundary_port(naming: NodeIndex, operand: Operand) -> Port:
+    """The port of an input or output of the step; arrays without elements, which JAX does not
+    split, stay whole.
     """
     port = naming.operand_port(operand)
     if isinstance(operand, int) and 0 in naming.cuts.graph.values[operand].shape:
@@ -225,8 +230,10 @@ def _given_port(naming: NodeIndex, operand: Operand) -> Port:
 
 
 def _output_port(naming: NodeIndex, operand: Operand) -> Port:
-    """The port of an output: of a product the slot in which its sum is used."""
-    port = _given_port(naming, operand)
+    """The port of an output of the step: of a product's result, the slot in which it is used, where
+    its partial sums are added up.
+    """
+    port = _boundary_port(naming, operand)
     if not isinstance(operand, int) or 0 in naming.cuts.graph.values[operand].shape:
         return port
     landed = naming.landed_ports(int(naming.cuts.folding.value_class[operand]))
@@ -236,7 +243,9 @@ def _output_port(naming: NodeIndex, operand: Operand) -> Port:
 def _sources(
     naming: NodeIndex, op_class: int, operands: Sequence[Port | None]
 ) -> tuple[Port | None, ...]:
-    """Sources of the operands that are pinned, if all copies read the same."""
+    """For each operand that is pinned, the port at which it arises, if that is the same for all
+    copies of the operator.
+    """
     sources: list[Port | None] = [None] * len(operands)
     for position, value_class, _ in naming.cuts.operands(op_class):
         # Copies that read arrays of different nodes come from different splits, and no single way
@@ -248,7 +257,9 @@ def _sources(
 
 
 def _product_readers(naming: NodeIndex) -> dict[int, list[Port]]:
-    """For each value class the ports at which products read it, directly or as rows of a stack."""
+    """For each value class that products read, the ports at which they do, and those at which it is
+    a row of a stack.
+    """
     cuts = naming.cuts
     readers: dict[int, list[Port]] = {}
     stacked: dict[int, list[Port]] = {}
@@ -266,7 +277,8 @@ def _product_readers(naming: NodeIndex) -> dict[int, list[Port]]:
 
 
 def _loop_ports(naming: NodeIndex) -> dict[ValueId, Port]:
-    """Ports of what loops carry and slice, the results of links; and of what remat regions take.
+    """Ports of values that loops carry and slice, which are the results of links, and of values
+    that rematerialised regions take.
 
     A region's barrier hides from the compiler how its operands are split, and it would choose anew.
     """
@@ -284,9 +296,10 @@ def _loop_ports(naming: NodeIndex) -> dict[ValueId, Port]:
 def _batch_factors(
     naming: NodeIndex, edges: EdgeBuilder, nodes: tuple[Node, ...]
 ) -> tuple[frozenset[int], ...]:
-    """For each node the factors reached from the batch inputs' leading dim.
+    """For each node the factors that the batch dim of the inputs runs through.
 
-    Where that one is what a loop runs over, the next counts; a batch of one row has no such dim.
+    It is the leading dim, or the next one where a loop runs over the leading dim; a batch of one
+    row has none. It runs through neither parameters, nor their gradients, nor the update.
     """
     reached: list[set[int]] = [set() for _ in nodes]
     pending: list[tuple[int, int]] = []
@@ -310,13 +323,13 @@ def _batch_factors(
             if factor >= 0:
                 reach(port.node, factor)
                 break
-    outgoing: dict[int, list[tuple[int, Projection, Projection]]] = {}
+    neighbours: dict[int, list[tuple[int, Projection, Projection]]] = {}
     for e in edges.edges:
         if e.phase is not Phase.UPDATE and not e.gradient:
-            outgoing.setdefault(e.source, []).append(
+            neighbours.setdefault(e.source, []).append(
                 (e.target, e.source_projection, e.target_projection)
             )
-            outgoing.setdefault(e.target, []).append(
+            neighbours.setdefault(e.target, []).append(
                 (e.source, e.target_projection, e.source_projection)
             )
     parameter_nodes = {
@@ -324,9 +337,9 @@ def _batch_factors(
     }
     while pending:
         node, factor = pending.pop()
-        for target, mine, theirs in outgoing.get(node, []):
-            if mine[factor] >= 0 and target not in parameter_nodes:
-                other = factor_at(theirs, mine[factor])
-                if other >= 0:
-                    reach(target, other)
+        for other, mine, theirs in neighbours.get(node, []):
+            if mine[factor] >= 0 and other not in parameter_nodes:
+                other_factor = factor_at(theirs, mine[factor])
+                if other_factor >= 0:
+                    reach(other, other_factor)
     return tuple(frozenset(r) for r in reached)
