@@ -182,9 +182,6 @@ def equinox_rnn() -> ThirdPartyStep:
     return _filtered_step(Net(jax.random.key(0)), loss, make_batch)
 
 
-# ---- Diffrax and Optimistix ----------------------------------------------------------------------
-
-
 def _field() -> Any:
     import equinox as eqx
 
@@ -299,9 +296,6 @@ def optimistix_least_squares() -> ThirdPartyStep:
 
     # Iterations stop at a tolerance of their own.
     return _filtered_step(_field(), loss, _trajectories, tolerance=1e-6)
-
-
-# ---- Keras and e3nn ------------------------------------------------------------------------------
 
 
 @third_party("keras")

@@ -34,9 +34,6 @@ def _images(seed: int) -> dict[str, Any]:
     return {"image": normal(seed, ROWS, 8, 8, 1), "label": integers(seed, 10, ROWS)}
 
 
-# ---- Haiku ---------------------------------------------------------------------------------------
-
-
 def _haiku_step(
     net: Any, example: Any, loss_of: Any, make_batch: Any, **more: Any
 ) -> ThirdPartyStep:
@@ -153,9 +150,6 @@ def haiku_resnet() -> ThirdPartyStep:
         # Of statistics over few examples.
         tolerance=1e-7,
     )
-
-
-# ---- Flax ----------------------------------------------------------------------------------------
 
 
 def _train_state_step(

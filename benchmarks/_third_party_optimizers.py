@@ -28,9 +28,6 @@ def _regression(seed: int) -> dict[str, Any]:
     return {"x": normal(seed, ROWS, 5), "y": normal(seed + 5, ROWS)}
 
 
-# ---- NumPyro -------------------------------------------------------------------------------------
-
-
 def _svi_step(model: Any, guide: Any) -> ThirdPartyStep:
     from numpyro.infer import SVI, Trace_ELBO
     from numpyro.optim import optax_to_numpyro
@@ -78,9 +75,6 @@ def numpyro_bayesian_network() -> ThirdPartyStep:
     return _svi_step(model, AutoMultivariateNormal(model))
 
 
-# ---- Distrax -------------------------------------------------------------------------------------
-
-
 @third_party("distrax")
 def distrax_ppo() -> ThirdPartyStep:
     """Proximal policy optimization: clipped ratios, clipped values, entropy; advantages come with
@@ -121,9 +115,6 @@ def distrax_ppo() -> ThirdPartyStep:
     return ThirdPartyStep(
         fn=train_step, state=(params, tx.init(params)), batches=batches(make_batch)
     )
-
-
-# ---- optax ---------------------------------------------------------------------------------------
 
 
 def _optax_step(tx: Any, **more: Any) -> ThirdPartyStep:

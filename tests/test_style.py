@@ -19,6 +19,7 @@ MAX_LINES = 500
 LEFTOVERS = {
     "a note to do later (do it, or say why not)": re.compile(r"\b(?:T[O]DO|F[I]XME|X[X]X)\b"),
     "an absolute path of one machine": re.compile(r"(?<![\w.~-])/(?:work|root|home|Users)/"),
+    "a banner of comments": re.compile(r"^ *# -{3,}.*-{3,}$", re.MULTILINE),
     "a merge conflict": re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE),
 }
 TEXT = {".py", ".pyi", ".md", ".toml", ".yml", ".yaml", ".json", ".txt", ".csv", "", ".sh", ".cfg"}

@@ -253,9 +253,6 @@ def enumerate_(
         say.finish(answer)
 
 
-# ---- what they share -----------------------------------------------------------------------------
-
-
 def _ask(
     name: str, where: Cluster, model_options: ModelOptions, segments: SegmentOptions
 ) -> _Asked:

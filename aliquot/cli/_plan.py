@@ -147,10 +147,10 @@ def _find_plan(
     request: _Request, time_limit_s: float | None, out: Path | None, say: Session
 ) -> None:
     from ._model import resolve
-    from ._recomputation import is_searched, with_either_recomputation
+    from ._recomputation import plans_both_ways, with_either_recomputation
 
     options, name, where = request.options, request.name, request.where
-    is_auto = is_searched(name, options, request.how)
+    is_auto = plans_both_ways(name, options, request.how)
     if is_auto:
         options = replace(options, recompute="block")
     built = resolve(name, options, where)

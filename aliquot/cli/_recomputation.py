@@ -118,7 +118,9 @@ def with_either_recomputation(
     return _with_tried(plan, second_name, found.prediction.step_time_s)
 
 
-def is_searched(name: str, options: ZooOptions, method: AbstractMethod | PipeshardParallel) -> bool:
+def plans_both_ways(
+    name: str, options: ZooOptions, method: AbstractMethod | PipeshardParallel
+) -> bool:
     """True if both ways of recomputing are planned: that is asked for, or left to a method that
     decides everything else, too.
     """

@@ -58,8 +58,6 @@ class _Builder:
         """Both halves, and what the first hands on."""
         return self._region(call, free) if call.kind == "remat" else self._loop(call, free)
 
-    # ---- regions ---------------------------------------------------------------------------------
-
     def _region(
         self, call: Call, free: frozenset[ValueId]
     ) -> tuple[Call, Call, tuple[ValueId, ...]]:
@@ -80,8 +78,6 @@ class _Builder:
         bare = replace(call, blocks=(block,), inputs=(), outputs=tuple(o for _, o in results))
         reads = reads_of(self._graph, bare)
         return replace(bare, blocks=(replace(block, inputs=reads),), inputs=reads)
-
-    # ---- loops -----------------------------------------------------------------------------------
 
     def _loop(self, call: Call, free: frozenset[ValueId]) -> tuple[Call, Call, tuple[ValueId, ...]]:
         (block,) = call.blocks
@@ -171,8 +167,6 @@ class _Builder:
         )
         self.values.append(new)
         return new.index
-
-    # ---- bodies ----------------------------------------------------------------------------------
 
     def _items(
         self,

@@ -123,8 +123,6 @@ class Inliner:
             env.update(zip(eqn.outvars, results, strict=True))
         return read(jaxpr.outvars)
 
-    # ---- leaves ----------------------------------------------------------------------------------
-
     def _op(
         self,
         eqn: Any,
@@ -173,8 +171,6 @@ class Inliner:
             known = (stack, f"{outer}/{inner}" if outer and inner else outer or inner)
             self._scopes[outer, id(stack)] = known
         return known[1]
-
-    # ---- structured operators --------------------------------------------------------------------
 
     def _structured(
         self,

@@ -285,9 +285,6 @@ def _parameters_of(graph: Graph, items: Sequence[Item], forward: Sequence[int]) 
     ]
 
 
-# ---- places --------------------------------------------------------------------------------------
-
-
 def _places(
     graph: Graph,
     items: Sequence[Item],

@@ -90,9 +90,6 @@ def is_split(call: Call, stacked: frozenset[ValueId], length: int) -> bool:
     )
 
 
-# ---- what is tied to what ------------------------------------------------------------------------
-
-
 def _stacked_operands(call: Call) -> list[Operand]:
     """Arrays that a scan slices in each step, and those that it stacks."""
     num_consts, num_carry = compat.scan_counts(call.eqn.params)
@@ -149,9 +146,6 @@ def _groups(graph: Graph, length: int) -> Iterator[tuple[ValueId, ...]]:
 
 def _indices(operands: Iterable[Operand]) -> tuple[ValueId, ...]:
     return tuple([v for v in operands if isinstance(v, int) and v >= 0])
-
-
-# ---- which scans ---------------------------------------------------------------------------------
 
 
 def _of_parameters(graph: Graph, length: int) -> set[ValueId]:

@@ -72,9 +72,6 @@ def _write_whole(
     define_all(emission, call.outputs, results, place, _like(emission, call), call.eqn)
 
 
-# ---- loops ---------------------------------------------------------------------------------------
-
-
 def _write_scan(emission: Emission, call: Call, place: Place) -> None:
     arrays, params = emission.arrays, call.eqn.params
     num_consts, num_carry = compat.scan_counts(params)
@@ -169,9 +166,6 @@ def _loop_body(emission: Emission, block: Block, inputs: Sequence[Operand], plac
     _write_items(emission, block, body)
     outputs = tuple([emission.arrays.known(v) for v in block.outputs])
     return Block(inputs=tuple(inputs), items=tuple(body.items), outputs=outputs)
-
-
-# ---- remat regions and branches ------------------------------------------------------------------
 
 
 def _body(emission: Emission, block: Block, place: Place) -> Block:

@@ -58,7 +58,7 @@ def follow(
         method="follow",
         planner=intra.name,
         relative_gap=intra.relative_gap,
-        exact_space=False,
+        states_bound=False,
     )
     return tuple(
         tuple(int(f) for f in table.choices[pick])

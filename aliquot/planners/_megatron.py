@@ -181,7 +181,7 @@ class Megatron(AbstractMethod):
             method=name,
             planner=rule.name,
             relative_gap=rule.relative_gap,
-            exact_space=False,
+            states_bound=False,
             progress=progress,
         )
 

@@ -104,7 +104,7 @@ class ManualParallel(AbstractMethod):
             method="manual",
             planner=f"manual specs, rest by {self.intra.name}",
             relative_gap=self.intra.relative_gap,
-            exact_space=False,
+            states_bound=False,
             progress=progress,
         )
 
@@ -132,7 +132,7 @@ class ShardParallel(AbstractMethod):
             method="shard",
             planner=self.intra.name,
             relative_gap=self.intra.relative_gap,
-            exact_space=True,
+            states_bound=True,
             progress=progress,
         )
 
@@ -189,7 +189,7 @@ class WholeProgram(AbstractMethod):
             method="program",
             planner=f"fixed methods and {self.intra.name}",
             relative_gap=self.intra.relative_gap,
-            exact_space=True,
+            states_bound=True,
             progress=progress,
             faster_than_s=self.faster_than_s,
             rival=rival,
@@ -318,6 +318,6 @@ def _fixed(
         method=name,
         planner=intra.name,
         relative_gap=intra.relative_gap,
-        exact_space=False,
+        states_bound=False,
         progress=progress,
     )

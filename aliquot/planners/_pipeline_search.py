@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..core import CaptureError, InfeasibleError, InputError
-from ._base import Candidate, Decision, Interrupted
+from ._base import Candidate, Decision, Interrupted, faster
 from ._one_program import OneProgram
 
 
@@ -31,6 +31,12 @@ class StoppedSearch(Interrupted):
     None.
     """
 
+    @classmethod
+    def beside(cls, best: Decision | None, stopped: KeyboardInterrupt) -> StoppedSearch:
+        """The interruption of a search within another, with the faster of what both know."""
+        within = stopped.decision if isinstance(stopped, Interrupted) else None
+        return cls(faster(best, within))
+
 
 class LazySearch:
     """A search for pipelines that is made once, when it is first asked for.
@@ -39,7 +45,8 @@ class LazySearch:
         solve: makes the search for pipelines that take less than given seconds.
 
     Attributes:
-        best: the best pipeline of several stages that is known, also after Ctrl-C.
+        best: the best pipeline of several stages that is known; after Ctrl-C the best plan so far,
+            which may have a single stage.
     """
 
     def __init__(self, solve: Callable[[float], PipelineSearch]) -> None:

@@ -357,7 +357,7 @@ def _search_counts(
             except InfeasibleError as error:
                 refusals.append(error)
     except KeyboardInterrupt as stopped:
-        raise StoppedSearch(_fastest(decisions)) from stopped
+        raise StoppedSearch.beside(_fastest(decisions), stopped) from stopped
     best = _fastest(decisions)
     if best is None:
         if refusals or promised is None:
@@ -376,7 +376,7 @@ def _search_counts(
         try:
             decisions += _with_one_micro_batch(method, task, price([1]), best, helper)
         except KeyboardInterrupt as stopped:
-            raise StoppedSearch(best) from stopped
+            raise StoppedSearch.beside(best, stopped) from stopped
         best = _fastest(decisions)
         assert best is not None
     tried = [tried_pipeline(each, "slower") for each in decisions if each is not best]

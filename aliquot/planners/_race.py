@@ -55,7 +55,7 @@ def race(
     method: str,
     planner: str,
     relative_gap: float,
-    exact_space: bool,
+    states_bound: bool,
     expected: int = 1,
     progress: Progress | None = None,
     faster_than_s: float = math.inf,
@@ -68,7 +68,7 @@ def race(
         relative_gap: entries that cannot improve by a larger share are not searched further.
         faster_than_s: entries that cannot take less are not searched further either; the answer may
             then be any that fits.
-        exact_space: whether the plan states the bound; that of a fixed method is not worth stating.
+        states_bound: whether the plan states the bound; that of a fixed method is not worth it.
         rival: a search of other plans, such as pipelines. It is called at most once, where memory
             makes the race long, with the least step time so far, and returns the least of its own
             plans. From then on entries that cannot take less are not searched at all.
@@ -144,7 +144,7 @@ def race(
         best = best or _salvage(runners)
         decision = (
             _decision(
-                best, runners, problem, method, planner, exact_space, "interrupted", relative_gap
+                best, runners, problem, method, planner, states_bound, "interrupted", relative_gap
             )
             if best
             else None
@@ -160,7 +160,7 @@ def race(
             )
         raise _infeasible(problem, runners, method)
     return _decision(
-        best, runners, problem, method, planner, exact_space, best[1].status, relative_gap
+        best, runners, problem, method, planner, states_bound, best[1].status, relative_gap
     )
 
 
@@ -287,14 +287,14 @@ def _decision(
     problem: Problem,
     method: str,
     planner: str,
-    exact_space: bool,
+    states_bound: bool,
     status: str,
     relative_gap: float,
 ) -> Decision:
     runner, solution = best
     bounds_s = [r.bound_s for r in runners if r.bound_s is not None]
     # An interrupted race has not bounded all entries.
-    complete = exact_space and status != "interrupted"
+    complete = states_bound and status != "interrupted"
     # A bound of zero says that nothing is proved.
     bound_s = min([*bounds_s, solution.step_time_s]) or None if complete else None
     scope = ""

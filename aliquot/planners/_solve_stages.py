@@ -347,7 +347,7 @@ def _solve_stage(method: PipelineMethod, problem: Problem, option: StageOption) 
         method="pipeshard",
         planner=intra.name,
         relative_gap=intra.relative_gap,
-        exact_space=False,
+        states_bound=False,
     )
     return decision.stages[0], price_stage(priced, decision.picks, problem.graph)
 

@@ -70,8 +70,6 @@ class Step:
             " parallelize(train_step, Plan.load(path))."
         )
 
-    # ---- before the first call -------------------------------------------------------------------
-
     @property
     def plan(self) -> Plan:
         """The plan that the step follows.
@@ -163,8 +161,6 @@ class Step:
         self._arguments = Arguments(runner.graph)
         self._runner = runner
 
-    # ---- calls -----------------------------------------------------------------------------------
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step. Returns at once, as JAX does, while the arrays are still being computed.
 
@@ -248,8 +244,6 @@ class Step:
         return jax.tree.unflatten(
             tree, [local_part(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)]
         )
-
-    # ---- the compiled programs -------------------------------------------------------------------
 
     def stats(self) -> Stats:
         """Memory on each device, collectives and compile time, stage by stage. Compiles if need be.

@@ -2,9 +2,8 @@
 operators tie.
 
 An array may change its split at a cut: around products; where arrays made of parameters alone meet
-    activations; and where values of the backward pass enter the update. Arrays
-made of constants alone are not split by anyone: they are recomputed in whatever split their users
-want.
+activations; and where values of the backward pass enter the update. Arrays made of constants alone
+are not split by anyone: they are recomputed in whatever split their users want.
 """
 
 from __future__ import annotations

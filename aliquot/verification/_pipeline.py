@@ -113,9 +113,6 @@ def _devices(stage: StagePlan, count: int) -> range:
     return range(stage.first_device, stage.first_device + count)
 
 
-# ---- compiling -----------------------------------------------------------------------------------
-
-
 def _compile_all(
     plan: Plan,
     exports: Sequence[StageExport],
@@ -175,9 +172,6 @@ def _devices_per_host(stage: StagePlan, per_host: int) -> int:
     """
     count, offset = math.prod(stage.mesh_shape), stage.first_device % per_host
     return count if offset + count <= per_host else math.gcd(per_host, offset, count)
-
-
-# ---- one stage -----------------------------------------------------------------------------------
 
 
 def _stage(

@@ -218,7 +218,7 @@ class _GivesUp(ILP):
 def test_the_best_of_one_mesh_is_not_optimal_where_another_search_gave_up(graph, priced):
     space = Space(name="all", priced=priced, allowed=everything(priced))
     problem = make_problem(graph, _CLUSTER, memory_limit_bytes=1e15)
-    options = {"method": "test", "planner": "test", "relative_gap": 1e-3, "exact_space": True}
+    options = {"method": "test", "planner": "test", "relative_gap": 1e-3, "states_bound": True}
     alone = race(problem, [Entry(space=space, intra=ILP())], **options)
     both = race(
         problem, [Entry(space=space, intra=planner) for planner in (ILP(), _GivesUp())], **options

@@ -10,8 +10,9 @@ import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import CaptureError, InfeasibleError, InputError
 from aliquot.cost import make_problem
-from aliquot.planners import ShardParallel
+from aliquot.planners import Interrupted, ShardParallel
 from aliquot.planners._one_program import fewer_micro_batches, is_too_large, one_program_by_doubling
+from aliquot.planners._pipeline_search import StoppedSearch
 from aliquot.sharding import plan_micro_batches
 
 
@@ -242,3 +243,15 @@ def test_programs_with_ever_more_micro_batches(seconds, most, tried, found, monk
     best = one_program_by_doubling(method, task, first=1, most=most, until_it_fits=True)
     assert method.tried == tried
     assert (best and best.count) == found
+
+
+@pytest.mark.parametrize(("inner_s", "kept_s"), [(None, 2.0), (1.0, 1.0), (3.0, 2.0)])
+def test_an_interruption_within_another_search_hands_over_the_faster_plan(inner_s, kept_s):
+    outer, inner = (
+        types.SimpleNamespace(step_time_s=seconds) if seconds else None
+        for seconds in (2.0, inner_s)
+    )
+    stopped = StoppedSearch.beside(outer, Interrupted(inner))
+    assert stopped.decision.step_time_s == kept_s
+    assert StoppedSearch.beside(outer, KeyboardInterrupt()).decision is outer
+    assert StoppedSearch.beside(None, Interrupted(inner)).decision is inner

@@ -140,9 +140,6 @@ def _bits(name: str) -> int:
     return int(digits.group(1)) if digits else 0
 
 
-# ---- structure of the text -----------------------------------------------------------------------
-
-
 def _computations(text: str) -> dict[str, _Computation]:
     computations: dict[str, _Computation] = {}
     current: _Computation | None = None

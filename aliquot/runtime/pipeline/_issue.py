@@ -92,8 +92,6 @@ class Issuer:
         end_in_order()
         self._broadcasts = self._plan_broadcasts()
 
-    # ---- before the first step -------------------------------------------------------------------
-
     def _fill(self) -> None:
         """Fill slots that every step starts with: micro-batch numbers and constants, and programs
         that make the zeros of running totals.
@@ -228,8 +226,6 @@ class Issuer:
             jax.block_until_ready(received)
             self._peers.exchange(b"")
 
-    # ---- steps -----------------------------------------------------------------------------------
-
     def run(self, given: Mapping[int, Any]) -> list[Any]:
         """One step.
 
@@ -301,8 +297,6 @@ class Issuer:
                 slots[slot] = array
             for slot in frees:
                 slots[slot] = None
-
-    # ---- report when a process dies -------------------------------------------------------------
 
     def _describe(self, dead: int) -> str:
         """The last instruction of this process, and its last exchange with one that died."""

@@ -189,9 +189,6 @@ def _early(program: StageProgram, context: StageContext) -> StageFunction:
     )
 
 
-# ---- for each micro-batch ------------------------------------------------------------------------
-
-
 def _body(
     program: StageProgram,
     context: StageContext,
@@ -380,9 +377,6 @@ def _for_groups(array: Any, groups: int, kind: TimeKind) -> Any:
         return _for_groups(_for_groups(array, 1, kind), groups, kind)
     shares = array.reshape(groups, count // groups, *array.shape[1:])
     return _REDUCE[kind](shares, axis=1) if kind in _REDUCE else shares.mean(1).astype(array.dtype)
-
-
-# ---- once a step ---------------------------------------------------------------------------------
 
 
 def _update(program: StageProgram, context: StageContext) -> StageFunction:

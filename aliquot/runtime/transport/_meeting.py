@@ -92,9 +92,6 @@ def give_up(text: str) -> NoReturn:
     raise SystemExit(EXIT_CODE)
 
 
-# ---- process 0 -----------------------------------------------------------------------------------
-
-
 def gather_in(listener: socket.socket, own_hello: Hello, timeout_s: float) -> Met:
     """The connections of all other processes. Ends all that have come if one of them dies, or does
     not fit.
@@ -244,9 +241,6 @@ def _hear_hello(peer: socket.socket) -> Hello | None:
         return None
 
 
-# ---- the others ----------------------------------------------------------------------------------
-
-
 def join(host: str, port: int, own_hello: Hello, timeout_s: float) -> tuple[Met, dict[str, Any]]:
     """A connection to process 0, which may start later than this process, and the facts that it
     sends when all have joined.
@@ -280,9 +274,6 @@ def join(host: str, port: int, own_hello: Hello, timeout_s: float) -> tuple[Met,
     told = dict(said["told"])
     first = Hello(**told.pop("hello"))
     return Met(own_hello.process, own_hello.count, {0: peer}, {0: first}), told
-
-
-# ---- messages ------------------------------------------------------------------------------------
 
 
 def _say(peer: socket.socket, message: Mapping[str, Any]) -> None:

@@ -195,9 +195,6 @@ def _like(form: NamedSharding, mesh: Any) -> NamedSharding:
     )
 
 
-# ---- to every process ----------------------------------------------------------------------------
-
-
 def plan_broadcast(structs: Sequence[jax.ShapeDtypeStruct]) -> Move:
     """This process's part in sending arrays that lie whole on each device of some processes to all
     processes.

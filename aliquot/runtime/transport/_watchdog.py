@@ -81,8 +81,6 @@ class Peers:
         """
         return exchange(data)
 
-    # ---- leaving ---------------------------------------------------------------------------------
-
     def leave(self, timeout_s: float | None = None) -> bool:
         """Wait until all processes call this; from then on the end of a connection is no failure.
         False if they have not come in time.
@@ -131,8 +129,6 @@ class Peers:
         for peer in self._met.sockets.values():
             with suppress(OSError):
                 peer.sendall(message)
-
-    # ---- watching --------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         selector = selectors.DefaultSelector()

@@ -226,9 +226,6 @@ def _is_same_program(graph: Graph, part: Graph) -> bool:
     return True
 
 
-# ---- the second trace ----------------------------------------------------------------------------
-
-
 def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Graph:
     """The step traced on one of `num_micro_batches * num_groups` equal parts of its batch.
 
@@ -373,9 +370,6 @@ def _different(graph: Graph, a: Op, b: Op) -> CaptureError:
         f" {change}. Its Python code looks at the size of the batch, or it loops over the batch."
         " Use num_micro_batches=1."
     )
-
-
-# ---- messages ------------------------------------------------------------------------------------
 
 
 def where(op: Op) -> str:

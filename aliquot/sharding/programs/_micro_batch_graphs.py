@@ -177,8 +177,6 @@ class _Rewriter:
         out.append(index)
         return output
 
-    # ---- operators -------------------------------------------------------------------------------
-
     def _op(self, index: OpId, out: list[OpId | Call]) -> None:
         op, whole = self.ops[index], self.plan.whole.ops[index]
         conversions = {k: self.plan.conversions.get((index, k)) for k in range(len(op.inputs))}
@@ -294,8 +292,6 @@ class _Rewriter:
 
         target = self._like(operand)
         return self._add(local, [operand, self.group, self.micro_batch], target, op, out)
-
-    # ---- structured operators --------------------------------------------------------------------
 
     def _call(self, call: Call, out: list[OpId | Call]) -> Call:
         inputs = list(call.inputs)

@@ -76,9 +76,6 @@ def split_stages(
     )
 
 
-# ---- forward and backward ------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Draft:
     """A program while its items are gathered.
