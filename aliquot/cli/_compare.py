@@ -14,6 +14,11 @@ from ._options import Json, ModelName, read_cluster
 from ._progress import search_progress
 from ._session import session
 
+_BLOCKS = (
+    "All recompute each block, as with --recompute block. aliquot plan tries none,\n"
+    "too; to compare that: --recompute none."
+)
+
 
 @takes_groups
 def compare(
@@ -73,6 +78,8 @@ def compare(
                 progress=report,
             )
         say.show(comparison_table(comparison))
+        if built.workload is not None and options.recompute is None:
+            say.show(_BLOCKS)
         say.finish(comparison.to_dict())
         if comparison.best is None:
             raise typer.Exit(1)

@@ -66,6 +66,8 @@ def test_table_fits_eighty_columns():
     found = run("compare", *TINY, "--methods", "fsdp,ddp,auto")
     table = found.stdout.split("Why not")[0]
     assert max(map(len, table.splitlines())) <= 80
+    # What `aliquot plan` would decide differently.
+    assert "to compare that: --recompute none" in found.stdout
     assert "MFU" in table and "tokens/s" in table
 
 
