@@ -4,9 +4,10 @@ On 8 virtual devices, for a GPT and a mixture of experts of two layers: every co
 of a layer's blocks (of the mixture of experts a seeded sample) is run as a whole step, and beside
 it stand the time composed of measured segments and the analytic model's.
 
-    python benchmarks/segment_profiles.py [--quick] [--journal FILE] [--only gpt|moe]
+    python benchmarks/segment_profiles.py [--quick] [--journal FILE] [--model gpt|moe]
 
-What was measured is kept in the journal, so that a run can go on where it was.
+What was measured is kept in the journal, so that a run can go on where it was. Of one model alone
+the result is a file of its own.
 """
 
 from __future__ import annotations
@@ -101,19 +102,21 @@ def main() -> int:
     journal = Journal(chosen.journal)
     rows, met = [], True
     for name, (model, overrides, sample) in _MODELS.items():
-        if chosen.only in (None, name):
+        if chosen.model in (None, name):
             found = _model(name, model, overrides, _QUICK if chosen.quick else sample, journal)
             report.tables[name] = found["combinations"]
             rows.append(found["summary"])
             met &= found["met"]
     report.tables["Models"] = rows
     report.summary = {row["model"]: f"tau {row['tau, composed']:.3f}" for row in rows}
-    return report.finish(chosen, met=None if chosen.quick or chosen.only else met)
+    if chosen.model:
+        chosen.hardware += f"-{chosen.model}"
+    return report.finish(chosen, met=None if chosen.quick else met)
 
 
 def _more(parser: Any) -> None:
     parser.add_argument("--journal", type=Path, help="file of what was measured so far")
-    parser.add_argument("--only", choices=sorted(_MODELS))
+    parser.add_argument("--model", choices=sorted(_MODELS), help="only this one")
 
 
 def _model(
