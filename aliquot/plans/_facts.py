@@ -23,6 +23,8 @@ _SCOPES = {
 _WITHIN_GAP = "optimal within the gap"
 # Rows of the summary that say what is done; the others say what it gives.
 _DECISIONS = ("splits", "recomputation")
+# Outputs that every micro-batch computes alike, or that are computed once: there is nothing to say.
+_EQUAL = "equal"
 # Plan files keep the short name.
 _PARTS_OF_MEMORY = {"resharded copies": "gathered or resharded copies"}
 
@@ -132,12 +134,13 @@ def bound(plan: Plan) -> str:
 
 
 def micro_batches(plan: Plan) -> str:
-    """Number of micro-batches, and how their outputs combine."""
+    """Number of micro-batches, and how outputs combine that differ between them."""
     if plan.num_micro_batches == 1:
         return "1 (the whole batch at once)"
     by_rule: dict[str, list[str]] = {}
     for path, rule in plan.combine.items():
-        by_rule.setdefault(rule, []).append(path)
+        if rule != _EQUAL:
+            by_rule.setdefault(rule, []).append(path)
     rules = "; ".join(
         f"{rule}: {paths[0] if len(paths) == 1 else f'{len(paths)} outputs'}"
         for rule, paths in by_rule.items()

@@ -36,6 +36,13 @@ def test_text_names_what_was_decided_and_predicted():
         assert part in text
 
 
+def test_text_names_only_outputs_that_differ_between_micro_batches():
+    both = sample_plan(combine={"[0].w": "equal", "[1]['loss']": "sum"})
+    assert "2 (outputs combine by sum: [1]['loss'])" in " ".join(str(both).split())
+    equal = sample_plan(combine={"[0].w": "equal", "[1]['loss']": "equal"})
+    assert "combine" not in str(equal)
+
+
 def test_text_of_odd_plans():
     odd = sample_plan(
         stages=(), prediction=replace(PREDICTION, collectives=(), memory_limit_bytes=0.0)
