@@ -87,7 +87,7 @@ class Alpa(AbstractMethod):
             method="shard",
             planner="ilp",
             relative_gap=ILP().relative_gap,
-            exact_space=False,
+            states_bound=False,
             progress=progress,
         )
 
