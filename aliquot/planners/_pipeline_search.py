@@ -33,8 +33,10 @@ class StoppedSearch(Interrupted):
 
     @classmethod
     def beside(cls, best: Decision | None, stopped: KeyboardInterrupt) -> StoppedSearch:
-        """The interruption of a search within another, with the faster of what both know."""
-        within = stopped.decision if isinstance(stopped, Interrupted) else None
+        """The interruption of a search within another, with the faster pipeline of both. What the
+        search of a stage knows is no plan of the step.
+        """
+        within = stopped.decision if isinstance(stopped, StoppedSearch) else None
         return cls(faster(best, within))
 
 

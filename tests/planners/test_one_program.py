@@ -251,7 +251,9 @@ def test_an_interruption_within_another_search_hands_over_the_faster_plan(inner_
         types.SimpleNamespace(step_time_s=seconds) if seconds else None
         for seconds in (2.0, inner_s)
     )
-    stopped = StoppedSearch.beside(outer, Interrupted(inner))
+    stopped = StoppedSearch.beside(outer, StoppedSearch(inner))
     assert stopped.decision.step_time_s == kept_s
-    assert StoppedSearch.beside(outer, KeyboardInterrupt()).decision is outer
-    assert StoppedSearch.beside(None, Interrupted(inner)).decision is inner
+    assert StoppedSearch.beside(None, StoppedSearch(inner)).decision is inner
+    # What the search of a stage found is no plan of the step.
+    for other in (KeyboardInterrupt(), Interrupted(inner)):
+        assert StoppedSearch.beside(outer, other).decision is outer

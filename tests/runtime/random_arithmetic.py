@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 from runtime.random_base import Apply, Draw, Inputs, along_rows, operator
 
-# ---- element-wise --------------------------------------------------------------------------------
-
 
 @operator()
 def _activation(draw: Draw) -> Apply:
@@ -108,9 +106,6 @@ def _dropout(draw: Draw) -> Apply | None:
     return apply
 
 
-# ---- products ------------------------------------------------------------------------------------
-
-
 @operator()
 def _linear(draw: Draw) -> Apply | None:
     if len(draw.shape) < 2:
@@ -170,9 +165,6 @@ def _outer(draw: Draw) -> Apply | None:
     if len(draw.shape) != 2 or draw.shape[1] > 6:
         return None
     return lambda h, given: h[:, :, None] * jnp.tanh(h)[:, None, :]
-
-
-# ---- reductions ----------------------------------------------------------------------------------
 
 
 @operator()

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 from runtime.random_base import Apply, Draw, Inputs, operator
 
-# ---- control flow --------------------------------------------------------------------------------
-
 
 @operator()
 def _cond(draw: Draw) -> Apply | None:
@@ -111,9 +109,6 @@ def _checkpointed(draw: Draw) -> Apply | None:
 def _jitted(draw: Draw) -> Apply:
     inner = jax.jit(lambda x: jnp.exp(-x * x), inline=draw.rng.random() < 0.3)
     return lambda h, given: inner(h) + inner(0.5 * h)
-
-
-# ---- over examples -------------------------------------------------------------------------------
 
 
 @operator(mixes=True)

@@ -11,8 +11,6 @@ import numpy as np
 from jax import lax
 from runtime.random_base import Apply, Draw, Inputs, operator, row_index
 
-# ---- shapes --------------------------------------------------------------------------------------
-
 
 @operator()
 def _flatten(draw: Draw) -> Apply:
@@ -126,9 +124,6 @@ def _split_and_swap(draw: Draw) -> Apply | None:
         return jnp.concatenate([-b, a], axis=dim) + h
 
     return apply
-
-
-# ---- indices -------------------------------------------------------------------------------------
 
 
 @operator()

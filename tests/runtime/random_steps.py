@@ -127,8 +127,6 @@ def _inputs(params: Any, batch: Any, count: Any, key: Any) -> Inputs:
     return Inputs(params=params, batch=batch, count=count, key=key)
 
 
-# ---- loss ----------------------------------------------------------------------------------------
-
 _MIXING_LOSSES = {"masked mean", "root", "longest"}
 
 
@@ -163,8 +161,6 @@ def _cross_entropy(h: jax.Array, batch: dict[str, Any]) -> jax.Array:
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(h), labels[:, None], axis=1))
 
 
-# ---- metrics -------------------------------------------------------------------------------------
-
 _METRICS: dict[str, Callable[..., Any]] = {
     "outputs": lambda h, batch, state: h,
     "mean": lambda h, batch, state: jnp.mean(h) if h.size else jnp.zeros(()),
@@ -179,9 +175,6 @@ _METRICS: dict[str, Callable[..., Any]] = {
     "by_mask": lambda h, batch, state: jnp.where(batch["mask"], _per_row(h), 0.0),
     "number": lambda h, batch, state: 0.5,
 }
-
-
-# ---- the step ------------------------------------------------------------------------------------
 
 
 def _step(
@@ -257,9 +250,6 @@ def _update(update: str, state: dict[str, Any], grads: dict[str, Any]) -> dict[s
                 "moments": jax.tree.map(lambda m, p: 0.9 * m + 0.1 * p, state["moments"], taken),
             }
     return {"params": jax.tree.map(lambda p, g: p - rate * g, params, grads)}
-
-
-# ---- arguments -----------------------------------------------------------------------------------
 
 
 def _state(params: dict[str, Any], update: str, seed: int) -> dict[str, Any]:

@@ -43,9 +43,6 @@ def ranges(bounds):
     return list(zip(bounds, bounds[1:]))
 
 
-# ---- models --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model of six layers in ranges; `sizes` are devices of each submesh."""
@@ -159,9 +156,6 @@ def assert_apart(step, bounds, schedule):
     else:
         loops_of += [(k, Part.BACKWARD) for k in stages]
     assert sorted((p.stage, p.part) for p in with_loops) == sorted(loops_of)
-
-
-# ---- arguments and results -----------------------------------------------------------------------
 
 
 def train_step(state, batch):
@@ -294,9 +288,6 @@ def test_keys_in_pieces():
     assert pieces.dtype == keys.dtype
     np.testing.assert_array_equal(pieces, jax.random.key_data(keys))
     assert (jnp.asarray(pieces) == keys).all()
-
-
-# ---- objects -------------------------------------------------------------------------------------
 
 
 def test_nnx_in_place():

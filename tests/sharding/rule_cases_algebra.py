@@ -13,7 +13,6 @@ from sharding.rule_case import Case, adder, floats, ints
 CASES: list[Case] = []
 case = adder(CASES)
 
-# ---- linear algebra and transforms ---------------------------------------------------------------
 
 MATRICES = floats(8, 4, 4) + 4 * np.eye(4, dtype=np.float32)
 SYMMETRIC = MATRICES + np.swapaxes(MATRICES, 1, 2)

@@ -11,7 +11,6 @@ from sharding.rule_case import Case, N, adder, bools, floats, ints
 CASES: list[Case] = []
 case = adder(CASES)
 
-# ---- products ------------------------------------------------------------------------------------
 
 case("dot_general", "matrix", lax.dot, floats(8, 16), floats(16, 4))
 case("dot_general", "vector", lax.dot, floats(16), floats(16))
@@ -47,7 +46,6 @@ case(
 )
 case("dot_general", "integers", lax.dot, ints(8, 16), ints(16, 4))
 
-# ---- reductions ----------------------------------------------------------------------------------
 
 case("reduce_sum", "row", lambda x: jnp.sum(x, 1), floats(8, 8))
 case("reduce_sum", "all", jnp.sum, floats(8, 4))
@@ -132,8 +130,6 @@ case(
     floats(8, 4, 4, 8),
     np.stack([GROUP_SIZES // 2] * 8),
 )
-
-# ---- convolutions --------------------------------------------------------------------------------
 
 
 GROUPS = (

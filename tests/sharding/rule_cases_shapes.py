@@ -10,8 +10,6 @@ from sharding.rule_case import Case, X, adder, floats, ints
 CASES: list[Case] = []
 case = adder(CASES)
 
-# ---- shapes --------------------------------------------------------------------------------------
-
 
 def reshaped(before, after, label):
     case("reshape", label, lambda x: lax.reshape(x, after), floats(*before))
@@ -106,7 +104,6 @@ case(
 )
 case("approx_top_k", "", lambda x: lax.approx_max_k(x, 2), floats(8, 16), runs=False)
 
-# ---- gathers and scatters ------------------------------------------------------------------------
 
 case("gather", "embedding", lambda t, i: t[i], floats(8, 8), ints(8))
 case(

@@ -15,7 +15,6 @@ from sharding.rule_case import Case, X, adder, floats, ints, keys, words
 CASES: list[Case] = []
 case = adder(CASES)
 
-# ---- random numbers ------------------------------------------------------------------------------
 
 case("random_bits", "one key", lambda raw: jax.random.bits(keys(raw), (8, 4)), words())
 case("random_bits", "a key each", jax.vmap(lambda raw: jax.random.bits(keys(raw), (8,))), words(8))
@@ -49,7 +48,6 @@ case(
 )
 case("rng_uniform", "", lambda: lax.rng_uniform(0.0, 1.0, (4,)), runs=False)
 
-# ---- passed through, or whole --------------------------------------------------------------------
 
 case(
     "optimization_barrier",
