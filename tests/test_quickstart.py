@@ -19,10 +19,15 @@ def test_the_quickstart_runs_as_it_stands(tmp_path, monkeypatch):
         exec(block, names)
     assert (tmp_path / "plan.json").exists()
     shown = re.search(r"```\n(train_step: .*?)```", PAGE.read_text(), re.DOTALL)
-    assert shown and str(names["plan"]).startswith(shown[1])
+    # Releases of JAX differ in how many operators they write, and so by microseconds.
+    assert shown and _with_whole_times(str(names["plan"])).startswith(_with_whole_times(shown[1]))
     first, second = (
         names["metrics"]["loss"],
         names["loss_fn"](names["state"]["params"], names["batches"][0]),
     )
     # The fastest plan may be a pipeline, whose arrays lie on the devices of their stages.
     assert float(second) < float(first)
+
+
+def _with_whole_times(text: str) -> str:
+    return re.sub(r"\d+\.\d+", "#", text)
