@@ -30,8 +30,8 @@ Recompute = Annotated[
     str | None,
     typer.Option(
         "--recompute",
-        help="none, block or, in aliquot plan, auto: the faster; its default with --method auto,"
-        " else block.",
+        help="none or block; in aliquot plan also auto, the faster of both. By default auto with"
+        " --method auto, else block.",
     ),
 ]
 Scan = Annotated[
