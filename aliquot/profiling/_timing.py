@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,11 +168,18 @@ def _filled(shape: jax.ShapeDtypeStruct) -> Any:
     """
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jax.device_put(jnp.broadcast_to(jax.random.key(0), shape.shape), shape.sharding)
+    return _fill_program(shape.shape, shape.dtype, shape.sharding)()
+
+
+# Every measurement fills its arguments anew, and many have arguments of the same shape.
+@functools.lru_cache(maxsize=1024)
+def _fill_program(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], Any]:
+    """The compiled program that fills an array."""
 
     def fill() -> Any:
-        if jnp.issubdtype(shape.dtype, jnp.floating):
-            flat = jnp.sin(jnp.arange(math.prod(shape.shape), dtype=jnp.float32)) * 0.1 + 0.2
-            return flat.reshape(shape.shape).astype(shape.dtype)
-        return jnp.zeros(shape.shape, shape.dtype)
+        if jnp.issubdtype(dtype, jnp.floating):
+            flat = jnp.sin(jnp.arange(math.prod(shape), dtype=jnp.float32)) * 0.1 + 0.2
+            return flat.reshape(shape).astype(dtype)
+        return jnp.zeros(shape, dtype)
 
-    return jax.jit(fill, out_shardings=shape.sharding)()
+    return jax.jit(fill, out_shardings=sharding)
