@@ -27,12 +27,12 @@ from ._methods import Zero3Parallel as Zero3Parallel
 from ._one_program import cannot_fit as cannot_fit
 from ._one_program import least_compute_s as least_compute_s
 from ._pipeshard import PipeshardParallel as PipeshardParallel
-from ._pipeshard import solve_pipeline as solve_pipeline
 from ._plan_chain import plan_chain as plan_chain
 from ._registry import METHODS as METHODS
 from ._registry import PIPELINES as PIPELINES
 from ._registry import PipelineOptions as PipelineOptions
 from ._registry import method_by_name as method_by_name
+from ._search_counts import solve_pipeline as solve_pipeline
 from ._write import write_plan as write_plan
 from .inter import NO_LIMITS as NO_LIMITS
 from .inter import AbstractInter as AbstractInter

@@ -5,13 +5,14 @@ priced.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..cluster import Cluster
-from ..cost import UNIT_FIGURES, Chain
+from ..cost import UNIT_FIGURES, Chain, StageOption
 from ..graph import Graph, Role
 
 MOST_MICRO_BATCHES = 1024
@@ -56,26 +57,45 @@ def _at_least_doubling(counts: Sequence[int]) -> list[int]:
     return kept + list(counts[1:][-1:])
 
 
-def chain_between(chain: Chain, coarse: Chain, fine: Chain) -> Chain:
+def drawn_between(chains: Sequence[Chain], priced: Mapping[int, Chain]) -> list[Chain]:
+    """Chains of a step for several numbers of micro-batches: those that were priced, and for the
+    other numbers the given ones with figures between the nearest that were.
+
+    Args:
+        chains: one for each number; figures of options that were not priced on both sides stay.
+        priced: by number of micro-batches, the fewest and the most included.
+    """
+    drawn = []
+    for chain in chains:
+        count = chain.num_micro_batches
+        if count in priced:
+            drawn.append(priced[count])
+            continue
+        fewer = max(other for other in priced if other < count)
+        more = min(other for other in priced if other > count)
+        drawn.append(_chain_between(chain, priced[fewer], priced[more]))
+    return drawn
+
+
+def _chain_between(chain: Chain, coarse: Chain, fine: Chain) -> Chain:
     """A chain with figures between those of two others, by the size of its micro-batches.
 
     Seconds and bytes of one way to split grow about linearly with the size of a micro-batch. The
     fastest way of several lies near the line between two of its points, and mostly above it.
 
     Args:
-        chain: for its number of micro-batches; figures of options that `fine` lacks stay.
-        coarse: priced at fewer and larger micro-batches, with the same options.
-        fine: priced at more and smaller ones, perhaps with fewer options.
+        chain: for its number of micro-batches; figures of options that another lacks stay.
+        coarse: priced at fewer and larger micro-batches.
+        fine: priced at more and smaller ones.
     """
     sizes = [1 / c.num_micro_batches for c in (fine, chain, coarse)]
     share = (sizes[1] - sizes[0]) / (sizes[2] - sizes[0])
-    place = {(o.submesh, o.mesh_shape, o.recompute): k for k, o in enumerate(fine.options)}
-    columns = [place.get((o.submesh, o.mesh_shape, o.recompute), -1) for o in chain.options]
-    known = np.array([c >= 0 for c in columns]) & np.isfinite(chain.forward_s)
+    of_fine, of_coarse = (_columns(other, chain.options) for other in (fine, coarse))
+    known = (of_fine >= 0) & (of_coarse >= 0) & np.isfinite(chain.forward_s)
     between = {}
-    # An option that `fine` lacks takes the last column and is masked out.
+    # An option that another chain lacks takes the last column there and is masked out.
     for name in UNIT_FIGURES:
-        near, far = getattr(fine, name)[:, columns], getattr(coarse, name)
+        near, far = getattr(fine, name)[:, of_fine], getattr(coarse, name)[:, of_coarse]
         known_both = known & np.isfinite(near) & np.isfinite(far)
         with np.errstate(invalid="ignore"):
             between[name] = np.where(
@@ -86,9 +106,7 @@ def chain_between(chain: Chain, coarse: Chain, fine: Chain) -> Chain:
     return replace(chain, **between)
 
 
-def chains_between(chains: Sequence[Chain], fine: Chain) -> list[Chain]:
-    """Chains that were priced at the first number of micro-batches, with figures between those of
-    the first and of one of the same units that was priced at the last.
-    """
-    coarse = chains[0]
-    return [coarse, *(chain_between(chain, coarse, fine) for chain in chains[1:])]
+def _columns(chain: Chain, options: Sequence[StageOption]) -> NDArray[np.int64]:
+    """For each option its number in a chain, -1 if the chain lacks it."""
+    place = {(o.submesh, o.mesh_shape, o.recompute): k for k, o in enumerate(chain.options)}
+    return np.array([place.get((o.submesh, o.mesh_shape, o.recompute), -1) for o in options])

@@ -4,51 +4,30 @@ by simulation.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, replace
 
 from ..core import CaptureError, InfeasibleError, InputError, format_seconds
-from ..cost import Chain, ChainPlan, Problem
-from ..graph import (
-    Graph,
-    operators_with_effects,
-    source_line,
-)
+from ..cost import Problem
 from ._base import AbstractMethod, Decision, Interrupted, Progress, Task, faster
-from ._counts import MANY_DEVICES, MOST_MICRO_BATCHES, batch_size, chains_between, counts_to_try
+from ._counts import MOST_MICRO_BATCHES, batch_size
 from ._fewer_hosts import fastest_on_any_hosts
-from ._helper import HelperProcess
 from ._methods import ShardParallel, WholeProgram
 from ._one_program import (
     Found,
     OneProgram,
     add_first_program,
-    as_one_program,
     fewer_micro_batches,
     is_too_large,
     one_program_by_doubling,
     one_program_scope,
 )
 from ._pipeline_search import LazySearch, PipelineSearch, StoppedSearch, pipeline_s
-from ._priced_layers import PricedLayers, price_layers
-from ._solve_stages import solve_with
-from ._tried import tried_counts, tried_pipeline, tried_programs
+from ._search_counts import solve_pipeline
+from ._tried import tried_pipeline, tried_programs
 from .inter import AbstractInter, StageDP, StageLimits
 from .intra import ILP, AbstractIntra
-
-# At most so many numbers of micro-batches are priced and solved on their own.
-_MOST_COUNTS = 4
-# A stage solved as a whole takes up to this share less than the sum of its layers promises.
-_LESS_AS_WHOLES = 0.03
-# With one micro-batch half of the devices or more are idle: a step then mostly takes at least so
-# many times its compute, shared evenly by all devices.
-_IDLE_WITH_ONE = 2.0
-# Units times options times devices: up to so many, other numbers of stages are solved as well.
-_SMALL = 10_000
-# The search of a step with fewer operators ends before a helper process is ready.
-_MANY_OPS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,225 +236,6 @@ def _one_programs(
         # A single stage becomes one program, on the mesh of that stage.
         one_mesh = method.whole(pipeline.priced.mesh.shape)
         yield one_mesh.solve(task.problem(pipeline.num_micro_batches), task.progress)
-
-
-def solve_pipeline(
-    method: PipeshardParallel, task: Task, faster_than_s: float = math.inf
-) -> PipelineSearch:
-    """The best pipeline for a step on a cluster.
-
-    Args:
-        faster_than_s: numbers of micro-batches with which the layers promise no less are not priced
-            and solved on their own.
-
-    Raises:
-        InfeasibleError: nothing fits.
-        InputError: the settings cannot be followed, such as more stages than layers.
-        CaptureError: the step does not decompose into micro-batches.
-    """
-    _refuse_effects(task.graph)
-    method = replace(method, inter=method.inter.for_one_search())
-    given = method.num_micro_batches
-    groups = (
-        [[given]]
-        if given is not None
-        else [g for g in counts_to_try(task.graph, task.cluster) if g]
-    )
-    with HelperProcess(wanted=len(task.graph.ops) >= _MANY_OPS) as helper:
-        for attempt, counts in enumerate(groups, 1):
-            try:
-                return _search_counts(method, task, counts, helper, faster_than_s)
-            except InfeasibleError:
-                if attempt == len(groups):
-                    raise
-    raise AssertionError("there is always a number of micro-batches to try")
-
-
-def _search_counts(
-    method: PipeshardParallel,
-    task: Task,
-    counts: list[int],
-    helper: HelperProcess,
-    faster_than_s: float,
-) -> PipelineSearch:
-    """The best pipeline with any of these numbers of micro-batches.
-
-    Layers are priced with the fewest and with the most micro-batches; chains of the numbers between
-    are drawn from both. Numbers whose stages are fastest by those chains are then priced and solved
-    on their own, until what the others promise is no faster than what was found.
-
-    Raises:
-        InfeasibleError: nothing fits with any of them.
-    """
-    price = functools.partial(
-        price_layers, task, intra=method.intra, layers=method.layers, helper=helper
-    )
-    priced = {counts[0]: price(counts)}
-    chains = priced[counts[0]].chains
-    if len(counts) > 1:
-        fine = priced[counts[-1]] = price(counts[-1:])
-        if len(fine.kinds) != len(priced[counts[0]].kinds):
-            # Small micro-batches may be cut into other layers: take those of the large ones.
-            fine = price(counts[-1:], layers=priced[counts[0]].sketch.layers)
-        chains = chains_between(chains, fine.chains[0])
-    least_s = priced[counts[0]].least_compute_s
-    if _is_small(chains[0]) or _one_micro_batch_may_do(task, least_s, faster_than_s):
-        # Other numbers of stages or one micro-batch are tried, too, of which no promise speaks.
-        faster_than_s = math.inf
-    decisions: list[Decision] = []
-    refusals: list[InfeasibleError] = []
-    untried = list(chains)
-    promised: ChainPlan | None = None
-    # Searches for stages on many devices take long.
-    most_counts = 1 if task.cluster.num_devices > MANY_DEVICES else _MOST_COUNTS
-    try:
-        while untried:
-            if len(decisions) == most_counts == 1:
-                # No promise is known of those left out.
-                promised = None
-                break
-            count = untried[0].num_micro_batches
-            if len(counts) > 1 or math.isfinite(faster_than_s):
-                try:
-                    promised = method.inter.solve(untried, limits=method.limits, helper=helper)
-                except InfeasibleError as error:
-                    refusals.append(error)
-                    break
-                fastest_s = min([faster_than_s, *(decision.step_time_s for decision in decisions)])
-                searched = len(decisions) + len(refusals)
-                if (
-                    promised.step_time_s * (1 - _LESS_AS_WHOLES) >= fastest_s
-                    or searched == _MOST_COUNTS
-                ):
-                    break
-                count = promised.num_micro_batches
-            untried = [chain for chain in untried if chain.num_micro_batches != count]
-            if count not in priced:
-                priced[count] = price([count])
-            try:
-                decisions.append(solve_with(method, task, priced[count], helper))
-            except InfeasibleError as error:
-                refusals.append(error)
-    except KeyboardInterrupt as stopped:
-        raise StoppedSearch.beside(_fastest(decisions), stopped) from stopped
-    best = _fastest(decisions)
-    if best is None:
-        if refusals or promised is None:
-            raise refusals[0]
-        others = [chain.num_micro_batches for chain in untried]
-        slower = tried_counts(promised, method.inter.method, faster_than_s, others)
-        return PipelineSearch(decision=None, tried=(slower,))
-    if method.num_stages is None and method.inter.searches:
-        decisions += _with_other_numbers_of_stages(
-            method, task, priced[best.num_micro_batches], best, len(best.stages), helper
-        )
-        best = _fastest(decisions)
-        assert best is not None
-    leaves_out_one = method.num_micro_batches is None and 1 not in priced
-    if leaves_out_one and _one_micro_batch_may_do(task, least_s, best.step_time_s):
-        try:
-            decisions += _with_one_micro_batch(method, task, price([1]), best, helper)
-        except KeyboardInterrupt as stopped:
-            raise StoppedSearch.beside(best, stopped) from stopped
-        best = _fastest(decisions)
-        assert best is not None
-    tried = [tried_pipeline(each, "slower") for each in decisions if each is not best]
-    if untried:
-        others = [chain.num_micro_batches for chain in untried]
-        tried.append(tried_counts(promised, best.method, best.step_time_s, others))
-    is_open = method.may_be_one_program and method.num_micro_batches is None
-    program = as_one_program(chains) if is_open else None
-    return PipelineSearch(decision=best, program=program, tried=tuple(tried))
-
-
-def _is_small(chain: Chain) -> bool:
-    """True if a step is so small that other numbers of stages are solved as well."""
-    return chain.num_units * len(chain.options) * chain.num_devices <= _SMALL
-
-
-def _one_micro_batch_may_do(task: Task, least_s: float, best_s: float) -> bool:
-    """True if a pipeline of one micro-batch may take less than `best_s`, and devices are few enough
-    to search it.
-
-    Args:
-        least_s: of the step's compute, shared evenly by all devices.
-    """
-    return task.cluster.num_devices <= MANY_DEVICES and best_s > _IDLE_WITH_ONE * least_s
-
-
-def _with_one_micro_batch(
-    method: PipeshardParallel,
-    task: Task,
-    priced: PricedLayers,
-    best: Decision,
-    helper: HelperProcess,
-) -> list[Decision]:
-    """Pipelines of one micro-batch, if they may be faster than the best with more: one stage at a
-    time is busy, but collectives stay within a stage and happen once.
-    """
-    try:
-        promised = method.inter.solve(priced.chains, limits=method.limits, helper=helper)
-        if promised.step_time_s * (1 - _LESS_AS_WHOLES) >= best.step_time_s:
-            return []
-        found = solve_with(method, task, priced, helper)
-    except (InfeasibleError, InputError):
-        return []
-    if method.num_stages is not None or not method.inter.searches:
-        return [found]
-    others = _with_other_numbers_of_stages(method, task, priced, best, len(found.stages), helper)
-    return [found, *others]
-
-
-def _with_other_numbers_of_stages(
-    method: PipeshardParallel,
-    task: Task,
-    priced: PricedLayers,
-    best: Decision,
-    around: int,
-    helper: HelperProcess,
-) -> list[Decision]:
-    """Pipelines of small steps with one stage more than `around`, and with fewer for as long as
-    their layers promise less than `best` takes: the number of stages that is fastest by sums of
-    layers need not be the fastest when stages are solved as wholes.
-    """
-    chain = priced.chains[0]
-    if not _is_small(chain):
-        return []
-    found = []
-    for count in (around + 1, *range(around - 1, 1, -1)):
-        fixed = replace(method, num_stages=count)
-        try:
-            promised = method.inter.solve([chain], limits=fixed.limits, helper=helper)
-            if promised.step_time_s * (1 - _LESS_AS_WHOLES) < best.step_time_s:
-                found.append(solve_with(fixed, task, priced, helper))
-            elif count < around:
-                break
-        except (InfeasibleError, InputError):
-            continue
-        except KeyboardInterrupt as stopped:
-            raise StoppedSearch(_fastest([best, *found])) from stopped
-    return found
-
-
-def _fastest(found: Sequence[Decision]) -> Decision | None:
-    return min(found, key=lambda decision: decision.step_time_s, default=None)
-
-
-def _refuse_effects(graph: Graph) -> None:
-    """Raise `CaptureError` if the step has effects: stages run only operators that their results
-    need.
-    """
-    effects = operators_with_effects(graph)
-    if effects:
-        shown = ", ".join(
-            dict.fromkeys(f"`{op.name}` {source_line(op)}".rstrip() for op in effects[:3])
-        )
-        raise CaptureError(
-            f"{graph.name} does more than compute its results:"
-            f" {shown}{', ...' if len(effects) > 3 else ''}. A pipeline cannot run that as often as"
-            " the plain step does. Take it out (return what it prints as a metric), or plan one"
-            " program: --method program, method=WholeProgram()."
-        )
 
 
 def _with_fewer_micro_batches(

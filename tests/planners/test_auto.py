@@ -120,7 +120,7 @@ def test_plans_for_very_many_devices_say_that_pipelines_were_not_searched(monkey
 
 
 def test_pipelines_are_searched_on_many_devices_and_plans_say_which_numbers_were_not(monkeypatch):
-    for module in ("_counts", "_pipeshard"):
+    for module in ("_counts", "_search_counts"):
         monkeypatch.setattr(f"aliquot.planners.{module}.MANY_DEVICES", 1)
     step = deep(1024, 4096, 4)
     plans = [
@@ -189,10 +189,10 @@ def test_stages_are_not_solved_as_wholes_where_they_promise_no_less(method, coun
     program = aq.plan(*step, cluster=CLUSTER, method=WholeProgram(), num_micro_batches=count)
     # As if layers promised ten times as much as the program takes.
     for name, value in [("_SMALL", 0), ("_IDLE_WITH_ONE", math.inf), ("_LESS_AS_WHOLES", -9.0)]:
-        monkeypatch.setattr(f"aliquot.planners._pipeshard.{name}", value)
+        monkeypatch.setattr(f"aliquot.planners._search_counts.{name}", value)
     monkeypatch.setattr("aliquot.planners._auto.least_compute_s", lambda problem: 0.0)
     monkeypatch.setattr(
-        "aliquot.planners._pipeshard.solve_with", lambda *args: pytest.fail("solved as wholes")
+        "aliquot.planners._search_counts.solve_with", lambda *args: pytest.fail("solved as wholes")
     )
     plan = aq.plan(*step, cluster=CLUSTER, method=method, num_micro_batches=count)
     assert plan.prediction.step_time_s == program.prediction.step_time_s

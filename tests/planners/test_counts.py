@@ -13,9 +13,10 @@ import pytest
 import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.planners import Task, solve_pipeline
-from aliquot.planners._counts import chains_between, counts_to_try
+from aliquot.planners._counts import counts_to_try, drawn_between
 from aliquot.planners._helper import HelperProcess
 from aliquot.planners._priced_layers import price_layers
+from aliquot.planners._search_counts import _least_ratio, _price_ends
 from aliquot.planners._tried import tried_pipeline
 
 
@@ -71,8 +72,8 @@ def test_pipelines_whose_layers_promise_too_little_are_not_looked_at_closely(mon
     def refuse(*arguments):
         raise AssertionError("stages were solved")
 
-    monkeypatch.setattr("aliquot.planners._pipeshard.solve_with", refuse)
-    monkeypatch.setattr("aliquot.planners._pipeshard._SMALL", 0)
+    monkeypatch.setattr("aliquot.planners._search_counts.solve_with", refuse)
+    monkeypatch.setattr("aliquot.planners._search_counts._SMALL", 0)
     task = task_of(1024, 1024, "2x4xA100-40GB")
     search = solve_pipeline(aq.PipeshardParallel(), task, faster_than_s=1e-9)
     (row,) = search.tried
@@ -119,7 +120,8 @@ def test_chains_between_two_that_were_priced_are_near():
     )
     coarse = price(counts, layers=None)
     exact, fine = (price([count], layers=coarse.sketch.layers).chains[0] for count in counts[1:])
-    first, drawn, last = chains_between(coarse.chains, fine)
+    ends = {2: coarse.chains[0], 64: fine}
+    first, drawn, last = drawn_between(coarse.chains, ends)
     assert [chain.num_micro_batches for chain in (first, drawn, last)] == counts
     place = {(o.submesh, o.mesh_shape, o.recompute): k for k, o in enumerate(exact.options)}
     columns = [place[o.submesh, o.mesh_shape, o.recompute] for o in drawn.options]
@@ -129,6 +131,44 @@ def test_chains_between_two_that_were_priced_are_near():
         return np.abs(np.log(passes / wanted[:, columns])).max()
 
     assert error(drawn) < 0.2 < error(coarse.chains[1])
+
+
+def test_figures_are_drawn_from_the_nearest_numbers_that_were_priced():
+    task, counts = task_of(512, 1024, "2x4xA100-40GB"), [2, 8, 16, 64]
+    priced = price_layers(
+        task, counts, intra=aq.ILP(), layers=None, helper=HelperProcess(wanted=False)
+    )
+    # Forward seconds that grow with the root of a micro-batch's size.
+    rooted = [
+        replace(chain, forward_s=np.full_like(chain.forward_s, count**-0.5))
+        for chain, count in zip(priced.chains, counts, strict=True)
+    ]
+    by_count = dict(zip(counts, rooted, strict=True))
+    of_ends = drawn_between(rooted, {c: by_count[c] for c in (2, 64)})
+    of_three = drawn_between(of_ends, {c: by_count[c] for c in (2, 8, 64)})
+    assert of_three[1] is by_count[8]
+    share = (1 / 16 - 1 / 64) / (1 / 8 - 1 / 64)
+    expected_s = share * 8**-0.5 + (1 - share) * 64**-0.5
+    np.testing.assert_allclose(of_three[2].forward_s, expected_s)
+    assert (of_ends[2].forward_s < of_three[2].forward_s).all()
+
+
+def test_pipelines_are_trusted_to_take_what_their_layers_promise():
+    """As far as the numbers of micro-batches that were solved let one expect."""
+    assert _least_ratio([]) == _least_ratio([0.5]) == 0.97
+    assert _least_ratio([1.2]) == 1.0
+    assert _least_ratio([1.2, 0.99]) == 0.99
+
+
+def test_all_numbers_are_cut_into_as_many_layers():
+    """The smallest micro-batches of this step are one layer, the largest several."""
+    task = task_of(512, 8192, "7xA100-40GB")
+    counts = counts_to_try(task.graph, task.cluster)[0]
+    method, helper = aq.PipeshardParallel(), HelperProcess(wanted=False)
+    alone = price_layers(task, counts[-1:], intra=method.intra, layers=None, helper=helper)
+    ends = _price_ends(method, task, counts, helper)
+    assert len({len(priced.kinds) for priced in ends.values()}) == 1
+    assert len(ends[counts[0]].kinds) > len(alone.kinds)
 
 
 def test_numbers_are_at_least_doubled_on_many_devices():

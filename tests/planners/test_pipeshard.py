@@ -4,7 +4,6 @@ holds together.
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 
@@ -132,7 +131,7 @@ def test_a_search_for_stages_may_return_one_program(monkeypatch):
         time.sleep(0.5)
         return solve_pipeline(*args, **options)
 
-    monkeypatch.setattr(sys.modules[solve_pipeline.__module__], "solve_pipeline", slowly)
+    monkeypatch.setattr("aliquot.planners._pipeshard.solve_pipeline", slowly)
     plan = plan_of(cluster="1xV100-16GB")
     assert (len(plan.stages), plan.schedule) == (1, "single")
     # To search for stages is no tracing.
