@@ -25,12 +25,12 @@ def apply_plan(
 ) -> PlannedStep:
     """A step cut as its plan says.
 
-    If its operators have drifted since it was planned, and it is one program, what lies between its
-    inputs and outputs is planned anew, with a warning.
+    If the plan is one program and the step now traces into other operators than when it was
+    planned, what lies between its inputs and outputs is planned anew, with a warning.
 
     Args:
         graph: the step on its whole batch.
-        measured: what its costs are to be taken from.
+        measured: measurements that correct its costs; None for the cost model alone.
 
     Raises:
         PlanMismatchError: the plan was made for another step; lists every difference.
@@ -87,7 +87,8 @@ def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) 
         semantics=plan.micro_batch_semantics,
         on_missing_rule=on_missing_rule,
     )
-    # Where scans are cut, the layers of the cut step are its ranges, one for each stage.
+    # Where a scan over layers is cut, the layers of the cut step are the ranges of the scan, one
+    # for each stage.
     first = [k if plan.scan_bounds else stage.first_layer for k, stage in enumerate(plan.stages)]
     staged = stage_step(layered, first)
     stages: list[PlannedStage] = []
@@ -113,6 +114,6 @@ def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) 
 
 
 def _submesh(stage: StagePlan, cluster: Cluster) -> tuple[int, int]:
-    """Hosts of a stage, and devices of each."""
+    """Number of hosts of a stage, and of devices in each."""
     size = math.prod(stage.mesh_shape)
     return max(1, size // cluster.devices_per_host), min(size, cluster.devices_per_host)

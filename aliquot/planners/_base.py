@@ -1,4 +1,4 @@
-"""The interface of methods, with their task and their decision."""
+"""The interface of methods: the task that a method receives and the decision that it returns."""
 
 from __future__ import annotations
 
@@ -34,16 +34,20 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageDecision:
-    """A choice for every node of one stage, or of a whole step that is no pipeline.
+    """A choice for every node of one stage, or of a whole step that stays one program.
 
     Attributes:
         problem: the problem that was solved.
-        priced, picks: the choices with their prices, and which of them was made for each node.
-        first_device: of the cluster; the stage takes as many as its mesh has.
-        first_layer, layer_names: its layers; none without a pipeline.
+        priced, picks: all choices with their prices, and for each node the row of the one that was
+            made.
+        first_device: the stage's first device in the cluster; the stage takes as many consecutive
+            devices as its mesh has.
+        first_layer, layer_names: the number of its first layer and the names of its layers; none
+            without a pipeline.
         recompute: see `StagePlan`.
-        repeat: where it recomputes operators, the nodes of their products.
-        folded: whether equal layers are decided about once for all.
+        repeat: with `recompute="operators"`, the nodes of the products that the backward pass
+            repeats.
+        folded: whether equal layers share one set of choices.
         like: an earlier stage with the same operators and choices, or None.
     """
 
@@ -60,7 +64,7 @@ class StageDecision:
 
     @property
     def choices(self) -> list[Choice]:
-        """For each node what each mesh axis splits."""
+        """For each node, the factor that each mesh axis splits, or -1."""
         return [
             tuple(int(f) for f in table.choices[pick])
             for table, pick in zip(self.priced.nodes, self.picks.tolist(), strict=True)
@@ -83,16 +87,16 @@ class Decision:
     """Choices for every stage of a step, with a lower bound where one was proved.
 
     Attributes:
-        method, planner: names of those that decided.
-        stages: one for a step that stays one program.
-        pipeline: how it was cut into several; None for one program.
+        method, planner: names of the method and of the planner that decided.
+        stages: one for each stage; a single one if the step stays one program.
+        pipeline: how the step was cut into stages; None for one program.
         combine: how the outputs of micro-batches combine; see `MicroBatchPlan`.
-        idle_hosts: of the task's cluster, behind those that are used.
-        step_time_s: predicted.
-        lower_bound_s: bounds every plan of the space named by `bound_holds_for`; None if nothing is
-            proved.
-        gap: relative distance of what the search compared to that bound; by default that of the
-            step time.
+        idle_hosts: number of hosts of the task's cluster that the plan leaves idle: the last ones.
+        step_time_s: the predicted step time.
+        lower_bound_s: a lower bound that holds for every plan of the space that `bound_holds_for`
+            names; None if nothing is proved.
+        gap: relative distance from that bound to the value that the search minimised, such as a
+            closed form; by default, to the step time.
         status: how the search ended.
         candidates: the meshes or methods that were tried.
     """
@@ -112,7 +116,7 @@ class Decision:
 
     @property
     def priced(self) -> Priced:
-        """The choices of the first stage."""
+        """The choices of the first stage, with their prices."""
         return self.stages[0].priced
 
     @property
@@ -122,7 +126,7 @@ class Decision:
 
     @property
     def num_micro_batches(self) -> int:
-        """Number of micro-batches of a step."""
+        """Number of micro-batches in a step."""
         return self.stages[0].problem.num_micro_batches
 
 
@@ -133,12 +137,12 @@ class Task:
     Attributes:
         graph: the step on its whole batch.
         cluster: what it runs on.
-        num_micro_batches: as the user wants; None lets methods that search for the number choose
-            it, and is 1 for the others.
+        num_micro_batches: the number that the user asks for. None lets methods that search for the
+            number choose it, and means 1 for the others.
         semantics: see `plan_micro_batches`.
         on_missing_rule: see `dim_rule`.
         memory_limit_bytes: on each device; by default what the device's runtime leaves to programs.
-        may_idle: whether a plan may leave hosts idle, where the step is faster so.
+        may_idle: whether a plan may leave hosts idle if that makes the step faster.
         progress: called while a method searches.
     """
 
@@ -178,19 +182,22 @@ class Task:
             name=f"{num_hosts} of the {whole.num_hosts} hosts of {whole.name}",
         )
         task = replace(self, cluster=part)
-        # The same problems on other devices, which are long to make.
+        # Problems take long to make and differ here only in their cluster, so known ones are
+        # reused.
         for count, (problem, combine) in self._problems.items():
             task._problems[count] = replace(problem, cluster=part), combine
         return task
 
     def problem(self, num_micro_batches: int) -> Problem:
-        """The step as one program in so many micro-batches. Raises as `plan_micro_batches` and
-        `make_problem` do.
+        """The problem of planning the step as one program, in the given number of micro-batches.
+        Raises as `plan_micro_batches` and `make_problem` do.
         """
         return self._problem(num_micro_batches)[0]
 
     def combine(self, num_micro_batches: int) -> Mapping[str, str]:
-        """For each output, how those of so many micro-batches combine; see `MicroBatchPlan`."""
+        """For each output path, how its values from all micro-batches combine; see
+        `MicroBatchPlan`.
+        """
         return self._problem(num_micro_batches)[1]
 
     def _problem(self, count: int) -> tuple[Problem, Mapping[str, str]]:
@@ -242,8 +249,7 @@ class AbstractMethod(abc.ABC):
             )
         except Interrupted as interrupted:
             best = interrupted.decision
-            # The best so far is a whole decision, so that an interrupted search still has a plan to
-            # write.
+            # Complete the best decision so far, so that a plan can be written from it.
             interrupted.decision = best and replace(best, combine=task.combine(count))
             raise
 
@@ -259,19 +265,21 @@ class AbstractMethod(abc.ABC):
 
 
 def faster(one: Decision | None, other: Decision | None) -> Decision | None:
-    """The faster of two decisions; of equals the first."""
+    """The faster of two decisions; the first if they are equally fast."""
     if one is None or other is None:
         return one or other
-    # Of equals the first, so that the order of methods decides and not rounding.
+    # Ties go to the first, so that the order of methods decides and not rounding.
     return other if other.step_time_s < one.step_time_s else one
 
 
 class TooSlowError(InfeasibleError):
-    """No plan takes less than was asked for; whether any fits was not looked at closely."""
+    """No plan takes less than the requested time. Whether a slower one fits was not searched
+    closely.
+    """
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a search; `decision` is the best so far, or None, and `plan` the plan of it."""
+    """Ctrl-C during a search; `decision` is the best so far, or None, and `plan` is its plan."""
 
     def __init__(self, decision: Decision | None) -> None:
         super().__init__("interrupted")

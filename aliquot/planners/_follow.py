@@ -1,5 +1,5 @@
-"""Questions about an existing plan: the best interior under its splits of the inputs, and the cost
-of other splits.
+"""Questions about an existing plan: the best choices that keep its splits of the inputs, and the
+cost of other splits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .intra import ILP, AbstractIntra, Space, fixed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherSplit:
-    """One array split another way: how, and the step time of the best plan that does so (None if
+    """One array split in another way, and the step time of the best plan with that split (None if
     none fits).
     """
 
@@ -38,7 +38,7 @@ def follow(
     `ILP()`.
 
     Raises:
-        InputError: no choice can.
+        InputError: no choice splits some input that way.
         InfeasibleError: nothing fits in memory.
     """
     intra = intra or ILP()
@@ -49,7 +49,7 @@ def follow(
     open_choices = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(
         priced
     )
-    # Where a node's pinned choice is not open to the method, the plan's own split counts.
+    # Where the data axes rule out a node's pinned choice, the plan's own split takes precedence.
     masks = [a & b if (a & b).any() else b for a, b in zip(open_choices, pins, strict=True)]
     entry = Entry(space=Space(name="follow", priced=priced, allowed=masks), intra=intra)
     decision = race(
@@ -74,10 +74,10 @@ def find_alternatives(
     most: int = 5,
     intra: AbstractIntra | None = None,
 ) -> list[OtherSplit]:
-    """For the largest inputs, the best plan on the same mesh that splits them otherwise, by `intra`
-    or `ILP()`.
+    """For each of the largest inputs, the best plan on the same mesh that splits it in another way;
+    `intra` finds them, by default `ILP()`.
     """
-    # An explanation wants an estimate for many arrays, and not a proof for each.
+    # An explanation needs estimates for many arrays, not a proof for each.
     quick = (intra or ILP()).coarser(relative_gap=1e-2, node_limit=20)
     priced = _priced(problem, stage, choices, quick, frozenset())
     picks = find_picks(priced, choices)
@@ -90,7 +90,7 @@ def find_alternatives(
         if port.node >= 0:
             total, first = weight.get(port.node, (0, k))
             weight[port.node] = total + problem.graph.values[item.value].num_bytes, first
-    # Largest first, and of equals in program order, so that the list is the same each time.
+    # Largest first, ties in program order, so that the list is the same each time.
     largest = sorted(weight, key=lambda n: (-weight[n][0], n))[:most]
     alternatives = [
         _without(problem, priced, picks, masks, n, weight[n][1], quick) for n in largest
@@ -127,8 +127,8 @@ def _without(
     k: int,
     intra: AbstractIntra,
 ) -> OtherSplit | None:
-    """The best choices that do not split input `k` as `picks` do; None if it cannot be split
-    otherwise.
+    """The best choices that split input `k` in another way than `picks` do; None if there is no
+    other way.
     """
     item, port = problem.graph.inputs[k], priced.graph.input_ports[k]
     rank = len(problem.graph.values[item.value].shape)

@@ -19,8 +19,8 @@ _DEGREE = re.compile(r"(dp|tp|pp|ep)(\d{1,6})")
 def layout_by_name(
     name: str, num_micro_batches: int | None = None, layers: str | int | None = None
 ) -> AbstractMethod:
-    """The layout that `tp:8` or `megatron:dp4,tp8,pp2` means. Degrees may be joined by "-" as well,
-    as lists of methods need.
+    """The layout that `tp:8` or `megatron:dp4,tp8,pp2` names. Degrees may also be joined by "-",
+    for lists of methods.
 
     Raises:
         InputError: lists every part that cannot be read, and the valid ones.
@@ -35,7 +35,7 @@ def layout_by_name(
     degrees: dict[str, int] = {}
     zero: list[str] = []
     faults = []
-    # In lists of methods commas separate the methods, so that degrees may be joined otherwise.
+    # In a list of methods, commas separate methods, so other separators join degrees.
     for word in filter(None, map(str.strip, _SEPARATORS.split(words))):
         degree = _DEGREE.fullmatch(word)
         if degree and degree[1] in degrees:
@@ -79,7 +79,7 @@ def method_names(text: str) -> list[str]:
     """
     names: list[str] = []
     for part in filter(None, map(str.strip, text.split(","))):
-        # `fsdp` and `zero2` are methods of their own: after a comma they begin one.
+        # `fsdp` and `zero2` are also methods: after a comma they start a new one.
         if (
             names
             and names[-1].startswith("megatron:")

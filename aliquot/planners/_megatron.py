@@ -18,8 +18,7 @@ from .inter import EqualStages
 from .intra import MegatronSplit, Space, fixed
 
 ZERO_STAGES = {"": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
-"""Arrays that a layout may split over its data axis besides the batch, and the stages of ZeRO that
-this is.
+"""Words for what a layout splits over its data axis besides the batch, each with its stage of ZeRO.
 """
 
 _ROWS_OF_A_RANK = (1, 2, 4, 8, 16)
@@ -31,18 +30,19 @@ class Megatron(AbstractMethod):
     Megatron-LM.
 
     Of two products in a row the first is split by columns and the second by rows, attention by
-    heads, embedding and output head by vocabulary; all-reduces of activations stand behind every
-    second product. Stages are equally deep and run 1f1b.
+    heads, embedding and output head by vocabulary; activations are all-reduced after every second
+    product. Stages are equally deep and run 1f1b.
 
     Attributes:
-        data: None takes all devices that the other degrees leave.
-        tensor: neighbours in a host.
+        data: degree of data parallelism; None takes all devices that the other degrees leave.
+        tensor: degree of tensor parallelism, over neighbouring devices of a host.
         pipeline: number of stages; 1 makes one program.
-        expert: splits the experts of an MoE model; elsewhere these devices split the batch.
+        expert: degree of expert parallelism: these devices split the experts of an MoE model, and
+            the batch everywhere else.
         zero_stage: 0 keeps the whole state on every data rank, 1 and 2 split optimizer state (2
             gradients too, in every micro-batch), 3 parameters too.
-        num_micro_batches: None is 1 for one program; for a pipeline it tries 1, 2, 4, ... rows on
-            each data rank.
+        num_micro_batches: None means 1 for one program; for a pipeline, it tries micro-batches of
+            1, 2, 4, ... rows on each data rank.
         layers: where a pipeline may be cut, see `PipeshardParallel`.
 
     References: D. Narayanan et al., "Efficient large-scale language model training on GPU clusters
@@ -77,7 +77,7 @@ class Megatron(AbstractMethod):
 
     @property
     def name(self) -> str:
-        """As it is typed: `megatron:dp4,tp8,pp2`."""
+        """The name as it is typed: `megatron:dp4,tp8,pp2`."""
         degrees = (
             ("dp", self.data),
             ("ep", self.expert),
@@ -105,7 +105,7 @@ class Megatron(AbstractMethod):
             count = task.num_micro_batches or self.num_micro_batches or 1
             decision = laid_out.solve(task.problem(count), task.progress)
             return replace(decision, combine=task.combine(count))
-        # Faults of the layout are reported before anything is searched.
+        # Report faults of the layout before anything is searched.
         laid_out._rule.check(task.problem(1))
         return laid_out._fastest_pipeline(task)
 
@@ -119,8 +119,8 @@ class Megatron(AbstractMethod):
         return laid_out._solved(problem, progress, laid_out.name)
 
     def _fastest_pipeline(self, task: Task) -> Decision:
-        """The pipeline with the number of micro-batches asked for, or else the fastest: from one
-        row on each data rank on, doubled for as long as that helps.
+        """The pipeline with the requested number of micro-batches, or else the fastest:
+        micro-batches start at one row on each data rank, and are doubled as long as that helps.
         """
         pipeline = PipeshardParallel(
             inter=EqualStages(
@@ -139,8 +139,8 @@ class Megatron(AbstractMethod):
                     raise
                 break
             tried.append(tried_pipeline(decision))
-            # The step time falls with the bubble and rises with the overhead of each micro-batch:
-            # the first rise is the end.
+            # Larger micro-batches mean less overhead and a larger bubble, so the step time first
+            # falls and then rises: stop at the first rise.
             if best is not None and decision.step_time_s >= best.step_time_s:
                 break
             best = decision
@@ -166,7 +166,8 @@ class Megatron(AbstractMethod):
 
     @property
     def _rule(self) -> MegatronSplit:
-        # Where gradients wait for the last micro-batch, stages 1 and 2 of ZeRO are the same.
+        # If gradients are reduced after the last micro-batch, stages 1 and 2 of ZeRO split the same
+        # arrays.
         stage = 2 if self.zero_stage == 1 else self.zero_stage
         return MegatronSplit(
             data=self.data or 1, expert=self.expert, tensor=self.tensor, zero_stage=stage
@@ -196,8 +197,8 @@ class Megatron(AbstractMethod):
             and bool(data)
             and problem.runs_in_groups(math.prod(sizes[a] for a in data))
         )
-        # Gradients that wait for the last micro-batch wait whole; where these do not fit, each
-        # micro-batch adds to its shards.
+        # Gradients that are reduced after the last micro-batch accumulate whole; if these do not
+        # fit, each micro-batch adds to sharded accumulators.
         waiting = [data] if can_wait else []
         for data_axes in (
             [*waiting, frozenset[int]()] if self.zero_stage >= 2 or not waiting else waiting
@@ -238,7 +239,7 @@ class Megatron(AbstractMethod):
 
 
 def _batch_rows(graph: Graph) -> int:
-    """Rows of the batch's arrays: what micro-batches and data ranks must divide. 0 without a
+    """Rows of the batch's arrays, which micro-batches and data ranks must divide; 0 without a
     batch.
     """
     shapes = [graph.values[i.value].shape for i in graph.inputs if i.role is Role.BATCH]
@@ -251,7 +252,7 @@ class TensorParallel(AbstractMethod):
     devices.
 
     Attributes:
-        degree: devices that share each weight, neighbours in a host where they fit there.
+        degree: number of devices that share each weight, neighbours in a host if they fit there.
     """
 
     degree: int

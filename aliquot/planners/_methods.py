@@ -1,5 +1,5 @@
-"""The methods that a user can name. Each offers choices on meshes, among which the race finds the
-best.
+"""The methods that a user can name. Each enters spaces (choices on logical meshes) into a race,
+which finds the best.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class WholeProgram(AbstractMethod):
         max_meshes: number of logical meshes to try, the most promising first.
         max_axes: axes of a logical mesh.
         mesh_shape: only this mesh.
-        faster_than_s: programs that cannot take less are not searched closely; any that fits may
-            then be the answer.
+        faster_than_s: the step time to beat. Spaces whose bound is no lower are not searched
+            closely, and the answer may then be any program that fits.
     """
 
     intra: AbstractIntra = field(default_factory=ILP)
@@ -164,11 +164,11 @@ class WholeProgram(AbstractMethod):
     def solve_beside(
         self, problem: Problem, progress: Progress | None, rival: Callable[[float], float] | None
     ) -> Decision:
-        """As `solve`, with a search of other plans beside it; see `race`.
+        """As `solve`, with `rival`, a search of other plans such as pipelines; see `race`.
 
         Raises:
-            TooSlowError: no program that fits is known, as none is faster than `faster_than_s` and
-                the rival.
+            TooSlowError: no program that fits is known, because the search ended once none could
+                beat both `faster_than_s` and the rival.
         """
         entries = []
         if self.mesh_shape is None:
@@ -217,22 +217,23 @@ def _meshes(problem: Problem, shape: Sequence[int] | None, max_axes: int = 2) ->
     if shape is not None:
         return [_mesh(problem, shape)]
     meshes = [_mesh(problem, s) for s in logical_mesh_shapes(problem.cluster.num_devices, max_axes)]
-    # Those whose solutions bound the others come first; the rest keep their order.
+    # Meshes that the race solves first, since their solutions bound the others, come first; the
+    # rest keep their order.
     return sorted(meshes, key=lambda mesh: not goes_first(mesh))
 
 
 def _variants(
     problem: Problem, mesh: LogicalMesh, intra: AbstractIntra, also: frozenset[int] = frozenset()
 ) -> Iterator[tuple[frozenset[int], fixed.Masks, Any]]:
-    """Ways to use a mesh: sets of axes that split only the batch, and so reduce gradients once for
-    all micro-batches.
+    """Ways to use a mesh: sets of data axes with their masks and prices. Data axes split only the
+    batch, and so reduce gradients once, after the last micro-batch.
     """
     kinds = fixed.kinds_of(problem)
     sets = [frozenset[int]()]
     if problem.num_micro_batches > 1:
         leading = [frozenset(range(count)) for count in range(1, len(mesh.shape) + 1)]
-        # Finer meshes are slow to price; without such an axis every micro-batch would reduce its
-        # gradients.
+        # Meshes of many axes are slow to price, so the variant without data axes, where every
+        # micro-batch reduces its gradients, is left out for them.
         leading = [axes for axes in leading if _can_wait(problem, mesh, axes)]
         sets = leading if leading and len(mesh.shape) > FEW_AXES else sets + leading
     for data_axes in sets:
@@ -246,9 +247,7 @@ def _variants(
 
 
 def _can_wait(problem: Problem, mesh: LogicalMesh, axes: frozenset[int]) -> bool:
-    """True if gradients can be reduced after the last micro-batch on the axes' groups of
-    devices.
-    """
+    """True if, with these data axes, gradients can be reduced after the last micro-batch."""
     return problem.runs_in_groups(math.prod(mesh.shape[a] for a in axes))
 
 
@@ -283,10 +282,10 @@ def _fixed_entries(
     )
     mesh = _mesh(problem, shape)
     all_axes = frozenset(range(len(mesh.shape)))
-    # Within a host the second axis splits the state.
+    # With `shard_within="host"` only the second axis, the devices of a host, splits the state.
     rule = replace(intra, first_shard_axis=1 if splits_in_host else 0)
-    # Until the last micro-batch whole gradients are accumulated; if they do not fit, each
-    # micro-batch adds to shards.
+    # Reducing once means accumulating whole gradients until the last micro-batch. If these do not
+    # fit, ZeRO adds the gradients of each micro-batch to sharded accumulators.
     deferring = (
         [all_axes] if problem.num_micro_batches > 1 and _can_wait(problem, mesh, all_axes) else []
     )

@@ -1,8 +1,8 @@
-"""Choices worth pricing on meshes of three axes and more, which have too many to price them all.
+"""Choices worth pricing on meshes of three or more axes, which have too many to price all.
 
 Neighbouring axes are first joined to two in every possible way, and each such mesh is solved. Its
-solution is a choice on the finer mesh too. Priced there are these choices, their mixtures axis by
-axis, and all choices that differ from one of them in one axis.
+solution is a choice on the finer mesh too. Priced on the finer mesh are these choices, their
+mixtures axis by axis, and all choices that differ from one of them in one axis.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def choices_to_try(
     intra: AbstractIntra,
     also: frozenset[int] = frozenset(),
 ) -> list[Ints]:
-    """For each node the choices to price on a mesh: all of them up to two axes.
+    """For each node, the choices to price on a mesh: all of them if it has at most two axes.
 
     Args:
         intra: solves the meshes of two axes.
-        also: nodes whose choices are all priced nevertheless.
+        also: nodes whose choices are all priced on any mesh.
     """
     nodes = problem.nodes.nodes
     if len(mesh.shape) <= FEW_AXES:
@@ -52,11 +52,11 @@ def choices_to_try(
 
 
 def _near(node: Node, seeds: Sequence[Choice], num_axes: int) -> set[Choice]:
-    """Seeds, their mixtures, and choices that differ from a seed in one axis; always the choice
-    that splits nothing.
+    """Seeds, their mixtures, choices that differ from a seed in one axis, and in any case the
+    choice that splits nothing.
     """
     whole: Choice = (-1,) * num_axes
-    # The choice that splits nothing is always possible, and keeps every node with at least one.
+    # The choice that splits nothing is always possible, so every node has at least one.
     near = {
         whole,
         *itertools.product(*({seed[a] for seed in seeds or (whole,)} for a in range(num_axes))),
@@ -87,7 +87,7 @@ def _seeds(
         if solution is None:
             continue
         yield [
-            # A choice of a joined axis is that of all axes that it joins.
+            # All axes that a joined axis stands for take its choice.
             tuple(int(table.choices[pick][k]) for k, group in enumerate(groups) for _ in group)
             for table, pick in zip(priced.nodes, solution.picks.tolist(), strict=True)
         ]

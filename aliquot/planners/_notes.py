@@ -20,8 +20,8 @@ _MOST_WHOLE = 5
 
 
 def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
-    """Notes on replicated work, if it is much, on large operators that run whole, and on sizes that
-    no axis divides.
+    """Notes on likely mistakes in the step, on much replicated work, on large operators that run
+    whole, and on batches and other sizes that devices do not divide.
     """
     undivided = list(_undivided(stages[0]))[:_MOST_SIZES] if len(stages) == 1 else []
     return (
@@ -57,7 +57,7 @@ def _likely_mistakes(stages: Sequence[StageDecision]) -> Iterator[str]:
 
 
 def idle_note(decision: Decision, cluster: Cluster) -> Iterator[str]:
-    """Hosts that are left idle, with the step time on all where that is known."""
+    """A note on hosts that are left idle, with the step time on all hosts if that is known."""
     idle, total = decision.idle_hosts, cluster.num_hosts
     if not idle:
         return
@@ -158,7 +158,7 @@ def _run_whole(stages: Sequence[StageDecision]) -> Iterator[str]:
                 )
             )
     lines.sort(key=lambda line: line[0])
-    # Equal stages say the same.
+    # Equal stages give the same text.
     texts = list(dict.fromkeys(text for _, text in lines))
     yield from texts[:_MOST_WHOLE]
     if len(texts) > _MOST_WHOLE:

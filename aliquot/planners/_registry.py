@@ -36,19 +36,20 @@ SYNONYMS: dict[str, Callable[[], AbstractMethod]] = {
     "fsdp": Zero3Parallel,
     "hsdp": lambda: Zero3Parallel(shard_within="host"),
 }
-"""Names that other libraries have for methods here."""
+"""Other libraries' names for methods of this one."""
 
 PIPELINES: dict[str, Callable[[], AbstractInter]] = {"pipeshard": StageDP, "grid": Grid}
-"""Methods that make pipelines, by their planner over stages."""
+"""The inter planner of each method that makes pipelines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """Wishes for a pipeline, under the names of the command line's options. None leaves a choice to
-    the search.
+    """Settings of a pipeline, named like the command line's options. None leaves a choice to the
+    search.
 
     Raises:
-        InputError: A number below 1, or a schedule that is not planned; says all that is wrong.
+        InputError: A number below 1, an unknown schedule, or more stages than layers; lists all
+            faults.
     """
 
     stages: int | None = None
@@ -77,7 +78,7 @@ class PipelineOptions:
 
     @property
     def given(self) -> list[str]:
-        """The options that only pipelines have and that are set."""
+        """The options that are set and that only pipelines have."""
         return [
             f"--{name}"
             for name in ("stages", "schedule", "layers")
@@ -88,10 +89,10 @@ class PipelineOptions:
 def method_by_name(
     name: str, mesh_shape: tuple[int, ...] | None = None, pipeline: PipelineOptions | None = None
 ) -> AbstractMethod | PipeshardParallel:
-    """The method of a name, on a given mesh or with given options of pipelines if there are any.
+    """The method of a name, on a given mesh or with given pipeline options, if any.
 
     Raises:
-        InputError: The name is unknown, or what is given does not go with it.
+        InputError: The name is unknown, or the mesh or the options do not apply to it.
     """
     pipeline = pipeline or PipelineOptions()
     if name.partition(":")[0] in LAYOUTS:

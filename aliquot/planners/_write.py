@@ -1,4 +1,4 @@
-"""Decision -> Plan."""
+"""`write_plan`: the plan of a decision."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_plan(
     """The plan of a decision.
 
     Args:
-        task: whose step's interface the plan describes.
+        task: the task that was decided; the plan describes its step's inputs and outputs.
         layers: the method's setting for the layers that a step is cut into.
     """
     full, pipeline = task.graph, decision.pipeline
@@ -118,7 +118,7 @@ def write_plan(
 
 
 def _prediction(decision: Decision, memory_limit_bytes: float) -> Prediction:
-    # A limit may be given as an int; the file is read back with floats.
+    # The limit may be an int, but a plan read from a file has a float.
     memory_limit_bytes = float(memory_limit_bytes)
     if decision.pipeline is not None:
         return msgspec.structs.replace(
@@ -146,12 +146,12 @@ def _interior(stage: StageDecision) -> Any:
 
 
 def _shardings(decision: Decision, k: int) -> _Shardings:
-    """Splits of the inputs that a stage keeps or reads of the batch, and of the outputs that it
-    returns.
+    """Splits of the step's inputs that a stage keeps or, as with the batch, only reads, and of the
+    step's outputs that it returns.
     """
     stage, pipeline = decision.stages[k], decision.pipeline
-    # A stage that is like an earlier one was decided with it; its own arrays stand in the same
-    # places.
+    # A stage that is like an earlier one shares its decision; its own inputs and outputs have the
+    # same positions.
     graph, nodes = (
         pipeline.staged.extracts[k].graph if pipeline else stage.problem.graph,
         stage.problem.nodes,
@@ -188,7 +188,7 @@ def _shardings(decision: Decision, k: int) -> _Shardings:
 
 
 def _kept(staged: StagedStep, k: int) -> set[str]:
-    """Inputs of a stage that are inputs of the step and kept by no other stage."""
+    """Paths of a stage's inputs that are inputs of the step and that no other stage keeps."""
     extract, home = staged.extracts[k], staged.staging.home
     step_inputs = {item.path for item in staged.graph.inputs}
     homed = {
@@ -198,11 +198,11 @@ def _kept(staged: StagedStep, k: int) -> set[str]:
 
 
 def _add_anywhere(full: Graph, stages: list[_Shardings]) -> None:
-    """Put inputs that no stage reads and outputs that none computes on the first: unused scalars,
-    returned arguments.
+    """Assign to the first stage the inputs that no stage reads, such as unused scalars, and the
+    outputs that none computes, such as returned arguments.
     """
     placed = {unranged(path) for inputs, _ in stages for path in inputs}
-    # Paths of pieces of a cut scan name their layers, and the step's own do not.
+    # Where a scan is cut, the stages' paths name ranges of layers; the step's own paths do not.
     computed = {unranged(path) for _, outputs in stages for path in outputs}
     inputs, outputs = stages[0]
     for item in full.inputs:

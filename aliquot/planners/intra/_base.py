@@ -22,9 +22,9 @@ class Space:
     """The choices on one mesh that an intra planner may take, with their prices.
 
     Attributes:
-        name: for people, such as "zero3" or "ilp, batch alone on x".
+        name: the name that people read, such as "zero3" or "ilp, batch alone on x".
         priced: prices of every node's choices and of every conversion between them.
-        allowed: for each node a mask over the rows of its table of choices.
+        allowed: for each node, a mask over the rows of its table of choices.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntraCosts:
-    """Cost of chosen splits by `cost.evaluate`: time of a step, peak memory of a device."""
+    """Costs of chosen splits: the step time by `cost.evaluate`, and the peak memory of a device."""
 
     step_time_s: float
     peak_bytes: float
@@ -45,10 +45,10 @@ class IntraSolution:
     """Chosen splits with a lower bound.
 
     Attributes:
-        picks: for each node the row of its table of choices.
+        picks: for each node, the chosen row of its table of choices.
         costs: of these picks.
-        lower_bound_s: no picks of the space that fit in memory take less time; 0 if nothing is
-            proved.
+        lower_bound_s: a lower bound on the step time of all picks of the space that fit in memory;
+            0 if nothing is proved.
         status: how the search ended, such as "optimal", "optimal within the gap" or "rounded".
     """
 
@@ -69,11 +69,11 @@ class IntraSolution:
 
 
 class AbstractSearch(abc.ABC):
-    """A search of one space in steps, so that a race can compare bounds of several spaces before it
-    completes any.
+    """A search of one space, in steps, so that a race can compare the bounds of several spaces
+    before it completes any search.
 
-    Called in this order: `start`, `bound`, then `incumbent` and `improve`. `gave_up` is true if a
-    limit on its work ended it.
+    Methods are called in this order: `start`, `bound`, then `incumbent` and `improve`. `gave_up` is
+    true if a limit on work ended the search.
     """
 
     lower_bound_s: float
@@ -87,8 +87,8 @@ class AbstractSearch(abc.ABC):
 
     @abc.abstractmethod
     def bound(self, cutoff_s: float = np.inf) -> float | None:
-        """The lower bound in seconds, raised no further than `cutoff_s`; None if nothing fits in
-        memory.
+        """The lower bound in seconds; None if nothing fits in memory. Work on the bound stops once
+        it reaches `cutoff_s`.
         """
 
     @property
@@ -98,7 +98,7 @@ class AbstractSearch(abc.ABC):
 
     @abc.abstractmethod
     def incumbent(self) -> IntraSolution | None:
-        """The best solution that fits, as known after `bound`; None if there is none yet."""
+        """The best solution known after `bound` that fits in memory; None if there is none yet."""
 
     @abc.abstractmethod
     def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
@@ -108,16 +108,16 @@ class AbstractSearch(abc.ABC):
 
     @abc.abstractmethod
     def least_memory(self) -> Ints:
-        """Picks that need little memory, for messages on how much a step lacks."""
+        """Picks that need little memory, for messages on how much memory a step lacks."""
 
 
 class AbstractIntra(abc.ABC):
     """A way to split the operators of a step on one mesh. Frozen, pure and deterministic: no
     devices, clocks or files.
 
-    A planner defines `name` and `solve`. Races between meshes, prices of layers and stages of
-    pipelines call `begin`, which by default solves at once; a planner that knows bounds before
-    solutions returns a search of its own.
+    A planner defines `name` and `solve`. Races between meshes, the pricing of layers and the
+    solution of pipeline stages call `begin`, which by default returns a search that calls `solve`;
+    a planner that knows bounds before solutions returns a search of its own.
     """
 
     @property
@@ -137,8 +137,9 @@ class AbstractIntra(abc.ABC):
         """The best picks of a space; None if nothing fits, or nothing takes less than `ceiling_s`.
 
         Args:
-            problem: the step, for what prices do not say: roles of arrays, number of micro-batches.
-            memory_limit_bytes: for each device, infinite where memory does not matter.
+            problem: the step, with what prices do not say: roles of arrays, number of
+                micro-batches.
+            memory_limit_bytes: the limit of each device; infinite if memory does not matter.
             ceiling_s: the step time of the incumbent, from another search.
         """
 
@@ -151,10 +152,11 @@ class AbstractIntra(abc.ABC):
         ceiling_s: float = np.inf,
         notes: dict[str, Any] | None = None,
     ) -> AbstractSearch:
-        """The search that `solve` makes, in steps.
+        """A search in steps for what `solve` returns.
 
         Args:
-            notes: shared by all spaces of a problem; a planner may keep there what serves them all.
+            notes: a dictionary for all spaces of a problem, where a planner may keep what serves
+                them all.
         """
         return SolvedAtOnce(
             self, problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
@@ -162,40 +164,42 @@ class AbstractIntra(abc.ABC):
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
-        """Names of the axes of a pipeline's stage: the one that splits the batch alone, and the
-        other.
+        """Axis names of the mesh of a pipeline's stage: first the axis that splits only the batch,
+        then the other.
         """
         return AXIS_NAMES[:2]
 
     def stage_choices(
         self, problem: Problem, mesh_shape: tuple[int, ...], data_axes: frozenset[int]
     ) -> list[Ints] | None:
-        """For each node the choices to price on a mesh of a pipeline's stage; none if the planner
-        does not use that mesh.
+        """For each node, the choices to price on the mesh of a pipeline's stage; an empty list if
+        the planner does not use that mesh.
 
-        None, the default: `data_axes` split the batch alone, and the others parameters as far as
-        they can.
+        None, the default, means that `data_axes` split only the batch, and the other axes split
+        parameters as far as possible.
         """
         return None
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> AbstractIntra:
-        """This planner with at least this gap and at most this many nodes, for answers that need
-        not be exact.
+        """This planner with at least this gap and at most this many branch-and-bound nodes, for
+        answers that need not be exact; by default itself.
         """
         return self
 
     def required_profiles(self, problem: Problem) -> tuple[str, ...]:
-        """Names of measurements that it needs and the problem's cluster lacks; none by default."""
+        """Names of measurements that this planner needs and the problem's cluster lacks; none by
+        default.
+        """
         return ()
 
     @property
     def relative_gap(self) -> float:
-        """Smallest improvement that is searched for, as a share of the step time."""
+        """The smallest improvement that is searched for, as a share of the step time."""
         return 0.0
 
 
 class SolvedAtOnce(AbstractSearch):
-    """The search of a planner that solves in one call, which `bound` makes."""
+    """The search of a planner that solves in one call; `bound` makes that call."""
 
     def __init__(
         self,
@@ -217,7 +221,7 @@ class SolvedAtOnce(AbstractSearch):
         return self.lower_bound_s
 
     def bound(self, cutoff_s: float = np.inf) -> float | None:
-        """The bound of the planner's solution; the ceiling if none takes less."""
+        """The bound of the planner's solution; if there is none below the ceiling, the ceiling."""
         if not self._is_solved:
             self._solution = self._intra.solve(
                 self._problem,
@@ -264,10 +268,10 @@ def judge_picks(
     lower_bound_s: float = 0.0,
     status: str = "judged",
 ) -> IntraSolution | None:
-    """Picks with their costs; None if they do not fit in memory or cannot be run."""
+    """Picks as a solution, with their costs; None if they do not fit in memory or cannot be run."""
     peak_bytes = float(timeline(known_memory(space.priced, picks), space.priced, picks).max())
     step_time_s = evaluate(space.priced, picks).total_s
-    # Sums of the judge and of a solver differ by rounding.
+    # The tolerance covers rounding between the judge's sums and a solver's.
     if peak_bytes > memory_limit_bytes * (1 + 1e-9) or not np.isfinite(step_time_s):
         return None
     costs = IntraCosts(step_time_s=step_time_s, peak_bytes=peak_bytes)
