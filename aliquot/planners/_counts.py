@@ -1,5 +1,5 @@
-"""Numbers of micro-batches that a pipeline may have, and chains for those between two that were
-priced.
+"""Numbers of micro-batches that a pipeline may have, and chains interpolated for numbers between
+those that were priced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MANY_DEVICES = 128
 
 
 def batch_size(graph: Graph) -> int:
-    """Size of the batch, of which numbers of micro-batches are divisors; 1 if the step has none."""
+    """Size of the batch, which numbers of micro-batches must divide; 1 for a step without one."""
     sizes = [
         graph.values[i.value].shape[0]
         for i in graph.inputs
@@ -30,16 +30,17 @@ def batch_size(graph: Graph) -> int:
 
 
 def counts_to_try(graph: Graph, cluster: Cluster) -> list[list[int]]:
-    """Groups of numbers of micro-batches; each group is tried if nothing fits with the one before.
+    """Groups of numbers of micro-batches; a group is tried if nothing fits with the one before it.
 
-    The first has all divisors of the batch that leave a micro-batch a sample for each device of a
-    host; on many devices, as searches take long there, only some that are at least twice the one
-    before. If memory is short, only smaller micro-batches may fit.
+    The first group has the divisors of the batch that leave each micro-batch a sample for each
+    device of a host; on many devices, where searches take long, only some, each at least twice the
+    one before. The second group has the two largest divisors above these: if memory is short, only
+    smaller micro-batches may fit.
     """
     size = batch_size(graph)
     divisors = [n for n in range(1, min(size, MOST_MICRO_BATCHES) + 1) if size % n == 0]
     usual = [n for n in divisors if n * cluster.devices_per_host <= size] or [1]
-    # A single micro-batch keeps one stage busy at a time.
+    # With a single micro-batch, only one stage is busy at a time.
     first = [n for n in usual if n > 1] or usual
     if cluster.num_devices > MANY_DEVICES:
         first = _at_least_doubling(first)
@@ -47,8 +48,8 @@ def counts_to_try(graph: Graph, cluster: Cluster) -> list[list[int]]:
 
 
 def _at_least_doubling(counts: Sequence[int]) -> list[int]:
-    """The first, the last, and those between that are at least twice the one before and at most
-    half of the last.
+    """The first number, the last, and those between that are at least twice the one kept before
+    them and at most half of the last.
     """
     kept = list(counts[:1])
     for count in counts[1:-1]:
@@ -58,12 +59,13 @@ def _at_least_doubling(counts: Sequence[int]) -> list[int]:
 
 
 def drawn_between(chains: Sequence[Chain], priced: Mapping[int, Chain]) -> list[Chain]:
-    """Chains of a step for several numbers of micro-batches: those that were priced, and for the
-    other numbers the given ones with figures between the nearest that were.
+    """Chains of a step for several numbers of micro-batches: the priced chain of a number if there
+    is one, otherwise the given chain with figures interpolated between the nearest priced ones.
 
     Args:
-        chains: one for each number; figures of options that were not priced on both sides stay.
-        priced: by number of micro-batches, the fewest and the most included.
+        chains: one for each number; they keep their figures for options that were not priced on
+            both sides.
+        priced: chains by number of micro-batches, the fewest and the most included.
     """
     drawn = []
     for chain in chains:
@@ -78,13 +80,13 @@ def drawn_between(chains: Sequence[Chain], priced: Mapping[int, Chain]) -> list[
 
 
 def _chain_between(chain: Chain, coarse: Chain, fine: Chain) -> Chain:
-    """A chain with figures between those of two others, by the size of its micro-batches.
+    """A chain with figures interpolated between two others, linearly in the size of a micro-batch.
 
-    Seconds and bytes of one way to split grow about linearly with the size of a micro-batch. The
-    fastest way of several lies near the line between two of its points, and mostly above it.
+    Under one split, seconds and bytes grow about linearly with the size of a micro-batch. The
+    fastest of several splits lies near the line between two sizes, and mostly above it.
 
     Args:
-        chain: for its number of micro-batches; figures of options that another lacks stay.
+        chain: gives the number of micro-batches, and the figures of options that another lacks.
         coarse: priced at fewer and larger micro-batches.
         fine: priced at more and smaller ones.
     """
@@ -93,7 +95,7 @@ def _chain_between(chain: Chain, coarse: Chain, fine: Chain) -> Chain:
     of_fine, of_coarse = (_columns(other, chain.options) for other in (fine, coarse))
     known = (of_fine >= 0) & (of_coarse >= 0) & np.isfinite(chain.forward_s)
     between = {}
-    # An option that another chain lacks takes the last column there and is masked out.
+    # Number -1, of an option that a chain lacks, reads its last column, which `known` masks out.
     for name in UNIT_FIGURES:
         near, far = getattr(fine, name)[:, of_fine], getattr(coarse, name)[:, of_coarse]
         known_both = known & np.isfinite(near) & np.isfinite(far)
@@ -101,12 +103,12 @@ def _chain_between(chain: Chain, coarse: Chain, fine: Chain) -> Chain:
             between[name] = np.where(
                 known_both, (1 - share) * near + share * far, getattr(chain, name)
             )
-    # Both are interpolated by themselves, and rounding could put the part above the whole.
+    # Both are interpolated separately, so rounding could make the part exceed the whole.
     between["weight_gradient_s"] = np.minimum(between["weight_gradient_s"], between["backward_s"])
     return replace(chain, **between)
 
 
 def _columns(chain: Chain, options: Sequence[StageOption]) -> NDArray[np.int64]:
-    """For each option its number in a chain, -1 if the chain lacks it."""
+    """For each option, its number in a chain; -1 if the chain lacks it."""
     place = {(o.submesh, o.mesh_shape, o.recompute): k for k, o in enumerate(chain.options)}
     return np.array([place.get((o.submesh, o.mesh_shape, o.recompute), -1) for o in options])

@@ -25,8 +25,8 @@ from typing import IO, Any, Generic, TypeVar
 from ..core import collect_seldom, num_cores
 
 T = TypeVar("T")
-# While the helper works on one call the next one already waits there, as sending it needs a turn of
-# this process's interpreter.
+# Calls sent ahead: while the helper works on one call, the next already waits there, because
+# sending it needs this process's interpreter lock, which a search keeps busy.
 _AHEAD = 2
 _POLL_S = 0.02
 _READY = b"."
@@ -51,7 +51,7 @@ class HelperProcess:
             # path.
             path = os.pathsep.join(p or os.getcwd() for p in sys.path)
             with contextlib.suppress(OSError):
-                # Without a helper everything is done here, only later.
+                # Without a helper, this process does everything and takes longer.
                 self.process = subprocess.Popen(
                     # `-P`: the working directory is not put in front, where a file of the user's
                     # could hide a module.
@@ -61,7 +61,8 @@ class HelperProcess:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
-                    # Ctrl-C goes to all processes of a session; the helper is in one of its own.
+                    # The terminal sends Ctrl-C to the calling process alone, since the helper is in
+                    # a session of its own.
                     start_new_session=True,
                 )
 
@@ -80,7 +81,8 @@ class HelperProcess:
         """A queue of calls `function(context, item)`; the function must belong to a module of this
         package.
 
-        A new queue ends the last one: if its answers were not read, the process ends as well.
+        A new queue ends the last one; if that one's answers were not all read, the process ends as
+        well.
         """
         if self._shared is not None and not self._shared.is_over:
             self.end()
@@ -98,7 +100,7 @@ class HelperProcess:
         if self._shared is not None:
             self._shared.wait()
         for stream in (process.stdin, process.stdout):
-            # Calls that it has not read are lost.
+            # Calls that it has not read yet cannot be delivered any more.
             with contextlib.suppress(OSError):
                 assert stream is not None
                 stream.close()
@@ -120,13 +122,14 @@ class SharedQueue(Generic[T]):
         self._feeder: threading.Thread | None = None
 
     def add(self, context: Any, items: Iterable[Any]) -> None:
-        """Add calls with one context; the helper begins as soon as it is ready."""
+        """Add calls that share a context; the helper begins as soon as it is ready."""
         packed = b""
         if self._helper.process is not None:
             try:
                 packed = pickle.dumps(context, pickle.HIGHEST_PROTOCOL)
             except (pickle.PicklingError, AttributeError, TypeError):
-                # A planner that a function defines, for one, cannot leave this process.
+                # Some contexts cannot be sent, such as a planner whose class is defined in a
+                # function.
                 self._helper.end()
         process = self._helper.process
         with self._changed:
@@ -144,7 +147,8 @@ class SharedQueue(Generic[T]):
         of)`.
         """
         self._close()
-        # From the back, so that both processes meet in the middle with nothing left to wait for.
+        # From the back, so that the processes meet in the middle and neither waits long for the
+        # other.
         while (number := self._take(last=True)) is not None:
             if report:
                 report(len(self._calls) - len(self._open) - 1, len(self._calls))
@@ -187,7 +191,7 @@ class SharedQueue(Generic[T]):
         # Calls that fail in the helper are made in this process.
         with contextlib.suppress(Exception):
             while not self._helper.is_ready:
-                # Until the helper is ready calls stay in the queue, where this process can take
+                # Until the helper is ready, calls stay in the queue, where this process can take
                 # them.
                 if self._complete and not self._open:
                     return
@@ -241,12 +245,12 @@ def serve() -> None:
 
 
 def _receive(requests: queue.SimpleQueue[Any]) -> None:
-    """Read all calls at once, so that neither process waits for the other to read."""
+    """Read calls as they arrive, so that neither process blocks until the other reads."""
     try:
         while True:
             requests.put(pickle.load(sys.stdin.buffer))
     except (OSError, EOFError):
-        # The caller has gone; nobody waits for the call under way.
+        # The caller is gone, and nobody waits for the answer.
         os._exit(0)
 
 

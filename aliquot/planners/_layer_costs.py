@@ -1,4 +1,4 @@
-"""Layers of a step -> chains: costs of every distinct layer on every submesh, each solved once."""
+"""Chains from the layers of a step: every distinct layer is solved once on every submesh."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ from ._helper import HelperProcess
 from .intra import AbstractIntra, Space, fixed
 
 Floats = NDArray[np.float64]
-# Spreads the input of a stage, kept for its recomputation, over the layers of a typical stage. Once
-# stages are known, they are priced exactly.
+# Layers of a typical stage. A stage that recomputes keeps its input for each micro-batch in flight,
+# and each layer is charged one over this number of an input, until stages are known and priced
+# exactly.
 _LAYERS_PER_STAGE = 4
 
 
 def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption]:
-    """Submeshes with their meshes (dp, tp): parts of one host, or whole hosts, whose size divides
-    the host or the batch.
+    """Ways to run a stage: submeshes with their meshes (dp, tp). A submesh is a part of one host or
+    several whole hosts; it must divide the host (or the number of hosts), or its devices the
+    micro-batch.
 
     The first axis splits only the batch, so that gradients are reduced once, after the last
     micro-batch; the second splits whatever is best. Tensor parallelism stays inside a host.
@@ -70,8 +72,8 @@ def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption
             # The last condition keeps a group of tensor parallelism within one host.
             if size % tp or micro_batch_size % dp or (shape[0] > 1 and per_host % tp):
                 continue
-            # Recomputing is an option of its own: which stages are short of memory is known only
-            # later.
+            # Each mesh is offered with and without recomputation, because which stages are short of
+            # memory is known only later.
             for recompute in ("none", "stage"):
                 suffix = ", recompute" if recompute == "stage" else ""
                 options.append(
@@ -108,12 +110,13 @@ class LayerCosts:
 
     Attributes:
         step: the step at the number of micro-batches that costs are for.
-        units: of the chains; for each the layer that it is a copy of.
-        kinds: for each unit the number of its kind.
-        problems, ops: for each kind the problem of its first layer, and for each operator of it its
-            number in the step.
-        solutions: for each kind by submesh and mesh; None where the mesh does not divide the batch.
-        crossing: what layers exchange if each is a stage of its own.
+        units: for each unit of the chains, the layer that it is a copy of.
+        kinds: for each unit, the number of its kind; units of one kind have equal operators.
+        problems, ops: for each kind, the problem of its first layer, and the number in the step of
+            each operator of that layer.
+        solutions: for each kind, the solution on each submesh and mesh; None where the layer cannot
+            run, such as where the mesh does not divide the batch.
+        crossing: the arrays that layers exchange if each is a stage of its own.
         options: ways to run a stage.
     """
 
@@ -130,7 +133,7 @@ class LayerCosts:
 
     @property
     def least_compute_s(self) -> float:
-        """Seconds of all layers for a whole batch on one device, which communicates with nobody."""
+        """Seconds of all layers for a whole batch on a single device, without communication."""
         alone = [solved[ONE_DEVICE] for solved in self.solutions]
         seconds = [
             0.0
@@ -142,8 +145,8 @@ class LayerCosts:
         return sum(seconds[kind] for kind in self.kinds)
 
     def chain(self, count: int, memory_limit_bytes: float) -> Chain:
-        """The chain for a number of micro-batches. For other numbers than the step's own the
-        passes, activations and transfers are scaled with the size of a micro-batch.
+        """The chain for a number of micro-batches. For numbers other than the step's own, passes,
+        activations and transfers are scaled with the size of a micro-batch.
         """
         of_kind = [
             [solved[o.submesh, o.mesh_shape] for o in self.options] for solved in self.solutions
@@ -167,7 +170,7 @@ def build_chains(
     Args:
         counts: numbers of micro-batches.
         memory_limit_bytes: on each device.
-        settings: the others of `solve_layers`.
+        settings: the other arguments of `solve_layers`.
     """
     costs = solve_layers(step, cluster, counts=counts, **settings)
     return [costs.chain(count, memory_limit_bytes) for count in dict.fromkeys(counts)], list(
@@ -199,7 +202,8 @@ def solve_layers(
     options = submesh_options(cluster, step.micro_batch_size)
     counts_above_1 = [count for count in counts if count > 1]
     groups = {o.mesh_shape[0] for o in options} - {1}
-    # A micro-batch on several groups is traced as more and smaller micro-batches are.
+    # n data-parallel groups trace a micro-batch as n smaller ones: options for which the step
+    # cannot be traced that way are left out.
     can_be_cut = functools.cache(lambda parts: traces_in_groups(step.graph, parts, 1))
     can_trace = {n: all(can_be_cut(count * n) for count in counts_above_1) for n in groups}
     options = [o for o in options if can_trace.get(o.mesh_shape[0], True)]
@@ -247,13 +251,13 @@ def solve_layers(
 
 
 def _kinds(graph: Graph, staging: Staging) -> list[tuple[int, ...]]:
-    """For each layer the classes of its operators. Layers with equal ones cost the same."""
+    """For each layer, the classes of its operators; layers with the same classes cost the same."""
     op_class = find_repeats(graph).op_class
     return [tuple([int(op_class[k]) for k in ops]) for ops in ops_of_layers(staging)]
 
 
 def ops_of_layers(staging: Staging) -> list[list[OpId]]:
-    """For each layer its operators without the update, in order."""
+    """For each layer, its operators in order, without those of the update."""
     ops: list[list[OpId]] = [[] for _ in range(staging.num_stages)]
     for item, stage in zip(staging.items, staging.stage, strict=True):
         if stage >= 0 and item.phase is not Phase.UPDATE:
@@ -289,8 +293,8 @@ def price_option(problem: Problem, shape: tuple[int, ...], intra: AbstractIntra)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Layer:
-    """A layer's problem, solved on one mesh after the other; the planner keeps `notes` between
-    them.
+    """A layer's problem, solved on one mesh after the other; the planner keeps `notes` from mesh to
+    mesh.
     """
 
     problem: Problem
@@ -299,8 +303,8 @@ class _Layer:
 
 
 def _without_operators(problem: Problem) -> Problem:
-    """The problem without the parts of its graph that prices do not depend on, so that it is quick
-    to send.
+    """The problem without the parts of its graph that prices do not depend on, so that sending it
+    to the helper process is quick.
     """
     graph, nodes = problem.graph, problem.nodes
     ops = [
@@ -334,15 +338,16 @@ def _solve_layer(layer: _Layer, mesh: _Mesh) -> LayerSolution | None:
     priced = price_option(problem, shape, layer.intra)
     if priced is None:
         return None
-    # With one choice for each node a search would only repeat it.
+    # With one choice for each node, there is nothing to search.
     if all(len(node.choices) == 1 for node in priced.nodes):
-        # Only the batch is split: there is nothing to choose, but it may be impossible.
+        # Only the batch is split, which may still be impossible.
         picks = np.zeros(len(priced.nodes), np.int64)
         if not np.isfinite(evaluate(priced, picks).total_s):
             return None
         return LayerSolution(costs=phase_costs(priced, picks, problem.graph), picks=picks)
     space = Space(name="layer", priced=priced, allowed=fixed.everything(priced))
-    # Memory is left out: how many micro-batches a stage keeps depends on its place in the pipeline.
+    # No memory limit: how many micro-batches a stage has in flight depends on its place in the
+    # pipeline, which is not known yet.
     search = layer.intra.begin(problem, space, memory_limit_bytes=np.inf, notes=layer.notes)
     search.bound()
     if search.picks is None:
@@ -378,13 +383,15 @@ def _chain(
     dp = np.array([o.dp or 1 for o in options])
     state_bytes = figures("state_bytes")
     # A stage that recomputes holds the activations of one micro-batch at a time, and keeps only its
-    # input for the others. Which layers begin a stage is not known yet.
+    # input for the others. Which layers begin a stage is not known yet, so each layer is charged a
+    # share of an input.
     state_bytes = np.where(recomputes, state_bytes + activation_bytes, state_bytes)
     activation_bytes = np.where(
         recomputes, entering_bytes[:, None] / dp / _LAYERS_PER_STAGE, activation_bytes
     )
     backward = np.where(recomputes, backward + forward, backward)
-    # A backward pass with recomputation is not divided: its weight gradients cannot be deferred.
+    # With recomputation, a backward pass is not split into input and weight gradients: the latter
+    # cannot be deferred.
     weight_gradient = np.where(recomputes & can_run, 0.0, figures("deferrable_s") * scale)
     deferred_bytes = np.where(recomputes & can_run, 0.0, figures("deferred_bytes") * scale)
     return Chain(

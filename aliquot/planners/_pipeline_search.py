@@ -1,4 +1,4 @@
-"""The result of a search for pipelines, and a search that is made when it is first asked for."""
+"""The result of a search for pipelines, and a search that runs when its result is first needed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class PipelineSearch:
     """The result of a search for pipelines for a step on a cluster.
 
     Attributes:
-        decision: the best pipeline; None if none promises to be as fast as was asked for.
+        decision: the best pipeline; None if none promises to be as fast as requested.
         program: an estimate of the step as one program, if the method allows one.
-        tried: what else was looked at.
+        tried: the other candidates.
     """
 
     decision: Decision | None
@@ -33,18 +33,18 @@ class StoppedSearch(Interrupted):
 
     @classmethod
     def beside(cls, best: Decision | None, stopped: KeyboardInterrupt) -> StoppedSearch:
-        """The interruption of a search within another, with the faster pipeline of both. What the
-        search of a stage knows is no plan of the step.
+        """The interruption of a search nested in another, with the faster pipeline of the two. What
+        the search of a single stage has found is no plan of the step, and is dropped.
         """
         within = stopped.decision if isinstance(stopped, StoppedSearch) else None
         return cls(faster(best, within))
 
 
 class LazySearch:
-    """A search for pipelines that is made once, when it is first asked for.
+    """A search for pipelines that runs once, when its result is first needed.
 
     Args:
-        solve: makes the search for pipelines that take less than given seconds.
+        solve: searches for pipelines that take less than the given seconds.
 
     Attributes:
         best: the best pipeline of several stages that is known; after Ctrl-C the best plan so far,
@@ -57,7 +57,8 @@ class LazySearch:
         self._known: PipelineSearch | InfeasibleError | InputError | CaptureError | None = None
 
     def search(self, faster_than_s: float) -> PipelineSearch:
-        """The result, made by the first call. Later calls return it again, whatever they ask for.
+        """The result of the search, which the first call runs. Later calls return it again,
+        whatever `faster_than_s` they pass.
 
         Raises:
             InfeasibleError, InputError, CaptureError: as `solve` does; later calls raise the same
@@ -79,7 +80,8 @@ class LazySearch:
         return self._known
 
     def fastest_s(self, faster_than_s: float) -> float:
-        """The step time of the best pipeline, infinite if there is none; searches as `search` does.
+        """The step time of the best pipeline, infinite if there is none. The first call searches,
+        as `search` does.
 
         Raises:
             KeyboardInterrupt: Ctrl-C.
@@ -92,7 +94,7 @@ class LazySearch:
 
 def pipeline_s(pipeline: Decision | None) -> float:
     """The step time of a pipeline, which one program must beat; infinite for a single stage, which
-    is one program itself.
+    is one program itself, and for None.
     """
     if pipeline is None or len(pipeline.stages) == 1:
         return math.inf

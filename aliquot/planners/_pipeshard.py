@@ -1,5 +1,5 @@
-"""`PipeshardParallel`: stages by an inter planner, the splits of each by an intra planner, judged
-by simulation.
+"""`PipeshardParallel`: an inter planner finds stages, an intra planner splits each of them, and
+simulation gives the step time.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class PipeshardParallel(AbstractMethod):
     Attributes:
         inter: finds the stages.
         intra: finds the splits inside each stage.
-        num_stages: None searches; one stage is a possible outcome.
+        num_stages: None searches; the answer may be a single stage.
         num_micro_batches: None searches among divisors of the batch.
         schedule: a name of `SCHEDULES`; None searches.
         layers: where stages may be cut: a number of layers, a pattern of parameter paths such as
-            `params.layers[*]`, or None for every good place.
+            `params.layers[*]`, or None for every suitable place.
     """
 
     inter: AbstractInter = field(default_factory=StageDP)
@@ -62,13 +62,13 @@ class PipeshardParallel(AbstractMethod):
 
     @property
     def may_be_one_program(self) -> bool:
-        """True if one program is an answer: neither several stages nor a schedule is asked for, and
-        the inter planner searches.
+        """True if the answer may be one program: neither several stages nor a schedule is asked
+        for, and the inter planner searches.
         """
         return self.num_stages in (None, 1) and self.schedule is None and self.inter.searches
 
     def whole(self, mesh_shape: tuple[int, ...] | None = None) -> ShardParallel:
-        """The method that plans the step as one program, on a mesh."""
+        """The method that plans the step as one program, on a given mesh or the best one."""
         return ShardParallel(intra=self.intra, mesh_shape=mesh_shape)
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
@@ -80,8 +80,8 @@ class PipeshardParallel(AbstractMethod):
 
         Unless stages or a schedule are asked for, `WholeProgram` plans one program as well, with
         the given number of micro-batches or with 1, 2, 4, ... of them; see
-        `one_program_by_doubling`. The program of the fewest micro-batches comes first, so that only
-        pipelines that may be faster are searched closely; but where memory makes its own search
+        `one_program_by_doubling`. The program with the fewest micro-batches is searched first, so
+        that only pipelines that may be faster are searched closely; but if memory makes that search
         long, pipelines come first. An inter planner that searches may leave hosts idle.
         """
         on_all = self._decide(task)
@@ -100,8 +100,8 @@ class PipeshardParallel(AbstractMethod):
         return self if asked is None else replace(self, num_micro_batches=asked)
 
     def lazy_search(self, task: Task, most_s: float) -> LazySearch:
-        """The search for pipelines that take less than `most_s`, made when it is first asked
-        for.
+        """A search for pipelines that take less than `most_s`, which runs when its result is first
+        needed.
         """
         method = self._with_count(task)
         return LazySearch(
@@ -118,10 +118,11 @@ class PipeshardParallel(AbstractMethod):
         """As `decide` on all hosts.
 
         Args:
-            programs: the known ones, by their numbers of micro-batches; others are added.
-            pipelines: the search for pipelines.
-            faster_than_s: what takes as long need not be found; `InfeasibleError` may then be
-                raised.
+            programs: what is known of the step as one program, by number of micro-batches; results
+                found here are added.
+            pipelines: the search for pipelines, run or not.
+            faster_than_s: plans that take this long or longer need not be found; `InfeasibleError`
+                may then be raised.
         """
         method = self._with_count(task)
         if method.may_be_one_program:
@@ -144,7 +145,8 @@ class PipeshardParallel(AbstractMethod):
                 raise
             refusal = error
         except KeyboardInterrupt as stopped:
-            # Other interruptions come from inside a stage: what they carry is no plan of the step.
+            # Other interruptions come from the search of a single stage: what they carry is no plan
+            # of the whole step.
             raise Interrupted(
                 stopped.decision if isinstance(stopped, StoppedSearch) else None
             ) from stopped
@@ -186,8 +188,8 @@ class PipeshardParallel(AbstractMethod):
 
 
 def _to_beat_s(method: PipeshardParallel, programs: MutableMapping[int, Found]) -> float:
-    """The step time that pipelines must beat: that of the fastest known program, where one program
-    is an answer.
+    """The step time that pipelines must beat: that of the fastest known program if the answer may
+    be one program, else infinity.
     """
     if not method.may_be_one_program:
         return math.inf
@@ -203,8 +205,9 @@ def _one_programs(
     known: MutableMapping[int, Found],
     faster_than_s: float,
 ) -> Iterator[Decision]:
-    """Plans of the step as one program: by doubling the number of micro-batches; if none of these
-    is as fast as the pipeline, with fewer than the pipeline has, or on the mesh of its only stage.
+    """Plans of the step as one program: first by doubling the number of micro-batches; if that is
+    not as fast as the pipeline, then with fewer micro-batches than the pipeline has, or else, for a
+    pipeline of one stage, on the mesh of that stage.
 
     Raises:
         Interrupted: Ctrl-C.
@@ -213,7 +216,8 @@ def _one_programs(
     if method.may_be_one_program:
         given = method.num_micro_batches
         most = min(batch_size(task.graph), MOST_MICRO_BATCHES) if given is None else given
-        # Where memory is short a search takes long; with stages that fit, it need not go on.
+        # Where memory is short, each search takes long; once a pipeline fits, more micro-batches
+        # need not be tried only to make one program fit.
         by_doubling = one_program_by_doubling(
             WholeProgram(intra=method.intra, faster_than_s=faster_than_s),
             task,

@@ -21,10 +21,10 @@ class PricedLayers:
     """Layers of a step with their costs at a number of micro-batches.
 
     Attributes:
-        chains: for that number, which comes first, and for others by scaling.
-        kinds: for each unit the number of its kind.
-        length: of the loop over layers that the units are; 0 if there is none.
-        costs: of each kind of layer, from which the chains are made.
+        chains: the chain of that number first, then those of other numbers, scaled from it.
+        kinds: for each unit, the number of its kind.
+        length: iterations of the loop over layers, each of them a unit; 0 if there is no loop.
+        costs: the costs of each kind of layer, from which the chains are made.
     """
 
     sketch: LayeredStep
@@ -35,8 +35,8 @@ class PricedLayers:
 
     @property
     def least_compute_s(self) -> float:
-        """Seconds of the layers' compute for a whole batch on a single device each, where they
-        communicate with nobody, shared evenly by all devices.
+        """Seconds of the layers for a whole batch on a single device, without communication,
+        divided by the number of devices.
         """
         return self.costs.least_compute_s / self.costs.cluster.num_devices
 
@@ -49,8 +49,8 @@ def price_layers(
     layers: str | int | Layers | None,
     helper: HelperProcess,
 ) -> PricedLayers:
-    """Chains for numbers of micro-batches, priced at the first: the largest micro-batch can be
-    split over every submesh.
+    """The layers of a step, priced at the first of some numbers of micro-batches, with chains for
+    all of them. The fewest come first, as the largest micro-batch can be split over every submesh.
 
     Args:
         counts: numbers of micro-batches.
@@ -81,13 +81,13 @@ def _scan_length(graph: Graph) -> int:
 
 
 def _few_ranges(length: int) -> tuple[int, ...]:
-    """Ranges that single out the first, an inner and the last layer; all others are like the inner
-    one.
+    """Bounds of ranges that single out the first, an inner and the last layer; all other layers
+    equal the inner one.
     """
     return tuple(sorted({0, 1, 2, length - 1, length} & set(range(length + 1))))
 
 
 def _copies(length: int) -> tuple[int, ...]:
-    """For each layer of a loop the range of `_few_ranges` that it is like."""
+    """For each layer of a loop, the number of the range of `_few_ranges` that it equals."""
     last = len(_few_ranges(length)) - 2
     return tuple(0 if k == 0 else last if k == length - 1 else 1 for k in range(length))

@@ -1,4 +1,6 @@
-"""Stages that an inter planner proposes, each solved as a whole, until they fit in memory."""
+"""Solution of the stages that an inter planner proposes, each as a whole; if they do not fit in
+memory, others are proposed.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,14 @@ from .inter import AbstractInter, NoFasterStages, StageLimits
 from .intra import AbstractIntra, Space, fixed
 
 _ROUNDS = 4
-# More than any stage needs, and still a number.
+# More than any stage needs, but finite.
 _AMPLE_BYTES = 1e18
 
 
 class PipelineMethod(Protocol):
-    """The planners that find stages, and the splits inside each; see `PipeshardParallel`."""
+    """The planner that finds stages, its limits, and the planner that splits each stage; see
+    `PipeshardParallel`.
+    """
 
     @property
     def inter(self) -> AbstractInter: ...
@@ -48,8 +52,8 @@ def solve_with(
 ) -> Decision:
     """The best pipeline with the number of micro-batches at which layers were priced.
 
-    Where memory decides about the stages, they are also searched with selective recomputation, and
-    the faster pipeline counts.
+    If memory constrains the choice of stages, a second search allows selective recomputation, and
+    the faster pipeline is returned.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -65,7 +69,7 @@ def solve_with(
         faster_than_s = first.step_time_s
     except InfeasibleError as error:
         refusal = error
-    # A loop over layers repeats one body, of which all layers recompute the same.
+    # Not for a loop over layers: its layers share one body, so all would recompute the same.
     if method.inter.searches and not priced.length:
         more, repeated = chain_with_levels(priced.costs, recompute_levels(priced.costs), chain)
         with contextlib.suppress(InfeasibleError):
@@ -86,10 +90,10 @@ def _memory_decides(
     helper: HelperProcess,
 ) -> bool:
     """Whether stages would be faster if devices had any amount of memory."""
-    # A stage that recomputes does so for memory.
+    # Stages recompute only to save memory.
     if any(stage.recompute != "none" for stage in found.stages):
         return True
-    # Without a limit the same search shows what memory costs.
+    # The same search without a limit shows whether memory costs time.
     ample = replace(chain, memory_limit_bytes=_AMPLE_BYTES)
     limits = replace(method.limits, faster_than_s=proposal.step_time_s)
     try:
@@ -111,8 +115,8 @@ def _fit(
     """The best pipeline of a chain, with the stages that the planner proposed for it.
 
     Args:
-        repeated: for each option the step's operators that a backward pass may repeat.
-        faster_than_s: stages that do not promise less are not looked at closely.
+        repeated: for each option, the operators of the step that a backward pass may recompute.
+        faster_than_s: proposed stages are solved only if they promise to take less.
 
     Raises:
         InfeasibleError: nothing fits, or nothing that promises less.
@@ -125,8 +129,8 @@ def _fit(
     limits = replace(method.limits, faster_than_s=faster_than_s)
     for _ in range(_ROUNDS):
         if proposal is not None and proposal.peak_bytes <= limit * shrink:
-            # It already fits the tighter limit, so the search would return it again.
-            # At least 3% tighter, so that the search moves on.
+            # The last proposal fits the tighter limit, so the search would return it again: tighten
+            # by another 3% or more.
             shrink *= min(0.97, limit / needed)
             continue
         tighter = replace(chain, memory_limit_bytes=limit * shrink)
@@ -135,12 +139,13 @@ def _fit(
         except InfeasibleError:
             if proposal is None:
                 raise
-            # It speaks of the tighter limit, and of stages that need more than it says.
+            # This error states the tighter limit; the one below states the real limit, and what
+            # solved stages need.
             break
         if proposal.step_time_s >= faster_than_s:
             raise NoFasterStages("no stages promise less than those that were found")
         bounds = (*(s.first_unit for s in proposal.stages), length)
-        # Stages of a loop need the loop cut at their borders.
+        # If the units are iterations of a loop, the loop must be cut where stages begin.
         if length and (
             layered is None or layered.graph.split is None or layered.graph.split.bounds != bounds
         ):
@@ -153,7 +158,7 @@ def _fit(
                 semantics=task.semantics,
                 on_missing_rule=task.on_missing_rule,
             )
-            # Another cut has other operators: nothing that is known applies.
+            # Another cut has other operators, so that no cached stage applies.
             cache = StageCache()
         result = _solve_stages(
             method, task, layered, chain, proposal, priced.kinds, cache, repeated
@@ -184,8 +189,8 @@ def _solve_stages(
     cache: StageCache,
     repeated: Sequence[frozenset[OpId]] = (),
 ) -> Decision | float:
-    """The stages, each solved as a whole and equal ones once; or the peak memory of a device if
-    that is too large.
+    """The decision with every stage solved as a whole, equal stages only once; or, if a device's
+    memory is too small, the bytes that it would need.
 
     Args:
         cache: solved stages of this step from earlier proposals.
@@ -206,7 +211,8 @@ def _solve_stages(
         first = members[0]
         if task.progress:
             task.progress(f"stage {first} on {options[first].name}", number, len(groups))
-        # Activations of the other micro-batches in flight reduce the memory of the one that runs.
+        # Activations of the other micro-batches in flight reduce the memory left to the one that
+        # runs.
         other_bytes = [
             proposal.figures[k].held_bytes * (1 - 1 / max(1.0, proposal.figures[k].in_flight))
             for k in members
@@ -218,7 +224,7 @@ def _solve_stages(
             options[first],
             cache,
             num_micro_batches=layered.num_micro_batches,
-            # The stage with the most in flight decides, as equal stages get one solution.
+            # Equal stages share one solution, so the one with the most in flight sets the limit.
             memory_limit_bytes=limit - max(other_bytes),
             step_ops=repeated[proposal.stages[first].option] if repeated else frozenset(),
         )
@@ -282,12 +288,12 @@ def _solve_whole(
     memory_limit_bytes: float,
     step_ops: frozenset[OpId],
 ) -> Solved | float:
-    """A stage solved as a whole; or how much memory of a device the search should take it to need,
-    if it does not fit.
+    """A stage solved as a whole; or, if it does not fit, the bytes of a device that the search
+    should assume for it.
 
     Args:
         memory_limit_bytes: what the other micro-batches in flight leave of a device.
-        step_ops: the operators of the step that may be repeated, if not all.
+        step_ops: with selective recomputation, the operators that may be recomputed.
     """
     stage = cache.of(
         extract,
@@ -306,7 +312,8 @@ def _solve_whole(
     try:
         solution = stage.solved(problem, option, functools.partial(_solve_stage, method))
     except InfeasibleError as error:
-        # The stage's shortage on top of the limit, so that the search is repeated with less.
+        # The limit plus what the stage lacks, at least 3%, so that the next search has a tighter
+        # limit.
         limit = task.limit_bytes
         return float(limit + max((error.required_bytes or 0) - memory_limit_bytes, 0.03 * limit))
     if option.recompute == "none":
@@ -317,13 +324,13 @@ def _solve_whole(
 def _alike(
     proposal: ChainPlan, kinds: Sequence[int], options: Sequence[StageOption], staged: StagedStep
 ) -> list[list[int]]:
-    """Stages in groups of equal operators and options, each in order."""
+    """Groups of stages with equal operators and options, in order within each group."""
     groups: dict[object, list[int]] = {}
     for k, (choice, option) in enumerate(zip(proposal.stages, options, strict=True)):
         option_key = (option.submesh, option.mesh_shape, option.recompute, choice.option)
         key: object = (*option_key, tuple(kinds[choice.first_unit : choice.last_unit]))
         first = groups.get(key, [k])[0]
-        # Equal layers may still differ in what enters and leaves the stage.
+        # Stages of equal layers may still differ in the arrays that enter and leave them.
         if not same_structure(staged.extracts[first], staged.extracts[k]):
             key = (*option_key, k)
         groups.setdefault(key, []).append(k)
@@ -338,7 +345,7 @@ def _solve_stage(method: PipelineMethod, problem: Problem, option: StageOption) 
             required_bytes=0,
             available_bytes=0,
         )
-    # Stages are solved many times: a per cent is close enough.
+    # Many stages are solved, and a gap of 1% is close enough.
     intra = method.intra.coarser(relative_gap=1e-2, node_limit=50)
     space = Space(name=option.name, priced=priced, allowed=fixed.everything(priced))
     decision = race(
@@ -360,7 +367,7 @@ def _recomputing(
     Args:
         recompute: "stage" or "operators".
         ops: for each operator of the stage its number in the step.
-        step_ops: the operators of the step that may be repeated, if not all.
+        step_ops: with selective recomputation, the operators that may be recomputed.
     """
     stage, _ = solution
     repeat = frozenset[NodeId]()

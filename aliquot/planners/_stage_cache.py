@@ -23,12 +23,14 @@ class CachedStage:
     def solved(
         self, problem: Problem, option: StageOption, solve: Callable[[Problem, StageOption], Solved]
     ) -> Solved:
-        """The cached solution, or that of `solve`, which is then kept. Raises what `solve` raises.
+        """The cached solution, or that of `solve`, which is then cached. Raises what `solve`
+        raises.
 
         Args:
-            problem: the stage's, on the submesh of the option.
+            problem: the stage's problem on the submesh of the option.
         """
-        # The memory limit depends on what else is in flight, so it is part of the key.
+        # The memory limit depends on how many micro-batches are in flight, so it is part of the
+        # key.
         key = option.submesh, option.mesh_shape, problem.memory_limit_bytes
         if key not in self._solutions:
             self._solutions[key] = solve(problem, option)
@@ -42,8 +44,8 @@ class StageCache:
         self._stages: dict[object, CachedStage] = {}
 
     def of(self, extract: Extract, make: Callable[[Graph], Problem]) -> CachedStage:
-        """The entry of a stage by its operators. The same layers may have others in another
-        proposal, such as the update.
+        """The entry of a stage, found by its operators: in another proposal, the same layers may
+        have other operators, such as those of the update.
         """
         key = _key(extract)
         if key not in self._stages:

@@ -1,4 +1,4 @@
-"""Pipelines among what was tried in a search."""
+"""Candidates that plans list: pipelines, programs and numbers of micro-batches that were tried."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._one_program import OneProgram
 
 
 def tried_pipeline(decision: Decision, outcome: str = "simulated") -> Candidate:
-    """A pipeline as plans list it: its stages, its micro-batches, and the meshes of its stages."""
+    """A pipeline as a candidate: its stages, its micro-batches, and the meshes of its stages."""
     assert decision.pipeline is not None
     meshes = dict.fromkeys("x".join(map(str, stage.priced.mesh.shape)) for stage in decision.stages)
     schedule = decision.pipeline.schedule.name
@@ -27,13 +27,13 @@ def tried_pipeline(decision: Decision, outcome: str = "simulated") -> Candidate:
 
 
 def on_hosts(method: str, num_hosts: int) -> str:
-    """The name of a search on so many hosts."""
+    """The name of a search on a number of hosts."""
     return f"{method} on {counted(num_hosts, 'host')}"
 
 
 def _bound_of_steps_s(decision: Decision) -> float | None:
-    """The bound, unless the pipeline itself takes less: it holds for closed forms of single layers,
-    and a step of stages solved as wholes may be faster than these.
+    """The lower bound; None if the pipeline itself takes less. The bound holds for closed forms of
+    layers priced one by one, and stages that are solved as a whole may be faster.
     """
     bound_s = decision.lower_bound_s
     return bound_s if bound_s is not None and bound_s <= decision.step_time_s else None
@@ -42,8 +42,8 @@ def _bound_of_steps_s(decision: Decision) -> float | None:
 def tried_programs(
     solved: Sequence[Decision], estimated: OneProgram | None
 ) -> tuple[Candidate, ...]:
-    """Programs beside which a pipeline is faster: those that were solved, or else the estimate of
-    one by its layers.
+    """Programs that are slower than a pipeline: those that were solved, or else the estimate of one
+    from its layers.
     """
     if solved:
         return tuple(
@@ -62,7 +62,7 @@ def tried_programs(
         Candidate(
             name=_name_of_program(estimated.num_micro_batches),
             mesh="x".join(map(str, estimated.mesh_shape)),
-            # A sum over layers, which the whole step may undercut.
+            # The estimate is a sum over layers, not a bound: the whole step may take less.
             lower_bound_s=None,
             step_time_s=estimated.least_s,
             outcome="no faster by its layers",
@@ -77,8 +77,8 @@ def _name_of_program(num_micro_batches: int) -> str:
 def tried_counts(
     promised: ChainPlan | None, method: str, best_s: float, counts: Sequence[int]
 ) -> Candidate:
-    """Numbers of micro-batches that were not searched on their own, with the step time of their
-    best stages by prices of single layers where these are known.
+    """A candidate for numbers of micro-batches that were not solved, with the step time of their
+    best stages by prices of single layers, if known.
     """
     slower = promised is not None and promised.step_time_s >= best_s
     listed = " or ".join(filter(None, [", ".join(map(str, counts[:-1])), str(counts[-1])]))
