@@ -1,4 +1,4 @@
-"""Work that no axis of a mesh divides, so that every device does all of it."""
+"""Replicated work: no axis of the mesh divides it, so every device does all of it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ OTHER = "operators of which the plan splits nothing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkAlike:
-    """Computing time, in seconds of a step, that every device spends on the same work.
+    """Seconds of compute in a step that every device spends on the same work.
 
-    `alike_s` is by reason; `total_s` is all of it, without launches.
+    `alike_s` gives them by reason; `total_s` is all compute of a device. Neither counts kernel
+    launches.
     """
 
     alike_s: dict[str, float]
@@ -41,7 +42,7 @@ def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
         sizes = [factor.size for factor in node.factors]
         for work in node_work:
             times = 1 if work.phase is Phase.UPDATE else priced.repeats
-            # No plan divides launches, so that both shares leave them out.
+            # Launches are left out of both figures, because no plan divides them.
             launches_s = work.kernels * priced.target.kernel_overhead_s
             seconds = (
                 float(work_seconds(work, sizes, choice, priced.mesh, priced.target)[0]) - launches_s
@@ -51,7 +52,8 @@ def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
                 for b, by in work.arrays
                 if (s := float(shards(choice, by, priced.axis_sizes)[0]))
             ]
-            # Arithmetic is divided or not as a whole; traffic by the arrays that are not divided.
+            # Work with arithmetic is replicated as a whole or not at all; of pure memory traffic,
+            # the arrays that are not split are replicated.
             if work.flops:
                 share = float(shards(choice, work.split_by, priced.axis_sizes)[0] == 1)
             else:

@@ -1,6 +1,6 @@
-"""`Chain`: a step as a row of units, where a stage costs the sum of its units.
+"""`Chain`: a step as a sequence of units, where a stage costs the sum of its units.
 
-The exception is working memory, of which a stage needs the largest of its units'. A chain holds
+Only working memory does not add up: a stage needs the maximum over its units. A chain holds the
 figures of single units; `PrefixSums` derives those of any stretch of units in constant time.
 """
 
@@ -58,22 +58,23 @@ class Chain(AbstractChain):
         options: O ways to run a stage.
         num_micro_batches: number of micro-batches in a step.
         forward_s, backward_s: time of one micro-batch's passes.
-        weight_gradient_s: the part of `backward_s` that nothing waits for until the update.
+        weight_gradient_s: the part of `backward_s` whose results nothing needs before the update.
         once_s: time spent once in a step: gradient synchronisation that is not hidden, and the
             update.
         state_bytes: parameters, gradients, optimizer state.
         in_flight_bytes: arrays that one micro-batch keeps from its forward to its backward pass.
-        working_bytes: needed only while the unit runs; of a stage's units the largest counts.
+        working_bytes: needed only while the unit runs; a stage needs the maximum over its units.
         deferred_bytes: arrays that one micro-batch keeps for its weight gradients in a schedule
-            that computes these later; by default `in_flight_bytes`.
-        boundary_bytes: [U], arrays of one micro-batch that cross a cut after the unit in one
-            direction, all devices together; the mean of both directions where these differ (the
-            last entry is not used).
-        memory_limit_bytes: what each device may use.
-        num_hosts, devices_per_host: of the cluster.
+            that defers these; by default `in_flight_bytes`.
+        boundary_bytes: [U], bytes of one micro-batch that cross a cut after the unit in one
+            direction, summed over all devices; the mean of both directions where these differ.
+            The last entry is not used.
+        memory_limit_bytes: memory that a plan may use on each device.
+        num_hosts, devices_per_host: size of the cluster.
         intra, inter: links of a device inside its host, and of a whole host to the others.
-        overlaps_transfers: whether stages compute while arrays travel between them. If not, a
-            stage's pace includes the transfers over the edge in front of it, both ways.
+        overlaps_transfers: whether transfers between stages overlap with compute. If not, the
+            transfers over the edge in front of a stage, in both directions, add to the time that
+            the stage takes for each micro-batch.
     """
 
     unit_names: tuple[str, ...]
@@ -107,9 +108,9 @@ class Chain(AbstractChain):
     def under(self, schedule: str) -> Chain:
         """See `AbstractChain.under`.
 
-        In a schedule that computes weight gradients later, a micro-batch in flight waits either for
-        its backward pass (`in_flight_bytes`) or for its weight gradients (`deferred_bytes`). Each
-        is counted as if it kept the larger of the two.
+        In a schedule that defers weight gradients, a micro-batch in flight waits either for its
+        backward pass (and keeps `in_flight_bytes`) or for its weight gradients (and keeps
+        `deferred_bytes`). Each is counted as if it kept the larger of the two.
         """
         if (
             not schedule_kind(schedule).splits_backward
@@ -134,7 +135,8 @@ class Chain(AbstractChain):
         """See `AbstractChain.least_s`."""
         tables = PrefixSums.of(self)
         both = tables.forward_s + tables.backward_s
-        # In the sums, units that the option cannot run count as zero: exclude such stretches.
+        # Units that the option cannot run count as zero in the sums, so their stretches are set to
+        # infinity here.
         runs = np.asarray(last) <= tables.last_end[option, first]
         return np.asarray(np.where(runs, both[option, last] - both[option, first], np.inf))
 
@@ -173,7 +175,7 @@ class Chain(AbstractChain):
         columns: dict[str, Floats] = {
             "forward_s": span(tables.forward_s),
             "backward_s": span(tables.backward_s),
-            # By rounding of the sums, this part of the backward pass could exceed the whole.
+            # Rounding of the prefix sums could make this part exceed the whole backward pass.
             "weight_gradient_s": np.minimum(
                 span(tables.weight_gradient_s), span(tables.backward_s)
             ),
@@ -241,18 +243,18 @@ def _faulty_options(chain: Chain) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefixSums:
-    """Tables from which the costs of any stretch of units [i, j) under any option are looked up.
+    """Tables that give the costs of any stretch of units [i, j) under any option in constant time.
 
-    Figures that add up are prefix sums of shape [O, U + 1]: a stretch costs `sums[o, j] - sums[o,
-    i]`.
+    Figures that add up are stored as prefix sums of shape [O, U + 1]: a stretch costs `sums[o, j] -
+    sums[o, i]`.
 
     Attributes:
         exposed_s: the idle time that a unit adds to a zero-bubble pipeline while it fills and
             drains: `forward + input gradient - min(weight gradient, forward, input gradient)`.
         last_end: [O, U], the largest j for which the option can run all of [i, j); i if it cannot
             run unit i.
-        working_tables: [K, O, U], the largest `working_bytes` of the 2**k units that begin with
-            each.
+        working_tables: [K, O, U], a sparse table for range maxima: entry [k, o, u] is the largest
+            `working_bytes` of the 2**k units from u on.
     """
 
     forward_s: Floats
@@ -272,8 +274,9 @@ class PrefixSums:
 
     @classmethod
     def _computed(cls, chain: Chain) -> PrefixSums:
-        # A unit that an option cannot run has infinite figures, which would spoil all sums behind
-        # it. They count as zero, and `last_end` says which stretches contain such a unit.
+        # A unit that an option cannot run has infinite figures, which would make all prefix sums
+        # after it infinite. They count as zero, and `last_end` says which stretches contain such a
+        # unit.
         runs = np.isfinite(np.stack([getattr(chain, name).T for name in UNIT_FIGURES])).all(axis=0)
         figures = {name: np.where(runs, getattr(chain, name).T, 0.0) for name in UNIT_FIGURES}
         forward, weights = figures["forward_s"], figures["weight_gradient_s"]
@@ -283,7 +286,7 @@ class PrefixSums:
         stops = np.where(runs, units, np.arange(units))
         return cls(
             **{name: _prefix(figures[name]) for name in _SUMMED},
-            # Read from the right: each unit takes the nearest stop at or behind it.
+            # Scanned from the right: each unit takes the nearest stop at or after it.
             last_end=np.minimum.accumulate(stops[:, ::-1], axis=1)[:, ::-1].astype(np.int64),
             working_tables=_running_maxima(figures["working_bytes"]),
         )
@@ -319,7 +322,9 @@ class PrefixSums:
 
 @functools.lru_cache(maxsize=16)
 def _with_deferred_gradients(chain: Chain) -> Chain:
-    """See `Chain.under`. Cached, as the tables of a chain are found by its identity."""
+    """See `Chain.under`. Cached, so that equal calls return the same object: the tables of a chain
+    are cached by its identity.
+    """
     return replace(chain, in_flight_bytes=np.maximum(chain.in_flight_bytes, chain.deferred_bytes))
 
 
@@ -332,10 +337,11 @@ def _tables_of(chain: Chain) -> PrefixSums:
 def evaluate_form(
     chain: Chain, form: ClosedForm, stages: Sequence[StageChoice]
 ) -> tuple[float, tuple[float, ...]]:
-    """The value of a closed form for some stages: its sum, and each of its maxima without weight.
+    """The value of a closed form for given stages: its sum over stages, and each of its maxima,
+    unweighted.
 
     Args:
-        form: over the chain's prefix sums.
+        form: its arrays are prefix sums over the chain's units.
     """
     first, last, option = _columns(stages)
     edges = _edge_transfers_s(chain, stages)
@@ -377,7 +383,9 @@ def _prefix(figures: Floats) -> Floats:
 
 
 def _running_maxima(figures: Floats) -> Floats:
-    """Maxima of the 2**k entries that begin with each, [K, O, U]; near the end, of fewer."""
+    """Sparse table of maxima, [K, O, U]: each of the 2**k entries from a unit on, fewer at the
+    end.
+    """
     tables = [figures]
     while 1 << len(tables) <= figures.shape[1]:
         step = 1 << (len(tables) - 1)

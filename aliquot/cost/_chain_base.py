@@ -20,16 +20,16 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOption:
-    """One way to run a stage: on how many devices, arranged how, split by what.
+    """One way to run a stage: number and arrangement of its devices, and how it is split.
 
     Attributes:
-        name: for people, such as "shard on 2x4, recompute".
-        submesh: hosts, and devices used in each. A submesh of several hosts uses all devices of
-            each.
-        mesh_shape: of the logical mesh that these devices form.
-        recompute: what the backward pass computes again: "none", or a policy's name.
-        dp, tp: degrees of data and of tensor parallelism, where the option is a regular one; a
-            planner that lays all stages out alike looks for these.
+        name: text for readers, such as "shard on 2x4, recompute".
+        submesh: number of hosts, and of devices used in each. A submesh of several hosts uses all
+            devices of each.
+        mesh_shape: shape of the logical mesh that these devices form.
+        recompute: what the backward pass recomputes: "none", or a policy's name.
+        dp, tp: degrees of data and of tensor parallelism, if the option is a regular combination of
+            them; read by planners that lay out all stages alike.
     """
 
     name: str
@@ -41,7 +41,7 @@ class StageOption:
 
     @property
     def num_devices(self) -> int:
-        """Of the submesh."""
+        """Number of devices of the submesh."""
         return self.submesh[0] * self.submesh[1]
 
 
@@ -66,14 +66,15 @@ class StageFigures:
     """Costs of one stage: seconds of one micro-batch (`once_s`: of a step), bytes per device.
 
     Attributes:
-        forward_s, backward_s: passes, with all that is exchanged within the stage.
+        forward_s, backward_s: passes, including all communication within the stage.
         weight_gradient_s, exposed_s: see `plans.StageTimes`.
         once_s: gradient synchronisation that is not hidden, and the update.
         transfer_s: over the edge in front of the stage, in one direction.
-        in_flight: micro-batches kept at most.
-        state_bytes, held_bytes, working_bytes: parameters and the like; what micro-batches in
-            flight keep; the rest.
-        peak_bytes: of a device all of whose chunks are like this one, if there are several.
+        in_flight: the most micro-batches in flight.
+        state_bytes: parameters, gradients, optimizer state.
+        held_bytes: arrays that all micro-batches in flight keep.
+        working_bytes: the rest, needed only while a task runs.
+        peak_bytes: of a device; if it runs several chunks, as if all of them were like this one.
     """
 
     forward_s: float
@@ -92,19 +93,21 @@ class StageFigures:
 class AbstractChain(abc.ABC):
     """Units in order and the ways to run stretches of them, for one number of micro-batches.
 
-    Planners over stages ask three things: the least time that a stretch can take, the fastest known
-    stage over it that fits in memory, and exact figures of stages. Everything else is the chain's
-    own matter: options for each unit, costs between units with different options, transfers that
-    depend on what both sides choose, working memory of any form.
+    Inter planners call three methods: `least_s`, a lower bound on the time of a stretch; `propose`,
+    the fastest known stage over a stretch that fits in memory; and `quote`, exact figures of
+    stages. Everything else is left to the chain: options for each unit, costs between units with
+    different options, transfers that depend on the options on both sides, any model of working
+    memory.
 
     Attributes:
         unit_names: U names, such as "layers[3]".
         options: O ways to lay out a stage.
-        num_micro_batches: that a step is cut into.
-        memory_limit_bytes: what each device may use.
-        num_hosts, devices_per_host: of the cluster.
-        overlaps_transfers: whether stages compute while arrays travel between them. If not, a
-            stage's pace includes the transfers over the edge in front of it, both ways.
+        num_micro_batches: number of micro-batches in a step.
+        memory_limit_bytes: memory that a plan may use on each device.
+        num_hosts, devices_per_host: size of the cluster.
+        overlaps_transfers: whether transfers between stages overlap with compute. If not, the
+            transfers over the edge in front of a stage, in both directions, add to the time that
+            the stage takes for each micro-batch.
     """
 
     __slots__ = ()
@@ -119,10 +122,10 @@ class AbstractChain(abc.ABC):
 
     @abc.abstractmethod
     def least_s(self, option: Any, first: Any, last: Any) -> Floats:
-        """Forward and backward time below which no stage of the units [first, last) gets with an
-        option; arguments broadcast.
+        """Lower bound on the forward plus backward time of a stage of the units [first, last) under
+        an option; arguments broadcast.
 
-        Transfers to other stages are left out, and so is memory. Infinite where the option cannot
+        Transfers to other stages and memory limits are ignored. Infinite where the option cannot
         run all of the units.
         """
 
@@ -142,17 +145,17 @@ class AbstractChain(abc.ABC):
         if none is known.
 
         Args:
-            limit_bytes: of each device, infinite where memory does not matter.
+            limit_bytes: memory of each device; infinite to ignore memory.
             in_flight: micro-batches that the stage keeps between forward and backward.
-            chunks: stages that share its devices, each with an equal share of the memory.
+            chunks: number of stages that share its devices, each with an equal share of the memory.
         """
 
     @abc.abstractmethod
     def quote(
         self, stages: Sequence[StageChoice], in_flight: Sequence[float], chunks: int = 1
     ) -> tuple[StageFigures, ...]:
-        """Exact figures of stages in order, each knowing its neighbours; `in_flight` as the
-        schedule says for each.
+        """Exact figures of all stages of a step, in order; each may depend on its neighbours.
+        `in_flight` are the numbers that the schedule gives for the stages.
         """
 
     @abc.abstractmethod
@@ -162,17 +165,17 @@ class AbstractChain(abc.ABC):
         """
 
     def under(self, schedule: str) -> AbstractChain:
-        """The chain with the memory that a schedule asks for; by default the same for all."""
+        """The chain with its memory figures adjusted to a schedule; by default the chain itself."""
         return self
 
     @property
     def num_units(self) -> int:
-        """U."""
+        """U, the number of units."""
         return len(self.unit_names)
 
     @property
     def num_devices(self) -> int:
-        """Of the cluster."""
+        """Number of devices of the cluster."""
         return self.num_hosts * self.devices_per_host
 
     def device_counts(self) -> Ints:
@@ -180,8 +183,8 @@ class AbstractChain(abc.ABC):
         return np.array([option.num_devices for option in self.options], np.int64)
 
     def fits_at(self, first_device: int, num_devices: int) -> bool:
-        """True if a submesh may begin at a device: within one host, or of whole hosts from the
-        first device of one.
+        """True if a submesh of `num_devices` may begin at a device: it lies within one host, or
+        covers whole hosts.
         """
         start = first_device % self.devices_per_host
         if first_device < 0 or first_device + num_devices > self.num_devices:

@@ -1,6 +1,6 @@
-"""Stages of a chain: the cost of a list of them under a schedule, and the faults of one.
+"""Lists of stages of a chain: their cost under a schedule, and why a list cannot be used.
 
-`judge_stages` evaluates a schedule's closed form for any list of stages, whoever made it, by the
+`judge_stages` evaluates a schedule's closed form for any list of stages, whoever made it, with the
 chain's own figures.
 """
 
@@ -31,16 +31,16 @@ _SIMULATED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainPlan:
-    """Stages with their schedule and what is known about them.
+    """Stages with their schedule, cost and lower bound.
 
     Attributes:
-        stages, figures: one entry each.
-        num_submeshes: stage k runs on submesh k mod this; the number of stages unless they are
-            interleaved.
+        stages, figures: one entry for each stage.
+        num_submeshes: number of submeshes: that of stages, or fewer if stages are interleaved; the
+            schedule places the stages on them.
         closed_form_s: step time by the schedule's closed form.
-        step_time_s: the best knowledge of it: simulated where that was done, else the closed form.
-        lower_bound_s: no choice of the space named by `bound_holds_for` has a smaller closed form;
-            None: nothing proved.
+        step_time_s: step time by simulation if the plan was simulated, else by the closed form.
+        lower_bound_s: lower bound on the closed form of all choices in the space named by
+            `bound_holds_for`; None if none was proved.
         status: how the search ended.
     """
 
@@ -57,7 +57,7 @@ class ChainPlan:
 
     @property
     def gap(self) -> float | None:
-        """Distance of the closed form above the bound, relative to it."""
+        """How far the closed form lies above the lower bound, relative to the bound."""
         return None if self.lower_bound_s is None else self.closed_form_s / self.lower_bound_s - 1
 
     @property
@@ -80,7 +80,7 @@ class _Times:
 def chain_in_flight(
     schedule: str, num_micro_batches: int, num_stages: int, num_submeshes: int
 ) -> Floats:
-    """[num_stages], the most micro-batches that each stage keeps. Raises `InputError` for an
+    """[num_stages], the most micro-batches in flight in each stage. Raises `InputError` for an
     unknown schedule.
     """
     kept = schedule_kind(schedule).in_flight(num_stages, num_micro_batches, num_submeshes)
@@ -94,14 +94,13 @@ def judge_stages(
     *,
     num_submeshes: int | None = None,
 ) -> ChainPlan:
-    """Stages with their cost under a schedule, by its closed form. Raises `InputError` for an
-    unknown schedule.
+    """Evaluate the closed form of a schedule for given stages. Raises `InputError` for an unknown
+    schedule.
 
-    The stages are taken as they are: `find_stage_faults` tells what is wrong with them, memory
-    included.
+    The stages are not checked: `find_stage_faults` does that, memory included.
 
     Args:
-        num_submeshes: fewer than stages where these are interleaved.
+        num_submeshes: fewer than stages if these are interleaved; by default one for each.
     """
     chain = chain.under(schedule)
     submeshes = num_submeshes or len(stages)
@@ -126,11 +125,11 @@ def judge_stages(
 
 
 def simulate_stages(chain: AbstractChain, plan: ChainPlan) -> tuple[ChainPlan, float]:
-    """A plan with its step time by simulation, and the memory that its fullest device needs in
-    it.
+    """The plan with its step time by simulation, and the peak memory of its fullest device in the
+    simulation.
     """
     costs = {name: np.array([getattr(f, name) for f in plan.figures]) for name in _SIMULATED}
-    # Figures hold what all micro-batches in flight keep; the simulation counts them itself.
+    # Figures count all micro-batches in flight; the simulation takes the bytes of one.
     kept = np.array([f.held_bytes / f.in_flight for f in plan.figures])
     times = simulate(
         make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
@@ -160,10 +159,10 @@ def find_stage_faults(
 ) -> tuple[str, ...]:
     """Every reason why stages cannot be used: units, options, devices; one sentence each.
 
-    Memory is checked last, only if nothing else is wrong and if asked to.
+    Memory is checked last, only if nothing else is wrong and `check_memory` is set.
     """
     faults = []
-    # All faults of single stages come before those that are computed from several.
+    # Devices are checked only if every option exists, since the option gives their number.
     known = [s for s in stages if 0 <= s.option < len(chain.options)]
     faults += [
         f"there is no option {s.option}; there are {len(chain.options)}"
@@ -222,7 +221,7 @@ def _faulty_devices(
             faults.append(f"{where} reaches outside the cluster's {chain.num_devices}")
         elif not chain.fits_at(s.first_device, size):
             faults.append(f"{where} straddles hosts of {chain.devices_per_host}")
-        # A stage that shares its devices with an earlier one is counted once.
+        # Stages that share a submesh count as one user of its devices.
         elif placement[k] == k:
             users[s.first_device : s.first_device + size] += 1
         elif devices[k] != devices[placement[k]]:

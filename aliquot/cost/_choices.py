@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..sharding import REPLICATED, Choice, Node, Projection, Spec
 
-# Numbers in arrays of choices for which results are kept.
+# Entries up to which the results for an array of choices are cached.
 _FEW = 1 << 10
 
 
@@ -29,7 +29,7 @@ def enumerate_choices(node: Node, axis_sizes: Sequence[int]) -> NDArray[np.int64
 @functools.lru_cache(maxsize=1 << 12)
 def _enumerate(sizes: tuple[int, ...], axis_sizes: tuple[int, ...]) -> NDArray[np.int64]:
     fitting = [
-        # A factor smaller than the axis could not give every device a part; 0 divides by all sizes.
+        # Every axis size divides a factor of size 0, which is too small to give each device a part.
         [-1, *(f for f, n in enumerate(sizes) if n % size == 0 and n >= size)]
         for size in axis_sizes
     ]
@@ -58,8 +58,8 @@ def _divides(sizes: Sequence[int], choice: Choice, axis_sizes: Sequence[int]) ->
 def shards(
     choices: NDArray[np.int64], split_by: Sequence[bool], axis_sizes: Sequence[int]
 ) -> NDArray[np.float64]:
-    """For each choice, into how many pieces it cuts something that the factors in `split_by` divide
-    (not to be written to).
+    """For each choice, the number of shards of an array that the factors in `split_by` divide. The
+    result may be cached: do not write to it.
     """
     # Hashing a large array would cost more than the computation.
     if choices.size > _FEW:
@@ -91,8 +91,8 @@ def _known_shards(
 def joined_axes(
     choices: NDArray[np.int64], factors: Sequence[int]
 ) -> Sequence[tuple[tuple[int, ...], NDArray[np.int64]]]:
-    """The sets of axes that choices let split any of some factors, each with the choices that do;
-    without the empty set.
+    """The sets of axes along which choices split any of `factors`, each with the positions of the
+    choices that do so; without the empty set.
     """
     return _joined_axes(choices.tobytes(), choices.shape, tuple(factors))
 
@@ -114,13 +114,13 @@ def _joined_axes(
 def distinct_specs(
     choices: NDArray[np.int64], projection: Projection
 ) -> tuple[tuple[Spec, ...], NDArray[np.int64]]:
-    """The different splits that choices give an array, and which one each choice gives (not to be
-    written to).
+    """The distinct specs that choices give an array, and for each choice the position of its spec.
+    Results are cached: do not write to them.
     """
     return _distinct_specs(choices.tobytes(), choices.shape[1], projection)
 
 
-# Meshes of other sizes often leave the same choices.
+# Cached, because meshes of different sizes often allow the same choices.
 @functools.lru_cache(maxsize=1 << 14)
 def _distinct_specs(
     choices_of_int64: bytes, num_axes: int, projection: Projection
@@ -128,8 +128,8 @@ def _distinct_specs(
     choices = np.frombuffer(choices_of_int64, np.int64).reshape(-1, num_axes)
     table = np.array([*projection, REPLICATED], np.int64)
     rows = table[choices]
-    # One number for each row, in the order of the rows: to sort these is ten times faster than to
-    # sort the rows.
+    # Encode each row as one number that keeps the order of the rows: sorting these numbers is ten
+    # times faster than sorting the rows.
     least, base = int(table.min()), int(np.ptp(table)) + 1
     numbers = (rows - least) @ base ** np.arange(rows.shape[1] - 1, -1, -1)
     _, first, index = np.unique(numbers, return_index=True, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Time of a collective on some axes of a mesh: latency plus volume.
+"""Time of a collective over some axes of a mesh: a latency, plus the bytes over a bandwidth.
 
 Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication
 Operations in MPICH", 2005, sections 3 and 4 (ring and recursive-doubling costs); P. Sanders, J.
@@ -22,15 +22,16 @@ _WIDE_ITEMSIZE = {"bfloat16": 2.0, "float16": 2.0}
 
 
 def widening(dtype: str, target: Target, *, total: bool = False) -> float:
-    """Factor by which the bytes of a collective on a dtype grow: in backends that widen it, or in a
-    running `total`.
+    """Factor by which a collective moves more bytes than its dtype has: 2 for 16-bit floats if the
+    backend widens them, or in a running `total`; otherwise 1.
 
-    Totals over micro-batches are kept in single precision at least.
+    Totals over micro-batches are accumulated in single precision at least.
     """
     return _WIDE_ITEMSIZE.get(dtype, 1.0) if total or target.widened_dtypes else 1.0
 
 
-# Measurements among other numbers of devices count for less than those of other sizes.
+# Scale of the number of devices and their distance, relative to sizes in bytes, in the points of
+# measurements: those with another number of devices count for less than those of another size.
 _FAR = 8.0
 LEAST_MEASURED_BYTES = 1024.0
 
@@ -50,8 +51,9 @@ def collective_line(
 
     Among n devices (all those along the axes, or groups of `group` of them), with bandwidth w and
     latency a per step: all-reduce 2(n-1)/n B/w + 2 ceil(log2 n) a; all-gather (n-1) B/h + (n-1) a;
-    reduce-scatter (n-1)/n B/h + (n-1) a; all-to-all (n-1)/n B/w' + (n-1) a; permute B/w + a. The
-    targets say what h and w' are of w.
+    reduce-scatter (n-1)/n B/h + (n-1) a; all-to-all (n-1)/n B/w' + (n-1) a; permute B/w + a. Here h
+    is w times the target's `scatter_gather_share`, and w' the link's bandwidth for all-to-alls
+    times the target's efficiency. To each, the target adds a fixed overhead.
     """
     latency, per_byte = _modelled_line(kind, axes, mesh, target, group)
     # A group of one device has neither latency nor bytes to correct.
@@ -65,8 +67,8 @@ def collective_line(
 
 
 def rounded_bytes(num_bytes: float, mesh: LogicalMesh) -> float | None:
-    """The power of two next to a size: conversions of arrays of about the same size are corrected
-    alike.
+    """A size rounded to a power of two, so that conversions of arrays of about the same size share
+    one correction.
 
     None where nothing was measured.
     """
@@ -83,11 +85,11 @@ def collective_kind(kind: str, crosses_hosts: bool) -> str:
 def collective_points(
     num_bytes: NDArray[np.float64], axes: Sequence[int], mesh: LogicalMesh, group: int | None = None
 ) -> NDArray[np.float64]:
-    """Collectives as points of such a table, `(sizes, 3)`: number of devices, distance between
-    neighbours, and bytes that enter on each device.
+    """Collectives as points of a table of measurements, `(sizes, 3)`: number of devices, distance
+    between neighbours, and bytes that enter on each device.
     """
     size = math.prod(mesh.shape[a] for a in axes) if group is None else group
-    # Devices of a group that are far apart in the mesh use other links than neighbours.
+    # Distance matters because devices that are far apart in the mesh use other links.
     stride = math.prod(mesh.shape[max(axes) + 1 :])
     points = np.empty((len(num_bytes), 3))
     points[:, 0], points[:, 1] = _FAR * math.log2(size), _FAR * math.log2(stride)
@@ -110,8 +112,8 @@ def collective_corrections(
     num_bytes: NDArray[np.float64],
     seconds: NDArray[np.float64],
 ) -> Corrections:
-    """Corrections by measurements of collectives whose modelled seconds are given; the mesh's
-    cluster must hold some.
+    """Corrections, from measurements, of collectives whose modelled seconds are given. The mesh's
+    cluster must hold measurements.
     """
     assert mesh.cluster.measured is not None
     crosses = mesh.link(tuple(mesh.axis_names[a] for a in axes)).crosses_hosts
@@ -131,7 +133,7 @@ def _modelled_line(
     fixed = target.collective_overhead_s
     match kind:
         case "all-reduce":
-            # Two trees, up and down: the latency of their depth, with the volume of a ring.
+            # Two trees, up and down: latency proportional to their depth, volume of a ring.
             return fixed + 2 * math.ceil(math.log2(n)) * link.latency_s, 2 * (n - 1) / n / bandwidth
         case "all-gather":
             return (
@@ -152,7 +154,7 @@ def _modelled_line(
 
 
 def pieces(edge: Edge, source: Spec, target: Spec, habits: Target) -> int:
-    """Number of parts in which a conversion is done, one after the other."""
+    """Number of parts into which a conversion is cut; they run one after the other."""
     # Only the gathers at the end of a step are cut into rows.
     if edge.kind != "alias" or edge.phase is not Phase.UPDATE:
         return 1
@@ -183,11 +185,11 @@ def through_copies(move: Move, source: Spec, wanted: Spec, target: Target) -> bo
 def move_line(
     move: Move, copies: bool, mesh: LogicalMesh, target: Target, near_bytes: float | None = None
 ) -> tuple[float, float]:
-    """`collective_line` of one step of a conversion of an array of about `near_bytes`, with two
-    `copies` around it: of what enters and of what leaves.
+    """`collective_line` of one move of a conversion of an array of about `near_bytes`; with
+    `copies`, including one of what enters the collective and one of what leaves it.
 
-    Among n devices, B bytes that enter are read and written, and so are the n B that leave a
-    gather, or the B/n that leave a reduce-scatter.
+    Among n devices, copies read and write the B bytes that enter, and the n B that leave an
+    all-gather or the B/n that leave a reduce-scatter.
     """
     entering = None if near_bytes is None else move.fraction * near_bytes
     latency, per_byte = collective_line(move.kind, move.axes, mesh, target, move.group, entering)
@@ -199,8 +201,8 @@ def move_line(
 
 
 def resharding_seconds(source: Spec, wanted: Spec, num_bytes: float, mesh: LogicalMesh) -> float:
-    """Seconds to bring an array of so many bytes, counted whole, from one split to another;
-    infinite if nothing can.
+    """Seconds to convert an array of `num_bytes` (of the whole array) from one split to another;
+    infinite if no conversion exists.
     """
     target = target_for(mesh.cluster.device)
     moves = reshard(source, wanted, mesh.shape, target.sum_collective)

@@ -119,7 +119,7 @@ class _Collective(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of all runs in a step."""
+        """Seconds of all its runs in a step."""
         return self.times * (self.latency_s + self.s_per_byte * self.entering_bytes)
 
 
@@ -152,7 +152,7 @@ def collective_uses(priced: Priced, picks: Ints) -> tuple[CollectiveUse, ...]:
 
 
 def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
-    """Every collective of a step: those of conversions between nodes, then those within nodes."""
+    """All collectives of a step: those of conversions between nodes, then those within nodes."""
     sizes, mesh, target = priced.axis_sizes, priced.mesh, priced.target
     for edge_index, s, t in conversions(priced, picks):
         edge, table = priced.graph.edges[edge_index], priced.edges[edge_index]
@@ -185,13 +185,13 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
             axes = tuple(a for a, f in enumerate(choice) if f in c.factors)
             if math.prod(sizes[a] for a in axes) == 1:
                 continue
-            # As for conversions: sums of gradients run over the data axes once in a step, over the
-            # others for each micro-batch.
+            # As for conversions: sums of gradients run over the data axes once in a step, over
+            # other axes for each micro-batch.
             for these_axes, once in split_deferred_axes(c, axes, priced.data_axes):
                 count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
                 wide = widening(c.dtype, target, total=once and priced.repeats > 1)
                 local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)
-                # A gather's bytes are stated as those that leave it.
+                # Of an all-gather, the result on each device is that much larger than what enters.
                 grown = math.prod(sizes[a] for a in these_axes) if c.kind == "all-gather" else 1
                 line = collective_line(c.kind, these_axes, mesh, target, near_bytes=local)
                 yield _Collective(

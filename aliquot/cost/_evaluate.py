@@ -1,4 +1,4 @@
-"""The judge's sum: what a choice for every node costs in time."""
+"""The judge's sum: the step time under a choice for every node."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class StepTime:
 
     Attributes:
         compute_s: arithmetic and memory traffic.
-        communication_s: collectives that stand in the way.
-        gradient_s: collectives on gradients; `hidden_s` of them run behind the backward pass.
+        communication_s: collectives that compute waits for.
+        gradient_s: collectives on gradients; `hidden_s` of it is hidden behind the backward pass.
     """
 
     compute_s: float
@@ -29,10 +29,10 @@ class StepTime:
 
 
 def evaluate(priced: Priced, picks: Ints) -> StepTime:
-    """Add up a choice for every node. Equal conversions of one array are paid once.
+    """Step time under a choice for every node. Equal conversions of one array are paid once.
 
     Gradient collectives hide behind the backward pass up to the share that the target's compiler
-    overlaps, and never for longer than the pass takes.
+    overlaps, and for at most the time of the pass's compute.
     """
     compute = communication = gradient = backward = 0.0
     for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
@@ -52,7 +52,7 @@ def evaluate(priced: Priced, picks: Ints) -> StepTime:
 
 
 def hidden_seconds(gradient_s: float, backward_s: float, overlap_fraction: float) -> float:
-    """Seconds of gradient communication that run behind the backward pass."""
+    """Seconds of gradient communication that are hidden behind the backward pass."""
     return min(overlap_fraction * gradient_s, backward_s)
 
 

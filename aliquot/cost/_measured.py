@@ -1,9 +1,9 @@
 """Measurements of a cluster's devices, frozen for planning: ratios of measured to modelled seconds
-at the sizes that were measured, and between them.
+at measured sizes, interpolated between them.
 
-The cost model gives the seconds; tables of measured ratios correct them. At a measured size the
-price is the measurement. The tables are read from a profile database (`aliquot.profiling`); nothing
-here touches a file.
+The cost model gives the seconds, and these ratios multiply them, so at a measured size the price is
+the measurement. The tables are read from a profile database (`aliquot.profiling`); nothing here
+touches a file.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _SAME = 1e-6
 class RatioTable:
     """Measured over modelled seconds of one kind of operator at some sizes.
 
-    Between them, the logarithm of the ratio is the mean over the nearest four, weighted by the
-    inverse square of the distance.
+    Between measured sizes, the logarithm of the ratio is the mean over the nearest four, weighted
+    by the inverse square of the distance.
 
     Args:
         points: sizes in powers of two, `(points, dims)`; each once.
-        ratios: one for each.
-        spreads: of each measurement, as a share of it.
+        ratios: one for each point.
+        spreads: spread of each measurement, as a share of it.
         grade: of the measurements; see `Corrections`.
 
     Reference: D. Shepard, "A two-dimensional interpolation function for irregularly-spaced data",
@@ -50,15 +50,15 @@ class RatioTable:
 
     @cached_property
     def _tree(self) -> Any:
-        # Slow to import, and planning from the cost model alone does without.
+        # Imported here because the import is slow, and planning without measurements needs none.
         from scipy.spatial import cKDTree
 
         return cKDTree(self.points)
 
     @cached_property
     def interpolation_error(self) -> float:
-        """Median relative error of the interpolation at each measured size, without its own
-        measurement; 1 if there is one size only.
+        """Leave-one-out error: the median over measured sizes of the relative error of
+        interpolation without that size's own measurement; 1 if there is only one size.
         """
         if len(self.points) < 2:
             return 1.0
@@ -90,10 +90,10 @@ class RatioTable:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Measured(AbstractMeasured):
-    """Tables by kind, with where they come from in words.
+    """Tables of ratios by kind, with their source in words.
 
-    Two are equal if their tables are. `transfers` are lines through the measured transfers between
-    stages of a pipeline, inside a host (False) and between hosts (True).
+    Two are equal if their tables and transfers are. `transfers` are lines through the measured
+    transfers between stages of a pipeline, inside a host (False) and between hosts (True).
     """
 
     tables: Mapping[str, RatioTable] = field(repr=False)
@@ -102,7 +102,7 @@ class Measured(AbstractMeasured):
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the tables."""
+        """A hash of the tables and transfers."""
         content = hashlib.sha256()
         # Sorted, so that tables read in another order have the same hash.
         for kind, table in sorted(self.tables.items()):

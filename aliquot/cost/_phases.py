@@ -25,15 +25,15 @@ class PhaseCosts:
 
     Attributes:
         forward_s, backward_s: for one micro-batch; `deferrable_s` is the part of the backward pass
-            that no other layers wait for before the update.
+            whose results no other layer needs, only the update.
         once_s: once a step: gradient synchronisation and the update.
         compute_s, communication_s, gradient_s: the same seconds by kind, for a whole step.
         state_bytes: parameters, optimizer state, gradients.
-        in_flight_bytes: what a micro-batch keeps from its forward to its backward pass, inputs
-            included that both read, but for those that come with the batch.
-        deferred_bytes: what it keeps for deferred gradients of weights until these are computed;
-            its backward pass makes `handed_bytes` of them.
-        working_bytes: what else is needed at the worst moment.
+        in_flight_bytes: arrays that a micro-batch keeps from its forward to its backward pass,
+            including inputs that both passes read, except those of the batch.
+        deferred_bytes: arrays that it keeps for deferred weight gradients until these are computed;
+            `handed_bytes` of them are made by its backward pass.
+        working_bytes: what else is needed at the peak.
         memory_bytes: the peak with one micro-batch in flight, by part.
     """
 
@@ -55,16 +55,16 @@ class PhaseCosts:
 def phase_costs(
     priced: Priced, picks: Ints, graph: Graph, model: MemoryModel | None = None
 ) -> PhaseCosts:
-    """Costs by phase of a choice for every node of a step, or of some of its layers.
+    """Costs by phase of a step, or of some of its layers, under a choice for every node.
 
     Args:
-        priced: with `repeats` micro-batches.
-        picks: the choices.
-        graph: what the node graph is of.
+        priced: priced choices, with `repeats` micro-batches.
+        picks: the position of each node's choice among them.
+        graph: the graph from which the node graph was built.
         model: memory under the choices, as `known_memory` gives it; computed if None.
     """
     compute, communication = np.zeros((2, len(Phase)))
-    # Gradients wait for the last micro-batch over data axes alone; other sums happen in every
+    # Gradients are summed after the last micro-batch only over data axes; other sums run in every
     # backward pass.
     waits = bool(priced.data_axes) or priced.repeats == 1
     gradient = deferrable = 0.0
@@ -81,8 +81,8 @@ def phase_costs(
         edge, table = priced.graph.edges[index], priced.edges[index]
         once = float(table.once_s[source, target])
         gradient += once
-        # The backward pass finishes a gradient's partial sums, even where the edge belongs to the
-        # update.
+        # A gradient's partial sums are reduced in the backward pass, even where the edge belongs to
+        # the update.
         partial = edge.gradient and min(table.sources[source]) <= PARTIAL
         phase = Phase.BACKWARD if partial else edge.phase
         communication[phase] += paid - once
@@ -90,7 +90,7 @@ def phase_costs(
             deferrable += paid - once
     seconds = compute + communication
     model = known_memory(priced, picks) if model is None else model
-    # The peak is taken with one micro-batch in flight; more are added by the schedule.
+    # This peak is for one micro-batch in flight; the schedule adds the others.
     peak, _, parts = peak_memory(model, priced, picks)
     state = sum(v for k, v in parts.items() if k in _STATE)
     kept = _in_flight_bytes(model, picks, graph)
@@ -98,7 +98,7 @@ def phase_costs(
     return PhaseCosts(
         forward_s=float(seconds[Phase.PROLOGUE] + seconds[Phase.FORWARD]) / priced.repeats,
         backward_s=float(seconds[Phase.BACKWARD]) / priced.repeats,
-        # Sums in another order differ in their last digits.
+        # The two sums are added in different orders, so they may differ in their last digits.
         deferrable_s=min(deferrable, float(seconds[Phase.BACKWARD])) / priced.repeats,
         once_s=float(seconds[Phase.UPDATE]) + gradient,
         compute_s=float(compute.sum()),
@@ -115,8 +115,8 @@ def phase_costs(
 
 
 def _held_bytes(priced: Priced, picks: Ints) -> tuple[float, float]:
-    """Bytes on a device of the arrays that deferred gradients of weights read: those of the forward
-    pass, and those of the backward pass.
+    """Bytes on a device of the arrays that deferred weight gradients read: those that the forward
+    pass makes, and those that the backward pass makes.
     """
     held_bytes = [0.0, 0.0]
     for item in priced.held:
@@ -150,12 +150,13 @@ def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
 # Cached, as one graph is priced on many meshes.
 @functools.lru_cache(maxsize=1)
 def _between_passes(graph: Graph) -> tuple[int | None, dict[str, bool]]:
-    """The first backward operator, if there is one; and for each input by its path whether both
-    passes read it.
+    """The first backward operator, or None; and for each input, by path, whether both passes read
+    it.
 
-    Inputs stay from end to end of this graph. A stage receives inputs of its backward pass alone
-    when that runs, and frees those of its forward pass alone. What enters with the batch counts
-    where it is made: the layers of a stage are added up.
+    In this graph, inputs are alive from beginning to end. A stage, however, receives inputs that
+    only its backward pass reads when that pass runs, and frees those that only its forward pass
+    reads. Inputs of category "batch" count in the layer that makes them, because the figures of a
+    stage's layers are added up.
     """
     moment = next((op.index for op in graph.ops if op.phase is Phase.BACKWARD), None)
     both = _read(graph, False) & _read(graph, True)
@@ -163,7 +164,7 @@ def _between_passes(graph: Graph) -> tuple[int | None, dict[str, bool]]:
 
 
 def _read(graph: Graph, backward: bool) -> set[int]:
-    """Values that the backward pass reads, and values that earlier phases read."""
+    """Values that the backward pass reads (`backward`), or else those that earlier phases read."""
     return {
         i
         for op in graph.ops

@@ -1,7 +1,7 @@
 """Simulation of a schedule: step time, idle time and memory of a pipeline, event by event.
 
-It is exact for given times of tasks and transfers, and slow next to a formula: planners search with
-a schedule's closed form and have their few best answers simulated.
+It is exact for given times of tasks and transfers, but slower than a formula: planners search with
+a schedule's closed form, and only their few best answers are simulated.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ class StageCosts:
 
     Attributes:
         forward_s: seconds of a forward task, for one micro-batch.
-        backward_input_s, backward_weight_s: those of the halves of a backward task; a whole one
-            takes their sum.
-        update_s: seconds once a step, after the last task of the stage's submesh: synchronising
-            gradients, the update.
-        transfer_s: shape `[num_stages - 1]`, seconds to bring activations from stage s to stage s
-            + 1. What takes no time, or stays on one submesh, is there at once.
+        backward_input_s, backward_weight_s: seconds of the two halves of a backward task (gradients
+            of inputs, gradients of weights); a whole backward task takes their sum.
+        update_s: seconds once a step, after the last task of the stage's submesh: gradient
+            synchronisation and the update.
+        transfer_s: shape `[num_stages - 1]`, seconds to send activations from stage s to stage s
+            + 1. A transfer that takes no time, or stays on one submesh, arrives at once.
         transfer_back_s: the same for their gradients from stage s + 1 to stage s; by default they
             take as long.
-        overlaps_transfers: whether transfers run beside tasks. If so, one delays only what waits
-            for it, and those from one submesh to another queue up in the order of their tasks, each
-            direction by itself. If not, a result is sent before its submesh goes on, as soon as the
-            receiver is between two tasks, and both are busy.
+        overlaps_transfers: whether transfers overlap with tasks. If so, a transfer delays only the
+            task that reads it, and transfers from one submesh to another queue in the order of
+            their tasks, each direction by itself. If not, a submesh sends a result before its next
+            task, as soon as the receiver is between two tasks, and both are busy meanwhile.
         state_bytes: held all the time, per device: parameters, gradients, optimizer state.
         in_flight_bytes: residuals of one micro-batch, held from its forward task to the end of its
-            backward one, or of the half for inputs.
-        deferred_bytes: what the half for weights reads, held from then on to its end; by default as
-            much as before.
-        handed_bytes: the part of it that the half for inputs makes.
+            backward task, or of `BACKWARD_INPUT` where backward is split.
+        deferred_bytes: arrays that `BACKWARD_WEIGHT` reads, held from the end of `BACKWARD_INPUT`
+            to its own end; by default `in_flight_bytes`.
+        handed_bytes: the part of `deferred_bytes` that `BACKWARD_INPUT` makes.
         working_bytes: held while a task of the stage runs.
 
     Raises:
-        InputError: Arrays of lengths that do not fit, or an entry below zero or not finite; says
-            all that is wrong.
+        InputError: Arrays of lengths that do not fit, or an entry below zero or not finite; the
+            message lists every fault.
     """
 
     forward_s: Floats
@@ -115,12 +115,12 @@ class PipelineTimes:
     """One training step of a pipeline.
 
     Attributes:
-        step_time_s: until the last submesh has made its update.
-        start_s, end_s: for each submesh one array along its list of tasks.
+        step_time_s: time at which the last submesh has finished its update.
+        start_s, end_s: for each submesh, the times of its tasks in the order of its list.
         transfers: those that take time, in the order in which they start.
         busy_s: shape `[num_submeshes]`, tasks, updates, and transfers where they do not overlap.
-        peak_bytes: shape `[num_submeshes]`, the most that a device of the submesh holds at once,
-            all its stages added.
+        peak_bytes: shape `[num_submeshes]`, peak memory of a device of the submesh, all its stages
+            together.
         held_bytes: shape `[num_stages]`, the most that micro-batches in flight keep of a stage.
         in_flight: shape `[num_stages]`, the most micro-batches whose residuals are held at once
             (`Schedule.in_flight`).
@@ -144,11 +144,11 @@ class PipelineTimes:
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> PipelineTimes:
-    """Simulate a schedule event by event. A submesh starts a task when it is idle and all that the
-    task reads has arrived.
+    """Simulate a schedule event by event. A submesh starts a task when it is idle and everything
+    that the task reads has arrived.
 
     Raises:
-        InputError: Costs of another number of stages, or lists whose tasks wait for one another.
+        InputError: Costs of another number of stages, or task lists that deadlock.
     """
     if costs.forward_s.size != schedule.num_stages:
         raise InputError(
@@ -184,14 +184,14 @@ class _Transfer:
     kind: TaskKind
 
 
-# Events of one time are handled in this order: transfers, then tasks, by submesh. The number breaks
-# ties.
+# (time, 0 for a transfer or 1 for a task, submesh, running number, what ends). Events of one time
+# are handled in this order; the running number breaks ties.
 _Event = tuple[float, int, int, int, "_Transfer | Task"]
 
 
 class _Run:
-    """A simulated step in progress. All events of one time are handled before anything starts at
-    that time.
+    """A simulated step in progress. All events of one time are handled before any task or transfer
+    starts at that time.
     """
 
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
@@ -202,8 +202,8 @@ class _Run:
             [0.0, *costs.transfer_back_s.tolist()],
         )
         self.seconds = {kind: costs.seconds(kind).tolist() for kind in TaskKind}
-        # By stage the micro-batches whose forward and backward tasks have ended, and those whose
-        # inputs have arrived.
+        # By stage: the micro-batches whose forward and backward tasks have ended, and those whose
+        # activations and gradients have arrived from the neighbouring stages.
         self.through_forward: list[set[int]] = [set() for _ in range(stages)]
         self.through_backward: list[set[int]] = [set() for _ in range(stages)]
         self.activations = [
@@ -280,8 +280,8 @@ class _Run:
         self.busy[submesh] += seconds
 
     def _finish(self, task: Task, now: float) -> Iterator[int]:
-        """Note a task's end and send its result; yields the submeshes that may be able to start
-        something.
+        """Record a task's end and send its result; yields the submeshes that may now be able to
+        start a task.
         """
         submesh = self.schedule.submesh_of(task.stage)
         self.idle[submesh] = True
@@ -310,7 +310,7 @@ class _Run:
             self.unsent.append(transfer)
 
     def _start_transfers(self, now: float) -> None:
-        """Without overlap: start those whose two ends are idle, the longest waiting first."""
+        """Without overlap: start transfers whose sender and receiver are idle, the oldest first."""
         still = []
         for transfer in self.unsent:
             if self.idle[transfer.sender] and self.idle[transfer.receiver]:
@@ -336,7 +336,7 @@ class _Run:
         )
 
     def _arrive(self, transfer: _Transfer) -> Iterator[int]:
-        """Deliver an arrived result; yields the submeshes that may be able to start something."""
+        """Deliver an arrived result; yields the submeshes that may now be able to start a task."""
         self._deliver(transfer)
         yield transfer.receiver
         if not self.overlaps:
@@ -349,8 +349,8 @@ class _Run:
 
 
 def _peak_bytes(schedule: Schedule, costs: StageCosts, submesh: int) -> float:
-    """Peak memory of a submesh. It depends on the order of the submesh's tasks alone: nothing grows
-    between two of them.
+    """Peak memory of a device of a submesh. It depends only on the order of the submesh's tasks,
+    not on their times: memory does not grow between tasks.
     """
     stages = schedule.stages_of(submesh)
     held = {stage: _held_bytes(schedule, costs, stage) for stage in stages}
@@ -369,7 +369,8 @@ def _held_bytes(schedule: Schedule, costs: StageCosts, stage: int) -> list[float
         float(figures[stage])
         for figures in (costs.in_flight_bytes, costs.deferred_bytes, costs.handed_bytes)
     )
-    # Micro-batches between forward and backward, or its half for inputs; and between both halves.
+    # Numbers of micro-batches between their forward task and their (input half of the) backward
+    # task, and between the two halves of the backward task.
     in_flight = waiting = 0
     during = []
     for task in tasks:

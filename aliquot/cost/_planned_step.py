@@ -42,9 +42,9 @@ class PlannedStep:
     """A step and its plan.
 
     Attributes:
-        plan: what was decided.
-        graph: the step on its whole batch; of a pipeline with its scans cut as the plan says.
-        stages: one for each of the plan's.
+        plan: the decisions.
+        graph: the step on its whole batch; for a pipeline, with its scans cut as the plan says.
+        stages: one for each stage of the plan.
         layered, staged: how the step was cut into the stages of a pipeline; None for one program.
     """
 
@@ -83,7 +83,9 @@ class PlannedStep:
         return self._cut[0]
 
     def _recompute(self) -> dict[StageId, frozenset[OpId] | None]:
-        """By stage the operators that its backward program may recompute; None for all."""
+        """For each stage that recomputes, the operators that its backward program may recompute;
+        None for all.
+        """
         assert self.staged is not None
         recomputed: dict[StageId, frozenset[OpId] | None] = {}
         stages = zip(self.plan.stages, self.stages, self.staged.extracts, strict=True)
@@ -145,7 +147,7 @@ def estimate_stages(step: PlannedStep) -> PipelinePrediction:
     return predict_stages(
         stages,
         make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
-        # Plans hold no measurements: those of the cluster at hand are put back.
+        # Plans hold no measurements, so those of the cluster in use are added.
         replace(Cluster.from_dict(plan.cluster), measured=measured),
         crossing=step.staged.crossing,
         memory_limit_bytes=plan.prediction.memory_limit_bytes,
@@ -154,7 +156,7 @@ def estimate_stages(step: PlannedStep) -> PipelinePrediction:
 
 
 def _priced(stage: PlannedStage, planned: StagePlan) -> tuple[Priced, Ints]:
-    """The plan's choices alone, priced."""
+    """A stage with only the plan's choices priced, and the position of each, which is 0."""
     problem, names = stage.problem, planned.axis_names
     check_choices(problem.nodes, stage.choices, planned.mesh_shape)
     priced = price(
@@ -162,7 +164,7 @@ def _priced(stage: PlannedStage, planned: StagePlan) -> tuple[Priced, Ints]:
         LogicalMesh(shape=planned.mesh_shape, axis_names=names, cluster=problem.cluster),
         repeats=problem.num_micro_batches,
         data_axes=frozenset(names.index(axis) for axis in planned.data_axes),
-        # Only the plan's choices are priced, which takes a fraction of the time for all of them.
+        # To price all choices would take many times as long.
         choices=[np.array([choice], np.int64) for choice in stage.choices],
     )
     return priced, np.zeros(len(stage.choices), np.int64)

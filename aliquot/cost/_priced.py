@@ -47,7 +47,7 @@ from .memory import Held, Resident
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-# Positions per point of a product's factors from which it is taken for a convolution.
+# Least quotient in `_positions` at which a product is taken for a convolution.
 _FEWEST_POSITIONS = 9.0
 
 
@@ -59,7 +59,7 @@ class PricedNode:
         choices: `(choices, axes)`.
         compute, communication: a row for each phase, in the order of `Phase`.
         gradient_s: collectives that sum gradients; not part of `communication`.
-        deferrable_s: share of `compute` and `communication` in deferrable operators; see `Op`.
+        deferrable_s: the part of `compute` and `communication` in deferrable operators; see `Op`.
         compute_s, communication_s: sums over phases.
         backward_s: `compute` in the backward phase.
     """
@@ -88,7 +88,7 @@ class PricedEdge:
         source_index, target_index: for each choice of the source (target) node, the position of
             the spec that it gives the array.
         seconds: `(sources, targets)`; infinite where no conversion exists.
-        once_s: the part of `seconds` that is paid once in a step, for sums of gradients behind the
+        once_s: the part of `seconds` that is paid once in a step, for sums of gradients after the
             last micro-batch.
         moves: True where a conversion takes a collective.
     """
@@ -104,8 +104,8 @@ class PricedEdge:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Priced:
-    """A priced problem. `repeats` is the number of micro-batches: everything before the update
-    happens that often.
+    """A priced problem. `repeats` is the number of micro-batches: all phases before the update run
+    that often.
     """
 
     graph: NodeGraph
@@ -138,9 +138,9 @@ def price(
     Args:
         problem: of the step at the size of one micro-batch.
         repeats: micro-batches in a step.
-        data_axes: axes (by position) that split nothing but the batch, so that gradients wait for
-            the last micro-batch.
-        choices: for each node the choices to price, `(choices, axes)`; by default all there are.
+        data_axes: axes (by position) that split nothing but the batch, so that gradients are summed
+            over them once, after the last micro-batch.
+        choices: for each node the choices to price, `(choices, axes)`; by default all choices.
     """
     graph, target = problem.nodes, target_for(mesh.cluster.device)
     # One pricer for all nodes and edges, so that they share its cache.
@@ -254,7 +254,7 @@ class _Pricer:
             )
         times = edge.count * self.times(edge.phase)
         seconds = (latency + per_byte * whole) * times
-        # Without micro-batches all gradients are paid once anyway.
+        # Without micro-batches, every gradient is summed once in a step anyway.
         once = (
             seconds if edge.gradient and self.repeats == 1 else np.broadcast_to(0.0, seconds.shape)
         )
@@ -273,7 +273,7 @@ class _Pricer:
     def splits(
         self, node: int, projection: Projection, nodes: Sequence[PricedNode]
     ) -> tuple[_Specs, Ints]:
-        """`distinct_specs`, once for all edges at one port."""
+        """`distinct_specs` of a node's choices, computed once for all edges at one port."""
         known = self.cache.splits.get((node, projection))
         if known is None:
             known = self.cache.splits[node, projection] = distinct_specs(
@@ -295,7 +295,7 @@ class _Pricer:
             both = np.array(
                 [[self.conversion_line(p, q, sums, near_bytes) for q in targets] for p in sources]
             )
-            # What costs nothing moves nothing, even if the partitioner names a step.
+            # A conversion without cost runs no collective, even if `reshard` names a move for it.
             moves = np.isfinite(both[..., 0]) & (both.sum(axis=-1) > 0)
             known = self.cache.tables[sources, targets, sums, near_bytes] = (
                 both[..., 0],
@@ -340,8 +340,8 @@ class _Pricer:
     def with_deferred_sums(
         self, edge: Edge, sources: _Specs, targets: _Specs, seconds: Floats
     ) -> tuple[Floats, Floats]:
-        """`seconds` and `once_s` of a gradient's conversions: sums over data axes wait for the last
-        micro-batch.
+        """`seconds` and `once_s` of a gradient's conversions: its sums over data axes run once,
+        after the last micro-batch.
         """
         seconds, once = seconds.copy(), np.zeros(seconds.shape)
         each_bytes = edge.num_bytes * widening(edge.dtype, self.target)
@@ -372,11 +372,11 @@ class _Pricer:
 
 
 def sum_collective(edge: Edge, target: Target, *, total: bool = False) -> SumCollective:
-    """The collective that finishes an edge's partial sums where they become split.
+    """The collective that reduces an edge's partial sums if their result is split.
 
     Args:
-        total: the sums are running totals over micro-batches, not a product's result: the runtime
-            reduce-scatters only the latter where the compiler does not.
+        total: the sums are running totals over micro-batches, not a product's result. Where the
+            compiler does not reduce-scatter, the runtime does, but only results of products.
     """
     scattered = not edge.masked if target.reduce_scatter else edge.on_pieces and not total
     return SumCollective.REDUCE_SCATTER if scattered else SumCollective.ALL_REDUCE
@@ -385,10 +385,10 @@ def sum_collective(edge: Edge, target: Target, *, total: bool = False) -> SumCol
 def split_deferred_axes(
     collective: NodeCollective, axes: tuple[int, ...], data_axes: frozenset[int]
 ) -> list[tuple[tuple[int, ...], bool]]:
-    """Axes of the collective of each micro-batch (False), and of the one behind the last (True),
-    which sums gradients over the data axes.
+    """Axes of a node's collective by when it runs: in each micro-batch (False), or once after the
+    last (True), as sums of gradients over the data axes do.
     """
-    # Only sums of gradients may wait; what is gathered is needed at once.
+    # Only sums of gradients can be deferred; gathered arrays are needed at once.
     if not collective.gradient or collective.kind != "all-reduce":
         return [(axes, False)]
     now = tuple(a for a in axes if a not in data_axes)
@@ -399,8 +399,8 @@ def split_deferred_axes(
 def work_seconds(
     work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, target: Target
 ) -> Floats:
-    """Roofline: the longer of arithmetic and memory traffic, and the launches that no split
-    removes; corrected where the cluster's devices were measured.
+    """Roofline time under each choice: the longer of arithmetic and memory traffic, plus kernel
+    launches, which no split removes; corrected where the cluster's devices were measured.
 
     Args:
         sizes: of the node's factors.
@@ -433,9 +433,9 @@ def corrected_work(
     seconds = np.asarray(seconds + work.kernels * target.kernel_overhead_s, np.float64)
     if measured is None:
         return seconds, None
-    # A measurement is of one kernel.
+    # Each measurement is of one kernel.
     count = max(work.kernels, 1.0)
-    # Products are tabled by shape, everything else by the bytes it moves.
+    # Measurements of products are looked up by shape, all others by the bytes moved.
     if points is not None:
         return seconds, measured.correct(
             f"product {work.dtype}", np.log2(points.T), seconds / count
@@ -448,38 +448,38 @@ def corrected_work(
 def _product_points(
     work: Work, flops: Floats, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh
 ) -> Floats:
-    """Shapes of the products of a device under each choice, `(4, choices)`: products, rows,
-    columns, and length of the sums.
+    """Shapes of the matrix products left on one device under each choice, `(4, choices)`: batch,
+    rows, columns, and contracted length.
     """
     left, right, result = (np.array(split_by) for _, split_by in work.arrays)
-    # A factor of all three arrays repeats the product; one of the result comes from the left or
-    # from the right.
+    # A factor of all three arrays is a batch dim; any other factor of the result comes from the
+    # left operand (rows) or only from the right one (columns).
     batch, rows, columns = (
         _local_size(sizes, factors, choices, mesh)
         for factors in (result & left & right, result & left & ~right, result & ~left)
     )
     rows = rows * _positions(work, sizes, result)
-    # The length of the sums is what the operations leave: two for each element of the result and
-    # each summand.
+    # The contracted length follows from the FLOPs: two for each element of the result and each
+    # summand.
     return np.stack([batch, rows, columns, flops / (2 * work.kernels * batch * rows * columns)])
 
 
 def _product_slowdown(points: Floats | None, products: Products) -> Floats | float:
-    """Factor by which products of a device's share are slower than as many operations in a large
+    """Factor by which the products left on one device are slower than the same FLOPs in a large
     product; see `Products`.
     """
     if points is None or products.tile == 1:
         return 1.0
     batch, rows, columns, depth = points
     tiles = batch * np.ceil(rows / products.tile) * np.ceil(columns / products.tile)
-    # Fewer tiles than processors take as long as one for each.
+    # Fewer tiles than processors take as long as one tile for each processor.
     covered = np.maximum(tiles, products.processors) * products.tile**2
     return np.asarray(covered / (batch * rows * columns) * (1 + products.depth / depth), np.float64)
 
 
 def _positions(work: Work, sizes: Sequence[int], result: NDArray[np.bool_]) -> float:
-    """Elements of a product's result for each point of its factors: the positions of a convolution,
-    which nothing splits.
+    """Elements of a product's result for each point of its factors: for a convolution its spatial
+    positions, which no factor splits; for other products 1.
 
     The threshold leaves room for a result of another dtype than the operands, which also changes
     the quotient.

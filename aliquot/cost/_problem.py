@@ -17,14 +17,14 @@ class Problem:
 
     Attributes:
         graph: the step, traced at the size of one micro-batch.
-        nodes: what is to be decided, as a graph.
+        nodes: the decisions to make, as a graph.
         work: arithmetic and memory traffic of each node.
         residents: arrays in memory, with their live ranges.
-        held: arrays that gradients of weights read, where a schedule defers these.
-        cluster: what it runs on.
+        held: arrays that weight gradients read, for schedules that defer these.
+        cluster: the cluster that the step runs on.
         num_micro_batches: how often forward and backward run in a step.
-        memory_limit_bytes: what each device may use.
-        whole: the step on its whole batch, where that is known.
+        memory_limit_bytes: memory that a plan may use on each device.
+        whole: the step on its whole batch; None if unknown.
         semantics: of micro-batches, see `plan_micro_batches`.
     """
 
@@ -42,8 +42,8 @@ class Problem:
     _in_groups: dict[int, bool] = field(default_factory=dict, repr=False)
 
     def runs_in_groups(self, num_groups: int) -> bool:
-        """True if each of so many groups of devices can take a share of every micro-batch, and keep
-        its gradients to itself until the last one. Without `whole` that is taken for granted.
+        """True if each of `num_groups` groups of devices can take a share of every micro-batch and
+        accumulate its own gradients until the last one. Without `whole`, this is assumed.
         """
         if self.whole is None or num_groups == 1:
             return True
@@ -77,7 +77,7 @@ def make_problem(
     """The problem of a step traced at the size of one micro-batch. Raises `MissingRuleError`.
 
     Args:
-        memory_limit_bytes: by default what the device's runtime leaves to programs.
+        memory_limit_bytes: by default the memory that the device's runtime leaves to programs.
         on_missing_rule: see `dim_rule`.
         repeats: fold equal layers into one decision.
         whole, semantics: see `Problem`.

@@ -1,4 +1,4 @@
-"""Costs and savings of a stage that recomputes its operators, or some of them."""
+"""Costs and savings of recomputation: of all operators of a stage, or of some of them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from .memory import MemoryModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """Costs and savings of recomputation, on each device for each micro-batch: seconds that the
-    backward pass takes longer, bytes that are not kept for it, and the most recomputed bytes that
-    are alive at once.
+    """Costs and savings of recomputation, on each device for each micro-batch: additional seconds
+    of the backward pass, bytes that are not kept for it, and the most recomputed bytes alive at
+    once.
     """
 
     seconds: float = 0.0
@@ -48,8 +48,8 @@ def recomputation(
 ) -> Recomputation:
     """Costs and savings of products that the backward pass may recompute.
 
-    Seconds are those of the products that are repeated, with the arrays that they alone fill and
-    the conversions before and behind them.
+    Seconds are those of the repeated products, of the arrays that only these products fill, and of
+    the conversions before and after them.
 
     Args:
         model: memory under the choices.
@@ -101,7 +101,7 @@ def _repeated_share(
 
 def _seconds(priced: Priced, picks: Ints, share: Mapping[NodeId, float]) -> float:
     """Seconds of a part of the forward pass for one micro-batch: of a share of some nodes, and of
-    the conversions before and behind them.
+    the conversions before and after them.
     """
     seconds = 0.0
     for node, part in share.items():
@@ -115,13 +115,13 @@ def _seconds(priced: Priced, picks: Ints, share: Mapping[NodeId, float]) -> floa
     return seconds / priced.repeats
 
 
-# Cached, as the same layers are priced on many meshes.
+# Cached, because the same layers are priced on many meshes.
 @functools.lru_cache(maxsize=64)
 def repeated_operators(
     graph: Graph, repeat: frozenset[OpId] | None
 ) -> tuple[frozenset[OpId], frozenset[OpId], tuple[RecomputedRun, ...]]:
-    """The operators that a stage's backward program recomputes, those whose results are not kept
-    for it, and the runs in which it recomputes.
+    """The operators that a stage's backward program recomputes, the operators whose results are not
+    kept for it, and the runs of recomputed operators.
 
     Args:
         graph: the stage as a step of its own.
@@ -142,7 +142,7 @@ def repeated_operators(
     runs = recomputed_runs(repeated.items, _backward(graph))
     freed: set[OpId] = set()
     dropped: set[ValueId] = set()
-    # Arrays that leave the stage, or these layers of it, are kept for others.
+    # Arrays that leave the stage, or these layers of it, are kept for their readers outside.
     kept = repeated.kept | {o.value for o in graph.outputs if isinstance(o.value, int)}
     for item in forward:
         name = graph.ops[item.ops[0]].name if item.ops else ""
@@ -157,7 +157,7 @@ def repeated_operators(
 
 @functools.lru_cache(maxsize=16)
 def _items(graph: Graph) -> tuple[Item, ...]:
-    """Items of a layer or stage, which one set of products after the other is tried on."""
+    """`items_of` a layer or stage, cached: many sets of products are tried on the same graph."""
     return items_of(graph)
 
 
@@ -178,8 +178,8 @@ def _most_at_once(graph: Graph, runs: Sequence[RecomputedRun], freed: dict[OpId,
 
 
 def _filled_by(priced: Priced, share: dict[NodeId, float]) -> dict[NodeId, float]:
-    """For arrays that only products feed, such as scores with their softmax, the share of them that
-    is recomputed.
+    """For groups of arrays that results of products fill, such as scores with their softmax, the
+    share of them that is recomputed: the least share of these products.
     """
     fillers: dict[NodeId, list[float]] = {}
     for site in priced.graph.sites:
@@ -194,7 +194,7 @@ def _filled_by(priced: Priced, share: dict[NodeId, float]) -> dict[NodeId, float
 def _freed_bytes(
     graph: Graph, model: MemoryModel, picks: Ints, freed: frozenset[OpId]
 ) -> dict[OpId, float]:
-    """Bytes on a device of recomputed arrays that would otherwise be alive between the passes, by
+    """Bytes on a device of arrays that are recomputed instead of kept between the two passes, by
     the operators that make them.
     """
     moment = next((op.index for op in graph.ops if op.phase is Phase.BACKWARD), None)

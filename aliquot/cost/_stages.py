@@ -1,4 +1,4 @@
-"""Cost of a plan with several stages: every stage priced, and its schedule simulated."""
+"""Cost of a pipeline: every stage is priced, and the schedule of all stages is simulated."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class PricedStage:
     """A stage with its choices priced.
 
     Attributes:
-        priced, picks: all priced choices, and the chosen ones.
+        priced, picks: all priced choices, and the position of each node's choice among them.
         graph: the stage's operators at the size of a micro-batch.
-        first_device: of the cluster; it takes as many as its mesh has.
+        first_device: the stage's first device in the cluster; it uses as many as its mesh has.
         costs: by phase.
         recompute: see `StagePlan`.
         again: costs and savings of recomputation.
@@ -44,15 +44,15 @@ class PricedStage:
 
     @property
     def num_devices(self) -> int:
-        """Of its mesh."""
+        """Number of devices of its mesh."""
         return math.prod(self.priced.mesh.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelinePrediction:
-    """The prediction for a pipeline: for the step, for each stage, and when each task runs.
+    """The prediction for a pipeline: of the step, of each stage, and the times of each task.
 
-    `costs` are those of each stage's operators, before any recomputation.
+    `costs` are those of each stage's operators, without recomputation.
     """
 
     step: Prediction
@@ -68,7 +68,7 @@ def price_stage(
     recompute: str = "none",
     repeat: frozenset[NodeId] = frozenset(),
 ) -> PricedStage:
-    """A stage with its costs by phase.
+    """Compute a stage's costs by phase, and costs and savings of its recomputation.
 
     Args:
         recompute: see `StagePlan`.
@@ -97,12 +97,12 @@ def predict_stages(
 ) -> PipelinePrediction:
     """The prediction for a pipeline.
 
-    The step's figures are those of the submesh that is busy longest, and its memory that of the
-    fullest device.
+    The step's times by kind are those of the submesh that is busy longest, and its memory is that
+    of the fullest device.
 
     Args:
-        crossing: what neighbouring stages exchange, of the whole micro-batch.
-        overlaps_transfers: whether stages compute while arrays travel between them.
+        crossing: bytes that neighbouring stages exchange, of the whole micro-batch.
+        overlaps_transfers: whether transfers between stages overlap with compute.
     """
     places = [(stage.first_device, stage.num_devices) for stage in stages]
     intra, inter = cluster.transfer_links
@@ -140,12 +140,12 @@ def _stage_costs(
     worked_out = np.array([s.again.peak_bytes for s in stages])
     forward = np.array([s.costs.forward_s for s in stages])
     backward = np.array([s.costs.backward_s + s.again.seconds for s in stages])
-    # The backward pass of a stage that recomputes stays whole, because both halves would need the
-    # results.
+    # A stage that recomputes does not split its backward pass, because both halves would need the
+    # recomputed arrays.
     deferrable = np.array([s.costs.deferrable_s if s.recompute == "none" else 0.0 for s in stages])
     state = np.array([s.costs.state_bytes for s in stages])
     kept = np.array([s.costs.in_flight_bytes for s in stages])
-    # With data parallelism each group holds its own share of what enters.
+    # With data parallelism, each group holds only its own share of what enters the stage.
     entering = np.array([0.0, *entering_bytes]) / np.array([_data_parallel_size(s) for s in stages])
     return StageCosts(
         forward_s=forward,
@@ -154,11 +154,11 @@ def _stage_costs(
         update_s=np.array([s.costs.once_s for s in stages]),
         transfer_s=transfer_s,
         transfer_back_s=transfer_back_s,
-        # Recomputed arrays are alive for one micro-batch at a time; where a plan names operators,
-        # for one run of them.
+        # Recomputed arrays are alive for one micro-batch at a time, so they count once, as state.
+        # Where a plan names the operators to recompute, only the most alive at once counts.
         state_bytes=state + np.where(whole, kept, worked_out),
         in_flight_bytes=np.where(whole, entering, kept - freed),
-        # A backward pass that stays whole defers nothing.
+        # A backward pass that is not split defers nothing.
         deferred_bytes=np.array(
             [s.costs.deferred_bytes if s.recompute == "none" else 0.0 for s in stages]
         ),
@@ -205,7 +205,7 @@ def _step_prediction(
     times: PipelineTimes,
     memory_limit_bytes: float,
 ) -> Prediction:
-    # The busiest submesh sets the pace, so that its seconds explain the step's.
+    # The busiest submesh determines the step time, so its seconds explain it best.
     busiest = schedule.stages_of(int(times.busy_s.argmax()))
     gradient = sum(stages[k].costs.gradient_s for k in busiest)
     communication = sum(stages[k].costs.communication_s for k in busiest)

@@ -1,4 +1,4 @@
-"""Seconds to bring activations from one stage's devices to the next's."""
+"""Seconds to send activations from the devices of one stage to those of the next."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def transfer_seconds(
     intra: Link,
     inter: Link,
 ) -> Floats:
-    """Seconds to bring a micro-batch's values from one submesh to the next, in one direction.
+    """Seconds to send a micro-batch's values from one submesh to the next, in one direction.
 
-    Every device of the smaller side moves its part over its own link. Between hosts, the devices of
-    a host share its network. Zero bytes take no time.
+    Every device of the smaller submesh sends or receives its part over its own link. Between hosts,
+    the devices of a host share its network. Zero bytes take no time.
 
     Args:
         num_bytes: of the whole micro-batch.
@@ -53,18 +53,18 @@ def edge_seconds(
     intra: Link,
     inter: Link,
 ) -> Floats:
-    """For each stage the transfer over the edge in front of it, in one direction; none in front of
-    the first.
+    """For each stage, seconds of the transfer over the edge in front of it, in one direction; zero
+    for the first stage.
 
     Args:
-        boundary_bytes: what crosses each edge, of the whole micro-batch.
+        boundary_bytes: bytes that cross each edge, of the whole micro-batch.
         places: first device and number of devices of each stage, in order.
     """
     edges = np.zeros(len(places))
     for k, num_bytes in enumerate(boundary_bytes, start=1):
         before, behind = places[k - 1], places[k]
         if before == behind:
-            continue  # What stays on its devices does not travel.
+            continue  # Both stages are on the same devices: nothing is sent.
         hosts = {
             (start + d) // devices_per_host
             for start, size in (before, behind)

@@ -15,7 +15,7 @@ class Work:
     """Arithmetic and memory traffic of a node in one step, all copies together.
 
     `arrays` are the bytes read and written, each with the factors that divide them; `kernels` is
-    how many separate programs a device launches, however the work is split. For `deferrable` see
+    the number of kernels that a device launches, however the work is split. For `deferrable` see
     `Op`.
     """
 
@@ -71,7 +71,7 @@ def _product_work(index: NodeIndex, op_class: int) -> tuple[Work, ...]:
     known = sum(num_bytes for num_bytes, _ in arrays)
     if rule.accessed_bytes * times > known > 0:
         again = rule.accessed_bytes * times / known
-        # A kernel that reads its operands several times is said by its rule to move more than they
+        # The rule of a kernel that reads its operands several times states more bytes than they
         # have.
         arrays = [(num_bytes * again, split_by) for num_bytes, split_by in arrays]
     return (
@@ -110,11 +110,11 @@ def _touched_result(index: NodeIndex, op_class: int, out: int) -> int:
 def _group_work(
     index: NodeIndex, node: NodeId, group: SlotId, stored: Sequence[bool]
 ) -> tuple[Work, ...]:
-    """Memory traffic of a group, by phase: each stored array is written once and read once by each
-    phase.
+    """Memory traffic of a group, by phase: each stored array is written once, and read once in each
+    phase that reads it.
 
-    What runs whole reads and writes everything on every device, however its arrays are split before
-    and behind.
+    An operator that runs whole reads and writes whole arrays on every device, even if these are
+    split before and after it.
     """
     cuts = index.cuts
     arrays: dict[tuple[Phase, bool], list[tuple[float, SplitBy]]] = defaultdict(list)
@@ -136,13 +136,13 @@ def _group_work(
                 arrays[maker.phase, maker.deferrable].append((num_bytes, split_by))
             kernels[maker.phase, maker.deferrable] += len(members) * trips
         for phase, deferrable in index.reads_by_phase(slot).items():
-            # The update of an array is one kernel, which still holds what it has just written.
+            # The update of an array is one kernel, which need not read again what it has written.
             if not (
                 producer is not None and phase is cuts.first[producer[0]].phase is Phase.UPDATE
             ):
                 arrays[phase, deferrable].append((num_bytes, split_by))
         if members[0] in index.batch_values:
-            # Every device receives its part of the batch: less, where it is split.
+            # Every device receives its part of the batch, which is smaller if the batch is split.
             arrays[Phase.FORWARD, False].append((num_bytes, split_by))
     traffic = [
         Work(
