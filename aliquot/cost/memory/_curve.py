@@ -1,4 +1,4 @@
-"""Memory over the course of a step by part, as plans show it."""
+"""Memory over the course of a step, by part, as plans show it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def memory_over_time(
     """Bytes on each device by part, at about a hundred moments of the step; None for a step without
     operators.
 
-    The operators are cut into stretches of equal length, and each is shown at the moment at which
-    the most is taken, so that the highest point is the peak of the prediction.
+    The operators are cut into stretches of equal length, and each stretch is shown at the moment of
+    its highest total, so that the highest point of the curve is the predicted peak.
     """
     num_ops = len(graph.ops)
     if not num_ops:
@@ -35,14 +35,14 @@ def memory_over_time(
         categories.setdefault(resident.category, []).append((resident, num_bytes))
     categories.setdefault("resharded copies", []).extend(converted(model, priced, picks))
     use = {name: alive_over_time(parts, model.num_times) for name, parts in categories.items()}
-    # Equally many operators in each stretch; more moments than operators fall together.
+    # Stretches of equally many operators. Bounds that coincide, in short steps, are merged.
     total = np.sum(list(use.values()), axis=0)
     bounds = np.unique(np.linspace(0, model.num_times, _MOST_MOMENTS + 1).round().astype(np.int64))
     moments = [
         first + int(np.argmax(total[first:last]))
         for first, last in zip(bounds[:-1], bounds[1:], strict=True)
     ]
-    # Sums of many terms leave fractions of a byte where nothing is held.
+    # Rounding errors of long sums leave fractions of a byte where nothing is held.
     shown = {name: np.maximum(values[moments], 0.0).round(3) for name, values in use.items()}
     return MemoryCurve(
         phases=tuple(graph.ops[min(moment, num_ops - 1)].phase.name.lower() for moment in moments),

@@ -1,24 +1,24 @@
 """Arrays that live longer because a compiler's scheduler defers products: those for gradients,
-whose results nothing but the update needs.
+whose results only the update needs.
 
-Operands of a deferred product stay in memory until it runs; so does a result that waits to be
-reduce-scattered together with others, as small ones do. When a product runs depends on the
-scheduler:
+Operands of a deferred product stay in memory until it runs. So does a small result, which waits to
+be reduce-scattered together with others. When a product runs depends on the scheduler:
 
-* One that saves memory runs a product at once if its operands free at least as many bytes as its
-  result takes, otherwise last.
-* One that hides latency goes through the step from its end to its beginning and puts these products
-  beside collectives, one of which runs at a time:
+* A scheduler that saves memory runs a product at once if its operands free at least as many bytes
+  as its result takes, otherwise last.
+* A scheduler that hides latency goes through the step from its end to its beginning and places
+  these products beside collectives, of which one runs at a time:
 
-  * All-reduces of gradients over the whole mesh stand at the end and take all products with them,
+  * All-reduces of gradients over the whole mesh run at the end, and all products run beside them,
     unless collectives inside backward layers take turns with the all-reduces (`takes_turns`).
   * Products whose results are reduce-scattered together, or are not summed over the whole mesh, run
-    beside collectives inside backward layers. These have used them up about halfway, as there are
-    about two such collectives for each product: the gathers of a parameter for the recomputed layer
-    and for its gradient. Sums over the batch, as in normalisations, use them up sooner; products
-    whose results are all-reduced run beside these sums, too, except one for each all-reduce.
+    beside collectives inside backward layers. There are about two such collectives for each product
+    (the gathers of a parameter for the recomputed layer and for its gradient), so a product runs
+    about halfway between its operands and the end. With sums over the batch, as in normalisations,
+    there are more collectives, and products run nearer to the end; products whose results are
+    all-reduced then run beside these sums, too, except one for each all-reduce.
   * Where nothing runs beside all-reduces (`Target.overlaps_all_reduces`), products whose results
-    are all-reduced run at once, and the others are used up about halfway.
+    are all-reduced run at once, and the others about halfway to the end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeferredArray:
-    """An array that lives longer where the product of an edge is deferred.
+    """An array whose live range grows if the product of an edge is deferred.
 
     Attributes:
         local_bytes: on each device, for each conversion `(sources, targets)` of the edge.
@@ -58,7 +58,7 @@ class DeferredArray:
 
 
 def deferred_arrays(priced: Priced, in_turn: bool) -> Iterator[DeferredArray]:
-    """Arrays that live longer where products of a priced problem are deferred.
+    """All arrays whose live ranges grow if products of a priced problem are deferred.
 
     Args:
         in_turn: see `takes_turns`.
@@ -91,7 +91,7 @@ def _deferred_operand(
     in_turn: bool,
     paces: _Paces,
 ) -> Iterator[DeferredArray]:
-    """An operand of a product, from its last other use until the product runs."""
+    """An operand of a deferred product, from its last other use until the product runs."""
     assert resident.late_deaths is not None
     local = gradient_sum.local_bytes(resident.num_bytes, resident.read_projection)
     for where, pace in gradient_sum.deferrals(operands, in_turn, paces):
@@ -111,7 +111,7 @@ def _deferred_result(
     paces: _Paces,
     target: Target,
 ) -> DeferredArray:
-    """The result of a product, from when it is made until it is summed over devices."""
+    """The result of a product, from when it is computed until it is summed over devices."""
     assert resident.unreduced_from is not None
     # A product that runs last is summed at once.
     runs_last = np.zeros_like(gradient_sum.scattered)
@@ -137,11 +137,12 @@ def _deferred_result(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pace:
-    """Positions at which deferred products run, between the operators that make their operands and
+    """Rule for where deferred products run, between the operators that make their operands and
     operator `end`.
 
     Products whose operands are made within the last `at_end` operators run at the end. A product
-    whose operands are made `n` operators before those runs `share * n` operators before the end.
+    whose operands are made `n` operators earlier than that runs `share * n` operators before the
+    end.
     """
 
     end: int
@@ -157,7 +158,7 @@ class _Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Paces:
-    """Paces of products by what sums their results over devices.
+    """Paces of products, by the collective that sums their results over devices.
 
     Attributes:
         scattered: of products whose results are reduce-scattered.
@@ -191,19 +192,19 @@ def _paces(priced: Priced, sums: dict[NodeId, _GradientSum]) -> _Paces:
 
 
 class _GradientSum:
-    """Sum over devices of a gradient's product.
+    """The sum over devices of the partial results of a product that computes a gradient.
 
-    Masks and figures have a row for each source of the edge's conversions and a column for each
-    target, or one row or column for all.
+    Masks and figures have a row for each source spec of the edge and a column for each target spec,
+    or one row or column for all.
 
     Attributes:
         edge: from the product to its gradient.
-        total: micro-batches are added up first.
-        scattered, reduced: partial sums are reduce-scattered, or all-reduced.
-        over_whole_mesh: every device of the mesh holds a summand.
-        shards_left: number of pieces in which the sum is split.
-        combined: the sum is reduce-scattered together with others, because two of its pieces are
-            within the limit.
+        total: whether gradients are summed over micro-batches first.
+        scattered, reduced: whether partial sums are reduce-scattered, or all-reduced.
+        over_whole_mesh: whether every device of the mesh holds a summand.
+        shards_left: number of pieces into which the sum is split.
+        combined: whether the sum is reduce-scattered together with others, because two of its
+            pieces are within the limit `Target.combined_bytes`.
     """
 
     def __init__(self, priced: Priced, edge: Edge) -> None:
@@ -229,7 +230,9 @@ class _GradientSum:
         self.combined: Flags = self.scattered & (2 * left <= priced.target.combined_bytes)
 
     def local_bytes(self, num_bytes: int, projection: Projection) -> Floats:
-        """`num_bytes` split as the product is, a column with a row for each source."""
+        """Bytes on a device of an array split as the product is: one column, with a row for each
+        source.
+        """
         split_by = tuple(d >= 0 for d in projection)
         return np.asarray(
             num_bytes / shards(self._choices, split_by, self._priced.axis_sizes), np.float64
@@ -259,7 +262,9 @@ class _GradientSum:
 
 
 def _sums_inside(priced: Priced) -> bool:
-    """True if layers have sums over the batch about as often as products for gradients."""
+    """True if sums over the batch inside layers are more than half as many as products that compute
+    gradients.
+    """
     products = sum(e.count for e in priced.graph.edges if e.kind == "result" and e.gradient)
     return bool(products) and 2 * priced.graph.batch_sums > products
 

@@ -1,5 +1,5 @@
-"""Arrays that a stage's deferred gradients of weights read: they stay in memory from the first half
-of a micro-batch's backward pass to the second.
+"""Arrays that a stage's deferred weight gradients read: they stay in memory from the first half of
+a micro-batch's backward pass to the second.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _STATE = (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Arrays of one class that deferred gradients of weights read: `num_bytes` of all of them,
-    divided by the factors of `projection` that are split. `handed`: the backward pass makes them;
+    """Arrays of one class that deferred weight gradients read: `num_bytes` of all of them, divided
+    by the factors of `projection` that are split. `handed` is whether the backward pass makes them;
     otherwise the forward pass does.
     """
 
@@ -28,7 +28,7 @@ class Held:
 
 
 def held_arrays(index: NodeIndex, stored: Sequence[bool]) -> Iterator[Held]:
-    """All arrays that deferred gradients of weights read. As in the runtime, cheap ones are
+    """All arrays that deferred weight gradients read. As in the runtime, cheap arrays are
     recomputed from others, which are held instead.
 
     Args:
@@ -55,8 +55,8 @@ def held_arrays(index: NodeIndex, stored: Sequence[bool]) -> Iterator[Held]:
 
 
 class _Search:
-    """The search for held value classes: for each, how often a member is made in a micro-batch, and
-    whether the backward pass makes it.
+    """A search backwards through the dataflow. `held` has for each held value class how often a
+    member is made in a micro-batch, and whether the backward pass makes it.
     """
 
     def __init__(self, index: NodeIndex, stored: Sequence[bool]) -> None:
@@ -66,7 +66,7 @@ class _Search:
         self.held: dict[int, tuple[int, bool]] = {}
 
     def visit(self, value_class: int, trips: int) -> None:
-        """Look behind an array that is read so often."""
+        """Find the arrays to hold for an array that is read `trips` times."""
         if (
             value_class in self._seen
             or self._cuts.const_only[value_class]
@@ -97,7 +97,7 @@ class _Search:
             for _, stack, _ in self._cuts.operands(self._cuts.producer[value_class][0]):  # type: ignore[index]
                 self.visit(stack, max(1, trips // max(self._cuts.shape(stack)[0], 1)))
         elif maker.name == "tie":
-            # Carries of a loop are held for every turn.
+            # The carry of a loop is held for every turn.
             self.held[value_class] = max(trips, maker.trips), handed
         else:
             self.held[value_class] = max(1, round(self._cuts.times_made(value_class))), handed

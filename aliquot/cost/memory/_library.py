@@ -1,14 +1,14 @@
 """Workspace of cuDNN convolutions, and of the code around them.
 
-A library reads kernels with their output features first. Kernels in another order of dims are
-copied when a step begins; the copy replaces the kernel in all that follows, so it stays until the
-update has read it. A remat region takes the kernel itself, behind a barrier, and copies it anew for
-its own products.
+cuDNN reads kernels with their output features first. Kernels in another order of dims are copied
+when a step begins; all later operators read the copy, so it stays until the update has read it. A
+remat region, however, takes the kernel itself, through its barrier, and copies it again for its own
+products.
 
-The gradient of a maximum over windows is scattered to where the maxima were. Their positions (an
-int32 for each dim of the image) and the zeroes to scatter into are computed as soon as the image
-is, because the scheduler sees no reason to wait. Where the image is itself a maximum with a
-constant, the zeroes are that constant's array, and what is scattered into is a copy.
+The gradient of a maximum over windows is scattered to the positions of the maxima. These positions
+(an int32 for each dim of the image) and the zeroes to scatter into are computed as soon as the
+image is, because the scheduler sees no reason to wait. If the image is itself a maximum with a
+constant, the zeroes are that constant's array, and the scatter writes into a copy of it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Copied:
 
 
 def copied_kernels(cuts: Cuts, last_use: NDArray[np.int64]) -> Iterator[Copied]:
-    """Kernels that are held in another order of dims. `last_use[v]` is the last operator that reads
-    value `v`.
+    """Kernels that are copied into another order of dims. `last_use[v]` is the last operator that
+    reads value `v`.
     """
     value_classes, op_classes = cuts.folding.value_class.tolist(), cuts.folding.op_class.tolist()
-    # The backward pass reads kernels turned round, which is the same copy.
+    # The backward pass reads reversed kernels, for which the same copy serves.
     turned = {op.outputs[0]: op.inputs[0] for op in cuts.graph.ops if op.name == "rev"}
     readers: dict[tuple[ValueId, int], list[OpId]] = {}
     for op in cuts.graph.ops:
@@ -69,8 +69,8 @@ def copied_kernels(cuts: Cuts, last_use: NDArray[np.int64]) -> Iterator[Copied]:
 
 
 def only_convolved(cuts: Cuts) -> list[bool]:
-    """For each value class, whether it is a kernel turned round that only convolutions read: they
-    can turn it.
+    """For each value class, whether it is a reversed kernel that only convolutions read: these can
+    reverse it themselves.
     """
     maker_names = [cuts.first[m[0]].name if m is not None else "" for m in cuts.producer]
     reversed_only = [name == "rev" for name in maker_names]
@@ -82,8 +82,8 @@ def only_convolved(cuts: Cuts) -> list[bool]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scattered:
-    """Images of a value class whose windows' maxima get gradients: bytes of indices and zeroes for
-    each, and how long.
+    """Images of a value class to whose maxima over windows gradients are scattered: bytes of
+    positions and zeroes for each image, and their live ranges.
     """
 
     value_class: int
@@ -93,7 +93,9 @@ class Scattered:
 
 
 def indexed_maxima(cuts: Cuts, made_at: NDArray[np.int64]) -> Iterator[Scattered]:
-    """Images whose gradients are scattered to maxima. `made_at[v]` is when value `v` is made."""
+    """Images to whose maxima gradients are scattered. `made_at[v]` is the operator from which value
+    `v` is alive.
+    """
     images: dict[int, list[tuple[int, int]]] = {}
     num_bytes: dict[int, int] = {}
     for op in cuts.graph.ops:
@@ -131,8 +133,8 @@ def _kernel(op: Op) -> Operand | None:
 
 
 def _is_taken_in(cuts: Cuts, value_class: int) -> bool:
-    """True for a parameter, or a loop's slice of one. Computed arrays are written in the wanted
-    order at once.
+    """True for a parameter, or a loop's slice of one. Computed arrays need no copy, because they
+    are written in the wanted order at once.
     """
     producer = cuts.producer[value_class]
     return cuts.param_only[value_class] and (

@@ -1,8 +1,8 @@
 """Memory per device over the course of a step, linear in the choices.
 
-Residents are inputs (the whole step), stored arrays (from making to last use), and copies of arrays
-in another split for products. All copies of one array live from the first to the last product that
-reads it converted.
+It is the sum of residents, which are inputs (alive for the whole step) and stored arrays (alive
+from their making to their last use), and of conversions: copies of arrays in the split that a
+product reads. A converted copy lives from the first to the last product that reads it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conversion:
-    """An array held in a second split because of an edge: local bytes of each conversion `(sources,
-    targets)`.
+    """An array held in a second split because of an edge; `local_bytes` has for each edge a table
+    of bytes on a device, `(sources, targets)`.
     """
 
     share: int
@@ -41,8 +41,8 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryModel:
-    """Residents and conversions of a priced problem. `local_bytes[r][k]`: resident `r` under choice
-    `k` of its node.
+    """Residents and conversions of a priced problem. `local_bytes[r][k]` are the bytes of resident
+    `r` on a device under choice `k` of its node.
     """
 
     num_times: int
@@ -56,15 +56,15 @@ def memory_model(priced: Priced, *, in_turn: bool) -> MemoryModel:
 
     Args:
         in_turn: whether collectives inside backward layers take turns with all-reduces. Fewer
-            products are deferred then, so that memory with it bounds memory without it from below.
+            products are deferred then, so memory with it is a lower bound on memory without it.
             `takes_turns` tells for known choices.
     """
     graph = priced.graph
-    # Over data axes gradients wait for the last micro-batch, and each device holds a sum of its own
-    # until then.
+    # Gradients are summed over data axes only after the last micro-batch. Until then each device
+    # holds its own sum, so data axes do not divide its bytes.
     summed = tuple(1 if a in priced.data_axes else n for a, n in enumerate(priced.axis_sizes))
     residents, local = [], []
-    # Many arrays are split alike.
+    # Cached, because many arrays are split alike.
     parts: dict[object, Floats] = {}
     for r in priced.residents:
         gradient = priced.repeats > 1 and r.category == "gradients"
@@ -90,7 +90,7 @@ def memory_model(priced: Priced, *, in_turn: bool) -> MemoryModel:
 
 
 def known_memory(priced: Priced, picks: Ints) -> MemoryModel:
-    """Memory of a step under known choices."""
+    """Memory model of a step under known choices."""
     return memory_model(priced, in_turn=takes_turns(priced, picks))
 
 
@@ -123,7 +123,7 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
             continue
         edges = [graph.edges[i] for i in indices]
         births, deaths = edges[0].starts, edges[0].ends
-        # Edges that convert different copies have no common lifetimes.
+        # Live ranges can be joined only if the edges convert the same number of copies.
         if len(edges) > 1 and all(len(e.starts) == len(births) for e in edges):
             births = np.minimum.reduce([e.starts for e in edges])
             deaths = np.maximum.reduce([e.ends for e in edges])
@@ -166,7 +166,9 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
 
 
 def _transposed(priced: Priced, parameters: set[tuple[NodeId, int]]) -> Iterator[Conversion]:
-    """Copies of parameters, with the split dim first, from which XLA gathers."""
+    """Transposed copies of parameters, with the split dim first, which XLA makes before a gather
+    along a dim other than the first.
+    """
     nodes = {node for node, _ in parameters}
     for edge in priced.graph.edges:
         if edge.kind != "operand" or edge.phase is not Phase.FORWARD or edge.source not in nodes:
@@ -186,10 +188,11 @@ def _transposed(priced: Priced, parameters: set[tuple[NodeId, int]]) -> Iterator
 
 
 def _gathered_anew(priced: Priced) -> Iterator[Conversion]:
-    """Copies of new parameters that are gathered along another dim than the first, at the end of a
-    step: not in place, but to be copied there.
+    """New parameters that are gathered, at the end of a step, along another dim than the first: not
+    into their buffers but into new arrays, which are then copied there.
 
-    Where latency is hidden, the copies wait for all gathers except those of single rows.
+    A scheduler that hides latency makes these copies after all gathers, so that the arrays are
+    alive together; only arrays that are gathered row by row are not.
     """
     if not priced.target.hides_latency:
         return
@@ -217,16 +220,16 @@ def _gathered_anew(priced: Priced) -> Iterator[Conversion]:
 
 
 def _gathers_inner(source: Spec, target: Spec) -> bool:
-    """True if a dim behind the first is gathered."""
+    """True if a dim other than the first is gathered."""
     return any(s > 0 and t != s for s, t in zip(source, target, strict=True))
 
 
 def _waits_for_nothing(edge: Edge, parameters: set[tuple[NodeId, int]], priced: Priced) -> bool:
-    """True if nothing delays a conversion: the forward pass converts a large parameter as it is,
-    outside of loops.
+    """True if a conversion can run at the start of the step: the forward pass converts a large
+    parameter itself, outside of loops.
 
-    Small ones are gathered together, and conversions of the backward pass wait behind a region's
-    barrier.
+    Small parameters are gathered together with others, and conversions of the backward pass wait
+    behind a remat region's barrier.
     """
     # Two of this size would still be gathered together.
     if not priced.target.gathered_ahead or 2 * edge.num_bytes <= priced.target.combined_bytes:
@@ -252,7 +255,7 @@ def over_time(
     """Bytes on each device while each operator runs.
 
     Args:
-        taken: from the bytes of a resident under each choice of its node to the bytes to count.
+        taken: maps a resident and its bytes under each choice of its node to the bytes to count.
         conversions: those that are held, each with its bytes.
     """
     parts = [
@@ -264,8 +267,8 @@ def over_time(
 
 def alive_over_time(parts: Sequence[tuple[Resident | Conversion, float]], num_times: int) -> Floats:
     """[num_times], the bytes of all parts that are alive, each from its births to its deaths."""
-    # In one go: thousands of additions of a few entries each take longer than anything that is
-    # added.
+    # Sum of changes: each part is added at its births and subtracted after its deaths. One
+    # `bincount` for all, because thousands of additions to short slices would be slow.
     moments = [moment for part, _ in parts for moment in (part.births, part.deaths + 1)]
     weights = np.array([sign * num_bytes for _, num_bytes in parts for sign in (1.0, -1.0)])
     change: Floats = np.bincount(
@@ -279,7 +282,7 @@ def alive_over_time(parts: Sequence[tuple[Resident | Conversion, float]], num_ti
 def converted(
     model: MemoryModel, priced: Priced, picks: NDArray[np.int64]
 ) -> list[tuple[Conversion, float]]:
-    """The conversions that choices cause, each with its bytes."""
+    """The conversions that choices cause, each with its bytes on a device."""
     conversions = []
     for conversion in model.conversions:
         distinct = {}

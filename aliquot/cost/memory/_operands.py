@@ -1,9 +1,8 @@
-"""Operands of products as a compiler holds them: TPUs keep float32 operands of products as
-bfloat16.
+"""Types in which a compiler stores operands of products: TPUs keep float32 operands as bfloat16.
 
-An array that nothing but products reads is written in the type in which they multiply, also where a
-loop stacks it up for another loop. A cast of a parameter gives the same in each turn of a loop, so
-it is done once, before the first turn.
+An array that only products read is stored in the type in which they multiply, also if a loop stacks
+it for another loop. A cast of a parameter is the same in each turn of a loop, so it is hoisted out
+of the loop.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from ...sharding import Cuts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Casts:
-    """Parameters that are cast before the loops which need them in fewer bytes.
+    """Parameters whose casts to a narrower type are hoisted out of loops.
 
     Attributes:
         itemsize: by value class of the parameter, the bytes of an element of its cast.
-        replaced: value classes of these casts, wherever the step casts.
-        until: the last operator of these loops.
+        replaced: value classes of the step's own casts, which the hoisted ones replace.
+        until: the last operator of the loops.
     """
 
     itemsize: dict[int, int]
@@ -30,8 +29,8 @@ class Casts:
 
 
 def only_multiplied(cuts: Cuts) -> list[bool]:
-    """For each value class, whether nothing but products at default precision reads it, and it is
-    float32.
+    """For each value class, whether it is float32 and read only by products at default precision,
+    also through operators that only pass it on.
     """
     read = [False] * len(cuts.producer)
     otherwise = [False] * len(cuts.producer)

@@ -1,5 +1,5 @@
-"""Residents of memory: inputs for the whole step, and every stored array from its making to its
-last use.
+"""Residents of memory: inputs, alive for the whole step, and stored arrays, each alive from its
+making to its last use.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ class Resident:
     """Arrays of one class in memory.
 
     Attributes:
-        node, projection: the factors that divide `num_bytes`, where they are split.
+        node, projection: the factors of the node whose splits divide `num_bytes`.
         num_bytes: of the whole, unsplit array.
         births, deaths: live range of each copy: the first and the last operator during which it is
             alive.
-        stacked: a loop fills the array, one row in each turn.
+        stacked: whether a loop fills the array, one row in each turn.
         late_deaths: end of the live range if the product `consumer_node`, which reads the array as
-            split by `read_projection`, is deferred to the update; None if none can be.
-        unreduced_from: begin of the live range of the same array not yet summed over devices, if
-            the product `producer_node` that makes it is not deferred; None if that cannot be.
+            split by `read_projection`, is deferred to the update; None if no such product can be.
+        unreduced_from: start of the live range of the partial sums, before they are summed over
+            devices, if the product `producer_node` that makes them is not deferred; None if it
+            cannot be deferred.
     """
 
     node: NodeId
@@ -60,7 +61,8 @@ class Resident:
 def residents(
     index: NodeIndex, storage: Storage, target: Target, *, sums_gradients: bool = False
 ) -> Iterator[Resident]:
-    """All residents of a step. What replaces an input reuses its buffer and is not counted again.
+    """All residents of a step. An output that replaces an input reuses its buffer and is not
+    counted.
 
     Args:
         storage: what `target`'s compiler stores of the step.
@@ -151,7 +153,8 @@ def _of_stored_array(
     maker = cuts.first[producer[0]]
     landed = index.landed_ports(value_class)
     births, deaths = storage.made_at[members], storage.last_use[members]
-    # A sum that is zeroed early is filled by each device with a summand of its own.
+    # An accumulator that is zeroed early is filled by each device with its own summand, so it has
+    # the split of the array before the sum over devices.
     zeroed_early = births[0] < maker.index and maker.name == "scatter-add"
     port = landed[0] if landed and not zeroed_early else index.class_port(value_class)
     late_deaths = storage.late_use[members]
@@ -213,7 +216,7 @@ def _positions_of_maxima(index: NodeIndex, storage: Storage) -> Iterator[Residen
 
 
 class _LateReaders:
-    """Products that a compiler may defer, and the arrays that stay in memory for them."""
+    """The products that a compiler may defer, and the arrays that stay in memory for them."""
 
     def __init__(self, index: NodeIndex, storage: Storage) -> None:
         cuts = index.cuts
@@ -229,8 +232,8 @@ class _LateReaders:
                     self._operand.setdefault(value_class, port)
 
     def waited_for(self, value_class: int, last_use: int) -> Port | None:
-        """The product that reads an array, and how. What sums for biases and norms read waits as
-        the next product does.
+        """Port at which the deferred product reads an array. An array read by sums for gradients of
+        biases and norms is taken to wait for the next product; None if there is none.
         """
         if value_class in self._operand:
             return self._operand[value_class]

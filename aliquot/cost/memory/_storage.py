@@ -1,8 +1,8 @@
 """Arrays that are written to memory, and their live ranges.
 
-A compiler fuses chains of element-wise operators; only what crosses a fusion's border is stored. An
-array is stored when a product makes or reads it, when another phase reads it, when a reduction and
-something else both read it (a fusion cannot hold both sides of a reduction), or when the step
+A compiler fuses chains of element-wise operators and stores only arrays that cross the border of a
+fusion. An array is stored if a product makes or reads it, if another phase reads it, if a reduction
+and another operator both read it (a fusion cannot hold both sides of a reduction), or if the step
 returns it.
 """
 
@@ -20,7 +20,7 @@ from ...graph import Op, Phase, traits_of
 from ...sharding import Cuts, rearranges, taken_by_regions
 from ._library import only_convolved
 
-# Links that stand for an array which something else made, or for a part of it.
+# Links whose result is an array that another operator made, or a part of one.
 _VIEWS = ("scan_slice", "tie")
 
 
@@ -30,10 +30,10 @@ class Storage:
 
     Attributes:
         stored: for each value class, whether it reaches memory.
-        made_at, last_use: live range of each value: from an operator to the last that needs it; -1
-            if none does.
-        late_run, late_use: position of each operator, and end of each value's live range, if all
-            that only the update needs is deferred.
+        made_at, last_use: live range of each value: the operator from which it is alive, and the
+            last that needs it (-1 if none does).
+        late_run, late_use: position of each operator, and end of each value's live range, if
+            everything that only the update needs is deferred.
     """
 
     stored: tuple[bool, ...]
@@ -47,8 +47,8 @@ def find_storage(cuts: Cuts, target: Target, *, sums_gradients: bool = False) ->
     """Storage of all arrays of a cut graph, as a target's compiler assigns it.
 
     Args:
-        sums_gradients: whether what enters the update is summed over micro-batches first, and
-            stored for that.
+        sums_gradients: whether arrays that enter the update are summed over micro-batches first,
+            and stored for that.
     """
     stored = stored_by_fusion(cuts)
     if target.repeats_cheap_work:
@@ -66,7 +66,9 @@ def find_storage(cuts: Cuts, target: Target, *, sums_gradients: bool = False) ->
 
 
 def stored_by_fusion(cuts: Cuts) -> list[bool]:
-    """The arrays that cross a fusion's border, for compilers that compute every array once."""
+    """For each value class, whether it crosses the border of a fusion, for compilers that compute
+    every array once.
+    """
     readers, returned = _readers(cuts), _returned(cuts)
     stored = []
     for value_class, producer in enumerate(cuts.producer):
@@ -90,19 +92,19 @@ def stored_by_fusion(cuts: Cuts) -> list[bool]:
 
 
 def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) -> list[bool]:
-    """As `stored_by_fusion`, for compilers that weigh storing an array once against computing it in
-    every reader.
+    """As `stored_by_fusion`, for compilers that weigh storing an array once against recomputing it
+    in every kernel that reads it.
 
-    With `k` kernels that need an array of `b` bytes, made of `a` stored bytes, storing it moves `a
-    + (1 + k) b` bytes and repeating it `k a`. Results of reductions are always stored, and so is
-    what a remat region takes, behind its barrier. Kernels that convolutions turn round themselves
-    (`turned`) are not.
+    If `k` kernels need an array of `b` bytes that is computed from `a` stored bytes, storing it
+    moves `a + (1 + k) b` bytes and recomputing it `k a`. Results of reductions are always stored,
+    and so are inputs of a remat region, because of its barrier. Convolution kernels that the
+    library reverses itself (`turned`) are not.
     """
     readers = _readers(cuts)
     values, members = cuts.graph.values, cuts.folding.value_members
     num_bytes = [values[m[0]].num_bytes for m in members]
     stored = _stored_in_any_case(cuts, readers, sums_gradients, turned)
-    # The sum takes the scattered array's place: what is scattered is added where it belongs.
+    # The scatter adds directly into the sum, so the sum is stored instead of the scattered array.
     for scatter, total in _scattered_into(cuts, readers):
         stored[scatter], stored[total] = False, True
     classes = [int(c) for c in cuts.folding.value_class]
@@ -129,7 +131,7 @@ def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) 
 def _stored_in_any_case(
     cuts: Cuts, readers: list[set[int]], sums_gradients: bool, turned: list[bool]
 ) -> list[bool]:
-    """For each value class, whether it is stored whatever that costs."""
+    """For each value class, whether it is always stored, whatever recomputing it would cost."""
     returned = _returned(cuts)
     taken = {int(cuts.folding.value_class[v]) for v in taken_by_regions(cuts.graph.body)}
 
@@ -163,8 +165,8 @@ def _stored_in_any_case(
 def _kernels_that_need(
     cuts: Cuts, stored: list[bool], results: list[list[int]], order: list[int]
 ) -> list[frozenset[int]]:
-    """For each value class the kernels that need it: its readers that store a result, and the
-    kernels that need the results of the others.
+    """For each value class the kernels that need it: readers that store a result, and for readers
+    that store none, the kernels that need their results.
     """
     kernels: list[frozenset[int]] = [frozenset()] * len(stored)
     # In reverse, so that all readers of a result come before the operator that makes it.
@@ -199,13 +201,13 @@ def _is_view(cuts: Cuts, value_class: int) -> bool:
 
 
 def _is_kernel(cuts: Cuts, op_class: int) -> bool:
-    # A lookup is fused with what makes its table and with what follows.
+    # A lookup is fused with the operators before and after it.
     return cuts.rules[op_class].contracts and cuts.first[op_class].name != "gather"
 
 
 def _scattered_into(cuts: Cuts, readers: list[set[int]]) -> Iterator[tuple[int, int]]:
-    """Scattered updates, and the sums into which they are scattered directly: their other term is
-    an elementwise result.
+    """Pairs of a scatter's result and the sum that is its only reader, where the compiler scatters
+    directly into the sum: its other terms are computed, but not by products.
     """
     value_class = cuts.folding.value_class
     for op in cuts.first:
@@ -228,11 +230,11 @@ def _other_phase(maker: Op, reader: Op) -> bool:
 
 
 def _latest(cuts: Cuts) -> list[int]:
-    """Positions of operators if each backward product runs right before the first reader of its
-    result, outside of loops.
+    """Positions of operators if each backward product outside of loops runs right before the first
+    reader of its result.
 
-    Of two that read the same array, such as those for the values and for the weights of attention,
-    the one that is further from the end runs first.
+    Of two products that read the same array, such as those for the values and for the weights of
+    attention, the one whose reader is further from the end runs first.
     """
     graph, classes = cuts.graph, cuts.folding.op_class.tolist()
     runs_at = list(range(len(graph.ops)))
@@ -247,8 +249,8 @@ def _latest(cuts: Cuts) -> list[int]:
             and (moves or cuts.rules[classes[op.index]].contracts)
         ):
             if used < len(graph.ops) and graph.ops[used].phase is Phase.BACKWARD:
-                # What only rearranges runs with its reader; a product right before it, but never
-                # before its own place.
+                # An operator that only rearranges elements runs with its reader, a product right
+                # before it, but never earlier than in program order.
                 runs_at[op.index] = used if moves else max(used - 1, op.index)
         for source in op.inputs:
             if isinstance(source, int):
@@ -257,11 +259,11 @@ def _latest(cuts: Cuts) -> list[int]:
 
 
 def _run_late(cuts: Cuts) -> list[int]:
-    """Positions of operators if gradients of parameters wait for the update that reads them,
-    outside of loops.
+    """Positions of operators if gradients of parameters, outside of loops, are computed right
+    before the update that reads them.
 
-    A sum does not wait where another one over the same dims reads the same array, and is needed
-    before: one kernel makes both, as of the sums in the gradient of a normalisation over the batch.
+    A sum is not deferred if another sum over the same dims of the same array is needed earlier:
+    one kernel computes both, such as the sums in the gradient of a normalisation over the batch.
     """
     runs_at = _deferred_positions(cuts, [frozenset()] * len(cuts.graph.values))
     return _deferred_positions(cuts, _summed_in_turn(cuts, runs_at))
@@ -276,7 +278,7 @@ def _deferred_positions(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
     waits = [True] * len(graph.values)
     first_use = [len(graph.ops)] * len(graph.values)
     for op in reversed(graph.ops):
-        # Results that nobody reads do not keep an operator back.
+        # Results without readers do not prevent deferral.
         results = [o for o in op.outputs if o >= 0 and first_use[o] < len(graph.ops)]
         late = (
             op.phase is Phase.BACKWARD
@@ -325,14 +327,15 @@ def _sums_up(op: Op) -> bool:
 
 
 def _made_at(cuts: Cuts, zeroes_early: bool) -> NDArray[np.int64]:
-    """Start of each value's live range: that of a stack is the start of its loop, which writes
-    into it.
+    """Start of each value's live range. A stack lives from the start of the loop that fills it;
+    with `zeroes_early`, stacks and scatter-add sums of a backward loop even from the start of the
+    straight-line code before the loop.
     """
     made_at = [0] * len(cuts.graph.values)
     loop_begin = straight_begin = before_loop = 0
     looping = backward_loop = False
     for op in cuts.graph.ops:
-        # The links that stack results stand behind their loop.
+        # Links that stack a loop's results come after its body, but belong to the loop.
         now = op.trips > 1 or (looping and op.is_link)
         if now and not looping:
             loop_begin, before_loop = op.index, straight_begin
@@ -354,8 +357,8 @@ def _made_at(cuts: Cuts, zeroes_early: bool) -> NDArray[np.int64]:
 
 
 def _last_use(cuts: Cuts, stored: list[bool], runs_at: list[int]) -> NDArray[np.int64]:
-    """Last reader of each value, through arrays that are fused away; for what a loop reads from
-    outside, the end of the loop.
+    """Position of the last reader of each value, also through arrays that are fused away; for
+    values that a loop reads from outside, the end of the loop.
     """
     graph = cuts.graph
     classes = cuts.folding.value_class.tolist()
@@ -368,22 +371,21 @@ def _last_use(cuts: Cuts, stored: list[bool], runs_at: list[int]) -> NDArray[np.
     last = [-1] * len(graph.values)
     for op in reversed(graph.ops):
         reach = runs_at[op.index]
-        # An array that is fused away keeps what it is made of alive until its own readers ran.
+        # An array that is fused away keeps its operands alive until its own readers have run.
         for out in op.outputs:
             if out >= 0 and not stored[classes[out]]:
                 reach = max(reach, last[out])
         for source in op.inputs:
             if isinstance(source, int):
-                # A loop reads what comes from outside in every turn, so that it lives until the
-                # last.
+                # A loop reads values from outside in every turn, so they live until the last turn.
                 until = loop_end[op.index] if op.trips > made_at[source] else reach
                 last[source] = max(last[source], until, reach)
     return np.array(last, np.int64)
 
 
 def _loop_ends(ops: tuple[Op, ...]) -> list[int]:
-    """For each operator inside a loop, the last operator of the stretch of loop bodies that it
-    stands in.
+    """For each operator inside a loop, the last operator of the run of loop bodies around it; for
+    others, themselves.
     """
     ends = list(range(len(ops)))
     for k in range(len(ops) - 2, -1, -1):
