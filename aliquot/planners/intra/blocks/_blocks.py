@@ -1,4 +1,4 @@
-"""`Blocks`: one decision for each ParallelBlock, and what these leave open by another planner."""
+"""`Blocks`: one decision for each ParallelBlock; another planner decides what these leave open."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class Blocks(AbstractIntra):
     then left.
 
     Attributes:
-        factors: which factors of an entry options split; see `find_blocks`.
-        rest: decides about everything that belongs to no block, such as storage of parameters.
-        branch_limit: how often `rest` is asked on one mesh; reaching it is said in the plan.
-        only: for each block the number of the option that it has to follow; by default all are
-            open.
+        factors: which factors of an entry its options may split; see `find_blocks`.
+        rest: the planner that decides everything that belongs to no block, such as the storage of
+            parameters.
+        branch_limit: the most solves by `rest` on one mesh; the plan says if it is reached.
+        only: for each block, the number of the option that it must follow; by default all options
+            are open.
 
     Reference: W. Hu et al., "CFP: Efficient Optimization of Intra-Operator Parallelism Plans for
     Large Model Training", arXiv 2504.00598.

@@ -15,13 +15,13 @@ from .._base import Ints, Masks, Space
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockOptions:
-    """A block on one mesh.
+    """The options of a block on one mesh.
 
     Attributes:
-        block: what is split together.
-        choices: for each option how it splits the entry.
-        masks: for each option and each product of the block the rows of its table of choices that
-            go with it.
+        block: the products that are split together.
+        choices: for each option, the choice of the entry.
+        masks: for each option and each product of the block, a mask over the product's table of
+            choices: those that follow the option.
     """
 
     block: ParallelBlock
@@ -32,8 +32,8 @@ class BlockOptions:
         return len(self.choices)
 
     def followed(self, picks: Ints) -> list[int]:
-        """The options that at least one product follows, the one that most of them follow first;
-        the entry counts as all others together.
+        """The options that at least one product follows, the most followed first; the entry counts
+        as much as all products together.
         """
         votes = []
         for masks in self.masks:
@@ -44,7 +44,9 @@ class BlockOptions:
         return sorted((o for o, vote in enumerate(votes) if vote), key=lambda o: -votes[o])
 
     def option_of(self, picks: Ints) -> int | None:
-        """The option that picks follow, or None if its products are split each its own way."""
+        """The option that all products follow under these picks; None if they follow no common
+        option.
+        """
         for option, masks in enumerate(self.masks):
             if all(mask[picks[product]] for product, mask in masks.items()):
                 return option
@@ -52,7 +54,7 @@ class BlockOptions:
 
 
 def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[BlockOptions, ...]:
-    """The blocks of a step with the options that a space leaves them; a block with none is left
+    """The blocks of a step, each with the options that a space allows; blocks without any are left
     out.
 
     Raises:
@@ -78,7 +80,7 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
 
 
 def _follows(block: ParallelBlock, product: int, space: Space, option: Choice) -> NDArray[np.bool_]:
-    """True for each choice of a product that agrees with an option of its block's entry."""
+    """A mask of a product's choices that agree with an option of its block's entry."""
     choices = space.priced.nodes[product].choices
     mask = np.zeros(len(choices), bool)
     for way in block.followed_by(product, option, space.priced.axis_sizes):
@@ -89,8 +91,8 @@ def _follows(block: ParallelBlock, product: int, space: Space, option: Choice) -
 def restrict_blocks(
     space: Space, blocks: Sequence[BlockOptions], left: Mapping[int, Sequence[int]]
 ) -> Space:
-    """A space in which the products of every block follow options of it, or of those that `left`
-    leaves it by its position.
+    """A space in which every product of a block follows some option of the block: one of those that
+    `left` lists for the block's position, or any if it lists none.
     """
     allowed: list[NDArray[np.bool_]] = list(space.allowed)
     for k, options in enumerate(blocks):
@@ -101,5 +103,5 @@ def restrict_blocks(
 
 
 def allowed_by(masks: Masks) -> bool:
-    """True if every node is left a choice."""
+    """True if every node has a choice left."""
     return all(mask.any() for mask in masks)

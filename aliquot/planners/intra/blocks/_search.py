@@ -1,9 +1,9 @@
 """Branch and bound over the options of ParallelBlocks.
 
-The planner that decides about the rest is first asked with the options of every block open. Its
-answer mostly splits each block one way, as anything else would have to communicate inside. Where it
-does not, the search branches on the options of one such block: on each that some of its products
-follow, and on all others together.
+The planner of the rest first solves with the options of every block open. Its solution mostly has
+one option for each block, as anything else would have to communicate inside the block. If it does
+not, the search branches on the options of one such block: one branch for each option that some of
+its products follow, and one for all other options.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class BlockSearch(AbstractSearch):
 
     @property
     def picks(self) -> Ints | None:
-        """See `AbstractSearch.picks`; products of a block may be split each its own way."""
+        """See `AbstractSearch.picks`; products of a block may follow different options."""
         return self._open.picks
 
     def incumbent(self) -> IntraSolution | None:
-        """See `AbstractSearch.incumbent`: every block as the best guess splits most of its
-        products.
+        """See `AbstractSearch.incumbent`: the incumbent with all options open, with each block
+        rounded to the option that most of its products follow.
         """
         if not self._is_guessed:
             self._is_guessed = True
@@ -91,7 +91,7 @@ class BlockSearch(AbstractSearch):
         limit_s = min(cutoff_s, self._ceiling_s, best.step_time_s if best else np.inf)
         root = self._open.improve(limit_s)
         self.gave_up = self._open.gave_up
-        # The number breaks ties, as solutions cannot be compared.
+        # A running number breaks ties, as solutions cannot be compared.
         waiting: list[tuple[float, int, dict[int, tuple[int, ...]], IntraSolution]] = []
         if root is not None:
             heapq.heappush(waiting, (root.lower_bound_s, next(count), {}, root))
@@ -99,7 +99,7 @@ class BlockSearch(AbstractSearch):
         lower_bound_s = root.lower_bound_s if root else self.lower_bound_s
         while waiting:
             lower_bound_s, _, left, solution = heapq.heappop(waiting)
-            # What could be won is less than the gap that is accepted.
+            # What is left could improve by no more than the accepted gap.
             if lower_bound_s >= limit_s * (1 - self._rest.relative_gap):
                 break
             split = self._split_apart(solution.picks)
@@ -107,8 +107,7 @@ class BlockSearch(AbstractSearch):
                 if solution.step_time_s < limit_s:
                     best, limit_s = solution, solution.step_time_s
                 continue
-            # One block split apart is no reason to wait: with all blocks rounded there is a
-            # solution to prune with.
+            # Round all blocks to one option each right away, for a solution to prune with.
             rounded = self._solve(self._nearest(solution.picks, left), limit_s)
             asked += 1
             if rounded is not None and rounded.step_time_s < limit_s:
@@ -123,12 +122,12 @@ class BlockSearch(AbstractSearch):
                 asked += 1
                 child = self._solve({**left, split: branch}, limit_s)
                 if child is not None:
-                    # A branch holds fewer choices than its parent, so that the parent's bound holds
-                    # for it, too.
+                    # A branch has fewer choices than its parent, so the parent's bound also holds
+                    # for it.
                     bound_s = max(lower_bound_s, child.lower_bound_s)
                     heapq.heappush(waiting, (bound_s, next(count), {**left, split: branch}, child))
         if best is not None and not self.gave_up:
-            # Everything that could take less by more than the gap was looked at.
+            # All that could improve by more than the gap was searched.
             lower_bound_s = max(lower_bound_s, best.step_time_s * (1 - self._rest.relative_gap))
             status = "optimal within the gap" if self._rest.relative_gap else "optimal"
         if best is None or best.step_time_s >= min(cutoff_s, self._ceiling_s):
@@ -143,7 +142,7 @@ class BlockSearch(AbstractSearch):
         return self._open.least_memory()
 
     def _split_apart(self, picks: Ints) -> int | None:
-        """The first block whose products are split each its own way."""
+        """The first block whose products follow no common option; None if there is none."""
         return next(
             (k for k, options in enumerate(self._blocks) if options.option_of(picks) is None), None
         )
@@ -151,8 +150,8 @@ class BlockSearch(AbstractSearch):
     def _branches(
         self, split: int, picks: Ints, left: Mapping[int, tuple[int, ...]]
     ) -> list[tuple[int, ...]]:
-        """The options that are left to a block, in parts: each that some product follows, and the
-        others.
+        """The options left to a block, divided into branches: one for each option that some product
+        follows, and one for all others.
         """
         options = left.get(split, tuple(range(len(self._blocks[split]))))
         followed = [o for o in self._blocks[split].followed(picks) if o in options]
@@ -162,9 +161,7 @@ class BlockSearch(AbstractSearch):
     def _nearest(
         self, picks: Ints, left: Mapping[int, tuple[int, ...]]
     ) -> dict[int, tuple[int, ...]]:
-        """For each block the option that most of its products follow, of those that are left to
-        it.
-        """
+        """For each block, the one of its remaining options that most of its products follow."""
         nearest = {}
         for k, options in enumerate(self._blocks):
             allowed = left.get(k, tuple(range(len(options))))

@@ -1,4 +1,4 @@
-"""`Fixed`: splits by the rule of data parallelism or of a stage of ZeRO."""
+"""`Fixed`: the splits of data parallelism or of a stage of ZeRO."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ class MegatronSplit(AbstractIntra):
 
     Attributes:
         data: devices along the data axis.
-        expert: devices along the expert axis, which splits the batch too, and where experts
-            compute, these.
+        expert: devices along the expert axis, which splits the experts where these compute, and the
+            batch everywhere else.
         tensor: devices along the tensor axis.
         zero_stage: what the data axis splits besides the batch: 0 nothing, 2 optimizer state and
             gradients, 3 parameters too.
-        rest: decides what the rule leaves open, such as where temporary values of the update are
-            split.
+        rest: the planner that decides what the rule leaves open, such as how temporary values of
+            the update are split.
     """
 
     data: int = 1
@@ -94,11 +94,11 @@ class MegatronSplit(AbstractIntra):
         return chosen
 
     def check(self, problem: Problem) -> None:
-        """Refuse a step that has nothing for the tensor or the expert axis to split, or not in so
-        many parts.
+        """Refuse a step that has nothing for the tensor or the expert axis to split, or whose
+        weights or experts the degrees do not divide.
 
         Raises:
-            InputError: Says what is in the way, and which degrees there are.
+            InputError: Says what cannot be split, and what to use instead.
         """
         kinds = kinds_of(problem)
         tensor = tensor_split(problem.nodes, kinds, self.tensor)
@@ -151,9 +151,9 @@ class MegatronSplit(AbstractIntra):
     def stage_choices(
         self, problem: Problem, mesh_shape: tuple[int, ...], data_axes: frozenset[int]
     ) -> list[Ints] | None:
-        """See `AbstractIntra.stage_choices`: those of its own mesh, none of any other."""
+        """See `AbstractIntra.stage_choices`: choices for its own mesh, none for any other."""
         axes = dict(self.axes)
-        # A mesh of other degrees is some other layout's.
+        # A mesh of other degrees belongs to another layout.
         is_mine = mesh_shape == tuple(axes.values()) and bool(data_axes) == (self.data > 1)
         chosen = self.choices(problem, tuple(axes)) if is_mine and self.expert == 1 else []
         return chosen if all(map(len, chosen)) else []
@@ -185,14 +185,13 @@ class MegatronSplit(AbstractIntra):
         if is_parameter or is_update:
             if self.zero_stage < (3 if is_parameter else 2):
                 return _rows(choices, unsplit)
-            # Two axes on one dim of a vector would make the gradient, which one of them splits,
-            # change places.
+            # If two axes split one dim of a vector, its gradient, which one of them splits, would
+            # have to move between devices.
             others = np.delete(choices, list(axes), axis=1)
             apart = ~((columns[:, :, None] == others[:, None, :]) & (columns >= 0)[:, :, None]).any(
                 axis=(1, 2)
             )
-            # Of the choices that keep the axes apart the finest split, as ZeRO shards as far as it
-            # can.
+            # Among choices that keep the axes apart, the finest, as ZeRO shards as far as possible.
             pieces = np.where(apart, shards(choices, [True] * len(node.factors), sizes), 0.0)
             return _rows(choices, pieces == pieces.max())
         if not batch:

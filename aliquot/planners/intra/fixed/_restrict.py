@@ -59,8 +59,8 @@ def everything(priced: Priced) -> Masks:
 
 
 def data_axes_restriction(priced: Priced, kinds: Kinds, axes: frozenset[int]) -> Masks | None:
-    """Masks that let some axes split only the batch in forward and backward; None if these do not
-    divide it.
+    """Masks under which the given axes split only the batch in the forward and backward pass; None
+    if they do not divide it.
     """
     masks = everything(priced)
     for node, table in zip(priced.graph.nodes, priced.nodes, strict=True):
@@ -99,13 +99,13 @@ def regular_choices(
     return regular
 
 
-# Many nodes have the same choices.
+# Cached, because many nodes have the same choices.
 @functools.lru_cache(maxsize=1 << 10)
 def _furthest_split(
     choices_of_int64: bytes, axis_sizes: tuple[int, ...], data_axes: frozenset[int]
 ) -> NDArray[np.int64]:
     choices = np.frombuffer(choices_of_int64, np.int64).reshape(-1, len(axis_sizes))
-    # Over data axes parameters stay whole.
+    # Data axes do not split parameters.
     sizes = [1 if a in data_axes else n for a, n in enumerate(axis_sizes)]
     pieces = shards(choices, [True] * (int(choices.max(initial=-1)) + 1), sizes)
     return np.asarray(choices[pieces == pieces.max()], np.int64)
@@ -210,10 +210,10 @@ def pinned(
     patterns: Mapping[str, Sequence[Any]],
     axis_names: Sequence[str],
 ) -> Masks:
-    """Masks that give inputs whose path matches a pattern the split that the pattern names.
+    """Masks that give each input whose path matches a pattern the split that the pattern states.
 
     Raises:
-        InputError: with every pattern that matches nothing, names no axis, or asks for an
+        InputError: lists every pattern that matches nothing, names an unknown axis, or asks for an
             impossible split.
     """
     masks = everything(priced)
@@ -282,5 +282,7 @@ def _pin(
 
 
 def _glob(pattern: str) -> str:
-    """`[3]` in a path is an index, not a set of characters; `[*]` is any index."""
+    """The shell pattern for a path pattern, in which `[3]` is an index, not a set of characters,
+    and `[*]` any index.
+    """
     return pattern.replace("[", "[[]")

@@ -1,11 +1,11 @@
-"""Tensor parallelism: which factor of each node a mesh axis splits where products are computed
-Megatron-LM's way.
+"""Tensor parallelism: which factor of each node a mesh axis splits if products are split as in
+Megatron-LM.
 
 The forward pass is followed in program order. A product with a weight is split by its output
 features (by columns) where what it reads is whole, and by its contraction (by rows) where what it
 reads is split; a lookup is split by its table's rows. Products without weights, such as those of
-attention, keep the split of their operands: by heads. The residual stream stays whole. What the
-backward pass and the update do follows from the same index spaces.
+attention, keep the split of their operands: by heads. The residual stream stays whole. The splits
+of the backward pass and the update follow, because they share these index spaces.
 
 Reference: M. Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using
 model parallelism", 2019, section 3.
@@ -25,7 +25,7 @@ from ._restrict import Kinds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TooFine:
-    """Something that must be split into more pieces than it has parts that stay together."""
+    """A dim of a weight that a degree does not divide."""
 
     label: str
     size: int
@@ -34,12 +34,12 @@ class TooFine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSplit:
-    """For each node the factors of which a tensor axis splits one; nodes that are not listed stay
+    """For each node, the factors one of which a tensor axis splits; nodes that are not listed stay
     whole.
 
     Attributes:
         factors: by node.
-        too_fine: what a degree does not divide.
+        too_fine: the dims of weights that the degree does not divide.
     """
 
     factors: dict[int, frozenset[int]]
@@ -47,20 +47,20 @@ class TensorSplit:
 
 
 def tensor_split(nodes: NodeGraph, kinds: Kinds, degree: int) -> TensorSplit:
-    """The split of all nodes of a step by a tensor axis of a degree."""
+    """The split of all nodes of a step by a tensor axis of the given degree."""
     walk = Forward(nodes=nodes, kinds=kinds, degree=degree)
     for product in walk.products:
-        # Program order: what a product reads has been decided when it is looked at.
+        # In program order, so that what a product reads is decided before the product.
         walk.decide(product)
     return TensorSplit(factors=walk.spread(), too_fine=tuple(walk.too_fine))
 
 
 def expert_split(nodes: NodeGraph, kinds: Kinds) -> dict[int, int]:
-    """For each node with a value for each expert, the factor that counts the experts.
+    """The factor that counts the experts, for each node that has one.
 
-    An expert's weights are those with a dim that stands in both what their product reads and what
-    it makes. What only such products make and read is split by experts too; tokens change from a
-    split by batch where they enter and leave.
+    Expert weights are those with a dim that is also in both the activation and the result of their
+    product. Arrays that only such products read and make are split by experts too; where tokens
+    enter and leave, they change between a split by batch and one by experts.
     """
     walk = Forward(nodes=nodes, kinds=kinds, degree=1)
     factors: dict[int, int] = {}
@@ -72,9 +72,9 @@ def expert_split(nodes: NodeGraph, kinds: Kinds) -> dict[int, int]:
                     factors[edge.source] = edge.source_projection.index(
                         edge.target_projection[factor]
                     )
-    # What weights meet without products between: casts, gradients, the state of the optimizer; and
-    # the products beside.
-    # Products are not passed through here: one may also read what all experts share.
+    # Spread from the weights to what they meet without a product between: casts, gradients,
+    # optimizer state, and the products there. Not through products, which may also read what all
+    # experts share.
     pending = [n for n in factors if nodes.nodes[n].kind == "group"]
     while pending:
         node = pending.pop()
@@ -104,8 +104,8 @@ def expert_split(nodes: NodeGraph, kinds: Kinds) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The factors of a product with a weight: what it sums over, its output features, and those it
-    shares with what it reads.
+    """The factors of a product with a weight: those that it contracts, its output features, and
+    those that weight, activation and result share, which count experts.
     """
 
     contraction: tuple[int, ...] = ()
@@ -118,7 +118,8 @@ class Parts:
 class Forward:
     """A walk over the forward pass.
 
-    `split` holds what has been decided, `whole` the groups that sums over the axis end in.
+    `split` holds the factor that was decided for each node; `whole` holds groups that stay whole
+    because a sum over the axis ends in them.
     """
 
     nodes: NodeGraph
@@ -162,7 +163,9 @@ class Forward:
         self.heads = frozenset(p for p in self.products if self._is_head(p))
 
     def decide(self, product: int) -> None:
-        """Choose the factor of a product, and what follows for the arrays it makes."""
+        """Choose the factor of a product, and the splits of the arrays it makes that follow from
+        it.
+        """
         parts = self.parts(product)
         carried = self._carried(product)
         chosen: int | None = None
@@ -181,14 +184,14 @@ class Forward:
             return
         self.split[product] = chosen
         finest = self._finest(product, chosen)
-        # Products without a weight follow those with one.
+        # Only products with a weight are reported, as the others follow them.
         if finest % self.degree and any(e.source in self.weights for e in self.incoming[product]):
             self._note(product, chosen, finest)
         for edge in self.outgoing[product]:
             self._land(edge, chosen)
 
     def parts(self, product: int) -> Parts:
-        """The factors of a product, if it has a weight."""
+        """The factors of a product by kind; empty if it has no weight."""
         weight, activation, results = set[int](), set[int](), set[int]()
         order: list[int] = []
         for edge in self.incoming[product]:
@@ -213,13 +216,15 @@ class Forward:
         )
 
     def neighbours(self, node: int, factor: int) -> Iterator[tuple[int, int]]:
-        """Nodes that share an array's dim with a factor of a node, with their factor."""
+        """Neighbours of a node in which the given factor continues, each with its own factor for
+        the same dim of the array between them.
+        """
         for other, mine, theirs in self.every[node]:
             if mine[factor] >= 0 and mine[factor] in theirs:
                 yield other, theirs.index(mine[factor])
 
     def beside(self, node: int) -> set[int]:
-        """Nodes that share an array with a node."""
+        """All neighbours of a node: those that share an array with it."""
         return {other for other, _, _ in self.every[node]}
 
     def spread(self) -> dict[int, frozenset[int]]:
@@ -250,8 +255,8 @@ class Forward:
         return frozenset(weights)
 
     def _streams(self) -> frozenset[int]:
-        """Groups that hold a residual stream: features that products of theirs are added to
-        again.
+        """Groups that hold a residual stream: features to which the results of products that read
+        them are added.
         """
         features = self._features()
         streams: set[int] = set()
@@ -262,7 +267,7 @@ class Forward:
         ]
         # From the inputs of the batch, so that the stream is found at its beginning.
         for root in sorted(fed, key=lambda n: n not in self.kinds.batch_inputs):
-            # A stack of its own: deep models would exceed Python's limit on recursion.
+            # An explicit stack, as deep models would exceed Python's recursion limit.
             stack = [(root, iter(self.outgoing[root]))] if root not in seen else []
             seen.add(root)
             on_path.add(root)
@@ -284,7 +289,7 @@ class Forward:
         return frozenset(streams)
 
     def _features(self) -> dict[int, set[int]]:
-        """For each node the factors that output features of products with weights run through."""
+        """For each node, its factors that carry output features of products with weights."""
         features: dict[int, set[int]] = defaultdict(set)
         pending = [(p, f) for p in self.products for f in self.parts(p).features]
         while pending:
@@ -303,7 +308,7 @@ class Forward:
         return any(edge.target_projection[f] in dims for f in features)
 
     def _carried(self, product: int) -> list[int]:
-        """Factors of a product by which its operands are split already."""
+        """Factors of a product along which its operands are already split."""
         carried: dict[int, None] = {}
         for edge in self.incoming[product]:
             if edge.source in self.split and edge.source not in self.weights:
@@ -313,14 +318,14 @@ class Forward:
         return list(carried)
 
     def _column(self, product: int, features: tuple[int, ...]) -> int | None:
-        """The output features to split, if any should be.
+        """The factor of output features to split; None if all stay whole.
 
-        Those that count experts, which a router scores for each token, stay whole; and those that
-        an output head sums over, which is split by columns itself.
+        Features stay whole if they count experts, as the scores of a router do, or if an output
+        head contracts them, which is split by columns itself.
         """
         candidates = [f for f in features if not self._leads_to(product, f, self._wants_whole)]
         divided = [f for f in candidates if self._finest(product, f) % self.degree == 0]
-        # Of those that do not divide the first is taken, so that the refusal can name it.
+        # If the degree divides none, the first is taken, so that the refusal can name it.
         return next(iter(divided or candidates), None)
 
     def _wants_whole(self, product: int, factor: int) -> bool:
@@ -366,8 +371,8 @@ class Forward:
         return False
 
     def _finest(self, product: int, factor: int) -> int:
-        """Parts of a product's factor that stay together, here and in the arrays it makes, such as
-        heads.
+        """Number of parts that must not be cut, such as heads, of a product's factor: in the
+        product and in the arrays it makes.
         """
         sizes = [self.nodes.nodes[product].factors[factor].size]
         for edge in self.outgoing[product]:
@@ -395,7 +400,9 @@ class Forward:
         return max(e.num_bytes for e in self.incoming[product] if e.source in self.weights)
 
     def _land(self, edge: Edge, factor: int) -> None:
-        """Split a group as the product that fills it, and the groups that read this one."""
+        """Split the group that an edge leads to as the edge's source is split, and so on through
+        the groups that read it.
+        """
         pending = [(edge, factor)]
         while pending:
             edge, factor = pending.pop()
