@@ -1,9 +1,10 @@
-"""Pruning by an incumbent: removes choices and conversions that no solution as cheap can contain.
+"""Pruning by an incumbent: removes choices and conversions that no solution as cheap as the
+incumbent can contain.
 
 Every solution costs at least the sum of the cheapest choices of all nodes. The excess of a choice
 over the cheapest of its node, with the conversions that it cannot avoid, must not exceed the excess
-of the incumbent over that sum; nor may that of a conversion with the best choices on its two sides.
-Solutions for different meshes differ by per cents, conversions by factors of a thousand: the
+of the incumbent over that sum. The same holds for a conversion with the best choices on its two
+sides. Solutions for different meshes differ by per cents, conversions by factors of a thousand: the
 solution for one mesh leaves between a third and two thirds of the conversions of another, and the
 solver takes a fraction of the time.
 
@@ -30,8 +31,8 @@ _ROUNDING = 1e-9
 
 
 def affordable(priced: Priced, allowed: Masks, ceiling_s: float) -> tuple[Priced, Masks]:
-    """The problem with infinite prices for all that no solution up to `ceiling_s` can contain, and
-    the remaining choices.
+    """The problem with infinite prices for conversions that no solution of at most `ceiling_s` can
+    contain, and masks of the remaining choices.
     """
     if not np.isfinite(ceiling_s):
         return priced, allowed
@@ -43,7 +44,7 @@ def affordable(priced: Priced, allowed: Masks, ceiling_s: float) -> tuple[Priced
         for node, mask in zip(priced.nodes, allowed, strict=True)
     ]
     least = [float(seconds.min(initial=np.inf)) for seconds in costs]
-    # The rounding is added, so that the incumbent itself is never struck out.
+    # A margin for rounding is added, so that the incumbent itself is never pruned.
     room = (ceiling_s - sum(least)) + _ROUNDING * ceiling_s
     # A node without an allowed choice stays as it is, and makes the program infeasible.
     above = [
@@ -74,19 +75,19 @@ def affordable(priced: Priced, allowed: Masks, ceiling_s: float) -> tuple[Priced
 def _with_conversions(
     priced: Priced, prices: Sequence[Floats], above: Sequence[Floats], room: float
 ) -> list[Floats]:
-    """`above` plus the cheapest conversion to the other side of each edge, once for edges that
-    share conversions.
+    """`above` plus the cheapest conversion over each edge of a node; of edges that share
+    conversions, only the dearest.
     """
     shares = Counter(edge.share for edge in priced.graph.edges)
     total = [seconds.copy() for seconds in above]
     shared: dict[tuple[NodeId, int], Floats] = {}
     for edge, table, price in zip(priced.graph.edges, priced.edges, prices, strict=True):
         sources, targets = _by_split(table, above[edge.source], above[edge.target])
-        # Conversions to choices that are struck out themselves need not be considered.
+        # Conversions to or from choices that cost too much by themselves are not considered.
         out = price[:, targets <= room].min(axis=1, initial=np.inf)[table.source_index]
         into = price[sources <= room].min(axis=0, initial=np.inf)[table.target_index]
         for node, seconds in ((edge.source, out), (edge.target, into)):
-            # Edges that share conversions may pay for one together, so that only the dearest
+            # Edges that share conversions may pay for a single one together, so only the dearest
             # counts.
             if shares[edge.share] == 1:
                 total[node] += seconds

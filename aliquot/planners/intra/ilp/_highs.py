@@ -19,15 +19,15 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Index = NDArray[np.int32]
 
-# Plain pivots are faster if a few operators or conversions cost far more than most (a median below
-# this share of the largest cost: clusters of GPUs), at best by a factor of two. On CPUs, where
-# costs are similar, they do not terminate.
+# Plain pivots (see `_pivot`) are up to twice as fast if a few operators or conversions cost far
+# more than most: if the median is below this share of the largest cost, as on clusters of GPUs. On
+# CPUs, where costs are similar, they do not terminate.
 _SPREAD = 0.01
-# Where they are fast they take a quarter to 0.7 pivots for each row.
+# Limit on pivots for each row. Where plain pivots are fast, they take 0.25 to 0.7 for each row.
 _PIVOTS_PER_ROW = 1.0
-# After rows were added, the optimum is mostly a few pivots away. If it is not, memory is short, and
-# pivots take longest to prove that nothing fits; the interior-point method, which starts cold, does
-# so in seconds.
+# The limit after rows were added: the optimum is then mostly a few pivots away. If it is not,
+# memory is short, and pivots take longest to prove that nothing fits; the interior-point method,
+# although it starts cold, does so in seconds.
 _PIVOTS_PER_ROW_AGAIN = 0.3
 _PIVOTS_PER_ROW_BRIEFLY = 0.2
 _FEWEST_PIVOTS = 10_000
@@ -53,8 +53,9 @@ class Outcome:
     """The solver's result: a value for each column (None without a solution), and a lower bound of
     all solutions.
 
-    `status` is "optimal", "infeasible", "node limit reached", "enough" or `LIMIT`, which leaves
-    only the bound proved; only relaxations have reduced costs. `work` counts pivots times rows.
+    `status` is "optimal", "infeasible", "enough" (the optimum is known to lie above a given value),
+    "node limit reached" or `LIMIT`. After the last three, only the bound is proved. Only
+    relaxations have reduced costs. `work` counts pivots times rows.
     """
 
     values: Floats | None
@@ -72,15 +73,15 @@ def nothing_solved(work: float = 0.0) -> Outcome:
 
 
 def limit_reached(work: float = 0.0) -> Outcome:
-    """The outcome of a program that was given up, of which nothing is known."""
+    """The outcome of a program that was given up, about which nothing is known."""
     return Outcome(values=None, bound_s=-np.inf, status=LIMIT, reduced_costs=np.zeros(0), work=work)
 
 
 class Relaxation:
     """The relaxation of a program, warm-started after rows were added.
 
-    A solve takes at most about as many pivots as there are rows, then some steps of the
-    interior-point method, and is given up with status `LIMIT` if neither is enough.
+    A solve takes at most about as many pivots as there are rows, then up to `_BARRIER_STEPS` steps
+    of the interior-point method, and is given up with status `LIMIT` if neither is enough.
     `pivots_plainly` turns false for good once plain pivots reach their limit.
     """
 
@@ -93,13 +94,14 @@ class Relaxation:
         self.is_exact = True
         cost = np.concatenate(program.cost)
         paid = cost[cost > 0]
-        # The median and not the mean: a few large costs are what is looked for.
+        # The median, not the mean, because the question is whether a few costs stand out.
         self.pivots_plainly = len(paid) > 0 and float(np.median(paid)) < _SPREAD * float(paid.max())
 
     def solve(
         self, enough_s: float = np.inf, *, briefly: bool = False, exactly: bool = True
     ) -> Outcome:
-        """The optimum; or status "enough" as soon as it is known to lie above `enough_s`.
+        """The optimum; or an outcome "enough" as soon as the optimum is known to lie above
+        `enough_s`.
 
         With `briefly` the limit on pivots is small, for solves that are not essential. `is_exact`
         is false if a limit was reached before all shared conversions were paid in full; the bound
@@ -137,15 +139,16 @@ class Relaxation:
             if self._solver.getModelStatus() not in _ANSWERS:
                 # Without perturbed costs the simplex method may cycle.
                 self.pivots_plainly = False
-                # Pivots that were spent count; at least half of the limit is left for the other
-                # way.
+                # Pivots spent count towards the limit, of which at least half is left for weighted
+                # pivots. After a warm start none is left: the interior-point method comes next.
                 limit = 0 if self._has_basis else max(limit - pivots, limit // 2)
         if not self.pivots_plainly and limit:
             pivots += self._pivot(plainly=False, limit=limit)
         status = self._solver.getModelStatus()
         if status not in _ANSWERS and not briefly:
-            # Beside the limit: no cost and no column is negative, so nothing is unbounded; yet
-            # HiGHS 1.15 says so of some programs that it did not presolve.
+            # Either the limit was reached, or HiGHS reports an unbounded program. That cannot be,
+            # as no cost and no column is negative, but HiGHS 1.15 says so of some programs that it
+            # did not presolve.
             pivots += self._inside()
             status = self._solver.getModelStatus()
         work = float(pivots) * self._num_rows
@@ -169,7 +172,7 @@ class Relaxation:
 
     @contextmanager
     def without(self, columns: Index) -> Iterator[None]:
-        """Context in which some columns are 0; afterwards the basis is as before."""
+        """A context in which some columns are fixed at 0; afterwards the basis is as before."""
         basis, zeros, has_basis = self._solver.getBasis(), np.zeros(len(columns)), self._has_basis
         self._solver.changeColsBounds(len(columns), columns, zeros, zeros)
         try:
@@ -191,8 +194,8 @@ class Relaxation:
         return self._solver.getBasis()
 
     def go_to(self, basis: highspy.HighsBasis) -> None:
-        """Return to a basis. Rows that were added since are basic: satisfied already, or after a
-        few pivots; columns are not.
+        """Return to a basis. Rows added since become basic (they are satisfied, or will be after a
+        few pivots), and columns added since nonbasic.
         """
         rows = [highspy.HighsBasisStatus.kBasic] * (self._num_rows - len(basis.row_status))
         if rows:
@@ -219,7 +222,7 @@ class Relaxation:
         return max(0, int(self._solver.getInfo().simplex_iteration_count))
 
     def _inside(self) -> int:
-        """Start cold with the interior-point method and end at a vertex; returns its cost in
+        """Solve from scratch by the interior-point method, ending at a vertex; returns its cost in
         pivots.
         """
         # Where pivots failed once, they are not tried again on this program.
@@ -236,13 +239,13 @@ class Relaxation:
         self._solver.run()
         for option, value in (("solver", "choose"), ("presolve", "off")):
             self._solver.setOptionValue(option, value)
-        # It takes about as long as this many pivots.
+        # The method takes about as long as this many pivots.
         return int(_PIVOTS_PER_ROW_AGAIN * self._num_rows)
 
     def _grow(self) -> None:
         """Add the program's new columns and rows to the solver."""
         program, parts = self._program, slice(self._num_parts, None)
-        # Whatever is added brings entries, so that without new ones nothing has grown.
+        # New columns and rows always bring entries, so without new entries nothing has grown.
         if len(program.rows) == self._num_parts:
             return
         rows, columns = np.concatenate(program.rows[parts]), np.concatenate(program.columns[parts])
@@ -344,7 +347,8 @@ def solve_integers(
 def _load(program: Program, *, num_integer: int) -> tuple[highspy.Highs, float]:
     """A solver that holds a program, and the scale of its objective."""
     cost, lower, upper, rows, columns, values = program.arrays()
-    # Steps last from microseconds to minutes; the solver's tolerances are absolute.
+    # Costs are scaled, because steps last from microseconds to minutes and the solver's tolerances
+    # are absolute.
     scale = 1e4 / max(float(np.abs(cost).max(initial=0.0)), 1e-30)
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(cost), len(lower)

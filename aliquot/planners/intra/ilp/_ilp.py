@@ -15,7 +15,7 @@ from ._work import Work
 
 _LAYOUTS = "layouts of integer programs"
 _WORK = "work of integer programs"
-# Coarse solutions are made of many problems.
+# Share of the work limit for coarse solutions, since many problems are solved coarsely.
 _COARSE_SHARE = 0.25
 
 
@@ -24,10 +24,12 @@ class ILP(AbstractIntra):
     """Solve splits as an integer linear program.
 
     Attributes:
-        relative_gap: accepted distance of a solution from its bound; 0 proves optimality.
+        relative_gap: accepted distance of a solution from the bound, relative to the bound; with 0,
+            solutions are proved optimal.
         node_limit: nodes of the branch-and-bound tree on each mesh; the plan says if it is reached.
-        work_limit: pivots times rows of branching, summed over all meshes, some 50 million a
-            second; the plan says if it is reached. Relaxations have limits of their own.
+        work_limit: limit on branching, in pivots times rows, summed over all meshes; some 50
+            million take a second. The plan says if it is reached. Relaxations have limits of their
+            own.
     """
 
     relative_gap: float = 1e-3

@@ -18,7 +18,7 @@ _STATUS_IF_DEFERRED = "optimal if every deferrable product is deferred"
 
 
 def model_of(search: Search, picks: Ints) -> MemoryModel:
-    """The memory model of known choices."""
+    """The memory model that holds for known choices."""
     return model_in_turn(search, takes_turns(search.priced, picks))
 
 
@@ -59,8 +59,8 @@ def with_status(search: Search, solution: IntraSolution, status: str = "optimal"
 
 
 def bound_s(search: Search) -> float | None:
-    """The bound of the last relaxation; the ceiling if no solution is below it; None if there
-    is no solution at all.
+    """The bound of the last relaxation, or the one known before if that reached a limit; the
+    ceiling if no solution is below it; None if there is no solution at all.
     """
     if search.relaxed.status == LIMIT:
         return search.lower_bound_s

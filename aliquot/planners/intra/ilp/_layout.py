@@ -1,7 +1,7 @@
 """Columns and rows of a priced problem's linear program, and the positions of its prices.
 
 Meshes with axes of other sizes or speeds mostly have the same choices and conversions, with other
-prices. So the program is laid out once, and each problem only puts in its prices.
+prices. So the program is laid out once, and each problem only fills in its prices.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ._sharing import Groups
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-# The split of an array before a conversion and behind it.
+# The splits of an array before and after a conversion.
 Conversion: TypeAlias = tuple[Hashable, Hashable]
-# Positions from the end of `Prices.conversions`, after all conversions.
+# Positions of the constants 1 and 0, which end `Prices.conversions`.
 _ONE, _ZERO = -2, -1
 
 
@@ -30,8 +30,9 @@ class Choices:
 
     Attributes:
         columns, allowed: for each node, its columns and the choices behind them.
-        shared: for each set of edges that share conversions, the flows of each conversion.
-        single: for each other edge, its flows with the positions of their splits.
+        shared: for each set of edges that share conversions, the flow columns of each conversion.
+        single: for each other edge, its flow columns with the positions of the splits on both
+            sides.
         num_integer: the number of columns of choices, which come first.
     """
 
@@ -79,8 +80,8 @@ class Layout:
         other_shares: the share of this price that each of these columns pays.
         lower, upper: bounds of rows.
         rows, columns, values: coefficients that do not depend on prices.
-        hidden: columns of conversions that the backward pass may hide, the positions of their
-            prices, and the shares that they pay.
+        hidden: for conversions that the backward pass may hide, their columns, the positions of
+            their prices, and the shares of these that they pay.
         groups: flows of several edges that share a conversion.
         overlap_row: the first of the two rows of overlap; -1 without overlap.
     """
@@ -128,7 +129,7 @@ class Layouts:
         """The layout of a problem; `allowed[n][k]` is true if node n may take choice k."""
         key = (
             priced.target.overlap_fraction > 0,
-            # Choices, masks and possible conversions make the same columns; prices do not matter.
+            # Choices, masks and possible conversions determine the layout; prices do not.
             tuple([(node.choices.shape, node.choices.tobytes()) for node in priced.nodes]),
             tuple([mask.tobytes() for mask in allowed]),
             tuple([np.isfinite(table.seconds).tobytes() for table in priced.edges]),
@@ -257,7 +258,7 @@ class _Draft:
         """Add the flows of an edge whose conversions are its own."""
         sides = self._sides(index)
         places = sides.places
-        # Conversions of gradients are priced by the two rows of overlap, and not by themselves.
+        # Conversions of gradients cost nothing by themselves: the two rows of overlap price them.
         flow = self._add_columns(np.full(len(places), _ZERO) if self._is_hidden(index) else places)
         self.single[index] = (flow, sides.sources[sides.p], sides.targets[sides.q])
         if self._is_hidden(index):

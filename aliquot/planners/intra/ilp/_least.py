@@ -1,5 +1,5 @@
-"""The least memory: the program without seconds, which minimises the largest use at a few
-moments.
+"""The least peak memory: a program that ignores seconds and minimises the largest use of memory
+over a few moments.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from ._highs import Outcome, Relaxation
 from ._layout import Choices, Layouts
 from ._program import add_memory_row, build_program
 
-# The solver's tolerances, with some distance.
+# A peak above this share of the limit exceeds it by more than the solver's tolerances.
 _CLEARLY = 1 + 1e-6
 
 
 class LeastPeak:
-    """The least peak of mixed choices at the moments that were added, as a share of a limit.
+    """The least peak memory of mixed choices over the moments that were added, as a share of a
+    limit.
 
-    Without seconds to minimise a solve takes a fraction of the pivots, and proves in a moment that
-    nothing fits, which takes longest otherwise. Unless `exactly`, copies that several edges share
-    are counted in part, which is enough for that.
+    Without seconds in the objective, a solve takes a fraction of the pivots and proves quickly that
+    nothing fits, which takes the full program longest. Unless `exactly`, copies that several edges
+    share are counted only in part: a lower bound, which is enough for such a proof.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class LeastPeak:
         self._program.upper[row] -= 1.0
         self._program.add_entries(np.array([row]), np.array([self._peak]), -1.0)
         if self._exactly:
-            # All at once: without seconds many mixtures are equal, and a solve for each few would
-            # go through them all.
+            # All excess columns at once: without seconds, many mixtures are equally good, and with
+            # a few columns at a time the solver would go through them all.
             self._program.add_excess(np.arange(len(self._program.groups.counts)))
 
     def solve(self) -> Outcome:

@@ -25,7 +25,7 @@ from ._sharing import Groups
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-# A choice with less than this is not taken.
+# A solution takes a choice if the choice's column has more than this.
 MIXED = 1e-6
 
 
@@ -34,8 +34,8 @@ class Program:
     """A linear program that grows by columns and rows; `arrays()` joins them.
 
     Attributes:
-        groups: flows of edges that share conversions.
-        excess: the excess columns that were added, by number of the group.
+        groups: the flow columns of edges that share conversions.
+        excess: the excess columns that were added, by group number.
         global_rows: rows of memory and overlap, with the coefficients of all columns that were
             there when the row was added.
     """
@@ -72,20 +72,22 @@ class Program:
         self.values.append(np.broadcast_to(np.asarray(values, np.float64), np.shape(columns)))
 
     def share(self, values: Floats) -> bool:
-        """Add the excess of shared conversions that a solution does not pay in full; True if there
-        is any.
+        """Add excess columns for shared conversions that a solution does not pay in full; True if
+        there are any.
         """
         return self.add_excess(np.flatnonzero(self.groups.unpaid(values)))
 
     def add_excess(self, groups: Ints) -> bool:
-        """Add the excess columns of some groups, if they are new and cost anything; True if any."""
+        """Add an excess column for each of the groups that has none yet and costs time or memory;
+        True if any was added.
+        """
         groups = np.array([g for g in groups.tolist() if g not in self.excess], np.int64)
         first = self.groups.first[groups]
         cost = np.concatenate(self.cost)[first]
         of_rows = [
             (row, _padded(values, self.num_columns)[first]) for row, values in self.global_rows
         ]
-        # An excess that costs nothing and takes no memory need not be counted.
+        # An excess that costs no time and takes no memory needs no column.
         some = np.any([cost != 0, *(values != 0 for _, values in of_rows)], axis=0)
         groups, times = groups[some], self.groups.counts[groups[some]]
         if not len(groups):
@@ -102,7 +104,7 @@ class Program:
         return True
 
     def arrays(self) -> tuple[Floats, Floats, Floats, Ints, Ints, Floats]:
-        """Costs, row bounds, and the coefficients as rows, columns, values."""
+        """Costs, lower and upper bounds of rows, and the coefficients as rows, columns, values."""
         return (
             np.concatenate(self.cost),
             np.array(self.lower),
@@ -156,7 +158,7 @@ def add_memory_row(
     time: int,
     limit_bytes: float,
 ) -> None:
-    """Add the row that keeps memory at one moment within the limit."""
+    """Add a row that keeps memory at one moment within the limit."""
     row = program.add_rows(1, -np.inf, 1.0)
     fixed, totals = alive_bytes(choices, model, time)
     room = limit_bytes - fixed
@@ -171,7 +173,7 @@ def add_memory_row(
         if alive:
             mine, weights = conversion_columns(choices, priced, conversion)
             np.add.at(copies, mine, alive / limit_bytes * weights)
-    # The excess stands for what all flows of its group did not pay.
+    # An excess column pays what all flows of its group leave unpaid.
     for group, column in program.excess.items():
         copies[column] = program.groups.counts[group] * copies[program.groups.first[group]]
     program.global_rows.append((row, copies))
@@ -180,8 +182,8 @@ def add_memory_row(
 
 
 def alive_bytes(choices: Choices, model: MemoryModel, time: int) -> tuple[float, list[Floats]]:
-    """Bytes on a device at one moment without conversions: a constant part, and those of each
-    choice of each node.
+    """Bytes that are live on a device at one moment, without conversions: a constant part, and the
+    bytes of each choice of each node.
     """
     fixed = 0.0
     totals = [np.zeros(len(c)) for c in choices.columns]
@@ -199,8 +201,8 @@ def alive_bytes(choices: Choices, model: MemoryModel, time: int) -> tuple[float,
 def conversion_columns(
     choices: Choices, priced: Priced, conversion: Conversion
 ) -> tuple[Ints, Floats]:
-    """The columns that cause a conversion, with the bytes that each adds. Flows that share it add
-    an equal part each.
+    """The columns that cause a conversion, with the bytes that each adds. Flows that share the
+    conversion add an equal part each.
     """
     weights: dict[int, float] = {}
     for index, table in zip(conversion.edges, conversion.local_bytes, strict=True):
@@ -239,7 +241,9 @@ def mixed_timeline(choices: Choices, priced: Priced, model: MemoryModel, values:
 
 
 def least_timeline(choices: Choices, model: MemoryModel) -> Floats:
-    """Bytes over time if each array could have its smallest share."""
+    """A lower bound on bytes over time: every array as small as any allowed choice of its node
+    makes it.
+    """
 
     def least(r: Resident, local: Floats) -> float:
         return float(local[0] if r.node < 0 else local[choices.allowed[r.node]].min())
@@ -248,7 +252,7 @@ def least_timeline(choices: Choices, model: MemoryModel) -> Floats:
 
 
 def decode(choices: Choices, values: Floats) -> Ints:
-    """For each node the choice that a solution takes most of."""
+    """For each node, the choice that has the largest share in a solution."""
     return np.array(
         [
             int(allowed[int(np.argmax(values[columns]))])
@@ -261,7 +265,7 @@ def decode(choices: Choices, values: Floats) -> Ints:
 def is_mixed(choices: Choices, values: Floats) -> bool:
     """True if a solution mixes choices of a node."""
     x = values[: choices.num_integer]
-    # Within this of 0 or 1 lies rounding.
+    # A smaller distance from 0 or 1 is rounding.
     return bool(np.any(np.minimum(x, 1 - x) > MIXED))
 
 

@@ -1,8 +1,8 @@
 """A short proof that no solution lies below a bound, by a few branches on the warm relaxation.
 
 A general solver of integer programs starts cold: it presolves, solves the relaxation, searches for
-cuts. If the relaxation is close to the bound already, the choices that it mixes are mostly those
-that need memory, and branching on a few of them is enough.
+cuts. If the relaxation is already close to the bound, it mostly mixes choices because of memory,
+and branching on a few of them is enough.
 
 Reference: A. H. Land, A. G. Doig, "An automatic method of solving discrete programming problems",
 1960.
@@ -20,7 +20,7 @@ from ._program import MIXED
 
 Floats = NDArray[np.float64]
 
-# After so many the general solver would be faster.
+# Relaxations to solve at most; beyond these, the general solver would be faster.
 _MOST_SOLVES = 40
 
 
@@ -36,7 +36,7 @@ def rules_out(
 
     Args:
         columns: of each node's choices.
-        use: for moments when memory is short, the bytes of each node's choices.
+        use: for each moment with a memory row, the bytes of each node's choices.
         values: the relaxation's solution, below the bound.
     """
     solves_left, work = _MOST_SOLVES, 0.0

@@ -1,10 +1,11 @@
-"""Edges that share conversions pay for each once; the program learns this where it matters.
+"""Shared conversions: edges that convert an array alike pay once, which the program is taught only
+where it matters.
 
 If several edges convert an array alike, the array is converted once. In a program this needs a row
 for each edge and conversion, three quarters of all rows, few of which ever bind. So each of `m`
 flows first pays `1 / m` of the price, which is right where all edges convert alike and too little
-otherwise. Where a solution pays too little, a column for the excess is added, with its price:
-`excess >= flow - mean of all flows`. Its cost and its bytes are `m` times those of a flow.
+otherwise. Where a solution pays too little, a column for the excess is added, with a price of its
+own: `excess >= flow - mean of all flows`. Its cost and its bytes are `m` times those of a flow.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Groups:
 
     @classmethod
     def of(cls, shared: Mapping[int, Mapping[tuple[Hashable, Hashable], Sequence[int]]]) -> Groups:
-        """The groups of all shares, given the flows of each conversion."""
+        """The groups of all shares, from the flows of each conversion."""
         keys = [
             # A conversion of a single flow pays its whole price already.
             (share, key)
@@ -54,11 +55,11 @@ class Groups:
 
     @property
     def first(self) -> Ints:
-        """One flow of each group."""
+        """The first flow of each group."""
         return self.members[self.starts]
 
     def unpaid(self, values: Floats) -> Floats:
-        """The excess of each group's largest flow over the mean."""
+        """For each group, the excess of its largest flow over the mean; 0 if that is rounding."""
         if not len(self.counts):
             return np.zeros(0)
         flows = values[self.members]

@@ -1,11 +1,11 @@
-"""The work that branching may take."""
+"""The limit on the work of branching."""
 
-# Less than this share of all work is not worth starting with.
+# No integer program is started with less than this share of the limit.
 _LEAST_SHARE = 0.1
 
 
 class Work:
-    """Remaining work for branching, shared by all spaces of a problem: pivots times rows."""
+    """The work left for branching, in pivots times rows, which all spaces of a problem share."""
 
     def __init__(self, limit: float) -> None:
         self.left = limit
@@ -13,5 +13,5 @@ class Work:
 
     @property
     def is_spent(self) -> bool:
-        """True if what is left is not worth starting with."""
+        """True if too little work is left to start an integer program."""
         return self.left <= 0 or self.left < _LEAST_SHARE * self._limit
