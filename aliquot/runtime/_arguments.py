@@ -14,7 +14,9 @@ from .transport import PiecedArray
 
 
 class Arguments:
-    """Flattening of the calls of one step. `types` are shape and dtype of each input."""
+    """Flattens and checks the arguments of calls of one step. `types` holds each input's shape and
+    dtype.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -24,7 +26,7 @@ class Arguments:
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
         """The flat arrays of a call. Raises `PlanMismatchError` listing every difference,
-        `CaptureError` for other arguments.
+        `CaptureError` if the call has other arguments than the traced one.
         """
         call: FlatCall = self._graph.calling.flatten(args, kwargs)
         self._check_call(call)
@@ -34,6 +36,7 @@ class Arguments:
         """The arrays of a call, in the order of the step's inputs."""
         names = tuple(kwargs)
         flat, tree = jax.tree.flatten((tuple(args), tuple(kwargs.values())))
+        # Fast path: the structure, and every leaf that is no array, are those of an earlier call.
         known = self._seen
         if (
             known is not None
@@ -48,8 +51,8 @@ class Arguments:
         call: FlatCall = self.call(args, kwargs)
         statics = tuple((k, leaf) for k, leaf in enumerate(flat) if not hasattr(leaf, "dtype"))
         arrays = [leaf for leaf in flat if hasattr(leaf, "dtype")]
-        # Flattening with paths is slow: a call of the same structure needs it once, unless objects
-        # hide their arrays.
+        # Flattening with paths is slow, so it is done once for each structure. Where objects hide
+        # their arrays from `jax.tree`, it is done in every call.
         if not self._graph.calling.modules and list(map(id, arrays)) == list(map(id, call.leaves)):
             self._seen = ((names, tree), statics)
         return call.leaves
@@ -65,7 +68,7 @@ class Arguments:
         wrong = []
         for item, leaf, (shape, dtype) in zip(self._graph.inputs, leaves, self.types, strict=True):
             path = item.path
-            # A NumPy array of 64 bits becomes one of 32 on its way in, unless JAX keeps 64.
+            # JAX converts 64-bit NumPy arrays to 32 bits, unless its 64-bit types are enabled.
             if leaf.dtype != dtype and _canonical(leaf.dtype) != dtype:
                 wrong.append(f"{path} is {leaf.dtype}, planned {dtype}")
             if tuple(leaf.shape) != shape and not _may_be_part(leaf, shape):
@@ -132,7 +135,7 @@ def _is_deleted(leaf: Any) -> bool:
 
 
 def _may_be_part(leaf: Any, shape: tuple[int, ...]) -> bool:
-    """True if a host array may be one process's part of an array."""
+    """True if an array may be this process's part of a larger array of this shape."""
     return (
         jax.process_count() > 1
         and len(leaf.shape) == len(shape)

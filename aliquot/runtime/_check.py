@@ -1,4 +1,4 @@
-"""One step under a plan against the plain step on one device."""
+"""Comparison of one step under a plan with the plain step on one device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .transport import PiecedArray, gather
 class LeafDifference:
     """Difference of one output from the plain step's.
 
-    `relative` is the largest difference over the plain output's largest magnitude (over 1 where
-    that is zero); infinite where one side is not a number and the other is.
+    `relative` is the largest difference divided by the plain output's largest magnitude (by 1 where
+    that is zero); infinite where one side is NaN and the other is not.
     """
 
     path: str
@@ -40,7 +40,7 @@ class StepCheck:
 
     @property
     def worst(self) -> LeafDifference:
-        """The output that is furthest off."""
+        """The output with the largest relative difference."""
         return max(self.leaves, key=lambda leaf: leaf.relative)
 
     @property
@@ -68,10 +68,10 @@ def plain_results(graph: Graph, leaves: Sequence[Any]) -> list[Any]:
 
 
 def _whole(leaf: Any) -> Any:
-    """The whole array on the default device. A step that names devices may move it from there."""
+    """The whole array on the default device, uncommitted: a step that names devices may move it."""
     if isinstance(leaf, PiecedArray):
         return jnp.asarray(leaf)
-    # Only the words of random keys can be gathered.
+    # `gather` returns the words (`key_data`) of random keys.
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(
             jax.device_put(gather(leaf)), impl=jax.random.key_impl(leaf)
@@ -80,7 +80,7 @@ def _whole(leaf: Any) -> Any:
 
 
 def compare(paths: Sequence[str], results: Sequence[Any], wanted: Sequence[Any]) -> StepCheck:
-    """Differences between two flat results. Waits for both."""
+    """Differences of all outputs between two flat lists of results. Waits for both."""
     leaves = [
         _difference(p, gather(a), gather(b)) for p, a, b in zip(paths, results, wanted, strict=True)
     ]
@@ -95,7 +95,7 @@ def _difference(path: str, result: Any, wanted: Any) -> LeafDifference:
     )
     if not a.size:
         return LeafDifference(path=path, largest=0.0, magnitude=0.0)
-    # Infinities of one sign are equal, and their difference is no number.
+    # Infinities of the same sign are equal, although their difference is NaN.
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         gaps = np.where(same, 0.0, np.abs(a - b))

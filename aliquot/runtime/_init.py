@@ -28,8 +28,8 @@ def init_state(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Results of `init_fn(*args, **kwargs)`, each array created on the devices that hold it, in
-    pieces if they lie apart.
+    """Results of `init_fn(*args, **kwargs)`, each array created on the devices that will hold it; a
+    `PiecedArray` if its rows lie on several stages.
 
     The result must be the step's state argument, or a tuple of several of its arguments in their
     order.
@@ -37,10 +37,11 @@ def init_state(
     Args:
         fn: the step.
         inputs: names, shapes and roles of its inputs.
-        places: where each of its inputs lies, by path.
+        places: shardings of each input, by path: one for each of its pieces.
 
     Raises:
-        PlanMismatchError: the result is no argument of the step; names every path that differs.
+        PlanMismatchError: the result does not match the step's arguments; names every path that
+            differs.
         CaptureError: the function returns something that neither is an array nor stays the same.
     """
     leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
@@ -75,14 +76,15 @@ def init_state(
             if rows.sharding.mesh == mesh
         ]
         if not mesh.local_devices:
-            # Other processes make these.
+            # Other processes make these arrays; stubs without data stand in for them here.
             for k, rows in on_mesh:
                 struct = jax.eval_shape(rows.of, shapes[k])
                 arrays_made[k, rows] = stub(struct.shape, rows.sharding, struct.dtype)
             continue
 
         def part(*dynamic: Any, on_mesh: Sequence[tuple[int, Rows]] = on_mesh) -> list[Any]:
-            # The compiler leaves out what none of these results needs.
+            # All results are traced for every mesh; the compiler removes what those on this mesh do
+            # not need.
             results, pieces = run(*dynamic), _pieces(stacks, dynamic)
             return [
                 results[k] if rows.stop is None else pieces[k, rows.start] for k, rows in on_mesh
@@ -104,11 +106,11 @@ _Stacks: TypeAlias = Sequence[tuple[Sequence[int], SplitGraph]]
 def _stacks(
     run: Callable[..., list[Any]], arrays: Sequence[Any], wanted: Sequence[Sequence[Rows]]
 ) -> _Stacks:
-    """Functions that make the stacked arrays of the result, cut so that a stage makes its own rows
-    without the others.
+    """Graphs that make the stacked arrays of the result, cut so that each stage makes only its own
+    rows.
 
-    For arrays with the same pieces each: their positions in the result, and the function that makes
-    them.
+    There is one entry for all arrays that are cut at the same rows: their positions in the result,
+    and the graph that makes them.
     """
     alike: dict[tuple[int, ...], list[int]] = {}
     for k, place in enumerate(wanted):
@@ -139,8 +141,8 @@ def _pieces(stacks: _Stacks, arrays: Sequence[Any]) -> dict[tuple[int, int], Any
 
 
 def _replicate(array: Any, whole: NamedSharding) -> Any:
-    # Uncommitted and host arrays go anywhere by themselves; across processes nothing else is
-    # allowed.
+    # JAX places host arrays and uncommitted arrays itself. A program over several processes accepts
+    # no others, so arrays are passed to it as they are.
     if not isinstance(array, jax.Array) or not whole.is_fully_addressable:
         return array
     return jax.device_put(array, whole)
@@ -168,8 +170,8 @@ def _places(
     kept: Mapping[str, Any],
     shapes: Sequence[Any],
 ) -> list[Sequence[Rows]]:
-    """Sharding of each array of the result, found by laying the result out as arguments of the
-    step.
+    """Shardings of each array of the result. The result is flattened as arguments of the step,
+    which gives its arrays the paths by which `places` knows them.
     """
     result = _rebuild(kept, shapes)
     stateful = _state_arguments(arrays)
@@ -190,7 +192,7 @@ def _places(
             problems.append(
                 f"{path} is made as {described}, the step takes {wanted.dtype}{list(wanted.shape)}"
             )
-        # Arrays are found again by identity: in the result they have paths of its own.
+        # Matched by identity, because an array's path in the result differs from that in the step.
         rows_of[id(leaf)] = places[path]
     problems += [f"{path} is missing" for path in inputs]
     if problems:
@@ -213,7 +215,7 @@ def _places(
 
 
 def argument_of(path: str) -> str:
-    """The argument that a path stands in."""
+    """The name of the argument that a path begins with."""
     return path.split(".")[0].split("[")[0]
 
 

@@ -53,8 +53,8 @@ class PipelineRunner(AbstractRunner):
     def __init__(self, graph: Graph, pipeline: Pipeline, plan: Plan | None = None) -> None:
         """
         Args:
-            graph: the step on its whole batch, with its scans cut if the pipeline's are.
-            plan: compared with the other processes', if there are any.
+            graph: the step on its whole batch, with its scans cut at stages if the pipeline's are.
+            plan: the plan, which is compared with that of the other processes, if there are any.
         """
         self.graph, self.pipeline = original_of(graph), pipeline
         self._pieces_graph, self._plan = graph, plan
@@ -125,8 +125,8 @@ class PipelineRunner(AbstractRunner):
         return self._run(leaves, lambda given: self.compiled().issuer.run(given), keep=keep)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """See `AbstractRunner.place`: on the first stage that wants it, in pieces where these lie
-        on several.
+        """See `AbstractRunner.place`. Each input is put on the first stage that holds it, and in
+        pieces where its rows lie on several stages.
         """
         homes, placed = self._homes(), []
         for position, leaf in enumerate(cut_leaves(leaves, self._inputs, self._paths)):
@@ -164,7 +164,7 @@ class PipelineRunner(AbstractRunner):
 
     def trace(self, leaves: Sequence[Any], title: str) -> Trace:
         """See `AbstractRunner.trace`."""
-        # The first run compiles and fills caches, and would be timed with that.
+        # A first run, which is not timed, compiles and fills caches.
         jax.block_until_ready(self.run(leaves, keep=True))
         spans: list[Span] = []
         timed = functools.partial(
@@ -187,7 +187,8 @@ class PipelineRunner(AbstractRunner):
     ) -> list[Any]:
         graph = self._pieces_graph
         leaves = cut_leaves(whole, self._inputs, self._paths)
-        # An array that is passed twice is not donated, as its second place still needs it.
+        # An array that is passed for two inputs is not donated, because the other input still needs
+        # it.
         shared = Counter(id(leaf) for leaf in leaves)
         given: dict[int, Any] = {}
         first: list[Any] = []

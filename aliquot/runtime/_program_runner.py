@@ -49,8 +49,8 @@ class ProgramRunner(AbstractRunner):
             devices: in the mesh's order, row by row; by default the first of `jax.devices()`.
 
         Raises:
-            PlanMismatchError: there are fewer devices than the plan needs, or processes with those
-                of idle hosts alone.
+            PlanMismatchError: there are fewer devices than the plan needs, or a process has only
+                devices that the plan leaves idle.
             CaptureError: the step does not decompose into the plan's micro-batches.
         """
         (stage,) = step.plan.stages
@@ -98,10 +98,12 @@ class ProgramRunner(AbstractRunner):
 
     def run(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
         """See `AbstractRunner.run`."""
-        # Before arrays are moved: all processes compile and agree first.
+        # Compile before any array is moved, so that all processes have compared their plans by
+        # then.
         self.compile()
         peers = watched()
-        # An array that is passed twice is not donated, as its second place still needs it.
+        # An array that is passed for two inputs is not donated, because the other input still needs
+        # it.
         shared = Counter(id(leaf) for leaf in leaves)
         placed = [
             self._placed(
@@ -132,7 +134,7 @@ class ProgramRunner(AbstractRunner):
             sharding, leaf.ndim
         )
         path = self.graph.inputs[position].path
-        # Arrays that were moved here remain the caller's where they came from.
+        # An array that had to be moved remains the caller's where it came from.
         return place(leaf, sharding, shape, keep=donated and (keep or moved), path=path)
 
     def stats(self) -> Stats:
@@ -167,7 +169,7 @@ class ProgramRunner(AbstractRunner):
 
     def trace(self, leaves: Sequence[Any], title: str) -> Trace:
         """See `AbstractRunner.trace`: one event, from the call to the last result."""
-        # The first run compiles, and would be timed with that.
+        # A first run, which is not timed, compiles.
         jax.block_until_ready(self.run(leaves, keep=True))
         start = time.perf_counter()
         jax.block_until_ready(self.run(leaves, keep=True))

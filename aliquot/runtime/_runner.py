@@ -14,8 +14,8 @@ from .compiled import Stats
 
 
 class AbstractRunner(abc.ABC):
-    """A step on flat arrays: one for each input of the step as the user wrote it, and one for each
-    result.
+    """Runs a step on flat arrays: takes one for each input of the step as the user wrote it, and
+    returns one for each result.
 
     Attributes:
         graph: that step, on its whole batch.
@@ -26,13 +26,13 @@ class AbstractRunner(abc.ABC):
     @property
     @abc.abstractmethod
     def meshes(self) -> tuple[Mesh, ...]:
-        """The devices of each stage; one mesh without a pipeline."""
+        """The mesh of each stage; a single mesh if the plan is no pipeline."""
 
     @property
     @abc.abstractmethod
     def shardings(self) -> Mapping[str, NamedSharding]:
-        """Sharding of each input, by path; of an input that several stages read, that on the first
-        of them.
+        """Sharding of each input, by path. Of an input that several stages read, it is the one on
+        the first of these stages.
 
         An input in pieces on several stages has a path for each piece, such as `params.w[0:4]` and
         `params.w[4:8]`.
@@ -45,25 +45,26 @@ class AbstractRunner(abc.ABC):
 
     @abc.abstractmethod
     def compile(self) -> None:
-        """Compile all programs, unless that was done. With several processes all must call it."""
+        """Compile all programs, unless they are compiled already. With several processes all must
+        call it.
+        """
 
     @abc.abstractmethod
     def run(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
-        """One step, compiled if need be.
+        """Run one step. Compiles it if need be.
 
         Args:
-            keep: leave all arguments as they are; otherwise state that the step replaces is
-                donated.
+            keep: leave all arguments usable; otherwise state that the step replaces is donated.
         """
 
     @abc.abstractmethod
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """The inputs with the shardings that the step needs."""
+        """The inputs, moved to the devices and shardings that the step needs."""
 
     @abc.abstractmethod
     def input_shardings(self) -> list[NamedSharding]:
-        """The sharding of each input; of one that lies on several stages, that on the first of
-        them.
+        """The sharding of each input. Of an input that lies on several stages, it is the one on the
+        first of these stages.
         """
 
     @abc.abstractmethod
@@ -72,7 +73,7 @@ class AbstractRunner(abc.ABC):
 
     @abc.abstractmethod
     def lower(self) -> Any:
-        """The programs before the compiler's optimizations: that of one program, or a dict of them
+        """The programs before the compiler's optimizations: a single one, or for a pipeline a dict
         by name.
         """
 
@@ -88,7 +89,7 @@ class AbstractRunner(abc.ABC):
 
 
 def interface_of(graph: Graph) -> tuple[ArrayInterface, ...]:
-    """A step's inputs as plans write them."""
+    """A step's inputs in the form in which plans store them."""
     return tuple(
         ArrayInterface(path=i.path, shape=v.shape, dtype=v.dtype, role=i.role.value)
         for i in graph.inputs

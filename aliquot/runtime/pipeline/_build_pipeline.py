@@ -20,7 +20,7 @@ class StageSetup:
 
     Attributes:
         mesh: its devices.
-        pins: its splits, for the operators of the whole step.
+        pins: its splits, indexed by the operators of the whole step.
         data_axes: mesh axes that split nothing but the batch.
         given_specs: how inputs of the step are split, by value.
         sent_specs: how values that it exchanges with other stages are split, by value.
@@ -45,10 +45,10 @@ def build_pipeline(
 
     Args:
         graph: the step on its whole batch.
-        cut: the same cut into micro-batches and stages, for the groups of `setups`.
-        setups: of each stage.
+        cut: the step cut into micro-batches and stages, with the data-parallel groups of `setups`.
+        setups: mesh and splits of each stage.
         schedule: order of tasks.
-        processes: that have devices of each stage; by default as the devices say.
+        processes: for each stage those that have its devices; by default read from the devices.
     """
     contexts = [
         StageContext(

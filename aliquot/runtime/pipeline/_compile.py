@@ -21,8 +21,8 @@ from ._stage_functions import Key, StageFunction
 class CompiledStage:
     """A compiled function of a stage; `shapes` are those of its results, with their shardings.
 
-    Equal functions of stages on the same devices share `compiled`; `compile_s` counts for the first
-    of them.
+    Equal functions of stages on the same devices share `compiled`; the first of them has the time
+    that it took as `compile_s`.
     """
 
     function: StageFunction
@@ -83,8 +83,8 @@ def _check_processes(pipeline: Pipeline) -> None:
 
 
 def _agree(peers: Peers, issuer: Issuer) -> None:
-    """Refuse processes with different instructions: transfers are matched by order alone, so that
-    one with another list would hang, or take wrong arrays.
+    """Refuse processes whose instructions differ. Transfers are matched by their order alone, so a
+    process with another list would hang, or receive the wrong arrays.
     """
     digests = peers.exchange(hashlib.sha256(issuer.signature().encode()).digest())
     other = [k for k, digest in enumerate(digests) if digest != digests[0]]
@@ -104,7 +104,7 @@ def _compile(
 
     Args:
         known: see `form_of`; gets the shardings that the compiler chose.
-        shared: executables of equal functions, by all that makes them equal.
+        shared: executables compiled so far, keyed by all that determines them.
     """
     start = time.perf_counter()
     form = form_of(pipeline, k, known)
@@ -135,13 +135,14 @@ def _compile(
 def _executable(
     pipeline: Pipeline, form: StageForm, lowered: Any, shared: dict[tuple[Any, ...], Any]
 ) -> Any:
-    """A program compiled, or what an earlier stage on the same devices has compiled of an equal
-    one.
+    """The executable of a lowered program. Equal programs of stages on the same devices are
+    compiled once.
     """
     mesh = pipeline.contexts[form.function.program.stage].mesh
     if sum(context.mesh == mesh for context in pipeline.contexts) == 1:
         return lowered.compile()
-    # The text omits lines of source, and properties that only JAX knows, such as a key's kind.
+    # The text is without source lines, in which equal programs may differ. It also lacks what only
+    # JAX knows, such as the kind of random keys, so shapes and dtypes belong to the key too.
     text = hashlib.sha256(lowered.as_text(debug_info=False).encode()).digest()
     results = tuple((r.shape, r.dtype) for r in form.results)
     key = mesh, text, form.donated, form.arguments, results, form.wanted

@@ -30,7 +30,8 @@ class Run:
 
     Attributes:
         function: its position in the list of functions.
-        stage, micro_batch: whose task it is; -1 for what runs once a step.
+        stage, micro_batch: the task that it belongs to; the micro-batch is -1 for a program that
+            runs once a step.
         inputs, outputs: slots.
         frees: slots that nobody reads afterwards.
     """
@@ -62,9 +63,10 @@ class Instructions:
     Attributes:
         steps: in the order in which they are issued.
         slots: what each slot holds, and on which stage: `(stage, key, micro-batch)`.
-        given: for each stage the slots of inputs of the step that must lie there, by value.
-        zeros: for each stage the slots of its running totals, by value.
-        numbers: for each stage the slots of the numbers of micro-batches.
+        given: for each stage, by value, the slots of the inputs and constants of the step that must
+            lie there.
+        zeros: for each stage, by value, the slots of its running totals, which start at zero.
+        numbers: for each stage the slots of the micro-batch numbers.
         results: for each (stage, value) that the user gets, its slot.
     """
 
@@ -87,9 +89,9 @@ def write_instructions(
 
     Args:
         functions: of all stages.
-        schedule: its tasks.
-        home: for inputs that are kept on one stage that stage; others are given to every stage that
-            reads them.
+        schedule: the order of the tasks.
+        home: for each input that is kept on one stage, that stage; other inputs are given to every
+            stage that reads them.
         results: stages and values that the user gets.
     """
     writer = _Writer(functions, schedule.num_micro_batches)
@@ -114,6 +116,8 @@ def write_instructions(
 
 
 class _Writer:
+    """Collects instructions in order, and numbers the slots that they use."""
+
     def __init__(self, functions: Sequence[StageFunction], num_micro_batches: int) -> None:
         self._functions, self._num_micro_batches = functions, num_micro_batches
         self.steps: list[Run | Send] = []
@@ -127,7 +131,8 @@ class _Writer:
                     readers.append(f.program.stage)
 
     def slot(self, stage: StageId, key: Key, micro_batch: int) -> int:
-        # Values of a whole step have one slot, and those of a micro-batch one for each.
+        # A value of the whole step has one slot; one of a micro-batch has a slot for each
+        # micro-batch.
         if key.form in (Form.GIVEN, Form.EARLY, Form.TOTAL, Form.LATE, Form.PACKED):
             micro_batch = -1
         # A program that takes several micro-batches names them in its keys.
@@ -136,7 +141,7 @@ class _Writer:
         return self.slots.setdefault((stage, key, micro_batch), len(self.slots))
 
     def spread_inputs(self, home: Mapping[ValueId, StageId]) -> None:
-        """Send each stage the inputs that it reads and another stage keeps."""
+        """Send each stage the inputs that it reads but another stage keeps."""
         wanted: dict[tuple[StageId, StageId], list[ValueId]] = {}
         for (form, value), readers in self._readers.items():
             if form is Form.GIVEN and value in home:
@@ -203,7 +208,9 @@ class _Writer:
         )
 
     def by_stage(self, form: Form) -> dict[int, dict[ValueId, int]]:
-        """Slots that must be filled before the first instruction."""
+        """Slots of values of a form that must be filled before the first instruction, by stage and
+        value.
+        """
         stages: dict[int, dict[ValueId, int]] = {}
         for (stage, key, _), slot in self.slots.items():
             # Slots that another stage fills by a transfer are not given.
@@ -212,7 +219,7 @@ class _Writer:
         return stages
 
     def numbers(self) -> dict[int, tuple[int, ...]]:
-        """Slots of micro-batches' numbers, by stage."""
+        """Slots of the micro-batch numbers, by stage."""
         stages = sorted({stage for stage, key, _ in self.slots if key.form is Form.NUMBER})
         every = range(self._num_micro_batches)
         return {
@@ -220,14 +227,16 @@ class _Writer:
         }
 
     def kept(self) -> set[int]:
-        """Slots that outlive a step."""
+        """Slots that are filled once and never freed."""
         return {slot for (_, key, _), slot in self.slots.items() if key.form is Form.NUMBER}
 
 
 def _with_frees(
     steps: Sequence[Run | Send], results: set[int], kept: set[int]
 ) -> tuple[Run | Send, ...]:
-    """Steps that free each slot after its last reader, or where it is made if nobody reads it."""
+    """The instructions, each with the slots that it frees: a slot is freed after its last reader,
+    or after the instruction that fills it if nobody reads it.
+    """
     done = results | kept
     freed = []
     # In reverse, so that the first use met is the last one.

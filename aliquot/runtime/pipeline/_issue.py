@@ -60,7 +60,7 @@ class Issuer:
     """This process's part in running steps of a compiled pipeline.
 
     Args:
-        pipeline: its instructions.
+        pipeline: the pipeline, with its instructions.
         stages: compiled functions; None for those of other processes.
         known: shapes and shardings of the functions' results, by stage and key.
         peers: the other processes; None if there are none.
@@ -88,13 +88,13 @@ class Issuer:
             None if r is None else pipeline.instructions.results[r] for r in pipeline.results
         ]
         self._stubs = self._make_stubs()
-        # JAX returns before devices have finished: Ctrl-C may come while they are at work.
+        # JAX returns before the devices have finished, so Ctrl-C may come while they still compute.
         end_in_order()
         self._broadcasts = self._plan_broadcasts()
 
     def _fill(self) -> None:
-        """Fill slots that every step starts with: micro-batch numbers and constants, and programs
-        that make the zeros of running totals.
+        """Prepare what every step starts with: micro-batch numbers, constants, and programs that
+        make the zeros of running totals.
         """
         pipeline, instructions = self._pipeline, self._pipeline.instructions
         for stage, context in enumerate(pipeline.contexts):
@@ -105,7 +105,7 @@ class Issuer:
             if totals and context.totals is not None:
                 types = [context.totals.shape_and_dtype(v) for v in totals]
                 shardings = [context.total_sharding(v) for v in totals]
-                # Zeros are created where they lie: from the host they would be sent in every step.
+                # Zeros are created on the devices; from the host, they would be sent in every step.
                 make = jax.jit(
                     lambda types=types: [jnp.zeros(*each) for each in types],
                     out_shardings=shardings,
@@ -131,7 +131,7 @@ class Issuer:
             outputs = outputs if self._pipeline.local[step.target] else ()
         if call is None:
             return None
-        # Slots of other processes hold nothing here.
+        # In this process, the slots of other processes' stages hold nothing.
         frees = tuple(
             slot
             for slot in step.frees
@@ -187,7 +187,7 @@ class Issuer:
         ]
 
     def signature(self) -> str:
-        """Text that must be equal in all processes."""
+        """The instructions, shapes and splits as text, which must be equal in all processes."""
         sends = [
             self._transfer_ends(step)
             for step in self._pipeline.instructions.steps
@@ -203,7 +203,7 @@ class Issuer:
     def connect(self) -> None:
         """Open JAX's connections between all processes, one at a time for each process.
 
-        First transfers of two processes that meet take seconds, or never arrive.
+        First transfers that overlap at a process take seconds, or never arrive.
         """
         # Channels through hosts are connected already.
         if self._peers is None or channels_of_hosts() is not None:
@@ -222,7 +222,7 @@ class Issuer:
                 assert move is not None
                 sends = pair[0] == jax.process_index()
                 received += move(*([_put(np.zeros(1, np.uint8), ends[0])] if sends else []))
-            # A barrier between rounds, so that no two first transfers meet.
+            # A barrier between rounds, so that no two first transfers overlap.
             jax.block_until_ready(received)
             self._peers.exchange(b"")
 
@@ -230,7 +230,8 @@ class Issuer:
         """One step.
 
         Args:
-            given: for each slot of `instructions.given` its array, in place.
+            given: for each slot of `instructions.given` its array, with the sharding that it needs
+                there.
 
         Returns:
             One array for each output of the step; None for those that are inputs or literals.
@@ -267,7 +268,7 @@ class Issuer:
         for slot, array in given.items():
             slots[slot] = array
         for slot, array in self._constants:
-            # A step frees the slots of constants like all others.
+            # Filled in every step, because a step frees the slots of constants like all others.
             slots[slot] = array
         for make, places in self._zeros:
             for slot, array in zip(places, make(), strict=True):
@@ -290,7 +291,7 @@ class Issuer:
         the calls.
         """
         slots = self._slots
-        # Locals and tuples, as this loop is what a step costs in Python.
+        # Only locals and tuples are used: this loop is most of what a step costs in Python.
         for number, take, call, outputs, frees in self._actions:
             self._number = number
             for slot, array in zip(outputs, call(*take(slots)), strict=True):

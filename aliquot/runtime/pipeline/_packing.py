@@ -1,7 +1,7 @@
 """Scalars that stages send each other in the update, packed into one vector for each dtype.
 
-The norm of all gradients takes a number from every parameter; as arrays of their own they would
-cost more than the rest of the exchange.
+The norm of all gradients needs one number from every parameter; sent as arrays of their own, they
+would cost more than the rest of the exchange.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ._stage_functions import Form, Key, StageFunction
 
 
 def pack_scalars(functions: Sequence[StageFunction]) -> tuple[StageFunction, ...]:
-    """The functions with scalars that cross between stages in vectors, where two or more cross
-    together.
+    """The functions, with scalars that cross between stages packed into vectors where two or more
+    cross together.
 
-    A vector's value number lies behind all others.
+    Vectors get value numbers above all others.
     """
     packs: dict[int, dict[Key, list[ValueId]]] = {}
     packed: dict[tuple[StageId, ValueId], tuple[Key, int]] = {}
@@ -53,17 +53,17 @@ def _scalars_read_elsewhere(f: StageFunction, functions: Sequence[StageFunction]
     read -= {key.value for g in others for key in g.gives}
     values = f.program.graph.values
     scalars = [key.value for key in f.gives if key.form is Form.LATE and key.value in read]
-    # Keys are not numbers that could be stacked with others.
+    # Random keys cannot be stacked with numbers.
     return [v for v in scalars if values[v].shape == () and not values[v].dtype.startswith("key<")]
 
 
 def _packing(f: StageFunction, packs: Mapping[Key, Sequence[ValueId]]) -> StageFunction:
-    """The function with vectors behind its results."""
+    """The function, which returns the packed vectors after its other results."""
     if not packs:
         return f
     places = [[f.gives.index(Key(Form.LATE, v)) for v in values] for values in packs.values()]
 
-    # The scalars are given as well: their own stage reads them as they are.
+    # The scalars are returned as well, because their own stage reads them unpacked.
     def run(*arrays: Any) -> list[Any]:
         results = f.run(*arrays)
         return [*results, *(jnp.stack([results[p] for p in group]) for group in places)]
@@ -76,7 +76,7 @@ def _unpacking(
     packed_at: Mapping[tuple[StageId, ValueId], tuple[Key, int]],
     made_at: Mapping[ValueId, StageId],
 ) -> StageFunction:
-    """The function with vectors in place of arguments from other stages."""
+    """The function, which takes packed vectors in place of scalars from other stages."""
     stage = f.program.stage
     packed = {
         key: packed_at[made_at[key.value], key.value]

@@ -27,17 +27,17 @@ class Pipeline:
         graph: the step on its whole batch.
         contexts: mesh and splits of each stage.
         schedule: order of tasks.
-        functions: of the programs, in an order in which they could run.
-        instructions: that run them, and send arrays between them.
+        functions: one for each program, in an order in which they could run.
+        instructions: run the functions, and send arrays between stages.
         results: for each output of the step the stage and the value that hold it; None if it is an
             input or literal.
-        home: stage of each input that is kept: that of its successor, else the first one that reads
-            it.
-        sent, sent_late: values that stages exchange: of micro-batches, and in the update.
-        pulled: inputs that other processes read in place. Nothing tells when they have finished, so
-            that no result may overwrite them.
-        processes: that have devices of each stage.
-        local: for each stage whether this process has some.
+        home: the stage that keeps an input, by value: that of its successor, else the first one
+            that reads it.
+        sent, sent_late: values that stages exchange for each micro-batch, and in the update.
+        pulled: inputs whose buffers other processes read directly. Nothing tells when they have
+            finished, so no result may overwrite these buffers.
+        processes: for each stage those that have its devices.
+        local: for each stage whether this process is one of them.
         successors: for each input that the step returns in its next state the output that takes its
             place.
     """
@@ -64,7 +64,7 @@ class Pipeline:
     def same_devices(self, a: int, b: int) -> bool:
         """True if two stages run on the same devices."""
         one, other = self.contexts[a].mesh, self.contexts[b].mesh
-        # Meshes without devices may be equal and stand for others.
+        # Meshes without devices may be equal and yet stand for different devices.
         return self.schedule.submesh_of(a) == self.schedule.submesh_of(b) or (
             isinstance(one, Mesh) and one == other
         )
@@ -83,7 +83,7 @@ def assemble_pipeline(
     Args:
         graph: the step on its whole batch.
         contexts: mesh and splits of each stage.
-        processes: that have devices of each stage; by default as the meshes' devices say.
+        processes: for each stage those that have its devices; by default read from the meshes.
     """
     home = _homes(graph, programs)
     sent = _sent(programs, in_body=True)
@@ -136,7 +136,7 @@ def _homes(graph: Graph, programs: StagePrograms) -> dict[ValueId, StageId]:
 
 
 def _sent(programs: StagePrograms, *, in_body: bool) -> frozenset[ValueId]:
-    """Values that stages exchange: of micro-batches, or in the update."""
+    """Values that stages exchange for each micro-batch (`in_body`), or in the update."""
     return frozenset(
         v
         for p in programs.programs

@@ -74,8 +74,8 @@ def pipeline_stats(compiled_pipeline: CompiledPipeline) -> Stats:
 
 
 def _of_all_processes(pipeline: Pipeline, figures: Sequence[Any]) -> tuple[Any, ...]:
-    """Figures of all stages, each with its number as `stage`, from the processes that have
-    them.
+    """Figures of all stages, collected from the processes that have them; each names its stage as
+    `stage`.
     """
     peers = watch() if pipeline.is_shared else None
     if peers is None:

@@ -37,8 +37,8 @@ def build_plan_pipeline(step: PlannedStep, devices: Sequence[Any] | None = None)
 
 
 def require_devices(plan: Plan, devices: Sequence[Any]) -> None:
-    """Refuse devices, or the processes that have them, which a pipeline's plan cannot use. Raises
-    `PlanMismatchError`.
+    """Refuse devices that are too few for a pipeline's plan, or processes that it cannot use.
+    Raises `PlanMismatchError`.
     """
     needed = max(stage.first_device + math.prod(stage.mesh_shape) for stage in plan.stages)
     if len(devices) < needed:
@@ -63,7 +63,8 @@ def pipeline_on(
     it can be lowered, but not run.
 
     Args:
-        processes: that have devices of each stage; must be given where meshes have none.
+        processes: for each stage those that have its devices; must be given where meshes have no
+            devices.
     """
     plan, staged = step.plan, step.staged
     assert staged is not None
@@ -119,7 +120,7 @@ def _setup(
 
 
 def _for_whole(graph: Graph, extract: Extract, part_pins: Pins, num_axes: int) -> Pins:
-    """Pins of a part, by the operators of the whole step."""
+    """The pins of a stage, indexed by the operators and values of the whole step."""
     op_class = [-1] * len(graph.ops)
     for number, index in enumerate(extract.ops):
         op_class[index] = part_pins.op_class[number]

@@ -26,11 +26,11 @@ class StageExport:
 
     Attributes:
         name: such as `stage 1 backward`.
-        stage: whose.
+        stage: the stage that runs it.
         form: what is compiled.
-        sources: for each argument whose split the compiler chooses, because it chose that of the
-            result: which export made it, and at which position; None for the others.
-        paths: what each argument is, for people.
+        sources: for each argument that another program returns in a split of the compiler's choice:
+            which export that is, and the position among its results; None for other arguments.
+        paths: what each argument is, for messages.
         runs: how often a step runs it.
     """
 
@@ -77,7 +77,8 @@ def export_stages(pipeline: Pipeline) -> tuple[StageExport, ...]:
                 stage=stage,
                 form=form,
                 sources=tuple(
-                    # The compiler chose the split of what a program left to its own stage.
+                    # The compiler chooses the splits of arrays that one program of a stage leaves
+                    # to another.
                     made_by[stage, Key(key.form, key.value)] if struct.sharding is None else None
                     for key, struct in zip(function.takes, form.arguments, strict=True)
                 ),
@@ -112,7 +113,7 @@ def exported_memory(
     """Memory over a step on the devices of some stages.
 
     Args:
-        exports: of the pipeline.
+        exports: all of the pipeline's.
         stages: those that share the devices.
         out_bytes: for each export the bytes of each result on each device.
         temps, aliases: for each export the bytes of its temporaries, and of results in the place of

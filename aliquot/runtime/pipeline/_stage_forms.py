@@ -19,7 +19,7 @@ from ._pipeline import Pipeline
 from ._stage_functions import Form, Key, StageContext, StageFunction
 
 Known: TypeAlias = dict[tuple[int, Key], Any]
-"""Shapes, with shardings, of what functions give, by stage and key."""
+"""Shape, dtype and sharding of the functions' results, by stage and key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,7 +29,8 @@ class StageForm:
     Attributes:
         jitted: takes and returns flat arrays.
         donated: positions of donated arguments.
-        arguments, results: shapes with their shardings; None for one that is left to the compiler.
+        arguments, results: shapes and dtypes with their shardings; a sharding of None is left to
+            the compiler.
         wanted: the results' shardings.
     """
 
@@ -45,7 +46,7 @@ def form_of(pipeline: Pipeline, k: int, known: Known) -> StageForm:
     """The `k`th function before it is compiled.
 
     Args:
-        known: of the functions before it; gets its own results.
+        known: the results of the functions before it; gets those of this one.
     """
     function = pipeline.functions[k]
     arguments = tuple(_struct(pipeline, function, key, known) for key in function.takes)
@@ -60,7 +61,8 @@ def form_of(pipeline: Pipeline, k: int, known: Known) -> StageForm:
     )
     for key, result in zip(function.gives, results, strict=True):
         known[function.program.stage, Key(key.form, key.value)] = result
-    # Equal stages have equal programs, by which caches know them: a name must not tell them apart.
+    # Equal stages have equal programs. Caches compare programs with their names, so the name must
+    # not contain the number of the stage.
     function.run.__name__ = function.program.name.split(" ", 2)[2].replace(" ", "_")
     return StageForm(
         function=function,
@@ -86,7 +88,7 @@ def given_slots(pipeline: Pipeline, value: ValueId) -> dict[int, tuple[int, Name
 def target_sharding(
     pipeline: Pipeline, stage: int, key: Key, shape: Sequence[int]
 ) -> NamedSharding:
-    """Sharding on a stage of what another stage sends it."""
+    """Sharding, on the receiving stage, of a value that another stage sends."""
     context = pipeline.contexts[stage]
     if key.form is Form.GIVEN:
         return context.given_sharding(key.value)
@@ -96,7 +98,7 @@ def target_sharding(
 
 
 def leaf_dtype(pipeline: Pipeline, value: ValueId) -> Any:
-    """Type of an input of the step, or of a constant."""
+    """Dtype of an input of the step, or of a constant."""
     constants = pipeline.graph.constants
     if value in constants:
         return constants[value].dtype
@@ -132,7 +134,7 @@ def _struct(
     plain = Key(key.form, key.value)
     if (stage, plain) in known:
         return known[stage, plain]
-    # From another stage: the array that it makes, in this stage's split.
+    # A value from another stage: its shape there, with this stage's split.
     stages = range(len(pipeline.contexts))
     struct = next(known[s, plain] for s in stages if (s, plain) in known)
     sharding = target_sharding(pipeline, stage, plain, struct.shape)
@@ -164,7 +166,7 @@ def _out_sharding(
         if key.value in pipeline.sent_late:
             return NamedSharding(context.mesh, PartitionSpec())
         if pipeline.is_shared:
-            # Processes that do not compile this must know it as well.
+            # Processes that do not compile this program must know the sharding as well.
             return NamedSharding(context.mesh, _result_spec(context, key.value, shape))
     if key.form is Form.PACKED:
         return NamedSharding(context.mesh, PartitionSpec())
@@ -184,7 +186,7 @@ def _result_spec(context: StageContext, value: ValueId, shape: Sequence[int]) ->
 
 
 def donated_values(pipeline: Pipeline) -> frozenset[ValueId]:
-    """The inputs whose buffers results take over."""
+    """The step's inputs whose buffers are donated to results."""
     return frozenset(
         f.takes[position].value
         for k, f in enumerate(pipeline.functions)
@@ -223,7 +225,9 @@ def donated_positions(pipeline: Pipeline, k: int) -> tuple[int, ...]:
 
 
 def _is_overwritten(pipeline: Pipeline, function: StageFunction, value: ValueId) -> bool:
-    """True if a function makes the successor of an input, at the input's home and of its size."""
+    """True if a function makes the successor of an input, on the input's home stage and with its
+    shape and dtype.
+    """
     successor = pipeline.successors.get(value)
     if not isinstance(successor, int) or Key(Form.LATE, successor) not in function.gives:
         return False

@@ -28,7 +28,7 @@ _REDUCE: dict[TimeKind, Callable[..., Any]] = {
     TimeKind.AND: jnp.all,
     TimeKind.OR: jnp.any,
 }
-# The neutral element: what other groups add to a value that the first has already counted.
+# Neutral elements: where the first group holds a value that counts once, the others hold these.
 _NEUTRAL: dict[TimeKind, Callable[..., Any]] = {TimeKind.SUM: jnp.zeros, TimeKind.PROD: jnp.ones}
 
 
@@ -47,7 +47,9 @@ class Form(enum.StrEnum):
 
 
 class Key(NamedTuple):
-    """A value in some form; `micro_batch` only where a program takes those of several."""
+    """A value in some form. `micro_batch` is set only where a program takes a value of several
+    micro-batches.
+    """
 
     form: Form
     value: ValueId = NO_VALUE
@@ -60,10 +62,10 @@ class StageContext:
 
     Attributes:
         mesh: its devices.
-        pins: its splits, for the operators of the whole step.
+        pins: its splits, indexed by the operators of the whole step.
         data_axes: mesh axes that the data-parallel groups lie along; empty without micro-batches.
-        parts, plan: the step cut over time for this number of groups; no plan for a whole batch at
-            once.
+        parts, plan: the step cut into micro-batches for this number of groups; `plan` is None if
+            the whole batch runs at once.
         layout: groups and micro-batches.
         given_specs: how inputs are split here, by value.
         sent_specs: how values that it exchanges are split here, by value.
@@ -107,7 +109,7 @@ class StageContext:
         return self.plan is not None and self.plan.semantics == "independent"
 
     def kind(self, value: ValueId) -> TimeKind:
-        """How the parts' values of an array make up the whole batch's."""
+        """How the values of an array in the micro-batches make up its value for the whole batch."""
         assert self.plan is not None
         return self.plan.specs[value].kind
 
@@ -119,7 +121,8 @@ class StageContext:
         """Sharding of a value of a micro-batch that comes from another stage, or goes to one."""
         spec = self.sent_specs.get(value)
         if len(shape) > len(self.parts.body.values[value].shape):
-            # Each group's own, with a leading dim that may count another stage's groups.
+            # Each group has a value of its own: there is a leading dim, which may count another
+            # stage's groups.
             spec = (
                 PartitionSpec(self.data_axes) if shape[0] == self.layout.groups else PartitionSpec()
             )
@@ -319,8 +322,8 @@ def _slice(context: StageContext, array: Any, value: ValueId, dim: int, number: 
 
 
 def _joined(context: StageContext, value: ValueId, array: Any) -> Any:
-    """The form in which other stages see a value that each group has for itself; the dim of groups
-    stays where all differ.
+    """A value that each group has for itself, in the form in which other stages receive it. The dim
+    of the groups is kept where their values can neither be joined nor reduced.
     """
     assert context.plan is not None
     spec = context.plan.specs[value]
@@ -344,7 +347,9 @@ def _take_apart(
     plain: dict[ValueId, Any],
     mapped: dict[ValueId, Any],
 ) -> None:
-    """The reverse of `_joined`: a sum or product counts once, in the first group."""
+    """The reverse of `_joined`. A sum or product goes to the first group alone, so that it counts
+    once.
+    """
     assert context.plan is not None
     spec, groups = context.plan.specs[value], context.layout.groups
     if spec.kind is TimeKind.CONCATENATE:
@@ -354,15 +359,15 @@ def _take_apart(
     elif array.ndim > len(context.parts.body.values[value].shape):
         mapped[value] = _for_groups(array, groups, spec.kind)
     elif spec.kind in _NEUTRAL:
-        # The first group takes the value and the others what changes nothing.
+        # The first group takes the value, and the others the neutral element.
         mapped[value] = _NEUTRAL[spec.kind]((groups, *array.shape), array.dtype).at[0].set(array)
     else:
         plain[value] = array
 
 
 def _for_groups(array: Any, groups: int, kind: TimeKind) -> Any:
-    """Groups' own values for another number of groups, those of the groups that have the same
-    examples.
+    """Values of groups, converted to another number of groups: each new group gets the values of
+    the old groups that hold its examples.
     """
     count = array.shape[0]
     if groups % count == 0:
@@ -372,7 +377,7 @@ def _for_groups(array: Any, groups: int, kind: TimeKind) -> Any:
             repeated / (groups // count) if kind is TimeKind.SUM and groups > count else repeated
         )
         return shared.astype(array.dtype)
-    # Neither divides the other: by way of a single value.
+    # Neither number divides the other: convert to a single group first.
     if count % groups:
         return _for_groups(_for_groups(array, 1, kind), groups, kind)
     shares = array.reshape(groups, count // groups, *array.shape[1:])

@@ -24,11 +24,12 @@ class StageMemory:
     """Bytes on each device over a step.
 
     Attributes:
-        held_bytes: the most that arrays between programs take: state, what micro-batches in flight
-            have left, totals, what comes from other stages.
-        peak_bytes: the most of both arrays and a running program's temporaries.
-        in_flight: the most micro-batches at once of which something is held, from their forward
-            pass on.
+        held_bytes: the most that arrays held between programs take: state, residuals of
+            micro-batches in flight, running totals, arrays from other stages.
+        peak_bytes: the most that held arrays take together with a running program's results and
+            temporaries.
+        in_flight: the most micro-batches of which something is held at the same time, from their
+            forward pass on.
         parts: what the peak is made of: `arguments` (state and batch), `residuals` (of all
             micro-batches in flight), `totals`, `update`, `other`, and of the program that runs then
             `results` that take no argument's place, and `temporaries`.
@@ -52,7 +53,7 @@ def stage_memory(
     """Memory of the devices of some stages under the instructions of a step.
 
     Args:
-        stages: those that share the devices; one without interleaving.
+        stages: the stages that share the devices; a single one without interleaving.
         sizes: bytes by slot.
         temps, aliases: bytes by function: its temporaries, and results that lie in donated
             arguments.
@@ -84,7 +85,7 @@ def stage_memory(
             gone = {step.inputs[position] for position in donated.get(step.function, ())}
             held -= sum(sizes.get(slot, 0) for slot in gone & alive)
             alive -= gone
-        # A slot that is alive already is written over, and its bytes are counted.
+        # A slot that is alive already is overwritten; its bytes are counted already.
         new = set(written) - alive
         alive |= new
         held += sum(sizes.get(slot, 0) for slot in new)
