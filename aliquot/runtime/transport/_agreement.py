@@ -24,7 +24,7 @@ _OPERATORS = "operators in its traced step"
 
 
 def exchange(data: bytes) -> list[bytes]:
-    """The texts that all processes pass, in order of the processes. Waits until all have called it
+    """The data that each process passes, in order of the processes. Waits until all have called it
     as often as this one.
     """
     joined = coordination_client()
@@ -48,7 +48,8 @@ def agree(parts: Mapping[str, Sequence[str]]) -> None:
         parts: the lines, by what they are called in messages.
 
     Raises:
-        PlanMismatchError: in every process if one differs: which, in which part and in which lines.
+        PlanMismatchError: raised in every process if one differs; names the process, the part and
+            the lines.
     """
     # Only digests are exchanged at first: the texts of a large step are long.
     digests = {
@@ -67,7 +68,7 @@ def agree(parts: Mapping[str, Sequence[str]]) -> None:
     different = {name: others for name, others in different.items() if others}
     if not different:
         return
-    # All processes see the same digests, so that all of them send their texts.
+    # All processes see the same digests, so either all of them make this second exchange or none.
     texts = [
         json.loads(data)
         for data in exchange(json.dumps({n: list(parts.get(n, ())) for n in different}).encode())
@@ -113,7 +114,7 @@ def plan_lines(plan: Plan | None) -> dict[str, list[str]]:
 
 
 def _difference(name: str, others: Sequence[int], texts: Sequence[Sequence[str]]) -> str:
-    """The processes that differ from process 0 in a part, and the first difference."""
+    """Message: which processes differ from process 0 in a part, and the first lines that differ."""
     several = len(others) > 1
     who = (
         f"process{'es' * several} {', '.join(map(str, others))} {'have' if several else 'has'}"

@@ -1,4 +1,4 @@
-"""Descriptions of arrays for processes without a part of them; random keys as their words."""
+"""Stand-ins for arrays of which a process holds no part, and conversion of random keys to words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def struct(shape: Sequence[int], dtype: Any, sharding: Any) -> Any:
 
 
 def stub(shape: Sequence[int], sharding: Sharding, dtype: Any) -> jax.Array:
-    """An array without data in this process, which lies on other processes only."""
+    """An array that lies on other processes only, and so has no data in this one."""
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
@@ -43,7 +43,7 @@ def words_of(described: Any) -> Any:
 
 
 def words(array: Any) -> Any:
-    """An array, or the words of random keys."""
+    """The array itself, or the words of random keys."""
     if not is_key(array):
         return array
     if isinstance(array, jax.core.Tracer) or array.sharding.addressable_devices:
@@ -53,11 +53,13 @@ def words(array: Any) -> Any:
 
 
 def keys_from(words: Any, wanted: Any) -> Any:
-    """An array that arrived; as random keys, whose words it holds, if `wanted` describes keys."""
+    """An array that was received, as random keys if `wanted` describes keys, whose words it then
+    holds.
+    """
     if not is_key(wanted):
         return words
     names: list[Any] = []
-    # Only arrays and tracers tell how keys are made.
+    # The implementation of keys can only be read from an array or a tracer.
     jax.eval_shape(
         lambda key: names.append(jax.random.key_impl(key)),
         jax.ShapeDtypeStruct(wanted.shape, wanted.dtype),

@@ -1,8 +1,8 @@
-"""Connections that carry bytes from each process to each other, in order.
+"""Connections that carry bytes from each process to every other, in order.
 
-A connection goes one way and is opened when its first message is sent. Threads write and read, so
-that what is sent waits for its computation, and what comes is read, while the process goes on;
-neither holds more than a few messages.
+A connection goes one way and is opened when its first message is sent. Threads write and read while
+the process goes on: one waits for arrays to be computed and sends them, another reads what arrives.
+Their queues hold a few messages at most.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ Parts = Callable[[], Sequence[np.ndarray[Any, Any]]]
 
 # Number of the message, and its size in bytes.
 _HEADER = struct.Struct("!QQ")
-# A sender waits when so many messages are unsent. One suffices against deadlock: the process that
-# is furthest behind never waits, because the others have sent and received all earlier messages.
+# A sender waits while this many messages are unsent. One would suffice to prevent deadlock: the
+# process that is furthest behind never waits, because the others have sent and received all earlier
+# messages.
 _UNSENT, _UNREAD = 8, 2
 _WORD_BYTES = 16
 _ALIGNMENT_BYTES = 64
@@ -45,7 +46,7 @@ class Channels:
         self._own = peers.process
         word = secrets.token_bytes(_WORD_BYTES)
         self._listener = listener()
-        # Only processes of this run know the word.
+        # Only processes of this run know the word, so that no stranger can connect.
         told = peers.exchange(pickle.dumps((peers.address, self._listener.getsockname()[1], word)))
         self._ends: list[tuple[str, int, bytes]] = [pickle.loads(data) for data in told]
         self._word = word
@@ -54,10 +55,11 @@ class Channels:
         _start(self._accept)
 
     def send(self, process: int, parts: Parts) -> None:
-        """Send a message when its parts are there. Returns at once unless many messages wait.
+        """Queue a message, to be sent once its parts are computed. Returns at once unless the queue
+        is full.
 
         Raises:
-            ConnectionError: earlier ones could not be sent.
+            ConnectionError: an earlier message could not be sent.
         """
         if process not in self._outboxes:
             host, port, word = self._ends[process]
@@ -70,12 +72,14 @@ class Channels:
         """The next message of a process, as bytes. Waits for it.
 
         Raises:
-            ConnectionError: the process is gone, or sent something else.
+            ConnectionError: the process is gone, or its message has another number or size.
         """
         return self._inboxes[process].take(num_bytes)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was sent has left this process. False if it has not in time."""
+        """Wait until all queued messages have been sent. False if that takes longer than the
+        timeout.
+        """
         return all(outbox.flush(timeout_s) for outbox in self._outboxes.values())
 
     def close(self) -> None:
@@ -163,7 +167,8 @@ class _Outbox:
                 except Exception as error:
                     self._error = error
                     self._socket.close()
-            # Nothing may keep what was sent alive until the next message.
+            # References are dropped, so that arrays that were sent are not kept until the next
+            # message.
             parts = arrays = array = None  # type: ignore[assignment]
             number += 1
             with self._change:
@@ -220,7 +225,7 @@ class _Inbox:
                         raise OSError("the connection ended")
                     left = left[got:]
                 self._read.put((number, data))
-                # The reader frees it.
+                # The queue's reader alone holds the data now.
                 del data, left
         except (OSError, MemoryError) as error:
             self._read.put(error)
@@ -234,7 +239,7 @@ def listener(port: int = 0) -> socket.socket:
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes.
+    """The next `size` bytes of a connection.
 
     Raises:
         OSError: the connection ended before.
@@ -249,7 +254,7 @@ def receive_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _aligned(size: int) -> np.ndarray[Any, Any]:
-    """Bytes where XLA's CPU devices can use them in place."""
+    """A buffer of `size` bytes, aligned so that XLA's CPU devices can use it without a copy."""
     room = np.empty(size + _ALIGNMENT_BYTES, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT_BYTES
     return room[start : start + size]

@@ -17,15 +17,15 @@ from ._watchdog import Peers, end_at_once, stop_watching, watched
 _AT_EXIT_S = 4
 # How long to wait, after a failure, for the news that another process has died and caused it.
 _LAST_WORD_S = 2
-# Work that nobody can wait for any more.
+# How long a process that failed or was interrupted waits for work that still runs.
 _STUCK_S = 3
 _INTERRUPTED, _FAILED = 130, 1
 
 
 @cache
 def end_in_order() -> None:
-    """From now on the end of this process is announced to the others, and leaves no program running
-    that XLA would fail over.
+    """From now on the end of this process is announced to the others. It waits for running
+    programs, at which XLA would fail otherwise.
     """
     atexit.register(_at_exit)
 
@@ -39,8 +39,8 @@ def finish_work() -> None:
 
 
 def part(peers: Peers) -> None:
-    """End the connections of a process that all others have left. JAX's service lives in process 0,
-    which goes last.
+    """End this process's connections, once all processes have called `leave`. Process 0, in which
+    JAX's service runs, goes last.
     """
     stop_watching()
     if peers.process:
@@ -50,8 +50,8 @@ def part(peers: Peers) -> None:
 
 
 def _at_exit() -> None:
-    """End a process that did not call `shutdown`: quietly if the others end too; otherwise it ends
-    them.
+    """End a process that did not call `shutdown`: quietly if the others end too; otherwise they are
+    told, and end as well.
     """
     peers, error = watched(), getattr(sys, "last_value", None)
     if peers is None:
@@ -74,7 +74,7 @@ def _at_exit() -> None:
     if isinstance(error, KeyboardInterrupt):
         peers.fail("was interrupted (Ctrl-C)")
         end_at_once(_INTERRUPTED)
-    # If another process has died, the watch ends this one.
+    # If another process has died, the watchdog ends this one while it sleeps.
     peers.begin_to_fail()
     time.sleep(_LAST_WORD_S)
     peers.fail(f"has failed with {type(error).__name__}")
@@ -82,7 +82,9 @@ def _at_exit() -> None:
 
 
 def _finish_or_end(code: int | None) -> None:
-    """Wait for what runs; with a code, not longer than a while."""
+    """Wait for running work. With an exit code, wait `_STUCK_S` seconds at most, then end the
+    process.
+    """
     if code is None:
         finish_work()
         return

@@ -1,10 +1,10 @@
-"""Arrays from one mesh to another through the memory of the hosts, for devices that cannot send to
-other processes.
+"""Transfer of arrays from one mesh to another through the memory of the hosts, for devices that
+cannot send to other processes.
 
 XLA's CPU devices have transfers between processes, but with two or more devices in each these lose
 data and hang. Here each process sends the parts that another one needs of what its devices hold,
-and the other puts its shards together from them: any split to any other, no byte twice to the same
-process.
+and the other assembles its shards from them. Any split can be converted to any other, and no byte
+goes twice to the same process.
 """
 
 from __future__ import annotations
@@ -49,13 +49,12 @@ def plan_host_move(
     """This process's part in moving arrays.
 
     Args:
-        structs: of each array, with its sharding at the sender.
-        targets: where each shall lie: the sharding of each receiving process.
+        structs: shape, dtype and sharding of each array at the sender.
+        targets: for each array the wanted sharding, by receiving process.
 
     Returns:
-        A function from the arrays, in processes that hold parts of them, to those at the receiver,
-            in processes that are
-        to have parts. None where there is nothing to do.
+        A function that takes the arrays in processes that hold parts of them, and returns them in
+        processes that are to have parts. None if this process has nothing to do.
     """
     this_process = jax.process_index()
     plain = [words_of(described) for described in structs]
@@ -87,7 +86,8 @@ def plan_host_move(
     )
 
     def move(*arrays: Any) -> list[Any]:
-        # The shards are held until their messages are cut, also if the caller drops the arrays.
+        # These references keep the shards until the messages are made, even if the caller drops the
+        # arrays.
         shards = {
             (k, shard.device): shard.data
             for k in needed
@@ -99,7 +99,7 @@ def plan_host_move(
         if together is None:
             return []
         received = {
-            # A copy: the new shard must not be the old buffer, which may be donated.
+            # Copied, because the new shard must not share the old buffer, which may be donated.
             (p.array, p.goal, p.block): np.array(
                 np.asarray(shards[p.array, p.device])[_slices(p.block, p.within)]
             )
@@ -136,7 +136,8 @@ def _pieces(array: int, described: Any, process: int, target: Sharding) -> list[
             )
             if all(start < stop for start, stop in block):
                 holders = held[within]
-                # Holders of the same block take turns.
+                # Where several processes hold the block, different receivers get it from different
+                # ones.
                 source = process if process in holders else sorted(holders)[process % len(holders)]
                 pieces.append(_Piece(array, block, within, goal, holders[source], source, process))
     return pieces
@@ -145,8 +146,8 @@ def _pieces(array: int, described: Any, process: int, target: Sharding) -> list[
 def _joiner(
     structs: Sequence[Any], plain: Sequence[Any], targets: Sequence[Any]
 ) -> Callable[[Mapping[tuple[int, Block, Block], Any]], list[Any]]:
-    """From blocks, by array, where they belong and what they are, to arrays on this process's
-    devices.
+    """A function that assembles arrays on this process's devices from blocks. Blocks are keyed by
+    array, the block that they belong to, and the block that they are.
     """
     process = jax.process_index()
     places = [
@@ -186,7 +187,7 @@ def _joiner(
 
 
 def _filled(goal: Block, parts: Mapping[Block, Any], dtype: Any) -> np.ndarray[Any, Any]:
-    """A block made of smaller ones."""
+    """A block on the host, assembled from smaller ones."""
     if goal in parts:
         filled: np.ndarray[Any, Any] = parts[goal]
         return filled
@@ -218,5 +219,5 @@ def _num_bytes(block: Block, dtype: Any) -> int:
 
 
 def _cut(held: Sequence[tuple[Any, tuple[slice, ...]]]) -> list[np.ndarray[Any, Any]]:
-    """Blocks of shards, when these are there."""
+    """Blocks of shards, on the host. Waits until the shards are computed."""
     return [np.asarray(data)[where] for data, where in held]

@@ -16,7 +16,7 @@ from ._endings import end_in_order, finish_work, part
 from ._meeting import Hello, default_run_id
 from ._watchdog import meet, watched
 
-# JAX's own watch, which aborts, comes later than the one here.
+# JAX's own check for dead processes aborts; its timeout is long, so that the watchdog acts first.
 _HEARTBEAT_S = 600
 _SHUTDOWN_S = 10
 
@@ -45,27 +45,28 @@ def initialize(
         num_processes: how many there are.
         process_id: which one this is, from 0.
         local_device_ids: which of this machine's devices it uses; all by default.
-        initialization_timeout_s: how long to wait for the others.
+        initialization_timeout_s: how long to wait for the other processes.
         cpu_collectives: how CPUs of several processes work together within a program. With None
             they cannot, as a pipeline does not need where every stage has one process: then
             collectives within a process do not go through the network, which on CPUs takes 40 times
             as long.
         transfers: what carries arrays between the stages of a pipeline in different processes:
             "device" leaves it to JAX, "host" sends them through the memory and the network of the
-            hosts. By default hosts do so for CPUs, whose transfers in JAX lose data, and devices
-            for themselves elsewhere.
-        run_id: what only the processes of this run have in common: whoever comes to the same
-            address from another run is turned away. By default the number of the launcher's job, if
-            there is one.
+            hosts. By default "host" for CPUs, whose transfers in JAX lose data, and "device"
+            elsewhere.
+        run_id: a name that only the processes of this run share: a process of another run that
+            comes to the same address is turned away. By default the number of the launcher's job,
+            if there is one.
 
     Raises:
         SystemExit: with code 3 and a message, when the others do not come, have other versions, or
             die meanwhile.
-        InputError: The arguments do not say which process this is of how many, or fit no process.
+        InputError: The arguments do not say which of how many processes this is, or are out of
+            range.
         RuntimeError: from JAX, when devices were touched already.
     """
     _spare_threads()
-    # Only clients of CPU devices look at this.
+    # Only CPU backends read this option.
     jax.config.update("jax_cpu_collectives_implementation", cpu_collectives)
     address, count, process, devices = _known_processes(
         coordinator_address, num_processes, process_id, local_device_ids, initialization_timeout_s
@@ -81,8 +82,8 @@ def initialize(
 
     service = address
     if count > 1:
-        # Without it JAX aborts all processes when one dies, before anything can be said. The watch
-        # ends them.
+        # Without it JAX aborts all processes when one dies, before a message can be printed. The
+        # watchdog ends them instead.
         jax.config.update("jax_enable_recoverability", True)
         hello = Hello.own(process, count, default_run_id() if run_id is None else run_id)
         service = meet(address, hello, initialization_timeout_s, service_port)
@@ -98,7 +99,7 @@ def initialize(
         # Only process 0 runs the service.
         coordinator_bind_address=f"[::]:{service.rpartition(':')[2]}" if process == 0 else None,
     )
-    # JAX has the port by now, so that it need not be kept free any more.
+    # JAX listens at the port by now, so it need not be reserved any longer.
     for port_socket in reserved:
         port_socket.close()
     peers = watched()
@@ -133,7 +134,7 @@ def _known_processes(
 
 
 def shutdown() -> None:
-    """Leave the other processes, after this one's work is done and all have come this far."""
+    """Leave the run, once this process's work is done and all processes have called this."""
     peers = watched()
     if peers is None:
         jax.distributed.shutdown()
@@ -146,10 +147,10 @@ def shutdown() -> None:
 def _spare_threads() -> None:
     """Leave CPU devices a thread for transfers while programs wait for other processes.
 
-    XLA gives all that CPU devices do as many threads as there are cores or devices, and a
-    collective keeps one for each device until the others come. Where none is left, what the others
-    wait for is never sent. A device can wait in two programs at once: one of all devices here, and
-    one of its own.
+    XLA runs all work of CPU devices on as many threads as there are cores or devices, and a
+    collective blocks one for each device until the other processes take part. If no thread is left,
+    the data that they wait for is never sent. A device can wait in two programs at once: one of all
+    devices here, and one of its own.
     """
     flags = re.findall(
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
@@ -165,8 +166,9 @@ def reserved_port(address: str, process: int, count: int) -> socket.socket:
     """A socket at a port that no other program can take while it is open, except one that asks the
     system to share it, as JAX does.
 
-    Two that share a port would get each other's connections. Systems hand out those from 32768 on
-    by themselves, and no two processes of a run look at the same.
+    Two programs that share a port would get each other's connections. Only ports below 32768 are
+    tried, since systems hand out the others by themselves, and each process of a run tries ports of
+    its own.
     """
     ports = list(range(16384 + process, 32768, count))
     random.SystemRandom().shuffle(ports)
@@ -177,7 +179,7 @@ def reserved_port(address: str, process: int, count: int) -> socket.socket:
         except OSError:
             listener.close()
             continue
-        # Only from now on: at a port that is shared already it would have found room.
+        # Set only now: with it, `bind` would have succeeded at a port that another program shares.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         return listener
     raise OSError(f"no port from 16384 to 32767 is free at {address}")

@@ -1,8 +1,8 @@
 """Meeting of the processes of a run, before JAX connects them.
 
 Process 0 listens at the address that all were given. The others connect and say which process of
-which run they are; the connections stay for `_watchdog`. So who dies, comes twice, or belongs to
-another run is known at once, and named.
+which run they are; the connections stay for `_watchdog`. So a process that dies, joins twice, or
+belongs to another run is noticed at once and named.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Hello:
 
     Attributes:
         process, count: its number, and how many it expects.
-        run: what all processes of its run have in common, and no others.
-        machine: what processes have in common that can see each other's states.
-        pid: its number there.
-        versions: of what must be the same in all.
+        run: a name that all processes of its run share, and no others.
+        machine: a text that is the same in processes that can see each other's states.
+        pid: its process id on that machine.
+        versions: of the packages that must be the same in all processes.
     """
 
     process: int
@@ -71,8 +71,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The others, as this process knows them: of process 0 those of all, of others that of process
-    0.
+    """Connections to other processes, and the messages with which they joined: process 0 has those
+    of all others, and each of these only that of process 0.
     """
 
     process: int
@@ -93,10 +93,10 @@ def give_up(text: str) -> NoReturn:
 
 
 def gather_in(listener: socket.socket, own_hello: Hello, timeout_s: float) -> Met:
-    """The connections of all other processes. Ends all that have come if one of them dies, or does
-    not fit.
+    """Accept the connections of all other processes, in process 0. If one of them dies or does not
+    fit, all that have come are told to end, and this process ends too.
 
-    Those that come later are turned away as long as this process lives.
+    Processes that come later are turned away as long as this one lives.
     """
     joined: dict[int, tuple[Hello, socket.socket]] = {}
     deadline = time.monotonic() + timeout_s
@@ -260,7 +260,8 @@ def join(host: str, port: int, own_hello: Hello, timeout_s: float) -> tuple[Met,
     try:
         peer.settimeout(None)
         _say(peer, {"hello": {name: getattr(own_hello, name) for name in Hello.__slots__}})
-        # Process 0 has the clock; this is for one that does not answer at all.
+        # Process 0 enforces the time limit; this one is for a process 0 that does not answer at
+        # all.
         peer.settimeout(max(deadline - time.monotonic(), 1) + _HELLO_S)
         said = _hear(peer)
         peer.settimeout(None)
@@ -278,7 +279,8 @@ def join(host: str, port: int, own_hello: Hello, timeout_s: float) -> tuple[Met,
 
 def _say(peer: socket.socket, message: Mapping[str, Any]) -> None:
     data = json.dumps(message).encode()
-    # The first bytes tell a wrong address from a process of ours.
+    # The first bytes show that the sender is a process of aliquot, not a program at a wrong
+    # address.
     peer.sendall(b"aliquot" + len(data).to_bytes(4, "big") + data)
 
 
@@ -294,8 +296,11 @@ def _hear(peer: socket.socket) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """This machine's name and start, and the set of processes that this one can see."""
-    # Boot and namespace tell machines of one name apart, and containers that cannot see each other.
+    """Text that identifies this machine, its last start, and the set of processes that this one can
+    see.
+    """
+    # The boot id distinguishes machines of the same name; the PID namespace, containers that cannot
+    # see each other's processes.
     parts = [platform.node().split()[0] if platform.node().split() else "unknown"]
     with suppress(OSError):
         parts += [

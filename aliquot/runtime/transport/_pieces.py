@@ -32,8 +32,8 @@ class PiecedArray:
     `np.asarray`.
 
     Made by a step whose stages each keep some layers of a stack. Give it back to the step as it is;
-    `jnp.asarray` makes a plain array of it, on one device. With several processes both need all of
-    them, as they exchange the pieces.
+    `jnp.asarray` makes a plain array of it, on one device. With several processes, all must do
+    either together, as they exchange the pieces.
 
     Args:
         pieces: arrays that differ in their number of rows alone, in order.
@@ -125,8 +125,8 @@ class Rows(NamedTuple):
 
 
 def places_of(shardings: Mapping[str, NamedSharding]) -> dict[str, tuple[Rows, ...]]:
-    """Places of arrays by path, from those of their pieces by paths such as `params.w[0:4]` and
-    `params.w[4:8]`.
+    """The pieces of arrays with their shardings, by path, from shardings of pieces by paths such as
+    `params.w[0:4]` and `params.w[4:8]`.
     """
     places: dict[str, list[Rows]] = {}
     for path, sharding in shardings.items():
@@ -144,14 +144,14 @@ def original_of(graph: Graph) -> Graph:
 
 
 def input_pieces(graph: Graph) -> tuple[tuple[Piece, ...], ...]:
-    """For each array that the user passes its pieces among the graph's inputs."""
+    """For each array that the user passes, its pieces among the graph's inputs."""
     if graph.split is None:
         return tuple((Piece(position=k),) for k in range(len(graph.inputs)))
     return _composed(input_pieces(graph.split.original), graph.split.inputs)
 
 
 def output_pieces(graph: Graph) -> tuple[tuple[Piece, ...], ...]:
-    """For each array that the user gets its pieces among the graph's outputs."""
+    """For each array that the user gets, its pieces among the graph's outputs."""
     if graph.split is None:
         return tuple((Piece(position=k),) for k in range(len(graph.outputs)))
     return _composed(output_pieces(graph.split.original), graph.split.outputs)
@@ -176,10 +176,9 @@ def _within(outer: Piece, inner: Piece) -> Piece:
 def cut_leaves(
     leaves: Sequence[Any], pieces: Sequence[Sequence[Piece]], paths: Sequence[str]
 ) -> list[Any]:
-    """The user's arrays to those of a graph in pieces.
+    """The user's arrays, cut into the inputs of a graph in pieces.
 
-    Arrays that come in the same pieces are passed on as they are; others are cut, after they were
-    joined if need be.
+    Arrays that are in these pieces already are passed on; others are joined if need be, and cut.
 
     Args:
         leaves: whole arrays, or `PiecedArray`s.
@@ -187,7 +186,7 @@ def cut_leaves(
         paths: how messages call the leaves.
 
     Raises:
-        InputError: an array does not have all rows, as one process's part of it.
+        InputError: an array does not have all rows, for example because it is one process's part.
     """
     cut: list[Any] = []
     for leaf, leaf_pieces, path in zip(leaves, pieces, paths, strict=True):
@@ -214,7 +213,7 @@ def cut_leaves(
 
 
 def join_results(arrays: Sequence[Any], pieces: Sequence[Sequence[Piece]]) -> list[Any]:
-    """Results of a graph in pieces to the user's, one for each entry of `pieces`."""
+    """The user's results from those of a graph in pieces: one for each entry of `pieces`."""
     return [
         joined([arrays[piece.position] for piece in leaf_pieces], leaf_pieces)
         for leaf_pieces in pieces
@@ -222,5 +221,5 @@ def join_results(arrays: Sequence[Any], pieces: Sequence[Sequence[Piece]]) -> li
 
 
 def joined(arrays: Sequence[Any], pieces: Sequence[Piece | Rows]) -> Any:
-    """One array for the user out of those for its pieces."""
+    """The user's array from those of its pieces: the array itself, or a `PiecedArray`."""
     return arrays[0] if pieces[0].stop is None else PiecedArray(arrays)

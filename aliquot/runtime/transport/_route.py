@@ -1,10 +1,10 @@
-"""Arrays between stages of unequal size, or with processes in common, of which one has devices of
-several processes.
+"""Transfer of arrays between stages of unequal size, or with processes in common, where one has
+devices of several processes.
 
-JAX moves an array between processes only to as many devices of other processes, split alike. So the
-sending stage cuts it into as many pieces as the larger stage has devices, each piece goes from one
-device to one device, and the receiving stage puts them together in its own split: no byte crosses
-twice, and every device of either end takes its share.
+Between processes, JAX moves an array only to equally many devices of other processes, with the same
+split. So the sending stage cuts it into as many pieces as the larger stage has devices, each piece
+goes from one device to one device, and the receiving stage assembles them in its own split. No byte
+crosses twice, and every device of either end takes its share.
 
 Reference: D. Narayanan et al., "Efficient large-scale language model training on GPU clusters using
 Megatron-LM", 2021, section 4.1 (scatter and gather around transfers between stages).
@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from ._arrays import keys_from, stub, words, words_of
 
-# Below this an array crosses whole: the devices of the receiving stage hand it on.
+# A smaller array crosses whole; the devices of the receiving stage pass it on.
 WORTH_CUTTING_BYTES = 65536
 
 
@@ -42,7 +42,7 @@ class _Cut:
 
     @property
     def piece(self) -> tuple[int, ...]:
-        """Shape of a piece, its dim first, as one row of what devices hold."""
+        """Shape of a piece as one row: a dim of size 1, then the cut dim, then the others."""
         if self.count == 1:
             return (1, *self.shape)
         rest = [size for d, size in enumerate(self.shape) if d != self.dim]
@@ -53,7 +53,7 @@ class _Cut:
         return -(-self.count // devices)
 
     def apart(self, x: Any, devices: int) -> list[Any]:
-        """Rows of pieces: of each array, row k is device k's."""
+        """The pieces, in arrays with one row for each device: row k of each belongs to device k."""
         # A whole array goes to each device, so that any leg can start from the first row.
         if self.count == 1:
             return [jnp.broadcast_to(x[None], (devices, *self.shape))]
@@ -65,7 +65,7 @@ class _Cut:
         return [x[:, k] for k in range(each)]
 
     def together(self, rows: Sequence[Any]) -> Any:
-        """The array of which `apart` made rows."""
+        """The array from the rows that `apart` makes."""
         if self.count == 1:
             return rows[0][0]
         x = jnp.stack(list(rows), axis=1)
@@ -75,7 +75,7 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Leg:
-    """Pieces from one device to another: of each the array and its number."""
+    """Pieces that go from one device to another, each as (array, number of the piece)."""
 
     source: Any
     target: Any
@@ -89,12 +89,12 @@ def plan_route(
     processes.
 
     Args:
-        structs: of each array, with its sharding at the sender; the same mesh for all.
-        targets: where each shall lie; the same mesh for all.
+        structs: shape, dtype and sharding of each array at the sender; the same mesh for all.
+        targets: the sharding of each at the receiver; the same mesh for all.
 
     Returns:
-        A function from the arrays, at the sender, to those at the receiver. Elsewhere it takes or
-            gives none.
+        A function that takes the arrays at the sender and none elsewhere, and returns them at the
+        receiver and none elsewhere.
     """
     source: Any = structs[0].sharding
     ends = [_row(mesh) for mesh in (source.mesh, targets[0].mesh)]
@@ -120,8 +120,8 @@ def plan_route(
                 pieces = [
                     stub(cuts[array].piece, lead, cuts[array].dtype) for array, _ in leg.pieces
                 ]
-            # Of arrays from or to different devices in one call, ends may pull different ones
-            # first, and wait for ever.
+            # One call for each pair of devices: in a call for several, the two ends may pull
+            # different arrays first, and wait for ever.
             moved = jax.device_put(pieces, SingleDeviceSharding(leg.target))
             if receiver == process:
                 arrived.update(zip(leg.pieces, moved, strict=True))
@@ -131,7 +131,7 @@ def plan_route(
 
 
 def _row(mesh: Any) -> NamedSharding:
-    """One row for each device of a mesh."""
+    """Sharding of an array with one row for each device of a mesh."""
     devices = mesh.devices.reshape(-1)
     return NamedSharding(Mesh(devices, ("device",)), PartitionSpec("device"))
 
@@ -165,7 +165,7 @@ def _legs(cuts: Sequence[_Cut], senders: Sequence[Any], receivers: Sequence[Any]
 def _taker(
     cuts: Sequence[_Cut], end: NamedSharding, senders: Sequence[Any], process: int
 ) -> Callable[[Sequence[Any]], dict[tuple[int, int], Any]]:
-    """From arrays at the sender to the pieces that this process holds."""
+    """A function from arrays at the sender to the pieces that this process holds."""
     here = {device: k for k, device in enumerate(senders) if device.process_index == process}
     if not here:
         return lambda arrays: {}
@@ -198,7 +198,7 @@ def _giver(
     targets: Sequence[NamedSharding],
     process: int,
 ) -> Callable[[dict[tuple[int, int], Any]], Sequence[Any]]:
-    """From the pieces that came to this process to arrays at the receiver."""
+    """A function from the pieces that came to this process to arrays at the receiver."""
     here = [(k, device) for k, device in enumerate(receivers) if device.process_index == process]
     if not here:
         return lambda arrived: []
@@ -208,7 +208,8 @@ def _giver(
         return [keys_from(x, described) for x, described in zip(joined, structs, strict=True)]
 
     together = jax.jit(join, out_shardings=list(targets))
-    # What devices hold that no piece goes to.
+    # Padding in the place of pieces that do not exist: the last devices may get fewer than the
+    # others.
     blanks: dict[tuple[int, int], Any] = {}
     for array, cut in enumerate(cuts):
         each = cut.on_each(len(receivers))

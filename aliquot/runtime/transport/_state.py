@@ -1,4 +1,4 @@
-"""Arrays onto their devices and back."""
+"""Placement of arrays on devices, and their way back to the host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def place(
     keep: bool = False,
     path: str = "an array",
 ) -> jax.Array:
-    """An array where `sharding` wants it; the array itself if it lies there already.
+    """An array with the given sharding; the array itself if it has that already.
 
     With several processes, a host array of the global shape is taken to be the same in all of them,
     and one of another shape to be the process's own part.
@@ -46,7 +46,7 @@ def place(
         return leaf if same else stub(shape, sharding, leaf.dtype)
     if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
         if jax.process_count() > 1 and not leaf.committed:
-            # Only what is bound to its devices can be sent to another process.
+            # Only committed arrays can be sent to another process.
             leaf = jax.device_put(leaf, sharding)
         there: jax.Array = leaf.copy() if keep else leaf
         return there
@@ -60,7 +60,9 @@ def place(
 
 
 def _reshard(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Between processes only a program moves data."""
+    """An array with another sharding over several processes. Between these only a program moves
+    data.
+    """
     moved: jax.Array = jax.jit(lambda x: x, out_shardings=sharding)(leaf)
     return moved
 
@@ -94,9 +96,9 @@ def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path:
 def gather(array: Any) -> Any:
     """All of an array as a NumPy array, in every process. Random keys come back as their words.
 
-    Waits for the array; with several processes all must call it, in the same order. An array that
-    has a mesh of some processes only, such as a leaf of a pipeline's state, is taken to be known to
-    all; one without a mesh is this process's.
+    Waits for the array; with several processes all must call it, in the same order. An array whose
+    mesh has only some of the processes, such as a leaf of a pipeline's state, is assumed to be
+    passed by all processes; one without a mesh is this process's own.
     """
     if isinstance(array, jax.Array):
         array = share_with_all(words(array)) if lies_elsewhere(array) else words(array)

@@ -1,12 +1,12 @@
-"""Arrays from one stage's mesh to another's, in one process or between processes.
+"""Transfer of arrays from one stage's mesh to another's, in one process or between processes.
 
 Within a process `jax.device_put` moves anything anywhere. Between processes arrays of CPU devices
 go through the memory of the hosts, see `_host_moves`. For other devices `jax.device_put` is a pull
 by the receiver, for which both ends must be split alike over equally many devices; `_route` takes
 arrays apart where an end has devices of several processes. Pulls are matched by their order alone,
 in every process: each must issue all of them, also those between two others, with an empty array of
-the sender's sharding in place of what it does not hold. What was sent must not be donated: nothing
-tells the sender when it was pulled.
+the sender's sharding in place of arrays of which it holds no part. What was sent must not be
+donated: nothing tells the sender when it was pulled.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Move = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Crossing of one array between processes: laid out as `source` at the sender, arriving as
-    `target`.
+    """Shardings with which one array crosses between processes: `source` at the sender, `target` at
+    the receiver.
     """
 
     source: NamedSharding
@@ -39,14 +39,14 @@ class Wire:
 
 
 def processes_of(sharding: Sharding) -> frozenset[int]:
-    """The processes that hold a part."""
+    """The processes that have devices of a sharding."""
     devices: Any = sharding.device_set
     return frozenset(device.process_index for device in devices)
 
 
 def channels_of_hosts() -> Channels | None:
-    """The channels that carry arrays between processes if devices cannot, or None. All must call it
-    at the same point at first.
+    """The channels that carry arrays between processes if devices cannot, or None. The first call
+    must come at the same point in all processes.
     """
     peers = watched()
     if (
@@ -64,13 +64,12 @@ def plan_move(
     """This process's part in one transfer of arrays.
 
     Args:
-        structs: of each array, with its sharding at the sender; the same mesh for all.
-        targets: where each shall lie; the same mesh for all.
+        structs: shape, dtype and sharding of each array at the sender; the same mesh for all.
+        targets: the sharding of each at the receiver; the same mesh for all.
 
     Returns:
-        A function from the arrays, at the sender, to those at the receiver. Elsewhere it takes or
-            gives none. None where
-        there is nothing to do.
+        A function that takes the arrays at the sender and none elsewhere, and returns them at the
+        receiver and none elsewhere. None if this process has nothing to do.
     """
     source: Any = structs[0].sharding
     target = targets[0]
@@ -152,7 +151,7 @@ def _receiver(
 
 
 def _wire(described: Any, target: NamedSharding, spans: bool) -> Wire:
-    """The cheapest form that both ends can make: no byte is sent twice, and all devices of the
+    """The cheapest shardings that both ends can make: no byte is sent twice, and all devices of the
     smaller end take part.
     """
     source: NamedSharding = described.sharding
@@ -185,7 +184,7 @@ def _num_parts(shape: Sequence[int], sharding: NamedSharding) -> int:
 
 
 def _like(form: NamedSharding, mesh: Any) -> NamedSharding:
-    """The same split on other devices: the first of a mesh."""
+    """The same split on the first devices of another mesh."""
     own_mesh: Any = form.mesh
     if own_mesh == mesh:
         return form
@@ -200,7 +199,7 @@ def plan_broadcast(structs: Sequence[jax.ShapeDtypeStruct]) -> Move:
     processes.
 
     Args:
-        structs: of each array; the same mesh for all.
+        structs: shape, dtype and sharding of each array; the same mesh for all.
 
     Returns:
         A function from the arrays (nothing in processes without them) to arrays that this process
@@ -236,7 +235,7 @@ def plan_broadcast(structs: Sequence[jax.ShapeDtypeStruct]) -> Move:
 
 
 def lies_elsewhere(array: jax.Array) -> bool:
-    """True if an array lies on a mesh of some processes and not of others."""
+    """True if an array lies on a mesh that has no devices of some processes."""
     if jax.process_count() == 1 or not isinstance(array.sharding, NamedSharding):
         return False
     return len(processes_of(array.sharding)) < int(jax.process_count())

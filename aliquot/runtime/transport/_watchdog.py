@@ -31,25 +31,25 @@ _PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
 _LEAVES, _DIED, _FAILED, _FAILS, _LIVES = b"L", b"D", b"X", b"F", b"H"
 _DAY_MS = 24 * 3600 * 1000
 _ROUND_S = 1
-# A debugger stops a process for a moment, too.
+# Shorter stops are ignored, since a debugger also stops a process for a moment.
 _STOPPED_S = 5
-# Long calls may keep a process from saying that it lives.
+# Long, because a long call may keep a living process from sending.
 _SILENCE_S = 300
-# How long process 0, which others need until they have ended, waits for that.
+# How long process 0, which the others need until they have ended, waits for them to end.
 _LAST_S = 5
 
 
 class Peers:
-    """The processes that this one runs with, itself included. Watches them from its making on.
+    """The processes of a run, this one included, watched from the creation of this object on.
 
-    When one ends before all have called `leave`, this process says so, with what it was doing, and
-    ends too: whatever it waits for cannot come any more, and nothing can interrupt that wait.
+    When one ends before all have called `leave`, this process prints that, with what it was doing,
+    and ends too: it may wait for data that will never come, and nothing can interrupt that wait.
     """
 
     def __init__(self, met: Met) -> None:
         self.process, self.count, self._met = met.process, met.count, met
-        # : "host" or "device": what carries arrays between processes; None where the kind of device
-        # decides.
+        #: "host" or "device": what carries arrays between processes; None if the kind of device
+        #: decides.
         self.transfers: str | None = None
         self.describe: Callable[[int], str] | None = None
         self._channels: Channels | None = None
@@ -70,13 +70,13 @@ class Peers:
 
     @property
     def channels(self) -> Channels:
-        """Connections for arrays. All processes must ask for them at the same point at first."""
+        """Connections for arrays. The first use must come at the same point in all processes."""
         if self._channels is None:
             self._channels = Channels(self)
         return self._channels
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """The texts that all processes pass, in order of the processes. Waits until all have called
+        """The data that each process passes, in order of the processes. Waits until all have called
         it as often as this one.
         """
         return exchange(data)
@@ -171,7 +171,7 @@ class Peers:
         return bool(said)
 
     def _look_at(self, k: int) -> None:
-        """Find out if process `k` is stopped or silent."""
+        """Check whether process `k` is stopped, or has been silent for too long."""
         now, hello = time.monotonic(), self._met.hellos.get(k)
         if hello is not None and hello.machine == self._machine and _is_stopped(hello.pid):
             since = self._stopped.setdefault(k, now)
@@ -183,11 +183,11 @@ class Peers:
             self._lose(k, f"has said nothing for {_SILENCE_S} s")
 
     def _lose(self, dead: int, why: str, until_gone: socket.socket | None = None) -> None:
-        """Pass the loss of a process on from process 0, as the others are not connected to each
-        other.
+        """Report the loss of a process and end this one. Process 0 tells the others, which are not
+        connected to each other.
 
-        Without JAX's service, which lives in process 0, one that fails would be aborted before it
-        has ended by itself.
+        Process 0 waits first until a failing process is gone: without JAX's service, which runs in
+        process 0, that one would be aborted before it has ended by itself.
         """
         if self._is_leaving:
             return
@@ -238,7 +238,7 @@ def end_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-# JAX joins processes once in the life of a process, and so is this.
+# Filled once: JAX connects processes only once in the life of a process.
 _peers: list[Peers] = []
 
 
@@ -246,7 +246,7 @@ def watch(timeout_s: float = 300) -> Peers | None:
     """The other processes, watched from the first call on; None where `jax.distributed` has
     connected none.
 
-    Those that `meet` did not bring together find each other through JAX.
+    Processes that `meet` did not connect find each other through JAX's service.
     """
     if not _peers:
         joined = coordination_client()
@@ -319,10 +319,10 @@ def stop_watching() -> None:
 def _delay_aborts() -> None:
     """Let a thread that aborts this process sleep for 6 seconds first.
 
-    JAX aborts from a thread of its own as soon as it loses process 0, often before the watch has
-    had its turn. With the number of the signal as its argument, `sleep` is a handler for it, which
-    needs nothing of an interpreter that may be about to fall; afterwards the abort goes on. (A
-    signal from outside, which is no abort, then has no other effect.)
+    JAX aborts from a thread of its own as soon as it loses process 0, often before the watchdog has
+    had its turn. The handler is the C function `sleep`, whose argument is then the number of the
+    signal, 6. It needs nothing of an interpreter that may be shutting down; afterwards the abort
+    goes on. (A signal from outside, which is no abort, then has no other effect.)
     """
     if os.name != "posix":
         return
