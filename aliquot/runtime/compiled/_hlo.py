@@ -42,11 +42,11 @@ class CompiledCollective:
     Attributes:
         kind: as HLO names it.
         axes: mesh axes along which devices communicate.
-        count: how often a step runs it.
-        num_bytes: bytes of its results on each device, all runs together.
+        count: how often a step runs them.
+        num_bytes: bytes of their results on each device, all runs together.
         dtype: element type of (most of) the result.
-        in_loop: whether it stands inside a loop.
-        label: the compiler's note of where it comes from, of one of them.
+        in_loop: whether they stand inside a loop.
+        label: the compiler's note (`op_name`) of where one of them comes from.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class CompiledCollective:
 
 @dataclass(slots=True)
 class _Computation:
-    """Lines of one computation, and what it calls: `(computation, how often)`."""
+    """Name and lines of one computation."""
 
     name: str
     lines: list[str] = field(default_factory=list)
@@ -193,7 +193,7 @@ def _calls(
 
 
 def _trip_count(line: str, condition: _Computation) -> int:
-    """Turns of a loop; 1 where the text does not tell."""
+    """Number of iterations of a loop; 1 where the text does not tell."""
     known = _TRIPS.search(line)
     if known:
         return int(known.group(1))

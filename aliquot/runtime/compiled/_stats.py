@@ -30,12 +30,12 @@ class StageStats:
     """One stage, or a step that is one program. Bytes are those on each of its devices.
 
     Attributes:
-        held_bytes: the most that arrays between programs take at any moment of a step: state, what
-            micro-batches in flight have left, totals, what comes from other stages. Of one program
-            its arguments and results.
+        held_bytes: the most that arrays held between programs take at any moment of a step: state,
+            residuals of micro-batches in flight, running totals, arrays from other stages. For a
+            step that is one program, its arguments and results.
         temp_bytes: the most that a program needs beside its arguments and results.
         peak_bytes: the most of both at any moment.
-        in_flight: the most micro-batches at once of which the stage holds something.
+        in_flight: the most micro-batches of which the stage holds something at the same time.
         collectives: those of one step, most bytes first.
         num_programs, compile_s: how many programs, and how long they took to compile.
         memory: the compiler's account, of a step that is one program.
@@ -84,7 +84,7 @@ class Stats:
 
     @property
     def collectives(self) -> tuple[CompiledCollective, ...]:
-        """By kind, axes and whether they stand in a loop, most bytes first; of all stages."""
+        """Collectives of all stages, added up by kind, axes and loop; most bytes first."""
         if len(self.stages) == 1:
             return self.stages[0].collectives
         return add_up([use for stage in self.stages for use in stage.collectives])

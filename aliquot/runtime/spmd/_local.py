@@ -11,10 +11,11 @@
 * cuDNN's attention, for which JAX has a partitioner of its own that must see the devices: each
   device runs it on its own examples and heads.
 * Arrays whose order in memory is constrained: the partitioner gathers them.
-* Products whose partial sums some backends all-reduce and slice: each device multiplies its pieces,
-  and the sums are reduce-scattered. So are sums that are all-reduced along other axes, because XLA
-  merges all-reduces of the terms of a sum, and reduce-scatters, but not all-reduces behind
-  all-reduces that it only slices.
+* Products whose partial sums are to be reduce-scattered, on backends that would all-reduce and
+  slice them: each device multiplies its pieces, and the runtime reduce-scatters the sums. So it
+  does on all backends for sums that are also all-reduced along other axes: of the terms of a sum,
+  XLA merges all-reduces, and reduce-scatters, but not all-reduces behind all-reduces that it only
+  slices.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def scattered_product(
     Args:
         bind: runs an equation on operands.
         operands: how the operands are split.
-        wanted: from the shape of the result to how it shall be split.
+        wanted: gives the wanted split for a shape of the result.
         wide_sums: see `Pins`.
 
     Returns:

@@ -34,10 +34,10 @@ class AbstractLowering(abc.ABC):
         Args:
             graph: the step that the pins are of, or some of its operators under their own indices.
             arrays: one for each of `graph.inputs`.
-            without: mesh axes along which something around the replay gives each group of devices
+            without: mesh axes along which a `vmap` around the replay gives each group of devices
                 arrays of its own.
-            mapped: the inputs that are each group's own. Pins of values that depend on them must
-                not mention those axes.
+            mapped: the inputs that each group has for itself. Pins of values that depend on them
+                must not mention the axes of `without`.
         """
 
     @abc.abstractmethod
@@ -124,7 +124,7 @@ class ConstraintLowering(AbstractLowering):
             row = jax.lax.dynamic_index_in_dim(new, number, keepdims=False)
             for spec in specs:
                 row = self.constrain(row, _of_row(spec))
-            # Otherwise the whole array would get the order of dims in which a gather leaves a row.
+            # Otherwise the whole array would get the memory layout in which a gather leaves a row.
             row = in_plain_order(
                 row, self.mesh, partition(self.mesh, _of_row(specs[-1]), row.shape)
             )
@@ -177,8 +177,8 @@ class _Constrain(ReplayHook):
         self._graph = graph
         self._lowering, self._without, self._differing = lowering, without, differing
         self._pins = lowering.pins
-        # Arrays by the id of the array that they were pinned from; that array is kept, so that its
-        # id stays its own.
+        # Pinned arrays, by the id of the array before the pin and the spec. That array is kept
+        # alive, so that its id is not reused.
         self._between: dict[tuple[int, Spec], tuple[Any, Any]] = {}
 
     @contextmanager
@@ -203,8 +203,8 @@ class _Constrain(ReplayHook):
         return arrays
 
     def _once(self, value: Operand, array: Any, spec: Spec) -> Any:
-        """A pinned array, one for all equal operands: the partitioner would convert each of several
-        equal pins.
+        """A pinned array, shared by all operands with the same array and spec: the partitioner
+        would convert the array once for each of several equal pins.
         """
         known = self._between.get((id(array), spec))
         if known is None:
@@ -268,8 +268,8 @@ class _Constrain(ReplayHook):
         return array if spec is None else self._pin(index, array, spec)
 
     def row(self, index: ValueId, array: Any) -> Any:
-        # A row without its pin would be stacked as it is, and the whole stack converted behind the
-        # loop.
+        # Without this pin the rows would be stacked as they are, and the whole stack converted
+        # after the loop.
         spec = self._pins.values.get(index)
         if spec is None:
             return array

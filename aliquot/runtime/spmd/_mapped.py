@@ -47,7 +47,8 @@ def _call(graph: Graph, call: Call, different: set[int]) -> None:
             _pass(carried, condition.inputs[num_cond:], different)
             _run(graph, condition.items, different)
             if _any(condition.outputs, different):
-                # Rows that are done keep what they have, whatever it is made of.
+                # Groups whose loop has ended keep their carries while others go on, so all carries
+                # differ.
                 different.update(i for i in carried if isinstance(i, int))
                 _loop(graph, block, carried, different)
             _pass(block.outputs, call.outputs, different)
@@ -57,7 +58,8 @@ def _call(graph: Graph, call: Call, different: set[int]) -> None:
             for block in call.blocks:
                 _pass(call.inputs[1:], block.inputs, different)
                 if chosen_apart:
-                    # Every group then runs every branch, on copies of what the branch takes.
+                    # Under `vmap` every branch then runs for every group, with all its operands
+                    # given to each group.
                     different.update(i for i in block.inputs if isinstance(i, int))
                     different.update(call.outputs)
                 _run(graph, block.items, different)

@@ -210,10 +210,10 @@ class _Loop:
 
 
 def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str]) -> Layout:
-    """Groups and micro-batches, and the shards of a group's examples, if the mesh's axes stand in
-    that order.
+    """The layout of the batch: groups, shards of a group's examples, and micro-batches. Shards are
+    counted only where the mesh axes split the batch in that order.
 
-    Arrays that hold fewer rows than there are examples must have a row for each shard, too.
+    They must also divide arrays that hold fewer rows than there are examples.
     """
     sizes = {str(name): size for name, size in mesh.shape.items()}
     shards = 1

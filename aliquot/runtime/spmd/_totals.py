@@ -24,8 +24,8 @@ _REDUCE: dict[TimeKind, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Totals:
-    """Accumulation of the parts' values into those of the batch. Arrays carry a leading dim for
-    groups where there are several.
+    """Accumulation of the micro-batches' values into those of the whole batch. Arrays carry a
+    leading dim for groups where there are several.
 
     Attributes:
         plan: how the step is cut.
@@ -47,7 +47,7 @@ class Totals:
         object.__setattr__(self, "constraints", _total_constraints(self.plan.whole, self.pins))
 
     def is_summed(self, value: ValueId) -> bool:
-        """True if the parts' values are added up as they come: sums, and what is averaged."""
+        """True if the parts' values are added up as they come: sums and means."""
         return self.plan.is_summed(value)
 
     def shape_and_dtype(self, value: ValueId) -> tuple[tuple[int, ...], Any]:
@@ -65,7 +65,7 @@ class Totals:
         return self.spread(value, jnp.zeros(*self.shape_and_dtype(value)))
 
     def spread(self, value: ValueId, total: Any) -> Any:
-        """Keep each group's running total on the group."""
+        """A running total, constrained so that each group's part stays on the group's devices."""
         if self.layout.groups == 1:
             return total
         return self.lowering.constrain(
@@ -91,8 +91,8 @@ class Totals:
         return total
 
     def _over_groups(self, total: Any, spec: Spec, minor: Sequence[int]) -> Any:
-        """The sum of the groups' totals, along the axes that split it first; at once, XLA would
-        all-reduce all of it.
+        """The sum of the groups' totals: first along the data axes that split the sum, then along
+        the others. If all were summed at once, XLA would all-reduce the whole array.
         """
         names = [str(name) for name in self.mesh.axis_names]
         axes = [name for name in names if name in self.without]
@@ -121,7 +121,7 @@ class Totals:
 
 def _total_constraints(graph: Graph, pins: Pins) -> dict[ValueId, TotalConstraints]:
     """Constraints on the totals of loop carries and of pinned operators' results, and on those of
-    their casts and transposes, which is what a gradient is of its product.
+    their casts and transposes: a gradient is often a cast or transpose of its product.
     """
     constraints: dict[ValueId, TotalConstraints] = dict(pins.totals)
     for op in graph.ops:
