@@ -14,6 +14,7 @@ from aliquot.planners.intra.ilp import Search
 from aliquot.planners.intra.ilp._highs import Relaxation, solve_integers
 from aliquot.planners.intra.ilp._judging import model_in_turn, model_of
 from aliquot.planners.intra.ilp._program import add_memory_row, build_program
+from aliquot.planners.intra.ilp._rows import without_costly_choices
 
 
 @pytest.fixture(scope="module", params=["2x4xV100-16GB", "8xH100"])
@@ -101,3 +102,16 @@ def test_a_program_with_all_shared_conversions_prices_choices_as_the_judge_does(
         assert Relaxation(program).solve().bound_s == pytest.approx(
             evaluate(priced, picks).total_s, rel=1e-6
         )
+
+
+def test_programs_charge_every_shared_conversion_once_a_solution_paid_too_little(priced, limits):
+    search = Search(priced, everything(priced), limit_bytes=limits[1])
+    search.bound()
+    ceiling_s = 1.5 * search.lower_bound_s
+    few, _ = without_costly_choices(search, ceiling_s)
+    search.is_undercharged = True
+    every, _ = without_costly_choices(search, ceiling_s)
+    complete, _ = without_costly_choices(search, ceiling_s)
+    # What is left costs nothing, and need not be counted.
+    assert not complete.add_excess(np.arange(len(complete.groups.counts)))
+    assert len(few.excess) < len(every.excess)

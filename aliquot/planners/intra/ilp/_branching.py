@@ -71,6 +71,7 @@ def improve(search: Search, cutoff_s: float = np.inf) -> IntraSolution | None:
         picks = decode(choices, outcome.values)
         solution = solution_of(search, picks, outcome.status)
         unpaid = add_unpaid_excess(search, picks)
+        search.is_undercharged = search.is_undercharged or unpaid
         if solution is None:
             _rule_out(search, picks, unpaid)
         else:

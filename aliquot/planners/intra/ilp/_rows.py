@@ -1,7 +1,7 @@
-"""Rows that a search adds to its program, and programs over some of its choices with the same rows.
+"""Rows that a search adds to its program, and programs over a part of its choices with these rows.
 
 A program begins without memory rows. Each solution's memory over time is computed, and where it
-exceeds the limit, a row for that moment is added and the program is solved again. Rows only exclude
+exceeds the limit, a row for that moment is added and the program is solved again. Rows exclude only
 what does not fit, so the bound holds with any number of them.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_rows(search: Search, use: Floats) -> bool:
-    """Add memory rows for the three worst moments above the limit; True if there are any.
+    """Add memory rows for up to three moments that exceed the limit most; True if there are any.
 
     Args:
         use: bytes at each moment.
@@ -45,8 +45,8 @@ def add_rows(search: Search, use: Floats) -> bool:
 
 
 def add_unpaid_excess(search: Search, picks: Ints) -> bool:
-    """Add the excess of shared conversions that the program undercharges for these choices;
-    True if there is any.
+    """Add excess columns for the shared conversions that the program undercharges under these
+    choices; True if there are any.
     """
     groups, uses = search.program.groups, np.zeros(len(search.program.groups.counts), np.int64)
     for edge, table in zip(search.priced.graph.edges, search.priced.edges, strict=True):
@@ -59,8 +59,9 @@ def add_unpaid_excess(search: Search, picks: Ints) -> bool:
 
 
 def assume_deferred(search: Search, picks: Ints) -> bool:
-    """Count every deferrable product as deferred from now on, if the rows took these choices to
-    run them at once but they do not, and do not fit; True if so.
+    """Let memory rows assume from now on that every deferrable product is deferred, if they have
+    assumed "at once" and these choices defer. True if the choices then exceed the limit, so that
+    rows were added.
     """
     if not search.in_turn or takes_turns(search.priced, picks):
         return False
@@ -69,7 +70,9 @@ def assume_deferred(search: Search, picks: Ints) -> bool:
 
 
 def without_costly_choices(search: Search, best_s: float) -> tuple[Program, Choices]:
-    """The program without choices whose reduced cost alone raises the bound above `best_s`."""
+    """The program without choices whose reduced cost alone raises the bound above `best_s`
+    (reduced-cost fixing).
+    """
     if not np.isfinite(best_s) or search.relaxed.values is None:
         return search.program, search.choices
     room = best_s - search.relaxed.bound_s
@@ -80,7 +83,8 @@ def without_costly_choices(search: Search, best_s: float) -> tuple[Program, Choi
         mask = np.zeros(len(node.choices), bool)
         mask[kept[search.relaxed.reduced_costs[columns] <= room + 1e-12]] = True
         allowed.append(mask)
-    return restricted(search, allowed)
+    # Groups that are added one by one, as solutions use them, would take an integer program each.
+    return restricted(search, allowed, exactly=search.is_undercharged)
 
 
 def restricted(
@@ -110,7 +114,9 @@ def restricted(
 
 
 def _excess_groups_in(search: Search, groups: Mapping[tuple[int, Hashable], int]) -> Iterator[int]:
-    """For another program, its numbers of the groups whose excess this one has."""
+    """Another program's numbers of those groups for which the search's program has an excess
+    column.
+    """
     for key, number in search.program.groups.number.items():
         if number in search.program.excess and key in groups:
             yield groups[key]

@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 class Search(AbstractSearch):
     """The search of one priced problem; see `AbstractSearch` for the order of its steps.
 
-    It holds what is known so far; functions on it do the steps: they raise the bound
+    It holds what is known so far. Functions of other files take the steps: they raise the bound
     (`raise_bound`), add rows to the program (`add_rows`) and complete the search (`improve`).
 
     Whether weight gradients run at once or are deferred depends on all choices together, which rows
@@ -33,8 +33,8 @@ class Search(AbstractSearch):
     best choices defer them and then exceed the limit, rows assume "deferred" for good
     (`assumes_deferred`): solutions are still right, but the bound is not raised any more.
 
-    Solutions that cost more than `ceiling_s` are not searched for. `layouts` caches layouts
-    of programs over the same node graph, for the searches of other meshes.
+    Solutions that cost more than `ceiling_s` are not searched for. `layouts` caches layouts of
+    programs over one node graph and is shared with the searches of other meshes.
 
     Every relaxation has a limit of its own; branching draws on `work`. If a limit is reached, the
     bound is not raised, `gave_up` is true, and the status of the solution says so.
@@ -42,15 +42,18 @@ class Search(AbstractSearch):
     Attributes:
         pruned, open_choices: the prices and the choices that may cost less than the ceiling.
         program, choices: the integer program over these, and what its columns stand for.
-        relaxation: of the program; `relaxed` is its last outcome, `values` that outcome's solution.
-        times: moments that have memory rows.
+        relaxation: the relaxation of the program; `relaxed` is its last outcome, and `values` the
+            solution of that outcome.
+        times: the moments that have memory rows.
         excluded: choices that exceed the memory limit by less than the solver's tolerance.
-        taken: for each node the choices that some relaxation took.
+        taken: for each node, a mask of the choices that some relaxation took.
         rounded: the last relaxation's solution, rounded to the largest shares; `integral` says
             whether it needed no rounding.
+        is_undercharged: whether the solution of an integer program did not pay shared conversions
+            in full; later ones then charge all of them.
         num_solves: programs solved so far.
         models: memory models, by `in_turn`.
-        least: the smallest peak that mixed choices reach, where memory is short.
+        least: the program that minimises peak memory, made once memory is short; see `LeastPeak`.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Search(AbstractSearch):
         self.excluded: list[Ints] = []
         self.taken = [np.zeros(len(node.choices), np.bool_) for node in priced.nodes]
         self.num_solves, self.lower_bound_s = 0, 0.0
+        self.is_undercharged = False
         self.gave_up = self.started = self.searched_taken = self.integral = False
         self.values: Floats | None = None
         self.rounded: Ints | None = None
@@ -101,7 +105,7 @@ class Search(AbstractSearch):
         return incumbent(self)
 
     def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
-        """See `AbstractSearch.improve`; None, too, if a limit ended the search without any."""
+        """See `AbstractSearch.improve`; also None if a limit ended the search without any."""
         return improve(self, cutoff_s)
 
     def least_memory(self) -> Ints:
