@@ -1,4 +1,4 @@
-"""The interface of inter planners, and the limits that their answers keep to."""
+"""The interface of inter planners, and the limits that their answers must keep to."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class StageLimits:
     Attributes:
         num_stages: the number of stages, interleaved ones counted one by one.
         schedule: a name of `plans.SCHEDULES`.
-        faster_than_s: stages that take as long are of no use: a planner may leave them out and
-            raise `NoFasterStages`, or answer with them all the same.
+        faster_than_s: stages that take this long or longer are of no use: a planner may leave them
+            out and raise `NoFasterStages`, or still return them.
 
     Raises:
         InputError: fewer than one stage, or no such schedule.
@@ -67,9 +67,9 @@ class AbstractInter(abc.ABC):
         Args:
             chains: of the same step and cluster, one for each number of micro-batches to choose
                 from.
-            limits: that the stages must keep to; `check_limits` has accepted them.
+            limits: the limits that the stages must keep to; `check_limits` has accepted them.
             helper: a second process that may take part; answers must not depend on it.
-            start: stages to begin from, such as those of another planner; the answer is no slower.
+            start: stages to start from, such as those of another planner; the answer is no slower.
                 A planner whose answer follows from its settings ignores them.
 
         Raises:
@@ -80,7 +80,7 @@ class AbstractInter(abc.ABC):
 
     @property
     def method(self) -> str:
-        """The short name of a method with this planner, as plans show it."""
+        """The short name that plans show for a method with this planner."""
         return "pipeshard"
 
     @property
@@ -96,13 +96,13 @@ class AbstractInter(abc.ABC):
         return False
 
     def for_one_search(self) -> AbstractInter:
-        """The planner for the solves of one search, which share its limits on work; by default
-        itself.
+        """The planner to use for all solves of one search, which then share a limit on work; by
+        default itself.
         """
         return self
 
     def check_limits(self, limits: StageLimits) -> None:
-        """Refuse limits that this planner cannot keep to; by default any. Raises `InputError`."""
+        """Refuse limits that this planner cannot keep to; by default, all. Raises `InputError`."""
         limited = [name for name in ("num_stages", "schedule") if getattr(limits, name) is not None]
         if limited:
             raise InputError(
@@ -111,7 +111,7 @@ class AbstractInter(abc.ABC):
             )
 
     def required_profiles(self, chains: Sequence[AbstractChain]) -> tuple[str, ...]:
-        """Names of measurements that it needs and the chains lack; none by default."""
+        """Names of measurements that this planner needs and the chains lack; none by default."""
         return ()
 
 

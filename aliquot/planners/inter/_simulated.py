@@ -15,17 +15,17 @@ _ROUNDING = 1e-9
 def worth_simulating(
     plans: Iterable[tuple[ChainPlan, AbstractChain]], most: int, known: Iterable[ChainPlan] = ()
 ) -> list[ChainPlan]:
-    """The first `most` different plans of each schedule, without those that are known.
+    """Of the first `most` different plans of each schedule, those that are not known yet.
 
     Args:
-        plans: each with its chain, best first.
+        plans: each with its chain, the best first.
         most: at least 1.
     """
     num_chosen: Counter[str] = Counter()
     seen: set[object] = set()
     known_keys = {_key(plan) for plan in known}
     chosen = []
-    # Each schedule has its own best plans, as closed forms of different schedules err differently.
+    # Counted for each schedule, because closed forms of different schedules err differently.
     for plan, _ in plans:
         key = _key(plan)
         if key in seen or num_chosen[plan.schedule] == most:
@@ -42,10 +42,10 @@ def _key(plan: ChainPlan) -> object:
 
 
 def simulated(chains: Sequence[AbstractChain], plan: ChainPlan) -> ChainPlan:
-    """The plan, of one of the chains, with its step time by simulation."""
+    """A plan of one of the chains, with its step time by simulation."""
     (chain,) = (c for c in chains if c.num_micro_batches == plan.num_micro_batches)
     result, peak_bytes = simulate_stages(chain, plan)
-    # Closed forms bound memory from above, so that what they let pass must fit.
+    # Plans come here only if an upper bound on their memory fits.
     assert peak_bytes <= chain.memory_limit_bytes * (1 + _ROUNDING), (
         "bounds on what is in flight were too low"
     )
@@ -53,5 +53,5 @@ def simulated(chains: Sequence[AbstractChain], plan: ChainPlan) -> ChainPlan:
 
 
 def fastest(plans: Sequence[ChainPlan]) -> ChainPlan | None:
-    """The plan of least step time, the first of equals; None if there are no plans."""
+    """The plan with the least step time, the first one on ties; None if there are no plans."""
     return min(plans, key=lambda plan: plan.step_time_s, default=None)

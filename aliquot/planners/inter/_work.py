@@ -1,12 +1,12 @@
-"""The work that is left to a search."""
+"""The work that a search has left."""
 
 
 class WorkLeft:
-    """Entries of tables that the solves of one search may still compute."""
+    """The number of table entries that the solves of one search may still compute."""
 
     def __init__(self, limit: float) -> None:
         self.left = limit
 
     def spend(self, work: float) -> None:
-        """Take some away; never below zero."""
+        """Subtract work; what is left never goes below zero."""
         self.left = max(0.0, self.left - work)

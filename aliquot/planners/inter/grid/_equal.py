@@ -1,6 +1,4 @@
-"""`EqualStages`: a given number of stages with as many units each, all under the option of given
-degrees.
-"""
+"""`EqualStages`: a given number of stages, all with equally many units and the given degrees."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ class EqualStages(AbstractInter):
     """Stages of equal depth with given degrees of data and tensor parallelism, 1f1b: a layout that
     is given, not searched.
 
-    Where the units cannot be dealt out equally, later stages have one more. Stages recompute where
-    they do not fit without, and of several numbers of micro-batches the fastest is taken.
+    If the number of stages does not divide the units, later stages have one more. Stages recompute
+    if they do not fit otherwise, and of several numbers of micro-batches the fastest is taken.
 
     Attributes:
         data, tensor: degrees inside each stage.
         num_stages: how many stages.
-        name: of the method, as plans show it.
+        name: the method's name, as plans show it.
     """
 
     data: int

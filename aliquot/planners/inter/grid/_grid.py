@@ -89,7 +89,7 @@ class Grid(AbstractInter):
 def layouts(chain: AbstractChain) -> Iterator[ChainPlan]:
     """All regular plans that can run, with or without enough memory."""
     for k, option in enumerate(chain.options):
-        # An option without degrees has no place in a grid.
+        # Only options that state their degrees form a grid.
         if option.dp is None or option.tp is None:
             continue
         size = option.num_devices
@@ -118,7 +118,7 @@ def _equal_stages(chain: AbstractChain, option: int, count: int) -> list[StageCh
             first_device=stage * size,
             in_flight=float(in_flight[stage]),
         )
-        # Stages that do not fit are kept, so that a refusal can say what they need.
+        # Keep stages that do not fit, so that the error can say how much memory they need.
         choice = propose(limit_bytes=chain.memory_limit_bytes) or propose(limit_bytes=math.inf)
         if choice is None:
             return []
@@ -129,7 +129,7 @@ def _equal_stages(chain: AbstractChain, option: int, count: int) -> list[StageCh
 def nothing_fits(
     plans: Sequence[tuple[ChainPlan, AbstractChain]], what: str = "grid"
 ) -> InfeasibleError:
-    """The error if all plans of a kind need too much memory; describes the smallest."""
+    """The error to raise if all plans need too much memory; describes the smallest plan."""
     plan, chain = min(plans, key=lambda pair: pair[0].peak_bytes)
     option = chain.options[plan.stages[0].option]
     k = max(range(len(plan.figures)), key=lambda k: plan.figures[k].peak_bytes)

@@ -34,10 +34,10 @@ class ManualStages(AbstractInter):
     Attributes:
         boundaries: for each stage its units [first, last).
         options: for each stage the name of an option, or its position among the chain's.
-        first_devices: for each stage; None puts submeshes one after the other.
-        schedule: of the pipeline.
-        num_submeshes: fewer than stages where these are interleaved.
-        num_micro_batches: which of the chains to take; None: the fastest.
+        first_devices: for each stage, its first device; None puts submeshes one after the other.
+        schedule: the name of the pipeline's schedule.
+        num_submeshes: fewer than stages if these are interleaved; None for as many as stages.
+        num_micro_batches: selects one of the chains; None takes the fastest.
     """
 
     boundaries: tuple[tuple[int, int], ...]
@@ -100,7 +100,7 @@ class ManualStages(AbstractInter):
         too_large: list[tuple[float, AbstractChain, tuple[str, ...]]] = []
         for chain in candidates:
             stages = self._stages(chain)
-            # Faults are looked at before memory, which is computed from stages that can be run.
+            # Other faults first: memory can only be computed for stages that can run.
             if faults := find_stage_faults(
                 chain, stages, self.schedule, num_submeshes=self.num_submeshes, check_memory=False
             ):
@@ -139,8 +139,8 @@ class ManualStages(AbstractInter):
             StageChoice(first_unit=i, last_unit=j, option=o, first_device=d)
             for (i, j), o, d in zip(self.boundaries, options, firsts)
         ]
-        # Options of units are chosen only where all stages are possible ones; faults are reported
-        # later.
+        # Options of units can be chosen only if all stages are possible; `solve` reports the
+        # faults.
         count, submeshes = len(stages), self.num_submeshes or len(stages)
         whole = stages and all(0 <= s.first_unit < s.last_unit <= chain.num_units for s in stages)
         if not whole or count % submeshes:
@@ -156,7 +156,7 @@ class ManualStages(AbstractInter):
     def _with_unit_options(
         self, chain: AbstractChain, stage: StageChoice, in_flight: float, chunks: int
     ) -> StageChoice:
-        """The stage with the fastest options of its units, within the memory limit if possible."""
+        """The stage with the fastest options for its units, within the memory limit if possible."""
         for limit_bytes in (chain.memory_limit_bytes, math.inf):
             proposed = chain.propose(
                 stage.option,

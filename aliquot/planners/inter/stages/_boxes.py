@@ -71,11 +71,11 @@ class BoxSearch:
         self._floor_s = sum_low + _dot(weights, lows)
         self._begun = False
         self._num_boxes = 0
-        # The least bound of what was left out: no better than some best solution of that time, up
-        # to the gap.
+        # The least bound of all that was left out because it was no better, up to the gap, than the
+        # best solution at that time.
         self._left_out_s = math.inf
-        # (bound, tie, lower limits, upper limits, solution at these); the tie keeps the order of
-        # equal bounds.
+        # (bound, tie, lower limits, upper limits, solution under the upper limits); the tie keeps
+        # equal bounds in the order in which they came.
         self._boxes: list[
             tuple[float, int, tuple[float, ...], tuple[float, ...], StageSolution]
         ] = []
@@ -97,10 +97,12 @@ class BoxSearch:
         return self.open_s < _aim(best_s, self._relative_gap)
 
     def advance(self, best_s: float) -> StageSolution | None:
-        """The solution of one more solve; None if it found none, or if what was open needs none.
+        """Solve once more, and return the solution; None if there was none, or if the next box was
+        closed without a solve.
 
         Args:
-            best_s: of the best known solution, whoever found it; no others are sought.
+            best_s: the closed form of the best known solution, whoever found it; only better ones
+                are sought.
         """
         if not self._begun:
             self._begun = True
@@ -109,7 +111,7 @@ class BoxSearch:
         bound, _, lower, upper, answer = heapq.heappop(self._boxes)
         widths = [w * (high - low) for w, high, low in zip(self._weights, answer.maxima_s, lower)]
         k = widths.index(max(widths))
-        # Above the second limit the box has nothing better than the best.
+        # With this maximum above the second limit, the box has nothing better than the best.
         middle = min(
             _middle(lower[k], answer.maxima_s[k]), lower[k] + (best_s - bound) / self._weights[k]
         )
@@ -126,7 +128,7 @@ class BoxSearch:
     ) -> StageSolution | None:
         self.num_solves += 1
         answer = self._solve(_below(best_s, bound, self._weights, lower, upper))
-        # What the limits leave out is no better than the best.
+        # What these limits exclude is no better than the best.
         self._left_out_s = min(self._left_out_s, best_s)
         if answer is not None:
             self._keep(lower, upper, answer, min(best_s, answer.total_s(self._weights)))
@@ -177,10 +179,10 @@ def _below(
     lower: Sequence[float],
     upper: Sequence[float],
 ) -> tuple[float, ...]:
-    """Upper limits that every solution of a box keeps to that is better than the best.
+    """Upper limits within which every solution of a box lies that is better than the best.
 
     Args:
-        bound_s: of the box: its least sum and its lower limits.
+        bound_s: the bound of the box: its least sum plus its weighted lower limits.
     """
     spare_s = best_s - bound_s + _ROUNDING * best_s
     return tuple(
@@ -190,8 +192,8 @@ def _below(
 
 
 def _aim(best_s: float, relative_gap: float) -> float:
-    """The step time that a better solution must stay below: smaller improvements are not searched
-    for.
+    """The value that a better solution must stay below, as improvements within the gap are not
+    searched for.
     """
     return best_s / (1 + relative_gap)
 
@@ -200,7 +202,7 @@ def _middle(low: float, high: float) -> float:
     """The middle of two limits; by ratio if they are far apart, and just below the upper one if
     they are close.
 
-    The last decides in one step whether less is possible, since maxima take few distinct values.
+    The latter decides in one step whether less is possible, since maxima take few distinct values.
     """
     if high - low < _CLOSE * high:
         return high * (1 - _JUST_BELOW)

@@ -6,8 +6,7 @@ is modelled only as far as it matters: first as if no stage kept more than one m
 with more as long as the resulting stages do not fit.
 
 Reference: Zheng et al., Alpa: automating inter- and intra-operator parallelism for distributed deep
-learning, OSDI 2022,
-    section 5.2.
+learning, OSDI 2022, section 5.2.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ Stages = tuple[StageChoice, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Facts of a stage that follow from its first device; equal places have the same transfers.
+    """What the first device of a stage determines; stages at equal places have the same transfers.
 
     Attributes:
-        crosses: whether the stage before is on another host.
-        sizes: possible sizes of the stage before, by index; the index after all sizes means that
-            there is none.
-        options: that fit here.
+        crosses: whether the stage before it is on another host.
+        sizes: indices of the possible sizes of the stage before it; the index after all sizes
+            stands for the case that there is no stage before it.
+        options: the options that fit here.
     """
 
     crosses: bool
@@ -44,11 +43,11 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Layout:
-    """First devices of stages that some options allow.
+    """The possible first devices of stages under some options.
 
     Attributes:
-        rows: for each first device, and the number of all, its row in tables.
-        options_at: by first device, the options that fit there.
+        rows: the table row of each first device, and of the end, which is the number of devices.
+        options_at: for each first device, the options that fit there.
         places: the facts of each first device.
     """
 
@@ -58,12 +57,12 @@ class _Layout:
 
 
 class DeviceProgram:
-    """The least sum of a closed form over all stages, submeshes and options, with limits on its
-    maxima.
+    """The dynamic program that minimises the sum of a closed form over all stages, submeshes and
+    options, under limits on the form's maxima.
 
     Args:
-        num_stages: their number, or None for any.
-        limit_bytes: for each device.
+        num_stages: the number of stages, or None for any.
+        limit_bytes: the memory limit of each device.
     """
 
     proves = True
@@ -92,10 +91,11 @@ class DeviceProgram:
             1 if kind.keeps is Keeps.ALL else min(chain.num_micro_batches, most)
         )
         self._keeps = kind.keeps
-        # Number of following stages that are told apart; grows if the resulting stages do not fit.
+        # Tables tell this many numbers of later stages apart; more if the resulting stages do not
+        # fit.
         self._depth = num_stages or 1
-        # If all stages keep as many micro-batches as there are stages, no pipeline with fewer
-        # stages fits.
+        # If every stage keeps as many micro-batches as there are stages: the fewest stages that can
+        # fit, as known so far.
         self._least_count = 1
         self._memory: dict[float, Ints] = {}
         self._transfers_s = self._transfer_tables()
@@ -104,15 +104,15 @@ class DeviceProgram:
 
     @property
     def weights(self) -> list[float]:
-        """Of the form's maxima."""
+        """The weights of the form's maxima."""
         return [term.weight for term in self.form.maxima]
 
     def lows(self) -> tuple[float, list[float]]:
-        """Bounds of the sum and the maxima without a search."""
+        """Lower bounds on the form's sum and on its maxima that need no search."""
         return simple_lows(self.chain, self.tables, self.form, self.chain.num_devices)
 
     def solve(self, limits_s: tuple[float, ...]) -> StageSolution | None:
-        """The least sum whose maxima keep within limits; None if there are no such stages."""
+        """The stages of least sum whose maxima keep within limits; None if there are none."""
         reach = reach_within(
             self.chain,
             self.tables,
@@ -137,12 +137,12 @@ class DeviceProgram:
         return StageSolution(stages=stages, sum_s=sum_s, maxima_s=maxima_s)
 
     def _useful(self, reach: Reach) -> NDArray[np.bool_]:
-        """The options that can run some unit within the limits on time and memory."""
+        """A mask of the options that can run some unit within the limits on time and memory."""
         ends = np.minimum(reach.ends.max(axis=0), self._memory_ends((1.0,))[:, 0])
         return np.asarray((ends > np.arange(self.chain.num_units)).any(axis=1))
 
     def _layout_of(self, useful: NDArray[np.bool_]) -> _Layout:
-        """The places that some options leave; many limits leave the same options."""
+        """The layout under the useful options; cached, as many limits leave the same options."""
         key = useful.tobytes()
         if key not in self._layouts:
             options_at = _usable_options(self.chain, self._counts, np.flatnonzero(useful))
@@ -162,8 +162,9 @@ class DeviceProgram:
         return self._layouts[key]
 
     def _deepening_search(self, reach: Reach) -> Stages | None:
-        """The search if a stage keeps micro-batches by the number of stages after it, or if their
-        number is given.
+        """The search if a stage keeps all micro-batches, or as many as the number of stages after
+        it determines, or if the number of stages is given. Tables first tell few numbers of later
+        stages apart, then twice as many, until the stages found fit.
         """
         while True:
             run = self._run(reach, self._kept(self._depth, self.num_stages), self.num_stages)
@@ -172,11 +173,12 @@ class DeviceProgram:
             self._depth = min(2 * self._depth, self._deepest)
 
     def _shared_search(self, reach: Reach, unlimited: bool) -> Stages | None:
-        """The search if every stage keeps as many micro-batches as there are stages: number by
-        number, while more could be better.
+        """The search if every stage keeps as many micro-batches as there are stages: one number of
+        stages after the other, as long as more stages could be better.
 
-        As if no stage kept more than k micro-batches, the least sum bounds all pipelines of k
-        stages or more; if its stages fit with all that they keep, none of these is better.
+        The least sum if no stage kept more than k micro-batches is a lower bound on all pipelines
+        of k or more stages. If the stages that reach it fit with all micro-batches that they really
+        keep, none of these pipelines is better.
         """
         best: tuple[float, Stages] | None = None
         count = self._least_count
@@ -187,7 +189,7 @@ class DeviceProgram:
                 break
             if self._fits(bound[1]):
                 return bound[1]
-            # More stages than the deepest keep no more micro-batches.
+            # With more stages than `_deepest`, stages keep no more micro-batches.
             fewest = min(self._fewest(reach, in_flight[-1:]), self._deepest)
             if fewest > count:
                 count = fewest
@@ -199,8 +201,8 @@ class DeviceProgram:
         return best[1] if best else None
 
     def _search_of_each_count(self, reach: Reach) -> Stages | None:
-        """The search if a stage keeps micro-batches by its place among all: each number of stages
-        by itself.
+        """The search if the place of a stage and the number of all stages determine how many
+        micro-batches it keeps: one run for each number of stages.
         """
         runs = [
             self._run(reach, self._kept(count, count), count) for count in range(1, self._most + 1)
@@ -209,18 +211,18 @@ class DeviceProgram:
         return best[1] if best else None
 
     def _fewest(self, reach: Reach, kept: tuple[float, ...]) -> int:
-        """The least number of stages that fit with so many micro-batches each; some number is known
-        to fit.
+        """The fewest stages that fit if each keeps so many micro-batches; the caller knows that
+        some number fits.
 
-        It grows with the micro-batches kept: the number for k of them holds for all pipelines of k
-        stages or more.
+        More micro-batches need more stages, so the number for k is a lower bound for all pipelines
+        of k or more stages.
         """
         nothing = np.zeros_like(self.form.sums)
         least, _ = self._fill(reach, kept, None, nothing, 0.0, 1.0)
         return int(least[0, -1, 1, 0])
 
     def _kept(self, depth: int, num_stages: int | None) -> tuple[float, ...]:
-        """Micro-batches kept by stages with 0, 1, ... stages after them."""
+        """How many micro-batches a stage with 0, 1, ... stages after it keeps."""
         total = num_stages or depth
         in_flight = chain_in_flight(self.schedule, self.chain.num_micro_batches, total, total)
         return tuple(in_flight[::-1][:depth].tolist())
@@ -235,8 +237,8 @@ class DeviceProgram:
         return bool((needed <= self._limit_bytes).all())
 
     def _transfer_tables(self) -> Floats:
-        """[2, sizes + 1, U]: transfer one way before each unit, inside and between hosts, by the
-        smaller side's size.
+        """[2, sizes + 1, U]: seconds of the transfer before each unit in one direction, inside a
+        host and between hosts, by the size of the smaller side.
 
         The last entry of the sizes stands for the first stage, which receives nothing.
         """
@@ -250,7 +252,9 @@ class DeviceProgram:
         return table
 
     def _memory_ends(self, kept: tuple[float, ...]) -> Ints:
-        """Furthest ends under the memory limit, [O, depth, U]."""
+        """The furthest end of a stage under the memory limit, by option, number of later stages and
+        first unit, [O, depth, U].
+        """
         fresh = [count for count in dict.fromkeys(kept) if count not in self._memory]
         if fresh:
             every = np.arange(len(self._counts))
@@ -262,7 +266,8 @@ class DeviceProgram:
     def _run(
         self, reach: Reach, kept: tuple[float, ...], num_stages: int | None
     ) -> tuple[float, Stages] | None:
-        """The recursion from the last device to the first: the least sum, and its stages.
+        """The recursion from the last device to the first: the least sum, and its stages; None if
+        there are none.
 
         Args:
             kept: micro-batches kept by the last stage, the one before it, and so on; if the number
@@ -286,12 +291,12 @@ class DeviceProgram:
         transfers: float,
         each: float,
     ) -> tuple[Floats, Ints]:
-        """The recursion's table for a sum over stages of `sums`, of `transfers` times each
-        transfer, and of `each`.
+        """The recursion's table, for a sum over stages of `sums`, plus `transfers` times the
+        transfer into each stage, plus `each`.
 
-        least[d, p, k, i] is the sum for units i and later on devices d and later, in k stages (the
-        last k: or more), after a stage of size p. The second result are the furthest ends under the
-        memory limit, [options, depth, U].
+        least[d, p, k, i] is the least sum for units i and later on devices d and later, in k stages
+        (for the last k: in k or more), behind a stage of size p. The second result holds the
+        furthest ends under the memory limit, [options, depth, U].
         """
         units, layout = self.chain.num_units, self._layout
         memory = self._memory_ends(kept)
@@ -314,8 +319,8 @@ class DeviceProgram:
         return least, memory
 
     def _ahead(self, least: Floats, device: int, options: Ints, num_stages: int | None) -> Floats:
-        """[options, depth, U + 1]: sums after a stage on these devices that is the first of 1, 2,
-        ... stages.
+        """[options, depth, U + 1]: least sums behind a stage that begins at a device, if it is the
+        first of 1, 2, ... stages.
         """
         rows = [self._layout.rows[device + n] for n in self._counts[options].tolist()]
         after = least[rows, self._size_of[options]]
@@ -332,11 +337,11 @@ class DeviceProgram:
     def _edge(
         self, reach: Reach, place: _Place, options: Ints, transfers: float
     ) -> tuple[Ints, Floats]:
-        """For each size before and option: ends of stages, and the transfer's part of the sum,
-        [sizes, options, U].
+        """For each size of the stage before and each option: the furthest ends under the limits on
+        time, and the transfer's part of the sum, both [sizes, options, U].
         """
         sizes = np.array(place.sizes, np.int64)[:, None]
-        # The index after all sizes means no stage before, not a large one.
+        # The index after all sizes stands for no stage before, not for a large one.
         smaller = np.where(
             sizes == len(self._sizes), sizes, np.minimum(sizes, self._size_of[options])
         )
@@ -347,7 +352,7 @@ class DeviceProgram:
     def _walk(
         self, least: Floats, reach: Reach, memory: Ints, count: int, num_stages: int | None
     ) -> Stages:
-        """The stages of the least value, reconstructed from the front."""
+        """The stages that reach the least sum, reconstructed from the first to the last."""
         stages: list[StageChoice] = []
         device, unit, size = 0, 0, len(self._sizes)
         sums, steps = self.form.sums, np.arange(self.chain.num_units + 1)
@@ -386,8 +391,8 @@ class DeviceProgram:
 
 
 def _usable_options(chain: Chain, counts: Ints, options: Ints) -> dict[int, Ints]:
-    """By first device, those of some options that fit there, can be reached from the first device
-    and leave devices that other stages can fill exactly.
+    """For each first device that stages can reach from device 0, those of some options that fit
+    there and leave devices that other stages can fill exactly.
     """
     sizes = sorted({int(n) for n in counts[options]})
     reached, ahead = {0}, [0]
@@ -408,7 +413,7 @@ def _usable_options(chain: Chain, counts: Ints, options: Ints) -> dict[int, Ints
                 known[filling] = options[np.isin(counts[options], filling)]
             usable[d] = known[filling]
             filled.add(d)
-    # Devices that only stages reach after which nothing fills the rest.
+    # Drop devices that are reached only through options that were just removed.
     reached = {0}
     for d in sorted(usable):
         if d in reached:

@@ -27,7 +27,7 @@ def nothing_fits(
     the smallest found within a limit on table entries.
     """
     work = WorkLeft(work_limit)
-    # The most micro-batches are the smallest.
+    # Begin with the chains of most, and so smallest, micro-batches.
     by_size = sorted(chains, key=lambda chain: -chain.num_micro_batches)
     plans = [
         (plan, chain)
@@ -67,7 +67,7 @@ def nothing_fits(
 def _smallest(
     chain: AbstractChain, schedule: str, num_stages: int | None, work: WorkLeft
 ) -> ChainPlan | None:
-    """The stages of least peak memory; None if there are no stages at all."""
+    """The stages of least peak memory under a schedule; None if no stages are possible."""
     if not isinstance(chain, Chain):
         most_chunks = 2 if num_stages is None else chain.num_units
         make = functools.partial(
@@ -106,8 +106,8 @@ def _bisect(
     make: Callable[[float], Sequence[DeviceProgram | RoundsProgram | TabulatedProgram]],
     work: WorkLeft,
 ) -> ChainPlan | None:
-    """The stages of least peak memory, by bisection over the limit under which any program has a
-    solution.
+    """The stages of least peak memory, by bisection of the memory limit under which some program
+    has a solution.
     """
 
     def under(limit_bytes: float) -> ChainPlan | None:
@@ -134,8 +134,8 @@ def _bisect(
         if smaller is None:
             low = middle
             continue
-        # Programs bound the memory of stages from above, so that the judge may find less than a
-        # program does, and more with a smaller limit than with a larger one.
+        # Programs bound the memory of stages from above, so the judge may find less memory than a
+        # program does, and even more under a smaller limit than under a larger one.
         high = min(middle, smaller.peak_bytes)
         if smaller.peak_bytes < best.peak_bytes:
             best = smaller

@@ -1,4 +1,6 @@
-"""The furthest ends of stages under limits on time and memory, and bounds without a search."""
+"""The furthest ends of stages under limits on time and memory, and lower bounds that need no
+search.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from ._tables import Floats, Ints, last_true, last_within
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reach:
-    """Ends of stages under limits on a closed form's maxima.
+    """The furthest ends of stages under limits on a closed form's maxima.
 
     Attributes:
         ends: [T, O, U], the largest end of a stage for each of T tables of the transfer into it; T
@@ -35,11 +37,12 @@ def reach_within(
     transfers_s: Floats,
     options: Ints,
 ) -> Reach:
-    """Ends of stages whose figures keep within limits, one for each maximum of the form.
+    """The furthest ends of stages whose figures keep within limits, one limit for each maximum of
+    the form.
 
     Args:
-        transfers_s: [T, U], the transfer into a stage that begins at a unit, one way.
-        options: to look at; no stage runs with any other.
+        transfers_s: [T, U], the transfer into a stage that begins at a unit, in one direction.
+        options: the only options that stages may run with.
     """
     reached = tables.last_end[options][None]
     blocked = np.zeros(transfers_s.shape)
@@ -67,8 +70,8 @@ def memory_ends(
     limit_bytes: float,
     chunks: int = 1,
 ) -> Ints:
-    """[len(in_flight), len(options), U], the largest end of a stage that fits with so many
-    micro-batches in flight.
+    """[len(in_flight), len(options), U], the furthest end of a stage that begins at a unit and fits
+    in memory with so many micro-batches in flight.
     """
     num_kept = np.array(in_flight, np.float64)[:, None, None]
     rows = options[:, None]
@@ -89,7 +92,7 @@ def simple_lows(
     plan some stage takes at least the average over all devices.
 
     Args:
-        num_places: devices, counted once for each stage that runs on them.
+        num_places: number of devices, each counted once for every stage that runs on it.
     """
     runs = tables.last_end > np.arange(chain.num_units)
     counts = chain.device_counts()[:, None]

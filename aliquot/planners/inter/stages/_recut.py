@@ -1,4 +1,4 @@
-"""Cuts for given submeshes if a transfer keeps both its ends busy.
+"""The best cuts for given submeshes if a transfer keeps both its ends busy.
 
 The closed forms count a transfer at the receiving stage alone, so that a dynamic program over first
 units can search them. If stages do not compute during transfers, the sender waits as well, and
@@ -28,13 +28,14 @@ from ....cost import (
 from ._limits import memory_ends
 from ._tables import Floats, Ints, last_within
 
-# A slower slowest stage may allow a smaller sum over all stages.
+# Allowances for the slowest stage: if it may be a little slower, the sum over all stages may be
+# smaller.
 _SLACKS = (0.0, 1e-3, 1e-2)
 
 
 def two_sided_s(chain: AbstractChain, plan: ChainPlan) -> float:
-    """A plan's closed form with each transfer counted at both its ends; the closed form itself if
-    that is the same.
+    """A plan's closed form with each transfer counted at both its ends; if transfers overlap or
+    stages are interleaved, the closed form itself.
     """
     if chain.overlaps_transfers or plan.num_submeshes != len(plan.stages):
         return plan.closed_form_s
@@ -53,7 +54,7 @@ def _busy_s(plan: ChainPlan) -> list[float]:
 
 
 def best_cut(chain: Chain, plan: ChainPlan, others: Sequence[ChainPlan]) -> ChainPlan:
-    """The plan of least `two_sided_s`, the first of equals."""
+    """The plan of least `two_sided_s` among a plan and others, the first one on ties."""
     return min((plan, *others), key=lambda candidate: two_sided_s(chain, candidate))
 
 
@@ -80,7 +81,7 @@ def recuts(chain: Chain, tables: PrefixSums, plan: ChainPlan) -> tuple[ChainPlan
     return tuple(cuts)
 
 
-# The options of a stage's submesh, and its furthest end with each of them from each beginning,
+# The options of a stage's submesh, and the furthest end of the stage by option and first unit,
 # [options, U].
 _Ends: TypeAlias = tuple[Ints, Ints]
 
@@ -88,8 +89,8 @@ _Ends: TypeAlias = tuple[Ints, Ints]
 def _stage_costs(
     chain: Chain, tables: PrefixSums, plan: ChainPlan
 ) -> tuple[list[Floats], list[_Ends]]:
-    """For each stage the time for which units keep its submesh busy, transfers included: [U + 1,
-    B], by last unit and first.
+    """For each stage, the time for which a stretch of units keeps its submesh busy, transfers
+    included: [U + 1, B], by end and first unit.
 
     Column b of row j is for the units [j - B + b, j). B is the largest number of units worth
     considering: no stage of a better plan takes longer than the slowest stage of a plan that fits,
@@ -119,7 +120,9 @@ def _stage_costs(
 def _stage_times(
     chain: Chain, tables: PrefixSums, submesh: tuple[int, int], kept: float, most_s: float
 ) -> tuple[Floats, _Ends]:
-    """As `_stage_costs`, without transfers, each with the fastest option that fits."""
+    """The costs of `_stage_costs` for one submesh, without transfers, under the fastest option that
+    fits.
+    """
     alike = np.array([o for o, option in enumerate(chain.options) if option.submesh == submesh])
     sums = (tables.forward_s + tables.backward_s)[alike]
     (within,) = memory_ends(chain, tables, alike, [kept], chain.memory_limit_bytes)
@@ -153,7 +156,7 @@ def _windows(values: NDArray[Any], width: int, outside: float) -> NDArray[Any]:
 
 
 def _edge_s(chain: Chain, before: StageChoice, behind: StageChoice) -> Floats:
-    """[U - 1], the transfer one way between two stages with a cut before unit 1, 2, ..."""
+    """[U - 1], the transfer between two stages in one direction, for a cut before unit 1, 2, ..."""
     sender, receiver = (chain.options[stage.option].num_devices for stage in (before, behind))
     hosts = {
         device // chain.devices_per_host
@@ -164,6 +167,7 @@ def _edge_s(chain: Chain, before: StageChoice, behind: StageChoice) -> Floats:
 
 
 def _least_maximum(costs: Sequence[Floats]) -> float:
+    """The least cost of the costliest stage over all cuts; infinite if there are none."""
     reached = np.where(np.arange(len(costs[0])) == 0, 0.0, np.inf)
     for stage in costs:
         reached = np.maximum(_windows(reached[:-1], stage.shape[1], np.inf), stage).min(axis=1)

@@ -16,8 +16,8 @@ from ._tables import Floats, Ints, RunMinima
 
 
 class RoundsProgram:
-    """The least sum of an interleaved schedule's closed form for a number of submeshes and of
-    chunks on each.
+    """The dynamic program that minimises the sum of an interleaved schedule's closed form, for a
+    given number of submeshes and of chunks on each.
     """
 
     proves = True
@@ -39,10 +39,11 @@ class RoundsProgram:
         self._placement = kind.placement(num_submeshes * chunks, num_submeshes)
         self._size = chain.num_devices // num_submeshes
         self._options = np.flatnonzero(chain.device_counts() == self._size)
-        # Furthest ends by distinct number of micro-batches in flight, and the row of each stage.
+        # Furthest ends, a row for each distinct number of micro-batches in flight, and the row of
+        # each stage.
         self._ends: Ints | None = None
         self._row_of = np.zeros(0, np.int64)
-        # Stages that receive from the same submesh on the same submesh share a row.
+        # Stages with the same submesh and the same submesh before them share a row.
         rows = {(-1, 0): np.zeros(chain.num_units)}
         pairs = [(-1, 0), *zip(self._placement, self._placement[1:])]
         for pair in pairs[1:]:
@@ -55,17 +56,17 @@ class RoundsProgram:
 
     @property
     def weights(self) -> list[float]:
-        """Of the form's maxima."""
+        """The weights of the form's maxima."""
         return [term.weight for term in self.form.maxima]
 
     def lows(self) -> tuple[float, list[float]]:
-        """Bounds of the sum and the maxima without a search."""
+        """Lower bounds on the form's sum and on its maxima that need no search."""
         return simple_lows(
             self.chain, self.tables, self.form, self.chain.num_devices * self._chunks
         )
 
     def solve(self, limits_s: tuple[float, ...]) -> StageSolution | None:
-        """The least sum whose maxima keep within limits; None if there are no such stages."""
+        """The stages of least sum whose maxima keep within limits; None if there are none."""
         units, options = self.chain.num_units, self._options
         reach = reach_within(self.chain, self.tables, self.form, limits_s, self._edges_s, options)
         sums = self.form.sums[options]
@@ -109,7 +110,9 @@ class RoundsProgram:
         return StageSolution(stages=tuple(stages), sum_s=sum_s, maxima_s=maxima_s)
 
     def _edge_s(self, sender: int, receiver: int) -> Floats:
-        """[U], the transfer one way from one submesh to another, before each unit."""
+        """[U], the transfer from one submesh to another, in one direction, with a cut before each
+        unit.
+        """
         chain, size = self.chain, self._size
         if sender == receiver:
             return np.zeros(chain.num_units)
@@ -146,8 +149,8 @@ class RoundsProgram:
 def round_counts(
     chain: Chain, num_stages: int | None, most_chunks: int
 ) -> Iterator[tuple[int, int]]:
-    """(number of submeshes, chunks on each), at least two of both, for which the chain has units
-    and options.
+    """Pairs (number of submeshes, chunks on each), at least two of both, for which the chain has
+    enough units, and options of that size.
     """
     sizes = set(chain.device_counts().tolist())
     for submeshes in range(2, chain.num_devices + 1):

@@ -31,7 +31,7 @@ from ._recut import best_cut, recuts, two_sided_s
 from ._rounds import RoundsProgram, round_counts
 from ._tabulated import TabulatedProgram, tabulated_programs
 
-# Plans of each schedule for whose submeshes new cuts are sought, which takes time for each.
+# For each schedule, the most plans for whose submeshes new cuts are sought, which takes time.
 _MOST_RECUTS = 12
 # The share of the limit on work that each solve of a search may use, however much is spent.
 _LEAST_SHARE = 0.1
@@ -275,7 +275,7 @@ class StageDP(AbstractInter):
         return sorted(candidates, key=lambda entry: two_sided_s(entry[1], entry[0]))
 
     def programs(self, chain: AbstractChain, schedule: str) -> list[_AnyProgram]:
-        """The dynamic programs whose solutions are all plans of a chain under a schedule."""
+        """The dynamic programs that together cover all plans of a chain under a schedule."""
         chain = chain.under(schedule)
         limit = chain.memory_limit_bytes
         if not isinstance(chain, Chain):
@@ -374,7 +374,7 @@ class _ScheduledProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ProgramResult:
-    """The result of a program; runs are sorted by `order`."""
+    """The result of a program; results are sorted by `order`."""
 
     order: tuple[float, int, int, int]
     chain: int
@@ -400,7 +400,7 @@ def _search_schedule(task: _SearchTask, schedule: str) -> list[_ProgramResult]:
     programs.sort(key=lambda known: known[0])
     turns = [_Turn.of(entry, planner, order) for order, entry in programs]
     best_s, spent = task.faster_than_s, 0.0
-    # A first solution of each large program, for a best to begin with.
+    # First a quick solution of each large program, for a best to prune with.
     for turn in turns:
         if spent < work_limit and isinstance(turn.entry.program, DeviceProgram):
             spent, best_s = turn.take(turn.entry.first, best_s, spent)
@@ -420,7 +420,7 @@ def _search_schedule(task: _SearchTask, schedule: str) -> list[_ProgramResult]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Turn:
-    """A program that takes turns with others in the search for the best of all.
+    """A program that takes turns with the others in the search for the best plan of all.
 
     Attributes:
         solutions: found so far.
@@ -449,7 +449,7 @@ class _Turn:
         return spent + self.entry.program.work - before, best_s
 
     def result(self, best_s: float, most: int) -> _ProgramResult:
-        """The best few plans, and a bound on all plans of the program."""
+        """The best few plans of the program, and a lower bound on all of its plans."""
         weights = self.entry.program.weights
         solutions = sorted(self.solutions, key=lambda solution: solution.total_s(weights))
         return _ProgramResult(

@@ -11,15 +11,17 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Differences of prefix sums round: a value that is taken as the limit must keep within it.
+# Differences of prefix sums are rounded: a stage whose own time is used as the limit must still
+# keep within it.
 _ROUNDING = 1e-12
 
 
 class RunMinima:
-    """Minima of fixed runs along the last axis, for many arrays.
+    """Minima over fixed runs along the last axis, for many arrays of one shape (range-minimum
+    queries).
 
     Args:
-        shape: of the arrays.
+        shape: the shape of the arrays.
         first, last: the runs, both ends included; they broadcast to [..., the shape of the rows,
             runs].
     """
@@ -42,7 +44,8 @@ class RunMinima:
         self._empty = length <= 0
 
     def of(self, values: Floats) -> Floats:
-        """The least of each run, in O(n log n) for all; infinite for empty runs."""
+        """The minimum of each run, in O(n log n) for all together; infinite for empty runs."""
+        # tables[k] holds minima over 2**k neighbours; two of them, which may overlap, cover a run.
         tables = np.empty((self._levels, self._rows, self._count))
         tables[0] = values.reshape(self._rows, self._count)
         for k in range(1, self._levels):
@@ -59,8 +62,8 @@ _LOGARITHMS = (np.frexp(np.arange(4096))[1] - 1).astype(np.int64)
 
 
 def last_within(sums: Floats, limit: Floats) -> Ints:
-    """For each option and beginning i the largest j with `sums[o, j] - sums[o, i] <= limit[..., o,
-    i]`; i if there is none.
+    """For each option o and first unit i, the largest j with `sums[o, j] - sums[o, i] <= limit[...,
+    o, i]`; i if there is none.
 
     Args:
         sums: prefix sums, [O, U + 1].
@@ -78,8 +81,8 @@ def last_within(sums: Floats, limit: Floats) -> Ints:
 def last_true(
     shape: tuple[int, ...], count: int, holds: Callable[[Ints], NDArray[np.bool_]]
 ) -> Ints:
-    """The largest j in [i, count] for which the monotone `holds` is true, by bisection; i if it
-    never is.
+    """The largest j in [i, count] for which `holds` is true, by bisection; i if it never is.
+    `holds` must be monotone: true up to some j, false beyond.
 
     Args:
         shape: of the result; its last axis is the beginning i, 0 to count - 1.

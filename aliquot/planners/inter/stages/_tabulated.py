@@ -1,8 +1,9 @@
-"""Stages of any chain by tables of quotes, for chains whose costs are not sums over units.
+"""Stages from tables of quotes, for chains whose costs are not sums over units.
 
-Every stretch of units is proposed and quoted once, by itself, for each option and number of
-micro-batches kept; transfers between stages are left out here and counted when plans are judged.
-That is quick for chains of up to about a hundred units; longer ones need a planner of their own.
+The chain proposes and quotes every stretch of units once, as a stage by itself, for each option and
+number of micro-batches kept; transfers between stages are left out here and counted when plans are
+judged. That is quick for chains of up to about a hundred units; longer ones need a planner of their
+own.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _TIMES = ("forward_s", "backward_s", "weight_gradient_s", "exposed_s", "once_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Table:
-    """Quotes of all stretches: arrays [O, U, U + 1] by option, first and last unit, 0 where `runs`
-    is false.
+    """Quotes of all stretches of units: arrays [O, U, U + 1] by option, first unit and end, 0 where
+    `runs` is false.
     """
 
     forward_s: Floats
@@ -37,7 +38,7 @@ class _Table:
 
 
 class Quotes:
-    """Cache of tables of a chain, for stages within a limit on memory."""
+    """Cache of a chain's tables, for stages within a memory limit."""
 
     def __init__(self, chain: AbstractChain, limit_bytes: float) -> None:
         self.chain, self.limit_bytes = chain, limit_bytes
@@ -51,8 +52,8 @@ class Quotes:
         self._known: dict[tuple[float, int], _Table] = {}
 
     def table(self, in_flight: float, chunks: int) -> _Table:
-        """The table for stages that keep so many micro-batches, with so many stages on the same
-        devices.
+        """The table for stages that keep so many micro-batches and share their devices with so many
+        stages, themselves included.
         """
         key = in_flight, chunks
         if key not in self._known:
@@ -82,12 +83,12 @@ class Quotes:
 
 
 class TabulatedProgram:
-    """The least sum of a closed form for a number of stages on a number of submeshes, with limits
-    on its maxima.
+    """The dynamic program that minimises the sum of a closed form, for a given number of stages and
+    of submeshes, under limits on the form's maxima.
     """
 
-    # A chain's fastest proposal need not be the best one for every closed form, and transfers are
-    # left out.
+    # No bound: a chain's fastest proposal need not be the best one for every closed form, and
+    # transfers are left out.
     proves = False
 
     def __init__(
@@ -109,19 +110,21 @@ class TabulatedProgram:
 
     @property
     def weights(self) -> list[float]:
-        """Of the form's maxima."""
+        """The weights of the form's maxima."""
         return [term.weight for term in self._forms[0].maxima]
 
     def lows(self) -> tuple[float, list[float]]:
-        """Bounds of the sum and the maxima that need no search: none are known."""
+        """Lower bounds on the form's sum and on its maxima that need no search: zero, as none are
+        known.
+        """
         return 0.0, [0.0] * len(self.weights)
 
     def solve(self, limits_s: tuple[float, ...]) -> StageSolution | None:
-        """The least sum whose maxima keep within limits; None if there are no such stages."""
+        """The stages of least sum whose maxima keep within limits; None if there are none."""
         units, last = self.chain.num_units, len(self._tables)
         end = np.where(np.arange(units + 1) == units, 0.0, np.inf)
-        # By stage and first device: the least sum of this stage and those after it, from each unit
-        # on.
+        # By stage and first device: the least sum of this stage and all later ones, for each first
+        # unit.
         least = {(last, device): end for device in self._ends()}
         for stage in reversed(range(last)):
             costs = self._costs(stage, limits_s)
@@ -146,7 +149,7 @@ class TabulatedProgram:
         return np.where(possible, form.sums, np.inf)
 
     def _ends(self) -> range:
-        """Possible first devices after the last stage."""
+        """Values that the device behind the last stage may have."""
         devices = self.chain.num_devices
         return range(devices) if self._placement else range(devices, devices + 1)
 
