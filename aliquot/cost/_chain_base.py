@@ -183,8 +183,8 @@ class AbstractChain(abc.ABC):
         return np.array([option.num_devices for option in self.options], np.int64)
 
     def fits_at(self, first_device: int, num_devices: int) -> bool:
-        """True if a submesh of `num_devices` may begin at a device: it lies within one host, or
-        covers whole hosts.
+        """True if a submesh of `num_devices` may begin at a device: it lies within one host, or is
+        made of whole hosts and begins at the first device of one.
         """
         start = first_device % self.devices_per_host
         if first_device < 0 or first_device + num_devices > self.num_devices:

@@ -98,7 +98,7 @@ def predict_stages(
     """The prediction for a pipeline.
 
     The step's times by kind are those of the submesh that is busy longest, and its memory is that
-    of the fullest device.
+    of the submesh of the fullest stage.
 
     Args:
         crossing: bytes that neighbouring stages exchange, of the whole micro-batch.

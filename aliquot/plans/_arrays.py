@@ -1,5 +1,5 @@
-"""Arrays of a step as a plan sees them: sizes, pieces on each device, and equal ones of repeated
-layers in groups.
+"""Arrays of a step as a plan sees them: their sizes, their pieces on each device, and groups of
+equal arrays of repeated layers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def num_pieces(dims: Dims, axis_sizes: Mapping[str, int]) -> int:
 
 
 def format_dims(dims: Sequence[Sequence[str]]) -> str:
-    """A split as a reader writes it: the axes of each dim, `-` for none.
+    """A split as text: the axes of each dim, `-` for none.
 
     >>> format_dims((("x",), (), ("y", "z"))), format_dims(((), ())), format_dims(())
     ('[x, -, yz]', 'replicated', 'replicated')
@@ -78,8 +78,8 @@ def format_dims(dims: Sequence[Sequence[str]]) -> str:
 def grouped_arrays(
     arrays: Sequence[ArrayInterface], stage: StagePlan, shardings: Mapping[str, Dims]
 ) -> list[ArrayGroup]:
-    """The arrays of one stage with equal ones of repeated layers in one group, the largest on each
-    device first.
+    """The arrays of one stage, with equal arrays of repeated layers in one group; the largest on
+    each device first.
     """
     sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=False))
     members: dict[tuple[str, tuple[int, ...], str, str, Dims], list[ArrayInterface]] = {}
@@ -94,7 +94,7 @@ def grouped_arrays(
         members.setdefault(key, []).append(array)
     groups = []
     for (_, shape, dtype, role, dims), paths in members.items():
-        # By the name of the dtype: a plan is read without JAX, whose dtypes NumPy does not know.
+        # By the dtype's name, because plans are read without JAX, whose dtypes NumPy lacks.
         total_bytes = len(paths) * math.prod(shape) * item_bytes(dtype)
         groups.append(
             ArrayGroup(
@@ -114,8 +114,8 @@ def grouped_arrays(
 def placed_arrays(
     arrays: Sequence[ArrayInterface], shardings: Mapping[str, Dims]
 ) -> list[ArrayInterface]:
-    """The arrays to which shardings belong, in the order of `arrays`. Of an array of stacked
-    layers a stage may have some rows; they count as an array of their own.
+    """The arrays that have an entry in `shardings`, in the order of `arrays`. If a stage holds only
+    some rows of an array of stacked layers, these count as an array.
     """
     rows: dict[str, list[str]] = {}
     for path in shardings:
@@ -135,8 +135,8 @@ def placed_arrays(
 
 
 def without_moments(groups: Sequence[ArrayGroup]) -> list[ArrayGroup]:
-    """Groups without arrays of the optimizer that have the shape and the split of the parameter
-    that they belong to, or of another moment of it that is listed.
+    """Groups without redundant optimizer state: arrays with the shape and the split of their
+    parameter, or of another moment of it that is kept.
     """
     parameters = [group for group in groups if group.role == "parameter"]
     names = {name for group in parameters for name in endings_of_path(group.pattern)}
@@ -147,8 +147,8 @@ def without_moments(groups: Sequence[ArrayGroup]) -> list[ArrayGroup]:
     }
     kept = []
     for group in groups:
-        # The longest path that a moment has in common with a parameter is that of the parameter
-        # which it belongs to.
+        # A moment belongs to the parameter with which it has the longest ending of the path in
+        # common.
         name = next((name for name in endings_of_path(group.pattern) if name in names), "")
         if group.role == "optimizer_state" and name:
             key = name, group.shape, group.dims, group.count

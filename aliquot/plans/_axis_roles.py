@@ -1,7 +1,8 @@
 """Role of each mesh axis in the field's words: data, FSDP, ZeRO-2, tensor, sequence, expert.
 
-The splits of stored arrays alone do not tell FSDP from tensor parallelism: what matters is whether
-an axis gathers a weight before it is used, and whether it sums the weight's gradient.
+The splits of stored arrays alone cannot distinguish FSDP from tensor parallelism. What matters is
+whether a weight is gathered over an axis before it is used, and whether its gradient is summed over
+the axis.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def axis_roles(plan: Plan, stage: StagePlan, uses: Sequence[CollectiveUse]) -> I
         yield "nothing: one device"
     for axis, size in axes:
         role = _role_of(_Axis.of(plan, stage, uses, axis))
-        # An axis may be named for what it does.
+        # An axis may have the name of its role, which is then not repeated.
         yield f"{axis} ({size}): {role.removeprefix(f'{axis}: ').removeprefix(f'{axis} ')}"
 
 
@@ -46,8 +47,8 @@ class _Axis:
     """An axis of a stage's mesh, with the collectives over it.
 
     Attributes:
-        gathered: parameters, without the indices of their layers, that are gathered over it.
-        summed: those whose gradients are summed over it.
+        gathered: paths of parameters, with `*` for indices, that are gathered over it.
+        summed: paths of parameters, likewise, whose gradients are summed over it.
     """
 
     plan: Plan
@@ -58,7 +59,7 @@ class _Axis:
 
     @staticmethod
     def of(plan: Plan, stage: StagePlan, uses: Sequence[CollectiveUse], axis: str) -> _Axis:
-        """The axis with what a stage's collectives say about it."""
+        """The axis of a stage, with the collectives over it read from `uses`."""
         over = [use for use in uses if axis in use.axes]
         gathers = [use.label for use in over if use.kind == "all-gather"]
         sums = [
@@ -75,7 +76,7 @@ class _Axis:
         )
 
     def splits(self, array: ArrayInterface) -> bool:
-        """True if it splits the array where that is stored."""
+        """True if the axis splits the array as it is stored."""
         return any(self.name in axes for axes in self.stage.shardings[array.path])
 
     def splits_products_with(self, array: ArrayInterface) -> bool:
@@ -83,7 +84,9 @@ class _Axis:
         return self.splits(array) and unindexed(unranged(array.path)) not in self.gathered
 
     def sums_gradient_of(self, array: ArrayInterface) -> bool:
-        """True if its devices hold parts of the array's gradient, from different examples."""
+        """True if the array's gradient is summed over the axis, whose devices have different
+        examples.
+        """
         return unindexed(unranged(array.path)) in self.summed
 
     def share(
@@ -92,7 +95,9 @@ class _Axis:
         what: Callable[[ArrayInterface], bool],
         among: Callable[[ArrayInterface], bool] = lambda array: True,
     ) -> float:
-        """The share of the bytes of a role of which something is true."""
+        """The share of arrays, by bytes, for which `what` is true, among those of a role for which
+        `among` is true.
+        """
         chosen = total = 0.0
         for array in placed_arrays(self.plan.inputs, self.stage.shardings):
             if array.role == role and among(array):
@@ -103,7 +108,7 @@ class _Axis:
 
     @property
     def of_batch(self) -> list[str]:
-        """What it splits of the batch's arrays: "data", "sequence", both or neither."""
+        """What the axis splits of the batch's arrays: "data", "sequence", both or neither."""
         found = {
             "data" if dim == 0 else "sequence"
             for array in self.plan.inputs
@@ -150,7 +155,7 @@ def _role_of_data(axis: _Axis, words: str, stored: float, expert: float) -> str:
     Args:
         words: what it splits of the batch.
         stored: share of the parameters that it splits where they are stored.
-        expert: share of the experts that it splits, if they are what it splits of the parameters.
+        expert: share of the experts' parameters that it splits, if it splits mainly these; else 0.
     """
     if expert:
         return f"{words} and expert: {expert:.0%} of the experts' parameters are split"

@@ -1,7 +1,7 @@
 """Closed forms of a schedule's step time: a sum over stages plus weighted maxima over stages.
 
-This shape can be searched exactly by planners, and evaluated for any list of stages. A schedule
-states its form for arrays of any shape whose entries add up along the units of a chain: figures of
+Planners can search such a formula exactly, and evaluate it for any list of stages. A schedule
+states it for arrays of any shape whose entries add up along the units of a chain: figures of
 stages, or prefix sums over units.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    # The command line reads plans, and must start without it.
+    # The command line reads plans, and must start without importing NumPy.
     import numpy as np
     from numpy.typing import NDArray
 
@@ -23,7 +23,7 @@ class StageTimes(Protocol):
 
     Attributes:
         forward_s, backward_s: passes of one micro-batch.
-        weight_gradient_s: the part of `backward_s` that nothing waits for until the update.
+        weight_gradient_s: the part of `backward_s` whose results nothing needs before the update.
         exposed_s: the idle time that a stage adds to a zero-bubble pipeline while it fills and
             drains: `forward + input gradient - min(weight gradient, forward, input gradient)`.
         once_s: once in a step: gradient synchronisation that is not hidden, and the update.
@@ -43,10 +43,10 @@ class StageTimes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Maximum:
-    """A term `weight * max over stages of (sums, plus transfers)`.
+    """A term `weight * max over stages of (sums + transfers * edge)`, where `edge` is the time of a
+    transfer over the edge in front of the stage.
 
-    `transfers` times the edge's transfer are added to each stage's, or, where transfers overlap
-    with computing, `link` times it compete with them for the maximum.
+    If transfers overlap with compute, it is `weight * max over stages of max(sums, link * edge)`.
     """
 
     sums: Floats
@@ -57,8 +57,8 @@ class Maximum:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClosedForm:
-    """A schedule's step time: the sum over stages of `sums` and `transfers` times each edge's, plus
-    its maxima.
+    """A schedule's step time: the sum over stages of `sums + transfers * edge`, plus the weighted
+    `maxima`. For `edge` see `Maximum`.
     """
 
     sums: Floats
@@ -66,11 +66,12 @@ class ClosedForm:
     maxima: tuple[Maximum, ...]
 
     def parts_s(self, edges_s: Floats, *, overlaps: bool) -> tuple[Floats, tuple[Floats, ...]]:
-        """The sum, and the value of each maximum, not weighted, of stages along the last axis.
+        """The sum over stages, and the value of each maximum, unweighted. Stages lie along the last
+        axis.
 
         Args:
             edges_s: for each stage the transfer over the edge in front of it, in one direction.
-            overlaps: whether stages compute while arrays travel.
+            overlaps: whether transfers between stages overlap with compute.
         """
         import numpy as np
 
@@ -85,7 +86,7 @@ class ClosedForm:
         return np.asarray((self.sums + self.transfers * edges_s).sum(-1)), tuple(maxima)
 
     def total_s(self, edges_s: Floats, *, overlaps: bool) -> Floats:
-        """The step time of stages along the last axis."""
+        """The step time, for stages along the last axis."""
         import numpy as np
 
         sums_s, maxima_s = self.parts_s(edges_s, overlaps=overlaps)

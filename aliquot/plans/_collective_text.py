@@ -15,7 +15,7 @@ _RIGHT = (2, 3, 4)
 
 
 def collective_table(plan: Plan) -> Section:
-    """Communication of a plan that is one program; the last cell says what for."""
+    """Communication of a plan of one program; the last column says what it is for."""
     uses = sorted(plan.prediction.collectives, key=lambda use: -use.seconds)
     return Section(
         kind=SectionKind.COMMUNICATION,
@@ -33,7 +33,7 @@ def collective_table(plan: Plan) -> Section:
 
 
 def stage_collective_table(plan: Plan) -> Section:
-    """Communication inside the stages of a pipeline; what is equal in several stages once."""
+    """Communication inside the stages of a pipeline; equal rows of several stages are joined."""
     entries = _stage_collectives(plan)
     return Section(
         kind=SectionKind.COMMUNICATION,

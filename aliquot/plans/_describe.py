@@ -15,17 +15,17 @@ from ._sections import PRINTED, sections
 _WIDTH = 120
 _LEAST_WIDTH = 60
 _MARGIN = 25
-# The facts have the sum of the memory's parts on two lines, and the notes name inferred rules.
+# Left out of `print`: the facts already show the parts of memory, and the notes inferred rules.
 _LEFT_TO_EXPLAIN = (SectionKind.MEMORY, SectionKind.INFERRED)
 
 
 def describe(plan: Plan, width: int | None = None) -> str:
-    """A plan as text: what it is, its predicted time and memory with their parts, the largest
-    arrays, what to know.
+    """A plan as text: a headline, its predicted time and memory with their parts, the largest
+    arrays, notes.
 
     Args:
-        width: of a line; by default that of the terminal, where paths are broken at dots. In a pipe
-            tables take what they need.
+        width: of a line; by default that of the terminal, where paths are broken at dots. In a
+            pipe, tables are as wide as their contents.
     """
     known = width or shutil.get_terminal_size((0, 0)).columns
     fits = max(known, _LEAST_WIDTH) if known else None

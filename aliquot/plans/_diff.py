@@ -1,6 +1,4 @@
-"""Two plans compared term by term: what they decide differently, and what they predict
-differently.
-"""
+"""Comparison of two plans, term by term: differences of decisions and of predictions."""
 
 from __future__ import annotations
 
@@ -48,8 +46,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDiff:
-    """All terms in which two plans differ, decisions first. How and how fast they were found does
-    not count.
+    """All terms in which two plans differ, decisions first. How they were found, and how fast, is
+    ignored.
 
     Attributes:
         changes: one for each term.
@@ -82,8 +80,8 @@ class PlanDiff:
 def diff(before: Plan, after: Plan) -> PlanDiff:
     """Compare two plans, also of different models, clusters or methods.
 
-    Operators inside are compared where both cut the step into the same stages; elsewhere no two
-    have the same name.
+    Operators inside stages are compared only if both plans cut the step into the same stages;
+    otherwise operators with the same name may be different ones.
     """
     cuts = [[stage.layer_names for stage in plan.stages] for plan in (before, after)]
     same_cut = cuts[0] == cuts[1]
@@ -162,9 +160,10 @@ def _stage_decisions(prefix: str, stage: StagePlan) -> dict[str, Term]:
 
 
 def _splits(plan: Plan) -> dict[str, Term]:
-    """Splits of arrays, whichever stage they are on: where stages differ, these need not.
+    """Splits of arrays by path, whichever stage holds them: plans with different stages may still
+    split arrays alike.
 
-    An array of several stages that split it differently has all its splits.
+    An array that several stages split differently is listed with all its splits.
     """
     by_path: dict[str, dict[str, None]] = {}
     for stage in plan.stages:

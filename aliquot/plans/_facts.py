@@ -1,5 +1,5 @@
-"""Facts at the head of a plan, as pairs of a name and a text: what was decided, the predicted time
-and memory, and the bound.
+"""Facts at the head of a plan, as pairs of a name and a text: its decisions, the predicted time and
+memory, and the bound.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ _SCOPES = {
     "gap_within_neighbourhood": "choices near the solutions of coarser meshes",
 }
 _WITHIN_GAP = "optimal within the gap"
-# Rows of the summary that say what is done; the others say what it gives.
+# Rows of the summary that state decisions; the others state their effect.
 _DECISIONS = ("splits", "recomputation")
-# Outputs that every micro-batch computes alike, or that are computed once: there is nothing to say.
+# Outputs that are equal in all micro-batches or computed once: their rule is not shown.
 _EQUAL = "equal"
-# Plan files keep the short name.
+# Names that are shown in place of the short names in plan files.
 _PARTS_OF_MEMORY = {"resharded copies": "gathered or resharded copies"}
 
 
 def fact_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Names and texts, in the order in which they are read; a row without a name goes on with the
-    row above it.
-    """
+    """Names and texts in reading order; a row without a name continues the row above it."""
     summary = summary_rows(plan)
     return [
         *(row for row in summary if row[0] in _DECISIONS),
@@ -94,14 +92,14 @@ def time_parts(plan: Plan) -> str:
 
 
 def idle_parts(plan: Plan) -> tuple[float, float]:
-    """`bubble_s` in two parts: seconds in which the busiest submesh sends and receives, and seconds
-    in which it waits.
+    """The two parts of `bubble_s`: seconds in which the busiest submesh sends and receives, and
+    seconds in which it waits.
     """
     p = plan.prediction
     shares = [stage.prediction.bubble for stage in plan.stages if stage.prediction]
     waits_s = min(shares, default=1.0) * p.step_time_s
     transfers_s = p.bubble_s - waits_s
-    # Where nothing is sent the two differ by rounding alone.
+    # Without such transfers, the two differ only by rounding.
     return (transfers_s, waits_s) if transfers_s > _ROUNDING * p.step_time_s else (0.0, p.bubble_s)
 
 
@@ -134,7 +132,7 @@ def bound(plan: Plan) -> str:
 
 
 def micro_batches(plan: Plan) -> str:
-    """Number of micro-batches, and how outputs combine that differ between them."""
+    """Number of micro-batches, and how outputs that differ between them are combined."""
     if plan.num_micro_batches == 1:
         return "1 (the whole batch at once)"
     by_rule: dict[str, list[str]] = {}
@@ -164,7 +162,7 @@ def rebuild(plan: Plan) -> str:
 
 
 def memory_parts(plan: Plan) -> list[tuple[str, float]]:
-    """Names and bytes of what fills a device at the worst moment, the largest first."""
+    """Names and bytes of the parts of a device's memory at the peak, the largest first."""
     sizes = sorted(plan.prediction.memory_bytes.items(), key=lambda item: -item[1])
     return [(_PARTS_OF_MEMORY.get(name, name), size) for name, size in sizes]
 

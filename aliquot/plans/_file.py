@@ -29,12 +29,12 @@ from ._validate import violations
 
 
 def _name_the_single_schedule(data: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 said "none" for the schedule of one program."""
+    """In version 1, the schedule of one program was called "none"."""
     return {**data, "schedule": SINGLE} if data.get("schedule") == "none" else data
 
 
 def _say_what_is_recomputed(data: dict[str, Any]) -> dict[str, Any]:
-    """Version 2 said of a stage only whether it recomputes everything."""
+    """In version 2, `recompute` of a stage was a flag: whether it recomputes everything."""
     stages = data.get("stages")
     if not isinstance(stages, list):
         return data
@@ -52,7 +52,7 @@ _MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
     1: _name_the_single_schedule,
     2: _say_what_is_recomputed,
 }
-"""By the version they start from: each takes the data of a file to the next version."""
+"""Migrations by the version they start from: each converts the data of a file to the next one."""
 
 _LINE_LENGTH = 120
 _MOST_BYTES = 256 * 2**20
@@ -71,10 +71,10 @@ def to_json(plan: Plan) -> str:
             each.
     """
     data = msgspec.to_builtins(plan)
-    # Most plans leave no host idle, and releases that know of none read those.
+    # Left out where it is zero, so that releases that do not know the field can read the plan.
     if not plan.idle_hosts:
         del data["idle_hosts"]
-    # Odd numbers in a plan's provenance decide nothing, and are no reason to refuse it.
+    # Infinite numbers in a plan's provenance decide nothing, and are no reason to refuse it.
     data["provenance"] = _without_odd_numbers(data["provenance"])
     odd = [path for path, value in _leaves(data, "plan") if not math.isfinite(value)]
     if odd:
@@ -120,7 +120,7 @@ def load(path: str | os.PathLike[str]) -> Plan:
     source = f"plan file {shortened(os.fspath(path))!r}"
     try:
         with open(path, "rb") as stream:
-            # One byte more than allowed tells a file that is too long, however long it is.
+            # One byte more than allowed shows that a file is too long, without reading all of it.
             read = stream.read(_MOST_BYTES + 1)
         if len(read) > _MOST_BYTES:
             raise PlanFileError(
@@ -189,7 +189,7 @@ def _too_deep(source: str) -> PlanFileError:
 
 
 def _is_deeper(data: Any, most: int) -> bool:
-    """True if values are nested deeper than this in lists and objects."""
+    """True if lists and objects are nested deeper than `most`."""
     level = [data]
     # Level by level, not by recursion, which deep data would exhaust.
     for _ in range(most):
@@ -205,8 +205,8 @@ def _is_deeper(data: Any, most: int) -> bool:
 
 
 def _extremes(value: Any, path: str) -> Iterator[str]:
-    """Values far beyond what a plan can need, at which figures made of them would overflow or take
-    for ever.
+    """Faults of values far beyond what a plan can need: figures computed from them would overflow
+    or take forever.
     """
     if isinstance(value, dict):
         for key, item in value.items():
@@ -229,8 +229,8 @@ def _extremes(value: Any, path: str) -> Iterator[str]:
 
 
 def _repeated_names(text: str) -> list[tuple[str, int]]:
-    """Names that an object has more than once, of which readers of JSON take the first, the last,
-    or any.
+    """Names that stand more than once in an object, with their counts: readers of JSON disagree
+    about which of them counts.
     """
     counts: Counter[str] = Counter()
 
@@ -252,7 +252,7 @@ def _place(text: str, offset: int) -> str:
 
 
 def _current(data: dict[str, Any], source: str) -> dict[str, Any]:
-    """The data in today's version."""
+    """The data migrated to the current version."""
     given = data["version"]
     readable = ", ".join(map(str, [*sorted(_MIGRATIONS), PLAN_VERSION]))
     # By exact type: `true` is an `int` to Python.
@@ -321,8 +321,8 @@ def _holds_structs(kind: Any) -> bool:
 
 
 def _laid_out(value: Any, margin: str) -> str:
-    """JSON in which whatever fits on a line is one line: a split of an array is easier to read and
-    to edit that way.
+    """JSON text in which every value that fits on one line is on one line: splits of arrays are
+    easier to read and edit that way.
     """
     line = json.dumps(value, ensure_ascii=False)
     if len(margin) + len(line) <= _LINE_LENGTH or not isinstance(value, dict | list | tuple):
@@ -338,7 +338,9 @@ def _laid_out(value: Any, margin: str) -> str:
 
 
 def _without_odd_numbers(value: Any) -> Any:
-    """Candidates that did not fit have no finite time, and JSON no infinity."""
+    """The value with None for numbers that are not finite, which JSON cannot hold: candidates that
+    did not fit have no finite time.
+    """
     if isinstance(value, dict):
         return {key: _without_odd_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -24,11 +24,11 @@ def idle_devices(plan: Plan) -> int:
 
 
 def require_busy_processes(plan: Plan, devices: Sequence[Any]) -> None:
-    """Refuse processes that have devices of idle hosts alone: with nothing to do, they could not
+    """Refuse processes that have only devices of idle hosts: with nothing to do, they could not
     take part in a step.
 
     Args:
-        devices: in the cluster's order, of all processes; the plan uses the first.
+        devices: those of all processes, in the cluster's order; the plan uses the first ones.
 
     Raises:
         PlanMismatchError: says on which hosts to start processes.

@@ -1,5 +1,5 @@
-"""A plan's splits as JAX writes them, for people who keep their own training loop. Needs jax only
-when called.
+"""A plan's splits as JAX's `PartitionSpec`s and `NamedSharding`s, for users with their own training
+loop. Imports jax only when called.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def spec_tree(plan: Plan, tree: Any, path: str | None = None) -> Any:
 
 
 def sharding_tree(plan: Plan, tree: Any, mesh: Mesh, path: str | None = None) -> Any:
-    """The same with a `NamedSharding` for each array.
+    """As `spec_tree`, with a `NamedSharding` for each array.
 
     Raises:
         InputError: as `spec_tree`, or the plan is a pipeline.
@@ -128,7 +128,7 @@ def _paths_of(plan: Plan, leaves: Sequence[tuple[Any, Any]], path: str | None) -
     }
     good = [prefix for prefix, reasons in faults.items() if not reasons]
     if len(good) > 1:
-        # A whole argument is meant before a part of one, such as the moments of an optimizer.
+        # Prefer a whole argument to a part of one, such as the moments of an optimizer.
         whole = [prefix for prefix in good if prefix.isidentifier()]
         good = whole if len(whole) == 1 else good
     if len(good) == 1:

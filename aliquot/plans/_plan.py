@@ -1,8 +1,8 @@
 """The contract between planners and the runtime: plain data, no jax objects, one JSON file.
 
-Planners write plans and the runtime reads them; neither knows the other. What was decided, what it
-is predicted to do, and how it was found are kept apart: two plans are equal if they decide and
-predict the same, whoever found them and however long that took.
+Planners write plans and the runtime reads them; neither knows the other. Decisions, predictions and
+provenance (how a plan was found) are kept apart: two plans are equal if they decide and predict the
+same, whoever found them and however long that took.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ModelReference(
 
     `kind` is "zoo" (`settings` are those of `aliquot.zoo.build`), "factory" (`name` is
     `package.module:function`), or "closure": the step was passed as a function and can only be
-    passed again. `flops_per_step` are the operations of the model's forward and backward pass over
-    the whole batch, without recomputation; 0 where nobody counted them.
+    passed again. `flops_per_step` are the floating-point operations of the model's forward and
+    backward pass over the whole batch, without recomputation; 0 if they are unknown.
     """
 
     kind: str
@@ -67,8 +67,9 @@ class OpSharding(
     """The decision for one distinct operator or group of arrays: which of its factors each mesh
     axis splits.
 
-    `copies` is how many equal ones of the step it stands for. Axes that split nothing are left out.
-    `recompute`: the backward pass may recompute the operator, if its stage recomputes operators.
+    `copies` is the number of equal operators or groups in the step for which the decision stands.
+    Axes that split nothing are left out. `recompute` says whether the backward pass may recompute
+    the operator, if its stage recomputes operators.
     """
 
     node: str
@@ -78,8 +79,8 @@ class OpSharding(
 
 
 class CollectiveUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Collectives of one kind over some mesh axes in one step: how many, and how many bytes each
-    device gets back.
+    """Collectives of one kind over some mesh axes in one step: their number, the bytes of their
+    results on each device, and their time.
     """
 
     kind: str
@@ -107,14 +108,14 @@ class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     Attributes:
         forward_s, backward_s, weight_gradient_s: for one micro-batch; the last is the part of the
-            backward pass that nothing waits for until the update.
+            backward pass whose results nothing needs before the update.
         update_s: once a step, gradient synchronisation included.
         transfer_s: of activations to the next stage, for one micro-batch.
-        transfer_back_s: of their gradients from the next stage; None in files that do not say it,
-            where they take as long.
+        transfer_back_s: of their gradients from the next stage; None in files without this figure,
+            and then equal to `transfer_s`.
         bubble: the share of the step in which the stage's devices wait.
         in_flight: the most micro-batches whose residuals it keeps.
-        peak_memory_bytes: `memory_bytes` by part add up to it.
+        peak_memory_bytes: the sum of `memory_bytes`, which are by part.
         collectives: those of a step.
     """
 
@@ -138,18 +139,18 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         mesh_shape, axis_names: its logical mesh.
         shardings: for each input path the mesh axes that split each dim, as in a `PartitionSpec`.
         outputs: the same for each output path.
-        interior: the decisions inside, once for each distinct segment.
+        interior: the decisions inside the step, once for each distinct segment.
         data_axes: axes that split nothing but the batch.
         first_device: where its submesh begins in the cluster; it takes consecutive devices.
         first_layer, layer_names: the layers that it runs; none without a pipeline.
-        recompute: what the backward pass recomputes beyond what is cheap: "none", "stage" for
-            everything, from what enters the stage, or "operators" for the products of `interior`
-            that say so.
-        folded: whether equal layers are decided about once for all; otherwise `interior` has each
-            operator alone.
-        like: the earlier stage with the same operators, whose interior it has; None for one with an
-            interior of its own.
-        prediction: what it costs; None without a pipeline, where the plan's own says it all.
+        recompute: what the backward pass recomputes besides cheap operators: "none"; "stage" for
+            all operators, from the inputs of the stage; or "operators" for the products that
+            `interior` marks with `recompute`.
+        folded: whether equal layers share one decision; otherwise `interior` has an entry for each
+            operator.
+        like: an earlier stage with the same operators, whose `interior` this stage shares; None for
+            a stage with its own.
+        prediction: its predicted cost; None without a pipeline, where `Plan.prediction` says all.
     """
 
     mesh_shape: tuple[int, ...]
@@ -171,8 +172,8 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Predicted bytes on each device over the course of a step, at moments spread evenly over its
     operators.
 
-    Each moment stands for a stretch of operators and shows the one among them at which the most
-    memory is taken.
+    Each moment stands for a stretch of operators: the figures are those of the operator in it at
+    which the most memory is taken.
 
     Attributes:
         phases: for each moment the phase of the step: "forward", "backward" or "update".
@@ -186,13 +187,15 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Estimated cost of the plan on each device.
 
-    The step takes `compute_s + communication_s + gradient_s - hidden_s + bubble_s`. Of a pipeline
-    these are figures of its busiest stage, and `bubble_s` is what it waits for the others and for
-    transfers; memory is that of the fullest stage. `memory_bytes` are the parts alive at the worst
-    moment and add up to `peak_memory_bytes`. Of compute and communication `measured_share` rests on
-    measurements of operators of about the same sizes, and another `measured_compute_share` on those
-    of one device alone, with a mean relative error of `measured_error`; the rest is modelled.
-    `memory_over_time` shows memory over the course of the step; None for a pipeline.
+    The step takes `compute_s + communication_s + gradient_s - hidden_s + bubble_s`. For a pipeline,
+    these are figures of its busiest submesh, and `bubble_s` is the time for which it waits for
+    others and for transfers; memory is that of the submesh of its fullest stage. `memory_bytes` are
+    the parts that are alive at the peak; they add up to `peak_memory_bytes`.
+
+    A share `measured_share` of the seconds of compute and communication is based on measurements of
+    operators of about the same sizes, and another share `measured_compute_share` on measurements of
+    one device alone; `measured_error` is the mean relative error of both. The rest is modelled.
+    `memory_over_time` is the memory over the course of the step; None for a pipeline.
     """
 
     step_time_s: float
@@ -213,10 +216,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Origin of a plan: planner, bound, search time. Not part of a comparison.
+    """Origin of a plan: planner, bound, search time. Ignored when plans are compared.
 
-    `lower_bound_s` bounds the best step time from below, within the space that `bound_holds_for`
-    names. `profiles` says which measurements the plan was made from.
+    `lower_bound_s` is a lower bound on the step time of all plans in the space that
+    `bound_holds_for` names. `profiles` says which measurements the plan was made from.
     """
 
     planner: str
@@ -232,10 +235,10 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CompiledFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures of the compiled plan, in bytes on each device. Not part of a comparison.
+    """Figures of the compiled plan, in bytes on each device. Ignored when plans are compared.
 
-    `memory_bytes` are arguments, outputs, temporaries and aliases: outputs in the place of
-    arguments. `unintended` are collectives that the plan does not explain, a line for each.
+    `memory_bytes` are arguments, outputs, temporaries and aliases (outputs that take the place of
+    arguments). `unintended` are collectives that the plan does not explain, a line for each.
     """
 
     target: str
@@ -253,32 +256,32 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         version: of the file format.
         model: how to build the step again.
         inputs, outputs: the step's interface, in order.
-        interface_fingerprint: of the two; must match the step that runs.
-        graph_fingerprint: of the traced operators; may drift with a library's release, and the
+        interface_fingerprint: of inputs and outputs; must match the step that runs.
+        graph_fingerprint: of the traced operators; may change with a library's release, and the
             interior is then planned anew.
-        cluster: what it runs on, as `Cluster.to_dict` gives it.
-        idle_hosts: further hosts of the cluster it was planned for, behind those in `cluster`, that
-            it leaves idle because the step is faster so.
+        cluster: the cluster that it runs on, as `Cluster.to_dict` gives it.
+        idle_hosts: number of hosts of the planned cluster, after those in `cluster`, that are left
+            idle because the step is faster without them.
         method: the planner's short name.
-        num_micro_batches: into how many parts a step's batch is cut.
-        micro_batch_semantics: "exact", or "independent" if parts of the step see one micro-batch
-            alone.
+        num_micro_batches: number of parts into which a step's batch is cut.
+        micro_batch_semantics: "exact", or "independent" if parts of the step see only one
+            micro-batch.
         combine: for each output path how micro-batches combine ("sum", "concatenate 0", "equal");
             empty for one.
         schedule: order of stages and micro-batches, see `SCHEDULES`; "single" for one program.
-        overlaps_transfers: whether the prediction takes stages to compute while arrays travel
-            between them.
-        num_submeshes: fewer than stages where these are interleaved; the schedule places stages on
+        overlaps_transfers: whether the prediction assumes that transfers between stages overlap
+            with compute.
+        num_submeshes: fewer than stages if these are interleaved; the schedule places the stages on
             them.
         layers: how the step was cut into layers: a path pattern, a number, or nothing for every
             good place.
-        scan_bounds: where loops over layers are cut, from 0 to their length; empty where they stay
+        scan_bounds: where loops over layers are cut, from 0 to their length; empty if they stay
             whole.
         stages: see `StagePlan`.
-        inferred_rules: what was found out about primitives without a declared rule.
+        inferred_rules: rules that were inferred for primitives without a declared one.
         notes: remarks for the reader, such as dims that could not be split.
-        prediction, provenance: see there.
-        compiled: what the compiler made of it, if it was asked; see there.
+        prediction, provenance: see `Prediction` and `Provenance`.
+        compiled: see `CompiledFigures`; None if the plan was not compiled.
     """
 
     version: int = PLAN_VERSION
@@ -321,7 +324,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return isinstance(other, Plan) and self._decisions() == other._decisions()
 
     def __ne__(self, other: object) -> bool:
-        # Compiled base classes have one of their own, which compares every field.
+        # The compiled base class has its own `__ne__`, which compares every field.
         return not self == other
 
     def __hash__(self) -> int:
@@ -329,10 +332,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return hash((self.interface_fingerprint, self.method, self.num_micro_batches))
 
     def decisions(self) -> tuple[str, ...]:
-        """All that decides what runs, in lines of text: equal for plans that run the same, whatever
-        they predict or are called.
+        """Everything that decides what runs, as lines of text: equal for plans that run the same,
+        whatever they predict or are called.
         """
-        # None of these decides what runs: provenance, names, predictions.
+        # Provenance, names and predictions do not decide what runs.
         data = msgspec.to_builtins(self)
         for name in (*_HOW_FOUND, "prediction", "notes", "model", "cluster", "graph_fingerprint"):
             data.pop(name, None)
@@ -400,10 +403,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The `jax.sharding.PartitionSpec`s of the step's inputs, for a training loop of one's own.
 
         Args:
-            tree: an argument of the step, or a part of one, as arrays or shapes; the answer is a
-                tree like it. Without one the answer is a dict from every input path to its spec.
-            path: where the tree stands in the arguments, such as `"state.params"`; found out where
-                there is one place.
+            tree: an argument of the step, or a part of one, as arrays or shapes; the result is a
+                tree like it. Without a tree, the result is a dict from every input path to its
+                spec.
+            path: the tree's place in the arguments, such as `"state.params"`; needed only if the
+                tree fits in several places.
 
         Raises:
             InputError: the tree is no part of what was planned.

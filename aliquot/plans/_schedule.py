@@ -1,5 +1,5 @@
-"""A pipeline's tasks as data: which submesh runs which task after which. No arrays, no devices, no
-costs.
+"""A pipeline's tasks as data: the list of tasks that each submesh runs, in order. No arrays, no
+devices, no costs.
 
 `cost` prices these lists, and the runtime walks them in one global order, so that every process
 issues the same transfers in the same order.
@@ -18,10 +18,10 @@ from ..core import InputError
 class TaskKind(enum.StrEnum):
     """The part of a stage's work on a micro-batch that a task computes.
 
-    A whole `BACKWARD` is two halves in one: `BACKWARD_INPUT` makes the gradient that the stage
-    before waits for, `BACKWARD_WEIGHT` those of the stage's own parameters, for which nothing waits
-    before the update. The first stage has its `BACKWARD_INPUT` too, so that stages are alike; it
-    may be empty.
+    `BACKWARD` is the whole backward pass. It can be split into two halves: `BACKWARD_INPUT` makes
+    the gradient that the stage before waits for, `BACKWARD_WEIGHT` those of the stage's own
+    parameters, for which only the update waits. The first stage has a `BACKWARD_INPUT`, too, so
+    that all stages are alike; it may be empty.
     """
 
     FORWARD = "forward"
@@ -32,7 +32,9 @@ class TaskKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One box of a schedule: a stage computes something for one micro-batch. Both count from 0."""
+    """One box of a schedule: what a stage computes at once for one micro-batch. Both numbers count
+    from 0.
+    """
 
     stage: int
     micro_batch: int
@@ -58,9 +60,9 @@ def dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
     """The tasks whose results a task reads. A schedule has whole backward tasks or split ones,
     never both.
 
-    Forward reads the stage before. Backward (or its half for the inputs) reads its own forward and,
-    save in the last stage, the same of the stage after. The half for the weights reads the half for
-    the inputs.
+    Forward reads the forward task of the stage before. Backward (or `BACKWARD_INPUT`) reads the
+    forward task of its own stage and, except in the last stage, the same backward task of the stage
+    after. `BACKWARD_WEIGHT` reads `BACKWARD_INPUT` of its own stage.
 
     >>> [str(read) for read in dependencies(Task(1, 0, TaskKind.BACKWARD), num_stages=3)]
     ['forward of micro-batch 0 in stage 1', 'backward of micro-batch 0 in stage 2']
@@ -139,8 +141,8 @@ class Schedule:
             yield f"it lacks {wanted - len(first_at)} of {wanted} tasks"
 
     def _slot(self, task: Task) -> int:
-        """A number of its own for each task: a row for forward, one for backward or its first half,
-        one for weights.
+        """A unique number for each task: in row 0 for forward, 1 for backward or its half for
+        inputs, 2 for its half for weights.
         """
         row = (
             0
@@ -160,12 +162,12 @@ class Schedule:
         return tuple(stage for stage, place in enumerate(self.placement) if place == submesh)
 
     def in_flight(self, stage: int, until: TaskKind = TaskKind.BACKWARD_WEIGHT) -> int:
-        """The most micro-batches at once whose residuals a stage holds, that of the running task
+        """The most micro-batches whose residuals a stage holds at once, that of the running task
         included.
 
-        They are held from `FORWARD` to `BACKWARD`, or to `until` where backward is split:
-        `BACKWARD_WEIGHT`, or `BACKWARD_INPUT` for what only that half reads. Without backward
-        nothing is held but by the running task.
+        Residuals are held from `FORWARD` to `BACKWARD`, or to `until` where backward is split:
+        `BACKWARD_WEIGHT`, or `BACKWARD_INPUT` for residuals that only that half reads. Without
+        backward tasks, only the running task holds any.
         """
         held = most = 0
         endings = (TaskKind.BACKWARD, until)
@@ -178,12 +180,12 @@ class Schedule:
         return most
 
     def order(self) -> tuple[Task, ...]:
-        """All tasks in one order that meets every dependency and every submesh's own list; always
-        the same one.
+        """All tasks in one order that respects every dependency and every submesh's own list. The
+        order is always the same.
 
-        By earliest start, where a forward task and each half of a backward one take one unit of
-        time and transfers none; tasks that start together go by submesh. Raises `InputError` if
-        tasks wait for one another in a circle.
+        Tasks are sorted by earliest start, where a forward task and each half of a backward task
+        take one unit of time and transfers none, then by submesh. Raises `InputError` if the tasks
+        deadlock.
         """
         starts, places = self._earliest_starts()
         stuck = [
@@ -202,11 +204,11 @@ class Schedule:
         return tuple(task for _, _, task in sorted(timed, key=itemgetter(0, 1)))
 
     def _earliest_starts(self) -> tuple[list[int], list[int]]:
-        """Unit time at which each task starts, by its slot, and how many tasks each submesh can
-        run.
+        """Earliest start of each task in units of time, by its slot, and how many tasks each
+        submesh can run before it is stuck.
 
-        Tasks are numbered by slots, as hashing them would take most of the time. A slot reads the
-        slots that `dependencies` names.
+        Tasks are numbered by slots, because hashing them would take most of the time. What a slot
+        reads is the same as in `dependencies`.
         """
         row, stride = self.num_stages * self.num_micro_batches, self.num_micro_batches
         starts, ends = [0] * (3 * row), [0] * (3 * row)
@@ -226,8 +228,7 @@ class Schedule:
                 # Every task takes time, so an end of 0 means that it has not run.
                 missing = next((read for read in reads if not ends[read]), None)
                 if missing is not None:
-                    # The submesh sleeps until that task has run, so that it is checked only when it
-                    # may go on.
+                    # The submesh sleeps until that task has run, so it is not checked in vain.
                     waiting.setdefault(missing, []).append(submesh)
                     break
                 starts[slot] = max([free[submesh], *[ends[read] for read in reads]])

@@ -13,8 +13,8 @@ from ._schedule import Lists, Schedule, round_robin
 
 
 class Keeps(enum.StrEnum):
-    """The facts, beside the number of micro-batches, that determine how many of them a stage keeps
-    between forward and backward. Searches over stages are faster the fewer cases it tells apart.
+    """What determines, besides the number of micro-batches, how many of them a stage keeps between
+    forward and backward. The fewer cases it distinguishes, the faster are searches over stages.
     """
 
     ALL = "every micro-batch"
@@ -27,7 +27,7 @@ class AbstractScheduleKind(abc.ABC):
     """A schedule for any numbers of stages, micro-batches and submeshes. Frozen, without state.
 
     Attributes:
-        name: its key in `SCHEDULES`, as plans and the command line have it.
+        name: its key in `SCHEDULES`, also used in plans and on the command line.
         trains: whether it has backward tasks; only such schedules are planned.
         interleaves: whether it runs several stages on each submesh. Otherwise planners give each
             stage its own.
@@ -43,25 +43,25 @@ class AbstractScheduleKind(abc.ABC):
 
     @abc.abstractmethod
     def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
-        """The tasks of each submesh in order, stages being placed by `placement`. All numbers are
-        at least 1.
+        """The tasks of each submesh in order, with stages placed as `placement` says. All numbers
+        are at least 1.
         """
 
     @abc.abstractmethod
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
-        """The step time of stages as a formula; with t = forward + backward, see each schedule.
+        """The step time as a formula. Each schedule states its own, with t = forward + backward.
 
-        To each is added the largest once-a-step time. Transfers over the edge in front of a stage,
-        both ways, belong to it.
+        All add the largest once-a-step time of any stage. Transfers over the edge in front of a
+        stage, both ways, belong to this stage.
 
         Args:
             times: of stages, or of units as prefix sums.
-            chunks: how many stages each submesh runs.
+            chunks: number of stages that each submesh runs.
         """
 
     def placement(self, num_stages: int, num_submeshes: int) -> tuple[int, ...]:
-        """The submesh of each stage. The first stages are on submeshes 0, 1, ..., and so on until
-        each has one.
+        """The submesh of each stage. The first stages are on submeshes 0, 1, ..., until each
+        submesh has one.
         """
         return round_robin(num_stages, num_submeshes)
 

@@ -2,7 +2,7 @@
 
 Each object defines the tasks of every submesh in order, the submesh of each stage, the number of
 micro-batches that each stage keeps, and the step time in closed form. Planners, the simulation, the
-runtime and plan files know schedules by these alone.
+runtime and plan files use nothing else of a schedule.
 
 In formulas S is the number of stages and M that of micro-batches; stage s takes t seconds for
 forward and backward of a micro-batch; sums and maxima run over the stages.
@@ -81,9 +81,8 @@ def _one_forward_one_backward(
 
 
 def _largest_once(times: StageTimes, chunks: int = 1) -> Maximum:
-    """The term for time spent once in a step, by the stage that spends the most.
-
-    A submesh spends it for each of its chunks.
+    """The term for time spent once in a step: that of the stage that spends the most, times the
+    chunks of a submesh, which spends it for each.
     """
     return Maximum(sums=times.once_s, weight=float(chunks))
 
@@ -137,8 +136,8 @@ class GPipe(AbstractScheduleKind):
 
 @dataclass(frozen=True, slots=True)
 class OneForwardOneBackward(AbstractScheduleKind):
-    """Backward as soon as it can be: stage s of S holds at most S - s micro-batches, in the time of
-    GPipe.
+    """Backward as early as possible: stage s of S holds at most S - s micro-batches, and the step
+    takes as long as with GPipe.
 
     That is just enough to keep a stage busy until its first gradient comes back from the last
     stage. If a transfer takes d seconds, the gradient comes 2 d (S - s - 1) later and the stage
@@ -182,12 +181,12 @@ class OneForwardOneBackward(AbstractScheduleKind):
 
 @dataclass(frozen=True, slots=True)
 class ZeroBubble(AbstractScheduleKind):
-    """ZB-H1: 1F1B that computes weight gradients later, in time that would be idle.
+    """ZB-H1: 1F1B that defers weight gradients into time that would be idle.
 
-    Backward is two tasks: the gradient of inputs, which the stage before waits for, and that of
-    weights, which only the update waits for. Stage s computes the latter s micro-batches after the
+    Backward is two tasks: gradients of inputs, for which the stage before waits, and gradients of
+    weights, for which only the update waits. Stage s computes the latter s micro-batches after the
     former, so that all stages end together. It keeps at most S micro-batches, as the first stage of
-    1F1B does; of these, S - s have no gradient of inputs yet, as in 1F1B.
+    1F1B does; of these, S - s have no gradients of inputs yet, as in 1F1B.
 
     Step time: sum e + max (M t - e), where e (`exposed_s`) is the idle time that a stage adds while
     the pipeline fills and drains: forward + input gradient - min(weight gradient, forward, input
@@ -309,8 +308,8 @@ class Interleaved(AbstractScheduleKind):
     def in_flight(
         self, num_stages: int, num_micro_batches: int, num_submeshes: int
     ) -> Sequence[int]:
-        """See `AbstractScheduleKind.in_flight`: counted without writing the lists, as a search asks
-        for many of them.
+        """See `AbstractScheduleKind.in_flight`: counted without building the task lists, because
+        searches call this often.
         """
         return _interleaved_in_flight(num_stages, num_micro_batches, num_submeshes)
 
@@ -406,7 +405,7 @@ def training_schedules() -> tuple[str, ...]:
 
 
 def schedule_kind(name: str) -> AbstractScheduleKind:
-    """The schedule of a name that planners may choose. Raises `InputError` for any other name."""
+    """The schedule with a name, if planners may choose it. Raises `InputError` for other names."""
     known = training_schedules()
     if name not in known:
         raise InputError(f"Unknown schedule {name!r}: {nearest(name, known)}")
@@ -416,7 +415,7 @@ def schedule_kind(name: str) -> AbstractScheduleKind:
 def make_schedule(
     name: str, num_stages: int, num_micro_batches: int, num_submeshes: int | None = None
 ) -> Schedule:
-    """The schedule of a name for so many stages and micro-batches.
+    """The schedule with a name, for given numbers of stages and micro-batches.
 
     Args:
         name: a key of `SCHEDULES`.
@@ -426,7 +425,7 @@ def make_schedule(
             submesh `k % num_submeshes`, unless the schedule places them otherwise.
 
     Raises:
-        InputError: the name is unknown, or a count is impossible; says all that is wrong.
+        InputError: the name is unknown, or a count is impossible; the message lists every fault.
 
     >>> schedule = make_schedule("1f1b", num_stages=2, num_micro_batches=3)
     >>> " ".join(f"{task.kind[0]}{task.micro_batch}" for task in schedule.lists[0])

@@ -31,11 +31,11 @@ class Section:
         header: names of the columns.
         rows: one text for each column.
         right: positions of columns with numbers, which are aligned on their right.
-        parts: titles and positions of columns of the tables that take the place of one that is too
-            wide for a terminal.
+        parts: tables that replace one too wide for a terminal: for each its title and the positions
+            of its columns.
         remarks: lines below the table.
-        amounts: the numbers behind the first rows, for bars beside them; empty if they do not add
-            to the text.
+        amounts: numbers of the first rows, for drawing bars beside them; empty if bars would add
+            nothing to the text.
     """
 
     kind: SectionKind

@@ -1,5 +1,6 @@
-"""Sections of a plan: what its search tried, stages, memory, arrays, communication, inferred rules
-and notes. `print`, `aliquot explain` and the page show the same ones and differ in how many rows.
+"""Sections of a plan: candidates that the search tried, stages, memory, arrays, communication,
+inferred rules and notes. `print`, `aliquot explain` and the HTML page show the same sections and
+differ only in the number of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MOMENTS_LEFT_OUT = "; optimizer state that is split like its parameters is left
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detail:
-    """The most rows of a plan that are shown in each section.
+    """The most rows that are shown in each section of a plan.
 
     Attributes:
         tried: plans that the search tried.
@@ -46,7 +47,7 @@ EXPLAINED = Detail(
 
 
 def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
-    """The sections of a plan below its facts, in the order in which they are read."""
+    """The sections of a plan that follow its facts, in reading order."""
     if plan.provenance.candidates:
         yield _tried(plan, detail.tried)
     if is_pipeline(plan):
@@ -117,7 +118,7 @@ def _memory(plan: Plan) -> Section:
 
 
 def _arrays_of_stages(plan: Plan, detail: Detail) -> Iterator[Section]:
-    """The largest arrays, once for all stages that hold equal ones."""
+    """Sections of the largest arrays, one for each set of stages that hold equal arrays."""
     kinds = list(equal_stages(plan))
     for numbers, groups in kinds[: detail.kinds_of_stages]:
         which = (
@@ -173,8 +174,8 @@ def _inferred(plan: Plan) -> Section:
 
 
 def _splits(rule: str) -> str:
-    """The splits that an inferred rule allows, in words, from its short form for the first
-    result.
+    """The splits that an inferred rule allows, in words: the dims of its first result that its
+    short form does not mark as whole.
     """
     first = rule.partition("->")[2].partition(",")[0]
     split = [str(d) for d, letter in enumerate(first) if letter != "."]
@@ -191,7 +192,7 @@ def _notes(plan: Plan, most: int | None) -> Section:
 
 
 def _number(value: object) -> float | None:
-    # Candidates in plan files are not checked, so that any value may stand there.
+    # Candidates in plan files are not validated, so any value may stand there.
     return float(value) if isinstance(value, int | float) else None
 
 

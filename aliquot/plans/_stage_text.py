@@ -170,8 +170,8 @@ def meshes(plan: Plan) -> str:
 
 
 def equal_stages(plan: Plan) -> Iterator[tuple[tuple[int, ...], list[ArrayGroup]]]:
-    """Stages that hold equal arrays, split alike on equal meshes, with the arrays of the first of
-    them.
+    """Sets of stages that hold equal arrays, split alike on equal meshes; each with the arrays of
+    its first stage.
     """
     alike: dict[object, list[int]] = {}
     arrays: dict[int, list[ArrayGroup]] = {}
@@ -205,7 +205,9 @@ def _sorted_as(group: ArrayGroup) -> tuple[str, str]:
 
 
 def _common(patterns: Sequence[str]) -> str:
-    """Patterns that differ in numbers alone, with `*` for those that differ."""
+    """One pattern for several that differ only in numbers, with `*` for the numbers that differ;
+    the first pattern if they differ otherwise.
+    """
     numbers = zip(*(_DIGITS.findall(pattern) for pattern in patterns))
     shown = iter(["*" if len(set(each)) > 1 else each[0] for each in numbers])
     alike = len({_DIGITS.sub("*", pattern) for pattern in patterns}) == 1
@@ -213,7 +215,7 @@ def _common(patterns: Sequence[str]) -> str:
 
 
 def device_range(stage: StagePlan) -> tuple[int, int]:
-    """The first device of a stage's submesh, and the one behind its last."""
+    """The first device of a stage's submesh, and one past its last."""
     return stage.first_device, stage.first_device + math.prod(stage.mesh_shape)
 
 
@@ -259,7 +261,7 @@ def submesh_names(plan: Plan) -> tuple[str, ...]:
 
 
 def _place(plan: Plan, stage: StagePlan) -> tuple[str, str]:
-    """Host and devices, counted over the whole cluster."""
+    """Host and devices of a stage as text, numbered over the whole cluster."""
     start, stop = device_range(stage)
     each = plan.cluster.get("devices_per_host")
     host = ""

@@ -39,7 +39,7 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _splits_of_stages(plan: Plan) -> Iterator[str]:
-    """The roles of the axes of a pipeline, for each kind of mesh."""
+    """Text for each kind of mesh in a pipeline, with the roles of its axes."""
     kinds: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for number, stage in enumerate(plan.stages if len(plan.stages) > 1 else ()):
         kinds.setdefault((stage.mesh_shape, stage.axis_names), []).append(number)
@@ -136,7 +136,7 @@ def _dearest(plan: Plan, *, of_gradients: bool) -> str:
 
 
 def runner_up(plan: Plan) -> str:
-    """The best other candidate of the search, and by how much it lost; empty if nothing else was
+    """The best other candidate of the search, and how much slower it is; empty if no other was
     priced.
     """
     chosen_s = plan.prediction.step_time_s
@@ -157,7 +157,7 @@ def runner_up(plan: Plan) -> str:
 
 
 def chosen_candidate(plan: Plan) -> int | None:
-    """Position of the plan itself among what its search tried; None if it is not there."""
+    """Position of the plan itself among the candidates of its search; None if it is not there."""
     chosen_s = plan.prediction.step_time_s
     near = [
         (number, candidate)
@@ -176,6 +176,6 @@ def _named(candidate: dict[str, Any]) -> str:
 
 
 def mesh_of(candidate: dict[str, Any]) -> str:
-    """The logical mesh of a plan that a search tried, as text."""
+    """The logical mesh of a candidate, as text."""
     mesh = candidate.get("mesh")
     return "x".join(map(str, mesh)) if isinstance(mesh, list | tuple) else str(mesh or "")

@@ -20,8 +20,8 @@ def examples_per_step(plan: Plan) -> int:
 
 
 def tokens_per_step(plan: Plan) -> int:
-    """Tokens of the global batch: the elements of its arrays of whole numbers with two dims, arrays
-    of the same shape counted once, as inputs and targets of the same tokens; 0 if there is none.
+    """Tokens of the global batch: the elements of its integer arrays of two dims. Arrays of the
+    same shape count once, as inputs and targets of the same tokens; 0 if there is none.
     """
     shapes = {
         tuple(array.shape)
@@ -32,10 +32,10 @@ def tokens_per_step(plan: Plan) -> int:
 
 
 def mfu(plan: Plan) -> float | None:
-    """Model FLOPs utilization: the model's operations over what the devices, those of idle hosts
-    too, could do at their peak in a step's time.
+    """Model FLOPs utilization: the model's floating-point operations over those that all devices,
+    also of idle hosts, could do at their peak in the time of a step.
 
-    None where nobody counted the operations. The peak is that of the dtype that the model is
+    None if the model's operations are unknown. The peak is that of the dtype that the model is
     computed in.
 
     Reference: A. Chowdhery et al., "PaLM: scaling language modeling with pathways", JMLR 2023,

@@ -36,11 +36,11 @@ class TraceEvent:
 
     Attributes:
         kind: a `TaskKind`, or what happens once in a step, such as `update`; of a transfer the kind
-            of the task whose result travels.
+            of the task whose result is sent.
         lane: `"compute"`, or for transfers `"transfers"` (to later stages) and `"transfers back"`.
-        submesh: whose; of a transfer the sender's.
-        stage: whose task it is; of a transfer the stage that receives.
-        micro_batch: -1 for what happens once in a step.
+        submesh: the submesh that runs it; of a transfer the sender.
+        stage: the stage of the task; of a transfer the stage that receives.
+        micro_batch: its number; -1 for what happens once in a step.
         start_s, end_s: seconds since the step began.
     """
 
@@ -54,8 +54,8 @@ class TraceEvent:
 
     @property
     def name(self) -> str:
-        """Such as `F 3`, `B 3`, `I 3` and `W 3` for halves of a backward task, `send F 3`,
-        `update`.
+        """Short name, such as `F 3`, `send F 3`, `B 3`, `I 3` and `W 3` (halves of a backward
+        task), `update`.
         """
         letter = next((short for kind, short in _LETTERS.items() if kind == self.kind), self.kind)
         number = f" {self.micro_batch}" if self.micro_batch >= 0 else ""
@@ -64,12 +64,12 @@ class TraceEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One step.
+    """The timeline of one step.
 
     Attributes:
         title: what ran.
         source: `"predicted"` or `"measured"`.
-        submeshes: what each is called.
+        submeshes: name of each submesh.
         events: in any order.
     """
 
@@ -80,7 +80,7 @@ class Trace:
 
     @property
     def step_time_s(self) -> float:
-        """Until the last event ends."""
+        """Time at which the last event ends."""
         return max((event.end_s for event in self.events), default=0.0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -94,7 +94,7 @@ def in_flight_events(events: Iterable[TraceEvent]) -> Iterator[tuple[float, int,
     """Micro-batches in flight on each stage: `(second, submesh, stage, count from then on)`, by
     time.
 
-    Nothing where there is no backward pass to keep them for.
+    Yields nothing if there is no backward pass for which to keep them.
     """
     moves = [
         (event.start_s, 1, event) if event.kind == TaskKind.FORWARD else (event.end_s, -1, event)
@@ -142,7 +142,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
                 "cat": event.kind,
                 "ph": "X",
                 "ts": start,
-                # From rounded ends, so that consecutive events do not overlap.
+                # The difference of rounded times, so that consecutive events do not overlap.
                 "dur": round(end - start, 3),
                 "pid": event.submesh,
                 "tid": _LANES.index(event.lane),

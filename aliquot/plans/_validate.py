@@ -1,5 +1,5 @@
-"""Validation of a plan, by itself and against the step and the devices it meets: all faults at
-once.
+"""Validation of a plan: its own consistency, and whether it fits a step and devices. All faults are
+reported at once.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def violations(
     """Every violation, one sentence each, the most telling first; empty if there is none.
 
     Args:
-        plan: What to check. Alone it is checked against itself: meshes, splits, stages, schedule,
-            micro-batches, sums of its predictions.
-        inputs, outputs: The interface of the step it meets, in the step's order. The first path
-            that differs is named first.
+        plan: The plan to check. Its own consistency is always checked: meshes, splits, stages,
+            schedule, micro-batches, sums of its predictions.
+        inputs, outputs: The interface of the step that is to run, in the step's order. The first
+            path that differs is named first.
         num_devices: How many devices there are.
         num_processes: How many processes run it.
     """
@@ -67,7 +67,7 @@ def require_match(
     num_processes: int | None = None,
     asked: str = "",
 ) -> None:
-    """Refuse a plan that does not fit. Long lists are cut in the message; `violations` gives all.
+    """Refuse a plan that does not fit. The message cuts long lists short; `violations` gives all.
 
     Raises:
         PlanMismatchError: There is any violation. `asked` opens the message.

@@ -1,4 +1,4 @@
-"""Faults of a plan's stages: their layers, their devices, their schedule, their figures."""
+"""Faults of a pipeline's stages: their layers, devices, schedule and predicted figures."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def pipeline_violations(plan: Plan) -> Iterator[str]:
 
 
 def process_violations(plan: Plan, num_processes: int) -> Iterator[str]:
-    """Reasons why so many processes cannot share the plan's hosts.
+    """Reasons why `num_processes` processes cannot share the plan's hosts.
 
-    Each has some of a host's devices, all of them, or all of several hosts' (of which virtual ones
-    are made).
+    A process can have an equal part of one host's devices, all of them, or those of several whole
+    hosts (as with virtual devices).
     """
     hosts, each = plan.cluster.get("num_hosts"), plan.cluster.get("devices_per_host")
     if not (isinstance(hosts, int) and isinstance(each, int)) or num_processes < 1:
@@ -132,7 +132,7 @@ def _cluster_size(plan: Plan) -> tuple[int, int]:
 
 
 def _fits(start: int, stop: int, each: int) -> bool:
-    """Within one host, or whole hosts from the first device of one."""
+    """True if the devices lie within one host, or are whole hosts from the first device of one."""
     return start % each == 0 if stop - start > each else start % each + stop - start <= each
 
 
