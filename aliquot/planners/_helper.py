@@ -4,7 +4,7 @@ busy.
 The two processes share calls of pure functions of this package whose arguments hold everything that
 the functions need, so that answers do not depend on which process gives them. A call that the
 helper does not answer, because it could not be started, does not know a class of the caller's, or
-has died, is made in this process, and so are its errors raised here.
+has died, is made in this process, where its errors are then raised.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from .intra import AbstractIntra, Space, fixed
 
 Floats = NDArray[np.float64]
 # Layers of a typical stage. A stage that recomputes keeps its input for each micro-batch in flight,
-# and each layer is charged one over this number of an input, until stages are known and priced
+# and each layer is charged for an input divided by this number, until stages are known and priced
 # exactly.
 _LAYERS_PER_STAGE = 4
 

@@ -145,8 +145,8 @@ class WholeProgram(AbstractMethod):
     Args:
         intra: finds the splits.
         max_meshes: number of logical meshes to try, the most promising first.
-        max_axes: axes of a logical mesh.
-        mesh_shape: only this mesh.
+        max_axes: the most axes that a logical mesh may have.
+        mesh_shape: the only logical mesh to try; None tries all within these limits.
         faster_than_s: the step time to beat. Spaces whose bound is no lower are not searched
             closely, and the answer may then be any program that fits.
     """
@@ -206,7 +206,7 @@ def _mesh(problem: Problem, shape: Sequence[int], axis_names: Sequence[str] = ()
             f" {', '.join('x'.join(map(str, s)) for s in logical_mesh_shapes(devices))}."
         )
     names = tuple(axis_names) or AXIS_NAMES[: len(shape)]
-    # An axis of one device splits nothing.
+    # An axis of one device splits nothing, and is left out.
     if not axis_names and len(shape) > 1:
         shape = tuple(n for n in shape if n > 1) or (1,)
         names = AXIS_NAMES[: len(shape)]

@@ -115,7 +115,7 @@ class PipeshardParallel(AbstractMethod):
         pipelines: LazySearch,
         faster_than_s: float,
     ) -> Decision:
-        """As `decide` on all hosts.
+        """The decision of `decide` on all hosts of the task, with the help of earlier results.
 
         Args:
             programs: what is known of the step as one program, by number of micro-batches; results

@@ -5,9 +5,9 @@ lower limits, bounds the whole box. The solution at the upper limits is optimal 
 its own maxima; the part of the box below is cut in two. For one maximum, this finds the same
 optimum as Alpa's enumeration of all stage times as limits, without visiting all of them.
 
-A solution better than the best known has no maximum above a limit that follows from it and the
-bound of its box. Every solve keeps to these limits: with smaller limits a solver has fewer stages
-to consider. `first_solution` provides a best to begin with.
+A solution better than the best known has no maximum above a limit that follows from that best and
+the bound of its box. Every solve keeps to these limits: with smaller limits a solver has fewer
+stages to consider. `first_solution` provides a best to begin with.
 
 Reference: Zheng et al., Alpa, 2022, section 5.2 (the enumeration).
 """

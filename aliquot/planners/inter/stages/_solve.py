@@ -62,8 +62,9 @@ class StageDP(AbstractInter):
         relative_gap: smaller improvements are not searched for; the bound accounts for them.
         solve_limit: the most times that a program is solved, for each chain and schedule; a search
             that reaches it ends with a looser bound.
-        work_limit: the most table entries, over all chains, schedules and solves of one search;
-            likewise. Some 120 million take a second. A solve may always use a tenth of it.
+        work_limit: the most table entries, over all chains, schedules and solves of one search; a
+            search that reaches it also ends with a looser bound. Some 120 million take a second. A
+            solve may always use a tenth of it.
         work: what is left of the limit, in a search that solves several times; see
             `for_one_search`.
 
@@ -440,7 +441,9 @@ class _Turn:
     def take(
         self, solve: Callable[[float], StageSolution | None], best_s: float, spent: float
     ) -> tuple[float, float]:
-        """Solve once; the work spent by all programs after that, and the best closed form."""
+        """Solve once; returns the work that all programs have spent by then, and the best closed
+        form.
+        """
         before = self.entry.program.work
         found = solve(best_s)
         if found is not None:

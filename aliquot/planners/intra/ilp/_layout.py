@@ -75,8 +75,9 @@ class Layout:
 
     Attributes:
         choices: the meaning of columns.
-        node_prices: for each column of a choice, the position of its price in `Prices`.
-        other_prices: likewise for each other column, among conversions.
+        node_prices: for each column of a choice, the position of its prices in the arrays of
+            `Prices` for choices.
+        other_prices: for each other column, the position of its price in `Prices.conversions`.
         other_shares: the share of this price that each of these columns pays.
         lower, upper: bounds of rows.
         rows, columns, values: coefficients that do not depend on prices.
@@ -321,7 +322,7 @@ class _Draft:
             (sides.p, sides.sources, sides.source_places, edge.source),
             (sides.q, sides.targets, sides.target_places, edge.target),
         ):
-            # For each split the flows with it equal the choices that give it.
+            # For each split, its flows sum to as much as the choices that give it.
             first = self._add_rows(len(specs), 0.0, 0.0)
             self.entries.add(first + of_flow, flow, 1.0)
             self.entries.add(first + choices, self.columns[node], -1.0)
