@@ -23,10 +23,10 @@ from ._parallel_block import ParallelBlock
 
 _LONGEST = 5
 _SHORTEST = 3
-# A boundary is one where at most so many times the bytes cross that cross at the narrowest, or
-# fewer than beside it.
+# Segments may end where at most this many times the bytes cross that cross at the narrowest place,
+# or fewer bytes than at the places beside it.
 _NARROW = 1.5
-# How many sets of kinds are followed at each place of the sequence.
+# How many sets of kinds are kept at each place of the sequence: the width of the beam.
 _KEPT = 32
 
 
@@ -51,7 +51,9 @@ class Segments:
         return self.sequence.count(kind)
 
     def example(self, kind: int) -> int:
-        """A segment of a kind: one inside the sequence if there is one, as ends have more to do."""
+        """The position of a segment of a kind: the middle one, because those at the ends of a step
+        have more to do.
+        """
         places = [k for k, other in enumerate(self.sequence) if other == kind]
         return places[len(places) // 2]
 
@@ -63,7 +65,7 @@ def find_segments(
 
     Args:
         blocks: from `find_blocks`.
-        num_options: how many options each has.
+        num_options: for each block the number of its options.
 
     Raises:
         InputError: the step has no blocks.
@@ -115,9 +117,9 @@ def _narrow(crossing: Sequence[float]) -> list[bool]:
     """True for each place where a segment may end, given the bytes that cross there; nothing can be
     cut where none do.
 
-    What crosses at the narrowest place of a step is no measure for all of it: an encoder may be
-    wider than its decoder, and what it gives crosses every layer of the decoder. So places narrower
-    than those beside them count as well.
+    The narrowest place of a step is no measure for all of it: an encoder may be wider than its
+    decoder, and its output crosses every layer of the decoder. So places narrower than those beside
+    them count as well.
     """
     open_bytes = [c if c > 0 else math.inf for c in crossing]
     narrowest = min(open_bytes, default=math.inf)
@@ -157,8 +159,8 @@ def _cover(
     shortest: int,
     longest: int,
 ) -> list[int] | None:
-    """Where segments start: fewest combinations of options over distinct kinds, then fewest
-    segments; None if none do.
+    """The starts of segments that cover the step: those with the fewest combinations of options
+    over distinct kinds, then with the fewest segments. None if no segments cover it.
     """
     count = len(of_block)
 

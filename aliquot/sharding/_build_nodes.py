@@ -1,9 +1,9 @@
 """Construction of a `NodeGraph`: one pass over the classes of a folded, cut graph.
 
-A class of operators or values stands for equal ones, such as those of all layers. Each product is
-a node, and so is each group of slots that are split together; a slot is an array as one group of
-operators sees it. A port says how an array lies in its node. `naming`, the index of the nodes,
-knows these by class; see `NodeIndex`, and `Cuts` for where arrays may change their split.
+A class of operators or values stands for equal ones, such as those of all layers. Each product is a
+node, and so is each group of slots that are split together; a slot is an array as one group of
+operators sees it. A port says how an array lies in its node. `naming`, the index of the nodes
+(`NodeIndex`), finds all of these by class. For where arrays may change their split see `Cuts`.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ def _sites(naming: NodeIndex) -> list[Site]:
     through a slot other than its home, or make one that a product reads.
 
     A product's result is pinned twice, as the product makes it and as its readers want it. Without
-    pins the compiler would give what a product reads, and what that is made of, the product's
-    split. It knows nothing of primitives without a declared rule: their operands are pinned as the
-    inferred rule wants them.
+    pins the compiler would propagate a product's split back to the arrays that it reads, and to
+    those that these are made of. Of primitives without a declared rule the compiler knows nothing:
+    their operands are pinned as the inferred rule wants them.
     """
     cuts = naming.cuts
     readers = _product_readers(naming)
@@ -200,7 +200,8 @@ def _sites(naming: NodeIndex) -> list[Site]:
             if slot is not None and (crosses or not is_declared(op)):
                 pinned[position] = naming.slot_port(slot)
         result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
-        # Products read through transposes: they convert what is transposed, not its transpose.
+        # Products read through transposes: what is converted for them is the array before the
+        # transpose.
         feeds_product = [
             v in readers and cuts.home(v) is not None and op.name != "transpose"
             for v in result_classes
@@ -230,8 +231,8 @@ def _boundary_port(naming: NodeIndex, operand: Operand) -> Port:
 
 
 def _output_port(naming: NodeIndex, operand: Operand) -> Port:
-    """The port of an output of the step: of a product's result, the slot in which it is used, where
-    its partial sums are added up.
+    """The port of an output of the step. For a product's result it is the slot in which the result
+    is used, where its partial sums are added up.
     """
     port = _boundary_port(naming, operand)
     if not isinstance(operand, int) or 0 in naming.cuts.graph.values[operand].shape:
@@ -280,7 +281,8 @@ def _loop_ports(naming: NodeIndex) -> dict[ValueId, Port]:
     """Ports of values that loops carry and slice, which are the results of links, and of values
     that rematerialised regions take.
 
-    A region's barrier hides from the compiler how its operands are split, and it would choose anew.
+    A region's barrier hides from the compiler how its operands are split; without a pin, the
+    compiler would choose other splits.
     """
     graph, ports = naming.cuts.graph, {}
     linked = {op.outputs[0] for op in graph.ops if op.is_link}

@@ -3,7 +3,7 @@ operators tie.
 
 An array may change its split at a cut: around products; where arrays made of parameters alone meet
 activations; and where values of the backward pass enter the update. Arrays made of constants alone
-are not split by anyone: they are recomputed in whatever split their users want.
+have no split of their own: they are computed in whatever split their users want.
 """
 
 from __future__ import annotations
@@ -22,6 +22,17 @@ from ._slots import Slots
 class Cuts:
     """The quotient graph, cut: for each operator class its rule and the slots of its operands and
     results.
+
+    Attributes:
+        graph, folding: the step, and its classes of equal operators and values.
+        rules, first: the rule and the first operator of each operator class.
+        sources: for each operator class and operand, how many of its copies read which value class.
+        producer: for each value class the operator class that makes it and the position among its
+            results; None for inputs and constants.
+        const_only, param_only: for each value class what it is made of; see `_origins`.
+        fresh: for each value class whether it is a gradient fresh from a product; see
+            `_mark_fresh`.
+        slots: the slots and the groups that they form.
     """
 
     graph: Graph
@@ -40,7 +51,7 @@ class Cuts:
         return self.graph.values[self.folding.value_members[value_class][0]].shape
 
     def times_made(self, value_class: int) -> float:
-        """Number of times a value is made in a step, or taken in; a loop writes a stack once, row
+        """Number of times that a step makes a value; 1 for inputs. A loop writes a stack once, row
         by row.
         """
         producer = self.producer[value_class]
@@ -54,7 +65,7 @@ class Cuts:
         )
 
     def by_product(self, value_class: int) -> bool:
-        """True if a product makes it."""
+        """True if a product makes a value."""
         producer = self.producer[value_class]
         return producer is not None and self.rules[producer[0]].contracts
 
@@ -88,8 +99,8 @@ class Cuts:
         return self.home(value_class)
 
     def zone(self, op_class: int) -> str:
-        """Update operators, and those that only rearrange a gradient on its way there, read through
-        slots of their own.
+        """Zone of an operator: "update" for those of the update, and for those that only rearrange
+        a gradient on its way there; else "main". Each zone reads through slots of its own.
         """
         op = self.first[op_class]
         if op.phase is Phase.UPDATE:
@@ -98,8 +109,8 @@ class Cuts:
         return "update" if fresh else "main"
 
     def crosses(self, value_class: int) -> bool:
-        """True if a value is made before the update by something other than a product on its way
-        there.
+        """True if a value is made in the forward or backward pass, and not merely rearranged on its
+        way to the update since a product made it.
         """
         producer = self.producer[value_class]
         if producer is None or self.fresh[value_class]:
@@ -114,7 +125,7 @@ class Cuts:
         )
 
     def made_of_constants(self, op_class: int) -> bool:
-        """True if all that an operator makes follows from constants alone."""
+        """True if all results of an operator are made of constants alone."""
         result_classes = [
             int(self.folding.value_class[o]) for o in self.first[op_class].outputs if o >= 0
         ]
@@ -167,7 +178,8 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
     # An input that no operator reads is split as well, and needs a slot.
     for item in graph.inputs:
         cuts.home(classes[item.value])
-    # Partial sums that leave the step, or a stage, are summed first, though no operator reads them.
+    # Partial sums that leave the step, or a stage, are summed first, and need a slot for that
+    # although no operator reads them.
     for output in graph.outputs:
         if isinstance(output.value, int):
             _land(cuts, classes[output.value])
@@ -175,7 +187,9 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
 
 
 def _land(cuts: Cuts, value_class: int) -> None:
-    """Make sure that a product's result is a slot of its own, unless an operator reads it."""
+    """Give a product's result a slot behind the product, unless it has one because an operator
+    reads it.
+    """
     shape = cuts.shape(value_class)
     keys = [("landed", value_class, zone) for zone in ("main", "update")]
     if shape and cuts.by_product(value_class) and not any(k in cuts.slots.by_key for k in keys):
@@ -183,8 +197,8 @@ def _land(cuts: Cuts, value_class: int) -> None:
 
 
 def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:
-    """For each value: whether constants alone made it; whether parameters (and constants) alone
-    did, without growing.
+    """For each value: whether it is made of constants alone; whether it is made of parameters (and
+    constants) alone, by operators whose results are no larger than their operands.
     """
     const = [False] * len(graph.values)
     param = [False] * len(graph.values)
@@ -212,8 +226,8 @@ def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:
 
 
 def rearranges(op: Op) -> bool:
-    """True if an operator only rearranges or casts one array. Behind a weight's gradient it belongs
-    to the update.
+    """True if an operator only rearranges or casts one array. Between the product that makes a
+    weight's gradient and the update, it belongs to the update.
     """
     moves = traits_of(op.name).moves
     return op.name in ("scan_stack", "tie") or (moves is not None and moves.keeps_all)
@@ -230,14 +244,13 @@ def taken_by_regions(block: Block) -> Iterator[ValueId]:
 
 
 def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
-    """Mark gradients that a product made and that were only rearranged since, on their way to the
-    update alone.
+    """Mark as fresh the gradients that a product made, that were only rearranged since, and that
+    only the update reads.
     """
     value_class = cuts.folding.value_class
     only_update = [True] * len(cuts.fresh)
     rearranging = [rearranges(cuts.first[c]) for c in range(len(cuts.first))]
-    # From the last operator to the first, so that all readers of a value have been looked at before
-    # it.
+    # From the last operator to the first, so that all readers of a value are seen before its maker.
     for op_class in reversed(order):
         op = cuts.first[op_class]
         passes = op.phase is Phase.UPDATE or (
@@ -279,8 +292,8 @@ def _tie(cuts: Cuts, op_class: int) -> None:
             element = slots.element(slot, dim)
             if factors[0].islower():
                 elements.setdefault(factors[0], []).append(element)
-            # Each turn of a loop takes one row of the stack: if that dim is split, XLA gathers the
-            # whole stack.
+            # Each iteration of a loop takes one row of the stack: if that dim is split, XLA gathers
+            # the whole stack.
             elif factors != "1" and op.name in ("scan_slice", "scan_stack"):
                 slots.block(element)
 

@@ -18,8 +18,8 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule
 
     Args:
         on_missing_rule: what to do for a primitive without a rule. "infer": find out by evaluating
-            the operator alone on small random operands, on the host; what cannot be evaluated or
-            split so runs whole. "replicate": let it run whole. "error": raise.
+            the operator alone on small random operands, on the host; an operator that cannot be
+            evaluated, or not be split, runs whole. "replicate": let it run whole. "error": raise.
 
     Raises:
         InputError: `on_missing_rule` is none of these.
@@ -53,7 +53,9 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule
 
 
 def is_declared(op: Op) -> bool:
-    """True if the rule of an operator is declared for its primitive. Loops' links have one."""
+    """True if the rule of an operator is declared for its primitive. The links of loops have
+    one.
+    """
     return declared_rule(op.name) is not None
 
 

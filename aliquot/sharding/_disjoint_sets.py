@@ -16,17 +16,17 @@ class DisjointSets(Generic[T]):
         self._parent: dict[T, T] = {}
 
     def root(self, member: T) -> T:
-        """The set of a member."""
+        """The least member of a member's set, by which the set is known."""
         while (parent := self._parent.get(member, member)) != member:
             member = parent
         return member
 
     def join(self, one: T, other: T) -> None:
-        """Make one set of two."""
+        """Merge the sets of two members."""
         low, high = sorted((self.root(one), self.root(other)))
         self._parent[high] = low
 
     def join_all(self, pairs: Iterable[tuple[T, T]]) -> None:
-        """Make one set of the sets of each pair."""
+        """Merge the sets of the members of each pair."""
         for one, other in pairs:
             self.join(one, other)

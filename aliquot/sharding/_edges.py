@@ -45,7 +45,7 @@ class EdgeBuilder:
                 self._parameter_of.setdefault(node, wildcard(item.path))
 
     def add_operator(self, op_class: int) -> None:
-        """Edges into the operands of a product."""
+        """Add the edges into the operands of a product."""
         cuts = self.naming.cuts
         rule, op = cuts.rules[op_class], cuts.first[op_class]
         if not rule.contracts:
@@ -73,7 +73,8 @@ class EdgeBuilder:
             )
 
     def _before_transposes(self, value_class: int, target: Port) -> tuple[int, Port]:
-        """The array of which a value is a transpose, and the port in terms of that array's dims.
+        """The array of which a value is a transpose (the value itself if it is none), and the port
+        in terms of that array's dims.
 
         Compilers convert an array once, and transpose the copies locally.
         """
@@ -96,8 +97,8 @@ class EdgeBuilder:
         return value_class, target
 
     def add_crossings(self) -> None:
-        """Edges into slots other than an array's own: behind products, parameters among
-        activations, gradients.
+        """Add the edges into slots other than an array's home: results of products, parameters that
+        meet activations, gradients that enter the update.
         """
         cuts = self.naming.cuts
         for key, slot in cuts.slots.by_key.items():
@@ -111,7 +112,8 @@ class EdgeBuilder:
             if kind == "parameter":
                 phase = Phase.UPDATE if update else Phase.FORWARD
             target = self.naming.slot_port(slot)
-            # Terms of a gradient wait with it, as for a parameter that is used twice.
+            # The terms of a gradient, such as those of a parameter that is used twice, wait for the
+            # last micro-batch as the gradient does.
             total = self.naming.serves(value_class, adds_or_hands_on)
             waits = kind == "landed" and ("gradient", total) in cuts.slots.by_key
             gradient = waits or (update and kind != "parameter")
@@ -134,12 +136,12 @@ class EdgeBuilder:
             )
 
     def _sum_of(self, value_class: int) -> Hashable:
-        """Label of the sum of which a product's result is a term, if the compiler reduces the sum
-        instead of its terms.
+        """Key of the sum of which a product's result is a term, if the compiler reduces the sum
+        instead of its terms; otherwise None.
 
-        Terms that are converted to the sum's dtype are reduced before that, each by itself; but not
-        where gradients wait for the last micro-batch as one running total. The sum itself may be
-        converted again; its name must not be that of its array.
+        Terms that are cast to the sum's dtype are reduced one by one before the cast, except where
+        gradients wait for the last micro-batch as one running total. The key differs from that of
+        the sum's own array, which may be converted again.
         """
         through = adds_transposes_or_casts if self.sums_gradients else adds_or_transposes
         total = self.naming.serves(value_class, through, ending=adds)
@@ -147,7 +149,9 @@ class EdgeBuilder:
         return ("sum", total) if is_reduced else None
 
     def add_aliases(self) -> None:
-        """Edges from what the update makes to the input that it replaces: both are one buffer."""
+        """Add the edges from arrays that the update makes to the inputs that they replace: both are
+        one buffer.
+        """
         cuts = self.naming.cuts
         graph = cuts.graph
         pairs: dict[tuple[int, int], list[int]] = {}
@@ -203,7 +207,7 @@ class EdgeBuilder:
     ) -> None:
         if source.node < 0 or target.node < 0:
             return
-        # An array that two operators want in one split is not converted.
+        # An array is not converted if its reader has it in the same split whatever is chosen.
         if source.node == target.node and source.projection == target.projection:
             return
         value = self.naming.cuts.graph.values[
@@ -265,7 +269,7 @@ class EdgeBuilder:
     def _widen(
         self, index: int, starts: NDArray[np.int64], ends: NDArray[np.int64], deferrable: bool
     ) -> None:
-        """Widen a conversion's live range to that of an equal one."""
+        """Extend the live range of a conversion's result to cover that of an equal conversion."""
         edge = self.edges[index]
         if edge.deferrable and not deferrable:
             edge = dataclasses.replace(edge, deferrable=False)
@@ -276,7 +280,7 @@ class EdgeBuilder:
         self.edges[index] = edge
 
     def _is_masked(self, value_class: int) -> bool:
-        """True if it is the result of a lookup in which rows outside the table are filled."""
+        """True if a value is the result of a lookup in which rows outside the table are filled."""
         producer = self.naming.cuts.producer[value_class]
         maker = self.naming.cuts.first[producer[0]] if producer is not None else None
         return (
@@ -286,6 +290,7 @@ class EdgeBuilder:
         )
 
     def _births(self, value_class: int) -> NDArray[np.int64]:
+        """The operator that makes each copy of a value; 0 for inputs."""
         cuts = self.naming.cuts
         producer = cuts.producer[value_class]
         if producer is None:
@@ -293,6 +298,7 @@ class EdgeBuilder:
         return np.array(cuts.folding.members[producer[0]], np.int64)
 
     def _readers(self, op_class: int, position: int, value_class: int) -> NDArray[np.int64]:
+        """The copies of an operator class that read this value class at this position."""
         cuts = self.naming.cuts
         members = np.array(cuts.folding.members[op_class], np.int64)
         if len(cuts.sources[op_class][position]) == 1:

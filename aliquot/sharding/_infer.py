@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from ..graph import DimRule, Dims, Factors, HasShape, LoneOperator, Shape
 
 # The number of candidates explodes with the numbers of operands and of dims of equal size. The
-# likeliest come first: up to so many are checked by their shapes, and so many of these by numbers.
+# likeliest come first: at most `_MOST_CANDIDATES` are checked by their shapes, and at most
+# `_MOST_TESTS` of these by numbers.
 _MOST_CANDIDATES = 128
 _MOST_TESTS = 24
 # Elements of all operands and results in one trial, so that it is quick.
@@ -321,8 +322,8 @@ def _equal(result: NDArray[Any], wanted: NDArray[Any]) -> bool:
         return False
     if result.dtype.kind in "biu":
         return bool((result == wanted).all())
-    # Another order of summation changes the last bits; a split that is wrong changes far more.
-    # Of a narrow type 64 steps of rounding would be no test at all, so that 5% is the most.
+    # Another order of summation changes the last bits; a split that is wrong changes far more. For
+    # narrow types 64 rounding steps would accept almost anything, so the tolerance is at most 5%.
     rounding = min(64 * _epsilon(result.dtype), 0.05)
     wide = np.complex128 if result.dtype.kind == "c" else np.float64
     a, b = result.astype(wide), wanted.astype(wide)

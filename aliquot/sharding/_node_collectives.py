@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def divided_by(projection: Projection) -> SplitBy:
-    """For each factor, whether it divides an array: whether one of the array's dims stands for
-    it.
+    """For each factor of a node, whether splitting it divides an array: whether a dim of the array
+    stands for it.
     """
     return tuple(dim >= 0 for dim in projection)
 
@@ -48,7 +48,7 @@ def product_collectives(naming: NodeIndex, op_class: int) -> tuple[NodeCollectiv
 
 
 def whole_bytes(naming: NodeIndex, op_class: int) -> float:
-    """Bytes that an operator reads and writes each time."""
+    """Bytes that an operator reads and writes each time that it runs."""
     cuts = naming.cuts
     op = cuts.first[op_class]
     arrays = {i for i in (*op.inputs, *op.outputs) if isinstance(i, int) and i >= 0}
@@ -81,8 +81,8 @@ def batch_sums(naming: NodeIndex, batch_factors: Sequence[frozenset[int]]) -> in
     for node, op_classes in naming.group_ops.items():
         for op_class in op_classes if batch_factors[node] else ():
             op = cuts.first[op_class]
-            # A sum inside a loop stands between products of its own turn, and is not combined with
-            # those outside.
+            # A sum inside a loop stands between products of the same iteration, and is not combined
+            # with sums outside.
             if op.phase is Phase.BACKWARD and op.trips == 1:
                 sums = [r for r in _reductions(naming, op_class) if not r.gradient]
                 if any(batch_factors[node] & set(r.factors) for r in sums):
@@ -91,10 +91,14 @@ def batch_sums(naming: NodeIndex, batch_factors: Sequence[frozenset[int]]) -> in
 
 
 def _times(naming: NodeIndex, op_class: int) -> float:
+    """How often a step runs an operator class, all copies together."""
     return float(len(naming.cuts.folding.members[op_class]) * naming.cuts.first[op_class].trips)
 
 
 def _reductions(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
+    """The all-reduce of a group operator that reduces over split factors; empty if it reduces
+    none.
+    """
     cuts = naming.cuts
     op, rule = cuts.first[op_class], cuts.rules[op_class]
     factors: dict[int, None] = {}
@@ -127,6 +131,7 @@ def _reductions(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
 
 
 def _gathers(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
+    """All-gathers of operands along factors that a group operator needs whole."""
     cuts = naming.cuts
     op, rule = cuts.first[op_class], cuts.rules[op_class]
     if op.is_link:

@@ -16,8 +16,22 @@ from ._spec import PARTIAL, REPLICATED
 class NodeIndex:
     """Maps arrays to nodes and their dims to factors. Nodes are numbered in program order.
 
-    `readers_as_split` holds for each slot the operators that read its array without a conversion;
-    for `on_missing_rule` see `dim_rule`.
+    Attributes:
+        cuts: the cut step.
+        on_missing_rule: see `dim_rule`.
+        order: operator classes in program order.
+        kinds: for each node "product" and its operator class, or "group" and the slot that stands
+            for the group.
+        of_product, of_group: the node of each product's operator class, and of each group.
+        group_slots: the slots of each group.
+        group_classes: for each group's node its classes of dims; their positions are its factors.
+        factor_of: the factor of each class of dims.
+        slot_value: the value class of each slot.
+        group_ops, op_group: the operator classes of each group's node, and the reverse.
+        readers_as_split: for each slot the operators that read its array without a conversion.
+        value_read_phases: for each value class the phases in which it is read.
+        readers: for each value class the operator classes that read it.
+        batch_values: the inputs that belong to the batch.
     """
 
     cuts: Cuts
@@ -96,8 +110,8 @@ class NodeIndex:
         for slot in slots:
             for dim in range(store.ranks[slot]):
                 root = store.dim_class(store.element(slot, dim))
-                # A dim of size 1 stands for an absent one: linking or blocking it would freeze that
-                # dim in the whole group.
+                # A dim of size 1 stands for an absent dim and gets no factor; a tied or blocked one
+                # would keep that dim from being split in the whole group.
                 if root not in store.blocked and store.sizes[store.element(slot, dim)] > 1:
                     classes.setdefault(root, len(classes))
         self.factor_of.update(classes)
@@ -138,7 +152,9 @@ class NodeIndex:
         return Port(node=self.of_product[op_class], projection=tuple(projection))
 
     def class_port(self, value_class: int) -> Port:
-        """The split in which a value arises: its slot, or the product that makes it."""
+        """The port at which a value arises: that of its home slot, or that of the product that
+        makes it.
+        """
         producer = self.cuts.producer[value_class]
         if (
             producer is not None
@@ -155,7 +171,7 @@ class NodeIndex:
         return self.class_port(int(self.cuts.folding.value_class[value]))
 
     def operand_port(self, operand: Operand) -> Port:
-        """As `value_port`; nothing for a literal."""
+        """As `value_port`; a port without a node for a literal."""
         return (
             self.value_port(operand)
             if isinstance(operand, int)
@@ -169,15 +185,17 @@ class NodeIndex:
         return [self.slot_port(by_key[k]) for k in keys if k in by_key]
 
     def on_pieces(self, value_class: int) -> bool:
-        """True if each device can make its piece of it from pieces of two operands, for users that
-        want it in one split.
+        """True if a value is a matrix product that is read through slots of its own, so that each
+        device can compute its piece from its pieces of the two operands.
         """
         producer = self.cuts.producer[value_class]
         is_product = producer is not None and self.cuts.first[producer[0]].name == "dot_general"
         return is_product and bool(self.landed_ports(value_class))
 
     def passes_through(self, op_class: int, letter: str, factor: int) -> bool:
-        """True if results of a group operator carry a letter in a dim of the given factor."""
+        """True if every result of a group operator, scalars aside, carries a letter of its rule in
+        a dim of the given factor.
+        """
         cuts = self.cuts
         rule, op = cuts.rules[op_class], cuts.first[op_class]
         for dims, out in zip(rule.results, op.outputs, strict=True):
@@ -194,8 +212,8 @@ class NodeIndex:
         return True
 
     def runs_whole(self, op_class: int) -> bool:
-        """True if a group operator lets none of its dims be split, and works on more than single
-        numbers.
+        """True if a group operator lets none of its dims be split, and works on arrays of more than
+        one element.
         """
         cuts = self.cuts
         op, rule = cuts.first[op_class], cuts.rules[op_class]
@@ -210,7 +228,9 @@ class NodeIndex:
         return any(n > 1 for n in rule.sizes.values())
 
     def enters_update(self, value: ValueId) -> bool:
-        """True if the update reads a value, or what it only serves to make."""
+        """True if the update reads a value, or a value that it only serves to make (see
+        `serves`).
+        """
         value_class = self.serves(int(self.cuts.folding.value_class[value]), _hands_on_or_sums)
         return Phase.UPDATE in self.value_read_phases[value_class]
 
@@ -220,18 +240,19 @@ class NodeIndex:
         through: Callable[[Op], bool],
         ending: Callable[[Op], bool] | None = None,
     ) -> int:
-        """The last value of which a value is only an ingredient, or the value itself.
+        """The last value that a value serves to make: the result of its only reader, that of this
+        result's only reader, and so on; the value itself if it has no or several readers.
 
         Args:
             through: which operators may stand on the way.
             ending: which of them may make the last value; by default all of them.
         """
         cuts, last, seen = self.cuts, value_class, set[int]()
-        # A value with several readers serves more than the sum: its partial terms are not all that
-        # is read.
+        # A value with several readers serves more than one result.
         while len(readers := self.readers.get(value_class, set())) == 1:
             op = cuts.first[next(iter(readers))]
-            # The terms of a running total over equal layers are one class, which serves itself.
+            # The terms of a running total over equal layers are one class, so the walk would return
+            # to it.
             seen.add(value_class)
             if (
                 not through(op)
@@ -254,8 +275,8 @@ class NodeIndex:
         )
 
     def name_of_value(self, value_class: int) -> str:
-        """Name of a value class for people: the parameter's path for a cast, slice or rearrangement
-        of one.
+        """Name of a value class for messages: the parameter's path for a cast, slice or
+        rearrangement of one.
         """
         parameters = (
             self._parameters_behind(value_class) if self.cuts.producer[value_class] else set()
@@ -278,7 +299,7 @@ class NodeIndex:
         return {p for _, v, _ in cuts.operands(producer[0]) for p in self._parameters_behind(v)}
 
     def label(self, op_class: int) -> str:
-        """Label of an operator class: its primitive and its scope."""
+        """Label of an operator class: its primitive, and the index of its first operator."""
         op = self.cuts.first[op_class]
         return f"{op.name}:{op.index}"
 
@@ -300,8 +321,8 @@ def adds_transposes_or_casts(op: Op) -> bool:
 
 
 def adds_or_hands_on(op: Op) -> bool:
-    """True if it is a sum of arrays, or what a term may pass through on its way there: as partial
-    behind as before.
+    """True if it is a sum of arrays, or an operator that keeps all elements of one: a partial sum
+    passes through it as a partial sum.
     """
     traits = traits_of(op.name)
     return traits.adds or (traits.moves is not None and traits.moves.keeps_all)

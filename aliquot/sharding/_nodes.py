@@ -47,7 +47,7 @@ SplitBy: TypeAlias = tuple[bool, ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCollective:
     """A collective that a node pays when an axis splits any of `factors`: the sum of a reduction,
-    or a gather of what must be whole. All axes that do join in one collective.
+    or a gather of what must be whole. All axes that split one take part in the same collective.
 
     `num_bytes` is the whole array's; splitting a factor of `split_by` divides it. It happens
     `count` times a step. For `deferrable` see `Op`.
@@ -85,16 +85,19 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edge:
-    """An array that leaves one node split one way and enters another split its way.
+    """An array that one node makes in one split and another reads in its own, so that it may have
+    to be converted.
 
     Attributes:
         source, target: nodes.
-        source_projection, target_projection: how the array stands to their factors.
+        source_projection, target_projection: for each of their factors the dim of the array that
+            stands for it.
         num_bytes: bytes of the whole array.
         rank: number of its dims.
         length: of its first dim; 1 if it has none.
         count: how often a step converts it, all copies together.
-        share: edges with one share number and one conversion are converted once for all of them.
+        share: edges with the same share number and the same conversion share the result of one
+            conversion.
         gradient: whether it ends in the update phase, so that with micro-batches it may wait for
             the last one.
         starts, ends: for each copy, the operators between which a converted array lives.
@@ -102,7 +105,7 @@ class Edge:
             its partial sums and any slice of it, so XLA all-reduces them.
         on_pieces: whether its partial sums are those of a product that each device can run on its
             own pieces, so that the runtime reduce-scatters them where a compiler does not.
-        deferrable: whether what reads it is; see `Op`.
+        deferrable: whether the operators that read it are; see `Op`.
     """
 
     index: int
@@ -129,8 +132,8 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """Relation of an array to a node: the node, or `NO_NODE` if nothing depends on it (scalars and
-    constants).
+    """How an array lies in a node: the node that decides its split (`NO_NODE` for scalars and
+    constants, which have none), and the dims that stand for the node's factors.
     """
 
     node: NodeId
@@ -144,8 +147,9 @@ class Site:
 
     `sources` are the ports at which the operands arise.
 
-    A result may pass two: the operator's own split, then its users'. Where `readers` are given for
-    a result, it is pinned only if one of them has another split. `on_pieces`: see `Edge`.
+    A result may have two ports: that of the operator's own split, then that of its users' split.
+    Where `readers` are given for a result, it is pinned only if one of them has another split.
+    `on_pieces`: see `Edge`.
     """
 
     op_class: int

@@ -91,11 +91,12 @@ def make_pins(
 
     Args:
         axis_sizes: devices along each mesh axis.
-        target: whose compiler the pins are for. Where it makes no reduce-scatters of partial sums
-            that become split, products whose sums shall be reduce-scattered are to run on each
-            device's pieces; otherwise only those whose sums are all-reduced along other axes: of
-            several such terms of a sum the compiler merges just the all-reduces. Inputs of more
-            than its `rows_above_bytes` are replaced row by row; see `gathered_by_rows`.
+        target: the target whose compiler the pins are for. If that makes no reduce-scatters of
+            partial sums that become split, all products whose sums are to be reduce-scattered run
+            on each device's pieces. Otherwise only those do whose sums are also all-reduced along
+            other axes: of several such terms of a sum the compiler merges just the all-reduces.
+            Inputs of more than its `rows_above_bytes` are replaced row by row; see
+            `gathered_by_rows`.
         data_axes: along which sums of gradients wait for the last micro-batch.
     """
     maker = _PinMaker(
@@ -121,8 +122,8 @@ def make_pins(
         values=values,
         totals=maker.totals(values) if data_axes else {},
         rows=_replaced_by_rows(graph, inputs, computed, target),
-        # As XLA's CPU backend, which makes none itself, all-reduces narrow types, and as they are
-        # priced there.
+        # XLA's CPU backend makes no reduce-scatters itself. It all-reduces narrow types in wider
+        # ones, and prices assume the same of the runtime's reduce-scatters.
         wide_sums=not target.reduce_scatter,
         on_missing_rule=nodes.on_missing_rule,
     )
@@ -140,7 +141,7 @@ class _ResultConstraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _PinMaker:
-    """The arguments of `make_pins`."""
+    """Maker of pins; its fields are the arguments of `make_pins`."""
 
     graph: Graph
     nodes: NodeGraph
@@ -211,7 +212,7 @@ class _PinMaker:
     def between(
         self, operand: Operand, source: Port | None, target: Port | None
     ) -> tuple[Spec, ...]:
-        """Specs that an array takes on between its own and that of an operand."""
+        """Intermediate specs between the one in which an array arises and that of an operand."""
         if source is None or target is None or not isinstance(operand, int):
             return ()
         shape = self.graph.values[operand].shape

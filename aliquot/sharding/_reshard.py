@@ -159,13 +159,14 @@ def spec_after_sums(source: Spec, target: Spec, sums: SumCollective) -> Spec:
     """`source` with its sums finished: the first spec to constrain an array to on its way to
     `target`.
 
-    Reduce-scatters leave the target's split at once, but of one dim only. Asked for several, XLA
-    all-reduces the whole array; tiles of one dim can still be exchanged for another's afterwards.
+    A reduce-scatter leads to the target's split at once, but along one dim only: constrained to a
+    split of several dims, XLA would all-reduce the whole array. So sums are scattered along one
+    dim, whose tiles can be exchanged for those of others afterwards.
 
-    Without them XLA all-reduces the whole array: asked for the target's split, once for each dim
-    that the summed axes split in it; asked for a replicated array, once for each partial sum. The
-    spec with fewer all-reduces is taken. If the summed axes split only one dim, the other sums are
-    finished on shards of it.
+    Without reduce-scatters XLA all-reduces the whole array: once for each dim that the summed axes
+    split in the target if it is constrained to the target's split, and once for each partial sum if
+    to a replicated array. The spec with fewer all-reduces is taken. If the summed axes split only
+    one dim, the other sums are finished on shards of it.
     """
     reduced = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s <= PARTIAL < t]
     kinds, dims = {source[a] for a in reduced}, {target[a] for a in reduced}
@@ -185,7 +186,7 @@ def split_deferred_sums(
     source: Spec, target: Spec, deferred: Collection[int]
 ) -> tuple[tuple[Spec, Spec], tuple[Spec, Spec]]:
     """The change from `source` to `target` in two: that of each micro-batch's gradient, and that of
-    their total, behind the last micro-batch.
+    their total, after the last micro-batch.
 
     Sums over the axes `deferred` are finished in the second. In the first each device's summand
     counts as replicated along these axes.

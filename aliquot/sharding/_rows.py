@@ -1,8 +1,9 @@
-"""New parameters that are gathered row by row, each into its place among the old ones.
+"""New parameters that are gathered row by row, each row into its place in the memory of the old
+ones.
 
-A gather along another dim than the first leaves a copy with that dim in front. Where the whole
-array is gathered at once, it is held twice, and with it all others that are gathered at the end of
-a step.
+A gather along another dim than the first leaves a copy with that dim in front. An array that is
+gathered whole is therefore held twice, and so, at the same time, are all others that are gathered
+at the end of a step.
 """
 
 from __future__ import annotations

@@ -16,7 +16,16 @@ from ._ids import SlotId
 
 @dataclass(slots=True)
 class Slots:
-    """Slots, the classes of their dims, and the groups they form."""
+    """Slots, the classes of their dims, and the groups they form.
+
+    Attributes:
+        ranks: number of dims of each slot.
+        base: for each slot the number of its first dim; the dims of all slots are numbered in a row
+            and called elements.
+        by_key: slots by what they were made for.
+        blocked: classes of dims that are never split.
+        sizes: size of each element.
+    """
 
     ranks: list[int] = field(default_factory=list)
     base: list[int] = field(default_factory=list)
@@ -56,8 +65,8 @@ class Slots:
         return root
 
     def unite(self, a: int, b: int) -> bool:
-        """Let two dims be split together. False, and nothing done, if an array would then meet the
-        class in two dims.
+        """Tie two dims, which are then split together. False, and nothing is done, if an array
+        would then have two dims of the same class.
         """
         a, b = self.dim_class(a), self.dim_class(b)
         if a == b:

@@ -37,8 +37,8 @@ def dims_of(
 
 
 def cutting_order(num_axes: int, minor: Collection[int]) -> list[int]:
-    """Mesh axes, major ones first: in the mesh's order, but with those that subdivide tiles last at
-    the end.
+    """Mesh axes, major ones first: in the mesh's order, but with the axes `minor`, which subdivide
+    tiles last, at the end.
     """
     return sorted(range(num_axes), key=lambda a: (a in minor, a))
 

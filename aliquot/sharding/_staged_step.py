@@ -30,7 +30,7 @@ class LayeredStep:
         graph: the step on its whole batch.
         part: the same operators on one micro-batch.
         layers: of `part`.
-        batch_dims: for each value that is cut with the batch the dim in which it is.
+        batch_dims: for each value that is cut with the batch, the dim along which it is.
         num_micro_batches: how many make up a batch.
         combine: how the outputs of micro-batches combine; see `MicroBatchPlan`.
     """
@@ -79,8 +79,8 @@ def layer_step(
     """A step cut into micro-batches and layers.
 
     Args:
-        layers: see `cut_layers`; or those of the same step at another size. The layers of a step
-            whose scans are cut are the ranges of these.
+        layers: see `cut_layers`; or the layers of the same step at another size. If the step's
+            scans are cut, its layers are the ranges into which they are.
         num_micro_batches, semantics, on_missing_rule: see `plan_micro_batches`.
 
     Raises:
@@ -115,14 +115,14 @@ def sketch_step(
     layers: str | int | Layers | None = None,
     on_missing_rule: str = "infer",
 ) -> LayeredStep:
-    """`layer_step` for pricing alone: nobody asks yet whether the step decomposes. Raises as
-    `trace_part` does.
+    """`layer_step` for pricing alone: it is not checked whether the step decomposes into
+    micro-batches. Raises as `trace_part` does.
     """
     if num_micro_batches == 1:
         return layer_step(graph, 1, layers=layers, on_missing_rule=on_missing_rule)
     part = trace_part(graph, num_micro_batches)
     if len(part.values) != len(graph.values):
-        # Another program on a micro-batch: the way of `layer_step` says so.
+        # The step is another program on a micro-batch: `layer_step` reports that.
         return layer_step(graph, num_micro_batches, layers=layers, on_missing_rule=on_missing_rule)
     return LayeredStep(
         graph=graph,
@@ -150,12 +150,12 @@ def _layers(part: Graph, layers: str | int | Layers | None) -> Layers:
 def _differing(part: tuple[int, ...], whole: tuple[int, ...]) -> list[int]:
     if part == whole or len(part) != len(whole):
         return []
-    # A batch that is cut shortens one dim; the first that differs is taken as it.
+    # A batch that is cut shortens one dim; the first that differs is taken for that.
     return [d for d, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b][:1]
 
 
 def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
-    """A step cut into stages; `first_layers` is where each begins."""
+    """A step cut into stages; `first_layers` are the first layers of the stages."""
     staging = stage_layers(step.part, step.layers, first_layers)
     return StagedStep(
         graph=step.graph,
@@ -166,7 +166,9 @@ def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
 
 
 def batch_dims(graph: Graph) -> dict[ValueId, int]:
-    """Without micro-batches: arrays whose first dim is as long as the batch."""
+    """The batch dim of each value, without micro-batches: dim 0 of all arrays whose first dim is as
+    long as the batch.
+    """
     sizes = {
         graph.values[i.value].shape[0]
         for i in graph.inputs

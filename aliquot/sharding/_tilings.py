@@ -1,12 +1,12 @@
 """Steps of XLA's SPMD partitioner from one tiling of an array to another.
 
-It looks at tilings, not at mesh axes: how many tiles each dim has, and which device holds which. An
-axis may so be cut in two, and axes of equal sizes may change places. Here an axis is a row of
-*atoms*, one for each prime factor, major first; a tiling lists for each dim its atoms, and those
-along which tiles are repeated. Ways are tried in the partitioner's order: exchange owners, exchange
-tiles between dims, slice what is repeated, gather what should be, two of these in a row; and
-otherwise gather down to what both tilings have in common, often everything, and slice, which XLA
-calls involuntary full rematerialization.
+The partitioner looks at tilings, not at mesh axes: how many tiles each dim has, and which device
+holds which. So it may divide an axis, and let axes of equal sizes change places. Here an axis is a
+row of *atoms*, one for each prime factor, major first; a tiling lists for each dim its atoms, and
+those along which tiles are repeated. Ways are tried in the partitioner's order: exchange owners,
+exchange tiles between dims, slice what is repeated, gather what should be repeated, two of these in
+a row; and otherwise gather down to what both tilings have in common, often everything, and slice,
+which XLA calls involuntary full rematerialization.
 
 On two axes this is what XLA emits for all but four of 312 pairs of splits, on three for all but six
 of 350. The few differ by one exchange done before a slice instead of after it, or by how much is
@@ -89,7 +89,7 @@ def _tiling_of(spec: Spec, axis_sizes: tuple[int, ...], minor: tuple[int, ...]) 
 
 
 def steps(now: Tiling, target: Tiling) -> tuple[Step, ...]:
-    """The collectives of a change of tiling."""
+    """The collectives that turn one tiling into another."""
     way = _steps(now, target)
     if way is not None:
         return way
@@ -106,7 +106,9 @@ def steps(now: Tiling, target: Tiling) -> tuple[Step, ...]:
 
 
 def is_direct(now: Tiling, target: Tiling) -> bool:
-    """True if the partitioner finds a way, without gathering what neither tiling needs gathered."""
+    """True if the partitioner finds a way other than gathering down to what both tilings have in
+    common.
+    """
     return _steps(now, target) is not None
 
 
@@ -254,7 +256,9 @@ def _gather_all(now: Tiling) -> tuple[Step, ...]:
 
 
 def _move(now: Tiling, source: int, sink: int, group: int) -> Tiling:
-    """The minor tiles of one dim become minor tiles of another."""
+    """The tiling after a factor `group` of one dim's minor tiles has become minor tiles of another
+    dim.
+    """
     dims = now.by_dim
     minor, kept = _take(dims[source][::-1], group)
     dims[source] = kept[::-1]
@@ -269,7 +273,9 @@ def _all_to_all(before: Tiling, after: Tiling, group: int) -> Step:
 
 
 def _permute(now: Tiling, after: Tiling) -> Step:
-    """Tiles change owners: along the axes whose atoms change places."""
+    """The collective-permute in which tiles change owners, along the axes whose atoms change
+    places.
+    """
     places = _places(now) ^ _places(after)
     axes = _axes(atom for atom, _, _ in places)
     group = _product({atom for atom, _, _ in places})
