@@ -102,7 +102,9 @@ class Findings:
         return known
 
     def set_spec(self, index: int, spec: TimeSpec, free: bool, depth: int) -> None:
-        """Note how a value stands to its values on the parts; see the class for the others."""
+        """Note the time spec of a value, whether it is free of parameters, and whether it lies
+        outside loops.
+        """
         self.specs[index] = spec
         self.free[index] = free
         self.outside_loops[index] = depth != LOOP
@@ -136,7 +138,7 @@ class Findings:
 
     def _equations(self, op: Op) -> tuple[int, int]:
         """Key of the operator's equations, which layers that were traced once share."""
-        # The graphs keep the equations alive, so that their ids stay theirs.
+        # The graphs keep the equations alive, so that their ids are not reused.
         return (
             (id(op.eqn), id(self.part.ops[op.index].eqn)) if op.eqn is not None else (op.index, -1)
         )
@@ -165,7 +167,8 @@ class Findings:
             if isinstance(i, int)
             and self.free[i]
             and self.outside_loops[i]
-            # Only sums and the like: what all parts share, or have slices of, needs no whole batch.
+            # Only sums and the like: values that all parts share, or have slices of, need no whole
+            # batch.
             and spec.kind not in (TimeKind.EQUAL, TimeKind.CONCATENATE, TimeKind.MEAN)
         ]
         linear = rule.linear or (0,) * len(specs)
@@ -189,7 +192,7 @@ class Findings:
         """True if an operator on examples must run on each part: the backward pass needs its
         results, or it is too much work to run on the whole batch after the last part.
         """
-        # Behind the backward pass no part waits for results.
+        # After the backward pass no part waits for results.
         if op.phase is Phase.UPDATE or all(spec.kind is not TimeKind.CONCATENATE for spec in specs):
             return False
         feeds = any(self._feeds_backward[o] for o in op.outputs if o >= 0)

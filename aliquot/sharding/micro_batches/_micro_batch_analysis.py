@@ -1,4 +1,4 @@
-"""Walk through a step that finds how it runs on micro-batches, in program order."""
+"""Analysis of how a step runs on micro-batches: a walk through its items in program order."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def analyse(
             item.value, spec, item.role not in (Role.PARAMETER, Role.OPTIMIZER_STATE), TOP
         )
     for index, constant in whole.constants.items():
-        # A constant as long as the batch, such as a mask, is cut with it; of any other size it is
-        # each part's own.
+        # A constant that is as long as the batch in both traces, such as a mask, is cut with it,
+        # and one of the same shape in both is equal for all parts; any other exists only as a
+        # whole.
         spec = spec_by_shape(*findings.shapes_of(index), parts) or WHOLE
         findings.set_spec(index, spec, True, TOP)
         if spec.kind is TimeKind.CONCATENATE and calls.numbers_examples(constant, spec.dim):

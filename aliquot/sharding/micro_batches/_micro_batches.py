@@ -50,7 +50,7 @@ class MicroBatchPlan:
         part_eqns: for each structured operator of the whole, JAX's equation on a part.
         num_micro_batches, num_groups: parts in time, and parts that run side by side.
         semantics: "exact", or "independent" if some arrays stand for one part alone.
-        specs: for each value how the parts' values make it up.
+        specs: for each value, how the parts' values make it up.
         actions: what becomes of operators that do not simply run on each part, by index.
         conversions: what happens to operands on their way in, by operator index and position.
         early_calls, late_calls: structured operators that run before the first and after the last
@@ -80,7 +80,7 @@ class MicroBatchPlan:
         return self.num_micro_batches * self.num_groups
 
     def is_summed(self, value: int) -> bool:
-        """True if the parts' values are added up as they come: sums, and what is averaged."""
+        """True if the parts' values are added up as they come: sums, and means of floats."""
         kind, dtype = self.specs[value].kind, self.whole.values[value].dtype
         return kind is TimeKind.SUM or (
             kind is TimeKind.MEAN and dtype.startswith(("float", "bfloat", "complex"))
@@ -189,7 +189,7 @@ def runs_in_groups(
 
 def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> bool:
     """True if the step is the same program on the share of a micro-batch that each group takes;
-    True where none can.
+    also True if the groups cannot divide it.
     """
     parts = num_micro_batches * num_groups
     try:
@@ -204,8 +204,8 @@ def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> b
 
 
 def _resizes(graph: Graph, parts: int) -> bool:
-    """True if the step on one of so many parts follows from its traces on two other sizes, of which
-    the smaller is the same program as the whole.
+    """True if the step on one of so many parts can be derived from its traces on two other sizes,
+    and is the same program on the smaller of these as on the whole batch.
     """
     if graph.split is not None or not any(item.role is Role.BATCH for item in graph.inputs):
         return False
@@ -263,9 +263,9 @@ def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Gra
 
 
 def _of_size(graph: Graph, size: int) -> Graph:
-    """The step on so many examples, and cut as the graph is if its layers are cut into ranges.
+    """The step on `size` examples, with its scans cut as those of the graph are.
 
-    A step is traced on two sizes at most, where others follow from these, and on a third where JAX
+    A step is traced on two sizes at most if others can be derived from these, and on a third if JAX
     writes another program for the second.
     """
     if graph.split is not None:
@@ -279,7 +279,7 @@ def _of_size(graph: Graph, size: int) -> Graph:
         other = size if size > 1 else 2 if whole > 2 else 4
         traced = _trace(graph, other)
         if not _same_operators(graph, traced):
-            # Nor need it write the same one where what is left is a single group of examples.
+            # So may it where a single group of examples is left: try a larger size.
             larger = 2 * other if 2 * other != whole else 3 * other
             with contextlib.suppress(
                 CaptureError, TypeError, ValueError, IndexError, ArithmeticError
@@ -289,7 +289,7 @@ def _of_size(graph: Graph, size: int) -> Graph:
                     other, traced = larger, retraced
         known[other] = traced
     if size not in known:
-        # Working another size out takes a moment; tracing it takes as long as the step did.
+        # Deriving another size takes a moment; tracing it takes as long as tracing the step did.
         with contextlib.suppress(CaptureError):
             known[size] = resized(next(iter(known.values())), graph, size)
     if size not in known:
@@ -322,8 +322,8 @@ def _align(whole: Graph, part: Graph) -> tuple[Graph, dict[Call, Any]]:
     """
     for a, b in zip(whole.ops, part.ops):
         if (
-            # The results' numbers are compared too, so that values of both traces may be told apart
-            # by number alone.
+            # The results' numbers are compared too, so that a number stands for the same value in
+            # both traces.
             a.name != b.name
             or a.trips != b.trips
             or a.outputs != b.outputs

@@ -43,13 +43,14 @@ def walk_operator(findings: Findings, op: Op, depth: int) -> None:
     kinds = {spec.kind for spec in specs}
     # Equal operands alone are not enough: an iota or a broadcast writes down the size of the batch.
     if kinds <= {TimeKind.EQUAL} and findings.same_results(op):
-        # What every part computes alike needs no rule.
+        # An operator that every part computes alike needs no rule.
         findings.actions.pop(op.index, None)
         free = findings.is_free(op.inputs)
         for out in op.outputs:
             findings.set_spec(out, EQUAL, free, depth)
         return
-    # Outside of loops all of the update waits, as its gradients are known only then.
+    # Outside of loops all of the update runs late, because its gradients are known only after the
+    # last part.
     update = op.phase is Phase.UPDATE and findings.has_backward
     if TimeKind.LATE in kinds or (update and depth == TOP and kinds - {TimeKind.EQUAL}):
         return _run_late(findings, op, specs)
@@ -59,7 +60,7 @@ def walk_operator(findings: Findings, op: Op, depth: int) -> None:
         if isinstance(outcome, Followed):
             return _run_on_part(findings, op, outcome, depth)
         reason = outcome
-    # What depends on no parameter can be computed on the whole batch, before the first part.
+    # Operators that depend on no parameter can run on the whole batch, before the first part.
     free = findings.is_free(op.inputs)
     if (
         free
@@ -97,7 +98,7 @@ def _run_on_part(findings: Findings, op: Op, outcome: Followed, depth: int) -> N
 def _run_early(findings: Findings, op: Op) -> None:
     """Run an operator once, on the whole batch, before the first part."""
     findings.actions[op.index] = Action.EARLY
-    # A value that the parts cannot slice is known as a whole alone.
+    # A value that cannot be sliced for the parts exists only as a whole.
     for out in op.outputs:
         if out >= 0:
             findings.set_spec(

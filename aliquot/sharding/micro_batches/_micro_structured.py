@@ -101,7 +101,7 @@ def _walk_scan(findings: Findings, call: Call, specs: Sequence[TimeSpec], depth:
         assert isinstance(inner, int)
         # The dim that the loop runs over is gone inside its body.
         spec = split_at(outer.dim - 1) if outer.kind is TimeKind.CONCATENATE else outer
-        # Each turn carries on from the example before, and parts would each begin anew.
+        # Each iteration continues from the example before, whereas each part would begin anew.
         if outer == split_at(0):
             findings.note_violation(call, "it loops over the examples of a batch")
         findings.set_spec(inner, spec, free, LOOP)
@@ -136,8 +136,7 @@ def _walk_while(findings: Findings, call: Call, specs: Sequence[TimeSpec], depth
     # Last, once the specs of the carries no longer change.
     walk_items(findings, condition.items, LOOP)
     ends = findings.spec(condition.outputs[0])
-    # Under `vmap` each example has an end of its own, and keeps what it has until the others are
-    # done.
+    # Under `vmap` each example ends by itself, and keeps its carries until the others are done.
     alone = ends.kind is TimeKind.CONCATENATE and all(findings.spec(c) == ends for c in carried)
     if ends.kind is not TimeKind.EQUAL and not alone:
         findings.note_violation(call, "it ends when the batch says so")
@@ -172,8 +171,9 @@ def _walk_until_settled(
     """Walk through a body until the specs of its carries are a fixed point.
 
     Args:
-        carried, results: what the body takes of the round before, and what it hands to the next.
-        init: specs of the carries in the first round.
+        carried, results: the body's operands from the iteration before, and its results for the
+            next.
+        init: specs of the carries in the first iteration.
     """
     free = findings.is_free(call.inputs)
     specs = list(init)
@@ -190,7 +190,7 @@ def _walk_until_settled(
         ]
         if joined == specs:
             return
-        # Violations of a round whose specs did not hold are dropped.
+        # Violations of a walk whose specs did not hold are dropped.
         specs, findings.violations = joined, before
 
 

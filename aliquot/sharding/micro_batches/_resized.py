@@ -1,9 +1,10 @@
-"""A step on a batch of another size, worked out from its traces on two sizes, operator by operator.
+"""A step on a batch of another size, derived from its traces on two sizes, operator by operator:
+sizes of arrays are extrapolated linearly.
 
-That is quicker than another trace. And a dim of size one is special to the code that writes traces:
-it broadcasts, it is squeezed, so that the trace on one example may be another program than the
-trace on many. The operators themselves know no such cases: each runs on one example with the sizes
-that its sizes on two larger batches let one expect.
+That is quicker than another trace. It also avoids a special case: tracing treats dims of size one
+differently (they broadcast, or are squeezed), so that the trace on one example may be another
+program than the trace on many. Operators make no such difference: each can run on one example with
+the sizes extrapolated from two larger batches.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def batch_size(graph: Graph) -> int:
 def resized(small: Graph, large: Graph, size: int) -> Graph:
     """The graph of a step on `size` examples, operator by operator that of `small`.
 
-    Its loops and regions hold the equations of `small`, of which only what no size changes is ever
-    read.
+    Its loops and regions keep the equations of `small`. Only those parts of them are ever read that
+    do not depend on the size.
 
     Raises:
         CaptureError: the two are different programs, or something does not follow the size of the
@@ -65,8 +66,8 @@ def resized(small: Graph, large: Graph, size: int) -> Graph:
 
 
 def is_resizable(small: Graph, large: Graph, size: int) -> bool:
-    """True if `resized` works out a step on `size` examples whose loops run as often as those of
-    `small`, without doing so.
+    """True if `resized` can derive the step on `size` examples, with loops that run as often as
+    those of `small`. Does not derive it.
     """
     line = _line_through(small, large)
     if line is None:
@@ -90,8 +91,8 @@ def _has_platforms(graph: Graph) -> bool:
 # A search asks for many sizes of one step.
 @functools.lru_cache(maxsize=1)
 def _line_through(small: Graph, large: Graph) -> _Line | None:
-    """The line through two traces, with all numbers that lie on it; None if the traces are not
-    those of one program, or a loop's turns depend on the size.
+    """The extrapolation from two traces, with all pairs of numbers that differ between them; None
+    if the traces are different programs, or the length of a loop depends on the size.
     """
     if (
         _has_platforms(small)
@@ -99,7 +100,7 @@ def _line_through(small: Graph, large: Graph) -> _Line | None:
         or any(a.name != b.name or a.trips != b.trips for a, b in zip(small.ops, large.ops))
     ):
         return None
-    # Its numbers do not depend on the size that they are noted for, and this one always works out.
+    # The pairs do not depend on the size that is extrapolated to; to this one it never fails.
     line = _Line(small=batch_size(small), large=batch_size(large), size=batch_size(small))
     try:
         for a, b in zip(small.values, large.values, strict=True):
@@ -126,7 +127,7 @@ class _Irregular(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class _Line:
-    """Extrapolation of figures to `size` from their values at two other sizes."""
+    """Linear extrapolation of numbers to `size` from their values at two other sizes."""
 
     small: int
     large: int
@@ -142,7 +143,8 @@ class _Line:
         self.numbers.add((small, large))
         change, rest = divmod((large - small) * (self.size - self.small), self.large - self.small)
         if rest or small + change < 0:
-            # Sizes lie on a line through both traces; what does not is decided by the user's code.
+            # Only a natural number on the line through both traces is a size; otherwise the user's
+            # code decides.
             raise _Irregular
         return small + change
 
@@ -173,7 +175,7 @@ class _Line:
                 else small.update(shape=self.shape(small.shape, large.shape))
             )
         if is_dataclass(small) and not isinstance(small, type):
-            # As the grid of a kernel, and how its blocks lie.
+            # Such as the grid of a kernel and how its blocks lie.
             before = {f.name: getattr(small, f.name) for f in fields(small) if f.init}
             after = {
                 name: self.parameter(value, getattr(large, name)) for name, value in before.items()
@@ -210,7 +212,7 @@ class _Line:
 
 def _op(small: Op, large: Op, line: _Line) -> Op:
     if small.trips != large.trips:
-        # What loops over the batch is another program on every size.
+        # A loop over the batch runs another number of times at every size.
         small = replace(small, trips=line.number(small.trips, large.trips))
     if small.eqn is None:
         return small
@@ -237,7 +239,7 @@ def _equation(small: Op, large: Op, line: _Line) -> Any:
         (*large.eqn.invars, *large.eqn.outvars),
         strict=True,
     )
-    # An equation that no size changes is used again, so that equal layers keep one.
+    # An equation that does not depend on the size is kept, so that equal layers go on sharing it.
     alike = all(getattr(a.aval, "shape", None) == getattr(b.aval, "shape", None) for a, b in atoms)
     if alike and all(params[name] is value for name, value in small.params.items()):
         return small.eqn

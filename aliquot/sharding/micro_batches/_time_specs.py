@@ -17,7 +17,7 @@ from ...graph import DimRule, Moves, Op, raises, traits_of
 
 
 class TimeKind(enum.StrEnum):
-    """Relation of the values that the parts of a batch compute for one array to the array.
+    """How the values that the parts of a batch compute for an array make up the array.
 
     `EQUAL`: each part computes the array itself. `CONCATENATE`: each computes its own slice. `SUM`
     and the other reductions: the array is the sum (...) over the parts. `MEAN`: each part has a
@@ -78,9 +78,11 @@ class Conversion(enum.StrEnum):
 
 
 class Action(enum.StrEnum):
-    """Way in which an operator runs: on a part; for the whole batch and then sliced (what it makes
-    depends on the position, as random bits do); on a part and then shifted by the part's position
-    (an iota); before or after all parts.
+    """Way in which an operator runs.
+
+    `RUN`: on each part. `SLICE`: on the whole batch, and its results are sliced (they depend on the
+    position, as random bits do). `SHIFT`: on each part, and its result is shifted by the part's
+    position (an iota). `EARLY`, `LATE`: once, before or after all parts.
     """
 
     RUN = "run"
@@ -95,8 +97,8 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
-    """An operator on one part: specs of its results, conversions by operand position, and its
-    action.
+    """How an operator runs on a part: specs of its results, conversions by operand position, and
+    its action.
     """
 
     results: tuple[TimeSpec, ...]
@@ -147,7 +149,7 @@ def follow(
     """
     kinds = {spec.kind for spec in specs}
     if shapes and all(0 in whole for whole, _ in shapes):
-        # Arrays without a number are whatever their shapes allow.
+        # Arrays without elements have whatever spec their shapes allow.
         seen = [spec_by_shape(whole, part, parts) for whole, part in shapes]
         if all(seen):
             return Followed(results=tuple(spec for spec in seen if spec))
@@ -171,10 +173,10 @@ def follow(
 
 
 def _through_reduction(op: Op, specs: Sequence[TimeSpec]) -> TimeKind | None:
-    """Relation of an operator's results on each part's maximum (any truth, ...) to its result on
-    that of the whole batch.
+    """How an operator's results make up its result for the whole batch, if its operands are each
+    part's maximum, or another reduction over the part.
 
-    None where they do not, as for whatever does not grow with its operand.
+    None if they do not, as for an operator that is not monotonic in a maximum.
     """
     reduced = [spec.kind for spec in specs if spec.kind is not TimeKind.EQUAL]
     kind, *others = set(reduced)
@@ -182,7 +184,7 @@ def _through_reduction(op: Op, specs: Sequence[TimeSpec]) -> TimeKind | None:
         return None
     truth = kind in (TimeKind.OR, TimeKind.AND)
     if op.eqn is not None and raises(op.eqn):
-        # Which of several messages is shown.
+        # A check raises whichever part fails; parts decide only which of several messages is shown.
         return TimeKind.EQUAL
     if op.name == "convert_element_type":
         if not truth:
@@ -219,8 +221,8 @@ def _checked(
 
 
 def _of_sums(rule: DimRule, specs: Sequence[TimeSpec], num_results: int) -> Followed | str:
-    """Linear operators keep sums apart; what is not summed counts once where it is added, and any
-    time as a factor.
+    """Linear operators turn summands into summands. Other operands must count once where they are
+    added, and enter every part where they are factors.
     """
     reason = "it is not linear in a sum over the batch"
     if not rule.linear:
@@ -243,8 +245,8 @@ def _of_sums(rule: DimRule, specs: Sequence[TimeSpec], num_results: int) -> Foll
 
 
 def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool) -> Followed | str:
-    """One factor runs through all slices; results that carry it are slices, those that reduce it
-    are parts of a sum.
+    """One factor runs through all slices; results that carry it are slices, and those that reduce
+    it are summands of a sum (or parts of another reduction).
     """
     letters = {}
     for k, spec in enumerate(specs):
@@ -284,7 +286,7 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
                 once.append((k, Conversion.ONCE))
     has_means = any(spec.kind is TimeKind.MEAN for spec in specs)
     return Followed(
-        # A value that stands for each part alone makes what it enters stand for it, too.
+        # A result to which a part's own value (`MEAN`) contributes is the part's own as well.
         results=tuple(MEAN if has_means and spec == EQUAL else spec for spec in results),
         conversions=tuple(once),
     )

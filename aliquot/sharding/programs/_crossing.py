@@ -16,9 +16,9 @@ class Crossing:
     A value that a stage further away reads crosses every cut on the way.
 
     Attributes:
-        forward: to the later stages.
-        backward: gradients, to the earlier stages.
-        graph: which says how large they are; at the size of one micro-batch.
+        forward: values sent to later stages.
+        backward: gradients sent to earlier stages.
+        graph: the graph of these values, at the size of one micro-batch.
     """
 
     forward: tuple[frozenset[ValueId], ...]

@@ -1,9 +1,9 @@
-"""A `MicroBatchPlan` -> three graphs: for operators before the first part, on each part, and after
-the last.
+"""Three graphs from a `MicroBatchPlan`: the operators that run before the first part, on each part,
+and after the last.
 
 Each graph holds only what is needed. Values keep their indices, so that the pins of the whole step
 hold in all three. Conversions for a part (a slice, a shift, a sum that counts once) are new
-operators with indices behind all others.
+operators, whose indices follow all others.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _Rewriter:
         # JAX itself writes the equation, so that dtypes and shapes are checked as in the user's own
         # code.
         (eqn,) = jax.make_jaxpr(jax.jit(fn))(*structs).jaxpr.eqns
-        # A new operator stands where the one that needs it stands, for messages and phases.
+        # A new operator takes phase and scope from the one that needs it.
         base = like or self.plan.whole.ops[0]
         index = OpId(len(self.ops))
         self.ops.append(
@@ -256,8 +256,9 @@ class _Rewriter:
         return operand
 
     def _once(self, operand: Operand, op: Op | None, out: list[OpId | Call]) -> ValueId:
-        # A part that stands for the whole batch multiplies its share, so that each must have the
-        # same.
+        """An operand that is equal in all parts, as a summand: over all parts it counts once."""
+        # Under independent semantics each part scales its own sum up to the whole batch, so each
+        # must hold an equal share.
         shared = self.plan.semantics == "independent"
         parts = self.plan.num_parts
 
@@ -272,6 +273,7 @@ class _Rewriter:
         return self._add(once, [operand, self.group, self.micro_batch], target, op, out)
 
     def _own(self, operand: Operand, op: Op | None, out: list[OpId | Call]) -> ValueId:
+        """A part's sum times the number of parts: its estimate of the sum over the batch."""
         parts = self.plan.num_parts
 
         def scaled(array: Any) -> Any:
@@ -280,6 +282,7 @@ class _Rewriter:
         return self._add(scaled, [operand], self._value(*_look(operand, self.values)), op, out)
 
     def _local(self, operand: Operand, op: Op, out: list[OpId | Call]) -> ValueId:
+        """Indices by position in the batch, as positions in the part."""
         assert isinstance(operand, int) and isinstance(op.inputs[0], int)
         component = indexed_dims(op).index(self.plan.specs[op.inputs[0]].dim)
         dim, layout = self.plan.specs[operand].dim, self.layout
@@ -314,8 +317,8 @@ class _Rewriter:
             else:
                 first, count = params["body_nconsts"], len(call.outputs)
                 before = first + params["cond_nconsts"]
-            # Loop carries begin in the spec in which they end, so that the first turn adds to what
-            # the others do.
+            # A loop carry begins with the time spec with which it ends: a constant to which
+            # summands are added, for example, must count once over all parts.
             carried = [v for v in body.inputs[first : first + count] if isinstance(v, int)]
             for k, inner in enumerate(carried):
                 inputs[before + k] = self._match(inputs[before + k], inner, out)
@@ -337,6 +340,7 @@ class _Rewriter:
         return replace(block, items=tuple(items), outputs=tuple(outputs))
 
     def _match(self, operand: Operand, target: ValueId, out: list[OpId | Call]) -> Operand:
+        """An operand with the time spec of the value that it becomes."""
         if target < 0:
             return operand
         have = TimeKind.EQUAL if isinstance(operand, Literal) else self.plan.specs[operand].kind

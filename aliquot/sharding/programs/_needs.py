@@ -30,7 +30,7 @@ class Needs:
         self._mark_again(items)
         self._find_late(items)
         self._find_body(items)
-        # What is computed early is not taken from the parts as well.
+        # Values that are computed early are not taken from the parts as well.
         self.crossing -= self.early
         self._find_early()
 
@@ -48,12 +48,12 @@ class Needs:
         return self.plan.actions.get(item) is action
 
     def _mark_again(self, items: Sequence[OpId | Call]) -> None:
-        """Mark the items that can run again from the step's inputs alone: they see no part of the
-        batch.
+        """Mark the values that can be computed again from the step's inputs alone, since they do
+        not depend on the batch.
         """
         batch = {i.value for i in self.plan.whole.inputs if i.role is Role.BATCH}
-        # What depends on parameters and state alone can be computed again after the last part,
-        # without being kept from each.
+        # Values of parameters and state alone can be computed again after the last part; none need
+        # be kept from each part.
         known = {v: v not in batch for v in self._given}
         for item in items:
             again = not self._is(item, Action.EARLY) and not self._is(item, Action.LATE)
@@ -72,6 +72,9 @@ class Needs:
         return self.plan.conversions.get((op, position)) is Conversion.EARLY
 
     def _find_late(self, items: Sequence[OpId | Call]) -> None:
+        """Collect the items that run after the last part, and the values that they need from
+        before.
+        """
         needed = {
             o.value for o in self.plan.whole.outputs if isinstance(o.value, int)
         } - self._given
@@ -94,12 +97,14 @@ class Needs:
             else:
                 self.crossing.update(outputs)
         self.late_items.reverse()
-        # What exists only for the whole batch cannot come from a part.
+        # Values that exist only for the whole batch cannot come from a part.
         self.early |= {v for v in self.crossing if self.plan.specs[v].kind is TimeKind.WHOLE}
         self.crossing -= self.early
 
     def _updates_once(self, item: OpId | Call) -> bool:
-        """Updates by gradients that are the same for all parts wait, as all others do."""
+        """True for items of the update whose operands and results are equal in all parts, or late:
+        they run after the last part, as all of the update does.
+        """
         phase = (
             phase_of(item, self.plan.whole)
             if isinstance(item, Call)
@@ -113,6 +118,7 @@ class Needs:
         return phase is Phase.UPDATE and kinds <= {TimeKind.EQUAL, TimeKind.LATE}
 
     def _find_body(self, items: Sequence[OpId | Call]) -> None:
+        """Collect the items that run on each part, and the early values that they read."""
         needed = set(self.crossing)
         for item in reversed(items):
             outputs = [v for v in self._outputs(item) if v in needed]
@@ -147,8 +153,8 @@ class Needs:
                             self.early.add(operand)
 
     def _is_worth_once(self, item: OpId | Call, outputs: Sequence[ValueId]) -> bool:
-        """True for products and loops that do not depend on the batch: they run once, and not again
-        for each part of it.
+        """True for products and loops that do not depend on the batch: they run once, not for each
+        part.
         """
         if not self._again[outputs[0]] or any(
             self.plan.specs[v].kind is not TimeKind.EQUAL for v in outputs

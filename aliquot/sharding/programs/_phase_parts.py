@@ -9,8 +9,8 @@ from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
 
 def phase_parts(graph: Graph) -> MicroBatchGraphs:
-    """Forward and backward pass as the body, the update behind it; nothing runs early and nothing
-    is cut.
+    """Graphs with the forward and backward pass as the body and the update as the late part;
+    nothing runs early and nothing is sliced.
     """
     items = items_of(graph)
     given = [i.value for i in graph.inputs]

@@ -36,7 +36,7 @@ class PipelineCut:
     """A step cut into micro-batches and stages.
 
     Attributes:
-        stages: for each stage the cut over time, for its own number of groups.
+        stages: for each stage the cut over time with its own number of groups.
         programs: of all stages, without those that make nothing.
     """
 
@@ -60,7 +60,7 @@ def cut_pipeline(
     Args:
         graph: the step on its whole batch.
         staging: which stage everything runs on.
-        groups: for each stage into how many data-parallel groups its devices fall.
+        groups: for each stage the number of its data-parallel groups.
         split_backward, recompute: see `split_stages`.
         semantics, on_missing_rule: see `plan_micro_batches`.
 

@@ -1,6 +1,7 @@
-"""Gradients of parameters that several stages use: each stage's share is added up where it is made.
+"""Gradients of parameters that several stages use: each stage accumulates its own share, and the
+shares are added up once, in the update.
 
-As a part of the backward pass, the sum over stages would cross between meshes for each micro-batch.
+If the backward pass added them up, they would cross between meshes for each micro-batch.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 def push_out(
     parts: MicroBatchGraphs, plan: MicroBatchPlan | None, staging: Staging
 ) -> MicroBatchGraphs:
-    """MicroBatchGraphs with the sums of shares of several stages in the late graph."""
+    """The graphs with sums over shares of several stages moved from the body to the late graph."""
     ops, items = parts.body.ops, parts.body.body.items
-    # What was converted for micro-batches is another sum than that of the whole step.
+    # Only operators whose inputs were not converted for micro-batches: the others are not the sums
+    # of the late graph.
     as_before = [
         k
         for k in items
@@ -43,7 +45,7 @@ def push_out(
     readers = Counter(i for item in items_of(parts.body) for i in item.inputs)
     crossing = set(parts.crossing)
     moved: list[OpId] = []
-    # Last operators first: what reads a sum has been moved before it, or stays.
+    # Last operators first: the readers of a sum have been moved before it, or stay.
     waiting = {value for value in crossing if value in maker}
     while waiting:
         value = max(waiting, key=lambda v: (maker[v], v))
@@ -76,7 +78,7 @@ def push_out(
 
 
 def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
-    """True for operators that add arrays up, or pass one on, and can do so after the last
+    """True for operators that add arrays up or pass one on, and that may as well run after the last
     micro-batch.
     """
     return passes_gradients_on(op) and (
@@ -87,7 +89,7 @@ def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
 def _sources(
     parts: MicroBatchGraphs, maker: Mapping[ValueId, OpId], staging: Staging
 ) -> dict[ValueId, frozenset[StageId]]:
-    """The stages whose results a value adds up."""
+    """For each value of `maker` the stages whose results it adds up."""
     stage_of = {
         o: s for item, s in zip(staging.items, staging.stage, strict=True) for o in item.outputs
     }

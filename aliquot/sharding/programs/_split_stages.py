@@ -1,9 +1,9 @@
-"""A step on micro-batches -> programs for the stages of a pipeline, as plain data.
+"""Programs for the stages of a pipeline, made from a step on micro-batches, as plain data.
 
 Every stage gets a forward and a backward program, run for each micro-batch, and one program for
 each round of the update. A round ends where scalars of other stages are needed, such as the norm of
-all gradients. What a program reads and neither makes nor is given becomes an import;
-the runtime makes functions of programs and moves arrays.
+all gradients. A value that a program reads but neither makes nor gets as an input of the step is an
+import. The runtime turns programs into functions and moves the arrays.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def split_stages(
         parts: the step cut over time.
         plan: how it was cut; None for a step that runs on its whole batch at once.
         staging: stages of the whole step's items.
-        split_backward: make two programs of a backward pass, see `deferrable_items`; but of stages
-            in `recompute` one.
+        split_backward: make two programs of each backward pass (see `deferrable_items`), except of
+            stages in `recompute`.
         recompute: by stage the costly operators that its backward program recomputes; None:
             everything, from what enters the stage.
     """
@@ -66,7 +66,7 @@ def split_stages(
     update = Update(parts, staging, body.stage_of_value)
     early = _early_programs(parts, [*body.programs.values(), *update.programs])
     wanted = update.wanted_totals
-    # The totals that the update wants are known only when its rounds are.
+    # Which totals the update wants is known only after it was cut into rounds.
     programs = [*early, *body.finished(wanted, plan), *update.programs]
     return StagePrograms(
         programs=tuple(programs),
@@ -81,9 +81,9 @@ class _Draft:
     """A program while its items are gathered.
 
     Attributes:
-        assigned: the items that its stage and part decide.
-        items: these, and the shared or recomputed ones that they need.
-        again: the recomputed ones.
+        assigned: the items that belong to its stage and part.
+        items: `assigned`, and the shared or recomputed items that these need.
+        again: the recomputed items.
         reads: values that it takes from other programs or from the step's inputs.
     """
 
@@ -133,8 +133,8 @@ class _Body:
         self.programs = {key: self._program(draft, drafts, ()) for key, draft in drafts.items()}
 
     def _stages(self) -> dict[int, StageId]:
-        """Stages by item: those of the whole step's items, and for what was put in between those of
-        its operands.
+        """The stage of each item, by id. Items of the whole step keep theirs; operators that were
+        inserted get that of their operands, and conversions are shared.
         """
         by_op: dict[tuple[str, int], StageId] = {}
         for item, stage in zip(self._staging.items, self._staging.stage, strict=True):
@@ -148,7 +148,7 @@ class _Body:
                 if known
                 else max((made_by.get(i, SHARED) for i in item.inputs), default=SHARED)
             )
-            # A conversion of an operand belongs to whoever reads it.
+            # A conversion of an operand runs in each program that reads it.
             if not known and all(o >= self._num_values for o in item.outputs):
                 stage = SHARED
             stages[id(item)] = stage
@@ -159,7 +159,7 @@ class _Body:
         """Find deferrable items, and cut loops and regions of which only a part is deferrable in
         two.
         """
-        # Whatever else runs for each micro-batch runs in forward programs.
+        # All other items of the body run in forward programs.
         phased = [
             i if i.phase is Phase.BACKWARD else replace(i, phase=Phase.FORWARD) for i in self._items
         ]
@@ -194,6 +194,7 @@ class _Body:
         self._items = items
 
     def _drafts(self) -> dict[tuple[StageId, Part], _Draft]:
+        """A draft for each stage and part, with the items assigned to it."""
         drafts: dict[tuple[StageId, Part], _Draft] = {}
         for stage in map(StageId, range(self._staging.num_stages)):
             for part in self._parts_of_a_task():
@@ -224,7 +225,9 @@ class _Body:
         return Part.FORWARD, Part.BACKWARD
 
     def _add_shared_crossing(self, drafts: Mapping[tuple[StageId, Part], _Draft]) -> None:
-        """Let the last stage's forward program compute what the update needs of shared items."""
+        """Let the last stage's forward program compute the results of shared items that the update
+        needs.
+        """
         last = StageId(self._staging.num_stages - 1)
         for value in self._graphs.crossing:
             if value in self._maker and value not in self.stage_of_value:
@@ -239,8 +242,8 @@ class _Body:
             for i in waiting.pop().inputs:
                 maker = self._maker.get(i)
                 if (
-                    # Shared items are made of the batch and constants alone: each program works
-                    # them out itself rather than receive them.
+                    # Shared items are made of the batch and constants alone: each program computes
+                    # them itself rather than receive them.
                     maker is not None
                     and id(maker) not in items
                     and self._stage[id(maker)] == SHARED
@@ -277,7 +280,7 @@ class _Body:
     def finished(
         self, wanted: Iterable[ValueId], plan: MicroBatchPlan | None
     ) -> list[StageProgram]:
-        """The programs, with totals of `wanted` values where they are made."""
+        """The programs. Those that make `wanted` values for the update also return their totals."""
         programs = []
         wanted = set(wanted)
         for draft in self._drafts_by.values():
@@ -305,7 +308,7 @@ class _Body:
         made_here = {o for item in draft.assigned for o in item.outputs}
         read_elsewhere = {i for other in drafts.values() if other is not draft for i in other.reads}
         exports = tuple(sorted(made_here & read_elsewhere))
-        # What cannot be added up, such as slices of the batch, is kept part by part.
+        # Values that cannot be added up, such as slices of the batch, are kept part by part.
         stacked = tuple(v for v in totals if plan is not None and not plan.is_summed(v))
         outputs = [*exports, *totals]
         numbers = {self._graphs.group, self._graphs.micro_batch}

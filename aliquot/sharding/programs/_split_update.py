@@ -29,8 +29,8 @@ class Update:
         self.home = place_update(
             graph, items, range(len(items)), self._stage, self._crossing, homes
         )
-        # One stage runs such a loop or region, and not each that reads its results, as with
-        # scalars.
+        # A loop or region without a stage runs on one; other shared items, such as scalars, run on
+        # each stage that reads them.
         for k, item in enumerate(items):
             if isinstance(item.op_or_call, Call) and self._stage[k] == SHARED:
                 self._stage[k] = StageId(0)
@@ -65,17 +65,20 @@ class Update:
         return first
 
     def _item_round(self, k: int) -> int:
+        """The first round in which an item's stage has all operands of the item; 0 for shared
+        items.
+        """
         stage = self._stage[k]
         if stage == SHARED:
             return 0
         return max((self._round(stage, i) for i in self._items[k].inputs), default=0)
 
     def _late_as_can_be(self, rounds: list[int]) -> list[int]:
-        """Rounds of items; those that only later rounds of their own stage read are deferred until
-        then.
+        """Rounds of items. An item that only later rounds of its own stage read is deferred until
+        the first of these.
 
-        So moments that decay in one round and take up clipped gradients in the next are neither
-        copied in between nor kept from being donated.
+        So the moments of an optimizer, which would decay in one round and take up clipped gradients
+        in the next, are not copied in between, and can be donated.
         """
         readers: dict[ValueId, set[int]] = {}
         for k, item in enumerate(self._items):
@@ -107,6 +110,7 @@ class Update:
         )
 
     def _build(self) -> list[StageProgram]:
+        """The programs of all stages and rounds. Also finds the totals that they want."""
         items_in: dict[tuple[StageId, int], set[int]] = {}
         results: dict[tuple[StageId, int], set[ValueId]] = {}
         for k in range(len(self._items)):
@@ -120,10 +124,11 @@ class Update:
                     items_in[where].add(self._maker[output.value])
         closed = {key: self._closure(key[0], chosen) for key, chosen in items_in.items()}
         reads = {key: self._reads(chosen) for key, chosen in closed.items()}
-        # An early value that is only a result of the step has no readers.
+        # An early value that is only a result of the step has no readers: it is read here to be
+        # returned.
         for key, values in results.items():
             reads[key] += [v for v in sorted(values & self._early) if v not in reads[key]]
-        # Totals are combined in the first round, also where only later rounds or other stages read
+        # Totals are combined in the first round, even if only later rounds or other stages read
         # them.
         for v in {v for values in reads.values() for v in values if v in self._crossing}:
             closed.setdefault((self._crossing[v], 0), set())
@@ -169,6 +174,7 @@ class Update:
         return programs
 
     def _closure(self, stage: StageId, chosen: Iterable[int]) -> set[int]:
+        """Items together with the shared items that they need."""
         items = set(chosen)
         waiting = list(items)
         while waiting:
@@ -180,6 +186,7 @@ class Update:
         return items
 
     def _reads(self, chosen: Iterable[int]) -> list[ValueId]:
+        """Values that items read and none of them makes."""
         inside = {o for k in chosen for o in self._items[k].outputs} | self._graph.constants.keys()
         return list(
             dict.fromkeys(

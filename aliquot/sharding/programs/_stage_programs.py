@@ -27,17 +27,18 @@ class StageProgram:
     """One program of one stage.
 
     Attributes:
-        stage, part: whose work, and which; `round` counts those of the update.
+        stage, part: the stage that runs it, and which part of that stage's work it is; `round`
+            numbers the rounds of the update.
         graph: its operators; inputs are the values that it reads, outputs those that it makes for
             others.
         given: inputs of the step, and constants, that it reads.
         early: values that it reads from its stage's early program, by their names in its graph.
-        imports: what it reads from other programs: values of the same micro-batch, or of earlier
+        imports: values that it reads from other programs, of the same micro-batch or of earlier
             rounds.
-        exports: what it makes for other programs, or for the user; `kept` are those that its own
-            stage reads again.
-        totals: what it makes of every micro-batch for the update: added up, or kept one by one
-            (`stacked`).
+        exports: values that it makes for other programs, or for the user; `kept` are those that its
+            own stage reads again.
+        totals, stacked: values that it makes of every micro-batch for the update: added up, or kept
+            one by one.
         combines: totals that it turns into the whole batch's values before anything else.
     """
 
@@ -70,7 +71,7 @@ class StagePrograms:
         made_by: for each value that programs exchange, the (first) stage that makes it.
         outputs: for each of the step's outputs the stage and round that hold it, or None if it is
             an input or literal.
-        home: for each input that is no batch its stage.
+        home: for each input that belongs to no batch, the stage that keeps it.
     """
 
     programs: tuple[StageProgram, ...]

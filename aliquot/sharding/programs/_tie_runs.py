@@ -1,4 +1,6 @@
-"""Recomputed runs of a backward program, tied to the gradients that they wait for."""
+"""Recomputed runs of a backward program, tied by optimization barriers to the gradients that they
+wait for.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ def tie_runs(
     backward: Sequence[Item],
     untied: Collection[ValueId],
 ) -> tuple[Graph, list[OpId | Call]]:
-    """A graph whose recomputed items read what they take through optimization barriers, and its
+    """A graph whose recomputed items read their operands through optimization barriers, and its
     items in the order in which they run.
 
     A barrier also returns the gradient to its later readers, because compilers drop results that
     nobody reads.
 
     Args:
-        graph: from which the items are.
+        graph: the graph of the items.
         backward: the items that do not recompute, in program order.
         untied: values that runs read directly, such as parameters.
     """
