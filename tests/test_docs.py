@@ -25,9 +25,11 @@ def test_every_page_is_in_the_navigation_and_linked_from_the_first(page):
 def test_links_and_included_files_exist(page):
     text = (DOCS / page).read_text()
     targets = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text)
-    included = re.findall(r'--8<-- "([^"]+)"', text)
+    included = re.findall(r'^--8<-- "([^"]+)"$', text, re.MULTILINE)
     assert [target for target in targets if not (DOCS / target).exists()] == []
     assert [path for path in included if not (DOCS.parent / path).exists()] == []
+    # A formatter that takes an inclusion for Python would break it.
+    assert len(re.findall(r"-8 ?<", text)) == len(included)
 
 
 def test_every_public_name_is_in_the_api_reference():
