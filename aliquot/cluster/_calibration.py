@@ -17,7 +17,7 @@ from typing import Any
 
 from ..core import ClusterError
 
-# Whose figures a device has; the size of its memory does not change them.
+# The file of each device. Devices that differ in the size of their memory alone share one.
 _FILES = {"V100-16GB": "v100", "V100-32GB": "v100"}
 
 
@@ -25,10 +25,10 @@ _FILES = {"V100-16GB": "v100", "V100-32GB": "v100"}
 class Products:
     """Speed of matrix products as a function of their shape.
 
-    One processor works on a tile of the result at a time. A tile takes as long as `depth` more
-    steps of the contracted dim than it has, for its start and its end; tiles that stand out over
-    the result are computed whole; and however few tiles there are, the product takes as long as one
-    of them. The defaults say that only the number of operations counts.
+    A processor computes one tile of the result at a time. For its start and its end, a tile takes
+    as long as `depth` more steps along the contracted dim than there are. Tiles that reach beyond
+    the result are computed whole, and a product with fewer tiles than processors takes as long as
+    one tile. With the defaults only the number of operations counts.
 
     Args:
         tile: Rows, and columns, of a tile.

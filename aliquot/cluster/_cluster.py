@@ -25,7 +25,7 @@ from ._measured import AbstractMeasured
 from ._wires import Wires
 
 MOST_DEVICES = 1_000_000
-"""As many devices as a cluster may have; several times the largest there is."""
+"""The most devices that a cluster may have: several times those of the largest in existence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +63,10 @@ class Cluster:
         devices_per_host: Devices in each.
         intra: What one device can send to the others of its host while receiving as much.
         inter: What one *host* can send to the others while receiving as much: its devices share it.
-        topology: How the links came about, for people.
+        topology: Where the links come from, as a note for readers.
         wires: Where a host's devices are wired pair by pair: what each can send to each other, in
-            bytes/s, one row per device. Empty where they all reach each other alike.
-        measured: What was measured of the devices; files of clusters and plans do not hold it.
+            bytes/s, one row per device. Empty where all reach each other equally well.
+        measured: Measurements of the devices; files of clusters and plans do not hold them.
 
     Raises:
         ClusterError: All values that cannot be right.
@@ -112,7 +112,7 @@ class Cluster:
     @property
     def transfer_links(self) -> tuple[Link, Link]:
         """Links of a device in its host and of a host to the others, as transfers between stages
-        use them: measured, where they were.
+        use them: the measured ones, if there are any.
         """
         if self.measured is None:
             return self.intra, self.inter
@@ -145,8 +145,8 @@ class Cluster:
         """A cluster from a TOML file; see `aliquot.cluster.parse_toml` for what one looks like.
 
         Raises:
-            ClusterError: The file is missing or is no TOML, or everything that is wrong with what
-                it says.
+            ClusterError: The file is missing or is no TOML; otherwise lists everything that is
+                wrong in it.
         """
         from ._file import load
 
@@ -205,7 +205,7 @@ class Cluster:
         return from_dict(data)
 
     def describe(self) -> str:
-        """Several lines for people: size, device with the source of its figures, links.
+        """Several lines for readers: size, device with the source of its figures, links.
 
         >>> print(Cluster.preset("8xH100").describe().splitlines()[0])
         8xH100: 1 host x 8 devices = 8 x H100
@@ -224,7 +224,7 @@ class Cluster:
         return f"{self.name}: {hosts} x {each} = {self.num_devices} x {self.device.name}"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Names and values for people: the device with the source of its figures, the links."""
+        """Names and values for readers: the device with the source of its figures, the links."""
         peaks = ", ".join(
             f"{d} {format_flops_per_s(p)}" for d, p in self.device.peak_flops_per_s.items()
         )

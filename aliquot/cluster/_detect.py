@@ -15,7 +15,7 @@ from ._cluster import Cluster, Link
 from ._device import DEVICES, Device
 from ._presets import wire
 
-# Parts of the backends' names of devices, most specific first.
+# Patterns of the backends' names of devices, most specific first, and the catalogue's names.
 _KINDS = (
     (r"^cpu$", "cpu"),
     (r"V100.*32GB", "V100-32GB"),
@@ -34,11 +34,12 @@ _KINDS = (
     (r"^TPU v6 ?lite$|^TPU v6e$", "v6e"),
 )
 
-# Where JAX says, with a traceback, that a plugin cannot start.
+# The logger with which JAX reports, with a traceback, that a plugin cannot start.
 _PLUGIN_LOGGER = "jax._src.xla_bridge"
 
 # The attribute that devices of one machine have in common. GPUs are often given one process each,
-# and then only this one tells; on every other platform a process is a host.
+# and then only this attribute tells which share a host; on every other platform a process is a
+# host.
 _HOST_ATTRIBUTES = {"gpu": "slice_index"}
 
 # Fitted by benchmarks/calibrate_steps.py to whole steps on a 2-core machine that eight devices
@@ -118,7 +119,7 @@ def visible_devices() -> list[Any]:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Say in one line why a plugin cannot start."""
+    """Reduce JAX's report that a plugin cannot start to one line."""
     if record.exc_info and (error := record.exc_info[1]) is not None:
         plugin = record.args[0] if isinstance(record.args, tuple) and record.args else "a plugin"
         first = str(error).strip().partition("\n")[0]
@@ -129,6 +130,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def _host_key(device: Any) -> int:
+    """A number that devices of the same host share."""
     shared = getattr(device, _HOST_ATTRIBUTES.get(device.platform, "process_index"), None)
     return int(device.process_index if shared is None else shared)
 
@@ -153,6 +155,7 @@ def catalogue_name(kind: str) -> str:
 
 
 def _share_this_host(label: str, name: str, hosts: int, per_host: int) -> Cluster:
+    """A cluster of CPU devices that share the cores and the memory of this machine."""
     cores = num_cores()
     peak = cores * _CORE_FLOPS_PER_S / per_host
     sharing = "1 device" if per_host == 1 else f"{per_host} devices"
@@ -186,7 +189,7 @@ def _share_this_host(label: str, name: str, hosts: int, per_host: int) -> Cluste
     )
 
 
-# The catalogue has no figures of these kinds: this machine is measured.
+# Kinds whose figures follow from this machine, not from the catalogue.
 _MAKERS = {"cpu": _share_this_host}
 
 

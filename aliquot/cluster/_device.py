@@ -26,8 +26,8 @@ CALIBRATED = (
     "kernel_overhead_s",
     "overlap_fraction",
 )
-"""Figures of a target that a device may bring along; what they mean stands at `Target` and
-`Products`.
+"""Figures of a target that a device may have values of its own for; see `Target` and `Products` for
+what they mean.
 """
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
 
@@ -45,7 +45,7 @@ class Device:
         memory_bandwidth_bytes_per_s: Peak of reading and writing together.
         source: Where the figures come from.
         calibration: What its programs reach, as fitted to measurements (`aliquot profile fit`):
-            figures of its target by name, instead of those that `target_for` knows; see
+            figures of its target by name, which replace those that `target_for` knows; see
             `CALIBRATED`.
 
     Raises:

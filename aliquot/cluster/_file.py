@@ -1,5 +1,5 @@
-"""Descriptions of clusters: TOML files for people, plain dictionaries for plan files. All mistakes
-are reported together.
+"""Readers of cluster descriptions: TOML files, which people write, and plain dictionaries in plan
+files. All mistakes are reported together.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OTHERWISE = (
 
 
 class _Table:
-    """A table of a file, read key by key. Problems, unknown keys among them, are noted."""
+    """A table of a file, read key by key. Notes all problems, also unknown keys."""
 
     def __init__(self, where: str, data: Any, known: tuple[str, ...], problems: list[str]) -> None:
         self.where = where
@@ -349,7 +349,7 @@ def _read_links(
                 f"a device of your own in {hosts} hosts needs an [inter] table with latency and"
                 " bandwidth"
             )
-        # One host never uses its network, so that any link serves.
+        # A single host never uses its network, so any link will do.
         inter = intra
     return intra, inter
 

@@ -1,6 +1,4 @@
-"""Corrections between the cost model and the prices that planners see, where devices were
-measured.
-"""
+"""Corrections of the cost model's seconds by measurements of devices."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ if TYPE_CHECKING:
 
 
 MEASURED, MEASURED_COMPUTE = "measured", "measured-compute"
-"""Grades of measurements: all devices running together; or the computing of one device, measured on
-one alone.
+"""Grades of measurements: with all devices running together; or only of the compute of one device,
+running alone.
 """
 
 
 class Corrections(NamedTuple):
-    """For each of some points: measured over modelled seconds, whether this rests on a measurement
-    nearby, and its relative error.
+    """For each of some points: the ratio of measured to modelled seconds, whether it rests on a
+    measurement nearby, and its relative error.
 
     `grade` is that of the measurements: `MEASURED` or `MEASURED_COMPUTE`.
     """
@@ -46,8 +44,8 @@ class AbstractMeasured(ABC):
 
         Args:
             kind: what is priced, such as `"product bfloat16"` or `"all-reduce in host"`.
-            points: sizes in powers of two, `(points, dims)`.
-            seconds: what the cost model says of each.
+            points: sizes on a scale of logarithms to base 2, `(points, dims)`.
+            seconds: the cost model's time of each point.
         """
 
     @abstractmethod

@@ -8,7 +8,9 @@ from ._cluster import Cluster
 
 
 def subcluster(cluster: Cluster, submesh: tuple[int, int]) -> Cluster:
-    """So many hosts, and so many devices of each; several hosts with all of theirs."""
+    """The cluster of a submesh: its number of hosts, and of devices in each. Several hosts come
+    with all of their devices.
+    """
     hosts, per_host = submesh
     if submesh == (cluster.num_hosts, cluster.devices_per_host):
         return cluster

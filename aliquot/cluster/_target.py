@@ -27,59 +27,59 @@ class SumCollective(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The habits of one compiler and the share of each peak that its programs reach.
+    """How one compiler implements plans, and the share of each peak that its programs reach.
 
     Args:
         kind: The device kind it compiles for.
-        reduce_scatter: Whether a partial sum that becomes split is a reduce-scatter; otherwise an
-            all-reduce and a local slice, but for sums that products leave: those the runtime
-            scatters.
+        reduce_scatter: Whether the compiler makes a reduce-scatter of a partial sum that becomes
+            split. Otherwise it makes an all-reduce and a local slice, except for the sums of
+            products, which the runtime reduce-scatters itself.
         merges_partial_sums: Whether the sum of several partial products is reduced once; otherwise
-            each is reduced by itself.
-        widened_dtypes: Types whose collectives travel as float32.
-        float32_product_dtype: What float32 products run in at default precision, if the device has
-            a figure for it.
-        repeats_cheap_work: Whether elementwise work is done again in each kernel that needs its
-            result, where that moves fewer bytes than to store it.
-        held_product_bytes: Bytes of an element of float32 in memory where nothing but products read
-            it, and of a parameter that is cast once before loops of products; 0 if operands are
-            held as they are and cast where they are read.
-        zeroes_early: Whether the results of backward loops are zeroed before the forward loop's
-            results are used.
+            each product is reduced by itself.
+        widened_dtypes: Dtypes whose collectives run in float32.
+        float32_product_dtype: Dtype in which float32 products run at default precision, if the
+            device has a figure for it.
+        repeats_cheap_work: Whether each kernel recomputes the elementwise results that it needs,
+            where that moves fewer bytes than storing them.
+        held_product_bytes: Bytes that a float32 element takes in memory in arrays that only
+            products read, and in parameters that are cast once before loops of products; 0 if
+            operands are held as they are and cast where they are read.
+        zeroes_early: Whether the buffers of backward loops' results are zeroed, and so held, before
+            the forward loop's results are used.
         gathered_ahead: Share of the parameters that are gathered before anything else happens,
             outside of loops, 0 to 1.
-        gathers_leading_dim: Whether arrays are gathered along their first dim alone, from
-            transposed copies and into such where another one is split.
-        combined_bytes: Up to how many bytes, of what they leave on a device, equal collectives are
-            combined; then gradients wait for each other. 0 if none are.
-        library_convolves: Whether convolutions are a library's: it reads kernels with their output
-            features first, so that others are copied into this order, and turns them round by
+        gathers_leading_dim: Whether arrays are gathered along their first dim alone: where another
+            dim is split, the gather reads a transposed copy and writes another.
+        combined_bytes: Threshold up to which equal collectives are combined, in bytes that they
+            leave on a device; gradients then wait for each other. 0 if none are combined.
+        library_convolves: Whether convolutions are calls of a library. It reads kernels with their
+            output features first, so that others are copied into this order, and reverses them by
             itself.
         maxpool_gradient_stores_indices: Whether gradients of maxima over windows are scattered by
             positions found beforehand.
-        hides_latency: Whether work beside collectives counts for more than memory when operators
-            are put in order: products that only the update needs are then deferred. Otherwise only
-                those whose results take more memory than their operands free.
+        hides_latency: Whether the scheduler of operators prefers work beside collectives to low
+            memory: products that only the update needs are then deferred. Otherwise only those are
+            whose results take more memory than their operands free.
         overlaps_all_reduces: Whether other work can run beside an all-reduce; otherwise only beside
             other collectives.
         copies_inner_dims: Whether a gather or reduce-scatter along another dim than the first
-            copies what enters it and what leaves it, so that this dim comes first.
+            copies its operand and its result, so that this dim comes first.
         overlap_fraction: Share of the gradient collectives' time that can hide behind the backward
             pass, 0 to 1.
         matmul_efficiency: Reached share of the peak in large products, 0 to 1.
         bandwidth_efficiency: Reached share of memory bandwidth in elementwise code, 0 to 1.
         collective_efficiency: Reached share of link bandwidth in large collectives, 0 to 1.
         all_to_all_efficiency: The same in large all-to-alls, 0 to 1.
-        scatter_gather_share: What reduce-scatters and all-gathers reach of `collective_efficiency`,
-            0 to 1: below 1 where an all-reduce costs less than one of each.
+        scatter_gather_share: Share of `collective_efficiency` that reduce-scatters and all-gathers
+            reach, 0 to 1: below 1 where an all-reduce costs less than one of each.
         kernel_overhead_s: Least time that any operator takes.
         collective_overhead_s: Time to start any collective, on top of its links' latencies.
         usable_memory_fraction: Share of device memory that a program may plan with, 0 to 1.
         memory_advice: What to set so that the program really gets that share, or empty.
         source: Where the figures come from.
-        products: How products of other shapes fall behind large ones.
-        collective_shares: Group sizes, smallest first, with what `collective_efficiency` is among
-            so many devices of one host and more; empty where it was not measured by size.
+        products: How much slower products of other shapes are than large ones.
+        collective_shares: Pairs of a group size and the `collective_efficiency` among at least so
+            many devices of one host, smallest size first; empty where it was not measured by size.
 
     Raises:
         ClusterError: A share outside its range, or a negative time.
@@ -161,8 +161,8 @@ class Target:
 
     @property
     def runs_latest(self) -> bool:
-        """True if products run as late as their readers allow, as under a scheduler that goes from
-        the end backwards.
+        """True if products run as late as their readers allow, as under a scheduler that works
+        backwards from the end.
         """
         return self.hides_latency and self.overlaps_all_reduces
 
@@ -323,15 +323,15 @@ TARGETS: dict[str, Target] = {target.kind: target for target in (_CPU, _GPU, _TP
 """One target per device kind."""
 
 
-# XLA puts operators in order by its latency-hiding scheduler where its model of kernels and
-# collectives serves, Hopper and Blackwell, and elsewhere to save memory: so it is in the order of
-# programs compiled for H100 and A100 (JAX 0.10).
+# XLA orders operators by its latency-hiding scheduler where it has a model of kernels and
+# collectives (Hopper and Blackwell), and elsewhere to save memory, as seen in the order of programs
+# compiled for H100 and A100 (JAX 0.10).
 _HIDE_LATENCY = frozenset({"H100", "H200", "B200"})
 
 
 def target_for(device: Device) -> Target:
-    """The target that compiles for `device`, with what was measured on that device where there is a
-    file of it.
+    """The target that compiles for `device`, with the figures of the device's calibration file if
+    it has one.
 
     >>> target_for(Device(name="a", kind="tpu", peak_flops_per_s={"float32": 1.0}, memory_bytes=1,
     ...                   memory_bandwidth_bytes_per_s=1.0, source="")).reduce_scatter
@@ -354,5 +354,6 @@ def _calibrated(target: Target, device: Device) -> Target:
     if "tile" in shapes:
         shapes["tile"] = int(shapes["tile"])
     if "collective_efficiency" in figures:
+        # A fitted efficiency replaces the shares by group size.
         figures["collective_shares"] = ()
     return replace(target, products=replace(target.products, **shapes), **figures)

@@ -23,9 +23,9 @@ def ring_bandwidth(wires: Wires, members: Sequence[int]) -> float:
     """Bytes per second that each of `members` sends when they form as many rings as their own links
     allow.
 
-    Two devices send over all links between them. More use each link in both directions, so that
-    every closed tour through all members over links of its own is two rings. Where there is none,
-    messages pass through a third device or the host: at half a link.
+    Two devices send over all links between them. More devices form rings: each closed tour through
+    all members, over links that no other tour uses, makes two, one in each direction. Where there
+    is no tour, messages pass through a third device or the host, at half the bandwidth of a link.
 
     Reference: the search for rings in NCCL (NVIDIA, `src/graph/search.cc`).
 
@@ -45,7 +45,7 @@ def all_to_all_bandwidth(wires: Wires, members: Sequence[int]) -> float:
     """Bytes per second that each of `members` sends when all send to all: the weakest pair holds up
     the rest.
 
-    Pairs without a link of their own count half a link, as in `ring_bandwidth`.
+    Pairs without a link of their own count as half a link, as in `ring_bandwidth`.
     """
     if len(members) < 2:
         return max(map(sum, wires))
@@ -77,7 +77,7 @@ def _disjoint_tours(links: _Links) -> int:
 
 
 def _tours(links: _Links, tour: tuple[int, ...] = (0,)) -> Iterator[tuple[int, ...]]:
-    """Closed tours over links, each way round."""
+    """All closed tours over links, each in both directions."""
     if len(tour) == len(links):
         if links[tour[-1]][0]:
             yield tour
