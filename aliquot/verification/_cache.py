@@ -29,8 +29,8 @@ def read_answer(folder: Path, key: str) -> dict[str, Any] | None:
 
 
 def keep_answer(folder: Path, key: str, answer: dict[str, Any]) -> str:
-    """Keep an answer. Returns why that was not possible, or nothing: an answer is worth having
-    without a cache.
+    """Cache an answer. Returns the reason if that was not possible, else an empty text; does not
+    raise, since an answer is of use without a cache.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

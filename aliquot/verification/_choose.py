@@ -21,9 +21,9 @@ def first_that_fits(
 ) -> Plan:
     """The best plan that fits by its compiler's account, with the compiled figures in it.
 
-    A plan that needs more memory than predicted is not hidden: the one that is chosen instead says
-    so in its notes. The next is planned with a limit lowered by as much as the prediction fell
-    short.
+    After a plan that does not fit, the next is planned with a memory limit that is lowered in the
+    ratio by which the prediction fell short. The notes of the chosen plan name the plans that did
+    not fit.
 
     Args:
         propose: makes the best plan within a memory limit in bytes; None for the usual one.
@@ -57,7 +57,7 @@ def first_that_fits(
 
 
 def compiled_figures(verified: Verification) -> CompiledFigures:
-    """The figures of a compilation that a plan keeps."""
+    """The figures of a compilation, in the form in which a plan keeps them."""
     worst = max(verified.stages, key=lambda stage: stage.compiled_bytes)
     c = worst.compiled
     return CompiledFigures(

@@ -80,7 +80,7 @@ class UnintendedCollective:
 def compare_collectives(
     predicted: Sequence[CollectiveUse], compiled: Sequence[CompiledCollective]
 ) -> tuple[CollectiveComparison, ...]:
-    """Both sides by kind and axes, most bytes first."""
+    """Predicted and compiled collectives added up by kind and axes, most bytes first."""
     rows: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     sides: tuple[Sequence[CollectiveUse | CompiledCollective], ...] = (predicted, compiled)
     for side, uses in enumerate(sides):
@@ -116,11 +116,11 @@ def unintended_collectives(
 
     The compiler merges collectives and reorders axes, so single ones cannot be matched. For each
     kind and axes that moves more bytes than predicted (by 5 %, and by 1 % of all that is
-    predicted), those are listed whose size is no multiple of a predicted one's, largest first,
-    until they make up the difference.
+    predicted), collectives are listed until they make up the difference: first those whose size is
+    no multiple of a predicted one's, and the largest first.
 
     A reduce-scatter is the first half of an all-reduce: where nothing reads more than a part of the
-    sum, it takes the place of one that was predicted.
+    sum, it takes the place of a predicted all-reduce.
 
     Args:
         paths: of the step's inputs, for causes that are inputs.

@@ -39,10 +39,10 @@ class CompiledProgram:
         collectives: every collective instruction; labels name causes.
         cycles: what a TPU's compiler expects a step to take; 0 for others.
         compile_s: seconds that the compiler took.
-        refusal: if the compiler found that it does not fit: its words. Then only `needed_bytes` is
-            known.
-        cached: whether the answer was there already.
-        remark: what went wrong besides.
+        refusal: the compiler's message if it found that the program does not fit. Then only
+            `needed_bytes` is known.
+        cached: whether the answer was in the cache already.
+        remark: what else went wrong, such as a cache that cannot be written.
     """
 
     target: CompileTarget
@@ -72,16 +72,16 @@ class CompiledProgram:
 
 
 class Compiler:
-    """Compiles programs for a target, one after another, in one process; what was compiled before
-    is not compiled again.
+    """Compiles programs for a target, one after another, in one process; answers are cached, so
+    that no program is compiled twice.
 
-    The process starts with the first program; `start` has it get ready before. Leaving the `with`
-    block ends it.
+    The process starts with the first program; `start` starts it earlier. Leaving the `with` block
+    ends it.
 
     Args:
         target: what to compile for.
         num_devices: the most that a program runs on.
-        progress: told what is going on, several times a second.
+        progress: called several times a second with a line about what is going on.
         cache: folder of earlier answers; by default `default_cache()`.
 
     Raises:
@@ -119,11 +119,11 @@ class Compiler:
 
         Args:
             program: lowered for the target's platform.
-            devices_per_host: how the devices are shared out.
+            devices_per_host: how many of the program's devices are in one host.
             name: what the progress line calls it.
 
         Raises:
-            CompileError: the compiler refuses the program, or was stopped for want of memory.
+            CompileError: the compiler refuses the program, or was stopped because memory ran out.
             InputError: there is no room for the program on disk, or the target's description is of
                 another release.
         """
@@ -169,7 +169,7 @@ def _environment(target: CompileTarget, num_devices: int) -> dict[str, str]:
     ]
     if target.kind == "cpu":
         flags.append(f"{_DEVICE_COUNT}={num_devices}")
-    # Where this package and the compiler were found, they must be found again.
+    # The new process must find this package and the compiler where this one did.
     paths = os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))
     return {
         **os.environ,

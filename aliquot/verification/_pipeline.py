@@ -1,5 +1,5 @@
-"""A pipeline through the compiler, stage by stage: every program for its stage's own devices, equal
-ones once.
+"""Verification of a pipeline, stage by stage: every program is compiled for its stage's own
+devices, and equal ones once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def verify_pipeline(
     tell = progress or (lambda line: None)
     sizes = [math.prod(stage.mesh_shape) for stage in plan.stages]
     with Compiler(chosen, num_devices=max(sizes), progress=tell, cache=cache) as compiler:
-        # It takes seconds, in which the programs are exported here.
+        # Starting takes seconds, in which the programs are exported here.
         compiler.start()
         tell("exporting the programs")
         pipeline = abstract_pipeline(planned)
@@ -65,7 +65,7 @@ def verify_pipeline(
             aliases=[p.compiled.alias_bytes for p in programs],
         )
 
-    # As the stages keep them: what is stacked over layers may lie in pieces.
+    # Inputs as the stages keep them: arrays that are stacked over layers may lie in pieces.
     inputs = [
         ArrayInterface(path=item.path, shape=value.shape, dtype=value.dtype)
         for item in step.graph.inputs
@@ -120,8 +120,8 @@ def _compile_all(
     target: CompileTarget,
     compiler: Compiler,
 ) -> list[ProgramVerification]:
-    """Every program, in order: what one leaves, split as its compiler chose, is what the next one
-    takes.
+    """Compile every program, in order: a program takes arrays of earlier ones in the splits that
+    the compiler chose for those.
     """
     verified: list[ProgramVerification] = []
     known: dict[tuple[str, int], ProgramVerification] = {}
@@ -155,15 +155,15 @@ def _with_splits(
     for position, source in enumerate(export.sources):
         if source is not None:
             producer, output = source
-            # What was refused says nothing about its results: their split stays open.
+            # Nothing is known of the results of a program that was refused: their split stays open.
             chosen = earlier[producer].compiled.out_dims
             dims[position] = chosen[output] if chosen else None
     return replace(program, in_dims=tuple(dims))
 
 
 def _devices_per_host(stage: StagePlan, per_host: int) -> int:
-    """Number of a stage's devices in each host; hosts with unequal numbers of them are taken in
-    equal pieces.
+    """Number of a stage's devices in each host; where hosts have unequal numbers of them, that of
+    the largest equal pieces.
 
     >>> from types import SimpleNamespace as Stage
     >>> places = ((0, 16), (4, 4), (4, 8), (6, 4))
@@ -232,7 +232,7 @@ def _together(
 def _collectives(
     exports: Iterable[StageExport], programs: Iterable[ProgramVerification]
 ) -> Iterable[CompiledCollective]:
-    """Those of a step, with causes as people name them."""
+    """The collectives of a step, with causes that name inputs by their paths."""
     for export, program in zip(exports, programs, strict=True):
         names = {f"{INPUT}{position}": path for position, path in enumerate(export.paths)}
         for each in program.compiled.collectives:

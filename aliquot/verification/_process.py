@@ -1,5 +1,5 @@
-"""The process in which a target's compiler runs: it compiles one program after another, and dies
-with its errors.
+"""The process in which a target's compiler runs, one program after another: if the compiler
+crashes, only this process dies.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class CompilerProcess:
         self._count = 0
 
     def start(self) -> None:
-        """Have it get ready while the first program is still made."""
-        # Whatever is wrong is said of the first program.
+        """Start the process now, while the first program is still made."""
+        # Errors are reported with the first program.
         with contextlib.suppress(OSError):
             self._started()
 
@@ -75,11 +75,11 @@ class CompilerProcess:
 
         Args:
             request: settings, as `_worker` reads them.
-            what: to call the program, for the progress line.
+            what: what the progress line calls the program.
             report: file for everything that the compiler says if it fails.
 
         Raises:
-            CompileError: it refuses the program, or was stopped for want of memory.
+            CompileError: it refuses the program, or was stopped because memory ran out.
             InputError: there is no room for the program on disk, or the target's description is of
                 another release.
         """
@@ -121,7 +121,7 @@ class CompilerProcess:
     def _send(
         self, program: PortableProgram, request: Mapping[str, Any]
     ) -> tuple[subprocess.Popen[bytes], Path]:
-        """Give it a program; returns the process and the folder for its answer."""
+        """Give the process a program. Returns the process and the folder for its answer."""
         try:
             process, place = self._started()
             folder = place / str(self._count)
@@ -136,7 +136,7 @@ class CompilerProcess:
             ) from None
         self._count += 1
         assert process.stdin is not None
-        # A process that has died is found out by its missing answer.
+        # A process that has died is noticed by its missing answer.
         with contextlib.suppress(OSError):
             process.stdin.write(f"{folder}\n".encode())
             process.stdin.flush()
@@ -148,7 +148,7 @@ class CompilerProcess:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    """The answer, once it is there in whole."""
+    """The answer, or None until it is there in whole."""
     try:
         answer: dict[str, Any] = json.loads((folder / "result.json").read_text())
     except (OSError, ValueError):

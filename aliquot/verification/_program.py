@@ -23,7 +23,7 @@ from ..runtime import StageExport, build_plan_program
 
 _FOR_OTHERS = "jax_export_ignore_forward_compatibility"
 _CUSTOM_CALL = re.compile(r'custom_call @"?([\w.$]+)')
-# What the runtime itself puts into programs.
+# Custom calls that the runtime itself puts into programs.
 _OWN_CUSTOM_CALLS = frozenset({"LayoutConstraint"})
 Dims = tuple[tuple[str, ...], ...]
 
@@ -34,7 +34,7 @@ class PortableProgram:
 
     Attributes:
         module: what `jax.export` serialized.
-        platform: it was lowered for.
+        platform: the platform that it was lowered for.
         mesh_shape, axis_names: of its mesh.
         in_dims, out_dims: mesh axes that split each dim of each input and output; None leaves one
             to the compiler.
@@ -58,7 +58,7 @@ class PortableProgram:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same program."""
+        """A hash of the program: equal for equal programs."""
         settings = (
             self.platform,
             self.mesh_shape,
@@ -136,8 +136,8 @@ def _exported(jitted: Any, structs: Sequence[Any], platform: str) -> Any:
         return export.export(jitted, platforms=[platform], disabled_checks=checks)(*structs)
 
     # The same release of JAX reads the module. So it need not be written for readers of other
-    # releases, which would be another program, and calls that promise later releases nothing are
-    # safe.
+    # releases, which would be another program, and custom calls are safe that are not guaranteed to
+    # work in later releases.
     promised = getattr(jax.config, _FOR_OTHERS)
     jax.config.update(_FOR_OTHERS, True)
     try:

@@ -147,7 +147,7 @@ class CompileTarget:
     Attributes:
         name: as users write it.
         kind: `"gpu"`, `"tpu"` or `"cpu"`.
-        limit_bytes: what a program may take on each device; None where nobody knows.
+        limit_bytes: what a program may take on each device; None if unknown.
         description: of a GPU; empty for others.
     """
 
@@ -185,7 +185,7 @@ def resolve_target(
             leaves usable.
 
     Raises:
-        InputError: nobody knows the name, or the file is no description.
+        InputError: the name is unknown, or the file is no description.
     """
     chosen = cluster.device.name if name is None else name
     limit: float | None

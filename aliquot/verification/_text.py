@@ -141,7 +141,7 @@ class _Causes:
                 file, function, line = self.locations.get(location, (0, 0, 0))
                 path = self.files.get(file, "")
                 if _OURSELVES.search(path):
-                    # Whatever called us did not write the operator.
+                    # The operator comes from this package, not from the user's code that called it.
                     break
                 if path and not _LIBRARIES.search(path):
                     place = f"{path.rsplit('/', 1)[-1]}:{line} ({self.functions.get(function, '')})"

@@ -57,7 +57,8 @@ class StageVerification:
 
     Attributes:
         predicted_bytes: the plan's peak.
-        predicted_parts: what it is made of, and `state and batch`, what the step is given.
+        predicted_parts: what the peak is made of.
+        argument_bytes: by the plan, what the step's inputs, state and batch, take on a device.
         compiled: the compiler's account; of a pipeline's stage that of all its programs over a
             step, at the moment when its devices hold most.
         held: of a pipeline's stage what its devices hold at that moment, by kind.
@@ -117,7 +118,7 @@ class Verification:
     Attributes:
         target: what it was compiled for.
         num_devices: of all stages.
-        limit_bytes: what a program may take on each device; None where nobody knows.
+        limit_bytes: what a program may take on each device; None if unknown.
         predicted_step_time_s, predicted_compute_s: of the plan.
         stages: in order.
         submesh_bytes: of a pipeline what must be free on the devices of each submesh, for all

@@ -45,8 +45,8 @@ def _compile(folder: Path) -> None:
 
 
 def _ask_for_reports(reports: Path) -> None:
-    """Have the compiler write down what it assigns; read when it is loaded. A user's own wish to
-    see it goes first.
+    """Set the flag with which the compiler writes down the memory that it assigns. It reads the
+    flag when it is loaded; a folder that the user has set is kept.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if "--xla_dump_to" not in flags:
@@ -54,7 +54,7 @@ def _ask_for_reports(reports: Path) -> None:
 
 
 def _correct_temporaries(memory: dict[str, int], reports: Path) -> None:
-    """Take the temporaries that the compiler holds against a chip's memory.
+    """Replace the temporaries by those that the compiler counts against a chip's memory.
 
     For TPUs, `memory_analysis` has a figure up to a fifth higher (libtpu 0.0.42): programs compile
     within limits below it, and where one is refused, the compiler names the sum of its report.
