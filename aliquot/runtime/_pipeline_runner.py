@@ -185,6 +185,7 @@ class PipelineRunner(AbstractRunner):
     def _run_alone(
         self, whole: Sequence[Any], run: Callable[..., list[Any]], *, keep: bool
     ) -> list[Any]:
+        """`_run` under its lock: place the arguments, run the pipeline, and join the results."""
         graph = self._pieces_graph
         leaves = cut_leaves(whole, self._inputs, self._paths)
         # An array that is passed for two inputs is not donated, because the other input still needs

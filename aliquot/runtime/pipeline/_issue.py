@@ -263,6 +263,7 @@ class Issuer:
             self._actions = plain
 
     def _run(self, given: Mapping[int, Any]) -> list[Any]:
+        """Run one step: fill the slots, issue all instructions, and broadcast small results."""
         slots = self._slots
         self._step += 1
         for slot, array in given.items():

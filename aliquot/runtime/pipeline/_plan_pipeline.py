@@ -94,6 +94,9 @@ def _setup(
     *,
     waits: bool,
 ) -> StageSetup:
+    """Mesh and splits of a stage, in terms of the whole step. `waits`: whether gradients wait for
+    the last micro-batch.
+    """
     problem = stage.problem
     pins = stage_pins(
         extract.graph, problem.nodes, stage.choices, planned, problem.target, waits=waits

@@ -184,6 +184,7 @@ def build_function(
 
 
 def _early(program: StageProgram, context: StageContext) -> StageFunction:
+    """The function of a program that runs before the first micro-batch."""
     return StageFunction(
         program=program,
         takes=tuple(Key(Form.GIVEN, v) for v in program.given),
@@ -198,6 +199,7 @@ def _body(
     made_by: Mapping[ValueId, StageId],
     sent: frozenset[ValueId],
 ) -> StageFunction:
+    """The function of a forward or backward program, which runs for each micro-batch."""
     grouped = context.layout.groups > 1
     outside = dict(zip(context.parts.inside, context.parts.early_values, strict=True))
     # Within a stage each group keeps its own values, so that groups exchange nothing.
@@ -385,6 +387,7 @@ def _for_groups(array: Any, groups: int, kind: TimeKind) -> Any:
 
 
 def _update(program: StageProgram, context: StageContext) -> StageFunction:
+    """The function of an update program: it combines totals first, then runs the operators."""
     plan, totals = context.plan, context.totals
     summed = [v for v in program.combines if totals is None or totals.is_summed(v)]
     stacked = [v for v in program.combines if v not in summed]

@@ -212,6 +212,9 @@ class _Constrain(ReplayHook):
         return known[0]
 
     def run(self, op: Op, arrays: Sequence[Any], bind: Bind) -> Sequence[Any]:
+        """Run an operator: as it is, or on each device's pieces where the partitioner splits it
+        badly.
+        """
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
         sums_scattered = pin is not None and pin.on_pieces
         by_itself = traits_of(op.name).runs_on_pieces or not is_declared(op)
@@ -238,6 +241,9 @@ class _Constrain(ReplayHook):
     def _product(
         self, pin: Pin, op: Op, arrays: Sequence[Any], bind: Bind, without: frozenset[str]
     ) -> Sequence[Any]:
+        """A product with its partial sums reduce-scattered; as it is if that does not lead to the
+        wanted split.
+        """
         mesh, (chain,), (minor,) = self._lowering.mesh, pin.results, pin.minor
         operands = [
             partition(mesh, spec or (), array.shape, without)

@@ -29,6 +29,7 @@ def _run(graph: Graph, items: Sequence[OpId | Call], different: set[int]) -> Non
 
 
 def _call(graph: Graph, call: Call, different: set[int]) -> None:
+    """Follow a structured operator into its bodies; loops until a fixed point."""
     match call.kind:
         case "scan":
             (block,) = call.blocks

@@ -142,6 +142,9 @@ class _Loop:
         self.__name__ = plan.whole.name
 
     def __call__(self, *flat: Any) -> list[Any]:
+        """Early values first, then a scan over micro-batches that adds up totals, then the late
+        graph.
+        """
         parts, layout = self._graphs, self._layout
         early = self._lowering.replay(parts.early, flat) if parts.early_values else []
         known = dict(zip([i.value for i in self._plan.whole.inputs], flat, strict=True))
@@ -225,7 +228,7 @@ def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str
         batch_axes, *_ = dims_of(spec, names, len(shape))
         others = tuple(name for name in batch_axes if name not in without)
         (count,) = sizes_of([others], sizes)
-        # Shards lie behind each other only where groups are the major axes of the batch.
+        # A group's shards are contiguous only where groups are the major axes of the batch.
         if (
             batch_axes[: len(batch_axes) - len(others)]
             == tuple(n for n in batch_axes if n in without)

@@ -94,6 +94,7 @@ class Channels:
                 end.close()
 
     def _accept(self) -> None:
+        """Accept connections, and hand each to the inbox of its process."""
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -148,6 +149,7 @@ class _Outbox:
         self._socket.close()
 
     def _write(self) -> None:
+        """Send the queued messages, in a thread of its own."""
         number = 0
         while True:
             parts = self._waiting.get()
@@ -192,6 +194,7 @@ class _Inbox:
         _start(self._listen, connection)
 
     def take(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        """See `Channels.receive`."""
         arrived = self._read.get()
         if isinstance(arrived, BaseException):
             # The error stays for whoever asks next.
@@ -214,6 +217,7 @@ class _Inbox:
             self._socket.close()
 
     def _listen(self, connection: socket.socket) -> None:
+        """Read messages into the queue, in a thread of its own."""
         try:
             while True:
                 number, size = _HEADER.unpack(receive_exactly(connection, _HEADER.size))

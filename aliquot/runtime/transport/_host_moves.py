@@ -2,9 +2,9 @@
 cannot send to other processes.
 
 XLA's CPU devices have transfers between processes, but with two or more devices in each these lose
-data and hang. Here each process sends the parts that another one needs of what its devices hold,
-and the other assembles its shards from them. Any split can be converted to any other, and no byte
-goes twice to the same process.
+data and hang. Here each process sends another one those parts of its devices' shards that the other
+needs, and the other assembles its own shards from them. Any split can be converted to any other,
+and no byte goes twice to the same process.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ def initialize(
         local_device_ids: which of this machine's devices it uses; all by default.
         initialization_timeout_s: how long to wait for the other processes.
         cpu_collectives: how CPUs of several processes work together within a program. With None
-            they cannot, as a pipeline does not need where every stage has one process: then
-            collectives within a process do not go through the network, which on CPUs takes 40 times
-            as long.
+            they cannot. A pipeline does not need it where every stage has one process; collectives
+            within a process then do not go through the network, which on CPUs takes 40 times as
+            long.
         transfers: what carries arrays between the stages of a pipeline in different processes:
             "device" leaves it to JAX, "host" sends them through the memory and the network of the
             hosts. By default "host" for CPUs, whose transfers in JAX lose data, and "device"

@@ -182,6 +182,7 @@ def _other_run(own_hello: Hello, hello: Hello) -> str:
 
 
 def _turn_away_all_later(listener: socket.socket, own_hello: Hello) -> None:
+    """Turn away every process that comes after all have joined; runs in a thread."""
     listener.settimeout(None)
     while True:
         try:

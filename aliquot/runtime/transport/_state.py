@@ -68,6 +68,9 @@ def _reshard(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path: str) -> jax.Array:
+    """An array over several processes from a host array: the whole, or this process's part; see
+    `place`.
+    """
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         words = np.asarray(jax.random.key_data(leaf))
         # Keys are sent as words to every device, and split by the program that wraps them.

@@ -102,6 +102,9 @@ def plan_move(
 
 
 def _sender(structs: Sequence[Any], plain: Sequence[Any], wires: Sequence[Wire]) -> Move:
+    """The sender's part of a transfer: give the arrays the shardings of their wires, then offer
+    them.
+    """
     goals = [wire.target for wire in wires]
     changed = [
         k
@@ -131,6 +134,7 @@ def _sender(structs: Sequence[Any], plain: Sequence[Any], wires: Sequence[Wire])
 def _receiver(
     structs: Sequence[Any], stubs: Sequence[Any], wires: Sequence[Wire], targets: Sequence[Any]
 ) -> Move:
+    """The receiver's part of a transfer: pull the arrays, then give them their final shardings."""
     goals = [wire.target for wire in wires]
     changed = [k for k, (w, t) in enumerate(zip(wires, targets, strict=True)) if w.target != t]
     keys = [k for k, s in enumerate(structs) if is_key(s)]

@@ -131,6 +131,9 @@ class Peers:
                 peer.sendall(message)
 
     def _watch(self) -> None:
+        """Read the messages of the other processes, and tell them every round that this one
+        lives.
+        """
         selector = selectors.DefaultSelector()
         for k, peer in self._met.sockets.items():
             peer.settimeout(10)
@@ -206,6 +209,7 @@ class Peers:
         self._end(dead, why)
 
     def _end(self, dead: int, why: str) -> None:
+        """Print that a process is lost and what this one was doing, and end this one."""
         if self._is_leaving:
             return
         try:
