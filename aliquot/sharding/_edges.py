@@ -205,6 +205,9 @@ class EdgeBuilder:
         label: str = "",
         shared_as: Hashable = None,
     ) -> None:
+        """Add an edge. None is added if nothing is to be converted; an equal edge is widened
+        instead.
+        """
         if source.node < 0 or target.node < 0:
             return
         # An array is not converted if its reader has it in the same split whatever is chosen.

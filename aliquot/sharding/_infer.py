@@ -347,6 +347,7 @@ def _is_finite_enough(array: NDArray[Any]) -> bool:
 def _as_rule(
     factors: Sequence[_Factor], operands: Sequence[HasShape], results: Sequence[Shape]
 ) -> DimRule:
+    """The rule that has these factors; all other dims must stay whole."""
     f = Factors()
     shapes = [o.shape for o in operands]
     # Each dim that belongs to no factor gets a factor of its own that must stay whole.

@@ -286,7 +286,8 @@ def _lookup_constraints(
 ) -> tuple[Spec, ...]:
     """A lookup's own split with its partial sums finished, then its users'.
 
-    Asked for the users' at once, XLA gathers the table, or exchanges rows among all devices.
+    Constrained to the users' split at once, XLA gathers the table, or exchanges rows among all
+    devices.
     """
     first, last = without_partial(specs[0]), without_partial(specs[-1])
     return tuple(dict.fromkeys((first, *_between(first, last, shape, axis_sizes), last)))

@@ -73,6 +73,7 @@ def _renumbered(source: Spec, target: Spec) -> tuple[Spec, Spec]:
 def _reshard(
     source: Spec, target: Spec, axis_sizes: tuple[int, ...], sums: SumCollective
 ) -> tuple[Move, ...] | None:
+    """As `reshard`, for specs from `_renumbered`."""
     axes = range(len(axis_sizes))
     if any(target[a] <= PARTIAL and source[a] != target[a] for a in axes):
         return None
@@ -116,9 +117,9 @@ def intermediate_specs(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) 
     """The specs to constrain an array to, one after the other, on its way from `source` to
     `target`, which is the last.
 
-    Asked for some targets, the partitioner gathers the whole array ("involuntary full
-    rematerialization"). Then the mesh axes take the target's place one at a time, in the order
-    whose collectives leave the fewest bytes on a device: a shortest path over specs.
+    For some targets, the partitioner would gather the whole array ("involuntary full
+    rematerialization"). Then the mesh axes change to their placement in the target one at a time,
+    in the order whose collectives leave the fewest bytes on a device: a shortest path over specs.
 
     >>> intermediate_specs((-1, 0), (2, -1), (4, 2))
     ((2, 0), (2, -1))
@@ -208,7 +209,7 @@ def minor_axes(source: Spec, summed: Spec) -> tuple[int, ...]:
     """The axes of a reduce-scatter that subdivide tiles of a later mesh axis, out of mesh order.
 
     A reduce-scatter along a dim that is already split cuts each device's own tile, so its axes
-    become the minor ones. Asked for mesh order instead, XLA gathers the operands.
+    become the minor ones. Constrained to mesh order instead, XLA gathers the operands.
 
     Args:
         summed: the spec behind the reduce-scatter.

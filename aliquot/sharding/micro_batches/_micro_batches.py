@@ -51,8 +51,8 @@ class MicroBatchPlan:
         num_micro_batches, num_groups: parts in time, and parts that run side by side.
         semantics: "exact", or "independent" if some arrays stand for one part alone.
         specs: for each value, how the parts' values make it up.
-        actions: what becomes of operators that do not simply run on each part, by index.
-        conversions: what happens to operands on their way in, by operator index and position.
+        actions: how operators run that do not simply run on each part, by index.
+        conversions: conversions of operands on their way in, by operator index and position.
         early_calls, late_calls: structured operators that run before the first and after the last
             part.
         combine: for each output path "sum", "mean", "concatenate D", "equal" (also for what is

@@ -138,6 +138,7 @@ class _Line:
     numbers: set[tuple[int, int]] = field(default_factory=set)
 
     def number(self, small: int, large: int) -> int:
+        """A number at `size`. Raises `_Irregular` if it is no natural number."""
         if small == large:
             return small
         self.numbers.add((small, large))
@@ -154,6 +155,9 @@ class _Line:
         return tuple([self.number(a, b) for a, b in zip(small, large)])
 
     def parameter(self, small: Any, large: Any) -> Any:
+        """A parameter at `size`: numbers and what is made of them are extrapolated, all else must
+        not differ.
+        """
         if small is large:
             return small
         if type(small) is not type(large):
@@ -211,6 +215,7 @@ class _Line:
 
 
 def _op(small: Op, large: Op, line: _Line) -> Op:
+    """An operator at the new size."""
     if small.trips != large.trips:
         # A loop over the batch runs another number of times at every size.
         small = replace(small, trips=line.number(small.trips, large.trips))
@@ -224,6 +229,9 @@ def _op(small: Op, large: Op, line: _Line) -> Op:
 
 
 def _equation(small: Op, large: Op, line: _Line) -> Any:
+    """The JAX equation of an operator at the new size; the same object if it does not depend on
+    it.
+    """
     params = {}
     for name, value in small.params.items():
         try:

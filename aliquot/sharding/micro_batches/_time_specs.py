@@ -325,8 +325,8 @@ def _of_own_rows(
 def _of_equals(
     op: Op, specs: Sequence[TimeSpec], shapes: Sequence[tuple[Shape, Shape]], parts: int
 ) -> Followed | str:
-    """Equal operands give equal results, unless the operator itself writes down the size of the
-    batch.
+    """Equal operands give equal results, unless the size of the batch stands in the operator
+    itself.
     """
     has_means = any(spec.kind is TimeKind.MEAN for spec in specs)
     results = []

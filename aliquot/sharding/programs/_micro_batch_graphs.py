@@ -178,6 +178,7 @@ class _Rewriter:
         return output
 
     def _op(self, index: OpId, out: list[OpId | Call]) -> None:
+        """Rewrite an operator for a part: convert its operands, then run, shift or slice it."""
         op, whole = self.ops[index], self.plan.whole.ops[index]
         conversions = {k: self.plan.conversions.get((index, k)) for k in range(len(op.inputs))}
         inputs = tuple(
@@ -240,6 +241,7 @@ class _Rewriter:
     def _convert(
         self, how: Conversion | None, op: Op, position: int, out: list[OpId | Call]
     ) -> Operand:
+        """An operand after its conversion."""
         operand = op.inputs[position]
         match how:
             case Conversion.ONCE:
@@ -297,6 +299,7 @@ class _Rewriter:
         return self._add(local, [operand, self.group, self.micro_batch], target, op, out)
 
     def _call(self, call: Call, out: list[OpId | Call]) -> Call:
+        """Rewrite a structured operator and its bodies for a part."""
         inputs = list(call.inputs)
         blocks = list(call.blocks)
         if call.kind == "remat":

@@ -305,6 +305,7 @@ class _Body:
         totals: tuple[ValueId, ...],
         plan: MicroBatchPlan | None = None,
     ) -> StageProgram:
+        """The program of a draft. It returns the values that other programs read, and `totals`."""
         made_here = {o for item in draft.assigned for o in item.outputs}
         read_elsewhere = {i for other in drafts.values() if other is not draft for i in other.reads}
         exports = tuple(sorted(made_here & read_elsewhere))

@@ -95,6 +95,9 @@ class _Tied:
         return value not in self._untied and not self.values[value].dtype.startswith("key<")
 
     def _barrier(self, taken: Sequence[ValueId], like: Item) -> list[ValueId]:
+        """Append an optimization barrier, and return the values that leave it in place of
+        `taken`.
+        """
         structs = [struct_of(self.values[v]) for v in taken]
         (eqn,) = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*structs).jaxpr.eqns
         passed = []
