@@ -261,6 +261,7 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
 
 
 def _read_device(main: _Table, data: Mapping[str, Any], problems: list[str]) -> Device | None:
+    """The device of a TOML file: one of the catalogue, or that of a `[device]` table."""
     if "device" in main.data and "device" in data:
         problems.append("both [cluster] device and a [device] table are given; keep one")
         return None
@@ -337,6 +338,9 @@ def _read_links(
     devices_per_host: int,
     problems: list[str],
 ) -> tuple[Link | None, Link | None]:
+    """The links of a TOML file; those that it leaves out are the usual ones of a catalogue
+    device.
+    """
     intra, inter = _read_link("intra", data, problems), _read_link("inter", data, problems)
     if wiring is not None:
         intra = wiring.intra if "intra" not in data else intra
@@ -366,6 +370,7 @@ def _read_wires(data: Mapping[str, Any], problems: list[str]) -> Wires:
 
 
 def _plain_device(data: Any, problems: list[str]) -> Device | None:
+    """A device from a plan file's dictionary."""
     keys = (
         "name",
         "kind",
@@ -401,6 +406,7 @@ def _plain_device(data: Any, problems: list[str]) -> Device | None:
 
 
 def _plain_link(key: str, data: Any, problems: list[str]) -> Link | None:
+    """A link from a plan file's dictionary."""
     table = _Table(key, data, ("latency_s", "bandwidth_bytes_per_s"), problems)
     latency = table.take("latency_s", _number)
     bandwidth = table.take("bandwidth_bytes_per_s", _number)

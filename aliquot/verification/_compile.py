@@ -1,5 +1,5 @@
-"""Compile a program for a target in a process of its own, so that no flag, platform or memory stays
-in the user's.
+"""Compilation of programs for a target in a process of its own, so that flags, platforms and memory
+do not stay in the user's.
 """
 
 from __future__ import annotations

@@ -159,6 +159,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 def _died(
     code: int, most: int, words: str, program: PortableProgram, target: CompileTarget, report: Path
 ) -> CompileError:
+    """The error for a process that has ended without an answer."""
     size = f"a program of {format_bytes(len(program.module))}"
     # The system kills what takes too much memory by signal 9.
     if code == -9 or "bad_alloc" in words or "MemoryError" in words:

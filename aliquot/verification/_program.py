@@ -129,6 +129,7 @@ def _keeps_64_bits() -> bool:
 
 
 def _exported(jitted: Any, structs: Sequence[Any], platform: str) -> Any:
+    """The program in the form of `jax.export`, with all custom calls allowed."""
     from jax import export
 
     def written(names: Set[str]) -> Any:

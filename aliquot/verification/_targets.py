@@ -216,6 +216,7 @@ def resolve_target(
 
 
 def _from_file(path: Path) -> CompileTarget:
+    """The target that a file with a GPU's description describes."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -59,11 +59,11 @@ class StageVerification:
         predicted_bytes: the plan's peak.
         predicted_parts: what the peak is made of.
         argument_bytes: by the plan, what the step's inputs, state and batch, take on a device.
-        compiled: the compiler's account; of a pipeline's stage that of all its programs over a
-            step, at the moment when its devices hold most.
+        compiled: the compiler's account; for a pipeline's stage, that of all its programs together,
+            at the moment of a step when its devices hold most.
         held: of a pipeline's stage what its devices hold at that moment, by kind.
         programs: of a pipeline's stage its programs.
-        collectives: by kind and mesh axes, both sides.
+        collectives: predicted and compiled, by kind and mesh axes.
         unintended: collectives that the plan does not explain, most bytes first.
     """
 
@@ -121,8 +121,8 @@ class Verification:
         limit_bytes: what a program may take on each device; None if unknown.
         predicted_step_time_s, predicted_compute_s: of the plan.
         stages: in order.
-        submesh_bytes: of a pipeline what must be free on the devices of each submesh, for all
-            stages there together.
+        submesh_bytes: for a pipeline, the memory that must be free on the devices of each submesh,
+            for all stages there together.
         remarks: what else the reader should know.
     """
 

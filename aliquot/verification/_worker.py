@@ -71,6 +71,7 @@ def _correct_temporaries(memory: dict[str, int], reports: Path) -> None:
 
 
 def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
+    """Compile a program, and collect what the compiler says of it."""
     import jax
     from jax import export
     from jax.sharding import NamedSharding, PartitionSpec
@@ -147,6 +148,9 @@ def _dims(sharding: Any) -> list[list[str]] | None:
 
 
 def _mesh(request: dict[str, Any]) -> Any:
+    """A mesh of the target's devices, as its topology describes them; of virtual devices for
+    CPUs.
+    """
     import jax
     import numpy as np
     from jax.experimental import topologies
