@@ -1,6 +1,7 @@
-"""Operators evaluated alone, on operands of other shapes: the shapes and numbers of their results.
+"""Evaluation of single operators on operands of other shapes: the shapes and numbers of their
+results.
 
-Numbers come from the host's CPU, through a client of its own, so that JAX neither searches for
+Numbers are computed by the host's CPU, through a separate client, so that JAX neither searches for
 accelerators nor touches them.
 """
 
@@ -22,7 +23,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class LoneOperator:
-    """One operator, taken out of its step. Equal to any that computes the same on equal
+    """One operator, taken out of its step. Two are equal if they compute the same on equal
     operands.
     """
 
@@ -84,14 +85,14 @@ class LoneOperator:
         return tuple(tuple(m.shape) for m in structs_made) if same else None
 
     def operands(self, shapes: Sequence[Shape], draw: int) -> list[NDArray[Any]]:
-        """Random operands of these shapes: always the same for the same shapes and number of the
+        """Random operands of these shapes, always the same for the same shapes and number of the
         draw.
 
-        Of floats the first draw lies between 0 and 1, the second on both sides of 0, the third
-        holds small whole numbers. Integers may index every dim.
+        Floats lie between 0 and 1 in the first draw, on both sides of 0 in the second, and are
+        small whole numbers in the third. Integers are small enough to index every dim.
         """
         random = np.random.default_rng(draw)
-        # Dims of size one are passed over: an index into them could only be 0.
+        # Dims of size one are ignored: an index into them could only be 0.
         fewest = min((n for shape in shapes for n in shape if n > 1), default=2)
         return [
             (
@@ -134,7 +135,7 @@ class LoneOperator:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress what a trial run prints, warns of or checks."""
+    """Suppress warnings and checks of a trial run."""
     with (
         warnings.catch_warnings(),
         jax.debug_nans(False),

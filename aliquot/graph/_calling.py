@@ -1,5 +1,5 @@
-"""Calling convention of the user's step: arguments to flat arrays, and flat results to what the
-step returns.
+"""Calling convention of the user's step: from arguments to flat arrays, and from flat results to
+the value that the step returns.
 
 Arrays are traced, and so are Python numbers; everything else (functions, flags, the settings of an
 Equinox module, numbers whose values the step needs) is static and belongs to the identity of the
@@ -57,14 +57,14 @@ def path_parts(keys: Sequence[Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatCall:
-    """One call, flat: the arrays with their paths, and all that is not an array.
+    """One flattened call: its arrays with their paths, and everything that is not an array.
 
     Attributes:
-        paths: where each array stands in the arguments, such as `state.params.w`.
+        paths: place of each array in the arguments, such as `state.params.w`.
         parts: the same, key by key, beginning with the argument's name.
         leaves: the arrays, or their shapes.
-        statics: what is no array, each with its position among all leaves.
-        static_paths: where each of these stands.
+        statics: leaves that are no arrays, each with its position among all leaves.
+        static_paths: path of each of these.
         trees: structure of each argument that holds no NNX object, then of the state of those that
             do.
         definition: the NNX objects without their arrays, or None.
@@ -128,10 +128,11 @@ class Calling:
         names: argument names in call order.
         modules: names of the arguments that are, or hold, NNX objects.
         call: the example call.
+        out_paths: path of each output.
         out_tree, out_statics: structure of the result, filled when the step is traced.
         num_results: how many flat outputs are the user's result; the rest is the state of
             `modules`.
-        out_parts: path of each output, key by key, for the user's result.
+        out_parts: path of each output of the user's result, key by key.
         state_tree: structure of that state.
         static_numbers: paths of Python numbers that are static.
         traces: the step traced on batches of other sizes, by their number of examples.
@@ -213,7 +214,7 @@ class Calling:
         self.out_parts = tuple(parts)
         paths = ["".join(p) for p in parts]
         if objects:
-            # Behind the user's result, so that one program returns both.
+            # Appended to the user's result, so that one program returns both.
             _, state = _nnx.split(objects)
             state_pairs, self.state_tree = tree_flatten_with_path(state)
             arrays += [leaf for _, leaf in state_pairs]
@@ -237,9 +238,7 @@ class Calling:
         return tree_unflatten(self.out_tree, leaves)
 
     def _returns_setting(self, parts: Sequence[str], number: Any) -> bool:
-        """True if a number among the results is one of the static arguments, at the place that it
-        came from.
-        """
+        """True if a number in the result is a static argument that is returned at its own place."""
         ends = {end for end in ("".join(parts), "".join(parts[1:])) if end}
         return any(
             static == number and any(path.endswith(end) for end in ends)
@@ -257,12 +256,12 @@ def calling_of(
     *,
     static_numbers: frozenset[str] = frozenset(),
 ) -> Calling:
-    """The calling convention of `fn(*args, **kwargs)`. Raises `CaptureError` for something that
-    cannot be called.
+    """The calling convention of `fn(*args, **kwargs)`. Raises `CaptureError` if `fn` cannot be
+    called.
 
     Args:
-        static_numbers: paths of Python numbers that are static. So are those in arguments that a
-            jitted `fn` declares static.
+        static_numbers: paths of Python numbers that are static, besides arguments that a jitted
+            `fn` declares static.
     """
     if not callable(fn):
         raise CaptureError(
@@ -294,7 +293,7 @@ def _name(fn: Any) -> str:
 def _named(
     fn: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Argument names (those of the signature where there is one) and values, in call order."""
+    """Argument names (from the signature, if there is one) and values, in call order."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -318,7 +317,7 @@ def _flatten(
     *,
     shapes: bool,
 ) -> FlatCall:
-    """One call, flat; Python numbers become arrays, or shapes of arrays."""
+    """Flatten one call; Python numbers become arrays, or shapes of arrays."""
     objects = {n: v for n, v in zip(names, values, strict=True) if n in modules}
     definition, state = _nnx.split(objects) if objects else (None, None)
     parts, leaves, static_paths, trees = [], [], [], []

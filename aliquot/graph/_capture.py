@@ -21,7 +21,7 @@ from ._phases import assign_phases
 from ._roles import assign_roles, batch_paths, reach_of
 from ._types import Graph, Input, Op, OpId, Output, Phase, Role, Value, ValueId
 
-# Traces of a step that are spent on finding which of its numbers must be static.
+# The most traces of a step that are spent on finding which of its numbers must be static.
 _MOST_TRIALS = 8
 # Counts of elements up to here are exact in float64, in which costs and solvers count.
 _MOST_ELEMENTS = 2**53
@@ -33,8 +33,8 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
     Arrays are traced. So are Python numbers inside an argument's pytree (such as the step counter
     of a fresh Flax `TrainState`), as by `jax.jit`, with two exceptions: a jitted step declares them
     static, or the step needs their values. These numbers and everything that is no array (a
-    function, a flag, the settings of an Equinox module) are static: the plan holds for their
-    values alone.
+    function, a flag, the settings of an Equinox module) are static: the plan holds only for these
+    values.
 
     Args:
         fn: the step: plain, jitted, or one that changes Flax NNX objects in place. Its errors come
@@ -76,9 +76,9 @@ def _with_fewest_static(
 ) -> Graph:
     """The graph of a step that needs the values of some numbers, with as few static as possible.
 
-    A number made static without need would break the next call: the step counter, say, is a Python
-    number at first and an array after one step, and a plan refuses other values of what is static.
-    Each number costs one more trace, so where there are many all of them stay static.
+    A number made static without need would break later calls: the step counter, for example, is a
+    Python number at first and an array after one step, and a plan refuses other values of static
+    arguments. Each number costs one more trace, so if there are many, all of them stay static.
 
     Args:
         graph: the graph in which all `numbers` are static.
@@ -87,7 +87,7 @@ def _with_fewest_static(
     if not 1 < len(numbers) <= _MOST_TRIALS:
         return graph
     for path in numbers:
-        # One number more is traced; where that fails its value is needed, and it stays static.
+        # Trace one more number; if that fails, the step needs its value, and it stays static.
         calling = calling_of(fn, args, kwargs, static_numbers=static - {path})
         try:
             graph = build_graph(calling, calling.call.leaves)
@@ -110,8 +110,8 @@ def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
 
 @contextlib.contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    # A trace makes a million objects, none of which is garbage yet: searching them for some takes a
-    # quarter of the time.
+    # A trace makes a million objects, none of which is garbage yet; looking for garbage among them
+    # takes a quarter of the time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -133,8 +133,8 @@ def _refuse_huge_arrays(values: Sequence[Value]) -> None:
 
 
 def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
-    # `calling.run` writes the structure of the results into `calling`; the copy keeps traces from
-    # overwriting each other's.
+    # `calling.run` writes the structure of the results into `calling`; with a copy, traces do not
+    # overwrite each other's.
     calling = replace(calling)
     structs = [compat.shape_struct(leaf) for leaf in leaves]
     try:

@@ -1,5 +1,5 @@
-"""A step as a list of items, which a pipeline assigns to stages: its operators, and its loops and
-remat regions as one item each.
+"""A step as a list of items, which a pipeline assigns to stages: its operators, and each of its
+loops and remat regions as one item.
 
 An item is *shared* if each stage that needs its results may compute them for itself: it is cheap,
 and depends on parameters or on the batch, but not on both (masks, position tables, casts of
@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from ._rule import traits_of
 from ._types import Call, Graph, Input, Literal, Op, OpId, Phase, Role, ValueId
 
-# A byte moved costs about as much as so many floating point operations, on GPUs and TPUs of the
-# last ten years.
+# Floating point operations that take about as long as moving one byte, on GPUs and TPUs of the last
+# ten years.
 _FLOPS_PER_BYTE = 150.0
 FROM_ANOTHER_STAGE = "value "
-"""Beginning of the paths of inputs that another stage makes, in the step of one stage."""
+"""Prefix of the paths of inputs that another stage makes, in the extracted step of a stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,7 +32,7 @@ class Item:
         ops: indices of the operators in it.
         phase: forward or backward (prologue counts as forward), or update.
         shared: see the module.
-        cost: rough weight: floating point operations, and bytes moved in their terms.
+        cost: rough weight: floating point operations, plus bytes moved times `_FLOPS_PER_BYTE`.
     """
 
     op_or_call: OpId | Call
@@ -83,11 +83,11 @@ def _item(graph: Graph, op_or_call: OpId | Call, sees: list[int], sizes: Sequenc
     for i in inputs:
         reads |= sees[i]
     heavy = isinstance(op_or_call, Call) or traits_of(graph.ops[op_or_call].name).multiplies
-    # What depends on parameters and batch (3) is work of one stage, and so is what depends on such
-    # work (4).
+    # An item that depends on parameters and batch (3) is work of one stage, and so is one that
+    # depends on such work (4).
     shared = not heavy and reads in (0, 1, 2)
     for o in outputs:
-        # Other stages cannot compute what depends on it.
+        # Other stages cannot compute what depends on an item that is not shared.
         sees[o] = reads if shared else reads | 4
     return Item(
         op_or_call=op_or_call,
@@ -101,18 +101,18 @@ def _item(graph: Graph, op_or_call: OpId | Call, sees: list[int], sizes: Sequenc
 
 
 def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
-    """Items with phases that follow one another: none reads what a later phase makes."""
-    # Made by, or behind, an update that sees the forward or backward pass.
+    """Items with their phases changed such that none reads what a later phase makes."""
+    # Values that depend on an update which itself depends on the forward or backward pass.
     late: set[ValueId] = set()
-    # Made by, or behind, the forward or backward pass.
+    # Values that depend on the forward or backward pass.
     seen: set[ValueId] = set()
     backward: set[ValueId] = set()
     ordered: list[Item] = []
     for item in items:
         behind = item.phase is not Phase.UPDATE or not seen.isdisjoint(item.inputs)
         if not late.isdisjoint(item.inputs):
-            # A second training, of another set of parameters: it comes whole with the first one's
-            # update.
+            # A second training in the same step, of other parameters: all of it counts as part of
+            # the first one's update.
             if item.phase is not Phase.UPDATE:
                 item = replace(item, phase=Phase.UPDATE)
         elif item.phase is Phase.FORWARD and not backward.isdisjoint(item.inputs):
@@ -126,7 +126,7 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
             seen.update(item.outputs)
             late.update(item.outputs)
         ordered.append(item)
-    # What counts as update, but is read by the passes, must run before them.
+    # Items that count as update but are read by the passes must run before these.
     wanted: set[ValueId] = set()
     for k in range(len(ordered) - 1, -1, -1):
         item = ordered[k]
@@ -138,9 +138,7 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
 
 
 def plain_item(graph: Graph, op_or_call: OpId | Call, phase: Phase) -> Item:
-    """An operator or a call that need not be at the top of the step: inside a body, or half of a
-    call.
-    """
+    """An item made of any operator or call, also of one inside a body, or of half of a call."""
     outputs = op_or_call.outputs if isinstance(op_or_call, Call) else graph.ops[op_or_call].outputs
     return Item(
         op_or_call=op_or_call,
@@ -154,8 +152,8 @@ def plain_item(graph: Graph, op_or_call: OpId | Call, phase: Phase) -> Item:
 
 
 def reads_of(graph: Graph, op_or_call: OpId | Call) -> tuple[ValueId, ...]:
-    """The values that an item needs from outside of it, those that its bodies read directly
-    included.
+    """The values that an item reads from outside of it, including those that its bodies read
+    directly.
     """
     if not isinstance(op_or_call, Call):
         return tuple(
@@ -207,7 +205,7 @@ def _cost(op: Op, sizes: Sequence[int]) -> float:
         )
     elif op.name == "conv_general_dilated":
         kernel = op.eqn.invars[1].aval.shape
-        # Each element of the result sums over all of the kernel but its output features.
+        # Each element of the result sums over all dims of the kernel except its output features.
         features = kernel[op.params["dimension_numbers"].rhs_spec[0]]
         flops = 2.0 * math.prod(op.eqn.outvars[0].aval.shape) * math.prod(kernel) / features
     return op.trips * (flops + _FLOPS_PER_BYTE * moved)

@@ -1,8 +1,8 @@
-"""Replay of a graph, operator by operator: from a plan back to a program. It also proves that
-capture lost nothing.
+"""Replay of a graph, operator by operator, as a program. Tests also use it to show that capture
+loses nothing.
 
 Structured operators are rebuilt around their replayed bodies. A hook sees every array, so that a
-runtime can constrain it; without one the replay computes what the step computes.
+runtime can constrain it; without a hook, the replay computes what the step computes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class ReplayHook:
         return arrays
 
     def value(self, index: ValueId, array: Any) -> Any:
-        """The array for a value that no operator makes: a loop's carry or result, what a scan or a
-        remat region takes.
+        """The array for a value that no operator makes: a carry or result of a loop, an input of a
+        scan or remat region.
         """
         return array
 
     def body(self) -> AbstractContextManager[None]:
-        """Entered for the body of a structured operator: arrays that are made inside must not be
-        used outside.
+        """A context for the replay of a structured operator's body: arrays made inside it must not
+        be used outside.
         """
         return nullcontext()
 
@@ -61,7 +61,7 @@ def evaluate(graph: Graph, inputs: Sequence[Any], *, on_op: ReplayHook | None = 
     """Run the graph on other arrays, concrete or traced.
 
     Remat regions keep their policy and their optimization barriers, scans their length and
-    direction. Link operators compute nothing and are passed over.
+    direction. Link operators compute nothing and are skipped.
 
     Args:
         graph: a captured step.
@@ -114,9 +114,10 @@ class _Replay:
                 env[i] if type(i) is not Literal else i.value for i in op.inputs
             ]
             if op.name == "pure_callback" and raises(op.eqn):
-                # Under vmap a callback takes one message, not one for each example.
+                # A check's callback takes one message, but under vmap there is one for each
+                # example.
                 arrays = [any_row(a) for a in arrays]
-            # JAX puts the names of a structured operator before those of its body by itself.
+            # Inside a body, JAX itself prefixes the names of the structured operator.
             name_stack = None if nested else names.get(op.scope)
             if hook is None:
                 results: Sequence[Any] = compat.bind(op.eqn, arrays, name_stack)
@@ -158,8 +159,8 @@ class _Replay:
         (block,) = call.blocks
 
         def body(*inner: Any) -> list[Any]:
-            # A remat body has the indices of the values around it, which must come back as they
-            # were.
+            # A remat body shares the indices of the values around it, so their arrays are restored
+            # after the body.
             outer = [(i, self.env[i]) for i in block.inputs if isinstance(i, int)]
             for index, array in zip(block.inputs, inner, strict=True):
                 if isinstance(index, int):
@@ -216,12 +217,11 @@ class _Replay:
             return self.outputs(block)
 
         def any_holds(carry: Sequence[Any]) -> Any:
-            # The loop turns as long as it must for any row.
+            # The loop runs until the condition is false for every row.
             return holds(carry).any()
 
         def masked_body(carry: Sequence[Any]) -> Sequence[Any]:
-            # Under vmap each row has a condition of its own; rows that are done keep what they
-            # have.
+            # Under vmap, each row has its own condition; rows that are done keep their values.
             mask = holds(carry)
             axes = tuple(range(mask.ndim))
             return [
@@ -237,7 +237,7 @@ class _Replay:
 
     def _cond(self, call: Call, arrays: list[Any]) -> Sequence[Any]:
         if call.eqn.params.get("branches_platforms") is not None:
-            # The compiler sees only the branch of its platform, and the others may not even lower.
+            # Only the branch of the compiler's platform is lowered; the others might fail to lower.
             return compat.bind(call.eqn, arrays)
 
         def branch(block: Block) -> Any:
@@ -253,8 +253,8 @@ class _Replay:
 
 
 def _array(literal: Literal) -> Any:
-    """A literal as an array of its own dtype, which a Python number would lose among other
-    operands.
+    """A literal as an array, because a plain Python number would take its dtype from other operands
+    instead of the literal.
     """
     value = literal.value
     return value if hasattr(value, "dtype") else np.asarray(value, np.dtype(literal.dtype))

@@ -1,5 +1,5 @@
-"""Extracts: some layers of a step as a step of their own, with forward, backward and update, and
-with values that cross as inputs and outputs.
+"""Extracts: some layers of a step as a separate step, with forward, backward and update; values
+that cross its border become inputs and outputs.
 
 Planners split the operators of a stage as they split those of a whole step.
 """
@@ -56,9 +56,10 @@ def extract_stages(
     Args:
         graph: the step, at any size of its batch.
         staging: its stages.
-        batch_dims: for each value that is cut with the batch the dim in which it is. What crosses
-            with the batch in its first dim counts as a batch, so that it is split as one.
-        stages: those to take; by default all.
+        batch_dims: for each value that is cut with the batch, the dim along which it is. A value
+            that enters a stage with the batch in its first dim gets the role of the batch, so that
+            it is split like one.
+        stages: those to extract; by default all.
     """
     items_of: list[list[int]] = [[] for _ in range(staging.num_stages)]
     readers: dict[ValueId, set[StageId]] = {}
@@ -87,7 +88,7 @@ def extract_stages(
         inputs = []
         for v in reads:
             if v not in graph.constants:
-                # Values that cross with the batch play the role of the batch in this stage.
+                # Values that enter with the batch in their first dim are this stage's batch.
                 role = Role.BATCH if batch_dims.get(v) == 0 else Role.OTHER
                 inputs.append(
                     named.get(v) or Input(path=f"{FROM_ANOTHER_STAGE}{v}", value=v, role=role)
@@ -95,7 +96,7 @@ def extract_stages(
         outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made_here]
         results = {o.value for o in outputs}
         made_by_stage = {o for k in items_of[stage] for o in staging.items[k].outputs}
-        # Without shared results, which each stage computes for itself.
+        # Shared results do not cross, because each stage computes them for itself.
         crossing = {v for v in made_by_stage - results if readers.get(v, set()) - {stage}}
         outputs += [Output(path=f"value {v}", value=v) for v in sorted(crossing)]
         builder = _Builder(graph, links)
@@ -111,10 +112,10 @@ def extract_stages(
 
 
 def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
-    """Some items of a step as a graph of their own, such as a group of products and what lies
+    """Some items of a step as a separate graph, such as a group of products with the operators
     between them.
 
-    What they read is an input, what others read an output.
+    Values that the items read are inputs; values that others read are outputs.
 
     Args:
         items: of `items_of(graph)`.
@@ -140,13 +141,13 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
             leaving.update(item.inputs)
     outputs = [Output(path=f"value {v}", value=v) for v in sorted(made_here & leaving)]
     links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
-    # Successors are outputs of the whole step, which this part does not have.
+    # An input's successor is an output of the whole step, which this part does not have.
     lone = [replace(i, output=None) for i in inputs]
     return _Builder(graph, links).build(items, lone, outputs, set())
 
 
 def same_structure(a: Extract, b: Extract) -> bool:
-    """True if two parts are the same operators on the same arrays, one by one."""
+    """True if two parts have the same operators on arrays of the same shapes, one by one."""
     if a is b:
         return True
     x, y = a.graph, b.graph
@@ -172,8 +173,8 @@ def _indices(op: Op) -> list[int | None]:
 def _with_shared(
     items: Sequence[Item], maker: Mapping[ValueId, int], positions: Iterable[int]
 ) -> list[int]:
-    """Items, and the shared ones that they need, without the update's arithmetic between scalars,
-    which is long and cheap.
+    """Positions of items and of the shared items that they need, except the update's arithmetic
+    between scalars, which `maker` leaves out because it is long and cheap.
     """
     chosen = set(positions)
     waiting = list(chosen)
@@ -241,7 +242,7 @@ class _Builder:
         return Extract(graph=part, ops=tuple(ops), values=tuple(self._values))
 
     def ops_of(self, items: Sequence[Item]) -> set[OpId]:
-        """Indices of all operators that items hold, links included."""
+        """Indices of all operators inside items, links included."""
         kept = {k for item in items for k in item.ops}
         for item in items:
             if isinstance(item.op_or_call, Call):
@@ -249,7 +250,7 @@ class _Builder:
         return kept
 
     def _links(self, call: Call) -> set[OpId]:
-        """Links that tie a call's bodies to what is around them."""
+        """Links between a call's bodies and the values around them."""
         ends = set(call.outputs)
         links: set[OpId] = set()
         for block in call.blocks:
@@ -273,8 +274,8 @@ class _Builder:
 
     def _op(self, op: Op) -> Op:
         known = self._value_number
-        # Thousands of these: to replace some fields takes twice as long, as do calls for what has a
-        # number already.
+        # This runs thousands of times: `replace` would take twice as long, and so would calls for
+        # values that already have a number.
         return Op(
             index=self._op_number[op.index],
             name=op.name,

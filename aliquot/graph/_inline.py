@@ -1,9 +1,9 @@
-"""Jaxpr -> values, operators and blocks: calls that mean nothing to sharding are opened, structured
-ones become blocks.
+"""Conversion of a jaxpr to values, operators and blocks: calls that do not matter to sharding are
+inlined, structured ones become blocks.
 
 Remat bodies share the indices of the values around them, so that rules see through them. The bodies
-of scan, while and cond get values of their own, and link operators say how these meet the outer
-ones:
+of scan, while and cond have their own values, and link operators say how these are related to the
+outer ones:
 
 * `scan_slice(xs) -> x`: `x` is `xs` without its leading dim; `scan_stack(y) -> ys` the reverse.
 * `tie(a, b, ...) -> c`: all have one shape and must be split alike (a loop's carry, the results of
@@ -25,7 +25,7 @@ from ._types import NO_VALUE, Block, Call, Literal, Operand, OpId, Value, ValueI
 
 
 class _Place(NamedTuple):
-    """Place at which an equation stands: the body that its operators join, and what is around it.
+    """Place of an equation: the body to which its operators are added, and what is around it.
 
     Attributes:
         scope: name stack of the calls around the body.
@@ -42,14 +42,12 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True)
 class Inliner:
-    """Collects values and operators while it walks a jaxpr. Phases are set afterwards, by
-    `_phases`.
-    """
+    """Collects values and operators while it walks a jaxpr. `_phases` sets phases afterwards."""
 
     values: list[Value] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
     constants: dict[ValueId, Any] = field(default_factory=dict)
-    # For each value that decides when a loop ends, the results of the loop.
+    # For each condition that decides when a loop ends, the results of the loop.
     decided: dict[ValueId, tuple[ValueId, ...]] = field(default_factory=dict)
     _known_constants: dict[int, ValueId] = field(default_factory=dict)
     _scopes: dict[tuple[str, int], tuple[Any, str]] = field(default_factory=dict)
@@ -63,7 +61,7 @@ class Inliner:
         return index
 
     def _shape_dtype(self, aval: Any) -> tuple[tuple[int, ...], str, int]:
-        # Naming a dtype costs more than all else that is said about a value.
+        # Cached by dtype, because formatting its name takes longer than everything else here.
         kind = getattr(aval, "dtype", None)
         known = self._dtypes.get(kind)
         if known is None:
@@ -76,7 +74,7 @@ class Inliner:
     def block(
         self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Operand], scope: str, trips: int
     ) -> Block:
-        """Walk through a body whose `invars` are the given operands; returns its nested view."""
+        """Walk a body whose `invars` are the given operands; returns its nested view."""
         return self._block(jaxpr, consts, inputs, _Place(scope, trips, 0, []))
 
     def _block(
@@ -114,7 +112,8 @@ class Inliner:
                 taken = [operands[k] for k in given]
                 results = self._walk(body, body_consts, taken, inner)
             elif compat.is_placement(eqn):
-                # A plan decides where arrays are; the step may have been written for other devices.
+                # Ignored: the plan decides where arrays lie, and the step may have been written for
+                # other devices.
                 results = operands
             else:
                 results = self._structured(eqn, operands, inner)
@@ -162,7 +161,9 @@ class Inliner:
         return known
 
     def _scope(self, outer: str, eqn: Any) -> str:
-        """The name stack of an equation inside a call: JAX names it from the call inwards only."""
+        """The full name stack of an equation inside a call; JAX records only the part inside the
+        call.
+        """
         stack = eqn.source_info.name_stack
         # Formatting a stack is slow, and neighbours share theirs.
         known = self._scopes.get((outer, id(stack)))
@@ -199,8 +200,8 @@ class Inliner:
         self._regions += 1
         inside = place._replace(region=self._regions)
         block = self._block(body, consts, operands, inside)
-        # A body may return an operand or a literal as it is; the call then has a result of its own
-        # for it.
+        # If a body returns an operand or a literal unchanged, the call gets a new value for that
+        # result.
         taken = {i for i in block.inputs if isinstance(i, int)} | self.constants.keys()
         fresh: list[ValueId] = []
         for var, inner in zip(eqn.outvars, block.outputs, strict=True):
@@ -262,7 +263,7 @@ class Inliner:
         carry_in = [self.new_value(v.aval) for v in body.invars[num_body:]]
         for start, inner in zip(init, carry_in, strict=True):
             self._link("tie", (start,), (inner,), place)
-        # How often it turns is not known: its bodies count as run once.
+        # The number of turns is unknown: the bodies count as run once.
         cond_block = self._block(cond, cond_consts, (*operands[:num_cond], *carry_in), place)
         body_inputs = (*operands[num_cond : num_cond + num_body], *carry_in)
         body_block = self._block(body, body_consts, body_inputs, place)

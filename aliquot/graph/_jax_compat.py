@@ -1,4 +1,4 @@
-"""All uses of JAX that depend on its version, each with a note of what is fragile or private."""
+"""All uses of JAX that depend on its version, with notes on what is fragile or private."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _INLINED_CALLS = frozenset(
         "xla_call",
     }
 )
-# Libraries whose primitives run, on every backend, what their implementation traces to.
+# Libraries whose primitives are lowered, on every backend, by tracing their implementation.
 _TRACED_LIBRARIES = ("equinox.", "jax.experimental.sparse.")
 ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
 _CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
@@ -56,7 +56,9 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def _any_cudnn() -> Iterator[None]:
-    """Lets cuDNN's attention be traced without cuDNN, which JAX refuses: planning needs none."""
+    """Let cuDNN's attention be traced where cuDNN is not installed, which JAX refuses. Planning
+    does not run it.
+    """
     module: Any = sys.modules.get(_CUDNN_MODULE)
     installed = getattr(module, "check_cudnn_version", None)
     if installed is None:
@@ -77,8 +79,8 @@ def _any_cudnn() -> Iterator[None]:
 
 
 def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array, with what makes JAX treat it as a Python number if it came from
-    one.
+    """Shape and dtype of an array, with its weak type: JAX treats an array that was made from a
+    Python number like the number.
     """
     dtype = leaf.dtype
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -91,7 +93,7 @@ def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def number_struct(number: int | float) -> jax.ShapeDtypeStruct:
-    """The shape of a Python number, as JAX traces it."""
+    """Shape and dtype of a Python number, as JAX traces it."""
     struct: jax.ShapeDtypeStruct = _shape_struct(
         (), jax.numpy.result_type(type(number)), weak_type=True
     )
@@ -108,7 +110,7 @@ def static_arguments(fn: Any) -> tuple[frozenset[int], frozenset[str]]:
 
 
 def is_placement(eqn: Any) -> bool:
-    """True if the equation only says where arrays are, and returns them as they are."""
+    """True if the equation only states where arrays lie, and returns them unchanged."""
     return eqn.primitive.name in _PLACEMENTS
 
 
@@ -118,8 +120,8 @@ def is_remat(eqn: Any) -> bool:
 
 
 def inlined_body(eqn: Any) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
-    """The open jaxpr of a call that means nothing to sharding, with its constants and the positions
-    of the operands that it takes; None for any other equation.
+    """The open jaxpr of a call that does not matter to sharding, with its constants and the
+    positions of the operands that it takes; None for any other equation.
     """
     params = eqn.params
     if eqn.primitive.name == "custom_linear_solve":
@@ -131,8 +133,7 @@ def inlined_body(eqn: Any) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
         given = (*range(before, before + lengths.solve), *range(sum(lengths), len(eqn.invars)))
         return body, consts, given
     if eqn.primitive.name in _HIGH_LEVEL:
-        # Since 0.12 some functions of jax.numpy are traced as one equation, which knows what it is
-        # made of.
+        # Since 0.12, some functions of jax.numpy are traced as one equation, which can be expanded.
         structs = [_shape_struct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
         closed = jax.make_jaxpr(lambda *arrays: list(eqn.primitive.to_lojax(*arrays, **params)))(
             *structs
@@ -151,10 +152,11 @@ def inlined_body(eqn: Any) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
 
 
 def _traced(primitive: Any) -> Callable[..., Any] | None:
-    """The implementation in JAX that the primitive is lowered by tracing, if it is.
+    """The JAX implementation by whose tracing a primitive is lowered; None for other primitives.
 
-    So are Equinox's, those that other libraries make with its `create_vprim` (their batched form
-    too), and sparse arrays'. Any other primitive may be lowered to anything, and stays closed.
+    Such primitives are those of Equinox, those that other libraries make with its `create_vprim`
+    (also in batched form), and those of sparse arrays. Any other primitive may be lowered to
+    anything, and is not opened.
     """
     implementation: Callable[..., Any] = primitive.impl
     if primitive.name == "bcoo_dot_general":
@@ -177,7 +179,7 @@ def _traced(primitive: Any) -> Callable[..., Any] | None:
 def _implementation(
     eqn: Any, traced: Callable[..., Any]
 ) -> tuple[Any, Sequence[Any], Sequence[int]] | None:
-    """Trace of a primitive's implementation; None if that needs the values of its operands."""
+    """Trace of a primitive's implementation; None if it needs the values of its operands."""
 
     def run(*arrays: Any) -> Sequence[Any]:
         out = traced(*arrays, **eqn.params)
@@ -208,8 +210,9 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def loop_like(eqn: Any, num_carry: int) -> Any:
-    """A scan equation of another one's length, direction, names and user's line that has no
-    constants and carries so many values. Its body and slices stand for any: a call has its own.
+    """A scan equation with the length, direction, names and user's line of another, without
+    constants and with `num_carry` carried values. Its body and slices are only placeholders: a
+    `Call` has its own blocks.
     """
     params = eqn.params
 
@@ -241,7 +244,7 @@ def holds_jaxpr(value: Any) -> bool:
 
 
 def is_literal(atom: Any) -> bool:
-    """True if an operand of an equation is written into it."""
+    """True if an operand of an equation is a constant written into it."""
     return isinstance(atom, jex.Literal)
 
 
@@ -261,13 +264,13 @@ def shape_dtype(aval: Any) -> tuple[tuple[int, ...], str, int]:
 
 
 class NameStacks:
-    """Name stacks by their text, made once each."""
+    """Name stacks by their text, each made once."""
 
     def __init__(self) -> None:
         self._known: dict[str, Any] = {}
 
     def get(self, scope: str) -> Any:
-        """The name stack of a scope, under the names that stand around the replay now."""
+        """The name stack of a scope, inside the names that surround the replay."""
         known = self._known.get(scope)
         if known is None:
             around = source_info_util.current_name_stack()
@@ -285,10 +288,10 @@ def named_as(eqn: Any) -> Any:
 def bind(eqn: Any, operands: Sequence[Any], name_stack: Any = None) -> list[Any]:
     """Run one equation on other operands, under the context and the user's line it was traced with.
 
-    `name_stack` replaces its names, which JAX knows from the innermost call inwards only.
+    `name_stack` replaces its names, which JAX records only from the innermost call inwards.
     """
     bound = eqn.primitive.get_bind_params(eqn.params)
-    # Since 0.10 the parameters alone; earlier releases returned (functions, parameters).
+    # Since 0.10 only the parameters; earlier releases returned (functions, parameters).
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
     info = eqn.source_info
     if name_stack is None:
@@ -299,17 +302,17 @@ def bind(eqn: Any, operands: Sequence[Any], name_stack: Any = None) -> list[Any]
 
 
 def attention_on_piece(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Run cuDNN's attention on one device's arrays, past JAX's own partitioner.
+    """Run cuDNN's attention on one device's arrays, bypassing JAX's own partitioner of it.
 
-    That asks for the devices while a program is lowered, which a program for absent ones cannot
-    give. The kernel itself is marked as if it did so too.
+    The partitioner asks for the devices while a program is lowered, and a program for absent
+    devices has none. The kernel itself is marked as if it asked, too, so the mark is removed.
     """
     from jax._src import dispatch
 
     kernel = getattr(
         sys.modules[_CUDNN_MODULE], f"_{eqn.primitive.name.removesuffix('_wrapper')}_p"
     )
-    # A table of JAX's own: the mark stays off for the rest of the process.
+    # The table belongs to JAX: the mark is gone for the rest of the process.
     dispatch.prim_requires_devices_during_lowering.discard(kernel)
     return list(eqn.primitive.impl(*operands, **eqn.params))
 
@@ -319,7 +322,8 @@ def bind_remat(eqn: Any, body: Callable[..., Sequence[Any]], operands: Sequence[
     optimization barriers.
     """
     closed = jax.make_jaxpr(body)(*operands)
-    # A remat equation takes an open jaxpr: what the new body captured becomes leading operands.
+    # A remat equation takes an open jaxpr: constants that the new body captured become its first
+    # operands.
     jaxpr = closed.jaxpr
     if closed.consts:
         opened = jex.Jaxpr(
@@ -337,10 +341,11 @@ def bind_remat(eqn: Any, body: Callable[..., Sequence[Any]], operands: Sequence[
 
 @functools.cache
 def host_device() -> Any:
-    """A CPU of its own, which exists beside those of JAX: no backend is started, and no accelerator
-    looked for.
+    """A CPU device of a separate client, beside JAX's own devices: no backend is started, and no
+    accelerator looked for.
 
-    Not public: JAX starts all its backends when the first device is asked for.
+    Uses a private API: by public ones, JAX starts all its backends when the first device is asked
+    for.
     """
     from jaxlib import xla_client
 

@@ -1,10 +1,9 @@
-"""Kernels written in Pallas, as their equations describe them: which dims of which arrays each dim
-of the grid walks along.
+"""Pallas kernels, as their equations describe them: the dim of each array along which each dim of
+the grid walks.
 
-A kernel runs once for each point of its grid, on a block of each array. Where a dim of the grid
-only chooses blocks, all along one dim of every result, runs that differ in it know nothing of one
-another, and a piece of the arrays needs a piece of the grid. The parameters are as in JAX 0.10 to
-0.12.
+A kernel runs once for each point of its grid, on a block of each array. If a dim of the grid only
+chooses blocks, along one dim of every result, then runs that differ in it are independent, and a
+piece of the arrays needs only a piece of the grid. The parameters are as in JAX 0.10 to 0.12.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from ._traits import Moves
 
 KERNEL = "pallas_call"
 _TRANSCENDENTAL_FLOPS = 1.0
-# Where the kernel is, and what it loads and stores.
+# Operators that locate the kernel in its grid, or load and store.
 _NO_ARITHMETIC = frozenset("get masked_load masked_swap program_id num_programs swap".split())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Walked:
-    """Blocks along one dim of an array: `grid_dim` (-1 for none that may be cut) times `block`
-    elements.
+    """Blocks along one dim of an array, of `block` elements each, chosen by dim `grid_dim` of the
+    grid (-1 if none may be cut).
     """
 
     grid_dim: int
@@ -39,11 +38,12 @@ class Kernel:
     """A kernel as a planner sees it.
 
     Attributes:
-        grid: points along each dim.
-        operands, results: for each array, how each of its dims is walked along.
+        grid: number of points along each dim.
+        operands, results: for each array, how the grid walks along each of its dims.
         flops: of all runs together, from the author's estimate if there is one, else from the
             kernel's operators.
-        accessed_bytes: read and written by all runs, by the author's estimate; 0 without one.
+        accessed_bytes: bytes read and written by all runs, from the author's estimate; 0 without
+            one.
     """
 
     grid: tuple[int, ...]
@@ -64,7 +64,7 @@ def kernel_of(params: Mapping[str, Any]) -> Kernel:
         tuple(w if w.grid_dim in free else Walked(grid_dim=-1, block=1) for w in walks)
         for walks in blocks
     ]
-    # Operands that only choose blocks come first, and have no blocks themselves.
+    # Operands that only choose blocks (scalar prefetch) come first, and have no blocks themselves.
     chosen = [() for _ in range(mapping.num_index_operands)]
     flops, accessed_bytes = _price(params, grid)
     return Kernel(
@@ -77,7 +77,7 @@ def kernel_of(params: Mapping[str, Any]) -> Kernel:
 
 
 def kernel_on_pieces(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
-    """The equation on pieces of its operands with these shapes; None where the kernel cannot be cut
+    """The equation for pieces of its operands, with these shapes; None if the kernel cannot be cut
     like that.
     """
     params = eqn.params
@@ -131,8 +131,8 @@ def kernel_on_pieces(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
 
 
 def _walks(block: Any, grid: Sequence[int]) -> tuple[Walked, ...]:
-    """Walk along each dim of one array: the dim of the grid that gives the number of a block as it
-    is.
+    """How the grid walks along each dim of one array: by the dim of the grid whose position is used
+    unchanged as the number of the block.
     """
     body, _ = compat.open_body(block.index_map_jaxpr)
     places = {var: g for g, var in enumerate(body.invars[: len(grid)])}
@@ -167,9 +167,9 @@ def _independent(
     has_memory = bool(mapping.scratch_avals)
     independent = set()
     for g in range(len(grid)):
-        # What is kept between runs is undefined in the first one. If the kernel cannot tell the
-        # first one along this dim, nor along those outside of it, from the others, it does not rely
-        # on what was kept.
+        # Scratch memory is undefined in the first run. If the kernel cannot tell the first run
+        # along this dim, or along the dims outside of it, from others, it does not rely on what
+        # earlier runs left there.
         hidden = asked.isdisjoint(range(g + 1) if has_memory else (g,))
         named = all(sum(w.grid_dim == g for w in walks) <= 1 for walks in blocks)
         everywhere = all(any(w.grid_dim == g for w in walks) for walks in results)
@@ -188,7 +188,7 @@ def _independent(
 
 
 def _uses(block: Any, grid_dim: int, walks: Sequence[Walked]) -> bool:
-    """True if a dim of the grid chooses blocks other than by being the number of a block."""
+    """True if a dim of the grid chooses blocks in another way than as the number of a block."""
     body, _ = compat.open_body(block.index_map_jaxpr)
     var = body.invars[grid_dim]
     if any(var is atom for eqn in body.eqns for atom in eqn.invars):
@@ -202,7 +202,7 @@ def _uses(block: Any, grid_dim: int, walks: Sequence[Walked]) -> bool:
 def _asked(params: Mapping[str, Any], grid: Sequence[int]) -> frozenset[int]:
     """The dims of the grid whose position or size the kernel asks for."""
     body, _ = compat.open_body(params["jaxpr"])
-    # A kernel counts without the dims that a `vmap` has added.
+    # A kernel numbers the dims of its grid without those that `vmap` has added.
     added = set(params["grid_mapping"].vmapped_dims)
     grid_dims = [g for g in range(len(grid)) if g not in added]
     asked: set[int] = set()
@@ -212,7 +212,7 @@ def _asked(params: Mapping[str, Any], grid: Sequence[int]) -> frozenset[int]:
         elif any(
             word in eqn.primitive.name for word in ("semaphore", "dma", "callback", "print", "prng")
         ):
-            # Runs that wait for one another, or that happen in order.
+            # Runs may wait for one another or must happen in order, so no dim can be cut.
             return frozenset(range(len(grid)))
     return frozenset(asked)
 
@@ -227,8 +227,8 @@ def _price(params: Mapping[str, Any], grid: Sequence[int]) -> tuple[float, float
 
 
 def _equations(body: Any, times: float = 1.0) -> Iterator[tuple[Any, float]]:
-    """The operators of a kernel, those in its loops too, and how often each runs (once, in a loop
-    of unknown length).
+    """The operators of a kernel, also inside its loops, and how often each runs (a loop of unknown
+    length counts as one turn).
     """
     for eqn in body.eqns:
         yield eqn, times
@@ -241,7 +241,7 @@ def _equations(body: Any, times: float = 1.0) -> Iterator[tuple[Any, float]]:
 
 def _flops(eqn: Any) -> float:
     """Floating-point operations of one operator: two for each term of a product, else one for each
-    element.
+    element of its largest array.
     """
     traits = traits_of(eqn.primitive.name)
     free = eqn.primitive.name in _NO_ARITHMETIC or traits.numbers_rows

@@ -26,11 +26,11 @@ from ._types import Call, Graph, Phase, Role
 
 # A layer that weighs less than this share of an average one joins its neighbour.
 _SMALL = 0.1
-# No cut where so many times more bytes cross than at the narrowest place.
+# No cut where more than this many times the bytes of the narrowest place cross.
 _WIDE = 8.0
-# Places where hardly more bytes cross are as good as the narrowest.
+# Places where at most this many times the fewest bytes cross count as equally narrow.
 _CLOSE = 1.01
-# Layers that begin at given places of the forward pass.
+# Prefix of the text of `named_places`: places of the forward pass at which layers begin.
 _PLACES = "places:"
 
 
@@ -40,10 +40,10 @@ class Layers:
 
     Attributes:
         items: all items of the step.
-        forward: positions in `items` of what is cut: forward and not shared.
+        forward: positions in `items` of those that are cut into layers: forward and not shared.
         starts: for each layer, where it begins in `forward`; the first is 0.
-        names: of the layers, from the parameters that they use first.
-        boundary_bytes: bytes that cross behind each layer; 0 behind the last.
+        names: of the layers, by the parameters that they use first.
+        boundary_bytes: bytes that cross the cut after each layer; 0 after the last.
         costs: rough weight of each layer's forward pass; see `Item.cost`.
     """
 
@@ -67,8 +67,8 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
             which begins a layer; the text that `named_places` gives; or None for every good place.
 
     Raises:
-        InputError: the pattern matches no parameter, there are not so many places to cut, or places
-            are none of the step's.
+        InputError: the pattern matches no parameter, there are too few places to cut, or the text
+            names places that the step does not have.
     """
     items = items_of(graph)
     forward = tuple(
@@ -98,7 +98,7 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
 
 
 def named_places(layers: Layers) -> str:
-    """Text that tells `cut_layers` to begin layers where these do."""
+    """Text that makes `cut_layers` begin layers at the same places as these."""
     return _PLACES + ",".join(map(str, layers.starts[1:]))
 
 
@@ -126,7 +126,7 @@ def cut_between(graph: Graph, operators: Sequence[tuple[int, int]]) -> Layers:
                 " one loop over layers or one rematerialised region. Write the layers out instead"
                 " of scanning over them."
             )
-        # Of equally narrow places the last, where the next layer's own operators begin.
+        # Among equally narrow places the last, where the next layer's own operators begin.
         starts.append(max(places, key=lambda place: (-crossing[place], place)))
     ends = [*starts[1:], len(forward)]
     return Layers(
@@ -140,7 +140,7 @@ def cut_between(graph: Graph, operators: Sequence[tuple[int, int]]) -> Layers:
 
 
 def narrowest_bytes(graph: Graph, operators: Sequence[tuple[int, int]]) -> list[float]:
-    """The fewest bytes that cross at a place between the two operators of each pair; 0 where there
+    """For each pair of operators, the fewest bytes that cross at any place between them; 0 if there
     is no place.
     """
     items = items_of(graph)
@@ -163,7 +163,7 @@ def _spans(
 
 
 def range_layers(graph: Graph) -> Layers:
-    """The ranges of layers of a step whose scans are cut (`split_scans`), one layer each.
+    """Layers of a step whose scans are cut (`split_scans`): one for each range.
 
     Raises:
         InputError: scans over several stacks of layers were cut at once.
@@ -209,8 +209,8 @@ def range_layers(graph: Graph) -> Layers:
 
 
 def cut_alike(layers: Layers, graph: Graph) -> Layers:
-    """The layers of the same step at another size of its batch; their weights stay as they are."""
-    # Items hold the calls of their graph, but only indices of operators.
+    """The same layers of the same step at another size of its batch, with unchanged weights."""
+    # Items hold operators by index, which stays valid, but calls as objects of their own graph.
     items = tuple(
         replace(item, op_or_call=other) if isinstance(other, Call) else item
         for item, other in zip(layers.items, graph.body.items, strict=True)
@@ -238,7 +238,7 @@ def _at_places(graph: Graph, text: str, end: int) -> list[int]:
 
 
 def _behind(crossing: NDArray[np.float64], ends: Sequence[int]) -> tuple[float, ...]:
-    """Bytes that cross where layers end; none behind the last."""
+    """Bytes that cross where layers end; 0 after the last."""
     return tuple(float(crossing[e]) if e < len(crossing) - 1 else 0.0 for e in ends)
 
 
@@ -252,8 +252,8 @@ def _weights(
 def crossing_bytes(
     graph: Graph, items: Sequence[Item], forward: Sequence[int]
 ) -> NDArray[np.float64]:
-    """For each place between two forward items, and both ends, the bytes made before it and used in
-    the forward after it.
+    """For each place between two forward items, and both ends, the bytes of values that are made
+    before it and read in the forward pass after it.
     """
     made_at: dict[int, int] = {}
     change = np.zeros(len(forward) + 2)
@@ -311,7 +311,7 @@ def _places(
     places = sorted(place for place in cuts if 0 < place < len(forward))
     # Next to the loss only scalars cross, which would make all other places look wide.
     work = np.cumsum([0.0, *(items[k].cost for k in forward)])
-    # A forward pass that costs nothing has no places to measure by.
+    # Without any cost there is no share of the work: this only avoids a division by zero.
     done = work / (work[-1] or 1.0)
     inner = [crossing[place] for place in places if _SMALL / 2 < done[place] < 1 - _SMALL / 2]
     return [place for place in places if crossing[place] <= _WIDE * min(inner, default=0.0)]
@@ -323,12 +323,12 @@ def _places_in_run(
     crossing: NDArray[np.float64],
     users: Sequence[Sequence[str]],
 ) -> list[int]:
-    """The same place in every copy: where least crosses, then where parameters of one number stay
-    together.
+    """The same place in every copy of a run: where the fewest bytes cross and, among equally narrow
+    places, where parameters with one number stay together.
     """
     rated: list[tuple[float, int, list[int]]] = []
     for offset in range(run.period):
-        # At offset 0 the end of the last copy is a place too.
+        # At offset 0, the end of the last copy is a place, too.
         ops = [run.start + offset + k * run.period for k in range(run.count + (offset == 0))]
         places = [place_of[k] for k in ops if k in place_of]
         if len(places) < run.count:
@@ -340,15 +340,15 @@ def _places_in_run(
             for a, b in zip(places, ends, strict=True)
         )
         rated.append((float(inner.max()), mixed, places))
-    # A scalar more that crosses (an auxiliary loss) is no reason to cut through a layer.
+    # One more scalar that crosses (an auxiliary loss) is no reason to cut through a layer.
     least = min((entry[0] for entry in rated), default=0.0)
     close = [entry for entry in rated if entry[0] <= _CLOSE * least]
     return min(close, key=lambda entry: (entry[1], entry[0]))[2] if close else []
 
 
 def _places_between_scans(items: Sequence[Item], forward: Sequence[int]) -> list[int]:
-    """Before every scan that reads what another one has made: between ranges of one scan over
-    layers.
+    """Places before every scan that reads results of an earlier scan: these lie between the ranges
+    of one scan over layers.
     """
     places = []
     made_before: set[int] = set()
@@ -361,15 +361,15 @@ def _places_between_scans(items: Sequence[Item], forward: Sequence[int]) -> list
     return places
 
 
-# Every place of a layer is looked at, and most see the same paths.
+# Cached, because every place of a layer is rated, and most see the same paths.
 @functools.lru_cache(maxsize=1 << 14)
 def _numbers(path: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\d+", path))
 
 
 def _is_narrow(crossing: NDArray[np.float64], place: int) -> bool:
-    """True if the bytes that cross are fewer than on both sides, ignoring places with the same
-    number of them.
+    """True if fewer bytes cross than on both sides; of neighbouring places with equally many bytes,
+    only the first.
     """
     here = crossing[place]
     before, after = place - 1, place + 1
@@ -385,8 +385,8 @@ def _is_narrow(crossing: NDArray[np.float64], place: int) -> bool:
 def _merge_small(
     starts: Sequence[int], costs: NDArray[np.float64], crossing: NDArray[np.float64]
 ) -> list[int]:
-    """Leave out cuts beside layers with hardly any work; of a layer's two cuts, that where more
-    bytes cross.
+    """Merge layers that have hardly any work with a neighbour, by removing that of their two cuts
+    where more bytes cross.
     """
     kept = list(starts)
     total = np.concatenate(([0.0], np.cumsum(costs)))
@@ -408,8 +408,8 @@ def _choose(
     crossing: NDArray[np.float64],
     name: str,
 ) -> list[int]:
-    """Choose cuts for `count` layers among finer ones, so that the squares of their weights plus
-    the bytes that cross are least.
+    """Choose cuts for `count` layers among finer ones, such that the sum of the squares of their
+    weights plus the bytes that cross is minimal.
 
     The dynamic program of "Alpa" (Zheng et al., OSDI 2022), section 6, with a sum of squares in
     place of its bound on the heaviest layer, which needs a tolerance.
@@ -422,7 +422,7 @@ def _choose(
         )
     bounds = [*starts, len(costs)]
     total = np.concatenate(([0.0], np.cumsum(costs)))[bounds]
-    # In terms of an average layer, and bytes of the widest place: neither drowns the other.
+    # Weights relative to an average layer, bytes to the widest place: neither drowns the other.
     weight = total / max(total[-1], 1e-30) * count
     bytes_at = np.array([crossing[s] for s in starts]) / max(1.0, float(crossing.max()))
     size = len(starts)
@@ -450,11 +450,11 @@ def _choose(
 def _by_pattern(
     graph: Graph, pattern: str, users: Sequence[Sequence[str]], crossing: NDArray[np.float64]
 ) -> list[int]:
-    """A layer begins with the first use of each match's parameters, where least crosses since the
-    last use of others.
+    """Starts of layers, one for each match of a pattern: where the fewest bytes cross between the
+    last use of other parameters and the first use of the match's own.
     """
     paths = [i.path for i in graph.inputs if i.role is Role.PARAMETER]
-    # To fnmatch brackets mean a set of characters; here they are part of a path.
+    # In fnmatch, brackets mean a set of characters; here they are part of a path.
     glob = fnmatch.translate(
         pattern.replace("[*]", "\0").replace("[", "[[]").replace("\0", "[[]*]")
     ).removesuffix(r"\Z")

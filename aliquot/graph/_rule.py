@@ -1,7 +1,7 @@
-"""The one declaration of each primitive, and the table of all of them.
+"""Declarations of primitives: one for each, and the table of all.
 
-A rule names the *factors* of an operator: index spaces that its operands and results share. From
-these alone follow its strategies (which factor an axis may split), how a split propagates, and what
+A rule names the *factors* of an operator: index spaces that its operands and results share. They
+alone determine its strategies (which factor an axis may split), how a split propagates, and what
 must be communicated.
 """
 
@@ -50,10 +50,10 @@ class DimRule:
             split (products, convolutions, gathers, scatters); other operators follow the arrays
             around them.
         flops_per_point: floating-point operations for each point of the factor space.
-        accessed_bytes: what the whole operator reads and writes, where that is more than its
+        accessed_bytes: bytes that the whole operator reads and writes, if these are more than its
             operands and results: a kernel may read the same block many times.
-        summed: results that are sums over the factors that they lack, although other results have
-            them. They are summed over devices at once.
+        summed: positions of results that are sums over factors that they lack and other results
+            have. They are summed over devices at once.
         reduced: the factors that the operator sums (or otherwise reduces) away.
     """
 
@@ -99,7 +99,7 @@ class DimRule:
     @property
     def flops(self) -> float:
         """Floating-point operations of the whole operator."""
-        # An operand of no elements stands for one that is not given.
+        # Factors of size 0 are skipped: an operand without elements stands for one not given.
         return self.flops_per_point * math.prod(size for size in self.sizes.values() if size)
 
 
@@ -120,10 +120,10 @@ def rule(
     flops_per_point: float = 0.0,
     sizes: Mapping[str, int] | None = None,
 ) -> DimRule:
-    """A `DimRule` from letters, as in einsum: `"ab,bc->ac"`. Merged dims stand in parentheses:
+    """A `DimRule` from letters, as in einsum: `"ab,bc->ac"`. Merged dims are in parentheses:
     `"abc->(ab)c"`.
 
-    Sizes are read from the shapes of operands and results; factors that stand only in merged dims
+    Sizes are read from the shapes of operands and results; factors that occur only in merged dims
     need `sizes`.
 
     >>> from types import SimpleNamespace as A
@@ -174,12 +174,12 @@ DimRuleFn: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """Everything that is said about one primitive.
+    """Everything that is declared about one primitive.
 
     Attributes:
         rule: how its operators may be split.
-        traits: what holds of all of them.
-        replaceable: whether a later declaration may take this one's place.
+        traits: properties of all of its operators.
+        replaceable: whether a later declaration may replace this one.
     """
 
     rule: DimRuleFn
@@ -193,15 +193,14 @@ _declarations: dict[str, Declaration] = {}
 def register_dim_rule(
     *primitives: Any, traits: Traits = NO_TRAITS, replaceable: bool = False
 ) -> Callable[[DimRuleFn], DimRuleFn]:
-    """Declare how primitives may be split, and what else is true of them. Each is a JAX primitive
-    or its name.
+    """Declare how primitives may be split, and their traits. Each is a JAX primitive or its name.
 
     The function is called as `fn(operands, result_shapes, params)` and returns a `DimRule` (see
     `rule` for the short form).
 
     Args:
         traits: see `Traits`.
-        replaceable: whether a later rule may take its place, as for the kernels of which only their
+        replaceable: whether a later rule may replace this one, as for kernels of which only the
             author knows more.
 
     Raises:
@@ -228,13 +227,13 @@ def registered_primitives() -> frozenset[str]:
 
 
 def declared_rule(primitive: str) -> DimRuleFn | None:
-    """The rule function of a primitive by its name, if there is one."""
+    """The rule function of a primitive by its name; None if none is declared."""
     declaration = _declarations.get(primitive)
     return declaration.rule if declaration else None
 
 
 def traits_of(primitive: str) -> Traits:
-    """The traits of a primitive by its name; none of what has no declaration."""
+    """The traits of a primitive by its name; `NO_TRAITS` if none are declared."""
     declaration = _declarations.get(primitive)
     return declaration.traits if declaration else NO_TRAITS
 

@@ -3,17 +3,17 @@ once for each class.
 
 Three steps:
 
-1. Each operator gets a key: what it is, not where it stands. A product with a parameter also
-   carries the parameter's path with its numbers wildcarded, so that equal-shaped projections of one
-   layer stay apart.
-2. Forward and backward operators: runs of equal periods in the sequence of keys (layers) are found
-   by comparing the sequence with itself shifted, longest cover first.
-3. Update and prologue operators, which optimizers list operator by operator over all leaves: hashed
-   by key and the classes of their inputs, then once more in reverse by the classes of their users.
+1. Each operator gets a key, which says what it is, not where it stands. The key of a product with a
+   parameter includes the parameter's path with wildcards for numbers, so that projections of equal
+   shape in one layer have different keys.
+2. Among forward and backward operators, runs of equal periods (layers) are found by comparing the
+   sequence of keys with itself shifted; those that cover most come first.
+3. Update and prologue operators, which optimizers repeat for every leaf, are hashed by their key
+   and the classes of their inputs, then once more in reverse by the classes of their users.
 
 Classes form a quotient graph. An operand of a class may come from several classes (the embedding
-for the first layer, the previous layer for the others); nothing that joins one copy to the next is
-lost.
+for the first layer, the previous layer for the others), so the edges from one copy to the next are
+kept.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Folding:
 
 
 def fold(graph: Graph, *, repeats: bool = True) -> Folding:
-    """Classes of a graph; with `repeats=False` every operator and value is a class of its own."""
+    """Classes of a graph; with `repeats=False`, every operator and value has its own class."""
     if not repeats:
         ops, values = range(len(graph.ops)), range(len(graph.values))
         return Folding(
@@ -87,10 +87,10 @@ def fold(graph: Graph, *, repeats: bool = True) -> Folding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Repeats:
-    """Repeated runs of a graph, before its update is looked at more closely.
+    """Repeated runs of a graph, before the classes of its update are refined by their users.
 
     Attributes:
-        op_class: class of each operator; those of the update may be too few.
+        op_class: class of each operator; those of the update may be too coarse.
         runs: as in `Folding`.
         origin: for each value that comes from one input alone the wildcarded path of that input.
     """
@@ -100,12 +100,10 @@ class Repeats:
     origin: tuple[str | None, ...]
 
 
-# Layers are cut and compared one after the other, by the classes of one graph.
+# Cached, because layers are cut and compared one after the other with the classes of one graph.
 @functools.lru_cache(maxsize=1)
 def find_repeats(graph: Graph) -> Repeats:
-    """Repeats and classes of forward and backward operators: the part of `fold` that takes less
-    time.
-    """
+    """Repeats, and classes of forward and backward operators: the cheaper part of `fold`."""
     origin = _origins(graph)
     keys = _keys(graph, origin)
     runs = _find_runs(graph, keys)
@@ -163,8 +161,8 @@ def _keys(graph: Graph, origin: Sequence[str | None]) -> Ints:
 
 
 class _ParamKeys:
-    """Numbers for the parameters of primitives. Bodies are compared by their text, once for each
-    object.
+    """Numbers for the parameters of primitives, equal for equal parameters. Bodies are compared by
+    their text, which is formatted once for each object.
     """
 
     def __init__(self) -> None:
@@ -193,7 +191,7 @@ class _ParamKeys:
 
 
 def _find_runs(graph: Graph, keys: Ints) -> list[Run]:
-    """Repeats among the forward and backward operators, longest cover first, without overlap."""
+    """Repeats among forward and backward operators, without overlap; the longest cover first."""
     in_update = np.array([op.phase is Phase.UPDATE for op in graph.ops])
     heavy = np.array([traits_of(op.name).multiplies for op in graph.ops])
     # Operators of the update never match their shifted selves.
@@ -219,7 +217,7 @@ def _best_run(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int) -> Run 
         same = keys[low : high - period] == keys[low + period : high]
         edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
         for start, end in zip(edges[::2], edges[1::2], strict=True):
-            # Each copy but the last equals the one behind it.
+            # Each copy but the last equals the next one.
             count = 1 + (end - start) // period
             if count < 2 or not heavy[low + start : low + start + period].any():
                 continue
@@ -242,7 +240,7 @@ def _candidate_periods(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int
     sorted_keys, sorted_where = keys[where][order], where[order]
     equal = sorted_keys[1:] == sorted_keys[:-1]
     distances, counts = np.unique((sorted_where[1:] - sorted_where[:-1])[equal], return_counts=True)
-    # Each of these costs a walk over all operators.
+    # Limited, because trying a period takes a pass over all operators.
     return [int(d) for d in distances[np.argsort(-counts, kind="stable")][:64]]
 
 
@@ -279,8 +277,8 @@ def _only_scalars(graph: Graph, op: Op) -> bool:
 
 
 def _refined_by_users(graph: Graph, classes: Ints) -> Ints:
-    """Split classes of update operators whose users differ: moments of unlike parameters differ
-    only by the parameters that they update.
+    """Split classes of update operators whose users differ: operators on the moments of different
+    parameters may differ only in the parameters that they update.
     """
     # Only update operators are refined by their users.
     users: dict[int, set[Any]] = {
@@ -307,8 +305,8 @@ def _refined_by_users(graph: Graph, classes: Ints) -> Ints:
 
 
 def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) -> Ints:
-    """Values by the class and place of their producer; inputs by kind and by the classes that read
-    them.
+    """Class of each value: of a result by its producer's class and its position, of an input by its
+    kind and the classes that read it.
     """
     intern = _Interner()
     result = [-1] * len(graph.values)
@@ -329,8 +327,8 @@ def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) ->
         return graph.values[v].shape, graph.values[v].dtype, origin[v]
 
     for v, read in readers.items():
-        # Inputs that are no state, such as a batch, stay classes of their own: nothing shows that
-        # two are alike.
+        # Inputs that are no state, such as a batch, each have their own class: nothing shows that
+        # two of them are alike.
         result[v] = intern(("input", kind(v) if origin[v] else v, frozenset(read)))
     return np.array(result, np.int64)
 

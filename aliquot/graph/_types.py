@@ -1,8 +1,8 @@
 """The captured training step as plain data: values, operators, and the blocks that contain them.
 
 `Graph.ops` is the flat view that rules and planners read: the operators inside scan, while, cond
-and remat bodies are listed in line, and small *link* operators say how a body's values meet the
-outer ones. `Graph.body` is the nested view of the same operators that the runtime replays.
+and remat bodies are listed in line, and *link* operators say how a body's values are related to
+outer ones. `Graph.body` is the nested view of the same operators, which the runtime replays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ValueId = NewType("ValueId", int)
 """Position of an array in `Graph.values`."""
 
 NO_VALUE = ValueId(-1)
-"""Stands where there is no value: for a result that nothing names."""
+"""In place of a value: a result that has no name because nothing reads it."""
 
 OpId = NewType("OpId", int)
 """Position of an operator in `Graph.ops`."""
@@ -93,8 +93,8 @@ class Op:
         trips: how often it runs in a step (product of the lengths of the scans around it).
         eqn: JAX's equation, from which it is run again; None for links.
         region: innermost remat region it stands in, 0 for none.
-        deferrable: in a stage of a pipeline: whether no other stage waits for what it makes; see
-            `deferrable_items`.
+        deferrable: in a stage of a pipeline: whether it can be deferred to the update, because no
+            other stage needs its results before; see `deferrable_items`.
     """
 
     index: OpId
@@ -111,7 +111,7 @@ class Op:
 
     @property
     def is_link(self) -> bool:
-        """True if it only ties a body's values to outer ones and computes nothing."""
+        """True if the operator computes nothing and only relates a body's values to outer ones."""
         return self.eqn is None
 
 
@@ -151,7 +151,7 @@ class Input:
     """An array that the step takes.
 
     Attributes:
-        path: where it stands in the arguments, such as `state.params.layers[3].attn.q`.
+        path: its place in the arguments, such as `state.params.layers[3].attn.q`.
         value: index of its value.
         role: see `Role`.
         output: position in `Graph.outputs` of its successor (the new parameter of a parameter), or
@@ -208,12 +208,12 @@ class Graph:
         name: name of the user's function.
         values: all arrays, by index.
         ops: all operators in program order, bodies in line.
-        body: the same as nested blocks.
+        body: the same operators as nested blocks.
         inputs: arrays that the caller passes, in the order of the flat call.
         constants: arrays that the step's closure holds, by value index.
         outputs: arrays that it returns, in flat order.
-        calling: how arguments become `inputs` and `outputs` become the user's result; of a split
-            graph those of the original.
+        calling: the calling convention: how arguments become `inputs`, and `outputs` the user's
+            result. A split graph has that of the original.
         split: how it was made from another graph, if it was.
     """
 
