@@ -1,8 +1,8 @@
-"""The part of each stage's backward pass that no other stage waits for: chiefly gradients of
+"""The part of each stage's backward pass for which no other stage waits: mainly gradients of
 weights.
 
-Zero-bubble schedules defer it and fill idle time with it. The runtime cuts backward programs here,
-and planners price the same two halves.
+Zero-bubble schedules defer it into idle time. The runtime splits backward programs as determined
+here, and planners price the same two halves.
 
 Reference: P. Qi, X. Wan, G. Huang, M. Lin, "Zero Bubble Pipeline Parallelism", 2023.
 """
@@ -26,8 +26,8 @@ class Deferrable:
     """Backward items that stages can defer to the update, by position.
 
     Attributes:
-        items: items that nothing needs before the update.
-        halves: loops and remat regions that can be deferred in part, each with the part that
+        items: items whose results nothing needs before the update.
+        halves: loops and remat regions of which a part can be deferred, each with the part that
             cannot.
     """
 
@@ -39,7 +39,8 @@ class Deferrable:
         half = self.halves.get(position)
         if half is None:
             return position in self.items
-        # A half lists the operators that it runs, and links run nothing: their results decide.
+        # `half.ops` has no links, because these run nothing; whether their results are needed
+        # decides.
         return half.values.isdisjoint(op.outputs) if op.is_link else op.index not in half.ops
 
 
@@ -47,14 +48,13 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[Stage
     """The backward items, and parts of loops and remat regions, whose results no other stage needs
     before the update, not even indirectly.
 
-    Sums of the gradients of a parameter that several stages use need nothing, as they are made in
-    the update.
+    If several stages use a parameter, the sum of its gradients does not count as such a need,
+    because it is computed in the update.
 
     Args:
-        graph: whose operators the items are.
+        graph: the graph that the items belong to.
         items: of a step, in program order.
-        stages: the stage of each item; `SHARED` for those that each stage computes where it needs
-            them.
+        stages: the stage of each item; `SHARED` for those that each stage computes for itself.
     """
     maker = {o: k for k, item in enumerate(items) for o in item.outputs}
     needed = _needed_elsewhere(graph, items, stages)
@@ -86,6 +86,7 @@ def _needed_elsewhere(
     """Values that the forward or backward pass of another stage than their own reads, directly or
     through shared items.
     """
+    # Sums that are computed in the update do not count as readers.
     sums = sums_for_the_update(graph, items)
     reading_stages: dict[ValueId, set[StageId]] = defaultdict(set)
     # In reverse, so that the stages that read a shared item's results are known.
@@ -99,7 +100,7 @@ def _needed_elsewhere(
             item_stages = {s for o in item.outputs for s in reading_stages.get(o, ())}
         for i in item.inputs:
             reading_stages[i] |= item_stages
-    # Each stage computes shared items for itself, so that nobody waits for those.
+    # Each stage computes shared items for itself, so no stage waits for them.
     own_stage = {
         o: stages[k] for k, item in enumerate(items) if stages[k] != SHARED for o in item.outputs
     }
@@ -107,7 +108,7 @@ def _needed_elsewhere(
 
 
 def passes_gradients_on(op: Op) -> bool:
-    """True if an operator adds gradients up or only rearranges one, as operators do between the
+    """True if an operator adds up gradients or only rearranges one, like the operators between the
     gradients of a parameter and their sum.
     """
     traits = traits_of(op.name)
@@ -116,8 +117,8 @@ def passes_gradients_on(op: Op) -> bool:
 
 
 def sums_for_the_update(graph: Graph, items: Sequence[Item]) -> frozenset[int]:
-    """Positions of the backward items that add gradients up, or pass them on, for the update
-    alone.
+    """Positions of the backward items that add up gradients, or pass them on, only for the
+    update.
     """
     sums: set[int] = set()
     # Values that the forward or backward pass reads.
@@ -146,8 +147,8 @@ def _add_reads(
     maker: dict[ValueId, int],
     needed: set[ValueId],
 ) -> None:
-    """Add to `needed` the values that an item reads, and those that shared items among their makers
-    read.
+    """Add to `needed` the values that an item reads and, if shared items make these, the values
+    that the shared items read.
     """
     pending = list(reads)
     while pending:

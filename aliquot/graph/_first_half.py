@@ -1,8 +1,8 @@
-"""The operators inside a loop over layers or a remat region of a backward pass that the gradients
-of its inputs need.
+"""The operators inside a loop over layers or a remat region of a backward pass that gradients of
+its inputs depend on.
 
-The others make gradients of weights, which no other stage waits for. Where there are products among
-them, a loop or region is run as two (`_halves`), and planners price their operators one by one as
+The others make gradients of weights, for which no other stage waits. If there are products among
+them, the loop or region is run as two (`_halves`), and planners price each of its operators as
 needed now or later.
 """
 
@@ -22,10 +22,10 @@ from ._types import Call, Graph, Operand, OpId, ValueId
 class FirstHalf:
     """The operators that a call must run for some of its results.
 
-    Value indices are unique over all bodies, so that one set serves every depth.
+    Value indices are unique over all bodies, so one set serves every depth.
 
     Attributes:
-        graph: that the call is part of.
+        graph: the graph that the call is part of.
         ops: operators that must run.
         values: values that are needed, in the call's bodies and around the call.
     """
@@ -39,12 +39,12 @@ class FirstHalf:
         return [k for k in ops_inside(item) if k not in self.ops]
 
     def any_products(self, ops: Iterable[OpId]) -> bool:
-        """True if a product is among operators."""
+        """True if any of the operators is a product."""
         return any(traits_of(self.graph.ops[k].name).multiplies for k in ops)
 
     def add(self, call: Call, results: Collection[ValueId]) -> None:
-        """Mark the operators behind some results of a call; the whole call if no product can
-        wait.
+        """Mark the operators that some results of a call depend on; the whole call if no product
+        can be deferred.
         """
         self.values.update(results)
         match call.kind:
@@ -54,7 +54,7 @@ class FirstHalf:
                 self._add_loop(call)
             case _:
                 self.add_whole(call)
-        # Cutting a call pays only where a product can wait.
+        # Cutting a call pays only if a product can be deferred.
         if not self.any_products(self.rest(call)):
             self.add_whole(call)
 
@@ -104,7 +104,7 @@ class FirstHalf:
         while len(self.values) != before:
             before = len(self.values)
             self._add_items(block.items)
-            # The turn before must make what a turn reads of it.
+            # The previous turn must make the carried values that this one reads.
             self._want(block.outputs[:num_carry], carried, self.values)
         self._want(call.outputs[:num_carry], carried, self.values)
         self._want(call.inputs[num_consts:], block.inputs[num_consts:], self.values)
@@ -112,7 +112,7 @@ class FirstHalf:
     def _want(
         self, sources: Sequence[Operand], targets: Sequence[Operand], wanted: Collection[ValueId]
     ) -> None:
-        """Mark the sources of those targets that are wanted."""
+        """Mark the sources of those targets that are in `wanted`."""
         for source, target in zip(sources, targets, strict=True):
             if (
                 isinstance(target, int)
@@ -124,10 +124,10 @@ class FirstHalf:
 
 
 def first_half(graph: Graph, call: Call, needed: Collection[ValueId]) -> FirstHalf | None:
-    """The part of a call that makes the results needed now; None if no product can wait.
+    """The part of a call that makes the results needed now; None if no product can be deferred.
 
-    Results that depend on no product that can wait, such as gradients of the scale of a norm, are
-    part of it: to defer them would keep more arrays.
+    It includes results that depend on no deferrable product, such as gradients of the scale of a
+    norm: to defer them, more arrays would have to be kept.
 
     Args:
         needed: results that other stages wait for.
@@ -139,13 +139,13 @@ def first_half(graph: Graph, call: Call, needed: Collection[ValueId]) -> FirstHa
     if not half.any_products(half.rest(call)):
         return None
     late = _made_by_products(graph, call, half)
-    # This may mark the last products that could wait, so that they are counted again.
+    # This may have marked the last deferrable products, so look for products again.
     half.add(call, {o for o in call.outputs if o >= 0 and o not in late})
     return half if half.any_products(half.rest(call)) else None
 
 
 def _made_by_products(graph: Graph, call: Call, half: FirstHalf) -> set[ValueId]:
-    """Values that depend on products that can wait."""
+    """Values that depend on products that can be deferred."""
     behind: set[ValueId] = set()
     _follow(graph, (call,), half, behind)
     return behind
@@ -171,7 +171,7 @@ def _follow(
         _pass(item.inputs, block.inputs, behind)
         before = -1
         while len(behind) != before:
-            # A dependence may pass through carries over several turns.
+            # A dependence may pass from turn to turn through carries: repeat until nothing is new.
             before = len(behind)
             _follow(graph, block.items, half, behind)
             if item.kind == "scan":

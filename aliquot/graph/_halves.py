@@ -1,10 +1,10 @@
-"""Loops over layers and remat regions of a backward pass in two halves: the first makes what other
-stages wait for, the second what only the update needs.
+"""Splitting of loops over layers and remat regions of a backward pass in two halves: the first
+makes what other stages wait for, the second what only the update needs.
 
-The first half hands cotangents at products, and their operands, to the second; what is cheap to
-make of these is recomputed. A loop stacks what it hands on, one row for each turn. Regions stay
-regions: opened up they would lose the barriers that keep the compiler from merging the
-recomputation with the original.
+The first half hands operands and cotangents of the deferred products to the second, which
+recomputes what is cheap to make from them. A loop stacks the values that it hands on, one row for
+each turn. Regions stay regions: inlined, they would lose the barriers that keep the compiler from
+merging the recomputation with the original.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Halves:
     """A call in two halves.
 
     Attributes:
-        first: makes the results that are needed now, and what it hands on.
-        second: makes the others.
-        handed: values that the second reads of the first.
-        values: of the graph, and stacks that are handed on.
+        first: makes the results that are needed now, and the values that it hands on.
+        second: makes the other results.
+        handed: values that the first half hands to the second.
+        values: those of the graph, and new ones for stacks that are handed on.
     """
 
     first: Call
@@ -40,9 +40,10 @@ def halve(graph: Graph, call: Call, half: FirstHalf, free: Collection[ValueId]) 
     """Cut a call in two halves.
 
     Args:
-        graph: that the call is part of; some of its values may be new.
-        half: what the first half runs.
-        free: values that the second half can read without keeping them, such as parameters.
+        graph: the graph that the call is part of; some of its values may be new.
+        half: the operators of the first half.
+        free: values that the second half can read although the first does not hand them on, such as
+            parameters.
     """
     builder = _Builder(graph, half)
     first, second, handed = builder.call(call, frozenset(free))
@@ -55,7 +56,7 @@ class _Builder:
         self.values = list(graph.values)
 
     def call(self, call: Call, free: frozenset[ValueId]) -> tuple[Call, Call, tuple[ValueId, ...]]:
-        """Both halves, and what the first hands on."""
+        """Both halves, and the values that the first hands to the second."""
         return self._region(call, free) if call.kind == "remat" else self._loop(call, free)
 
     def _region(
@@ -67,7 +68,8 @@ class _Builder:
         late = [(b, o) for b, o in named if o not in self._half.values]
         first, second, handed = self._items(block.items, [b for b, _ in late], free, frozenset())
         given = {o for _, o in results}
-        # A region shares the indices of the values around it: what it hands on keeps its own.
+        # A region shares the indices of the values around it, so values keep theirs when it hands
+        # them on.
         results += [(v, v) for v in handed if v not in given]
         return self._as_region(call, first, results), self._as_region(call, second, late), handed
 
@@ -100,13 +102,13 @@ class _Builder:
         )
         slices = list(zip(sliced, rows, strict=True))
         free = free | {row for whole, row in slices if isinstance(row, int) and whole in free}
-        # Values from outside the loop need no row for each turn.
+        # Values from outside the loop need not be stacked.
         free |= {i for i in reads_of(self._graph, call) if i not in sliced}
         late_ends = [b for b, _, is_now in stacks if not is_now] + [
             b for _, _, b, _, is_now in carries if not is_now
         ]
         turning = {c for _, c, _, _, is_now in carries if is_now and isinstance(c, int)}
-        # Carries of the second half's loop alone: nothing of them is handed on.
+        # Carries that only the second half's loop has are not handed on.
         late_carries = {c for _, c, _, _, is_now in carries if not is_now and isinstance(c, int)}
         first, second, handed = self._items(
             block.items, late_ends, frozenset(free | late_carries), frozenset(turning)
@@ -142,7 +144,7 @@ class _Builder:
         read = {i for item in items for i in reads_of(self._graph, item)} | {
             i for i in ends if isinstance(i, int)
         }
-        # Slices that this half does not read need not be kept for it.
+        # Slices that this half does not read are left out, so that they need not be kept for it.
         used = [(whole, row) for whole, row in slices if row in read]
         block = Block(
             inputs=(*(c for _, c, _, _ in carries), *(row for _, row in used)),
@@ -175,12 +177,12 @@ class _Builder:
         free: frozenset[ValueId],
         turning: frozenset[ValueId],
     ) -> tuple[list[OpId | Call], list[OpId | Call], tuple[ValueId, ...]]:
-        """Items of a body for both halves, and what the second reads of the first.
+        """Items of a body for both halves, and the values that the first hands to the second.
 
         Args:
-            late_ends: what the second half returns.
+            late_ends: results of the second half.
             free: see `halve`.
-            turning: what the first half's loop carries.
+            turning: values that the first half's loop carries.
         """
         first: list[OpId | Call] = []
         second: list[OpId | Call] = []
@@ -213,7 +215,7 @@ class _Builder:
             free=free,
             read_anyway={i for i in read if i not in made and i not in made_late},
         )
-        # Cheap items of the first half run in the second too, on what was kept.
+        # Cheap items of the first half run again in the second, on the values that were kept.
         again = items_between(now_items, wanted, kept)
         handed = tuple(sorted(kept & made))
         return first, [*(item.op_or_call for item in again), *second], handed

@@ -1,5 +1,5 @@
-"""Matching of a step's results to the arguments that they succeed: new parameters to parameters,
-and so on.
+"""Matching of a step's results to the arguments that they replace in the next step: new parameters
+to parameters, and so on.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def match_state(
 ) -> dict[int, int]:
     """Position of the successor among `outputs`, for each position in `inputs` that has one.
 
-    An argument is state when some part of the result has its structure, shapes and dtypes, and when
-    the dataflow agrees: gradients look like parameters, but no parameter is added to them outside
-    of the forward and backward pass. Arguments that are not matched whole are matched part by part,
-    under the same key. Names decide between several candidates, then order. Arrays of a batch that
-    a step returns beside its metrics, such as labels, are no state.
+    An argument is state if some part of the result has its structure, shapes and dtypes, and if the
+    dataflow agrees: gradients look like parameters, but no parameter is added to them outside of
+    the forward and backward pass. Arguments without a match as a whole are matched part by part,
+    under the same key. Among several candidates, names decide, then order. Arrays of a batch that a
+    step returns beside its metrics, such as labels, are no state.
     """
     groups: dict[Keys, list[int]] = {}
     for position, (keys, _) in enumerate(inputs):
@@ -58,8 +58,9 @@ def _returned_parts_of_batches(
     matched: dict[int, int],
     reach: Reach,
 ) -> set[int]:
-    """Inputs that were matched under a name, in arguments that look like batches: the state is in
-    another argument, the other arrays are not matched, and all begin with a dim of one size.
+    """Positions of matched inputs that are no state, because their argument looks like a batch:
+    another argument has matched arrays, too, some arrays of this one are unmatched, and all its
+    arrays have the same first dim.
     """
     arguments: dict[str, list[int]] = {}
     for position, (keys, _) in enumerate(inputs):
@@ -99,7 +100,7 @@ class _Matcher:
         self.matched: dict[int, int] = {}
         parts: dict[Keys, list[int]] = {}
         for position, (keys, _) in enumerate(outputs):
-            # Every part of the result may be a successor, and at depth 0 the whole of it.
+            # Every part of the result may be a successor; at depth 0, the part is all of it.
             for depth in range(min(_MAX_DEPTH, len(keys)) + 1):
                 parts.setdefault(keys[:depth], []).append(position)
         self._prefixes: dict[tuple[Any, ...], list[tuple[Keys, list[int]]]] = {}
@@ -110,7 +111,7 @@ class _Matcher:
             self._prefixes.setdefault(signature, []).append((prefix, positions))
 
     def assign(self, groups: dict[Keys, list[int]]) -> dict[Keys, list[int]]:
-        """Match what can be matched; returns the groups left over."""
+        """Match as many groups as possible; returns the unmatched ones."""
         direct = self._direct(groups)
         options: dict[Keys, list[tuple[Keys, list[int]]]] = {}
         for number, (prefix, positions) in enumerate(groups.items()):
@@ -145,8 +146,8 @@ class _Matcher:
         return array.shape, array.dtype
 
     def _direct(self, groups: dict[Keys, list[int]]) -> list[int]:
-        """For each value a mask of the groups that it depends on outside of the forward and
-        backward pass.
+        """For each value, a bit mask of the groups on which it depends through operators outside of
+        the forward and backward pass.
         """
         direct = [0] * len(self._values)
         for number, positions in enumerate(groups.values()):
@@ -188,7 +189,7 @@ class _Matcher:
         carried = any(direct[v] & bit for v in indices)
         if lone and len(self._inputs[positions[0]][0]) == len(prefix):
             return carried
-        # Gradients have the structure of parameters, but come from the backward pass alone.
+        # Gradients have the structure of parameters, but come only from the backward pass.
         return carried or not (indices and all(self._reach.backward[v] for v in indices))
 
 

@@ -1,9 +1,9 @@
 """Choice of the forward results to keep for the backward program; the others are recomputed.
 
-A backward program of its own cannot fuse with the forward pass: every value that it reads is an
-array in memory, one more to hand over, for each micro-batch in flight. Cheap values are recomputed
-from the smallest set of arrays that suffices: a minimum cut between what only products can make and
-what the backward program reads.
+A separate backward program cannot fuse with the forward pass: every value that it reads is an array
+in memory that is handed over and kept, for each micro-batch in flight. Cheap values are therefore
+recomputed from the smallest set of arrays that suffices, a minimum cut between results of products
+and the values that the backward program reads.
 
 Reference: the min-cut rematerialisation of functorch's AOTAutograd (Horace He, "Min-cut
 recomputation", 2022); here only for memory, as products are never repeated.
@@ -20,15 +20,15 @@ from ._dataflow import Item
 from ._rule import traits_of
 from ._types import Call, Graph, Value, ValueId
 
-# Handing an array over costs about as much as moving so many bytes.
+# Handing over one array costs about as much as moving this many bytes.
 _BYTES_PER_ARRAY = 4096
 _LARGEST = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Repeated:
-    """Recomputation in a backward program: the values that it keeps of the forward program, and the
-    items by which it recomputes the others.
+    """Recomputation in a backward program: the values of the forward program that are kept for it,
+    and the items by which it recomputes the others.
     """
 
     kept: frozenset[ValueId]
@@ -43,10 +43,10 @@ def find_repeated(
     free: Collection[ValueId],
     repeat: frozenset[int] | None = frozenset(),
 ) -> Repeated:
-    """Recomputation in a backward program, for the programs that run and for their prices.
+    """Recomputation in a backward program; used both for the programs that run and for prices.
 
     Args:
-        graph: whose operators the items are.
+        graph: the graph that the items belong to.
         forward: items of the forward program, in order.
         reads: values that the backward program reads.
         free, repeat: see `values_to_keep`.
@@ -60,7 +60,7 @@ def find_repeated(
         wanted,
         graph.values,
         free=free,
-        # Values that the backward program reads anyway cost nothing more.
+        # Values that the backward program reads anyway have no additional cost.
         read_anyway={value for value in reads if value not in made_forward},
         repeat=repeat,
     )
@@ -77,7 +77,8 @@ def values_to_keep(
     read_anyway: Collection[ValueId],
     repeat: frozenset[int] | None = frozenset(),
 ) -> frozenset[ValueId]:
-    """The values to keep from which all wanted ones can be recomputed, with the fewest bytes.
+    """The values to keep: the set with the fewest bytes from which all wanted values can be
+    recomputed.
 
     Args:
         items: of the forward program, in order.
@@ -85,11 +86,11 @@ def values_to_keep(
         wanted: values made by `items` that the backward program reads.
         values: of the graph, by index.
         free: values that both programs have: the step's inputs, and results of shared items.
-        read_anyway: values from elsewhere that the backward program reads whatever is decided.
-        repeat: operators that may be recomputed although they are costly; None: all. If there are
-            some, of equally small sets the one is taken that leaves least to recompute: it holds
-            the ends of layers and not the terms of their sums, so that layers are recomputed one by
-            one.
+        read_anyway: values from elsewhere that the backward program reads in any case.
+        repeat: operators that may be recomputed although they are costly; None: all. If any are
+            given, then among equally small sets the one that leaves the least to recompute is
+            taken. It holds the outputs of layers, not the terms of their sums, so that layers are
+            recomputed one by one.
     """
     costly = [
         repeat is not None
@@ -108,19 +109,22 @@ def values_to_keep(
         needed |= dict.fromkeys(new)
         waiting += new
     number = {v: n for n, v in enumerate(needed)}
-    # Nodes: two for each value, then source and sink.
+    # Nodes of the flow network: two for each value, joined by an edge with the cost of keeping it,
+    # then source and sink.
     source, sink = 2 * len(number), 2 * len(number) + 1
     total = sum(values[v].num_bytes + _BYTES_PER_ARRAY for v in number)
-    # The solver counts in 32 bits: all finite capacities together must stay below an infinite one.
+    # The solver has 32-bit capacities: the finite ones must add up to less than `_LARGEST`, which
+    # stands for infinity.
     unit = max(1, -(-total // (_LARGEST // 2)))
     edges: list[tuple[int, int, int]] = []
     for v, n in number.items():
-        # At least 1, however coarse the unit: an array more is never free.
+        # At least 1, however coarse the unit: one more array is never free.
         cost = 0 if v in read_anyway else (values[v].num_bytes + _BYTES_PER_ARRAY) // unit + 1
         edges.append((2 * n, 2 * n + 1, cost))
         k = maker.get(v)
         if k is None or costly[k]:
-            # Not to be recomputed: the cut keeps this value, or all wanted ones that depend on it.
+            # This value cannot be recomputed: the cut must keep it, or values between it and all
+            # wanted ones that depend on it.
             edges.append((source, 2 * n, _LARGEST))
         else:
             edges += [(2 * number[i] + 1, 2 * n, _LARGEST) for i in items[k].inputs if i in number]
@@ -139,7 +143,7 @@ def values_to_keep(
 def items_between(
     items: Sequence[Item], wanted: Collection[ValueId], kept: frozenset[ValueId]
 ) -> list[Item]:
-    """The items that make what is wanted out of what is kept."""
+    """The items that make the wanted values from the kept ones, in order."""
     need = {v for v in wanted if v not in kept}
     needed = []
     for item in reversed(items):
@@ -158,7 +162,7 @@ def _reached(edges: Sequence[tuple[int, int, int]], source: int, sink: int) -> f
     """The nodes on the source's side of the minimum cut that is nearest to the source. For the cut
     nearest to the sink, reverse all edges and exchange source and sink.
     """
-    # Slow to import, and only pipelines need it.
+    # Imported here because the import is slow and only pipelines need it.
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 

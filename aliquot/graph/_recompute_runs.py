@@ -1,9 +1,9 @@
-"""Runs of a backward pass: operators that are recomputed together, once the gradient is there that
-needs them.
+"""Runs of recomputed operators in a backward pass: each is recomputed together, when the gradient
+arrives that is used with its results.
 
-A compiler that meets recomputed operators may run all of them at once and hold their results.
-`jax.checkpoint` ties what it recomputes to the incoming gradient by an optimization barrier; so
-does a pipeline's backward program, for each run.
+A compiler might run all recomputed operators at once and hold their results. `jax.checkpoint`
+prevents that by an optimization barrier that ties recomputed values to the incoming gradient; a
+pipeline's backward program does the same for each run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class RecomputedRun:
 
     Attributes:
         items: in program order.
-        after: how many of the backward pass's own items run before them.
-        gradient: the value of the backward pass that they wait for; None if they wait for nothing.
+        after: number of the backward pass's own items that run before them.
+        gradient: the value of the backward pass for which they wait; None if they need not wait.
     """
 
     items: tuple[Item, ...]
@@ -33,10 +33,10 @@ class RecomputedRun:
 def recomputed_runs(
     recomputed: Sequence[Item], backward: Sequence[Item]
 ) -> tuple[RecomputedRun, ...]:
-    """The runs of a backward pass, in order.
+    """The runs of recomputed items in a backward pass, in order.
 
-    Each recomputed item waits for a gradient: of those that enter the operators which depend on the
-    item, the last one that is there before the first of these operators.
+    Each recomputed item waits for a gradient: of those that are read together with values that
+    depend on the item, the last one that is made before the item's first use.
 
     Args:
         recomputed: forward items, in program order.
@@ -55,7 +55,7 @@ def recomputed_runs(
     run_of: dict[ValueId, int] = {}
     for item, use in zip(recomputed, first_uses, strict=True):
         gradient = gradient_for[use]
-        # An item cannot run before the recomputed ones that it reads.
+        # An item cannot run before the recomputed items whose results it reads.
         start = max((run_of[i] for i in item.inputs if i in run_of), default=-1)
         if gradient is not None:
             start = max(start, made_at[gradient])
@@ -91,7 +91,9 @@ def _awaited_gradient(
     backward: Sequence[Item],
     made_at: Mapping[ValueId, int],
 ) -> ValueId | None:
-    """The gradient that recomputed items wait for, whose first reader is backward item `use`."""
+    """The gradient for which recomputed items wait if the first reader of their results is backward
+    item `use`; None if there is none.
+    """
     dependent = {o for item in recomputed for o in item.outputs}
     for item in backward[use:]:
         if dependent.isdisjoint(item.inputs):
@@ -106,11 +108,11 @@ def _awaited_gradient(
 def most_at_once(
     runs: Sequence[RecomputedRun], backward: Sequence[Item], num_bytes: dict[ValueId, float]
 ) -> float:
-    """The most bytes of recomputed values that are alive at once: each from its run to its last
-    reader.
+    """The most bytes of recomputed values that are alive at once; each is alive from its run to its
+    last reader.
 
     Args:
-        num_bytes: of each value that counts.
+        num_bytes: of each recomputed value; values without an entry count as 0.
     """
     last_read = {i: k for k, item in enumerate(backward) for i in item.inputs}
     starts = {o: run.after for run in runs for item in run.items for o in item.outputs}

@@ -15,14 +15,14 @@ from ._types import Input, Literal, Op, Operand, Output, Phase, Role, Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """For each value, one byte per question.
+    """Facts about the dataflow of each value: one byte per value for each question.
 
     Attributes:
         read: forward or backward operators read it, directly or through prologue operators.
         forward: it depends on the forward pass.
         backward: it depends on the backward pass.
-        learned: it depends on the backward pass through floating-point values alone: a loss scale,
-            which only asks whether gradients are finite, does not.
+        learned: it depends on the backward pass through floating-point values only. A loss scale
+            does not: it depends only on whether gradients are finite.
         key: it is a random key, typed or raw.
     """
 
@@ -34,7 +34,7 @@ class Reach:
 
 
 def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
-    """Answer the questions of `Reach` in one walk down and one walk up."""
+    """The `Reach` of all values, in one pass over the operators forwards and one backwards."""
     size = len(values)
     forward, backward, learned = bytearray(size), bytearray(size), bytearray(size)
     floating = bytearray(_is_floating(value) for value in values)
@@ -59,7 +59,7 @@ def reach_of(ops: Sequence[Op], values: Sequence[Value]) -> Reach:
             for i in op.inputs:
                 if type(i) is not Literal:
                     read[i] = 1
-        # A raw key is an array of numbers like any other until it is wrapped.
+        # Until it is wrapped, a raw key is an array of numbers like any other, so look backwards.
         if op.name == "random_wrap" or (
             _hands_on_keys(op.name) and any(key[o] for o in op.outputs if o >= 0)
         ):
@@ -88,7 +88,7 @@ def assign_roles(
     outputs: Sequence[Output],
     batch: set[str],
 ) -> tuple[Input, ...]:
-    """Inputs with their roles; `batch` holds the paths of what each step gets anew.
+    """Inputs with their roles; `batch` holds the paths of inputs that each step gets anew.
 
     A parameter is a floating-point input that the forward pass reads and whose successor is
     learned, or does not depend on the data at all (a frozen parameter). State that the forward pass
@@ -115,10 +115,10 @@ def assign_roles(
         after_forward = position is not None and reach.forward[position] == 1
         after_backward = position is not None and reach.backward[position] == 1
         if not reach.read[item.value]:
-            # Running statistics that only evaluation reads.
+            # `measured`: running statistics that only evaluation reads.
             measured = after_forward and not after_backward
             return Role.STATE if measured else Role.OPTIMIZER_STATE
-        # A scalar that depends on neither pass is a counter, no frozen parameter.
+        # A scalar that depends on neither pass is a counter, not a frozen parameter.
         frozen = position == item.value or (
             bool(value.shape) and not after_forward and not after_backward
         )
@@ -136,14 +136,15 @@ def batch_paths(
     reach: Reach,
     trains: bool,
 ) -> set[str]:
-    """Paths of what each step gets anew; `names` are the arguments in order, `arguments` names that
-    of each input.
+    """Paths of the inputs that each step gets anew; `names` are the arguments in order, `arguments`
+    gives the argument of each input.
 
-    These are the arrays in arguments without any successor that begin with the batch's dim. Its
-    size is the one that an argument's arrays agree on; where several arguments do, the size with
-    most arrays, and of equals that of the last argument, as a batch comes behind the parameters.
-    Where nothing is trained, the first argument holds the parameters. Random keys have no say, but
-    a key for each example belongs to the batch.
+    These are arrays whose first dim has the batch's size, in arguments of which no array has a
+    successor. The batch's size is the one on which all arrays of an argument agree; if there are
+    several such sizes, that of most arrays, and in a tie that of the last argument, because a batch
+    comes after the parameters. If nothing is trained, the first argument holds the parameters.
+    Random keys do not count for the size, but an array of one key for each example belongs to the
+    batch.
     """
     groups: dict[str, list[Input]] = {name: [] for name in names if name in set(arguments)}
     for name, item in zip(arguments, inputs, strict=True):
@@ -161,7 +162,7 @@ def batch_paths(
         for items in fresh
     ]
     agreeing = [pairs for pairs in sized if len({size for _, size in pairs}) == 1]
-    # `Counter` returns the first of equally frequent sizes, and the last is wanted.
+    # Reversed, because `Counter` returns the first of equally frequent sizes, not the last.
     votes = Counter(size for pairs in reversed(agreeing or sized) for _, size in pairs)
     if not votes:
         return set()
@@ -176,6 +177,8 @@ def batch_paths(
 
 
 def _is_key_array(value: Value, size: int) -> bool:
-    """True if it holds so many keys; a raw key is itself an array, of two or four numbers."""
+    """True if a value is an array of `size` keys; a raw key is itself an array, of two or four
+    numbers.
+    """
     dims = value.shape if value.dtype.startswith("key<") else value.shape[:-1]
     return dims[:1] == (size,)

@@ -1,8 +1,9 @@
 """Assignment of a whole step to the stages of a pipeline, given the stages of its forward pass.
 
-It needs no markers and no names. A backward operator runs on the latest stage among those of its
-operands: there are the residuals of its forward operator and its weights, and one cotangent crosses
-each cut. An update runs where its parameters are.
+It needs no markers and no names. A residual or weight is at hand on the last stage whose forward
+pass reads it, a cotangent on the stage that makes it. A backward operator runs on the earliest of
+the stages of its operands: cotangents come from later stages, so this is where its residuals and
+weights are, and one cotangent crosses each cut. An update runs where its parameters are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ._layers import Layers
 from ._types import Graph, Phase, Role, StageId, ValueId
 
 SHARED = StageId(-1)
-"""In place of a stage: each stage that needs the result computes it."""
+"""In place of a stage: each stage that needs the result computes it for itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,8 +28,8 @@ class Staging:
     Attributes:
         num_stages: how many there are.
         items: of the step, in program order.
-        stage: of each item; `SHARED` for those that run wherever they are wanted.
-        home: for each input that is no batch the stage that keeps it; scalars have none.
+        stage: of each item; `SHARED` for those that run on every stage that needs them.
+        home: for each input that is no batch, the stage that keeps it; scalars have none.
         users: for each input the stages whose forward or backward pass reads it.
     """
 
@@ -40,8 +41,8 @@ class Staging:
 
 
 def stage_layers(graph: Graph, layers: Layers, first_layers: Sequence[int]) -> Staging:
-    """Stages of a step from those of its layers; `first_layers` is where each stage begins, the
-    first at 0.
+    """Stages of all items of a step, given the first layer of each stage; the first stage begins at
+    layer 0.
     """
     bounds = [layers.starts[k] for k in first_layers]
     stage_of = {
@@ -57,15 +58,15 @@ def assign_stages(
 
     Args:
         items: of the step.
-        forward_stage: for each forward item that is not shared its stage, which never falls along
-            the program.
+        forward_stage: for each forward item that is not shared, its stage, which never decreases in
+            program order.
         num_stages: how many there are.
     """
     stages = [SHARED] * len(items)
     users: dict[ValueId, set[StageId]] = {}
     origins = _origins(graph, items)
-    latest: dict[ValueId, StageId] = {}  # the last stage at which a value is at hand
-    made_by: dict[ValueId, StageId] = {}  # stage of what a backward item makes
+    latest: dict[ValueId, StageId] = {}  # the last stage whose forward pass makes or reads a value
+    made_by: dict[ValueId, StageId] = {}  # the stage of the backward item that makes a value
     parameters = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
     for k, item in enumerate(items):
         if item.phase is Phase.UPDATE or item.shared:
@@ -104,7 +105,7 @@ def assign_stages(
 
 
 def _origins(graph: Graph, items: Sequence[Item]) -> dict[ValueId, tuple[ValueId, ...]]:
-    """For inputs, and for shared values made from them, the inputs."""
+    """For each input, and each shared value, the inputs from which it is made."""
     origins: dict[ValueId, tuple[ValueId, ...]] = {i.value: (i.value,) for i in graph.inputs}
     for item in items:
         if item.shared and item.phase is not Phase.UPDATE:
@@ -121,16 +122,15 @@ def place_update(
     made_by: Mapping[ValueId, StageId],
     homes: Mapping[ValueId, StageId],
 ) -> dict[ValueId, StageId]:
-    """Stages of update items, written into `stages`, and homes of inputs.
+    """Write the stages of update items into `stages`, and return the homes of inputs.
 
-    Arrays that update items join belong together, and to the stage that uses their parameter first.
-    Items between scalars alone are shared.
+    Arrays that the same update item reads or makes belong together, on the first stage that uses
+    their parameter. Items that involve only scalars are shared.
 
     Args:
         update: positions of the items to place.
-        made_by: for each value that they get from forward and backward items its stage, or
-            `SHARED`.
-        homes: for inputs that forward and backward items read the first stage that does.
+        made_by: for each value that forward and backward items make, its stage, or `SHARED`.
+        homes: for each input that forward and backward items read, the first stage that does.
     """
     groups = _Groups()
     scalar = [math.prod(v.shape) <= 1 for v in graph.values]
