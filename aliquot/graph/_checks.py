@@ -1,9 +1,9 @@
 """Checks at run time, as `equinox.error_if` writes them: a `cond` with one branch that returns its
 arrays and one that calls into Python to raise an error.
 
-What the branch that raises would return is never seen, but has the shapes of all the arrays that
-the check guards. Here it becomes numbers, spread to these shapes, so that a check stands in no
-array's way: neither of a split, nor of micro-batches, each of which checks its own examples.
+The raising branch never returns, but its results have the shapes of all arrays that the check
+guards. Here they are replaced by scalars that are broadcast to these shapes, so that a check
+prevents neither splits nor micro-batches, each of which checks its own examples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RAISES = 1
 
 
 def is_check(eqn: Any) -> bool:
-    """True if an equation only checks a condition: it returns its operands, or raises."""
+    """True if an equation is such a check: it returns its operands, or raises."""
     if eqn.primitive.name != "cond" or len(eqn.params["branches"]) != 2:
         return False
     body, _ = compat.open_body(eqn.params["branches"][_RAISES])
@@ -29,8 +29,8 @@ def is_check(eqn: Any) -> bool:
 
 
 def opened_branches(eqn: Any) -> list[tuple[Any, Sequence[Any]]]:
-    """The open jaxprs of the branches of a `cond`, with their constants; the raising branch of a
-    check made small.
+    """The open jaxprs of the branches of a `cond`, with their constants; in the raising branch of a
+    check, with scalars in place of arrays.
     """
     branches = [compat.open_body(branch) for branch in eqn.params["branches"]]
     if is_check(eqn):
@@ -39,9 +39,7 @@ def opened_branches(eqn: Any) -> list[tuple[Any, Sequence[Any]]]:
 
 
 def raises(eqn: Any) -> bool:
-    """True if an equation calls into Python to raise the error of a check. What it returns is never
-    seen.
-    """
+    """True if an equation calls into Python to raise the error of a check; it never returns."""
     if eqn.primitive.name != "pure_callback":
         return False
     function = getattr(eqn.params["callback"], "callback_func", None)
@@ -50,10 +48,10 @@ def raises(eqn: Any) -> bool:
 
 @jax.custom_batching.custom_vmap
 def any_row(index: Any) -> Any:
-    """The branch that a check takes, or the message that it shows: under vmap the largest of all
-    rows.
+    """The index of the branch that a check takes, or of the message that it shows; under vmap, the
+    largest over all rows.
 
-    A `cond` with a predicate for each row would run both branches, and raise.
+    Otherwise vmap would give the `cond` a predicate for each row, and run both branches, and raise.
     """
     return index
 
@@ -64,8 +62,8 @@ def _any_row(axis_size: int, in_batched: Sequence[bool], index: Any) -> tuple[An
 
 
 def _small(body: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """A branch that raises, with one number for each array until the end; as it was if it is built
-    in another way.
+    """A raising branch that computes with scalars and broadcasts them at its end; unchanged if it
+    does not have the form that Equinox writes.
     """
 
     def run(*operands: Any) -> list[Any]:
@@ -84,7 +82,7 @@ def _small(body: Any, consts: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         closed = jax.make_jaxpr(run)(
             *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars)
         )
-    # A result of something other than the raising callback: not the form that Equinox writes.
+    # Some result does not come from the raising callback: not the form that Equinox writes.
     except KeyError:
         return body, consts
     return compat.open_body(closed)

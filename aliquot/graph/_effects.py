@@ -1,5 +1,5 @@
-"""Operators that do something besides computing arrays: they print, call back to Python, or write
-to a reference.
+"""Operators with effects besides computing arrays: they print, call back to Python, or write to a
+reference.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from ._types import Call, Graph, Op, OpId
 
 
 def has_effects(op: Op) -> bool:
-    """True if an operator has effects, so that it must run, and as often as in the step."""
+    """True if an operator has effects, so that it must run exactly as often as in the step."""
     return op.eqn is not None and bool(op.eqn.effects)
 
 
@@ -25,5 +25,5 @@ def operators_with_effects(graph: Graph) -> tuple[Op, ...]:
 
 
 def is_ordered(op: Op) -> bool:
-    """True if an effect must happen in program order, which JAX keeps on a single device only."""
+    """True if an effect must happen in program order, which JAX keeps only on a single device."""
     return op.params.get("ordered") is True

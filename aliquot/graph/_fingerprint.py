@@ -1,8 +1,8 @@
-"""Names for what a plan was made for: the interface, which must match, and the graph, which may
-drift with a library.
+"""Fingerprints of the step that a plan was made for: of its interface, which must match, and of its
+graph, which may change with a library's release.
 
-Both are equal in every process: nothing in them depends on addresses, hashing order or the text of
-name stacks.
+Both are the same in every process: nothing in them depends on addresses, hashing order or the text
+of name stacks.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def interface_fingerprint(graph: Graph) -> str:
 def graph_fingerprint(graph: Graph) -> str:
     """SHA-256, in hexadecimal, of all operators with their parameters, wiring, shapes and nesting.
 
-    Constants count by shape and dtype, not by what they hold. Another release of JAX, Flax or Optax
-    may well change it for the same step.
+    Constants count by shape and dtype, not by their contents. Another release of JAX, Flax or Optax
+    may change it for the same step.
     """
     texts = _Texts()
     lines = [f"{value.shape} {value.dtype}" for value in graph.values]
@@ -66,13 +66,13 @@ def _wires(operands: Sequence[Operand]) -> str:
 
 
 def _nest(block: Block, texts: _Texts, lines: list[str]) -> None:
-    """The nested view: which operators stand in which body of which call."""
+    """Add the nested view to `lines`: which operators stand in which body of which call."""
     lines.append(f"block {_wires(block.inputs)} -> {_wires(block.outputs)}")
     for item in block.items:
         if isinstance(item, int):
             lines.append(str(item))
             continue
-        # Bodies follow as blocks; the text of their jaxprs would say the same again.
+        # Bodies follow as blocks; the text of their jaxprs would repeat them.
         settings = {
             key: value for key, value in item.eqn.params.items() if not compat.holds_jaxpr(value)
         }
@@ -83,8 +83,8 @@ def _nest(block: Block, texts: _Texts, lines: list[str]) -> None:
 
 
 class _Texts:
-    """Stable text of parameters. What is slow to format is remembered by identity while the graph
-    keeps it alive.
+    """Stable text of parameters. Text that is slow to format is cached by the identity of the
+    value, which the graph keeps alive.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class _Texts:
                 "{" + ",".join(sorted(f"{self.of(k)}:{self.of(v)}" for k, v in value.items())) + "}"
             )
         if isinstance(value, set | frozenset):
-            # Sets of strings have another order in every process.
+            # The order of a set of strings differs between processes.
             return "{" + ",".join(sorted(map(self.of, value))) + "}"
         if isinstance(value, tuple | list):
             return f"{type(value).__name__}({','.join(map(self.of, value))})"
@@ -124,7 +124,7 @@ class _Texts:
             return f"partial({self.of(value.func)},{self.of(value.args)},{self.of(value.keywords)})"
         if isinstance(value, type) or hasattr(value, "__qualname__"):
             return f"{value.__module__}.{value.__qualname__}"
-        # Objects without a text of their own show their address, another one in every process.
+        # Objects without their own `repr` show their address, which differs between processes.
         return _ADDRESS.sub("", repr(value))
 
     def _jaxpr(self, value: Any) -> str:

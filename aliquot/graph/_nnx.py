@@ -1,7 +1,7 @@
-"""Flax NNX objects as arguments: a step may change them in place, so that their new state is part
-of its result.
+"""Flax NNX objects as arguments: a step may change them in place, so their new state is part of its
+result.
 
-Flax and Equinox are looked at only when the user has imported them already.
+Flax and Equinox are used only if the user has already imported them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_module(argument: Any) -> bool:
 
 
 def holds_module(argument: Any) -> bool:
-    """True if an NNX object stands anywhere in the argument."""
+    """True if there is an NNX object anywhere in the argument."""
     if _nnx() is None:
         return False
     return any(map(is_module, jax.tree_util.tree_leaves(argument, is_leaf=is_module)))

@@ -1,7 +1,7 @@
 """Phases of operators: forward, backward, update or prologue.
 
-Dataflow decides; the text of the name stack (`jvp(` in the forward, `transpose(` in the backward
-pass) only tells where differentiation began. The text is no API of JAX: a test pins it.
+Dataflow decides. Only where differentiation began is read from the text of the name stack (`jvp(`
+in the forward, `transpose(` in the backward pass). This text is no API of JAX, so a test pins it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Draft(NamedTuple):
 
 
 def label(scope: str) -> Phase | None:
-    """The phase that a name stack tells by itself, or None."""
+    """The phase that the text of a name stack states, or None."""
     if "transpose(" in scope:
         return Phase.BACKWARD
     return Phase.FORWARD if "jvp(" in scope else None
@@ -40,12 +40,12 @@ def assign_phases(
     """The phase of each operator.
 
     Args:
-        decided: for each value that decides when a loop ends, the results of the loop: it feeds
-            what they feed.
+        decided: for each value that decides when a loop ends, the results of the loop: the value
+            counts as feeding what they feed.
 
-    An operator without a label that depends on the backward pass is update; one that depends on the
-    forward pass only is forward (metrics, running statistics); one that depends on neither is
-    prologue if it feeds either, else update. A step without any label is forward only.
+    An operator without a label that depends on the backward pass is update; one that depends only
+    on the forward pass is forward (metrics, running statistics); one that depends on neither is
+    prologue if it feeds either, else update. If no operator has a label, all are forward.
     """
     known = {scope: label(scope) for scope in {draft.scope for draft in drafts}}
     labels = [known[draft.scope] for draft in drafts]
@@ -73,7 +73,7 @@ def assign_phases(
 def _by_dataflow(
     drafts: Sequence[Draft], labels: Sequence[Phase | None], num_values: int
 ) -> list[Phase | None]:
-    """Labels, completed for whatever depends on a labelled operator."""
+    """Labels, completed for all operators that depend on a labelled one."""
     after_forward = bytearray(num_values)
     after_backward = bytearray(num_values)
     phases: list[Phase | None] = []

@@ -1,4 +1,4 @@
-"""Graphs as text, one line for each operator, or as drawings."""
+"""Graphs as text, with one line for each operator, or as drawings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def to_text(graph: Graph, *, max_ops: int | None = None) -> str:
 
     Args:
         graph: a captured step.
-        max_ops: stop after so many operators, saying how many are left; all by default.
+        max_ops: stop after so many lines of operators, saying how many are left; all by default.
     """
     lines = [
         f"{graph.name}: {len(graph.inputs)} inputs, {len(graph.ops)} operators,"

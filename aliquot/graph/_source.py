@@ -9,11 +9,12 @@ from ._types import Op
 
 
 def source_line(op: Op, *, short: bool = True) -> str:
-    """File, line and function, such as `gpt.py:46 (attend)`; empty where JAX knows none (some
-    transposed operators).
+    """File, line and function of an operator, such as `gpt.py:46 (attend)`; empty where JAX knows
+    none (some transposed operators).
 
     Args:
-        short: the file's name alone, so that the text is the same on every machine.
+        short: only the file's name without its folder, so that the text is the same on every
+            machine.
     """
     if op.eqn is None:
         return ""

@@ -1,5 +1,5 @@
-"""Emission of a split step's graph: its operators so far, and the new values for those of the old
-graph.
+"""Emission of a split step's graph: the operators written so far, and the new values that stand for
+those of the old graph.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Place:
     """Body into which operators are written.
 
     Attributes:
-        items: the list that they join.
-        trips, of: how many rounds of the loops around them are left of how many.
+        items: the list to which they are added.
+        trips, of: the loops around them now have `trips` turns in all, where they had `of`.
         region: remat region.
         in_loop: whether this is a loop's body, which sees stacked arrays as a whole.
     """
@@ -33,7 +33,7 @@ class Place:
     in_loop: bool = False
 
     def body(self, region: int) -> Place:
-        """A body that runs once for each time that the place itself does."""
+        """A body that runs as often as this place."""
         return replace(self, items=[], region=region)
 
     def loop(self, trips: int, of: int) -> Place:
@@ -43,17 +43,17 @@ class Place:
 
 @dataclass(slots=True, kw_only=True)
 class Emission:
-    """Operators of the new graph, as far as they are written.
+    """The new graph, as far as it is written.
 
     Attributes:
         arrays: its values.
         ops: its operators so far.
-        joined: operators of the old graph that need pieces put together.
-        recut: operators of the old graph whose result is cut after they made it whole.
-        joints: new values that are pieces put together.
+        joined: operators of the old graph for which pieces are concatenated.
+        recut: operators of the old graph whose results are made whole and then cut.
+        joints: new values that are concatenated pieces.
         links: for each value of the old graph that a link makes, this link.
         equations: equations for fewer rows, each made once.
-        num_regions: remat regions so far.
+        num_regions: number of remat regions so far.
     """
 
     arrays: Pieces
@@ -84,7 +84,7 @@ def write(
     name: str = "",
 ) -> None:
     """Write an operator that runs `eqn`, or a link; all else is as in `like`."""
-    # Links run nothing: they are known to the graph, but stand in no body.
+    # Links run nothing: they are in the list of operators, but in no body.
     if eqn is not None:
         place.items.append(OpId(len(emission.ops)))
     emission.ops.append(
@@ -96,7 +96,7 @@ def write(
             params=eqn.params if eqn is not None else {},
             phase=like.phase,
             scope=like.scope,
-            # A range of a loop's rows turns so much less often than the loop did.
+            # A loop over a range of rows has fewer turns than the whole loop.
             trips=like.trips * place.trips // place.of,
             eqn=eqn,
             region=place.region,
@@ -121,7 +121,7 @@ def parts_at(emission: Emission, operand: Operand, place: Place) -> tuple[Operan
 def read(
     emission: Emission, operand: Operand, place: Place, like: Op, eqn: Any, aval: Any
 ) -> Operand:
-    """The whole of any operand, put together where it only comes in pieces."""
+    """An operand as a whole; concatenated first if it exists only in pieces."""
     arrays = emission.arrays
     if arrays.needs_join(operand):
         old = index_of(operand)
@@ -140,13 +140,13 @@ def read(
 def define(
     emission: Emission, old: ValueId, whole: ValueId, place: Place, like: Op, eqn: Any, aval: Any
 ) -> None:
-    """Define the new value of one of the old graph, and cut it if it must come in pieces."""
+    """Record `whole` as the new value for `old`, and cut it if it must come in pieces."""
     arrays = emission.arrays
     if old not in arrays.stacked:
         arrays.whole[old] = whole
         return
     arrays.whole_here[old] = whole
-    # The operator mixes rows, and what reads its result works range by range.
+    # The operator mixes rows, but the readers of its result work range by range.
     emission.recut.add(like.index)
     rank = len(aval.shape)
     for piece, (start, stop) in zip(arrays.declare(old), arrays.ranges, strict=True):
@@ -164,7 +164,7 @@ def define_all(
     like: Op,
     eqn: Any,
 ) -> None:
-    """Define the new values of an operator's or loop's results."""
+    """`define` for all results of an operator or loop."""
     for before, after, var in zip(old, new, eqn.outvars, strict=True):
         if before >= 0:
             define(emission, before, after, place, like, eqn, var.aval)

@@ -1,5 +1,5 @@
-"""Equations that a split graph needs and no trace holds: JAX's own at another number of rows, and
-joints.
+"""Equations of a split graph that no trace contains: traced equations at another number of rows,
+and joints, which cut, concatenate or combine pieces.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def with_rows(aval: Any, rows: int) -> Any:
 
 
 class Equations:
-    """Makes equations; those of ranges with equally many rows are the same object, for whoever
-    compares them.
+    """Makes equations. Ranges with equally many rows share one object, so that their equations can
+    be compared.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Any] = {}
 
     def on_rows(self, eqn: Any, rule: Local, rows: int) -> Any:
-        """An equation that is local in the leading dim, on so many rows."""
+        """An equation that is local in the leading dim, for `rows` rows."""
         known = self._known.get((id(eqn), rows))
         if known is None:
             known = eqn.replace(
@@ -58,7 +58,7 @@ class Equations:
         return known
 
     def scan_on_rows(self, eqn: Any, rows: int) -> Any:
-        """A scan of so many steps."""
+        """A scan over `rows` rows."""
         known = self._known.get((id(eqn), rows))
         if known is None:
             params = eqn.params
@@ -70,7 +70,7 @@ class Equations:
                     *eqn.outvars[:carried],
                     *(_on_rows(v, rows) for v in eqn.outvars[carried:]),
                 ],
-                # No more turns can be written out than there are.
+                # A scan cannot be unrolled by more turns than it has.
                 params={**params, "length": rows, "unroll": min(params["unroll"], rows)},
             )
             self._known[id(eqn), rows] = known
@@ -88,7 +88,7 @@ def joint(
         outvars=[jex.Var(result)],
         primitive=_PRIMITIVES[name],
         params=dict(params),
-        # Joints compute arrays only, whatever the equation does whose line they carry.
+        # Joints have no effects, even if the equation whose line they carry has.
         effects=frozenset(),
     )
 

@@ -45,7 +45,7 @@ def _in_pieces(emission: Emission, op: Op, rule: Local) -> bool:
 
 
 def _write_local(emission: Emission, op: Op, rule: Local, place: Place) -> None:
-    """An operator once for each range."""
+    """Write an operator once for each range."""
     arrays = emission.arrays
     shared = [
         None if has_rows else read(emission, i, place, op, op.eqn, v.aval)
@@ -67,7 +67,7 @@ def _write_local(emission: Emission, op: Op, rule: Local, place: Place) -> None:
             partial.append(arrays.new(op.outputs[0]))
             outputs = partial[-1:]
         eqn = emission.equations.on_rows(op.eqn, rule, stop - start)
-        # Numbers of rows begin at 0 in every range.
+        # The operator numbers the rows of every range from 0.
         if rule.counts_rows and start:
             _count_from(emission, start, op, eqn, outputs[0], place)
         else:
@@ -79,7 +79,7 @@ def _write_local(emission: Emission, op: Op, rule: Local, place: Place) -> None:
 def _count_from(
     emission: Emission, start: int, op: Op, eqn: Any, output: ValueId, place: Place
 ) -> None:
-    """Row numbers of a range that does not begin at zero."""
+    """Write row numbers of a range that does not begin at zero."""
     arrays = emission.arrays
     local = arrays.new(op.outputs[0], arrays.values[output].shape[0])
     aval = eqn.outvars[0].aval
@@ -93,7 +93,7 @@ def _count_from(
 def _combine(
     emission: Emission, op: Op, name: str, partial: Sequence[ValueId], place: Place
 ) -> None:
-    """Join the ranges' results."""
+    """Combine the results of the ranges by the binary primitive `name`."""
     aval = op.eqn.outvars[0].aval
     total = partial[0]
     for other in partial[1:]:

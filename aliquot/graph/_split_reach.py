@@ -1,7 +1,7 @@
-"""Scans over layers, and which arrays must come in pieces when these scans do.
+"""Scans over layers, and the arrays that must be cut into pieces together with these scans.
 
-Only operators that run once are looked at: those of the step itself and of remat regions and
-branches in it. What happens inside a loop's body is the same for every range of layers.
+Only operators that run once are examined: those of the step itself and of remat regions and
+branches in it. The body of a loop is the same for every range of layers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ class LayerScan:
 
 
 def scans_over_layers(graph: Graph) -> tuple[LayerScan, ...]:
-    """The forward scans over stacked parameters, in program order; empty if there is none that can
-    be cut.
+    """The forward scans over stacked parameters, in program order; empty if none can be cut.
 
-    A scan is one over layers if it takes a slice of a parameter, or of something made of a
-    parameter layer by layer (a cast to another dtype), in each step. Scans inside other loops do
-    not count: `split_scans` refuses them.
+    A scan is over layers if it takes in each step a slice of a parameter, or of an array made from
+    a parameter layer by layer (a cast to another dtype). Scans inside other loops do not count:
+    `split_scans` refuses them.
     """
     links = {out: op for op in graph.ops if op.is_link for out in op.outputs}
     scans = []
@@ -47,10 +46,10 @@ def scans_over_layers(graph: Graph) -> tuple[LayerScan, ...]:
 
 
 def stacked_values(graph: Graph, length: int) -> frozenset[ValueId]:
-    """All values that come in pieces when the scans over `length` layers are cut.
+    """All values that are cut into pieces when the scans over `length` layers are.
 
-    These are what the scans take and stack, and what is tied to that row by row: gradients,
-    moments, the update.
+    These are the arrays that the scans slice and stack, and all values tied to them row by row:
+    gradients, moments, results of the update.
 
     Raises:
         InputError: nothing can be cut at that length.
@@ -73,8 +72,8 @@ def tied_values(graph: Graph, length: int, seeds: Iterable[ValueId]) -> frozense
         for value in group:
             neighbours.setdefault(value, []).append(group)
     reached, pending = set(seeds), list(seeds)
-    # Groups are popped where they are followed, so that each is walked once from each of its
-    # values.
+    # A value's groups are popped when they are followed, so no group is visited twice from one
+    # value.
     while pending:
         for group in neighbours.pop(pending.pop(), ()):
             fresh = [v for v in group if v not in reached]
@@ -97,15 +96,15 @@ def _stacked_operands(call: Call) -> list[Operand]:
 
 
 def opens(call: Call) -> bool:
-    """True if the bodies of a call run once and can be looked into."""
-    # Of branches for platforms only one exists for the compiler; they run as one operator.
+    """True if the bodies of a call run once and can be cut, too."""
+    # The compiler sees only one of the branches for platforms, so these run as one operator.
     return call.kind == "remat" or (
         call.kind == "cond" and call.eqn.params.get("branches_platforms") is None
     )
 
 
 def _flat(graph: Graph, block: Block) -> Iterator[Op | Call]:
-    """Operators and calls that run once."""
+    """Operators and calls that run once, also inside bodies that run once."""
     for item in block.items:
         if not isinstance(item, Call):
             yield graph.ops[item]
@@ -117,7 +116,7 @@ def _flat(graph: Graph, block: Block) -> Iterator[Op | Call]:
 
 
 def _groups(graph: Graph, length: int) -> Iterator[tuple[ValueId, ...]]:
-    """Values whose rows belong together."""
+    """Groups of values that are cut alike, because their rows correspond."""
     values = graph.values
     for item in _flat(graph, graph.body):
         if isinstance(item, Op):
@@ -136,7 +135,7 @@ def _groups(graph: Graph, length: int) -> Iterator[tuple[ValueId, ...]]:
                 group = _indices([result, *(block.outputs[position] for block in item.blocks)])
                 if all(values[v].shape[:1] == (length,) for v in group):
                     yield group
-    # The next step takes what this one returns: both must be cut alike.
+    # The next step takes the state that this one returns, so both must be cut alike.
     for state in graph.inputs:
         if state.output is not None:
             group = _indices([state.value, graph.outputs[state.output].value])
@@ -149,7 +148,7 @@ def _indices(operands: Iterable[Operand]) -> tuple[ValueId, ...]:
 
 
 def _of_parameters(graph: Graph, length: int) -> set[ValueId]:
-    """Values that hold, in each of `length` rows, something made of that row of a parameter."""
+    """Values of `length` rows, each of which is made from the same row of a parameter."""
     marked = {
         i.value
         for i in graph.inputs

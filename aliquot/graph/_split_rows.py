@@ -1,9 +1,9 @@
-"""Operators on ranges of rows of stacked arrays, as their declarations allow it.
+"""Operators on ranges of rows of stacked arrays, as far as their declarations permit.
 
-An operator is local in the leading dim when rows `[a, b)` of its results need no other rows of its
-stacked operands than `[a, b)`. A reduction over all rows is local up to one last join of the
-ranges' results. An operator whose primitive does not declare how it runs on fewer rows
-(`Traits.on_rows`) is taken to mix rows.
+An operator is local in the leading dim if rows `[a, b)` of its results need only rows `[a, b)` of
+its stacked operands. A reduction over all rows is local except for a last operator that joins the
+results of the ranges. An operator whose primitive does not declare how it runs on fewer rows
+(`Traits.on_rows`) is assumed to mix rows.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from ._types import Literal, Op, Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """Terms on which an operator runs on a range of rows.
+    """How an operator runs on a range of rows.
 
     Attributes:
         operands: which operands hold rows; the others are needed whole.
         results: which results hold rows.
         rewrite: changes the parameters to the number of rows.
-        join: name of the operator that joins the ranges' results where `results` hold no rows.
-        counts_rows: whether the result numbers the rows, so that a range must add where it begins.
+        join: name of the primitive that joins the results of the ranges if `results` hold no rows.
+        counts_rows: whether the result numbers the rows, so that for a range its begin must be
+            added.
     """
 
     operands: tuple[bool, ...]
@@ -36,8 +37,8 @@ class Local:
 
 
 def local_rule(op: Op, values: Sequence[Value], rows: int) -> Local | None:
-    """Terms on which an operator runs on ranges of its `rows` rows; None if it mixes them, or
-    nothing in it has so many.
+    """How an operator runs on ranges of its `rows` rows; None if it mixes them, or if no operand or
+    result has so many.
     """
     traits, declare = traits_of(op.name), declared_rule(op.name)
     if traits.on_rows is None or declare is None:
@@ -59,7 +60,7 @@ def local_rule(op: Op, values: Sequence[Value], rows: int) -> Local | None:
     if not results or any(shape[:1] != (rows,) for shape in results):
         return None
     stacked = _operands_with_rows(rule)
-    # An operator without operands with rows states their number in its parameters.
+    # If no operand has rows, their number must be in the parameters.
     if stacked is None or (not any(stacked) and traits.on_rows is same_parameters):
         return None
     counts_rows = traits.numbers_rows and op.params["dimension"] == 0
@@ -79,7 +80,7 @@ def _operands_with_rows(rule: DimRule) -> tuple[bool, ...] | None:
     if not rows.islower() or any(_leading(dims) != rows for dims in rule.results):
         return None
     stacked = tuple(_leading(dims) == rows for dims in rule.operands)
-    # Part of a merged dim, or of another dim, it is no range of rows.
+    # If the factor also occurs in a merged dim, or in another dim, ranges of rows do not cut it.
     elsewhere = [dims[has_rows:] for dims, has_rows in zip(rule.operands, stacked, strict=True)]
     return None if any(rows in factors for factors in _factors(elsewhere)) else stacked
 

@@ -1,8 +1,8 @@
-"""Cut a step whose layers are a scan into ranges of layers, without writing the layers out.
+"""Cut a step whose layers are a scan into ranges of layers, without unrolling the scan.
 
-Every scan over layers becomes one scan for each range, with the carry handed on, and every array
+Every scan over layers becomes one scan for each range, with the carry passed on, and every array
 that is stacked over layers becomes one array for each range: parameters, gradients, moments, and
-what the update makes of them. A stage of a pipeline then holds its own pieces and nothing else.
+the results of the update. A stage of a pipeline then holds only its own pieces.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class SplitGraph:
             `params.w[5:8]`, each with its own successor. `calling` is still that of the original.
         split: where it was cut, and the pieces of each input and output; also `graph.split`.
         joined: positions in the original's `ops` of operators that mix layers: their operands are
-            put together first. For a loop these are one of its links and what reads them inside.
+            concatenated first. For a loop, these are one of its links and the operators inside that
+            read such operands.
         recut: positions of operators that make a stacked array as a whole: their results are cut
             afterwards.
     """
@@ -42,12 +43,12 @@ class SplitGraph:
     recut: tuple[int, ...]
 
     def cut(self, arrays: Sequence[Any]) -> list[Any]:
-        """Arrays for the inputs of the original to those for the inputs of `graph`."""
+        """Convert arrays for the inputs of the original to arrays for the inputs of `graph`."""
         pairs = zip(arrays, self.split.inputs, strict=True)
         return [a if p.stop is None else a[p.start : p.stop] for a, pieces in pairs for p in pieces]
 
     def join(self, arrays: Sequence[Any]) -> list[Any]:
-        """Results of `graph` to those of the original."""
+        """Convert results of `graph` to results of the original."""
         parts_of_outputs = [
             [arrays[piece.position] for piece in pieces] for pieces in self.split.outputs
         ]
@@ -59,10 +60,10 @@ class SplitGraph:
 def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
     """Cut the scans over layers of a step, and all stacked arrays, at `bounds`.
 
-    The result computes what the step computes, to the last bit but for sums over all layers (the
-    norm of all gradients), which become sums of the ranges' sums. It depends on the structure of
-    the step alone, not on the size of its batch: the same step on another batch splits operator by
-    operator alike.
+    The result computes what the step computes, bit by bit, except for sums over all layers (the
+    norm of all gradients), which become sums of the ranges' sums. The cut depends only on the
+    structure of the step, not on the size of its batch: the same step on another batch is cut in
+    the same way, operator by operator.
 
     Args:
         graph: a captured step.
@@ -71,18 +72,18 @@ def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
 
     Raises:
         InputError: the bounds are not increasing from 0 to a number of layers that some scan has,
-            the step has no scan over layers, or it stands inside another loop.
+            the step has no scan over layers, or the scan is inside another loop.
     """
     edges = _edges(graph, bounds)
     return _split(graph, edges, stacked_values(graph, edges[-1]))
 
 
 def split_rows(graph: Graph, bounds: Sequence[int], outputs: Collection[int]) -> SplitGraph:
-    """Cut some outputs of any function into ranges of rows, and with them all that is made row by
-    row for them.
+    """Cut some outputs of any function into ranges of rows, together with all values that are made
+    row by row for them.
 
-    What makes only one range then runs on no other rows, as far as rows are independent: a function
-    that makes stacked parameters by `vmap` or a scan over layers makes each range by itself.
+    Each range is then computed without the other rows, as far as rows are independent: a function
+    that makes stacked parameters by `vmap` or a scan over layers makes each range separately.
 
     Args:
         graph: a captured function.

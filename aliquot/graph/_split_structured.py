@@ -1,5 +1,5 @@
-"""Bodies of a split step, and the loops, remat regions and branches in them: scans over layers one
-after the other, a scan for each range of layers.
+"""Writes the bodies of a split step, with the loops, remat regions and branches in them: a scan
+over layers becomes one scan for each range of layers, one after the other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _write_items(emission: Emission, block: Block, place: Place) -> None:
 
 
 def _like(emission: Emission, call: Call) -> Op:
-    """The link that stands for a loop where an operator is asked for."""
+    """A link of a loop, which stands for the loop where an operator is needed."""
     links = emission.links
     return links[next(v for v in (*call.outputs, *call.blocks[-1].inputs) if v in links)]
 
@@ -49,7 +49,7 @@ def _like(emission: Emission, call: Call) -> Op:
 def _read_all(
     emission: Emission, call: Call, operands: Sequence[Operand], first: int, place: Place
 ) -> list[Operand]:
-    """Operands of a loop, from its operand `first` on, as a whole."""
+    """Operands of a loop as wholes; `operands` begin at its operand number `first`."""
     avals = [v.aval for v in call.eqn.invars[first : first + len(operands)]]
     like = _like(emission, call)
     return [
@@ -65,7 +65,7 @@ def _write_whole(
     results: Sequence[ValueId],
     place: Place,
 ) -> None:
-    """Write a loop or branches on whole arrays, and define their results."""
+    """Write a loop, or branches, on whole arrays, and define the results."""
     place.items.append(
         replace(call, blocks=tuple(blocks), inputs=tuple(operands), outputs=tuple(results))
     )
@@ -107,7 +107,7 @@ def _write_one_scan(
     piece: int | None,
     place: Place,
 ) -> list[ValueId]:
-    """One loop: the whole of it, or the piece of that number, whose stacked results are declared.
+    """Write one scan: all of it, or piece number `piece`, whose stacked results are declared.
 
     Returns its results.
     """
@@ -117,7 +117,7 @@ def _write_one_scan(
     body = place.loop(params["length"], call.eqn.params["length"])
     inner = arrays.declare_whole(block.inputs[num_consts:])
     for k, new in enumerate(inner):
-        # A carry enters once, a slice in every turn.
+        # A carry enters the loop once, a slice in every turn.
         where = place if k < num_carry else body
         old = index_of(block.inputs[num_consts + k])
         write_link(emission, old, where, (operands[num_consts + k],), new)
@@ -161,7 +161,7 @@ def _write_while(emission: Emission, call: Call, place: Place) -> None:
 
 
 def _loop_body(emission: Emission, block: Block, inputs: Sequence[Operand], place: Place) -> Block:
-    """A body that sees every array as a whole."""
+    """Write a body that sees every array as a whole."""
     body = place.loop(1, 1)
     _write_items(emission, block, body)
     outputs = tuple([emission.arrays.known(v) for v in block.outputs])
@@ -169,9 +169,9 @@ def _loop_body(emission: Emission, block: Block, inputs: Sequence[Operand], plac
 
 
 def _body(emission: Emission, block: Block, place: Place) -> Block:
-    """A body that sees the pieces themselves, unless a loop stands around it."""
+    """Write a body that sees pieces of arrays, unless it is inside a loop."""
     arrays = emission.arrays
-    # Arrays that are joined inside a body cannot be read outside of it.
+    # Arrays that are concatenated inside a body cannot be read outside of it.
     around = arrays.whole_here
     if not place.in_loop:
         arrays.whole_here = {}
@@ -183,7 +183,7 @@ def _body(emission: Emission, block: Block, place: Place) -> Block:
 
 
 def _write_remat(emission: Emission, call: Call, place: Place) -> None:
-    # Numbered anew: a region in a loop over layers is written once for each range of them.
+    # Regions get new numbers, because one in a loop over layers is written once for each range.
     emission.num_regions += 1
     region = place.body(emission.num_regions)
     (block,) = call.blocks

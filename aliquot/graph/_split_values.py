@@ -1,4 +1,4 @@
-"""The values of a split graph: which of them stand for a value of the graph as it was."""
+"""The values of a split graph, and which of them stand for each value of the original graph."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from ._types import Graph, Literal, Operand, Value, ValueId
 
 @dataclass(slots=True, kw_only=True)
 class Pieces:
-    """Old values and what stands for them now: one new value, or, for a stacked one, one for each
-    range of rows.
+    """New values for the values of the original graph: one for each or, for a stacked value, one
+    for each range of rows.
 
     Attributes:
-        graph: the graph as it was.
-        stacked: its values that come in pieces.
+        graph: the original graph.
+        stacked: its values that are cut into pieces.
         ranges: the rows of each piece.
         values: the new values.
         constants: arrays that the step's closure holds, by new value.
-        whole: the new value of an old one.
-        whole_here: stacked values that exist as a whole too, where operators are written now.
+        whole: the new value for each old one that is not cut.
+        whole_here: the new value for each stacked one that also exists as a whole, in the body
+            that is being written.
     """
 
     graph: Graph
@@ -39,7 +40,7 @@ class Pieces:
         return self.ranges[-1][1]
 
     def new(self, old: ValueId, rows: int | None = None) -> ValueId:
-        """A new value like an old one, with another number of rows if told."""
+        """A new value like an old one, with another number of rows if `rows` is given."""
         like = self.graph.values[old]
         shape = like.shape if rows is None else (rows, *like.shape[1:])
         index = ValueId(len(self.values))
@@ -57,13 +58,13 @@ class Pieces:
         return (self.whole[old],)
 
     def declare_whole(self, formal: Sequence[Operand]) -> list[ValueId]:
-        """Fresh values for what a loop's body gets anew in each round."""
+        """New values for the inputs of a loop's body, which it gets anew in each turn."""
         for old in formal:
             self.whole[index_of(old)] = self.new(index_of(old))
         return [self.whole[index_of(old)] for old in formal]
 
     def parts(self, operand: Operand) -> tuple[Operand, ...]:
-        """The operand itself outside of loops, or its pieces."""
+        """The pieces of a stacked operand, or the new value of any other; outside of loops."""
         if isinstance(operand, Literal) or operand not in self.stacked:
             return (self.known(operand),)
         if operand not in self._pieces:
@@ -73,7 +74,7 @@ class Pieces:
         return self._pieces[operand]
 
     def known(self, operand: Operand) -> Operand:
-        """The whole of an operand that is not stacked, or that exists as a whole too."""
+        """The new value of an operand that is not stacked, or that also exists as a whole."""
         if isinstance(operand, Literal):
             return operand
         if operand in self.whole_here:
@@ -85,7 +86,7 @@ class Pieces:
         return self.whole[operand]
 
     def needs_join(self, operand: Operand) -> bool:
-        """True if an operand exists in pieces only."""
+        """True if an operand exists only in pieces."""
         if isinstance(operand, Literal) or operand in self.graph.constants:
             return False
         return operand in self.stacked and operand not in self.whole_here

@@ -1,5 +1,5 @@
-"""Traits of primitives: the part of a declaration beside the rule, true of every operator whatever
-its shapes.
+"""Traits of primitives: the part of a declaration beside the rule, which holds for operators of all
+shapes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Rewrite: TypeAlias = Callable[[Mapping[str, Any], int], dict[str, Any]]
 
 
 class Moves(enum.Enum):
-    """Ways in which an operator that computes nothing makes its result from the elements of its
-    first operand.
+    """Ways in which an operator that only moves elements makes its result from those of its first
+    operand.
     """
 
     COPY = "each element in its place"
@@ -29,7 +29,7 @@ class Moves(enum.Enum):
 
     @property
     def permutes(self) -> bool:
-        """True if the result holds the very elements of the operand, each once."""
+        """True if the result holds each element of the operand once, unchanged."""
         return self in (Moves.COPY, Moves.TRANSPOSE, Moves.RESHAPE)
 
     @property
@@ -42,26 +42,25 @@ class Moves(enum.Enum):
 class Traits:
     """Properties of a primitive beside its rule.
 
-    Each trait allows something. One that is left out costs time or memory, one that is wrong is a
-    wrong result.
+    Each trait permits something. A trait that is missing costs time or memory; one that is wrong
+    makes results wrong.
 
     Attributes:
-        adds: the result is the sum of the operands. Sums of gradients are recognised by it, and
+        adds: the result is the sum of the operands. By it, sums of gradients are recognised and
             partial sums merged.
         multiplies: a product with a contraction, which matrix units run. It is never repeated to
             save memory.
         moves: how it rearranges elements, if it does nothing else.
-        costly: it takes much longer than reading its operands and writing its results, so that
-            results which a backward pass reads are kept instead of recomputed.
-        runs_on_pieces: each device runs it on its own pieces, as the compiler would gather the
+        costly: it takes much longer than reading its operands and writing its results, so results
+            that a backward pass reads are kept instead of recomputed.
+        runs_on_pieces: each device runs it on its own pieces, because the compiler would gather the
             operands first.
-        join: the binary primitive that makes the result from the results on two ranges of the
-            reduced dims.
-        on_rows: the parameters for fewer rows (elements of the leading dim), if the operator can
-            run on ranges of rows; `same_parameters` if they do not mention sizes. The rule says
+        join: the binary primitive that combines the results for two ranges of the reduced dims.
+        on_rows: makes the parameters for fewer rows (elements of the leading dim), if the operator
+            can run on ranges of rows; `same_parameters` if they do not mention sizes. The rule says
             which operands are cut.
-        numbers_rows: its result holds positions along `params["dimension"]`, so a range adds where
-            it begins.
+        numbers_rows: its result holds positions along `params["dimension"]`, so that for a range of
+            rows its begin must be added.
     """
 
     adds: bool = False
