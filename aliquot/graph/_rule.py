@@ -44,8 +44,8 @@ class DimRule:
         linear: for each operand, 0 if the result is not linear in it; else a number shared by those
             operands in which it is *jointly* linear. `add` is (1, 1), `mul` is (1, 2), `div` is (1,
             0), `exp` is ().
-        reduce: "sum", or another reduction ("max", "min", "prod", "and", "or"), whose partial
-            results cannot be kept apart.
+        reduce: "sum", or another reduction ("max", "min", "prod", "and", "or"). Only sums may stay
+            partial over devices; partial results of the others are combined at once.
         contracts: whether the operator does work over its whole factor space and chooses its own
             split (products, convolutions, gathers, scatters); other operators follow the arrays
             around them.

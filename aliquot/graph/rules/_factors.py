@@ -1,4 +1,4 @@
-"""Letters for rules: each call hands out the next one and remembers its size."""
+"""Letters for rules: each call returns the next letter and records its size."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Factors:
         return tuple(self.whole(size) for size in shape)
 
     def pair(self, before: int, after: int, *, same: bool) -> tuple[str, str]:
-        """One dim before and after an operator: the same factor, or two whole ones where it is cut
-        or extended.
+        """Letters of one dim before and after an operator: one factor that may be split if the dim
+        is unchanged, or two that stay whole if it is cut or extended.
         """
         if same and before == after:
             letter = self.split(before)

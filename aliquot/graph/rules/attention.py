@@ -13,8 +13,8 @@ from .._rule import DimRule, DimRuleFn, Dims, HasShape, register_dim_rule, whole
 from .._traits import Traits
 from ._factors import Factors
 
-# Two products forward; backward the same scores again, and one product for each of their and the
-# operands' gradients.
+# Two products in the forward pass. In the backward pass, the scores again, and one product for each
+# gradient: of the scores and of the three operands.
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 _CAUSAL = frozenset({"CAUSAL", "PADDING_CAUSAL"})
 _HEADS_FIRST = 1
@@ -22,11 +22,11 @@ _BIAS, _LENGTHS, _PAGES, _GIVEN_FORWARD = 3, slice(4, 8), slice(8, 10), 10
 
 
 def _attention(products: int) -> DimRuleFn:
-    """Each example and each head attends for itself, the sequence stays whole.
+    """Examples and heads are independent and may be split; the sequence stays whole.
 
-    Where several heads of the queries share one of keys and values, the shared heads are the
-    factor. Random numbers (dropout) and functions of the scores depend on the position in the
-    whole, which a piece does not know.
+    If several heads of the queries share one head of keys and values, the shared heads are the
+    factor. With dropout or functions of the scores, the operator is not split: both depend on the
+    position in the whole array, which a piece does not know.
     """
 
     def declare(
@@ -74,7 +74,7 @@ def _by_batch_and_heads(
         return (b, *f.wholes(shape[1:])) if shape[0] == batch else f.wholes(shape)
 
     def statistics(shape: Sequence[int]) -> Dims:
-        # Several segments of a packed sequence have statistics of their own.
+        # Each segment of a packed sequence has its own statistics.
         segments = f.whole(shape[0] // batch).replace("1", "")
         return ((b + segments if b != "1" else segments or "1"), of_heads(heads), f.whole(shape[2]))
 
@@ -85,14 +85,14 @@ def _by_batch_and_heads(
     if len(operands) > _GIVEN_FORWARD:
         activation, *others = operands[_GIVEN_FORWARD:]
         given += [statistics(activation.shape), *(tokens(o.shape) for o in others)]
-        # A bias that examples or heads share has the sum of their gradients.
+        # The gradient of a bias that examples or heads share is the sum over them.
         result_dims = [tokens(shape) if k < 3 else bias(shape) for k, shape in enumerate(results)]
         summed = frozenset(range(3, len(results)))
     else:
         result_dims = [tokens(shape) if len(shape) == 4 else statistics(shape) for shape in results]
         summed = frozenset()
     seen = min(key[place], params.get("sliding_window_length") or key[place])
-    # Half of the scores are masked away, which the kernel does not compute.
+    # A causal mask removes half of the scores, which the kernel does not compute.
     part = (
         0.5 if getattr(params["mask_type"], "name", "") in _CAUSAL and seen == key[place] else 1.0
     )

@@ -29,8 +29,8 @@ def _dot_general(
     right = {}
     for a, b in zip((*lhs_batch, *lhs_contract), (*rhs_batch, *rhs_contract), strict=True):
         left[a] = right[b] = next(letters)
-    # `dot_general` orders the result's dims so: batch, then the remaining dims of the left operand,
-    # then those of the right.
+    # The order of the result's dims: batch, then the remaining dims of the left operand, then those
+    # of the right.
     out = [left[a] for a in lhs_batch]
     for dims, names in ((lhs, left), (rhs, right)):
         for d in range(len(dims.shape)):
@@ -80,7 +80,7 @@ def _ragged_dot_general(
     batch = tuple(left[d] for d in lhs_batch)
     groups = f.whole(group_sizes.shape[-1])
     right |= dict.fromkeys(numbers.rhs_group_dimensions, groups)
-    # Where the rows are summed, the result begins with a dim of groups. It is a factor apart from
+    # If the rows are summed, the result begins with a dim of groups. Its factor differs from
     # `groups`, so that the result can be split while `group_sizes` stays whole.
     out = [*([f.split(group_sizes.shape[-1])] if ragged in lhs_contract else []), *batch]
     columns = 1
@@ -90,12 +90,12 @@ def _ragged_dot_general(
                 names[d] = f.split(size)
                 out.append(names[d])
                 columns *= size if array is rhs else 1
-    # JAX takes sizes of groups for each index of the batch dims, or one row for all.
+    # JAX takes group sizes either for each index of the batch dims, or one row for all.
     leading = (
         batch if len(group_sizes.shape) == len(batch) + 1 else f.wholes(group_sizes.shape[:-1])
     )
-    # Each row is multiplied by one group's matrix, so the work does not grow with the number of
-    # groups, although they are a factor.
+    # Each row is multiplied only by its group's matrix, so the work does not grow with the number
+    # of groups, although groups are a factor.
     flops = 2.0 * math.prod(lhs.shape) * columns
     return f.rule(
         (

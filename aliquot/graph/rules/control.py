@@ -1,4 +1,4 @@
-"""Links between values inside a loop's body and those outside."""
+"""Rules of links between values inside a loop's body and those outside."""
 
 from __future__ import annotations
 

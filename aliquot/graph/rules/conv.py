@@ -18,10 +18,10 @@ def _conv_general_dilated(
     """`out[n, o, x] = sum_iw image[n, i, x + w] * kernel[o, i, w]`, with groups of features or of
     the batch.
 
-    Groups are the major factor of the dims they cut: `image[n, (gI)]`, `kernel[(gO), I]`, `out[n,
-    (gO)]` for groups of features, `image[(gN), i]`, `kernel[(gO), i]`, `out[N, (gO)]` for groups of
-    the batch. Two floating-point operations for each output point, input channel and window point
-    that is no inserted zero of the image.
+    Groups are the major factor of the dims that they divide: `image[n, (gI)]`, `kernel[(gO), I]`,
+    `out[n, (gO)]` for groups of features, `image[(gN), i]`, `kernel[(gO), i]`, `out[N, (gO)]` for
+    groups of the batch. There are two floating-point operations for each output point, input
+    channel and window point, except at zeros that dilation inserts into the image.
     """
     f = Factors()
     image, kernel = operands
@@ -34,7 +34,7 @@ def _conv_general_dilated(
     by_feature, by_batch = params["feature_group_count"], params["batch_group_count"]
     groups = by_feature * by_batch
     group = f.split(groups)
-    # Behind a group factor a dim is no longer contiguous, so it cannot be split.
+    # A factor that is minor to a group factor has no contiguous pieces, so it cannot be split.
     n = f.whole(results[0][out_n]) if by_batch > 1 else f.split(results[0][out_n])
     i = f.whole(kernel.shape[kernel_i]) if by_feature > 1 else f.split(kernel.shape[kernel_i])
     o = f.whole(results[0][out_o] // groups) if groups > 1 else f.split(results[0][out_o])
@@ -60,8 +60,8 @@ def _conv_general_dilated(
         (tuple(out),),
         linear=(1, 2),
         contracts=True,
-        # All factors count as work but those of the image, whose points the output and the window
-        # already number.
+        # The work is proportional to all factors except the points of the image, which output and
+        # window already count.
         flops_per_point=2.0 / max(moved_over, 1) if math.prod(image.shape) else 0.0,
     )
 

@@ -1,4 +1,4 @@
-"""Operators that are passed through array by array, and those of which nothing is known."""
+"""Operators that pass on each array unchanged, and operators of which nothing is known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._factors import Factors
 def _pass_all(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Each result is the operand at its place."""
+    """Each result is the operand at the same position."""
     f = Factors()
     dims = tuple(f.splits(o.shape) for o in operands)
     return f.rule(dims, dims, linear=(1,) * len(operands))
@@ -23,7 +23,7 @@ def _pass_all(
 def _opaque(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """A kernel, a callback, or a generator that runs on a state."""
+    """A kernel, a callback, or a random generator with a state: every dim stays whole."""
     return whole(operands, results)
 
 

@@ -26,8 +26,8 @@ _NONLINEAR = (
 
 
 def _elementwise(linear: int | None) -> DimRuleFn:
-    """Operands of equal rank; dims of size one and scalars meet everything. `linear` None means
-    none.
+    """Operands of equal rank; dims of size one and scalars combine with any size. For `linear` see
+    `_linear`; None means that the result is not linear.
     """
 
     def declare(
@@ -97,9 +97,7 @@ def _select_n(
 def _convert_element_type(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Linear as far as rounding goes: not where fractions are cut off, nor where numbers become
-    truth values.
-    """
+    """Linear up to rounding, except where fractions are cut off or numbers become truth values."""
     before, after = operands[0].dtype, str(params["new_dtype"])
     keeps = after != "bool" and (_is_integral(before) or not _is_integral(after))
     return _elementwise(1 if keeps else None)(operands, results, params)

@@ -1,8 +1,8 @@
 """Lookups and updates by index.
 
-With one indexed dim a gather is a product with one-hot rows: the dim contracts, as each device
-looks up what it holds and the results are summed. Its transpose, the scatter, keeps the scattered
-dim and contracts the dims of the index.
+A gather with one indexed dim is a product with one-hot rows: the dim is contracted, since each
+device looks up the rows that it holds and the results are summed. Its transpose, the scatter, keeps
+the scattered dim and contracts the dims of the index.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _COSTLY = Traits(costly=True)
 def _gather(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """`out[i, f] = table[index[i], f]`: `i` and `f` are parallel, a single indexed dim
-    contracts.
+    """`out[i, f] = table[index[i], f]`: `i` and `f` are parallel, a single indexed dim is
+    contracted.
     """
     f = Factors()
     table, index = operands
@@ -40,7 +40,8 @@ def _gather(
     place = dict(zip(numbers.offset_dims, offsets))
     row = iter(rows)
     result = tuple(window[place[d]] if d in place else next(row) for d in range(len(results[0])))
-    # What stands in for rows outside the table is a constant, unless it is NaN, zero or undefined.
+    # Rows outside the table are filled with a constant. Unless that is zero, NaN or undefined, the
+    # result is not linear.
     fill = params.get("fill_value")
     linear = (1, 0) if fill is None or fill == 0 or fill != fill else ()
     return f.rule(
@@ -53,8 +54,8 @@ def _scatter(linear: tuple[int, ...], reduce: str | None) -> DimRuleFn:
     are whole along it.
 
     The dims of the index leave partial results of the kind `reduce`, in which the array itself
-    counts once; None where a later update overwrites an earlier one, so that their order matters
-    and they stay together.
+    counts once. With None, a later update overwrites an earlier one, so their order matters and the
+    dims of the index stay whole.
     """
 
     def declare(
@@ -95,7 +96,7 @@ def _scatter(linear: tuple[int, ...], reduce: str | None) -> DimRuleFn:
     return declare
 
 
-# Differences could leave partial sums too, but XLA gathers their updates.
+# `scatter-sub` could leave partial sums, too, but XLA gathers its updates.
 register_dim_rule("scatter", "scatter-sub", traits=_COSTLY)(_scatter((1, 0, 1), None))
 register_dim_rule("scatter-add", traits=_COSTLY)(_scatter((1, 0, 1), "sum"))
 register_dim_rule("scatter-mul", traits=_COSTLY)(_scatter((1, 0, 0), "prod"))
@@ -111,11 +112,12 @@ def _array_and_window(
     batching: Mapping[int, int],
     rows: Dims,
 ) -> tuple[Dims, Dims]:
-    """The dims of the array that is indexed, and those of the window that each index takes of it.
+    """Factors of the array that is indexed, and of the window that each index takes from it.
 
-    Batching dims are dims of the index. Dims taken in full pass: their start can only be zero. One
-    dim of which an index takes a single element may be split; with several, or with longer windows,
-    the elements of one index stand on more than one device, and both sides stay whole.
+    Batching dims are dims of the index. Dims taken in full pass on their split, because their start
+    can only be zero. A single dim of which an index takes one element may be split; with several
+    such dims, or with longer windows, the elements of one index would lie on more than one device,
+    so both sides stay whole.
     """
     single = [d for d in indexed if taken[d] == 1 and shape[d] > 1]
     array, window = [], []

@@ -1,4 +1,4 @@
-"""Kernels: what runs once for each block may be split along the dims of its grid."""
+"""Pallas kernels: a kernel runs once for each block and may be split along the dims of its grid."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _kernel(
     """A dim of the grid that numbers blocks along one dim of every result is a factor; blocks stay
     whole.
 
-    A kernel that asks where in the grid it is, or may keep something from one block to the next, is
-    not split there.
+    A kernel is not split along dims in which it asks for its position in the grid, or may keep
+    values from one block to the next.
     """
     kernel = kernel_of(params)
     f = Factors()

@@ -14,8 +14,8 @@ from ._factors import Factors
 
 
 def _batched(inner: int) -> DimRuleFn:
-    """Routines on one problem for each element of a batch; `inner` dims of the first operand are
-    the problem's.
+    """Routines that solve one problem for each element of a batch; the last `inner` dims of the
+    first operand belong to the problem, the others are the batch.
     """
 
     def declare(
@@ -47,7 +47,7 @@ register_dim_rule("lu_pivots_to_permutation", "tridiagonal_solve")(_batched(1))
 def _triangular_solve(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """One system with many right-hand sides, each of which is solved for by itself."""
+    """One system with many right-hand sides, which are independent and may be split."""
     f = Factors()
     shape = operands[1].shape
     batch = f.splits(shape[:-2])
@@ -66,8 +66,8 @@ def _triangular_solve(
 def _fft(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """The last dims are transformed, and a real transform leaves one of another size: `5 n log2 n`
-    operations each.
+    """The last dims are transformed, with `5 n log2 n` operations for each transform; a real one
+    changes the size of a dim.
     """
     f = Factors()
     shape, lengths = operands[0].shape, params["fft_lengths"]

@@ -1,7 +1,7 @@
 """Random keys and bits.
 
-Threefry computes each element from the key and its own position, so its bits come out the same
-however they are split. Other generators run on a state, and stay whole.
+Threefry computes each element from the key and the element's position, so its bits are the same
+however they are split. Other generators have a state, and stay whole.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ for _name, (_kind, _join) in _REDUCTIONS.items():
 
 
 def _collective(kind: str) -> DimRuleFn:
-    """A collective over `vmap`'s own axis: a reduction of each operand along dims."""
+    """A collective over an axis of `vmap`: a reduction of each operand along some of its dims."""
 
     def declare(
         operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
@@ -110,7 +110,7 @@ register_dim_rule("cumprod", "cummax", "cummin", "cumlogsumexp", traits=_RUNNING
 
 
 def _pooling(linear: tuple[int, ...]) -> DimRuleFn:
-    """Dims that the window passes over one by one are parallel, the others stay whole.
+    """Dims that the window passes one element at a time are parallel, the others stay whole.
 
     The general form takes arrays first, then as many initial scalars.
     """
@@ -135,8 +135,8 @@ register_dim_rule("reduce_window_max", "reduce_window_min", "reduce_window")(_po
 def _select_and_gather_add(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """The tangent of a pooling maximum: of each window the tangent that stands where the operand is
-    largest.
+    """The tangent of a pooling maximum: for each window, the tangent at the position where the
+    operand is largest.
     """
     f = Factors()
     before, after = _windowed(f, operands[0].shape, results[0], params)
@@ -147,8 +147,8 @@ def _select_and_gather_add(
 def _select_and_scatter_add(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """The gradient of a pooling maximum: each window's cotangent goes to where the operand is
-    largest.
+    """The gradient of a pooling maximum: each window's cotangent is added at the position where the
+    operand is largest.
     """
     f = Factors()
     source, operand = operands

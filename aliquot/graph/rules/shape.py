@@ -19,12 +19,13 @@ _ROW_BY_ROW = Traits(on_rows=same_parameters)
 def _reshape(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Dims that split or merge share factors; of each split or merged dim only the major factor may
-    carry an axis.
+    """Dims that are split or merged share factors; of each, only the major factor may be split over
+    devices.
 
     A block of the major factor is a contiguous piece of both sides, so `(heads * size,) <-> (heads,
-    size)` passes a split of the heads: `(aB)->aB`. Blocks of a minor factor are scattered over the
-    other side, and stay whole. `dimensions` is the order in which the operand's dims are read.
+    size)` passes on a split of the heads: `(aB)->aB`. Blocks of a minor factor are scattered over
+    the other side, so it stays whole. `dimensions` is the order in which the operand's dims are
+    read.
     """
     shape, after = operands[0].shape, results[0]
     if math.prod(shape) == 0:
@@ -40,7 +41,9 @@ def _reshape(
 
 
 def _empty_reshape(shape: Sequence[int], after: Sequence[int]) -> DimRule:
-    """Nothing is moved; the leading dims that both sides have pass on their splits."""
+    """A reshape of an array without elements: the leading dims that both sides have in common pass
+    on their splits.
+    """
     f = Factors()
     same = next(
         (d for d, (a, b) in enumerate(zip(shape, after)) if a != b or a == 0),
@@ -53,8 +56,8 @@ def _empty_reshape(shape: Sequence[int], after: Sequence[int]) -> DimRule:
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The finest cut of both shapes into runs of dims with equal products; dims of size one stand
-    nowhere.
+    """The finest partition of both shapes into runs of dims with equal products; dims of size one
+    are left out.
     """
     left = [d for d, n in enumerate(before) if n != 1]
     right = [d for d, n in enumerate(after) if n != 1]
@@ -79,16 +82,16 @@ def _refine(
     old: list[str],
     new: list[str],
 ) -> None:
-    """Give factors to one run: the leading factor that both sides share may be split, the rest
-    stays whole.
+    """Assign factors to the dims of one run: the leading factor that both sides share may be split,
+    the others stay whole.
     """
     shared = math.gcd(before[left[0]], after[right[0]])
     major = f.split(shared)
     cuts = _boundaries(before, left) | _boundaries(after, right) | {1, shared}
     ends = sorted(cuts)
     if not all(b % a == 0 for a, b in zip(ends, ends[1:])):
-        # The two sides have no common refinement: each keeps its own whole factors behind the
-        # shared one.
+        # The two sides have no common refinement: after the shared factor, each side has its own
+        # factors, which stay whole.
         for dims, shape, names in ((left, before, old), (right, after, new)):
             names[dims[0]] = _merged(major, f.whole(shape[dims[0]] // shared))
             for d in dims[1:]:
@@ -112,7 +115,7 @@ def _merged(*parts: str) -> str:
 
 
 def _boundaries(shape: Sequence[int], dims: Sequence[int]) -> set[int]:
-    """Products of the leading sizes: where the dims end, counted in factors of the run."""
+    """Products of the leading sizes of a run: the positions where its dims end."""
     return {math.prod(shape[d] for d in dims[: k + 1]) for k in range(len(dims))}
 
 
@@ -130,7 +133,7 @@ def _broadcast_in_dim(
         "1" if size == 1 else after[d]
         for size, d in zip(source.shape, params["broadcast_dimensions"])
     )
-    # What follows the array is the sizes of dynamic shapes.
+    # The operands after the array are sizes of dynamic shapes.
     sizes = tuple(f.wholes(o.shape) for o in operands[1:])
     return f.rule((before, *sizes), (after,), linear=(1,) + (0,) * len(sizes))
 
@@ -175,7 +178,9 @@ def _rev(
 def _cut(
     f: Factors, before: Sequence[int], after: Sequence[int], same: Sequence[bool] | None = None
 ) -> tuple[Dims, Dims]:
-    """Dims of equal size pass; those that are cut or extended stay whole, each side on its own."""
+    """Dims of equal size pass on their splits; those that are cut or extended stay whole, with one
+    factor for each side.
+    """
     keep = same if same is not None else [True] * len(before)
     pairs = [f.pair(n, m, same=k) for n, m, k in zip(before, after, keep)]
     return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
@@ -187,7 +192,7 @@ def _cut(
 def _slice(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Untouched dims pass."""
+    """Dims of unchanged size pass on their splits."""
     f = Factors()
     before, after = _cut(f, operands[0].shape, results[0])
     return f.rule((before,), (after,), linear=(1,))
@@ -197,8 +202,8 @@ def _slice(
 def _pad(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Untouched dims pass. A dim may keep its size while it loses on one side what it gains on the
-    other.
+    """Dims without padding pass on their splits. An unchanged size is not enough: padding may be
+    negative on one side and positive on the other.
     """
     f = Factors()
     same = [tuple(config) == (0, 0, 0) for config in params["padding_config"]]
@@ -212,7 +217,7 @@ def _pad(
 def _dynamic_slice(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Dims taken in full pass: whatever the start, it is clamped to zero."""
+    """Dims taken in full pass on their splits, because any start is clamped to zero."""
     f = Factors()
     before, after = _cut(f, operands[0].shape, results[0])
     scalars = tuple(f.wholes(o.shape) for o in operands[1:])
@@ -223,7 +228,7 @@ def _dynamic_slice(
 def _dynamic_update_slice(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Dims replaced in full pass through both arrays; along the others array and update stay
+    """Dims replaced in full pass on the splits of array and update; along the other dims, both stay
     whole.
     """
     f = Factors()
@@ -266,7 +271,7 @@ def _split(
 
 
 def _with(f: Factors, dims: Dims, axis: int, size: int) -> Dims:
-    """The dims with a whole factor of their own at `axis`."""
+    """The dims with a new factor at `axis` that stays whole."""
     return (*dims[:axis], f.whole(size), *dims[axis + 1 :])
 
 
@@ -311,7 +316,7 @@ def _tile(
 def _fresh(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Arrays made of nothing: every dim is free."""
+    """Arrays made without reading any: every dim is free."""
     f = Factors()
     return f.rule(tuple(f.wholes(o.shape) for o in operands), (f.splits(results[0]),))
 
@@ -338,7 +343,7 @@ def _bitcast_convert_type(
 def _sort(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Keys and what is sorted along with them; the sorted dim stays whole."""
+    """Keys, and arrays that are sorted along with them; the sorted dim stays whole."""
     f = Factors()
     dims = tuple(
         f.whole(n) if d == params["dimension"] else f.split(n)
@@ -351,7 +356,7 @@ def _sort(
 def _top_k(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Values and indices of the largest; the searched dim stays whole before and after."""
+    """Values and indices of the largest elements; the searched dim stays whole before and after."""
     f = Factors()
     shape = operands[0].shape
     axis = params.get("axis", params.get("reduction_dimension", -1)) % len(shape)
