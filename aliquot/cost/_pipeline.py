@@ -226,6 +226,7 @@ class _Run:
         self.num_events = 0
 
     def to_the_end(self) -> None:
+        """Start whatever can start, go to the next event, and repeat until there is none."""
         touched = set(range(self.schedule.num_submeshes))
         now = 0.0
         while True:
@@ -259,6 +260,9 @@ class _Run:
         return micro_batch in self.through_forward[stage] and micro_batch in self.cotangents[stage]
 
     def _start_tasks(self, now: float, submeshes: list[int]) -> None:
+        """Start the next task of each idle submesh, if the task's inputs have arrived and no result
+        of the submesh waits to be sent.
+        """
         senders = {transfer.sender for transfer in self.unsent}
         for submesh in submeshes:
             tasks, place = self.schedule.lists[submesh], len(self.starts[submesh])

@@ -187,6 +187,8 @@ class _Cache:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Pricer:
+    """Prices nodes and edges on one mesh; edges share cached results."""
+
     mesh: LogicalMesh
     target: Target
     repeats: int

@@ -135,6 +135,7 @@ def _stage_costs(
     *,
     overlaps_transfers: bool,
 ) -> StageCosts:
+    """Costs of all stages as the simulation takes them, recomputation included."""
     whole = np.array([s.recompute == "stage" for s in stages])
     freed = np.array([s.again.freed_bytes for s in stages])
     worked_out = np.array([s.again.peak_bytes for s in stages])
@@ -205,6 +206,7 @@ def _step_prediction(
     times: PipelineTimes,
     memory_limit_bytes: float,
 ) -> Prediction:
+    """The prediction for the whole step, from simulated times and the predictions for stages."""
     # The busiest submesh determines the step time, so its seconds explain it best.
     busiest = schedule.stages_of(int(times.busy_s.argmax()))
     gradient = sum(stages[k].costs.gradient_s for k in busiest)

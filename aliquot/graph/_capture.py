@@ -133,6 +133,7 @@ def _refuse_huge_arrays(values: Sequence[Value]) -> None:
 
 
 def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
+    """Trace the step, inline its jaxpr, and find phases, successors of state, and roles."""
     # `calling.run` writes the structure of the results into `calling`; with a copy, traces do not
     # overwrite each other's.
     calling = replace(calling)

@@ -65,6 +65,9 @@ def items_of(graph: Graph) -> tuple[Item, ...]:
 
 
 def _item(graph: Graph, op_or_call: OpId | Call, sees: list[int], sizes: Sequence[int]) -> Item:
+    """The item of an operator or call at the top of a step. Records in `sees` what its results
+    depend on.
+    """
     # Nearly all are operators.
     inside = tuple(ops_inside(op_or_call)) if isinstance(op_or_call, Call) else (op_or_call,)
     inputs = reads_of(graph, op_or_call)
@@ -191,6 +194,7 @@ def _phase(graph: Graph, ops: Sequence[OpId]) -> Phase:
 
 
 def _cost(op: Op, sizes: Sequence[int]) -> float:
+    """Rough weight of an operator; see `Item.cost`."""
     arrays = [sizes[i] for i in op.inputs if type(i) is not Literal] + [
         sizes[o] for o in op.outputs if o >= 0
     ]

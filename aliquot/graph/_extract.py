@@ -188,6 +188,8 @@ def _with_shared(
 
 
 class _Builder:
+    """Builds an extract from items: numbers its operators and values anew."""
+
     def __init__(self, graph: Graph, links: Mapping[ValueId, OpId]) -> None:
         self._graph, self._link_of = graph, links
         self._deferrable: set[OpId] = set()

@@ -154,6 +154,7 @@ def _made_by_products(graph: Graph, call: Call, half: FirstHalf) -> set[ValueId]
 def _follow(
     graph: Graph, items: Sequence[OpId | Call], half: FirstHalf, behind: set[ValueId]
 ) -> None:
+    """Add to `behind` the values that depend on products that can be deferred."""
     for item in items:
         if not isinstance(item, Call):
             op = graph.ops[item]
@@ -185,6 +186,7 @@ def _follow(
 
 
 def _pass(sources: Sequence[Operand], targets: Sequence[Operand], behind: set[ValueId]) -> None:
+    """Add to `behind` the targets whose sources are in it."""
     for source, target in zip(sources, targets, strict=True):
         if isinstance(source, int) and isinstance(target, int) and source in behind:
             behind.add(target)

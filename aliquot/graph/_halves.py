@@ -51,6 +51,8 @@ def halve(graph: Graph, call: Call, half: FirstHalf, free: Collection[ValueId]) 
 
 
 class _Builder:
+    """Builds both halves of a call, with new values for the stacks that the first hands on."""
+
     def __init__(self, graph: Graph, half: FirstHalf) -> None:
         self._graph, self._half = graph, half
         self.values = list(graph.values)
@@ -82,6 +84,7 @@ class _Builder:
         return replace(bare, blocks=(replace(block, inputs=reads),), inputs=reads)
 
     def _loop(self, call: Call, free: frozenset[ValueId]) -> tuple[Call, Call, tuple[ValueId, ...]]:
+        """Both halves of a loop. Each carry, and each stacked result, belongs to one of them."""
         (block,) = call.blocks
         consts, carried = compat.scan_counts(call.eqn.params)
         starts, sliced = call.inputs[consts : consts + carried], call.inputs[consts + carried :]
@@ -140,6 +143,7 @@ class _Builder:
         slices: Sequence[tuple[Operand, Operand]],
         stacks: Sequence[tuple[Operand, ValueId]],
     ) -> Call:
+        """One half of a loop: a scan with the given items, carries, slices and stacked results."""
         ends = [*(b for _, _, b, _ in carries), *(b for b, _ in stacks)]
         read = {i for item in items for i in reads_of(self._graph, item)} | {
             i for i in ends if isinstance(i, int)

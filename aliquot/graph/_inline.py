@@ -95,6 +95,7 @@ class Inliner:
         inputs: Sequence[Operand],
         place: _Place,
     ) -> tuple[Operand, ...]:
+        """Add the operators and calls of a jaxpr to a place; returns its results."""
         env: dict[Any, Operand] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self._constant(var.aval, const)

@@ -85,6 +85,10 @@ def _returned_parts_of_batches(
 
 
 class _Matcher:
+    """Matches groups of inputs (arguments, or parts of them) to parts of the result that have the
+    same structure, shapes and dtypes.
+    """
+
     def __init__(
         self,
         ops: Sequence[Op],
@@ -174,6 +178,9 @@ class _Matcher:
         direct: list[int],
         bit: int,
     ) -> bool:
+        """True if names and dataflow permit the result's part `name` as the successor of the group
+        `prefix`.
+        """
         values = [self._outputs[p][1].value for p in candidates]
         indices = [v for v in values if isinstance(v, int)]
         same_name = _last(prefix) == _last(name)
@@ -194,6 +201,7 @@ class _Matcher:
 
 
 def _choose(options: dict[Keys, list[tuple[Keys, list[int]]]]) -> tuple[Keys, list[int]] | None:
+    """The next match to make: one with equal names, else a group's only option, else the first."""
     for prefix, successors in options.items():
         for name, positions in successors:
             if _last(prefix) == _last(name):

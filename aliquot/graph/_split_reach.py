@@ -216,6 +216,7 @@ def _nested_scans(graph: Graph, block: Block, in_loop: bool) -> Iterator[Call]:
 
 
 def _check(graph: Graph, length: int, *, can_be_cut: bool) -> None:
+    """Raise `InputError` if a scan over `length` layers is in a loop, or if nothing can be cut."""
     nested = _over_parameters(graph, list(_nested_scans(graph, graph.body, False)))
     if any(call.eqn.params["length"] == length for call in nested):
         raise InputError(

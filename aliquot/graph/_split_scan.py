@@ -99,6 +99,7 @@ def split_rows(graph: Graph, bounds: Sequence[int], outputs: Collection[int]) ->
 
 
 def _split(graph: Graph, edges: tuple[int, ...], stacked: frozenset[ValueId]) -> SplitGraph:
+    """The graph with the values in `stacked` cut at `edges`."""
     arrays = Pieces(
         graph=graph, stacked=stacked, ranges=tuple(zip(edges[:-1], edges[1:], strict=True))
     )

@@ -73,6 +73,7 @@ def _write_whole(
 
 
 def _write_scan(emission: Emission, call: Call, place: Place) -> None:
+    """Write a scan: one for each range if it is cut, else one on whole arrays."""
     arrays, params = emission.arrays, call.eqn.params
     num_consts, num_carry = compat.scan_counts(params)
     first = num_consts + num_carry

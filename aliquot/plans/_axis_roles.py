@@ -120,6 +120,7 @@ class _Axis:
 
 
 def _role_of(axis: _Axis) -> str:
+    """Text of an axis's role, derived from the arrays that it splits, gathers and sums."""
     names = axis.of_batch
     stored = axis.share("parameter", axis.splits)
     computed = axis.share("parameter", axis.splits_products_with)

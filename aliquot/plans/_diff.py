@@ -105,6 +105,11 @@ def _changes(
 
 
 def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
+    """Decisions of a plan by subject.
+
+    Args:
+        operators: whether to include those about operators inside stages.
+    """
     terms: dict[str, Term] = {
         "model": plan.model.name,
         **_flat("setting", plan.model.settings),
@@ -174,6 +179,7 @@ def _splits(plan: Plan) -> dict[str, Term]:
 
 
 def _predictions(plan: Plan) -> dict[str, Term]:
+    """Predictions of a plan by subject."""
     p = plan.prediction
     terms: dict[str, Term] = {
         **{name: getattr(p, name) for name in PREDICTED_FIGURES},

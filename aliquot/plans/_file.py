@@ -141,6 +141,9 @@ def load(path: str | os.PathLike[str]) -> Plan:
 
 
 def _decoded(text: str, source: str) -> dict[str, Any]:
+    """The JSON object in a plan file's text. Raises `PlanFileError` if it is none, lacks a version,
+    or has names or values that no plan can have.
+    """
     try:
         data = msgspec.json.decode(text)
     except RecursionError:

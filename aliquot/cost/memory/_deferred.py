@@ -170,6 +170,7 @@ class _Paces:
 
 
 def _paces(priced: Priced, sums: dict[NodeId, _GradientSum]) -> _Paces:
+    """Paces of deferred products under a scheduler that hides latency; see the module."""
     waits = [r for r in priced.residents if r.late_deaths is not None]
     update = min((int(r.late_deaths.min()) for r in waits if r.late_deaths is not None), default=0)
     if not _sums_inside(priced) or not waits:
