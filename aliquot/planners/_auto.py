@@ -1,4 +1,4 @@
-"""`Auto`: one program or a pipeline, whichever is the fastest."""
+"""The method `auto`: one program or a pipeline, whichever is faster."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _MOST_DEVICES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto(AbstractMethod):
-    """Search one program and pipelines, and numbers of micro-batches unless one is given, and
-    take the fastest plan that fits.
+    """Search for the step as one program and for pipelines, with different numbers of micro-batches
+    unless one is given, and take the fastest plan that fits.
 
     Both searches keep to the limits of `intra` and of `StageDP`, which are amounts of work and not
-    seconds: the same step has the same plan everywhere. Pipelines are not searched on one device,
-    on a given mesh, or if one program takes no longer than the compute of the step alone, shared
-    evenly by all devices. On more than 128 devices fewer numbers of micro-batches are searched. On
-    more than 4,096 devices pipelines are searched only if one program with the fewest micro-batches
-    does not fit. Plans say what was not searched.
+    seconds, so the same step has the same plan everywhere. Pipelines are not searched on one
+    device, on a given mesh, or if one program takes no longer than the compute of the step alone,
+    shared evenly by all devices. On more than 128 devices fewer numbers of micro-batches are
+    searched. On more than 4,096 devices pipelines are searched only if one program with the fewest
+    micro-batches does not fit. Plans say what was not searched.
 
-    Both are searched on fewer hosts, too, where these could compute the step in less time than the
-    best plan for all takes: a plan may leave hosts idle. Where memory makes the search of one
-    program long, pipelines are searched first, and only programs that may be faster are searched
-    closely.
+    A plan may leave hosts idle: both searches are repeated on fewer hosts if these could compute
+    the step in less time than the best plan for all hosts takes. Where memory makes the search of
+    one program long, pipelines are searched first, and only programs that may be faster are then
+    searched in full.
 
     Args:
         intra: finds the splits.
-        mesh_shape: only this mesh of all devices, and so only one program.
+        mesh_shape: the only mesh of all devices that is searched; pipelines then are not.
         pipelines: whether these are searched, too.
-        faster_than_s: plans that cannot take less are not searched closely; the answer may then be
-            any that fits, or `InfeasibleError`.
+        faster_than_s: plans that cannot take less are not searched in full; the answer may then be
+            any plan that fits, or `InfeasibleError`.
     """
 
     intra: AbstractIntra = field(default_factory=ILP)
@@ -74,8 +74,8 @@ class Auto(AbstractMethod):
         """See `AbstractMethod.decide`.
 
         Raises:
-            InfeasibleError: neither one program nor a pipeline was found that fits; describes the
-                one that needs less memory.
+            InfeasibleError: neither a program nor a pipeline was found that fits; describes the one
+                of the two that needs less memory.
         """
         try:
             decision = self._decide(task)
@@ -88,7 +88,9 @@ class Auto(AbstractMethod):
             raise
 
     def _decide(self, task: Task, faster_than_s: float = math.inf) -> Decision:
-        """The decision on all hosts of a task; Ctrl-C hands over the best of both searches."""
+        """The decision on all hosts of a task. On Ctrl-C, `Interrupted` carries the best of both
+        searches.
+        """
         faster_than_s = min(faster_than_s, self.faster_than_s)
         pipelines = self.pipeshard.lazy_search(task, faster_than_s)
         try:
@@ -98,7 +100,7 @@ class Auto(AbstractMethod):
             raise
 
     def _decide_with(self, task: Task, pipelines: LazySearch, faster_than_s: float) -> Decision:
-        """As `_decide`, with a search for pipelines that is made only if it is asked for."""
+        """As `_decide`; `pipelines` runs only if its result is needed."""
         asked = task.num_micro_batches
         count = 1 if asked is None else asked
         problem = task.problem(count)
@@ -106,7 +108,7 @@ class Auto(AbstractMethod):
         wants_one_program = self.mesh_shape is not None or not self.pipelines
         has_pipelines = not wants_one_program and task.cluster.num_devices > 1
         are_devices_few = task.cluster.num_devices <= _MOST_DEVICES
-        # Where memory makes the search of the first program long, it asks for pipelines early.
+        # If memory makes the search of the first program long, it calls for pipelines early.
         rival = pipelines.fastest_s if has_pipelines and are_devices_few else None
         first = program_beside(method, problem, task.progress, rival)
         programs: dict[int, Found] = {count: first}
@@ -117,7 +119,7 @@ class Auto(AbstractMethod):
             1 - self.intra.relative_gap
         ) <= least_compute_s(problem):
             return self._as_auto(task, program)
-        # Many devices: pipelines only where no plan is known.
+        # On many devices pipelines are searched only if no plan is known.
         has_plan = program is not None or math.isfinite(faster_than_s)
         if has_plan and not are_devices_few:
             decision = self._one_program(task, count, programs, method)
@@ -126,7 +128,7 @@ class Auto(AbstractMethod):
         try:
             decision = self.pipeshard.decide_with(task, programs, pipelines, faster_than_s)
         except (InfeasibleError, InputError, CaptureError) as refusal:
-            # Whoever gives `faster_than_s` has a plan already, and needs no message.
+            # A caller that gives `faster_than_s` has a plan already and needs no message.
             if program is None and math.isfinite(faster_than_s):
                 raise
             try:
@@ -145,8 +147,8 @@ class Auto(AbstractMethod):
     def _one_program(
         self, task: Task, count: int, programs: dict[int, Found], method: WholeProgram
     ) -> Decision:
-        """One program, with more than `count` micro-batches where none are given and so few do not
-        fit.
+        """The step as one program: with `count` micro-batches or, if that does not fit and no
+        number is given, with more.
 
         Args:
             count: the fewest micro-batches.
@@ -165,7 +167,8 @@ class Auto(AbstractMethod):
         )
         if decision is None and isinstance(error := programs[count], InfeasibleError):
             raise error
-        # Nothing was searched where the arrays alone are too large: this says how much they need.
+        # If the arrays alone are too large, nothing was searched yet: this error says how much they
+        # need.
         decision = decision or method.solve(task.problem(count), task.progress)
         return self._as_auto(task, replace(decision, bound_holds_for=one_program_scope(decision)))
 
@@ -175,8 +178,8 @@ class Auto(AbstractMethod):
 
 
 def _not_searched(least_s: float) -> Candidate:
-    """A candidate that stands for all pipelines, which were not searched and take `least_s` or
-    more.
+    """The candidate that stands for all pipelines if none were searched; they take at least
+    `least_s`.
     """
     return Candidate(
         name="pipelines",

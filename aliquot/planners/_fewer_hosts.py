@@ -1,8 +1,9 @@
-"""The same search on fewer hosts of a cluster: a small step may be faster if some stay idle.
+"""Search on fewer hosts of a cluster: a small step may be faster if some hosts stay idle.
 
-A network between hosts, or a collective among more devices, can cost a small step more than further
-devices save. A plan on fewer hosts is one of the smaller cluster, so that the search there finds
-what it would have found if the others did not exist: more hosts are never slower.
+The network between hosts, or collectives among more devices, can cost a small step more time than
+the further devices save. The search on fewer hosts treats them as a smaller cluster and finds the
+plan that it would find if the other hosts did not exist, so that a step is never slower on more
+hosts.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ from ._base import Candidate, Decision, Interrupted, Task, faster
 from ._one_program import least_compute_s
 from ._tried import on_hosts
 
-# Hosts are not left idle for less.
+# Hosts are left idle only if that shortens the step by more than this share.
 _LEAST_GAIN = 1e-3
 
 Search = Callable[[Task, float], Decision]
-"""The best decision for a task. None that takes as long as the seconds given is of use: instead of
-one it may raise `InfeasibleError`."""
+"""Finds the best decision for a task. Only one that takes less than the given seconds is of use: if
+there is none, it may raise `InfeasibleError`."""
 
 
 def fastest_on_any_hosts(task: Task, first: Decision, search: Search) -> Decision:
-    """The fastest of a decision for all hosts and of what a search finds for fewer of them.
+    """The fastest among the decision for all hosts and those that a search finds for fewer hosts.
 
-    Numbers of hosts are tried whose devices could compute the step in less time than the best takes
-    by then, if they shared it evenly and sent nothing; and only where they can hold the state.
+    A number of hosts is tried only if their devices could compute the step in less time than the
+    best decision so far takes, sharing it evenly and without communication, and if they can hold
+    the state.
 
     Args:
-        first: for all hosts.
+        first: the decision for all hosts.
 
     Raises:
         Interrupted: Ctrl-C; carries the fastest so far.
@@ -43,7 +45,7 @@ def fastest_on_any_hosts(task: Task, first: Decision, search: Search) -> Decisio
     least_s = least_compute_s(task.problem(1)) * total
     for hosts in fewer_hosts(total):
         aim_s = best.step_time_s * (1 - _LEAST_GAIN)
-        # Even fewer take longer.
+        # Even fewer hosts would take longer.
         if least_s / hosts >= aim_s:
             break
         part = task.on_hosts(hosts)
@@ -66,8 +68,8 @@ def fastest_on_any_hosts(task: Task, first: Decision, search: Search) -> Decisio
 
 
 def fewer_hosts(total: int) -> list[int]:
-    """Numbers of hosts that are tried below their total: its halves and the powers of two, from the
-    largest down. Those of twice a total are among them, and so is the total.
+    """Numbers of hosts below `total` that are tried: its half, quarter, ... and the powers of two,
+    from the largest down. Twice the total has all of them, too, and the total itself.
     """
     halves = {total >> k for k in range(1, total.bit_length())}
     powers = {1 << k for k in range(total.bit_length())}
@@ -94,6 +96,8 @@ def _slower(decision: Decision, hosts: int) -> Candidate:
 
 
 def _state_bytes(task: Task) -> int:
-    """Bytes of the arrays that live from one step to the next, which devices hold together."""
+    """Bytes of the arrays that live from one step to the next, summed over all devices if each
+    array is held once.
+    """
     values = task.graph.values
     return sum(values[i.value].num_bytes for i in task.graph.inputs if i.role is not Role.BATCH)

@@ -1,8 +1,8 @@
-"""One program instead of stages, which may be the fastest with fewer and larger micro-batches than
-a pipeline needs.
+"""Search for the number of micro-batches with which a step is fastest as one program, without
+stages: often fewer and larger ones than a pipeline needs.
 
-More micro-batches make a program gather split parameters and launch kernels more often, and need
-less memory. Prices of single layers show neither.
+With more micro-batches, a program gathers split parameters and launches kernels more often, but
+needs less memory. Prices of single layers show neither, so programs are solved as a whole.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from ._base import (
 )
 from ._methods import ShardParallel, WholeProgram
 
-# A lower bound on memory rules a program out only 10 % above the limit, as a compiler may hold less
-# with larger micro-batches.
+# A program is ruled out only if the lower bound on its memory is 10 % above the limit, because a
+# compiler may hold less with larger micro-batches.
 _MEMORY_MARGIN = 1.1
+# At most so many numbers of micro-batches are tried.
 _MOST_PROGRAMS = 6
-# After so many programs that are slower than a pipeline, the next mostly is, too.
+# After so many programs that are slower than a pipeline, the next mostly is slower, too.
 _MOST_SLOW = 2
 Found: TypeAlias = Decision | InfeasibleError | None
-"""A program, or why there is none; None where its arrays alone are too large, so that it was not
-searched."""
+"""A program, or the error that says why there is none; None if it was not searched because its
+arrays alone are too large."""
 _ONE_PROGRAM_SCOPES = {
     "all copies of all layers": "",
     "gap_within_folded_space": " that split equal layers equally",
@@ -46,8 +47,8 @@ _ONE_PROGRAM_SCOPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneProgram:
-    """An estimate of a step as one program on all devices: the mesh of the least total time of its
-    layers, and that time without a memory limit.
+    """An estimate of a step as one program on all devices: the mesh on which its layers take the
+    least time in total, and that time (`least_s`), without a memory limit.
     """
 
     mesh_shape: tuple[int, ...]
@@ -65,7 +66,7 @@ def as_one_program(chains: Sequence[Chain]) -> OneProgram | None:
         for k, option in enumerate(chain.options)
         if option.num_devices == chain.num_devices
     ]
-    # Ties go to the first mesh in order, so that the answer is the same each time.
+    # Ties go to the smallest tuple, so that the answer does not depend on the order of chains.
     least_s, mesh_shape, count = min(seconds, default=(math.inf, (), 1))
     if not math.isfinite(least_s):
         return None
@@ -73,7 +74,7 @@ def as_one_program(chains: Sequence[Chain]) -> OneProgram | None:
 
 
 def _layers_s(chain: Chain, option: int) -> float:
-    """Seconds of a step if all layers, one by one, run under the same option."""
+    """Seconds of a step whose layers run one after another, all under the same option."""
     passes = float(chain.forward_s[:, option].sum() + chain.backward_s[:, option].sum())
     return chain.num_micro_batches * passes + float(chain.once_s[:, option].sum())
 
@@ -92,14 +93,14 @@ def one_program_by_doubling(
     of those tried fits and takes less than `faster_than_s`.
 
     Stops at the first program that fits and is no faster than one with fewer micro-batches: every
-    micro-batch repeats collectives, and only memory asks for more. At most `_MOST_PROGRAMS` are
-    tried.
+    micro-batch repeats collectives, and the only gain of more of them is memory. At most
+    `_MOST_PROGRAMS` are tried.
 
     Args:
         until_it_fits: whether more micro-batches are tried where `first` does not fit.
-        known: the known programs, by their numbers of micro-batches; those that are searched are
-            added.
-        faster_than_s: programs that cannot take less are not searched closely.
+        known: the known programs, by their numbers of micro-batches; those that are searched here
+            are added.
+        faster_than_s: programs that cannot take less are not searched in full.
 
     Raises:
         Interrupted: Ctrl-C; carries the fastest so far.
@@ -111,13 +112,13 @@ def one_program_by_doubling(
             break
         try:
             problem = task.problem(count)
-        # Where so many parts do not divide the batch, twice as many do not either.
+        # If the batch cannot be cut into so many parts, it cannot be cut into twice as many.
         except (InputError, CaptureError):
             break
         try:
             if count not in known:
-                # A program that is no faster than the best so far ends this search, and need not
-                # be searched closely.
+                # A program that is no faster than the best so far ends this search, so it need not
+                # be searched in full.
                 if isinstance(method, WholeProgram):
                     best_s = best.step_time_s if best else math.inf
                     to_beat_s = min(method.faster_than_s, faster_than_s, best_s)
@@ -143,7 +144,7 @@ def one_program_by_doubling(
 
 
 def _solved(method: AbstractMethod, problem: Problem, task: Task) -> Found:
-    """The program of a method, or its error."""
+    """The method's program, or the error if none fits."""
     try:
         return method.solve(problem, task.progress)
     except InfeasibleError as error:
@@ -156,10 +157,10 @@ def program_beside(
     progress: Progress | None,
     rival: Callable[[float], float] | None,
 ) -> Found:
-    """The program of a method, or why there is none.
+    """The method's program, or why there is none.
 
     Args:
-        rival: a search of other plans, which is asked for their least step time if memory makes the
+        rival: a search for other plans. It is called for their least step time if memory makes the
             search of the program long; see `race`.
 
     Raises:
@@ -180,8 +181,8 @@ def add_first_program(
     known: MutableMapping[int, Found],
     rival: Callable[[float], float],
 ) -> None:
-    """Add the program of the fewest micro-batches to the known ones: pipelines that do not promise
-    to be faster then need not be solved.
+    """Add the program with the fewest micro-batches to the known ones, so that pipelines that do
+    not promise to be faster need not be solved.
 
     Args:
         first: the fewest micro-batches.
@@ -196,14 +197,14 @@ def add_first_program(
     try:
         problem = task.problem(first)
     except (InputError, CaptureError):
-        # The search for pipelines says what is wrong.
+        # The search for pipelines will raise an error that says what is wrong.
         return
     known[first] = program_beside(method, problem, task.progress, rival)
 
 
 def one_program_scope(decision: Decision) -> str:
-    """Words for the plans among which the bound of one program holds. It says nothing of pipelines,
-    even where these are searched, too.
+    """Words for the plans among which the lower bound of one program holds: never pipelines, even
+    if these were searched, too.
     """
     if not decision.bound_holds_for:
         return ""
@@ -220,7 +221,7 @@ def cannot_fit(problem: Problem) -> bool:
     """True if the arrays that are alive at once are too large even if all devices share them
     evenly.
     """
-    # Shared evenly by all devices is the least that any split can reach.
+    # No split leaves less on a device than an even share.
     parts = [(r, r.num_bytes) for r in problem.residents]
     least_bytes = (
         float(alive_over_time(parts, problem.nodes.num_ops + 1).max()) / problem.cluster.num_devices
@@ -229,8 +230,9 @@ def cannot_fit(problem: Problem) -> bool:
 
 
 def least_compute_s(problem: Problem) -> float:
-    """Seconds of compute that no plan undercuts: operators on a single device, which then run as
-    large and as efficiently as they can, shared evenly by all devices, without communication.
+    """A lower bound on the step time of all plans, in seconds: the compute of all operators unsplit
+    on one device, where they are most efficient, divided by the number of devices; no
+    communication.
     """
     cluster = subcluster(problem.cluster, (1, 1))
     priced = price(problem, LogicalMesh(shape=(1,), axis_names=("x",), cluster=cluster))
@@ -254,8 +256,8 @@ def fewer_micro_batches(
     Args:
         problem_with: the problem for a number of micro-batches.
         most: the number of micro-batches whose smaller divisors are tried.
-        is_hopeless: whether the problem that was solved last shows that no program with so many
-            micro-batches, the next to be tried, fits.
+        is_hopeless: whether the problem that was solved last shows that no program fits with the
+            number of micro-batches that is tried next.
 
     Raises:
         Interrupted: Ctrl-C.
@@ -276,7 +278,7 @@ def fewer_micro_batches(
             if best is not None and decision.step_time_s >= best.step_time_s:
                 break
             best = decision
-            # After a search upwards, the first that fits has the largest micro-batches.
+            # When counting upwards, the first program that fits has the largest micro-batches.
             if direction > 0:
                 break
         place = _next_divisor(divisors, place, direction)
@@ -300,8 +302,8 @@ def is_too_large(problem: Problem, count: int) -> bool:
     micro-batches fits.
 
     The bound gives every array the live range that it has in the problem and splits it over all
-    devices. It says nothing of a single micro-batch, which is another program, without accumulators
-    of gradients.
+    devices. For a single micro-batch the answer is always False, because that is another program,
+    without gradient accumulators.
     """
     if not 1 < count < problem.num_micro_batches:
         return False

@@ -1,10 +1,10 @@
-"""Search several meshes for the best decision: first bounds of all, then improvements in their
-order, pruned by the incumbent.
+"""Search over several meshes for the best decision: first a lower bound for each, then a full
+search of each in the order of these bounds, pruned by the incumbent.
 
 A mesh is pruned if its bound shows that it cannot beat the incumbent by more than the accepted gap.
-Meshes of one axis are solved first: they are small, and their solutions bound the others from
-above. First bounds are computed in threads while further meshes are priced; no result depends on
-which thread ends first.
+Meshes of one axis are solved first: their programs are small, and their solutions are upper bounds
+for the others. First bounds are computed in threads while further meshes are priced; no result
+depends on which thread ends first.
 
 Each mesh is an `Entry`, and a `_Runner` takes it through the race: `start` (first bound), `bound`
 (bound under the memory limit, first solution), `finish` (improvement). See `AbstractSearch`.
@@ -37,7 +37,7 @@ _GAVE_UP = "work limit reached"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entry:
-    """An entrant of the race: choices on a mesh, and the planner that chooses among them."""
+    """A participant of the race: the choices on a mesh, and the planner that chooses among them."""
 
     space: Space
     intra: AbstractIntra
@@ -64,18 +64,21 @@ def race(
     """The best decision among all entries, with a bound that holds for all of them.
 
     Args:
-        entries: an iterator may price them one by one; `expected` is about their number.
-        relative_gap: entries that cannot improve by a larger share are not searched further.
-        faster_than_s: entries that cannot take less are not searched further either; the answer may
-            then be any that fits.
-        states_bound: whether the plan states the bound; that of a fixed method is not worth it.
-        rival: a search of other plans, such as pipelines. It is called at most once, where memory
-            makes the race long, with the least step time so far, and returns the least of its own
+        entries: may be an iterator that prices them one by one.
+        relative_gap: entries that cannot improve on the best by a larger share are not searched
+            further.
+        states_bound: whether the plan states the lower bound; fixed methods state none.
+        expected: about how many entries there are, for `progress`.
+        faster_than_s: entries that cannot take less are not searched further; the answer may then
+            be any plan that fits.
+        rival: a search for other plans, such as pipelines. It is called at most once, if memory
+            makes the race long: with the least step time so far, and it returns that of its own
             plans. From then on entries that cannot take less are not searched at all.
 
     Raises:
         InfeasibleError: no entry fits in memory; describes the smallest plan and remedies.
-        TooSlowError: none that fits is known, as none can be fast enough.
+        TooSlowError: no plan that fits was found, and some entry was not searched further because
+            it cannot be fast enough.
         Interrupted: on Ctrl-C, with the best decision so far.
     """
     runners: list[_Runner] = []
@@ -85,7 +88,7 @@ def race(
     report = progress or (lambda what, done, of: None)
 
     def cutoff_s(best: tuple[_Runner, IntraSolution] | None) -> float:
-        """The step time from which on a solution is of no use."""
+        """The step time that a solution must stay below to be of use."""
         # Improvements within the accepted gap do not count.
         improved_s = best[1].step_time_s / (1 + relative_gap) if best else np.inf
         return min(improved_s, faster_than_s, rival_s)
@@ -96,18 +99,18 @@ def race(
             ask, rival = rival, None
             rival_s = ask(best[1].step_time_s if best else math.inf)
 
-    # HiGHS leaves Python's lock while it solves, so that threads take part in earnest.
+    # HiGHS releases Python's global lock while it solves, so threads run in parallel.
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
     try:
         upcoming: Iterator[Entry] = iter(entries)
         while (entry := next(upcoming, None)) is not None:
             k = len(runners)
             report(f"{entry.space.name} on {entry.mesh}", k, max(expected, k + 1))
-            # What is known to fit bounds the search from above.
+            # The fastest plan known to fit is an upper bound for this search.
             ceiling_s = min(best[1].step_time_s if best else np.inf, rival_s)
             runners.append(runner := _Runner.start(entry, problem, pool, ceiling_s, notes))
-            # Integer programs of one axis are small, and their solutions limit the rival's search:
-            # it is asked only now.
+            # The rival is called only after the meshes of one axis: their integer programs are
+            # small, and their solutions limit its search.
             if rival is not None and goes_first(entry.mesh) and len(entry.mesh.shape) > 1:
                 ahead = _priced_meanwhile(upcoming, pool.submit(runner.bound, -np.inf))
                 upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
@@ -117,12 +120,13 @@ def race(
                 ahead = _priced_meanwhile(upcoming, pool.submit(runner.bound, cutoff_s(best)))
                 upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
         unsolved = sorted(
-            # Those whose relaxation promises most come first.
+            # The meshes with the lowest bounds come first.
             (r for r in runners if not r.outcome),
             key=lambda r: r.first_bound_s.result() or 0.0,
         )
         for runner in unsolved:
-            # A rounded solution that fits limits how far the bounds of the others are raised.
+            # Bounds are not raised yet: a rounded solution of any mesh limits how far that is
+            # useful for all.
             runner.bound(-np.inf)
             best = _better(best, runner)
         if any(runner.is_open(cutoff_s(best)) for runner in runners):
@@ -137,7 +141,7 @@ def race(
         ):
             report(f"{runner.entry.space.name} on {runner.entry.mesh}", len(runners), len(runners))
             improved = runner.finish(best and best[1], cutoff_s(best))
-            # Of equals the improved one, whose status says how its search ended.
+            # In a tie the improved solution is taken, because its status says how its search ended.
             if improved and (best is None or improved.step_time_s <= best[1].step_time_s):
                 best = runner, improved
     except KeyboardInterrupt as error:
@@ -165,10 +169,10 @@ def race(
 
 
 def goes_first(mesh: LogicalMesh) -> bool:
-    """True if a mesh is solved before others begin; its result bounds the others from above.
+    """True if a mesh is solved before others begin, so that its result is an upper bound for them.
 
-    Integer programs of one axis are small. A mesh of hosts by devices divides more dims than one
-    long axis, and often fits where that does not.
+    These are meshes of one axis, whose integer programs are small, and the mesh of hosts by
+    devices, which divides more dims evenly than one long axis and often fits where that does not.
     """
     return len(mesh.shape) == 1 or mesh.shape == (
         mesh.cluster.num_hosts,
@@ -177,7 +181,9 @@ def goes_first(mesh: LogicalMesh) -> bool:
 
 
 def _priced_meanwhile(coming: Iterator[Entry], work: Future[None]) -> list[Entry]:
-    """Entries that are priced while `work` runs; returns once it is done."""
+    """Take entries from `coming`, which prices them, while `work` runs; returns them once it is
+    done.
+    """
     ahead = []
     try:
         while not work.done() and (entry := next(coming, None)) is not None:
@@ -191,18 +197,18 @@ def _priced_meanwhile(coming: Iterator[Entry], work: Future[None]) -> list[Entry
 def _better(
     best: tuple[_Runner, IntraSolution] | None, runner: _Runner
 ) -> tuple[_Runner, IntraSolution] | None:
-    """The better of the best so far and the first solution of a runner."""
+    """The faster of the best solution so far and the first solution of a runner."""
     if runner.incumbent and (best is None or runner.incumbent.step_time_s < best[1].step_time_s):
         return runner, runner.incumbent
     return best
 
 
 def _salvage(runners: Sequence[_Runner]) -> tuple[_Runner, IntraSolution] | None:
-    """After Ctrl-C: the best among the first solutions of the first entry, and of all others whose
-    first bound a thread has begun.
+    """The best solution to hand over after Ctrl-C: among the first solutions of the first entry and
+    of all others whose first bound is computed already or just now.
     """
     for k, runner in enumerate(runners):
-        # The others are cancelled, so that the race ends soon.
+        # First bounds that no thread has begun are cancelled, so that the race ends soon.
         if not runner.outcome and (k == 0 or not runner.first_bound_s.cancel()):
             runner.bound(-np.inf)
     incumbents = [(r, r.incumbent) for r in runners if r.incumbent is not None]
@@ -211,14 +217,14 @@ def _salvage(runners: Sequence[_Runner]) -> tuple[_Runner, IntraSolution] | None
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Runner:
-    """An entry in the race, and how far it has come.
+    """An entry in the race, and the state of its search.
 
     Attributes:
         first_bound_s: the bound of its relaxation, from a thread; see `AbstractSearch.start`.
         bound_s: the bound under the memory limit; None before `bound`, or if nothing fits.
         incumbent: the first solution that fits.
-        improved: a better one, from `finish`.
-        outcome: as plans list it; empty before `bound`.
+        improved: a better solution, from `finish`.
+        outcome: the result in words, as plans list it; empty before `bound`.
     """
 
     entry: Entry
@@ -253,14 +259,14 @@ class _Runner:
         return self.improved or self.incumbent
 
     def is_open(self, cutoff_s: float) -> bool:
-        """True if what was found so far may be improved below `cutoff_s`."""
+        """True if this entry may still have a solution below `cutoff_s`, better than its first."""
         if self.bound_s is None or self.bound_s >= cutoff_s:
             return False
         return self.incumbent is None or self.incumbent.status != "optimal"
 
     def bound(self, cutoff_s: float) -> None:
-        """Find a bound under the memory limit, raised no further than `cutoff_s` (minus infinity:
-        not at all), and a first solution.
+        """Find a bound under the memory limit, raised no further than to `cutoff_s` (minus
+        infinity: not raised at all), and a first solution.
         """
         self.first_bound_s.result()
         self.bound_s = self.search.bound(cutoff_s)
@@ -298,12 +304,13 @@ def _decision(
     # A bound of zero says that nothing is proved.
     bound_s = min([*bounds_s, solution.step_time_s]) or None if complete else None
     scope = ""
-    # Statuses of the winner's own mesh are checked against the bound of all meshes.
+    # The winner's status holds for its own mesh. For all meshes, the gap to their common bound
+    # decides.
     if bound_s is not None and status in ("optimal", "optimal within the gap", "rounded"):
         gap_s = solution.step_time_s - bound_s
-        # The second term is for rounding where the bound is all but the step time.
+        # The second term allows for rounding errors if bound and step time are nearly equal.
         is_within_gap = gap_s <= relative_gap * bound_s + 1e-9 * solution.step_time_s
-        # The best of its mesh need not be that of a mesh whose search was given up.
+        # A mesh whose search was given up may have a better solution.
         otherwise = _GAVE_UP if any(r.search.gave_up for r in runners) else status
         if gap_s <= 1e-9 * bound_s:
             status = "optimal"
@@ -329,7 +336,7 @@ def _decision(
                 mesh=_mesh_name(r.entry.mesh),
                 lower_bound_s=r.bound_s,
                 step_time_s=r.solution.step_time_s if r.solution else None,
-                # The best found itself is not what cannot beat it.
+                # The winner itself is not listed as unable to beat the best.
                 outcome=_BEST if r is runner and r.outcome == _CANNOT_BEAT else r.outcome,
             )
             for r in runners
@@ -344,9 +351,11 @@ def _mesh_name(mesh: LogicalMesh) -> str:
 def _infeasible(
     problem: Problem, runners: Sequence[_Runner], method: str
 ) -> InfeasibleError | InputError:
-    """The error when nothing fits: the smallest plan, the parts of its memory, and remedies."""
+    """The error if nothing fits. It names the smallest plan, the parts of its memory, and
+    remedies.
+    """
     smallest: tuple[float, dict[str, float], _Runner] | None = None
-    # The smallest plan is quick to find on few axes, which split arrays as far as many axes do.
+    # Meshes of few axes split arrays into as many pieces, and their smallest plan is found quickly.
     axes = min(len(runner.entry.mesh.shape) for runner in runners)
     for runner in (r for r in runners if len(r.entry.mesh.shape) == axes):
         picks = runner.search.least_memory()
@@ -358,7 +367,7 @@ def _infeasible(
     peak_bytes, parts, runner = smallest
     limit_bytes = problem.memory_limit_bytes
     gave_up = any(r.search.gave_up for r in runners)
-    # Too few choices, and not too little memory: advice on memory would be wrong.
+    # There are too few choices, not too little memory: advice on memory would be wrong.
     if peak_bytes <= limit_bytes and not gave_up:
         names = " or ".join(dict.fromkeys(r.entry.intra.name for r in runners))
         return InputError(
@@ -384,8 +393,8 @@ def _infeasible(
 def _remedy(
     problem: Problem, peak_bytes: float, parts: dict[str, float], spaces: Sequence[Space]
 ) -> str:
-    """Changes that may make it fit; `aliquot.find_remedies` tries them."""
-    # All but the activations, which alone fall with more micro-batches.
+    """A sentence with changes that may make the step fit; `aliquot.find_remedies` tries them."""
+    # All but the activations: only these shrink with more micro-batches.
     fixed_bytes = sum(
         v
         for k, v in parts.items()

@@ -1,10 +1,10 @@
-"""Selective recomputation: a few sets of products that the backward pass of a stage may work out
-again.
+"""Levels of selective recomputation: a few sets of products that the backward pass of a stage may
+recompute.
 
-Of each kind of layer products are taken in the order of the bytes that they free for a second of
-repeated work. A level is a least number of bytes for a second, the same for all layers, so that
-levels of different layers go together: the first repeats only what frees most, such as attention
-scores; the last all that frees anything.
+The products of each kind of layer are ordered by the bytes that they free per second of repeated
+work. A level is a threshold on this ratio, the same for all layers, so that levels of different
+layers go together: the first repeats only the products that free most, such as attention scores;
+the last repeats all that free anything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..graph import OpId, Phase, stage_layers
 from ..sharding import NodeGraph, NodeId, operators_of
 from ._layer_costs import ONE_DEVICE, Floats, LayerCosts, ops_of_layers, price_option
 
-# More levels than these hardly differ.
+# With more levels, neighbouring ones hardly differ.
 _MOST_LEVELS = 3
 
 
@@ -40,8 +40,8 @@ class RecomputeLevels:
     """Levels of selective recomputation.
 
     Attributes:
-        nodes: for each level and each kind of layer the products that may be repeated.
-        step_ops: for each level the operators of these products in the step, in all layers.
+        nodes: for each level and each kind of layer, the products that may be repeated.
+        step_ops: for each level, the operators of these products in the whole step.
     """
 
     nodes: Sequence[Sequence[frozenset[NodeId]]]
@@ -53,8 +53,8 @@ class RecomputeLevels:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Increment:
-    """More products to repeat: all so far, what the last of them free, and the seconds that they
-    take.
+    """A step along the order of products: all products up to and including the new ones, and the
+    bytes that repeating the new ones frees and the seconds that it takes.
     """
 
     nodes: frozenset[NodeId]
@@ -67,12 +67,12 @@ class _Increment:
 
 
 def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
-    """Levels for the layers of a step, the one that repeats least first; none where nothing is
-    worth it.
+    """Levels for the layers of a step, beginning with the one that repeats least; no levels if
+    repeating frees nothing.
     """
     increments = [_increments(costs, kind) for kind in range(len(costs.problems))]
     weighted = [
-        # What a kind frees counts for each layer of it.
+        # The bytes count once for each layer of the kind.
         (i.bytes_per_s, i.freed_bytes * list(costs.kinds).count(kind))
         for kind, of_kind in enumerate(increments)
         for i in of_kind
@@ -85,7 +85,9 @@ def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
 
 
 def _worth_repeating(increments: Sequence[_Increment], least: float) -> frozenset[NodeId]:
-    """The products of a kind of layer that free at least so many bytes for a second."""
+    """The products of a kind of layer that free at least `least` bytes per second of repeated
+    work.
+    """
     worth = [i.nodes for i in increments if i.bytes_per_s >= least]
     return max(worth, key=len, default=frozenset())
 
@@ -93,15 +95,15 @@ def _worth_repeating(increments: Sequence[_Increment], least: float) -> frozense
 def chain_with_levels(
     costs: LayerCosts, levels: RecomputeLevels, chain: Chain
 ) -> tuple[Chain, tuple[frozenset[OpId], ...]]:
-    """A chain with an option more for each mesh and level; and for each option the step's operators
-    that it may repeat.
+    """The chain with one more option for each mesh and level; and for each option, the step's
+    operators that it may repeat.
     """
     plain = [k for k, option in enumerate(chain.options) if option.recompute == "none"]
     seconds, freed = _figures(costs, levels, [chain.options[k] for k in plain])
     options = list(chain.options)
     repeated = [frozenset[OpId]()] * len(options)
     columns = {name: [getattr(chain, name)] for name in UNIT_FIGURES}
-    # What a layer repeats changes with its micro-batch as its activations do.
+    # Repeated work and freed bytes grow in proportion to the micro-batch, as activations do.
     scale = costs.step.num_micro_batches / chain.num_micro_batches
     for level, ops in enumerate(levels.step_ops):
         options += [_option(chain.options[k], level) for k in plain]
@@ -109,10 +111,11 @@ def chain_with_levels(
         again, less = (figures[level][list(costs.kinds)] * scale for figures in (seconds, freed))
         added = {name: getattr(chain, name)[:, plain] for name in UNIT_FIGURES}
         added["backward_s"] = added["backward_s"] + again
-        # What is worked out again serves both halves of the backward pass, which stays whole.
+        # Both halves of the backward pass read recomputed arrays, so it is not split and defers
+        # nothing.
         nothing_deferred = np.where(np.isfinite(added["backward_s"]), 0.0, np.inf)
         added |= {"weight_gradient_s": nothing_deferred, "deferred_bytes": nothing_deferred}
-        # What is computed again is there for one micro-batch at a time, as state is.
+        # Recomputed arrays exist for one micro-batch at a time, so they count once, as state does.
         added["state_bytes"] = added["state_bytes"] + less
         added["in_flight_bytes"] = np.maximum(added["in_flight_bytes"] - less, 0.0)
         for name, column in added.items():
@@ -126,16 +129,17 @@ def chain_with_levels(
 def repeated_nodes(
     nodes: NodeGraph, ops: Sequence[OpId], step_ops: frozenset[OpId]
 ) -> frozenset[NodeId]:
-    """Nodes of a stage's products that may be repeated.
+    """The nodes of a stage whose products may be repeated.
 
     Args:
-        ops: for each operator of the stage its number in the step.
-        step_ops: the operators of the step that may be.
+        ops: for each operator of the stage, its number in the step.
+        step_ops: the operators of the step that may be repeated.
     """
     return frozenset(
         node
         for node in _products(nodes)
-        # A node stands for equal layers, of which the first and the last may be kinds of their own.
+        # A node stands for several equal layers, but the first and the last may be priced as kinds
+        # of their own. So it counts if at least half of its operators may be repeated.
         if (mine := operators_of(nodes, {node}))
         and 2 * sum(ops[op] in step_ops for op in mine) >= len(mine)
     )
@@ -148,18 +152,19 @@ def _option(option: StageOption, level: int) -> StageOption:
 
 
 def _products(nodes: NodeGraph) -> list[NodeId]:
-    """Decisions about costly operators of the forward pass."""
+    """The nodes of products in the forward pass."""
     return [
         node.index for node in nodes.nodes if node.kind == "product" and node.phase is Phase.FORWARD
     ]
 
 
 def _increments(costs: LayerCosts, kind: int) -> list[_Increment]:
-    """Products of a kind of layer, on one device, by the bytes that they free for a second: a
-    rising and convex curve.
+    """The products of a kind of layer, in increments whose freed bytes per second of repeated work
+    fall from one to the next: a convex hull.
     """
     problem = costs.problems[kind]
-    # On one device nothing is split, so that the order of products does not depend on a mesh.
+    # Priced on one device, where nothing is split, so that the order of products does not depend on
+    # a mesh.
     solution = costs.solutions[kind].get(ONE_DEVICE)
     if solution is None:
         return []
@@ -178,8 +183,8 @@ def _increments(costs: LayerCosts, kind: int) -> list[_Increment]:
     reached: list[Recomputation] = [Recomputation()]
     for nodes, point in zip(sets, points, strict=True):
         new = _step(reached[-1], point, nodes)
-        # A step that is worth more than the one before it is joined with that: levels then fall in
-        # worth.
+        # An increment that frees more per second than the one before is merged with it, so that the
+        # ratio falls.
         while new.freed_bytes > 0 and hull and new.bytes_per_s >= hull[-1].bytes_per_s:
             hull.pop()
             reached.pop()
@@ -199,26 +204,30 @@ def _step(before: Recomputation, after: Recomputation, nodes: frozenset[NodeId])
 
 
 def _thresholds(weighted: Sequence[tuple[float, float]]) -> list[float]:
-    """Least bytes for a second, the highest first, that free about equal parts of all that can be
-    freed.
+    """Thresholds on the bytes freed per second of repeated work, the highest first, each of which
+    lets about an equal part more of all freeable bytes be freed.
+
+    Args:
+        weighted: for each increment, its bytes per second and the bytes that it frees in all
+            layers.
     """
     ordered = sorted(weighted, reverse=True)
     total = sum(freed for _, freed in ordered)
     sums = list(itertools.accumulate(freed for _, freed in ordered))
     least = []
     for part in range(1, _MOST_LEVELS + 1):
-        # Rounding of the sums must not hide the last level.
+        # Rounding errors of the sums must not hide the last level.
         wanted = total * part / _MOST_LEVELS * (1 - 1e-9)
         least += [
             worth for (worth, _), freed in zip(ordered, sums, strict=True) if freed >= wanted
         ][:1]
-    # Equal levels of several parts are one.
+    # Several parts may have the same threshold.
     return list(dict.fromkeys(least))
 
 
 def _step_ops(costs: LayerCosts, nodes: Sequence[frozenset[NodeId]]) -> frozenset[OpId]:
-    """The step's operators that some products of each kind of layer stand for, in all layers of the
-    kind.
+    """The step's operators that belong to the given products of each kind of layer, in all layers
+    of the kind.
     """
     staged = stage_layers(costs.step.part, costs.step.layers, range(len(costs.step.layers)))
     by_layer = ops_of_layers(staged)
@@ -226,6 +235,7 @@ def _step_ops(costs: LayerCosts, nodes: Sequence[frozenset[NodeId]]) -> frozense
     for kind, chosen in enumerate(nodes):
         members = [unit for unit, of in zip(costs.units, costs.kinds, strict=True) if of == kind]
         mine = {costs.ops[kind][op] for op in operators_of(costs.problems[kind].nodes, chosen)}
+        # Layers of a kind have the same operators in the same order, so positions carry over.
         places = [k for k, op in enumerate(by_layer[members[0]]) if op in mine]
         found.update(by_layer[member][k] for member in members for k in places)
     return frozenset(found)
@@ -234,8 +244,8 @@ def _step_ops(costs: LayerCosts, nodes: Sequence[frozenset[NodeId]]) -> frozense
 def _figures(
     costs: LayerCosts, levels: RecomputeLevels, options: Sequence[StageOption]
 ) -> tuple[list[Floats], list[Floats]]:
-    """For each level, seconds and freed bytes of each kind of layer under each option; 0 where it
-    cannot run.
+    """For each level, the seconds of repeated work and the freed bytes of each kind of layer under
+    each option; 0 where the layer cannot run under it.
     """
     shape = (len(costs.problems), len(options))
     seconds, freed = ([np.zeros(shape) for _ in range(len(levels))] for _ in range(2))
@@ -258,7 +268,7 @@ def _recomputed(
     picks: NDArray[np.int64],
     sets: Sequence[frozenset[NodeId]],
 ) -> list[Recomputation]:
-    """What it costs and saves to repeat each of some sets of products of a layer on a mesh."""
+    """Costs and savings of repeating each of `sets`, sets of products of a layer, on a mesh."""
     submesh, shape = mesh
     priced = price_option(
         replace(problem, cluster=subcluster(problem.cluster, submesh)), shape, costs.intra

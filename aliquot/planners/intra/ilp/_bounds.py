@@ -1,5 +1,5 @@
-"""Bounds of a search from relaxations of its program, and the choices that follow from these by
-rounding.
+"""Lower bounds of a search, from relaxations of its integer program, and the choices that follow
+from these by rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ._rows import add_rows
 if TYPE_CHECKING:
     from ._solve import Floats, Ints, Search
 
-# Rounds of memory rows; each solves the relaxation again, and the last ones raise the bound little.
+# The most rounds of adding memory rows. Each solves the relaxation again, and the last ones raise
+# the bound only a little.
 _MOST_ROUNDS = 30
 
 
@@ -28,7 +29,7 @@ def start(search: Search) -> float | None:
     """The bound of the relaxation without memory rows, in seconds; None if no choice is
     possible. May run in a thread.
     """
-    # A relaxation takes longest where nothing fits: check that first in a simpler way.
+    # Relaxations take longest if nothing fits, so a simpler check comes first.
     search.values = None if _never_fits(search) else relax(search)
     search.started = True
     return bound_s(search)
@@ -37,7 +38,7 @@ def start(search: Search) -> float | None:
 def raise_bound(search: Search, cutoff_s: float = np.inf) -> float | None:
     """The bound of the relaxation with memory rows, in seconds; None if nothing fits in memory.
 
-    A bound above `cutoff_s` is not raised any further. `picks` are then known.
+    A bound that has reached `cutoff_s` is not raised any further; `picks` are known even then.
     """
     if not search.started:
         start(search)
@@ -59,7 +60,7 @@ def raise_bound(search: Search, cutoff_s: float = np.inf) -> float | None:
         if _cannot_fit(search, search.times[num_times:]):
             search.values, search.relaxed = None, nothing_solved()
             continue
-        # A bound above the cutoff prunes this space: no need to solve any further.
+        # A bound above the cutoff prunes this space, so the relaxation may stop there.
         search.values = relax(search, cutoff_s * (1 + search.relative_gap))
     assert values is not None, "without values the loop has returned"
     search.rounded = decode(search.choices, values)
@@ -68,7 +69,9 @@ def raise_bound(search: Search, cutoff_s: float = np.inf) -> float | None:
 
 
 def relax(search: Search, enough_s: float = np.inf) -> Floats | None:
-    """Solve the relaxation, or stop once it is known to lie above `enough_s`; its values."""
+    """Solve the relaxation, or stop once its bound exceeds `enough_s`; returns its values, None if
+    it has none.
+    """
     search.num_solves += 1
     search.relaxed = search.relaxation.solve(enough_s)
     search.gave_up = search.gave_up or search.relaxed.status == LIMIT
@@ -79,7 +82,7 @@ def relax(search: Search, enough_s: float = np.inf) -> Floats | None:
 
 
 def _never_fits(search: Search) -> bool:
-    """True if at some moment even the smallest share of every array exceeds the limit."""
+    """True if at some moment the arrays exceed the limit even with the smallest share of each."""
     if not np.isfinite(search.limit_bytes) or not all(map(len, search.choices.allowed)):
         return False
     use = least_timeline(search.choices, model_in_turn(search, search.in_turn))
@@ -87,10 +90,10 @@ def _never_fits(search: Search) -> bool:
 
 
 def _cannot_fit(search: Search, times: Sequence[int]) -> bool:
-    """True if no mixture of choices fits at the moments that have rows, new ones included.
+    """True if no mixture of choices fits at all moments that have rows.
 
     Args:
-        times: new moments.
+        times: the moments whose rows are new.
     """
     if search.least is None:
         search.least = LeastPeak(
@@ -103,7 +106,7 @@ def _cannot_fit(search: Search, times: Sequence[int]) -> bool:
 
 
 def _note_taken(search: Search, values: Floats) -> None:
-    """Remember the choices that a relaxation takes, for searches among these alone."""
+    """Mark the choices that a relaxation takes, for later searches among only these."""
     for was_taken, columns, kept in zip(
         search.taken, search.choices.columns, search.choices.allowed, strict=True
     ):
@@ -124,8 +127,8 @@ def incumbent(search: Search) -> IntraSolution | None:
 
 
 def _lightest_picks(search: Search) -> Ints:
-    """Of the choices that the relaxation mixes, for each node the one that needs the least
-    memory at the moments of memory rows.
+    """The rounded choices, but where the relaxation mixes choices of a node, the one of them that
+    needs the least memory at the moments of memory rows.
     """
     assert search.rounded is not None and search.values is not None
     picks, model = search.rounded.copy(), model_in_turn(search, search.in_turn)
@@ -140,7 +143,9 @@ def _lightest_picks(search: Search) -> Ints:
 
 
 def least_memory(search: Search) -> Ints:
-    """See `AbstractSearch.least_memory`: from relaxations that lower a few peaks in turn."""
+    """See `AbstractSearch.least_memory`: found by relaxations that minimise memory, in turn at the
+    moments of up to six peaks.
+    """
     least = LeastPeak(search.priced, search.allowed, search.limit_bytes)
     first = np.array([int(np.flatnonzero(m)[0]) for m in search.allowed])
     use = timeline(model_of(search, first), search.priced, first)

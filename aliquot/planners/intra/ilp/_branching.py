@@ -21,19 +21,24 @@ from ._rows import add_rows, add_unpaid_excess, assume_deferred, restricted, wit
 if TYPE_CHECKING:
     from ._solve import Ints, Search
 
-# If bound and ceiling differ by less than this share, a few branches may rule out all in between.
+# If bound and ceiling differ by less than this share, a few branches may prove that no solution
+# lies between them.
 _CLOSE = 1e-3
-# Integer programs of one search. Each has more rows than the last, or excludes one more solution.
+# The most integer programs of one search. Each has more rows than the last, or excludes one more
+# solution.
 _MOST_BRANCHINGS = 100
-# Programs with fewer rows are searched over all choices at once, which is quick.
+# Programs with fewer rows are solved over all choices directly, which is quick.
 _MANY_ROWS = 1500
-# Integer programs over the choices that relaxations took, each with a share of the remaining work.
+# The most integer programs over only the choices that relaxations took, and the share of the
+# remaining work that each may use.
 _MOST_TRIES = 5
 _TAKEN_SHARE = 0.25
 
 
 def improve(search: Search, cutoff_s: float = np.inf) -> IntraSolution | None:
-    """See `AbstractSearch.improve`; None, too, if a limit ended the search without any."""
+    """See `AbstractSearch.improve`; also None if a limit ended the search before it found any
+    solution.
+    """
     best = incumbent(search)
     if search.integral and best is not None:
         return best
@@ -51,7 +56,8 @@ def improve(search: Search, cutoff_s: float = np.inf) -> IntraSolution | None:
         if not search.assumes_deferred and _nothing_below(search, ceiling):
             search.lower_bound_s = ceiling
             return best and with_status(search, best, "infeasible")
-        # A good solution, quickly: it prunes most of the search over all choices.
+        # First a quick search for a good solution, which prunes most of the search over all
+        # choices.
         good = _search_taken(search, ceiling)
         if good is not None:
             best = good
@@ -90,27 +96,27 @@ def improve(search: Search, cutoff_s: float = np.inf) -> IntraSolution | None:
 
 
 def _rule_out(search: Search, picks: Ints, unpaid: bool) -> None:
-    """Change the program so that picks that do not fit in memory are no solution of it any more.
+    """Change the program so that picks that do not fit in memory are not found again.
 
     Args:
-        unpaid: whether they cost more in the program than before.
+        unpaid: whether the program now charges more for them than before, which changes it already.
     """
     if _add_rows_for(search, picks) or unpaid or assume_deferred(search, picks):
         return
-    # They exceed the limit by less than the solver's tolerance, so no row excludes them.
+    # The picks exceed the limit by less than the solver's tolerance, so no row excludes them.
     exclude(search.program, search.choices, picks)
     search.excluded.append(picks)
 
 
 def _add_rows_for(search: Search, picks: Ints) -> bool:
-    """Add memory rows where picks exceed the limit; True if there are any."""
+    """Add memory rows for moments when picks exceed the limit; True if any were added."""
     use = timeline(model_in_turn(search, search.in_turn), search.priced, picks)
     return add_rows(search, use)
 
 
 def _search_taken(search: Search, ceiling_s: float) -> IntraSolution | None:
-    """A solution below a ceiling among the choices that some relaxation took; None if there is
-    none. Few choices make this a quick search, needless for programs with few rows.
+    """A solution below a ceiling among the choices that some relaxation took; None if none was
+    found. With so few choices the search is quick; programs with few rows do not need it.
 
     Reference: T. Berthold, "RENS: the optimal rounding", Mathematical Programming Computation,
     2014.
@@ -137,7 +143,9 @@ def _search_taken(search: Search, ceiling_s: float) -> IntraSolution | None:
 
 
 def _nothing_below(search: Search, ceiling_s: float) -> bool:
-    """True if the ceiling is close to the bound and a few branches rule out all between."""
+    """True if the ceiling is close to the bound and a few branches prove that no solution lies
+    between them.
+    """
     if search.values is None or ceiling_s - search.lower_bound_s > _CLOSE * search.lower_bound_s:
         return False
     model = model_in_turn(search, search.in_turn)
