@@ -28,7 +28,7 @@ class WorkAlike:
 
 
 def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
-    """The work that every device does alike under a choice for each node; none on a single
+    """Compute that is replicated on all devices under a choice for each node; none on a single
     device.
     """
     alike: dict[str, float] = defaultdict(float)
@@ -63,7 +63,7 @@ def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
             if share and not single:
                 reason = UPDATE if work.phase is Phase.UPDATE else OTHER
                 alike[reason] += times * seconds * share
-    # Operators that always run whole are part of the sums above, but have a reason of their own.
+    # Operators that always run whole are part of the sums above, but count for another reason.
     for phase, seconds in whole_s.items() if not single else ():
         alike[UPDATE if phase is Phase.UPDATE else OTHER] -= seconds
         alike[WHOLE] += seconds

@@ -269,7 +269,7 @@ class PrefixSums:
 
     @classmethod
     def of(cls, chain: Chain) -> PrefixSums:
-        """The tables of a chain, in O(U log U) for each option. The last few chains' are cached."""
+        """The tables of a chain, in O(U log U) for each option; cached for the last few chains."""
         return _tables_of(chain)
 
     @classmethod

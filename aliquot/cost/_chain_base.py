@@ -50,8 +50,8 @@ class StageChoice:
     """The units [first_unit, last_unit) under an option, on consecutive devices from
     `first_device`.
 
-    `unit_options` has an entry for each unit where units have options of their own, and is empty
-    where they have none.
+    `unit_options` has an entry for each unit if units have their own options; otherwise it is
+    empty.
     """
 
     first_unit: int
@@ -93,9 +93,9 @@ class StageFigures:
 class AbstractChain(abc.ABC):
     """Units in order and the ways to run stretches of them, for one number of micro-batches.
 
-    Inter planners call three methods: `least_s`, a lower bound on the time of a stretch; `propose`,
-    the fastest known stage over a stretch that fits in memory; and `quote`, exact figures of
-    stages. Everything else is left to the chain: options for each unit, costs between units with
+    Inter planners ask a chain for three things: a lower bound on the time of a stretch (`least_s`),
+    the fastest known stage over it that fits in memory (`propose`), and exact figures of stages
+    (`quote`). Everything else is left to the chain: options for each unit, costs between units with
     different options, transfers that depend on the options on both sides, any model of working
     memory.
 

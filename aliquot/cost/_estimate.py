@@ -300,7 +300,8 @@ def decode_interior(stage: StagePlan, nodes: NodeGraph) -> tuple[Choice, ...]:
     """The choices that `encode_interior` stored.
 
     Raises:
-        PlanMismatchError: some entries name other nodes or dimensions than the step has; lists all.
+        PlanMismatchError: some entries name other nodes or dimensions than the step has; the
+            message lists all.
     """
     faults = []
     if len(stage.interior) != len(nodes.nodes):
@@ -330,7 +331,7 @@ def check_choices(nodes: NodeGraph, choices: Sequence[Choice], axis_sizes: Seque
     """Check that choices divide the sizes of what they split.
 
     Raises:
-        PlanMismatchError: some do not; lists all.
+        PlanMismatchError: some do not; the message lists all.
     """
     faults = [
         f"`{node.label}` cannot be split as {choice}"

@@ -56,7 +56,7 @@ class PlannedStep:
     _cut: list[PipelineCut] = field(init=False, default_factory=list, repr=False)
 
     def cut(self) -> PipelineCut:
-        """Programs of a pipeline's stages, without devices; made once."""
+        """Programs of a pipeline's stages, without devices; made once and kept."""
         if not self._cut:
             plan, staged = self.plan, self.staged
             assert staged is not None
@@ -102,7 +102,7 @@ class PlannedStep:
     def of_program(
         cls, plan: Plan, graph: Graph, problem: Problem, choices: Sequence[Choice] | None = None
     ) -> PlannedStep:
-        """A step that stays one program.
+        """The planned step for a plan of one program.
 
         Args:
             problem: the step at the size of one micro-batch.

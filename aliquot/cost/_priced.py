@@ -290,7 +290,7 @@ class _Pricer:
         array, and which take a collective.
 
         Args:
-            near_bytes: the measured size nearest to the whole array; None without measurements.
+            near_bytes: `rounded_bytes` of the whole array; None without measurements.
         """
         known = self.cache.tables.get((sources, targets, sums, near_bytes))
         if known is None:
@@ -363,7 +363,7 @@ class _Pricer:
     def conversion_seconds(
         self, source: Spec, target: Spec, sums: SumCollective, whole_bytes: float
     ) -> float:
-        """Seconds of one conversion of an array of so many bytes."""
+        """Seconds of one conversion of an array of `whole_bytes`."""
         near_bytes = rounded_bytes(whole_bytes, self.mesh)
         latency, per_byte = self.conversion_line(source, target, sums, near_bytes)
         return latency + per_byte * whole_bytes

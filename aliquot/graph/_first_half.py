@@ -35,7 +35,7 @@ class FirstHalf:
     values: set[ValueId] = field(default_factory=set)
 
     def rest(self, item: OpId | Call) -> list[OpId]:
-        """Operators of an item that need not run."""
+        """Operators of an item that can be deferred."""
         return [k for k in ops_inside(item) if k not in self.ops]
 
     def any_products(self, ops: Iterable[OpId]) -> bool:
@@ -59,7 +59,7 @@ class FirstHalf:
             self.add_whole(call)
 
     def add_whole(self, call: Call) -> None:
-        """Mark all of a call."""
+        """Mark all operators and values of a call."""
         self.ops.update(ops_inside(call))
         self.values.update(o for o in call.outputs if o >= 0)
         self.values.update(reads_of(self.graph, call))

@@ -1,5 +1,5 @@
-"""Cuts of a step into layers: places in its forward pass where few bytes cross and work divides
-well.
+"""Cuts of a step into layers: places in its forward pass where few bytes cross and that divide the
+work evenly.
 
 Equal layers, found as repeats, get equal cuts. Outside of repeats, cuts lie at local minima of the
 bytes that cross. A wanted number of layers is then chosen among these places by a dynamic program.
@@ -224,7 +224,7 @@ def cut_alike(layers: Layers, graph: Graph) -> Layers:
 
 
 def _at_places(graph: Graph, text: str, end: int) -> list[int]:
-    """Starts of the layers that begin at the places of a text."""
+    """Starts of layers, from the text of `named_places`."""
     parts = text.removeprefix(_PLACES).split(",")
     # Python refuses to read numbers of thousands of digits.
     places = [int(part) for part in parts if part.isdecimal() and len(part) < 10]

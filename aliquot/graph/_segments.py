@@ -92,7 +92,8 @@ class Repeats:
     Attributes:
         op_class: class of each operator; those of the update may be too coarse.
         runs: as in `Folding`.
-        origin: for each value that comes from one input alone the wildcarded path of that input.
+        origin: for each value that is made from a single parameter or state array, the wildcarded
+            path of this input; None for others.
     """
 
     op_class: Ints
@@ -128,7 +129,9 @@ class _Interner:
 
 
 def _origins(graph: Graph) -> list[str | None]:
-    """For each value that comes from one input alone: the wildcarded path of that input."""
+    """For each value that is made from a single parameter or state array, the wildcarded path of
+    this input.
+    """
     origin: list[str | None] = [None] * len(graph.values)
     for item in graph.inputs:
         if item.role in (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE):
@@ -143,7 +146,9 @@ def _origins(graph: Graph) -> list[str | None]:
 
 
 def _keys(graph: Graph, origin: Sequence[str | None]) -> Ints:
-    """A number for each operator; equal numbers do equal work on equal kinds of operands."""
+    """A number for each operator; those with equal numbers do equal work on equal kinds of
+    operands.
+    """
     intern = _Interner()
     param_key = _ParamKeys()
     kinds = [intern((v.shape, v.dtype, o)) for v, o in zip(graph.values, origin, strict=True)]

@@ -70,7 +70,7 @@ class Emission:
 
     @property
     def graph(self) -> Graph:
-        """The graph as it was."""
+        """The original graph."""
         return self.arrays.graph
 
 

@@ -88,7 +88,7 @@ def split_rows(graph: Graph, bounds: Sequence[int], outputs: Collection[int]) ->
     Args:
         graph: a captured function.
         bounds: where ranges begin, and the number of rows.
-        outputs: positions of outputs that have so many rows.
+        outputs: positions of outputs that have `bounds[-1]` rows.
 
     Raises:
         InputError: the bounds are not increasing from 0.

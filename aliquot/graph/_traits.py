@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 Rewrite: TypeAlias = Callable[[Mapping[str, Any], int], dict[str, Any]]
-"""(parameters of an operator, number of rows) -> parameters of the same operator on so many rows.
+"""(parameters of an operator, number of rows) -> parameters of the same operator on that number of
+rows.
 """
 
 

@@ -188,7 +188,7 @@ class Split:
     """Record of how a graph was made from another by cutting its scans over layers into ranges.
 
     Attributes:
-        original: the graph as it was.
+        original: the graph before it was cut.
         bounds: where the ranges begin, and where the last one ends.
         inputs: for each input of the original its pieces, in order.
         outputs: for each output of the original its pieces, in order.

@@ -38,7 +38,7 @@ def share_submeshes(
     """
     lists = tuple(tuple(tasks) for tasks in stage_lists)
     num_submeshes = max(placement) + 1
-    # Where each stage has a submesh of its own, nothing is shared.
+    # If each stage has its own submesh, nothing is shared.
     if num_submeshes == len(lists):
         return lists
     apart = Schedule(
@@ -55,8 +55,8 @@ def share_submeshes(
 
 
 def _alternate(first: list[Task], second: list[Task], ahead: int) -> list[Task]:
-    """`ahead` tasks of the first list, then one of each in turn, then the rest of the second. Both
-    are equally long.
+    """`ahead` tasks of the first list, then one of each list in turn, then the rest of the second.
+    Both lists have the same length.
     """
     ahead = min(ahead, len(first))
     turns = [task for pair in zip(first[ahead:], second) for task in pair]

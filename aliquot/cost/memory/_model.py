@@ -109,7 +109,9 @@ def _summed(r: Resident, graph: NodeGraph) -> Iterator[Resident]:
 
 
 def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
-    """One entry for each set of edges that share their conversions."""
+    """One entry for each set of edges that share their conversions, then entries for arrays that
+    deferred products and gathers hold besides.
+    """
     graph = priced.graph
     by_share: dict[int, list[int]] = {}
     for edge in graph.edges:
