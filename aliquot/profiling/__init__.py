@@ -1,5 +1,5 @@
-"""Measure programs where there is hardware, once for each distinct one, and keep what was
-measured.
+"""Measurement of programs on devices: each distinct program is measured once, and the results are
+kept in a database.
 """
 
 from ._compose import Composed as Composed

@@ -1,14 +1,14 @@
 """Time and memory of a whole step from those of its segments.
 
-T = sum of the segments' times + conversions between neighbours, and M = sum of what is held
-(parameters, state, and what the forward pass keeps) + the most that any segment needs besides. The
-launch of a program is part of everything that was measured, and counts once for the step. Times by
-the cost model stand for what was not measured, corrected by the median ratio of measured to
-modelled time of the same kind: otherwise a model that is too optimistic would prefer what nobody
-has measured.
+The time is the sum of the segments' times and of the conversions between neighbours. The memory is
+the sum of what all segments hold (parameters, optimizer state, residuals for the backward pass)
+and the largest working memory of any segment. Every measurement includes the launch of a program,
+which counts once for the step. Parts that were not measured have times by the cost model,
+multiplied by the median ratio of measured to modelled time of the same kind: otherwise an
+optimistic model would favour parts that nobody has measured.
 
-Reference: arXiv 2504.00598, whose memory adds up everything; what is there only while one segment
-runs is counted once here.
+Reference: arXiv 2504.00598, whose memory is the sum of everything; here the working memory of
+segments counts once, because only one segment runs at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..cost import resharding_seconds
 from ._conversions import Conversion, conversions_between
 from ._segments import Combination, Options, SegmentedStep
 
-# Combinations of all kinds that are compared at once.
+# The most ways to choose one combination for each kind of segment that are compared.
 _MOST = 4_000_000
 
 
@@ -35,13 +35,14 @@ class MeasuredStep:
     """Measurements of the programs of a step.
 
     Attributes:
-        kinds: for each kind of segment the seconds of its combinations; infinite for what ran out
-            of memory.
-        conversions: seconds of arrays that cross between segments.
-        launch_s: of a program that does nothing, which is part of all others.
-        corrections: for each kind of segment the median ratio of measured to modelled time, with
-            which combinations that were not measured are corrected; none for no correction.
-        conversion_correction: that of conversions.
+        kinds: for each kind of segment, the seconds of its combinations; infinite for those that
+            ran out of memory.
+        conversions: seconds of converting arrays that cross between segments.
+        launch_s: seconds of a program that does nothing, which all other measurements include.
+        corrections: for each kind of segment, the median ratio of measured to modelled time, by
+            which times of combinations that were not measured are multiplied; empty for no
+            correction.
+        conversion_correction: the same ratio for conversions.
     """
 
     kinds: tuple[Mapping[Options, float], ...]
@@ -53,12 +54,12 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
-    """A whole step, every segment of a kind split alike.
+    """One way to split a whole step, the same for all segments of a kind.
 
     Attributes:
-        options: for each kind those of its blocks.
-        seconds, memory_bytes: composed.
-        measured_share: of the time, what was measured.
+        options: for each kind of segment, the options of its blocks.
+        seconds, memory_bytes: step time and memory of each device, composed from the segments.
+        measured_share: the share of the time that was measured.
     """
 
     options: tuple[Options, ...]
@@ -78,9 +79,9 @@ def compose(
     """The fastest ways to split a whole step that fit in memory, best first.
 
     Args:
-        step: its kinds of segment.
-        combinations: those of each kind that may be chosen.
-        measured: what is known; for all else the cost model counts; see `MeasuredStep`.
+        step: the step with its kinds of segment.
+        combinations: for each kind of segment, those that may be chosen.
+        measured: what was measured; the cost model supplies the rest.
         most: how many to return.
     """
     known = _WithoutLaunch(step, measured)
@@ -89,7 +90,7 @@ def compose(
         for k, some in enumerate(combinations)
     ]
     while math.prod(len(some) for some in kept) > _MOST:
-        # Where even these are too many, the slower half of the longest list goes.
+        # If even these are too many, the slower half of the longest list is dropped.
         longest = max(range(len(kept)), key=lambda k: len(kept[k]))
         by_time = sorted(kept[longest], key=lambda c: known.seconds(longest, c)[0])
         kept[longest] = by_time[: len(by_time) // 2]
@@ -106,13 +107,13 @@ def compose(
         times = [known.seconds(k, c) for c in some]
         seconds = seconds + count * spread([t for t, _ in times])
         of_it_measured = of_it_measured + count * spread([m for _, m in times])
-        # What is held adds up over segments; of what else one needs the largest counts.
+        # Memory that is held adds up over segments; of their working memory the largest counts.
         held = held + count * spread([c.state_bytes + c.kept_bytes for c in some])
         working = np.maximum(working, spread([c.working_bytes for c in some]))
     for (a, b), count in Counter(itertools.pairwise(step.sequence)).items():
         along = [1] * len(kept)
         along[a], along[b] = len(kept[a]), len(kept[b])
-        # All segments of a kind are split alike, so that both sides are one choice.
+        # All segments of a kind are split alike, so neighbours of one kind share one choice.
         if a == b:
             table = np.array([known.between((a, b), p, p) for p in kept[a]])
         else:
@@ -146,7 +147,9 @@ def compose(
 
 
 class _WithoutLaunch:
-    """Seconds of the parts of a step, all of them and those that were measured."""
+    """Seconds of the parts of a step without the launch of a program. Each method returns all
+    seconds, and those of them that were measured.
+    """
 
     def __init__(self, step: SegmentedStep, measured: MeasuredStep | None) -> None:
         self._step, self._measured = step, measured
@@ -154,7 +157,7 @@ class _WithoutLaunch:
         self.launch_s = measured.launch_s if measured else 0.0
 
     def seconds(self, kind: int, combination: Combination) -> tuple[float, float]:
-        """Of a segment."""
+        """Seconds of a segment."""
         known_s = self._measured.kinds[kind].get(combination.options) if self._measured else None
         if known_s is None:
             corrections = self._measured.corrections if self._measured else ()
@@ -164,8 +167,8 @@ class _WithoutLaunch:
     def between(
         self, kinds: tuple[int, int], before: Combination, after: Combination
     ) -> tuple[float, float]:
-        """Of bringing what crosses between two segments, forward and backward, from the split of
-        one to that of the other.
+        """Seconds of converting the arrays that cross between two segments, forward and backward,
+        from the splits of one to those of the other.
         """
         total_s = measured_s = 0.0
         for crossing, conversion in conversions_between(self._step.crossings[kinds], before, after):
@@ -194,7 +197,9 @@ class _WithoutLaunch:
 def _undominated(
     some: Sequence[Combination], seconds: Callable[[Combination], tuple[float, float]]
 ) -> list[Combination]:
-    """Combinations to which no other with the same boundary is better in time and in memory."""
+    """The combinations that are not dominated: no other with the same splits at the boundary is as
+    good or better in time and in memory.
+    """
     groups: dict[tuple[object, ...], list[Combination]] = {}
     # Fastest first: one that is kept later must need less memory than all before it.
     for c in sorted(some, key=lambda c: (seconds(c)[0], c.options)):

@@ -1,5 +1,5 @@
-"""Conversions of the arrays that cross between segments from one split to another, measured as
-programs like segments.
+"""Conversions, from one split to another, of the arrays that cross between segments. Like segments,
+they are measured as programs of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ._segments import Combination, Crossing, SegmentedStep
 
 
 class Conversion(NamedTuple):
-    """An array of a shape that is split one way and wanted another way."""
+    """The resharding of an array of a given shape from one spec to another."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -29,8 +29,8 @@ class Conversion(NamedTuple):
 
 
 LAUNCH = Conversion(shape=(), dtype="float32", source=(), target=())
-"""A program that does next to nothing. Every program takes as long; a step that is one program
-takes it once.
+"""A program that does next to nothing. Its time is part of every measured program; a step that is
+one program pays it once.
 """
 
 
@@ -40,12 +40,13 @@ def conversions_between(
     """The arrays to convert between two neighbouring segments, forward and backward.
 
     Args:
-        crossings: what crosses between segments of these kinds; see `SegmentedStep.crossings`.
+        crossings: the arrays that cross between segments of these kinds; see
+            `SegmentedStep.crossings`.
     """
     for crossing in crossings:
         maker, reader = (after, before) if crossing.is_backward else (before, after)
         source, target = maker.leaves.get(crossing.leaves), reader.enters.get(crossing.enters)
-        # Random keys are small, and no array type that a program of its own could take.
+        # Random keys are small, and a program by itself cannot take them as arrays.
         is_key = crossing.dtype.startswith("key<")
         if source is not None and target is not None and source != target and not is_key:
             yield crossing, Conversion(crossing.shape, crossing.dtype, source, target)
@@ -54,7 +55,7 @@ def conversions_between(
 def all_conversions(
     step: SegmentedStep, combinations: Sequence[Sequence[Combination]]
 ) -> list[Conversion]:
-    """All that any neighbours of a step may need, each once, and `LAUNCH` before them."""
+    """All conversions that any two neighbours of a step may need, each once, after `LAUNCH`."""
     found = {LAUNCH: None}
     for (a, b), crossings in step.crossings.items():
         for before, after in itertools.product(
@@ -67,7 +68,7 @@ def all_conversions(
 
 
 def _by_boundary(combinations: Sequence[Combination]) -> list[Combination]:
-    """One combination for each way to split what crosses."""
+    """One combination for each way to split the inputs and outputs of a segment."""
     return list(
         {(tuple(c.enters.items()), tuple(c.leaves.items())): c for c in combinations}.values()
     )

@@ -1,7 +1,7 @@
 """The profile database: one row for each program that was measured.
 
-It is an SQLite file in WAL mode. Every measurement is a transaction of its own, so that a run that
-is killed keeps what it has finished and goes on from there, and readers never wait.
+It is an SQLite file in WAL mode. Every measurement is a transaction of its own, so a run that is
+killed loses none of its finished measurements and can be continued, and readers never wait.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ _LONGEST_ERROR = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramKey:
-    """The subject of a measurement: two with equal keys measure the same.
+    """What a measurement is of: measurements with equal keys are of the same program.
 
     Attributes:
-        program: a hash of the program and of how its arrays are split.
-        device: kind of the devices; of CPUs also how many cores they share.
-        num_devices, mesh: how many, and their arrangement, such as `"4x2"`.
-        jax_version: compilers differ.
+        program: a hash of the program and of the splits of its arrays; of a single operator, its
+            text (see `Operator`).
+        device: kind of the devices; for CPUs also how many cores they share.
+        num_devices, mesh: number of devices, and their arrangement, such as `"4x2"`.
+        jax_version: its compiler compiled the program.
     """
 
     program: str
@@ -66,24 +67,25 @@ class ProgramKey:
 
     @property
     def digest(self) -> str:
-        """A hash of all of them."""
+        """A hash of all fields."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """A measurement.
+    """The result of measuring one program.
 
     Attributes:
-        seconds: median of all repeats; None where the program did not run.
-        spread: half of what lies between the quartiles, as a share of the median.
-        repeats: how many were timed; fewer where the first was already hopeless.
-        memory_bytes: of each device, as the compiler says.
+        seconds: median of the timed runs, or the fastest warm-up run if stopped early; None if the
+            program did not run.
+        spread: half the interquartile range, as a share of the median.
+        repeats: number of timed runs; 1 if stopped early, 0 if the program did not run.
+        memory_bytes: memory on each device, as the compiler states it.
         outcome: `"ok"`, `"stopped early"`, `"out of memory"`, or `"failed: "` and the error; see
             `failed`.
-        grade: `MEASURED` if all devices ran, `MEASURED_COMPUTE` if one ran alone what each of many
-            would.
-        label: for people.
+        grade: `MEASURED` if all devices ran, `MEASURED_COMPUTE` if one device alone ran what each
+            of many would run.
+        label: name for readers.
     """
 
     seconds: float | None
@@ -96,8 +98,8 @@ class Measurement:
 
     @property
     def has_failed(self) -> bool:
-        """True if the program ended with another error than too little memory; it is worth another
-        try.
+        """True if the program ended with an error other than too little memory; such programs are
+        measured again.
         """
         return self.outcome.startswith(_FAILED)
 
@@ -109,10 +111,10 @@ def failed(error: str) -> str:
 
 
 def check_database(path: str | os.PathLike[str]) -> None:
-    """Open a database once.
+    """Check that a database can be opened.
 
     Raises:
-        InputError: it is missing or is no such database.
+        InputError: it is missing or is no profile database.
     """
     ProfileDatabase(path, must_exist=True).close()
 
@@ -122,11 +124,11 @@ class ProfileDatabase:
     `close` it.
 
     Args:
-        path: of the file; made if there is none, unless `must_exist`.
+        path: path of the file, which is created if it is missing, unless `must_exist`.
 
     Raises:
-        InputError: the file is none of this kind, is damaged, or is in a newer format; or there is
-            none.
+        InputError: the file is no profile database, is damaged, or has another format; or it is
+            missing.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, must_exist: bool = False) -> None:
@@ -138,7 +140,8 @@ class ProfileDatabase:
                 f" profile MODEL --database {self.path}"
             )
         with self._named_faults():
-            # Without transactions of Python's own: every statement is one, kept when it returns.
+            # Without Python's implicit transactions: every statement is a transaction of its own,
+            # committed when it returns.
             self._connection = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None)
         try:
             self._prepare()
@@ -147,9 +150,9 @@ class ProfileDatabase:
             raise
 
     def _prepare(self) -> None:
-        """Make the tables of a new file, and check the format of another."""
+        """Create the tables of a new file, and check the format of an existing one."""
         with self._named_faults():
-            # Readers go on while a run writes.
+            # Readers are not blocked while a run writes.
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.executescript(_TABLES)
             versions = self._connection.execute("SELECT version FROM format").fetchall()
@@ -191,11 +194,11 @@ class ProfileDatabase:
         return Measurement(**dict(zip(names, row, strict=True)))
 
     def put(self, key: ProgramKey, measurement: Measurement) -> None:
-        """Keep a measurement, in place of an earlier one of the same program.
+        """Store a measurement, in place of an earlier one of the same program.
 
         Raises:
-            InputError: the file cannot be written, as the disk is full or another process holds it;
-                what it held before is still there.
+            InputError: the file cannot be written, because the disk is full or another process
+                locks it; earlier measurements are not lost.
         """
         m = measurement
         of_key = (key.digest, key.program, key.device, key.num_devices, key.mesh, key.jax_version)
@@ -207,21 +210,21 @@ class ProfileDatabase:
             )
 
     def merge(self, other: str | os.PathLike[str]) -> int:
-        """Take over what another database has measured and this one has not, or where its program
-        failed.
+        """Copy from another database the measurements of programs that this one lacks, or whose
+        measurement failed here and not there.
 
         Returns:
-            How many measurements were taken over.
+            How many measurements were copied.
 
         Raises:
-            InputError: `other` is missing or is no such database.
+            InputError: `other` is missing or is no profile database.
         """
-        # To attach a missing file would make an empty one; this checks it first.
+        # ATTACH would create a missing file, so check first.
         check_database(other)
         with self._named_faults():
             self._connection.execute("ATTACH DATABASE ? AS other", (os.fspath(other),))
             try:
-                # Failures are tried again, so that what another has measured goes before them.
+                # A failure is only a reason to try again, so a measurement replaces it.
                 return self._connection.execute(
                     f"INSERT OR REPLACE INTO measurements SELECT {_COLUMNS} FROM"
                     " other.measurements AS new WHERE NOT EXISTS (SELECT 1 FROM main.measurements"
@@ -275,7 +278,7 @@ class ProfileDatabase:
 
     @contextmanager
     def _named_faults(self) -> Iterator[None]:
-        """SQLite's errors as messages that say what to do."""
+        """Turn SQLite's errors into messages that say what to do."""
         try:
             yield
         except sqlite3.OperationalError as error:

@@ -12,16 +12,17 @@ from ..planners import BlockOptions
 from ..sharding import Choice
 from ._segments import SegmentedStep
 
-# Dispatch and combine may be split over the experts, and equal axes be exchanged.
+# The most splits of a product that are listed for an option. There may be two, because dispatch and
+# combine may be split over the experts, and equal mesh axes may be exchanged.
 _MOST_WAYS = 2
 
 
 def describe_blocks(step: SegmentedStep) -> dict[str, Any]:
     """The blocks of a step with their products and options, and its segments.
 
-    Under `"plans"` each product has for each option of its block the split that follows, in the
-    words of the options: a split contraction leaves partial sums. "free" where the option does not
-    say.
+    Under `"plans"` each product has, for each option of its block, the split that follows from it,
+    in the words of the options: a split contraction leaves partial sums. The entry is "free" if the
+    option does not determine the split.
     """
     return {
         "mesh": dict(zip(step.mesh.axis_names, step.mesh.shape, strict=True)),
@@ -74,7 +75,7 @@ def _option(step: SegmentedStep, node: int, choice: Choice) -> str:
 
 
 def _factor(step: SegmentedStep, node: int, factor: int) -> str:
-    """A factor of a product in words: what it is to the product."""
+    """The role of a factor in a product: contraction, batch, expert, output or sequence."""
     nodes = step.problem.nodes
     results = [e.source_projection[factor] for e in nodes.edges if e.source == node]
     if results and all(dim < 0 for dim in results):

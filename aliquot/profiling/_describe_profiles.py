@@ -1,4 +1,4 @@
-"""A profile database as plain data: kinds of programs, curves, and outliers."""
+"""The contents of a profile database as plain data: kinds of programs, curves, and outliers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _UNITS = {"products": "GFLOP/s of each device", TRANSFER: "GB/s of all devices"}
 
 
 def describe_profiles(database: ProfileDatabase, cluster: Cluster | None = None) -> dict[str, Any]:
-    """The contents of a database.
+    """The contents of a database: kinds of programs, corrections of the cost model, outliers.
 
     Args:
-        cluster: whose cost model the measurements are compared with; without one they are not.
+        cluster: the cluster with whose cost model measurements are compared; without one there are
+            no corrections.
     """
     by_kind: defaultdict[tuple[str, str, str], list[Measurement]] = defaultdict(list)
     outliers = []
@@ -115,7 +116,9 @@ def _tables(database: ProfileDatabase, cluster: Cluster) -> list[dict[str, Any]]
 
 
 def measured_curves(database: ProfileDatabase) -> list[dict[str, Any]]:
-    """Curves to draw: rates over sizes, for each family of operators and each number of devices."""
+    """Curves to draw: rates over sizes, for each family of operators and each number of devices or
+    mesh.
+    """
     series: defaultdict[str, defaultdict[str, dict[float, float]]] = defaultdict(
         lambda: defaultdict(dict)
     )
@@ -150,7 +153,7 @@ def measured_curves(database: ProfileDatabase) -> list[dict[str, Any]]:
 
 
 def _unlike_neighbours(database: ProfileDatabase) -> list[dict[str, Any]]:
-    """Operators that are slower than a larger one of the same kind, by more than twice."""
+    """Operators that take more than twice as long as the next larger one of the same kind."""
     groups: defaultdict[
         tuple[str, str, str, tuple[int, ...]], list[tuple[float, ProgramKey, Measurement]]
     ]

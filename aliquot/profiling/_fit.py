@@ -1,7 +1,7 @@
-"""Fit the figures of the analytic cost model to measured operators, and write them as a cluster
+"""Fitting of the cost model's figures to measured operators; the result is written as a cluster
 file.
 
-Every second size is fitted; the others show how well the figures predict.
+Every second size is fitted; the others are held out and show how well the figures predict.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ from ._measured import fit_line, fitting_rows, modelled_operator, without_launch
 from ._operators import COLLECTIVES, LAUNCH, TRANSFER, Operator
 
 _Row = tuple[Operator, ProgramKey, Measurement]
+# Rows, and columns, of the tiles that products are assumed to have on GPUs.
 _TILE = 128
+# Range of fitted shares; those of a peak may exceed 1, and the peak is then raised.
 _LEAST, _MOST = 1e-3, 1.0
 _HIGHEST = 100.0
+# With fewer sizes than this, none is held out.
 _FEW = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Figures of a cluster that were fitted.
+    """The fitted figures of a cluster.
 
     Attributes:
-        cluster: with the figures; `to_toml` writes it down.
-        figures: by name: `value`, `before` and `source`.
-        errors: for each kind of operator, of the sizes that were not fitted: how many, and the
-            median error with the figures from before and with these.
+        cluster: the cluster with the fitted figures; `to_toml` writes it.
+        figures: for each figure by name, its `value`, its value `before`, and the `source`.
+        errors: for each kind of operator, the number of sizes that were held out, and the median
+            error on them with the figures before and with the fitted ones.
     """
 
     cluster: Cluster
@@ -46,10 +49,10 @@ class Fit:
 
 
 def fit_profiles(database: ProfileDatabase, cluster: Cluster) -> Fit:
-    """Fit the cost model of a cluster to what a database holds of its devices.
+    """Fit the cost model of a cluster to a database's measurements of its devices.
 
     Raises:
-        InputError: it holds too little.
+        InputError: it holds too few.
     """
     rows, _ = fitting_rows(
         database,
@@ -95,8 +98,8 @@ def fit_profiles(database: ProfileDatabase, cluster: Cluster) -> Fit:
 def _halves(
     timed: Sequence[tuple[_Row, float]],
 ) -> tuple[list[tuple[_Row, float]], list[tuple[_Row, float]]]:
-    """Every second size of each kind of operator, and the others; where there are few, all are in
-    the first half.
+    """The measurements to fit, every second size of each kind of operator, and those to hold out;
+    if there are few sizes, all are fitted.
     """
     groups: defaultdict[tuple[str, str, tuple[int, ...]], list[tuple[_Row, float]]] = defaultdict(
         list
@@ -113,7 +116,7 @@ def _halves(
     return used, held_out
 
 
-# What a share above 1 says more of than the cluster did.
+# The peak to which each share refers. A share above 1 means that the cluster understates it.
 _PEAKS = {
     "matmul_efficiency": "the peak",
     "bandwidth_efficiency": "the memory bandwidth",
@@ -122,8 +125,8 @@ _PEAKS = {
 
 
 def _with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
-    """A cluster with fitted figures; where more than a peak was measured, the peak is raised to
-    it.
+    """The cluster with fitted figures. Where more than a peak was measured, the peak is raised and
+    the share becomes 1.
     """
     scale = {name: max(figures.get(name, 1.0), 1.0) for name in _PEAKS}
     device = replace(
@@ -140,7 +143,7 @@ def _with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
         cluster.intra, bandwidth_bytes_per_s=links * cluster.intra.bandwidth_bytes_per_s
     )
     if "all_to_all_efficiency" in figures:
-        # It is a share of the same links.
+        # This share refers to the bandwidth of the same links, which was raised.
         shares = {
             "all_to_all_efficiency": float(
                 np.clip(figures["all_to_all_efficiency"] / links, _LEAST, _MOST)
@@ -165,14 +168,16 @@ def _figure(target: Any, name: str) -> float:
 def _fit_products(
     timed: Sequence[tuple[_Row, float]], cluster: Cluster
 ) -> dict[str, tuple[float, str]]:
-    """Efficiency of large products, and how small ones fall behind; see `Products`."""
+    """Efficiency of large products, and the figures that say how much slower small ones are; see
+    `Products`.
+    """
     some = [(row, seconds) for row, seconds in timed if row[0].kind == "product"]
     if len(some) < 3:
         return {}
     # Only GPUs pad products to tiles.
     tile = _TILE if cluster.device.kind == "gpu" else 1
     names = ["matmul_efficiency", "product_traffic", *(["product_depth"] if tile > 1 else [])]
-    # Logarithms make relative errors count, so that large products do not decide all.
+    # With logarithms relative errors count, so that large products do not dominate the fit.
     measured = np.log([seconds for _, seconds in some])
 
     def figures(values: NDArray[np.float64]) -> dict[str, float]:
@@ -217,9 +222,11 @@ def _fit_traffic(
 def _fit_collectives(
     timed: Sequence[tuple[_Row, float]], cluster: Cluster
 ) -> dict[str, tuple[float, str]]:
-    """Shares of the links' bandwidth, and the time to start, from lines through the measured sizes.
+    """Shares of the links' bandwidth that collectives reach, and their time to start, from lines
+    through the measured sizes.
 
-    The line of the cost model itself, with shares of 1, says what the links could do.
+    The shares relate these lines to those of the cost model with all shares 1: the most that the
+    links could do.
     """
     ideal = {
         "collective_efficiency": 1.0,
@@ -246,7 +253,7 @@ def _fit_collectives(
             for k in (sizes.argmin(), sizes.argmax())
         ]
         fastest = (two[1][2] - two[0][2]) / (sizes.max() - sizes.min())
-        # A line without slope is as fast as links can be.
+        # A line without slope shows no limit of bandwidth, so its share is the highest.
         shares[kind].append(fastest / slope if slope > 0 else _MOST)
         overheads.append(max(start - (two[0][2] - fastest * sizes.min()), 0.0))
     figures: dict[str, tuple[float, str]] = {}

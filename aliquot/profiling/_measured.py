@@ -1,4 +1,4 @@
-"""From measured operators to the corrections that planners price with."""
+"""Corrections of the cost model, made from measured operators; planners price with them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from ._operators import COLLECTIVES, LAUNCH, TRANSFER, Operator
 from ._programs import host_device
 
 Floats = NDArray[np.float64]
-# An operator that takes less than this share of a launch cannot be told apart from it, and stays as
-# modelled.
+# An operator that takes less than this share of a program's launch cannot be told apart from it,
+# and keeps its modelled time.
 _LEAST_OF_LAUNCH = 0.25
 
 
@@ -48,11 +48,11 @@ PLAN_ANYWAY = "To plan from these as they are, give --profiles-of-any (profiles_
 
 
 def read_measured(database: ProfileDatabase, cluster: Cluster, *, of_any: bool = False) -> Measured:
-    """Freeze what a database knows of a cluster's devices, as this release of JAX compiles for
-    them. Touches no device.
+    """Read a database's measurements of a cluster's devices with this release of JAX into a frozen
+    value. Touches no device.
 
     Args:
-        of_any: take measurements of other releases of JAX and of other kinds of devices too.
+        of_any: also take measurements with other releases of JAX and on other kinds of devices.
 
     Raises:
         InputError: it holds no operators, or only those of other devices or releases.
@@ -78,11 +78,12 @@ Row = tuple[Operator, ProgramKey, Measurement]
 def fitting_rows(
     database: ProfileDatabase, cluster: Cluster, *, of_any: bool = False, advice: str = PLAN_ANYWAY
 ) -> tuple[list[Row], str]:
-    """Measured operators of a cluster's devices, and what these are in words. Raises as
-    `read_measured` does.
+    """The measured operators that apply to a cluster's devices, and the devices that they were
+    measured on, in words. Raises as `read_measured` does.
 
     Args:
-        advice: what else to do where none are of the cluster's devices.
+        advice: sentence for the error that says what else to do if no operator was measured on such
+            devices.
     """
     rows = [
         (operator, key, measurement)
@@ -114,8 +115,9 @@ def _devices_of(rows: Iterable[Row]) -> str:
 
 
 def _fits(key: ProgramKey, grade: str, cluster: Cluster) -> bool:
-    """Virtual devices share cores, so that their number counts, unless one was to stand for many;
-    real ones work each by itself.
+    """True if a measurement applies to a cluster's devices. Virtual CPU devices share cores, so
+    their number must be equal, unless one device stands for many; accelerators compute
+    independently of each other.
     """
     if key.jax_version != jax.__version__:
         return False
@@ -135,10 +137,11 @@ def _is_of(kind: str, name: str) -> bool:
 
 
 def without_launch(row: Row, rows: Iterable[Row]) -> float | None:
-    """Seconds of an operator inside a program; None where the launch of its program hides them.
+    """Seconds of an operator inside a larger program, without a launch; None for the launch itself
+    and for operators so short that the launch hides them.
 
     Args:
-        rows: among which the launches are.
+        rows: measurements that include those of launches.
     """
     operator, key, measurement = row
     assert measurement.seconds is not None
@@ -151,7 +154,9 @@ def without_launch(row: Row, rows: Iterable[Row]) -> float | None:
 
 
 class _Entry(NamedTuple):
-    """A measurement in its table: where, its ratio to the cost model, its spread, and its grade."""
+    """A measurement in its table: its point, the ratio of measured to modelled time, its spread and
+    its grade.
+    """
 
     table: str
     point: Floats
@@ -161,7 +166,7 @@ class _Entry(NamedTuple):
 
 
 def _correct_rows(rows: Sequence[Row], cluster: Cluster) -> Iterator[_Entry]:
-    """All measurements that the launch of a program does not hide."""
+    """Table entries of all measurements that are not hidden by the launch of a program."""
     plain, launches = replace(cluster, measured=None), [row for row in rows if row[0] == LAUNCH]
     for row in rows:
         operator, key, measurement = row
@@ -179,8 +184,8 @@ def _correct_rows(rows: Sequence[Row], cluster: Cluster) -> Iterator[_Entry]:
 
 
 def _grade(key: ProgramKey, measurement: Measurement, cluster: Cluster) -> str:
-    """That of a measurement for a cluster: one device that ran alone says nothing of others that
-    run beside it.
+    """The grade that a measurement has for a cluster: if one device ran alone, it says nothing
+    about several that run at the same time.
     """
     return MEASURED_COMPUTE if key.num_devices == 1 < cluster.num_devices else measurement.grade
 
@@ -192,12 +197,13 @@ def _runs_on(operator: Operator, key: ProgramKey, cluster: Cluster) -> bool:
 
 
 def _transfer_link(rows: Sequence[Row], cluster: Cluster, crosses_hosts: bool) -> Link | None:
-    """A line through the measured transfers, for each device of a host or for each host; see
-    `transfer_seconds`.
+    """The link that a line through the measured transfers gives: of each device in its host, or of
+    each host; None with fewer than two sizes. See `transfer_seconds`.
     """
     sizes, seconds = [], []
     for operator, key, measurement in rows:
-        # Transfers go from one half of the devices to the other, each on a lane of its own.
+        # A transfer goes from one half of the devices to the other over parallel lanes: one for
+        # each device of the half or, between hosts, for each host of the half.
         half = key.num_devices // 2
         if (
             operator.kind == TRANSFER
@@ -213,10 +219,10 @@ def _transfer_link(rows: Sequence[Row], cluster: Cluster, crosses_hosts: bool) -
 
 
 def fit_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
-    """Slope and start of the line of least relative error, both at least 0."""
+    """Slope and intercept, neither negative, of the line with the least relative error."""
     from scipy.optimize import least_squares
 
-    # Fitted by logarithms, which keeps both figures above 0.
+    # Logarithms of both are fitted, which keeps them above 0.
     start = np.log([seconds.max() / sizes.max(), seconds.min()])
     found = least_squares(
         lambda line: (np.exp(line[0]) * sizes + np.exp(line[1])) / seconds - 1,
@@ -229,9 +235,7 @@ def fit_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
 def modelled_operator(
     operator: Operator, key: ProgramKey, cluster: Cluster
 ) -> tuple[str, Floats, float]:
-    """Table and point of an operator, and what the cost model of a cluster says of it, in
-    seconds.
-    """
+    """The table and the point of an operator, and its seconds by a cluster's cost model."""
     if operator.kind in COLLECTIVES:
         part = part_of(cluster, key.num_devices) or cluster
         mesh = LogicalMesh(shape=tuple(int(size) for size in key.mesh.split("x")), cluster=part)
@@ -253,7 +257,7 @@ _WHOLE = np.array([[-1]], np.int64)
 
 
 def _work(operator: Operator) -> Work:
-    """An operator as a step's node states it, of which nothing is split."""
+    """The work of an unsplit operator, in the form in which a step's node states it."""
     if operator.kind != "product":
         return Work(
             phase=Phase.FORWARD,
@@ -304,8 +308,8 @@ def is_measured(operator: Operator, mesh_shape: tuple[int, ...], cluster: Cluste
 
 
 def part_of(cluster: Cluster, num_devices: int) -> Cluster | None:
-    """So many devices of a cluster: of one host, or of several whole ones; None if there are none
-    such.
+    """The part of a cluster with so many devices, in one host or in several whole hosts; None if
+    there is no such part.
     """
     per_host = cluster.devices_per_host
     if num_devices > cluster.num_devices or (num_devices > per_host and num_devices % per_host):
@@ -314,9 +318,9 @@ def part_of(cluster: Cluster, num_devices: int) -> Cluster | None:
 
 
 def _tables(corrected: Iterable[_Entry]) -> dict[str, RatioTable]:
-    """Tables of points, each once: of several measurements of one point the mean.
+    """Tables of distinct points; several measurements of one point are averaged.
 
-    Where all devices were measured together, what one of them measured alone is left out.
+    If a table has measurements of all devices together, those of one device alone are left out.
     """
     found: defaultdict[str, list[_Entry]] = defaultdict(list)
     for entry in corrected:

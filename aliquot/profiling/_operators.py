@@ -1,9 +1,9 @@
 """Programs of single operators: products, elementwise traffic, collectives, and transfers between
 submeshes.
 
-On every device of a mesh runs what one device of a step would run, all at the same time: virtual
-devices share cores, and collectives share links. Each is described by a line of text, which is also
-how the database knows it, such as `product bfloat16 1x512x2048x512`.
+All devices of a mesh run the operator at the same time, each what it would run in a step, because
+virtual devices share cores and collectives share links. An operator is described by a line of text,
+such as `product bfloat16 1x512x2048x512`, which is also its key in the database.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ._programs import CompiledPart, compile_program, device_key
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _FLOAT32_BYTES = 4
-# Square tiles at least as large as what products are blocked into are not needed for traffic.
+# Kinds of operators.
 _PRODUCT, _TRAFFIC, _LAUNCH = "product", "traffic", "launch"
 TRANSFER = "transfer"
 
@@ -36,10 +36,10 @@ class Operator(NamedTuple):
         kind: `"product"`, `"traffic"`, `"transfer"` from the first half of the devices to the
             other, `"launch"`, or one of `COLLECTIVES`.
         dtype: of its arrays.
-        sizes: of a product the number of products, rows, columns and the length of the sums; of
-            traffic the bytes that it reads and writes; of a collective the bytes that enter it on
-            each device; of a transfer those of the whole array.
-        axes: of the mesh that a collective runs along, by position.
+        sizes: of a product, the number of products, rows, columns and the length of the contracted
+            dim; of traffic, the bytes that it reads and writes; of a collective, the bytes of its
+            operand on each device; of a transfer, the bytes of the whole array.
+        axes: positions of the mesh axes that a collective runs along.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Operator(NamedTuple):
         )
 
     def described(self, mesh: str = "") -> str:
-        """A name for people: sizes with units, and axes by name.
+        """A name for readers: sizes with units, and axes by name.
 
         Args:
             mesh: the mesh that a collective runs on, such as `"4x2"`.
@@ -79,7 +79,9 @@ class Operator(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Operator | None:
-        """The reverse of `str`; None for what is no operator, such as the hash of a segment."""
+        """The operator that `str` turned into this text; None for other texts, such as the hash of
+        a segment.
+        """
         head, _, along = text.partition(" along ")
         kind, *rest = head.split(" ")
         if kind == _LAUNCH:
@@ -96,8 +98,8 @@ class Operator(NamedTuple):
 
 
 LAUNCH = Operator(_LAUNCH)
-"""A program that does next to nothing: what every program takes, and an operator inside a step does
-not.
+"""A program that does next to nothing. Its time is part of every measured program, but not of an
+operator inside a step.
 """
 
 
@@ -136,7 +138,7 @@ def compile_operator(operator: Operator, mesh_shape: tuple[int, ...]) -> Compile
 
 
 def _transfer(operator: Operator, num_devices: int) -> CompiledPart:
-    """An array that is split over one half of the devices, brought to the other half."""
+    """The transfer of an array that is split over one half of the devices to the other half."""
     half, (num_bytes,) = num_devices // 2, operator.sizes
     here, there = (
         NamedSharding(make_mesh((half,), ("x",), devices), PartitionSpec("x"))
@@ -160,7 +162,7 @@ def _transfer(operator: Operator, num_devices: int) -> CompiledPart:
 def _local_program(
     operator: Operator, axes: tuple[str, ...]
 ) -> tuple[Callable[..., Any], list[tuple[int, ...]], Any]:
-    """A program of one device: a function, the shapes of its arguments, and their dtype."""
+    """The program of each device: a function, the shapes of its arguments, and their dtype."""
     dtype = jnp.dtype(operator.dtype)
     if operator.kind == _LAUNCH:
         return lambda x: x + 1, [()], dtype
@@ -192,7 +194,7 @@ def _collective(kind: str, axes: tuple[str, ...]) -> Callable[[Any], Any]:
 
 
 def _shift(x: Any, axes: tuple[str, ...]) -> Any:
-    """To the next device of a ring."""
+    """Send an array to the next device of a ring."""
     size = jax.lax.axis_size(axes)
     return jax.lax.ppermute(x, axes, [(i, (i + 1) % size) for i in range(size)])
 
@@ -200,13 +202,13 @@ def _shift(x: Any, axes: tuple[str, ...]) -> Any:
 def collective_operator(
     kind: str, mesh_shape: tuple[int, ...], axes: tuple[int, ...], num_bytes: float
 ) -> Operator:
-    """A collective on about so many bytes, which its devices divide."""
+    """A collective on about so many bytes, rounded so that its devices divide them evenly."""
     size = math.prod(mesh_shape[axis] for axis in axes)
     unit = _FLOAT32_BYTES * size
     return Operator(kind, "float32", (max(round(num_bytes / unit), 1) * unit,), axes)
 
 
 def transfer_operator(num_bytes: int, num_devices: int) -> Operator:
-    """A transfer of about so many bytes, which half of the devices divide."""
+    """A transfer of about so many bytes, rounded so that half of the devices divide them evenly."""
     unit = _FLOAT32_BYTES * max(num_devices // 2, 1)
     return Operator(TRANSFER, "float32", (max(round(num_bytes / unit), 1) * unit,))

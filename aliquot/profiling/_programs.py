@@ -1,5 +1,5 @@
-"""Programs compiled for the devices at hand, and the keys by which a database knows them;
-`_timing.py` runs them.
+"""Programs compiled for the devices of this process, and the keys under which a database stores
+their measurements; `_timing.py` runs them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def program_key(graph: Graph, choices: Sequence[Choice], mesh_shape: tuple[int, 
 
 
 def key_of(text: str, mesh_shape: tuple[int, ...]) -> ProgramKey:
-    """The key of a program that a long text describes, on this process's devices."""
+    """The key of a program on this process's devices, from a long text that describes it."""
     return device_key(hashlib.sha256(text.encode()).hexdigest(), mesh_shape)
 
 
@@ -45,8 +45,8 @@ def device_key(program: str, mesh_shape: tuple[int, ...]) -> ProgramKey:
 
 
 def host_device() -> str:
-    """The name of this machine's CPU in the database, with the cores that this process may use:
-    virtual devices share them.
+    """The database's name for this machine's CPU, with the number of cores that this process may
+    use, because virtual devices share them.
     """
     cores = num_cores()
     return f"cpu, {cores} core{'' if cores == 1 else 's'}"
@@ -57,12 +57,12 @@ class CompiledPart:
     """A program, compiled for the first devices of this process.
 
     Attributes:
-        arguments: shapes, dtypes and shardings of what it takes.
-        successors: for each donated argument the position of the result that takes its place.
-        compiled: None where the compiler found that it does not fit in memory, or failed.
-        memory_bytes: of each device.
-        label: for people.
-        failure: what the compiler said if it failed for another reason than memory.
+        arguments: shapes, dtypes and shardings of its arguments.
+        successors: for each donated argument, the position of the result that takes its place.
+        compiled: None if the compiler found that it does not fit in memory, or failed.
+        memory_bytes: memory on each device.
+        label: name for readers.
+        failure: the compiler's message if it failed for another reason than memory.
     """
 
     arguments: tuple[jax.ShapeDtypeStruct, ...]
@@ -87,7 +87,7 @@ def compile_part(
         problem: the part.
         choices: one for each of its nodes.
         mesh_shape, axis_names: of the mesh that the choices are for.
-        label: kept with what is measured.
+        label: stored with the measurement.
     """
     graph = problem.graph
     program = _program(graph, problem, choices, mesh_shape, axis_names)
@@ -136,16 +136,18 @@ def compile_program(
 def measure_in_turn(
     parts: Iterable[Callable[[], CompiledPart]], time_one: Callable[[CompiledPart], Measurement]
 ) -> Iterator[Measurement]:
-    """Measurements of parts, one after the other, which are compiled some at a time.
+    """Measurements of programs, one after another; compilation runs in threads, several programs at
+    a time.
 
-    Accelerators run one while the next are compiled; CPU devices only run while nothing is.
+    Accelerators are timed while the next programs are compiled. CPU devices are timed only while
+    nothing is compiled.
 
     Args:
-        parts: compile a part each.
+        parts: functions that compile one program each.
         time_one: `time_part` with its options.
     """
     workers = num_cores()
-    # A compilation would take the very cores that are timed.
+    # On CPUs, compilation would take the cores that are timed.
     alone = jax.devices()[0].platform == "cpu"
     with ThreadPoolExecutor(max_workers=workers) as pool:
         batches = _batched(parts, workers)
@@ -171,7 +173,7 @@ def _successor(item: Input) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """True for an error of the compiler or of a device that says that memory does not suffice."""
+    """True if an error of the compiler or of a device says that memory does not suffice."""
     # JAX has no public class for this.
     return "RESOURCE_EXHAUSTED" in str(error)
 

@@ -1,5 +1,5 @@
-"""Measurements that a step needs before it can be planned from them: all operators that
-planners ask the cost model about.
+"""The operators to measure before a step can be planned from measurements: all that planners price
+for it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from ._operators import (
 )
 
 _STEP = 4.0
-"""Between neighbouring sizes of traffic and collectives."""
+"""Ratio of neighbouring sizes of traffic and of collectives."""
+# Sizes of the transfers to measure, in bytes.
 _TRANSFERS = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 
 @dataclass(frozen=True, eq=False)
 class _Asked(AbstractMeasured):
-    """Corrects nothing, and notes what it is asked: for each kind points, each with what it may
-    save.
+    """Measurements that correct nothing, but record what they are asked for: for each kind, the
+    points, each with a weight that says how useful its measurement is.
 
-    Of an operator that may be split in several ways, the fastest count most: its time, times the
-    square of how near to the fastest another is.
+    If an operator may be split in several ways, a split's weight is the time of the fastest, times
+    the square of the ratio of the fastest time to its own.
     """
 
     points: dict[str, dict[tuple[float, ...], float]] = field(default_factory=dict)
@@ -68,16 +69,18 @@ def required_operators(
     largest_in_host_bytes: float = math.inf,
     largest_between_hosts_bytes: float = math.inf,
 ) -> list[tuple[Operator, tuple[int, ...]]]:
-    """Operators that the choices of a problem are priced by, each with a mesh to run it on.
+    """The operators that determine the prices of a problem's choices, each with a mesh to run it
+    on.
 
-    Products are those of the problem; of traffic and of each collective there is one for every
-    fourfold of the size. The launch of a program comes first, and then products, traffic and
-    collectives in turn, of each those first that matter most.
+    Products have the sizes of the problem; for traffic and each collective, neighbouring sizes
+    differ by a factor of four. The launch of a program comes first, then products, traffic,
+    collectives and transfers in turn, the most useful of each first.
 
     Args:
         problem: a step.
-        mesh_shapes: what it may be planned on.
-        largest_in_host_bytes, largest_between_hosts_bytes: no collective has a larger message.
+        mesh_shapes: the meshes that it may be planned on.
+        largest_in_host_bytes, largest_between_hosts_bytes: limits on the sizes of collectives and
+            transfers.
     """
     asked = _Asked()
     cluster = replace(problem.cluster, measured=asked)
@@ -95,8 +98,8 @@ def required_operators(
 def alone_on_one_device(
     operators: Sequence[tuple[Operator, tuple[int, ...]]],
 ) -> list[tuple[Operator, tuple[int, ...]]]:
-    """Those operators that one device can run by itself, to be run there: no collectives and no
-    transfers.
+    """The operators that one device can run alone, with a mesh of one device: all but collectives
+    and transfers.
 
     Their measurements have the grade `MEASURED_COMPUTE`.
     """
@@ -106,10 +109,10 @@ def alone_on_one_device(
 
 
 def operators_of_plan(planned: PlannedStep) -> list[tuple[Operator, tuple[int, ...]]]:
-    """Operators that a plan's prediction is made of; as `required_operators` lists them.
+    """The operators that determine a plan's prediction, as `required_operators` lists them.
 
-    Stages of a pipeline run at the same time, so that their products are measured on all devices;
-    their collectives run on the devices of a stage.
+    The stages of a pipeline run at the same time, so their products are measured on all devices at
+    once; their collectives are measured on the devices of one stage.
     """
     asked = _Asked()
     shapes: dict[tuple[int, ...], None] = {}
@@ -184,7 +187,9 @@ def _traffic(asked: _Asked) -> list[tuple[float, Operator]]:
 def _collectives(
     asked: _Asked, shape: tuple[int, ...], cluster: Cluster, limits: tuple[float, float]
 ) -> list[tuple[float, Operator]]:
-    """Those along every set of axes of a mesh, over the sizes that were asked for."""
+    """Collectives along every set of axes of a mesh, over the range of sizes that were asked for,
+    each with its modelled seconds.
+    """
     part = part_of(replace(cluster, measured=None), math.prod(shape))
     if part is None:
         return []
@@ -209,7 +214,7 @@ def _collectives(
 
 
 def _transfers(cluster: Cluster, limits: tuple[float, float]) -> list[tuple[float, Operator]]:
-    """From one half of the devices to the other."""
+    """Transfers from one half of the devices to the other, each with its size."""
     if cluster.num_devices % 2:
         return []
     largest = limits[cluster.num_hosts > 1]
@@ -221,8 +226,8 @@ def _transfers(cluster: Cluster, limits: tuple[float, float]) -> list[tuple[floa
 
 
 def _sizes(least_log: float, largest_log: float) -> list[int]:
-    """Sizes in bytes, each four times the one before, so that all between two powers of two lie
-    among them.
+    """Sizes in bytes, each four times the one before, that cover the range between two powers of
+    two, given by their logarithms.
     """
     first = max(2.0**least_log, LEAST_MEASURED_BYTES)
     count = math.ceil(max(largest_log - math.log2(first), 0.0) / math.log2(_STEP)) + 1

@@ -1,4 +1,6 @@
-"""Measure the programs of all segments, and read what is known of them."""
+"""Measurement of the programs of segments and of single operators, and what a database knows of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,12 @@ from ._timing import Timing, time_part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRun:
-    """Outcome of a run: the number of programs it had to measure, and of those that it measured or
-    not.
+    """Outcome of a run of measurements.
 
     Attributes:
-        num_known: measured by an earlier run.
+        num_programs: programs that this run was to have measurements of.
+        num_measured: those that it measured.
+        num_known: those that were in the database before.
         failures: programs that failed, each with the error. They count as measured, and the next
             run tries them again.
     """
@@ -49,13 +52,13 @@ class ProfileRun:
 
     @property
     def num_missing(self) -> int:
-        """Programs that it did not come to."""
+        """Number of programs that it did not reach within its budget."""
         return self.num_programs - self.num_measured - self.num_known
 
 
 def priced_combinations(step: SegmentedStep) -> list[list[Combination]]:
-    """For each kind of segment the combinations that can be split so, or the most promising of very
-    many, with what the cost model says of them.
+    """For each kind of segment, its possible combinations, or the most promising of very many, with
+    their costs by the cost model.
     """
     return [kind.promising() for kind in step.kinds]
 
@@ -63,7 +66,7 @@ def priced_combinations(step: SegmentedStep) -> list[list[Combination]]:
 def measured_step(
     step: SegmentedStep, combinations: Sequence[Sequence[Combination]], database: ProfileDatabase
 ) -> MeasuredStep:
-    """Coverage of a step by a database."""
+    """The measurements of a step's segments and conversions that a database holds."""
     mesh_shape, kinds = step.mesh.shape, []
     for kind, some in zip(step.kinds, combinations, strict=True):
         known = {}
@@ -107,10 +110,11 @@ def _modelled_s(step: SegmentedStep, conversion: Conversion) -> float:
 
 
 def _ratios(pairs: Sequence[tuple[float, float]], launch_s: float) -> list[float]:
-    """Measured to modelled time of what ran.
+    """Ratios of measured to modelled time of the programs that ran.
 
     Args:
-        pairs: modelled and measured seconds; infinite for what ran out of memory.
+        pairs: modelled and measured seconds; the latter infinite for programs that ran out of
+            memory.
     """
     return [
         max(measured_s - launch_s, 0.0) / modelled_s
@@ -125,8 +129,8 @@ def _median(values: Sequence[float], otherwise: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A program to measure; those of one group do the same work, and the slow ones of them are not
-    repeated.
+    """A program to measure. Programs of one group do the same work, and the slow ones among them
+    are not repeated (`Timing.early_stop`).
     """
 
     group: int
@@ -135,8 +139,8 @@ class _Job:
 
 
 def _jobs(step: SegmentedStep) -> list[_Job]:
-    """All programs of a step: the segments', most promising first, and the conversions between
-    them.
+    """All programs of a step: those of each kind of segment, the most promising first, and then the
+    conversions between segments.
     """
     shape, names = step.mesh.shape, step.mesh.axis_names
     jobs, combinations = [], priced_combinations(step)
@@ -168,14 +172,15 @@ def profile_segments(
     budget_s: float = math.inf,
     progress: Progress | None = None,
 ) -> ProfileRun:
-    """Measure what a database does not hold yet, most promising first; each measurement is kept at
-    once.
+    """Measure the programs of a step's segments that a database does not hold yet, the most
+    promising first. Each measurement is stored at once.
 
     Args:
-        share: `(k, n)` measures every n-th program from the k-th on, as one of n hosts.
+        share: with `(k, n)` only every n-th program is measured, starting with the k-th: the part
+            of one of n hosts.
         timing: how often each program runs.
-        budget_s: no program is begun after so long.
-        progress: told how many are known.
+        budget_s: no program is begun after this many seconds.
+        progress: told how many programs have measurements.
 
     Raises:
         InputError: the database cannot be written.
@@ -200,14 +205,14 @@ def profile_operators(
     grade: str = MEASURED,
     progress: Progress | None = None,
 ) -> ProfileRun:
-    """Measure the operators that a database does not hold yet, in the order given; each measurement
-    is kept at once.
+    """Measure the operators that a database does not hold yet, in the order given. Each measurement
+    is stored at once.
 
     Args:
         operators: each with the mesh to run it on; see `required_operators`.
         share, timing, budget_s, progress: as in `profile_segments`. No two operators do the same
-            work, so that none is stopped early.
-        grade: kept with each measurement: `MEASURED_COMPUTE` for one device that stands for many.
+            work, so none is stopped early.
+        grade: stored with each measurement; `MEASURED_COMPUTE` if one device alone stands for many.
 
     Raises:
         InputError: the database cannot be written.
@@ -245,7 +250,7 @@ def _run_jobs(
 ) -> ProfileRun:
     """See `profile_segments` and `time_part`."""
     start, (number, of) = time.perf_counter(), share
-    # Every n-th, not a block of them: all hosts then begin with the most promising.
+    # Every n-th program, not a block of them, so that all hosts begin with the most promising.
     jobs = jobs[number - 1 :: of]
     held = [database.get(job.key) for job in jobs]
     missing = [
@@ -277,7 +282,7 @@ def _run_jobs(
     report("measuring programs", known, len(jobs))
     for measurement in measure_in_turn(to_compile(), time_one):
         job = missing[measured]
-        # At once, so that a run that is killed keeps what it has.
+        # Stored at once, so that a run that is killed loses nothing that it has measured.
         database.put(job.key, replace(measurement, grade=grade))
         note(job, measurement)
         measured += 1

@@ -1,4 +1,5 @@
-"""A step as segments, and the program of each combination of their blocks' options.
+"""A step cut into segments, and the combinations of options of the blocks in each segment, of which
+each gives a program to measure.
 
 Reference: arXiv 2504.00598 (segments, and enumeration of the options of one).
 """
@@ -42,6 +43,8 @@ from ..sharding import (
     without_partial,
 )
 
+# The most combinations of a kind of segment that are tried, and the largest bound of those,
+# relative to the first one found; see `SegmentKind.promising`.
 _MOST = 243
 _HOPELESS = 1.5
 
@@ -68,17 +71,17 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Combination:
-    """A segment whose blocks follow given options; everything else is split as the integer program
-    finds best.
+    """A segment whose blocks follow given options; the splits that these leave open are chosen by
+    an intra planner.
 
     Attributes:
-        options: of its blocks.
+        options: the option of each of its blocks.
         choices: for each node of the segment.
-        seconds: of its forward and backward pass and its update, by the cost model.
-        state_bytes, kept_bytes, working_bytes: of each device, by the cost model: parameters and
-            optimizer state, what the forward pass keeps for the backward pass, and the most that is
-            there besides.
-        enters, leaves: how its inputs and its outputs are split, by their positions.
+        seconds: time of its forward and backward pass and its update, by the cost model.
+        state_bytes, kept_bytes, working_bytes: on each device, by the cost model: parameters and
+            optimizer state, residuals that the forward pass keeps for the backward pass, and the
+            most that is needed besides at any moment.
+        enters, leaves: the specs of its inputs and of its outputs, by their positions.
     """
 
     options: Options
@@ -93,15 +96,15 @@ class Combination:
 
 @dataclass(frozen=True, eq=False)
 class SegmentKind:
-    """Equal segments of a step, or what comes before the first one.
+    """A kind of equal segments of a step, or the part of the step before the first block.
 
     Attributes:
-        name: for people.
-        count: how often it is in the step.
-        problem: one of them as a step of its own.
+        name: name for readers.
+        count: number of such segments in the step.
+        problem: one of the segments as a step of its own.
         space: its choices on the mesh.
-        blocks: its blocks with their options; none before the first block.
-        intra: decides what the options leave open.
+        blocks: its blocks with their options; none for the part before the first block.
+        intra: decides the splits that the options leave open.
     """
 
     name: str
@@ -112,20 +115,21 @@ class SegmentKind:
     intra: AbstractIntra
 
     def combinations(self) -> Iterator[Options]:
-        """All of them; one without options where there are no blocks."""
+        """All combinations of options of the blocks; without blocks, one empty combination."""
         return itertools.product(*[range(len(block)) for block in self.blocks])
 
     @cached_property
     def num_combinations(self) -> int:
-        """How many of them are worth a look; see `promising`."""
+        """Number of combinations that are tried, at most 243; see `promising`."""
         return min(math.prod(len(block) for block in self.blocks), _MOST)
 
     def promising(self) -> list[Combination]:
-        """All combinations priced, or, of very many, the 243 that promise most by the cost model.
+        """All combinations with their prices or, if there are more than 243, the best 243 by the
+        cost model.
 
-        These are found best first: options are given to one block after the other, and what has the
-        least lower bound goes on. A combination whose bound is 1.5 times the best one's is
-        hopeless.
+        These are found by a best-first search, which fixes the option of one block after another
+        and always extends the partial combination with the least lower bound. It stops where a
+        bound exceeds 1.5 times the seconds of the first combination found.
         """
         if math.prod(len(block) for block in self.blocks) <= _MOST:
             return [c for options in self.combinations() if (c := self.combination(options))]
@@ -143,19 +147,22 @@ class SegmentKind:
                 longer = (*options, option)
                 least_s = self._bound_s(longer)
                 if least_s is not None:
-                    # A bound may be found weaker for more options; what held before still holds.
+                    # With more options fixed, a weaker bound may be found; the earlier one still
+                    # holds.
                     heapq.heappush(waiting, (max(bound_s, least_s), longer))
         return sorted(found, key=lambda c: (c.seconds, c.options))
 
     def _bound_s(self, options: Options) -> float | None:
-        """No combination that begins with these options takes less; None if there is none."""
+        """A lower bound in seconds on all combinations that begin with these options; None if there
+        are none.
+        """
         space = restrict_blocks(self.space, self.blocks, {k: (o,) for k, o in enumerate(options)})
         if not all(mask.any() for mask in space.allowed):
             return None
         return self.intra.begin(self.problem, space, memory_limit_bytes=math.inf).bound()
 
     def combination(self, options: Options) -> Combination | None:
-        """A combination priced; None if no choices follow it."""
+        """The combination of these options with its prices; None if no choices follow them."""
         space = restrict_blocks(self.space, self.blocks, {k: (o,) for k, o in enumerate(options)})
         if not all(mask.any() for mask in space.allowed):
             return None
@@ -191,16 +198,17 @@ class SegmentKind:
 
 @dataclass(frozen=True, eq=False)
 class SegmentedStep:
-    """A step as segments on one mesh.
+    """A step cut into segments, on one mesh.
 
     Attributes:
         problem: the whole step.
-        mesh: of all its devices.
-        segments: of its blocks.
-        blocks: of the whole step with their options.
-        kinds: what comes before the first block, and then each distinct segment.
-        sequence: the kinds of the step in order.
-        crossings: what crosses between neighbours, by their kinds.
+        mesh: a mesh of all devices.
+        segments: the segments that its blocks form.
+        space: the choices of the whole step on the mesh.
+        blocks: the blocks of the whole step with their options.
+        kinds: first the part before the first block, then each kind of segment.
+        sequence: the kind of each segment of the step, in order.
+        crossings: arrays that cross between neighbours, by the kinds of both.
     """
 
     problem: Problem
@@ -218,17 +226,17 @@ class SegmentedStep:
         return sum(kind.num_combinations for kind in self.kinds)
 
     def blocks_of(self, kind: int) -> tuple[int, ...]:
-        """Positions in `blocks` of those of a kind."""
+        """Positions in `blocks` of the blocks of a kind of segment."""
         return () if kind == 0 else self.segments.kinds[kind - 1]
 
     def whole(
         self, options: Sequence[Options], intra: AbstractIntra | None = None
     ) -> IntraSolution | None:
-        """The whole step with every segment of a kind following the same options; None if nothing
-        fits.
+        """The best solution of the whole step in which all segments of a kind follow the same
+        options; None if none fits.
 
         Args:
-            options: for each kind.
+            options: for each kind of segment.
         """
         fixed = {
             b: (o,)
@@ -249,12 +257,12 @@ def segment_step(
     factors: str = "cfp",
     intra: AbstractIntra | None = None,
 ) -> SegmentedStep:
-    """A step as segments, each of which can be measured by itself.
+    """Cut a step into segments, each of which can be measured by itself.
 
     Args:
         problem: the step, in one micro-batch.
         factors: see `find_blocks`.
-        intra: decides what the options leave open, by default `ILP()`.
+        intra: decides the splits that the options leave open; by default `ILP()`.
 
     Raises:
         InputError: the step has no blocks, or its layers are in a loop, which cannot be cut.
@@ -271,14 +279,14 @@ def segment_step(
     layers = segment_layers(problem.graph, segments)
     extracts = stage_step(_layered(problem.graph, layers), range(len(layers))).extracts
     kinds = []
-    # -1 is what comes before the first block.
+    # -1 is the part before the first block.
     for number in range(-1, len(segments.kinds)):
         example = extracts[0 if number < 0 else 1 + segments.example(number)]
         part = _problem(example.graph, problem)
         part_space = _space(part, mesh)
         found = block_options(part, part_space, factors=factors)
         wanted = () if number < 0 else segments.kinds[number]
-        # A program of one segment must have the choices that it has in the whole step.
+        # Alone, a segment must have the same blocks as in the whole step.
         if len(found) != len(wanted):
             raise InputError(
                 f"{problem.graph.name} cannot be profiled by segments: one of them has {len(found)}"
@@ -317,8 +325,8 @@ def segment_step(
 def _crossings(
     graph: Graph, extracts: Sequence[Extract], examples: Sequence[Extract], sequence: Sequence[int]
 ) -> dict[tuple[int, int], tuple[Crossing, ...]]:
-    """Arrays that cross between neighbours of each pair of kinds, by the positions that it has in
-    the example of each kind.
+    """For each pair of kinds of neighbours, the arrays that cross between them, by their positions
+    in the example segment of each kind.
     """
     found: dict[tuple[int, int], tuple[Crossing, ...]] = {}
     for k, pair in enumerate(itertools.pairwise(sequence)):
@@ -357,10 +365,11 @@ def _outputs(extract: Extract) -> list[int]:
 
 
 def _places(graph: Graph, values: Sequence[int], of_example: Sequence[int]) -> dict[int, int]:
-    """For arrays of a segment the positions of those that they are in the example of its kind.
+    """For each array of a segment, the position of the array that corresponds to it in the example
+    of the segment's kind.
 
-    The first and the last of equal segments may have inputs and outputs of their own; then arrays
-    of one shape and type come in the same order.
+    The first and the last of equal segments may have other inputs and outputs than the example.
+    Then arrays of one shape and dtype are taken to come in the same order in both.
     """
 
     def look(v: int) -> tuple[object, ...]:

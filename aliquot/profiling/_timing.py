@@ -1,4 +1,4 @@
-"""Run a compiled program on the devices at hand, and time it."""
+"""Timing of compiled programs on the devices of this process."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _MOST_SETS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Numbers of runs of a program that is timed. Times are medians of the timed runs.
+    """How often a program is run to time it. Its time is the median of the timed runs.
 
     Attributes:
-        warm_up: runs before any is timed.
-        repeats: timed runs at least.
-        most_repeats: timed runs at most.
-        least_s: short programs run again until their timed runs took so long together, or reach
-            `most_repeats`.
-        early_stop: of programs that do the same work, one whose best run before the timed ones
-            takes so many times as long as the best is not repeated; infinite for never.
-        retries: how many times a measurement that failed or is noisy is made again. Of noisy ones
-            the least noisy is kept.
-        noisy: a measurement is noisy if half of what lies between its quartiles is more than this
-            share of the median.
+        warm_up: number of runs before those that are timed.
+        repeats: the fewest timed runs.
+        most_repeats: the most timed runs.
+        least_s: short programs are repeated until their timed runs together take this long, or
+            number `most_repeats`.
+        early_stop: a program whose fastest warm-up run takes more than this many times as long as
+            the best program that does the same work is not timed further; infinite for never.
+        retries: how many times a failed or noisy measurement is repeated. Of noisy measurements the
+            least noisy one is kept.
+        noisy: a measurement is noisy if half its interquartile range is more than this share of the
+            median.
 
     Reference: arXiv 2504.00598, whose profiler stops early at the same factor.
     """
@@ -75,20 +75,22 @@ def time_part(
     best_s: float = math.inf,
     evicts: bool = False,
 ) -> Measurement:
-    """Run a program, and time it.
+    """Run a program and time it.
 
-    Where it does not fit in memory, or fails, that is what the measurement says. Of CPU devices
-    the process keeps the memory that programs free; see `aliquot.core.reuse_freed_memory`.
+    If the program does not fit in memory, or fails, the measurement says so. On CPU devices the
+    process keeps the memory that programs free; see `aliquot.core.reuse_freed_memory`.
 
     Args:
-        best_s: seconds of the best of the programs that do the same work; see `Timing.early_stop`.
-        evicts: take turns with other arguments of the same shapes, so that none is in a cache when
-            its turn comes: as it is with single operators in a step. Not for programs with donated
+        best_s: seconds of the fastest program so far that does the same work; see
+            `Timing.early_stop`.
+        evicts: whether runs alternate between several sets of arguments, so that none is in a cache
+            when it is read, as with single operators in a step. Not for programs with donated
             arguments.
     """
     timing = timing or Timing()
     if jax.devices()[0].platform == "cpu":
-        # Otherwise a program that needs a little more memory than another would take fresh pages.
+        # Otherwise a program that needs a little more memory than another would get fresh pages, at
+        # a page fault each.
         reuse_freed_memory()
     best = _attempt(part, timing, best_s, evicts)
     for _ in range(timing.retries):
@@ -142,8 +144,8 @@ def _attempt(part: CompiledPart, timing: Timing, best_s: float, evicts: bool) ->
 
 
 def _arguments_in_turn(part: CompiledPart, evicts: bool) -> Iterator[list[Any]]:
-    """Arguments of a program for run after run: always the same, or so many in turn that none stays
-    in a cache.
+    """The arguments of one run after another: always the same arrays, or with `evicts` so many sets
+    in turn that none stays in a cache.
     """
     leaves = [_filled(shape) for shape in part.arguments]
     num_bytes = sum(math.prod(a.shape) * a.dtype.itemsize for a in part.arguments)
@@ -156,22 +158,22 @@ def _run(part: CompiledPart, leaves: list[Any]) -> float:
     start = time.perf_counter()
     results = jax.block_until_ready(part.compiled(*leaves))
     seconds = time.perf_counter() - start
-    # A donated input is used up; its successor takes its place.
+    # A donated argument cannot be used again; the result that succeeds it takes its place.
     for position, result in part.successors.items():
         leaves[position] = results[result]
     return seconds
 
 
 def _filled(shape: jax.ShapeDtypeStruct) -> Any:
-    """An array of small numbers: zeros may be faster, and denormal numbers slower, than what
-    training has.
+    """An array of small numbers: with zeros a program may be faster, and with denormal numbers
+    slower, than in training.
     """
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jax.device_put(jnp.broadcast_to(jax.random.key(0), shape.shape), shape.sharding)
     return _fill_program(shape.shape, shape.dtype, shape.sharding)()
 
 
-# Every measurement fills its arguments anew, and many have arguments of the same shape.
+# Every measurement fills new arguments, many of them of the same shape, so programs are cached.
 @functools.lru_cache(maxsize=1024)
 def _fill_program(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], Any]:
     """The compiled program that fills an array."""
