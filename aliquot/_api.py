@@ -1,6 +1,8 @@
-"""The whole pipeline on one screen: capture a step, plan it, run it, explain it.
+"""The public functions for one plan: capture a step, plan it, run it, price, explain or verify the
+plan.
 
-What runs or verifies plans is imported where that happens: planning is quicker without.
+The modules that run or verify plans are imported only when they are used, so that planning starts
+faster.
 """
 
 from __future__ import annotations
@@ -63,39 +65,39 @@ def plan(
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Find out how to run a training step on a cluster. Touches no device, unless `measure` asks
-    for it.
+    """Plan how to run a training step on a cluster. Touches no device, unless `measure` is set.
 
     Args:
         step: an ordinary training step; see `capture`.
         *args, **kwargs: its arguments, as arrays or `jax.ShapeDtypeStruct`s.
-        cluster: what to plan for; by default the devices JAX sees. `Auto` and pipelines may leave
-            hosts idle where the step is faster so, unless this is a run of several processes.
+        cluster: the devices to plan for; by default those JAX sees. `Auto` and pipelines may leave
+            hosts idle if the step is faster that way, unless this is a run of several processes.
         method: how to parallelize; by default `Auto()`.
         num_micro_batches: number of micro-batches in a step. By default `Auto` and pipelines search
-            it, and other methods have one; "auto" plans 1, 2, 4, ... of them for those as well, for
-            as long as that helps, and keeps the fastest.
+            for it, and other methods use one. With "auto" other methods, too, are planned with 1,
+            2, 4, ... micro-batches as long as that helps, and the fastest plan is kept.
         micro_batch_semantics: "exact", or "independent" to apply operators that do not decompose to
             each micro-batch separately.
-        memory_limit_bytes: per device; by default what the device's runtime leaves to programs.
+        memory_limit_bytes: per device; by default what the device's runtime leaves for programs.
         on_missing_rule: what to do for primitives without a rule: "infer" one by evaluating the
             operator on small arrays on the host, "replicate" to run it whole on every device, or
             "error".
-        model: how to build the step again, written into the plan.
-        verify: compile the best plan for the cluster's devices, which need not be here, and keep
-            searching until one fits. The plan then holds the compiled figures.
-        profiles: a profile database; what it holds of the cluster's devices corrects all prices.
+        model: how to build the step again, to be written into the plan.
+        verify: compile the best plan for the cluster's devices, which need not be present, and
+            search on until a plan fits. The plan then holds the compiled figures.
+        profiles: a profile database; its measurements of the cluster's devices correct all prices.
             See `aliquot profile run`.
-        profiles_of_any: also take what was measured on other kinds of devices, or with other
-            releases of JAX.
-        require_measured: refuse a plan of which less of the compute and communication was measured,
-            0 to 1.
-        require_grade: what `require_measured` counts: "measured", by all devices running together;
-            "measured-compute", also the computing that was measured on one device alone.
-        measure: measure on the devices of this process what the best plan needs and the database
-            lacks, keep it there, and plan again, until the best plan needs nothing more.
-        time_limit_s: seconds, tracing included, after which the best plan so far is the answer,
-            with its gap. How good that is depends on the machine; without a limit plans do not.
+        profiles_of_any: also use measurements on other kinds of devices, or with other releases of
+            JAX.
+        require_measured: the least share, 0 to 1, of the plan's compute and communication that must
+            have been measured; other plans are refused.
+        require_grade: what `require_measured` counts: "measured", measurements of all devices
+            running together; "measured-compute", also compute that was measured on one device
+            alone.
+        measure: measure the operators of the best plan that the database lacks on the devices of
+            this process, store them, and plan again, until the best plan lacks none.
+        time_limit_s: seconds, tracing included, after which the best plan so far is returned, with
+            its gap. It then depends on the speed of the machine; without a limit, plans do not.
         progress: called as `progress(what, done, of)` during the search.
 
     Raises:
@@ -165,13 +167,14 @@ def _plan_counts(
 
 
 def _fastest_count(make: Callable[..., Plan]) -> Plan:
-    """The fastest plan over numbers of micro-batches.
+    """The fastest plan over several numbers of micro-batches.
 
     The number doubles until it no longer divides the batch, or until a plan that fits is no faster
-    than one with fewer: every micro-batch repeats collectives, and only memory asks for more.
+    than one with fewer micro-batches: every micro-batch repeats collectives, and the only gain of
+    more of them is memory.
 
     Raises:
-        InfeasibleError: no number fits; says what one micro-batch needs.
+        InfeasibleError: no number fits; says how much memory one micro-batch needs.
     """
     best: Plan | None = None
     refusal: InfeasibleError | None = None
@@ -215,7 +218,7 @@ def _plan_captured(
     limit: TimeLimit | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """See `plan`; `started` is when the step began to be traced."""
+    """See `plan`; `started` is the time at which tracing of the step began."""
     task = Task(
         graph=graph,
         cluster=cluster or Cluster.detect(),
@@ -274,11 +277,11 @@ def _first_that_fits(propose: Callable[[float | None], Plan], task: Task) -> Pla
 
 
 def _refuse_what_has_a_place(graph: Graph, cluster: Cluster) -> None:
-    """Refuse steps that say themselves on which devices they run, or whose effects only one device
-    can keep in order.
+    """Refuse steps that are already written for several devices, or whose ordered effects need a
+    single device.
 
     Raises:
-        CaptureError: with what to take out.
+        CaptureError: says what to remove.
     """
     for op in graph.ops:
         if op.name in ("shard_map", "xla_pmap"):
@@ -297,7 +300,7 @@ def _refuse_what_has_a_place(graph: Graph, cluster: Cluster) -> None:
 
 
 def _warn_of_inferred(graph: Graph) -> None:
-    """Say once what was inferred for primitives that have no rule."""
+    """Warn once of the rules that were inferred for primitives without one."""
     inferred = inferred_rules(graph)
     if inferred:
         each = ", ".join(
@@ -313,7 +316,7 @@ def _warn_of_inferred(graph: Graph) -> None:
 
 
 def _as_lines(progress: Progress | None) -> Callable[[str], None] | None:
-    """A compiler's messages, as steps of a search."""
+    """A function that reports a compiler's messages as progress of the search."""
     return (lambda line: progress(line, 0, 0)) if progress else None
 
 
@@ -385,8 +388,8 @@ def estimate(
 
     Args:
         step, *args, **kwargs: what the plan was made for; arrays or `jax.ShapeDtypeStruct`s.
-        profiles, profiles_of_any: as in `plan`. A plan that was made from measurements has its own
-            prediction with the same.
+        profiles, profiles_of_any: as in `plan`. With the database that a plan was made from, this
+            is the plan's own prediction.
 
     Raises:
         PlanMismatchError: the plan was made for another step, or cannot be run.
@@ -417,16 +420,16 @@ def explain(
     profiles_of_any: bool = False,
     **kwargs: Any,
 ) -> list[Alternative]:
-    """Price alternatives: for each of the largest arrays the best plan that splits it another way.
+    """Price alternatives: for each of the largest arrays, the best plan that splits it differently.
 
     Args:
         step, *args, **kwargs: what the plan was made for.
-        most: how many arrays to look at.
-        profiles, profiles_of_any: as in `plan`; the same as the plan was made from.
+        most: the number of arrays.
+        profiles, profiles_of_any: as in `plan`; those that the plan was made from.
 
     Raises:
         PlanMismatchError: the plan was made for another step.
-        InputError: the plan is a pipeline, of which each stage has splits of its own; or it was
+        InputError: the plan is a pipeline, in which each stage has splits of its own; or it was
             made from measurements, and none are given.
     """
     if len(plan.stages) > 1:
@@ -464,8 +467,8 @@ def verify(
     cache: Path | None = None,
     **kwargs: Any,
 ) -> Verification:
-    """Compile a plan with the compiler that will run it, and put what it says beside the
-    prediction. Needs no devices.
+    """Compile a plan's programs for its devices, and compare the compiler's figures with the
+    predicted ones. Needs no devices.
 
     Args:
         step, *args, **kwargs: what the plan was made for; arrays or `jax.ShapeDtypeStruct`s.
@@ -476,7 +479,7 @@ def verify(
 
     Raises:
         PlanMismatchError: the plan was made for another step.
-        CompilerMissingError: the target's compiler is not installed; says how to.
+        CompilerMissingError: the target's compiler is not installed; says how to install it.
         CompileError: the compiler refuses the program, or ran out of memory.
     """
     from .verification import verify_plan

@@ -1,4 +1,6 @@
-"""Plan from measurements: read them for a cluster, and measure what the best plan still needs."""
+"""Planning from measurements: read those of a cluster's devices, and measure the operators that the
+best plan still lacks.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,10 @@ _MOST_ROUNDS = 10
 
 
 def with_profiles(cluster: Cluster, profiles: str | Path, *, of_any: bool = False) -> Cluster:
-    """A cluster with what a database holds of its devices. Touches no device.
+    """The cluster with a database's measurements of its devices. Touches no device.
 
     Raises:
-        InputError: there is no such database, or it holds nothing that was measured on such
-            devices.
+        InputError: there is no such database, or it holds no measurements of such devices.
     """
     from .profiling import ProfileDatabase, read_measured
 
@@ -44,15 +45,15 @@ def plan_measured(
     on_missing_rule: str = "infer",
     progress: Progress | None = None,
 ) -> Plan:
-    """The plan that `find` makes with what a database holds; see `plan` for the arguments.
+    """The plan that `find` makes with the measurements of a database; see `plan` for the arguments.
 
-    With `measure`, what the best plan needs and the database lacks is measured, and the step
-    planned again: until the best plan needs nothing more, ten times at most. What was not measured
-    is corrected by the nearest that was.
+    With `measure`, the operators of the best plan that the database lacks are measured and the step
+    is planned again, until the best plan lacks none, but at most ten times. Prices of operators
+    that were not measured are corrected by the nearest measurement.
 
     Raises:
-        InputError: less of the plan was measured than required; or its devices are not those of
-            this process.
+        InputError: a smaller share of the plan was measured than required; or with `measure`, the
+            cluster's devices are not those of this process.
     """
     if require_grade not in (MEASURED, MEASURED_COMPUTE):
         raise InputError(
@@ -73,7 +74,7 @@ def plan_measured(
 
 
 def _require(plan: Plan, least: float, grade: str, profiles: str | Path) -> None:
-    """Raises InputError if less of a plan was measured than required."""
+    """Raise InputError if a smaller share of a plan was measured than required."""
     measured, alone = plan.prediction.measured_share, plan.prediction.measured_compute_share
     counts_alone = grade == MEASURED_COMPUTE
     if measured + alone * counts_alone >= least:
@@ -90,7 +91,7 @@ def _require(plan: Plan, least: float, grade: str, profiles: str | Path) -> None
 
 
 def _measure_launch(cluster: Cluster, profiles: str | Path) -> None:
-    """Begin a database, so that there is something to read."""
+    """Measure a launch and one operator if the database lacks them, so that it can be read."""
     from .profiling import LAUNCH, Operator, ProfileDatabase, profile_operators
 
     _require_here(cluster)
@@ -109,7 +110,7 @@ def _measure_missing(
     on_missing_rule: str,
     progress: Progress | None,
 ) -> bool:
-    """Measure what a plan needs and a database lacks; False if that is nothing."""
+    """Measure the operators of a plan that a database lacks; False if it lacks none."""
     from .profiling import ProfileDatabase, operators_of_plan, profile_operators
 
     planned = apply_plan(plan, graph, on_missing_rule, cluster.measured)
@@ -121,7 +122,7 @@ def _measure_missing(
 
 
 def _require_here(cluster: Cluster) -> None:
-    """Raises InputError if a cluster is not made of this process's devices."""
+    """Raise InputError if a cluster's devices are not those of this process."""
     here = Cluster.detect()
     if (here.device.name, here.num_devices) != (cluster.device.name, cluster.num_devices):
         raise InputError(
@@ -135,14 +136,14 @@ def check_profiles(
     plan: Plan, profiles: str | Path, step: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
     """Coverage of a plan's time by a database, as plain data: the share that was measured and its
-    error, the step time with and without it, and which operators are missing, most useful first.
+    error, the step time with and without the measurements, and the missing operators, most useful
+    first.
 
     Args:
         step, *args, **kwargs: what the plan was made for.
 
     Raises:
-        InputError: there is no such database, or it holds nothing that was measured on such
-            devices.
+        InputError: there is no such database, or it holds no measurements of such devices.
         PlanMismatchError: the plan was made for another step.
     """
     from .profiling import ProfileDatabase, fitting_rows, is_measured, operators_of_plan
@@ -154,7 +155,8 @@ def check_profiles(
     operators = operators_of_plan(planned)
     with ProfileDatabase(profiles) as database:
         rows, _ = fitting_rows(database, cluster)
-    # What the launch of a program hides was measured too, and stays as modelled.
+    # Operators that the launch of a program hides count as measured, though they keep their
+    # modelled time.
     held = {(str(operator), key.mesh if operator.axes else "") for operator, key, _ in rows}
     missing = [
         (operator, shape)

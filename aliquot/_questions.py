@@ -41,14 +41,14 @@ def compare(
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """Plan a step by several methods, or for several clusters, and say where each loses against the
-    fastest.
+    """Plan a step by several methods, or for several clusters, and say in which parts of the step
+    time each is slower than the fastest.
 
     Args:
         step, *args, **kwargs: as for `aliquot.plan`.
         clusters: one or several.
-        methods: names as on the command line, or methods under names of your own; by default the
-            usual ones.
+        methods: names as on the command line, or methods under names of your own; by default those
+            of `usual_methods`.
         num_micro_batches, memory_limit_bytes, model, progress: as for `aliquot.plan`.
 
     Raises:
@@ -87,8 +87,8 @@ def compare(
 
 
 def usual_methods(cluster: Cluster, clusters: Sequence[Cluster] = ()) -> list[str]:
-    """Methods worth comparing: the automatic one alone for several clusters, else also those that
-    people know.
+    """The methods that are compared by default: only `auto` for several clusters, else also the
+    well-known ones.
     """
     if len(clusters) > 1:
         return ["auto"]
@@ -134,15 +134,16 @@ def largest_batch(
 ) -> BatchSearch:
     """The largest global batch that fits, and the one of highest throughput among those tried.
 
-    Doubles the batch until it does not fit, then halves the distance down to `unit`. Whether a
-    batch fits is taken to be monotonic in its size.
+    Doubles the batch until it does not fit, then bisects down to a distance of `unit`. If a batch
+    fits, smaller ones are taken to fit, too.
 
     Args:
-        make: from a global batch to `(step, state, batch)`.
-        unit: batches are multiples of it; a multiple of the devices keeps the batch divisible.
-        first: where to begin; by default one `unit`.
-        most: no larger batch is tried.
-        model: how the plan files name the step of a batch.
+        make: makes `(step, state, batch)` for a global batch.
+        unit: batches are multiples of it; with a multiple of the number of devices they can be
+            split evenly.
+        first: the batch to begin with; by default one `unit`.
+        most: the largest batch to try.
+        model: makes the reference to the step of a batch that plan files hold.
         cluster, method, num_micro_batches, memory_limit_bytes, progress: as for `aliquot.plan`.
 
     Raises:
@@ -213,19 +214,20 @@ def size(
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Sizing:
-    """The fewest hosts on which a step fits, and those that train it in time: the cheapest of them
-    where prices are given.
+    """The fewest hosts on which a step fits, and the hosts that finish training in time: the
+    cheapest of these if there are prices.
 
-    Numbers of hosts are 1, 2, 4 and so on, until the deadline is met or the next one takes no less
-    time. A plan that does not fit is tried again with micro-batches.
+    The numbers of hosts 1, 2, 4, ... are tried until training meets the deadline with a margin
+    (`SLOWEST`) or the next number takes no less time. If a step does not fit, it is planned again
+    with micro-batches.
 
     Args:
         step, *args, **kwargs: as for `aliquot.plan`.
         hosts: kinds of hosts, as `(device, devices per host)` or with a price.
-        tokens: to train on; examples where the batch has no tokens.
-        by_s: seconds until the training must be done.
-        prices: where the prices come from, for the reader.
-        max_hosts: no more are tried.
+        tokens: number of tokens to train on; of examples if the batch has no tokens.
+        by_s: seconds within which training must be done.
+        prices: where the prices come from, as a note for readers.
+        max_hosts: the most hosts to try.
         method, memory_limit_bytes, model, progress: as for `aliquot.plan`.
 
     Raises:
@@ -281,7 +283,8 @@ def size(
 
 
 SLOWEST = 1.5
-"""Hosts are added until the deadline is met even if steps take so many times what is predicted."""
+"""Hosts are added until the deadline is met even if steps take so many times the predicted
+time."""
 
 
 def _any_plan(
@@ -293,7 +296,7 @@ def _any_plan(
     memory_limit_bytes: float | None,
     model: ModelReference | None,
 ) -> tuple[Plan | None, str]:
-    """A plan with the fewest micro-batches that fits, or why there is none."""
+    """A plan that fits, with as few micro-batches as possible, or why there is none."""
     searches = method is None or isinstance(method, (Auto, PipeshardParallel))
     refusal, count = "", 1
     while count <= _MOST_MICRO_BATCHES:
@@ -313,7 +316,7 @@ def _any_plan(
             if searches:
                 return None, refusal
         except InputError as error:
-            # More micro-batches than divide the batch.
+            # The batch cannot be cut into so many micro-batches.
             return None, refusal or str(error).partition("\n")[0]
         else:
             return plan_found, ""

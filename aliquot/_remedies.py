@@ -1,5 +1,5 @@
-"""Remedies for a step that fits by no plan: changes that were tried, with the plans that they
-led to.
+"""Remedies for a step for which no plan fits: changes that were tried, with the plans that they led
+to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .plans import ModelReference, Plan
 
 Method: TypeAlias = AbstractMethod | PipeshardParallel
 
-# The step time of a change is shown to three digits.
+# Limits of the searches for remedies, which are coarser than those of other plans.
 _RELATIVE_GAP = 0.02
 _NODE_LIMIT = 50
 _MOST_DOUBLINGS = 5
@@ -39,9 +39,10 @@ class Attempt:
     """A change to try.
 
     Attributes:
-        change: in words, or as options of the command line.
-        make: plans with it within so many seconds. Raises `InfeasibleError` if that does not fit,
-            `InputError` if it cannot be, `TimeLimitError` if that is not known by then.
+        change: the change in words, or as options of the command line.
+        make: makes a plan with the change within the given seconds. Raises `InfeasibleError` if
+            none fits, `InputError` if the change is impossible, `TimeLimitError` if no plan was
+            complete in time.
     """
 
     change: str
@@ -53,10 +54,10 @@ class Remedy:
     """A change that was tried.
 
     Attributes:
-        change: in words, or as options of the command line.
-        plan: what came out; None if it does not fit, or that is not known.
-        required_bytes: memory per device of the smallest plan where none fits.
-        is_known: false where the time was over before a plan was found.
+        change: the change in words, or as options of the command line.
+        plan: the plan with the change; None if none fits, or if that is not known.
+        required_bytes: memory per device of the smallest plan if none fits.
+        is_known: False if time ran out before it was known whether a plan fits.
     """
 
     change: str
@@ -90,18 +91,18 @@ def find_remedies(
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> tuple[Remedy, ...]:
-    """Try what may make a step fit: more micro-batches, another method, more hosts of the same
-    kind.
+    """Try changes that may make a step fit: more micro-batches, more hosts of the same kind,
+    another method.
 
-    Changes of one kind are tried from small to large until one fits. Plans are searched to a gap of
-    2 %, so a plan made with the change may be a little faster.
+    Changes of one kind are tried from small to large until one fits. The searches stop at a gap of
+    2 %, so a plan that is later made with the change may be a little faster.
 
     Args:
         step, *args, **kwargs, cluster, method, num_micro_batches, memory_limit_bytes, model,
         progress:
             as for `aliquot.plan`, which found no plan.
         others: further changes, kind by kind.
-        budget_s: seconds after which the answer is what is known by then.
+        budget_s: seconds after which the remedies known by then are returned.
     """
 
     def planned(changed: dict[str, Any], time_limit_s: float) -> Plan:
@@ -126,17 +127,17 @@ def find_remedies(
     ]
     is_auto = method is None or isinstance(method, Auto)
     if num_micro_batches is None and (is_auto or isinstance(method, PipeshardParallel)):
-        # These have searched the number of micro-batches.
+        # These methods have searched the number of micro-batches already.
         kinds = [*others]
     state_bytes, limit_bytes = _state_and_limit(step, args, kwargs, cluster, memory_limit_bytes)
     if state_bytes > limit_bytes * cluster.num_devices:
-        # Shared evenly by all devices it does not fit: only more of them can help.
+        # The state does not fit even if all devices share it evenly: only more devices can help.
         kinds = []
     hosts_needed = state_bytes / limit_bytes / cluster.devices_per_host
     larger = _larger(cluster, hosts_needed)
     kinds.append([attempt(f"--cluster {each.name}", cluster=each) for each in larger])
     if not is_auto and state_bytes <= limit_bytes * cluster.num_devices:
-        # Takes the longest.
+        # Last, because it takes the longest.
         kinds.append([attempt("--method auto", method=Auto())])
     return tuple(_tried(kinds, time.perf_counter() + budget_s, progress))
 
@@ -161,7 +162,8 @@ def _tried(
             except InfeasibleError as error:
                 yield Remedy(change=each.change, plan=None, required_bytes=error.required_bytes)
             except InputError:
-                # Such as micro-batches that do not divide the batch: larger ones do not either.
+                # For example the batch cannot be cut into so many micro-batches; then larger
+                # changes of this kind are impossible, too.
                 break
             else:
                 yield Remedy(change=each.change, plan=candidate)
@@ -169,14 +171,14 @@ def _tried(
 
 
 def _unknown(kinds: Sequence[Sequence[Attempt]]) -> Iterator[Remedy]:
-    """The next change of each kind for which no time was left."""
+    """For each kind, its next change, for which no time was left."""
     for kind in kinds:
         for each in kind[:1]:
             yield Remedy(change=each.change, plan=None, is_known=False)
 
 
 def coarser(method: Method | None) -> Method:
-    """The method with a gap at which remedies are searched, where it has one."""
+    """The method with the wider gap of searches for remedies, if it searches with a gap."""
     method = method or Auto()
     if isinstance(method, (Auto, PipeshardParallel, WholeProgram, ShardParallel)):
         return replace(
@@ -192,8 +194,8 @@ def _state_and_limit(
     cluster: Cluster,
     memory_limit_bytes: float | None,
 ) -> tuple[float, float]:
-    """Bytes of the parameters and the optimizer's state, which some device must hold whatever the
-    plan, and the bytes that a plan may use of each device.
+    """Bytes of the parameters and the optimizer state, which all devices together must hold under
+    any plan, and the bytes that a plan may use on each device.
     """
     graph = capture(step, *args, **kwargs)
     held = (Role.PARAMETER, Role.OPTIMIZER_STATE)
@@ -203,8 +205,8 @@ def _state_and_limit(
 
 
 def _larger(cluster: Cluster, hosts_needed: float) -> Iterator[Cluster]:
-    """Clusters of 2, 4, 8, ... times as many of the same hosts, three of those that are at least
-    as many as needed.
+    """Three clusters of the same hosts, each with twice as many as the one before. The first has 2,
+    4, 8, ... times as many as `cluster`, so that they are at least as many as needed.
     """
     times = 2
     while cluster.num_hosts * times < hosts_needed and times <= _MOST_TIMES:
@@ -215,8 +217,8 @@ def _larger(cluster: Cluster, hosts_needed: float) -> Iterator[Cluster]:
 
 
 def remedies_text(remedies: Sequence[Remedy]) -> str:
-    """Changes that fit with their step times, the fastest first, then those that were tried in
-    vain.
+    """The remedies as text: changes that fit with their step times, the fastest first, then those
+    that do not fit or are not known to.
     """
     fitting = [(each, each.plan.prediction) for each in remedies if each.plan is not None]
     fitting.sort(key=lambda pair: pair[1].step_time_s)

@@ -1,4 +1,4 @@
-"""A time limit for a search: it ends as on Ctrl-C, and the best plan so far is the answer."""
+"""A time limit for a search, which then ends as on Ctrl-C, with the best plan so far."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .planners import AbstractMethod, Decision, Interrupted, Task, least_compute
 _STATUS = "time limit reached"
 _COMPUTE_ALONE = "all plans, by compute alone that all devices share evenly"
 _IMPORTS = "<frozen importlib"
-# Until an import is over, which must not be interrupted.
+# An import must not be interrupted; after so long the signal looks again whether it is over.
 _AGAIN_S = 0.02
 
 
@@ -27,10 +27,11 @@ class _OutOfTime(KeyboardInterrupt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit:
-    """Seconds that a search may take, and when they are over by `time.perf_counter`.
+    """The seconds that a search may take, and the moment at which they are over, by
+    `time.perf_counter`.
 
-    In the process's first thread a signal ends the search where the system has timers. Elsewhere it
-    ends when it next tells its progress.
+    In the main thread, a signal ends the search if the system has timers. Otherwise it ends when it
+    next reports progress.
     """
 
     seconds: float
@@ -41,7 +42,7 @@ class TimeLimit:
         """A limit that counts from `started_s`.
 
         Raises:
-            InputError: it is not positive.
+            InputError: `seconds` is not positive.
         """
         if not seconds > 0:
             raise InputError(f"A time limit must be positive, got {seconds!r} seconds.")
@@ -53,7 +54,7 @@ class TimeLimit:
         return time.perf_counter() >= self.until_s
 
     def decide(self, method: AbstractMethod, task: Task) -> Decision:
-        """As `method.decide`; when the time is over, the best decision so far, with its bound.
+        """As `method.decide`, but once the time is over, the best decision so far, with its bound.
 
         Raises:
             TimeLimitError: no plan was complete by then.
@@ -91,7 +92,7 @@ class TimeLimit:
 
 @contextlib.contextmanager
 def _alarm(limit: TimeLimit) -> Iterator[None]:
-    """Raise `_OutOfTime` within the block when the time is over."""
+    """Raise `_OutOfTime` within the block once the time is over."""
     if (
         not hasattr(signal, "setitimer")
         or threading.current_thread() is not threading.main_thread()
@@ -119,7 +120,7 @@ def _alarm(limit: TimeLimit) -> Iterator[None]:
 
 
 def _imports(frame: FrameType | None) -> bool:
-    """True if a module is being imported: modules in C++ that are interrupted meanwhile crash."""
+    """True if a module is being imported: C++ modules crash if their import is interrupted."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(_IMPORTS):
             return True

@@ -14,7 +14,7 @@ from ._text import listing
 class AliquotError(Exception):
     """Base of all errors that the caller can act on; bugs of this package raise others.
 
-    `exit_code` is the exit code of a command line: 2 for bad input, 1 where the answer itself is
+    `exit_code` is the exit code of the command line: 2 for bad input, 1 if the answer itself is
     "no".
     """
 
@@ -28,8 +28,8 @@ class InputError(AliquotError):
 
 
 class CaptureError(AliquotError):
-    """A training step that cannot be turned into a graph, or cannot be cut into the micro-batches
-    asked for.
+    """A training step that cannot be turned into a graph, or cannot be cut into the requested
+    micro-batches.
     """
 
 
@@ -69,14 +69,14 @@ class InfeasibleError(AliquotError):
 
 
 class TimeLimitError(AliquotError):
-    """A search that reached its time limit before any plan was complete. One may exist."""
+    """A search that reached its time limit before any plan was complete. A plan may exist."""
 
     exit_code = 1
 
 
 class _ViolationsError(AliquotError):
-    # `args` holds exactly the positional argument, so that the exception survives pickling between
-    # processes.
+    # `args` must hold just the positional argument, because pickling creates the exception anew
+    # from `args`.
     _headline = "not valid"
 
     def __init__(
@@ -99,8 +99,8 @@ class PlanMismatchError(_ViolationsError):
 
     Args:
         violations: One sentence for each, naming the path and both values.
-        asked: What was being done, the opening of the message.
-        advice: What to type next.
+        asked: The opening of the message: what was being done.
+        advice: What to do next.
 
     >>> print(PlanMismatchError(["batch.x is (8, 4), planned (16, 4)", "params.w is missing"]))
     the plan does not fit, 2 problems:
@@ -117,8 +117,8 @@ class ClusterError(_ViolationsError):
 
     Args:
         violations: One sentence for each, naming the key and the value found.
-        asked: Which description was being read, the opening of the message.
-        advice: What to type next.
+        asked: The opening of the message: which description was being read.
+        advice: What to do next.
     """
 
     _headline = "the cluster description is not usable"
@@ -128,7 +128,7 @@ class MissingExtraError(AliquotError):
     """An optional dependency is needed and absent.
 
     Args:
-        extra: Name of the extra of this package that brings it.
+        extra: Name of the extra of this package that installs it.
         package: The module or distribution that could not be imported.
 
     >>> print(MissingExtraError("plot", "matplotlib"))
@@ -154,9 +154,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """The half-sentence to put after an unknown name: the closest known one, if any is close, and
     the whole list.
 
-    Names that begin with what was typed win over those that merely look like it. Case does not
-    count. Of a list that fills a screen, such as the paths of a model's state, only the likest are
-    shown.
+    Names that begin with the unknown name win over those that only resemble it. Case does not
+    count. Of a list that would fill a screen, such as the paths of a model's state, only the
+    closest are shown.
 
     >>> nearest("gpt-1.4b", ["gpt-125m", "gpt-1.3b"])
     "did you mean 'gpt-1.3b'? Known: gpt-125m, gpt-1.3b."

@@ -11,13 +11,13 @@ from ._errors import InputError
 
 
 def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> None:
-    """Write `data` (text as UTF-8) to `path` so that a reader sees the old content or the new,
-    never a part.
+    """Write `data` (text as UTF-8) to `path` so that a reader sees either the old content or all of
+    the new.
 
-    The bytes go to a temporary name in the same folder, are flushed to the disk, and take the final
-    name by rename. Whatever interrupts this, Ctrl-C included, leaves the old file as it was. A link
-    is followed; a pipe or device such as `/dev/stdout` cannot be renamed over and is written
-    directly.
+    The bytes are written to a temporary file in the same folder and flushed to the disk, and the
+    file is then renamed. If this is interrupted, by Ctrl-C for example, the old file stays as it
+    was. A link is followed. A pipe or device such as `/dev/stdout` cannot be replaced by a rename
+    and is written directly.
 
     Raises:
         InputError: The folder is missing or not writable, or `path` is a folder.
@@ -64,8 +64,8 @@ def _replace(target: Path, payload: bytes) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    # Makes the rename itself survive a power cut. Not every file system offers it, and the file is
-    # complete either way.
+    # This makes the rename itself survive a power cut. Not every file system can do it, and the
+    # file is complete either way.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -6,8 +6,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-# Traces and plans are a million lasting objects. Python searches them for cycles again and again,
-# which takes a tenth of the time of planning, and a search makes hardly any cycles.
+# Traces and plans consist of a million long-lived objects. Python searches them for cycles again
+# and again, which takes a tenth of the time of planning, though a search makes hardly any cycles.
 _THRESHOLDS = (1_000_000, 50, 100)
 
 
@@ -20,8 +20,8 @@ def collect_seldom() -> None:
 
 @contextlib.contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Collect garbage a thousand times less often within a block, in all threads. Settings of a
-    caller that collects even less often stay.
+    """Collect garbage a thousand times less often within a block, in all threads. If the caller's
+    settings collect even less often, they are kept.
     """
     before = gc.get_threshold()
     changes = 0 < before[0] < _THRESHOLDS[0]

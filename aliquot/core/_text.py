@@ -1,4 +1,4 @@
-"""Text for people: without control characters, wrapped and cut to fit."""
+"""Text for readers: without control characters, wrapped and cut to fit."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import textwrap
 import unicodedata
 from collections.abc import Sequence
 
+# The most problems that a message lists.
 _FIRST = 8
-# Before a dot, behind a space or a slash.
+# Places to break a text: before a dot, after a space or a slash.
 _BREAKS = re.compile(r"(?=\.)|(?<=[ /])")
+# The most characters of one problem.
 _LONG = 500
-# `textwrap` breaks at plain spaces alone.
+# `textwrap` does not break lines at this space.
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGTP]i?B|B|h|min|s|ms|us|ns)\b)")
-# Control and format characters (among them those that turn the direction of writing), lone
-# surrogates, separators of lines.
+# Categories of control and format characters (among them those that reverse the direction of
+# writing), lone surrogates, and separators of lines and paragraphs.
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
@@ -24,7 +26,7 @@ def printable(text: str, keep: str = "\n") -> str:
     terminal.
 
     Args:
-        keep: those that may stay.
+        keep: control characters that may stay.
 
     >>> printable("a" + chr(27) + "[2Jb")
     'a\\\\x1b[2Jb'
@@ -64,8 +66,8 @@ def counted(count: int, noun: str) -> str:
 
 
 def listing(headline: str, problems: Sequence[str], advice: str = "") -> str:
-    """A message that lists problems: one after the headline, several below it, of many only the
-    first.
+    """A message that lists problems: a single one after the headline, several below it; of many
+    only the first are listed.
 
     >>> print(listing("no plan", ["a is 1", "b is 2"], "Make it again."))
     no plan, 2 problems:
@@ -127,8 +129,9 @@ def fitting_widths(
     possible.
 
     Args:
-        cells: rows, the heading among them.
-        flexible: positions of columns whose texts may be broken; those with paths give way first.
+        cells: rows, including the heading.
+        flexible: positions of columns whose texts may be broken; those with paths are narrowed
+            first.
 
     >>> fitting_widths([["path", "bytes"], ["state.params.w", "4"]], [0], 14)
     [9, 5]

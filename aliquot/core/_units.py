@@ -60,7 +60,7 @@ def format_bytes(value_bytes: float) -> str:
 
 
 def format_flops(value_flops: float) -> str:
-    """A number of floating-point operations (an amount of work, not a speed).
+    """A number of floating-point operations: an amount of work, not a speed.
 
     >>> format_flops(2.5e12)
     '2.5 TFLOP'

@@ -1,4 +1,4 @@
-"""Options of XLA that the installed version has."""
+"""Options of XLA, as far as the installed version has them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def with_xla_flags(current: str, flags: Mapping[str, str]) -> str:
-    """The value of `XLA_FLAGS` with some options set, leaving out those that the installed XLA does
+    """The value of `XLA_FLAGS` with `flags` set, without those of them that the installed XLA does
     not have.
 
-    XLA ends the process at an option that it does not know, and releases drop options without
+    XLA aborts the process at an option that it does not know, and releases drop options without
     notice.
 
     Args:
@@ -27,8 +27,9 @@ def with_xla_flags(current: str, flags: Mapping[str, str]) -> str:
 def known_xla_flags(flags: Iterable[str]) -> frozenset[str]:
     """The options among those given, with leading dashes, that the installed XLA has.
 
-    Their names stand in its library as C strings. Nothing public lists the options, and asking XLA
-    takes a process: it parses them once and aborts at an unknown one.
+    They are found by searching XLA's library for their names as C strings, because there is no
+    public list of the options, and to ask XLA takes a process of its own: it parses options once
+    and aborts at an unknown one.
     """
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:
@@ -39,5 +40,5 @@ def known_xla_flags(flags: Iterable[str]) -> frozenset[str]:
             return frozenset(
                 name for name in flags if text.find(b"\0" + name.lstrip("-").encode() + b"\0") >= 0
             )
-    # A build of jaxlib that keeps XLA in another file: its options are unknown.
+    # This build of jaxlib has XLA in another file, so its options are unknown: keep all.
     return frozenset(flags)
