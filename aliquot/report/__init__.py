@@ -1,4 +1,4 @@
-"""Floor 7: plans, differences and training curves as a person reads them, and as plain data."""
+"""Floor 7: reports on plans, differences and training curves, for readers and as plain data."""
 
 from ._blocks import blocks_text as blocks_text
 from ._blocks import cfp_text as cfp_text

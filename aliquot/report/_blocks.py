@@ -1,4 +1,4 @@
-"""ParallelBlocks, segments and what composing them found, as a person reads them."""
+"""Reports on ParallelBlocks, on segments, and on steps composed of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def blocks_text(answer: Mapping[str, Any]) -> RenderableType:
 
 
 def _common_root(paths: Sequence[str]) -> str:
-    """What all paths begin with, up to a dot, such as `state.params.`."""
+    """The beginning that all paths share, up to a dot, such as `state.params.`."""
     return os.path.commonprefix(list(paths)).rpartition(".")[0] + "." if len(paths) > 1 else ""
 
 

@@ -12,7 +12,7 @@ from ..core import MissingExtraError
 _DASHES = ("-", "--", ":", "-.")
 _PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 _MOST_DIGITS = 10_000
-# Colours that people who see few colours can tell apart (Okabe and Ito).
+# Colours that colour-blind readers can tell apart (Okabe and Ito).
 _COLOURS = ("#999999", "#56b4e9", "#e69f00", "#009e73", "#cc79a7")
 
 
@@ -25,12 +25,12 @@ def bar_chart(
     series: Mapping[str, Sequence[float | None]],
     logarithmic: bool = False,
 ) -> None:
-    """Write bars, one group for each of `groups` with a bar for each series.
+    """Write a bar chart, with a group of bars for each of `groups` and in it a bar for each series.
 
     Args:
-        unit: what the vertical axis shows.
+        unit: label of the vertical axis.
         series: by name, one value for each group; None and 0 leave a gap.
-        logarithmic: whether the vertical axis is.
+        logarithmic: whether the vertical axis is logarithmic.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -64,11 +64,11 @@ def line_chart(
     points: Sequence[float],
     series: Mapping[str, Sequence[float | None]],
 ) -> None:
-    """Write lines over points; both axes are logarithmic, and marked in powers of two or with SI
-    prefixes.
+    """Write a line chart with logarithmic axes; the horizontal one is marked in powers of two, the
+    vertical one with SI prefixes.
 
     Args:
-        horizontal, unit: what the axes show.
+        horizontal, unit: labels of the axes.
         series: by name, one value for each point; None and 0 leave a gap.
 
     Raises:
@@ -85,7 +85,7 @@ def line_chart(
             marker="o",
             label=name,
             color=_COLOURS[k % len(_COLOURS)],
-            # Colours begin again; other dashes keep lines apart.
+            # If there are more lines than colours, dashes tell them apart.
             linestyle=_DASHES[k // len(_COLOURS) % len(_DASHES)],
         )
     axes.set_xscale("log", base=2)

@@ -1,4 +1,6 @@
-"""Predicted figures beside the compiler's own: memory by kind, and collectives by kind and axes."""
+"""Comparison of predicted figures with the compiler's: memory by kind, and collectives by kind and
+axes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from ._tables import columns
 
 
 class Collective(Protocol):
-    """One kind of collective in a compiled program; a `CollectiveUse` is one."""
+    """One kind of collective in a compiled program. `CollectiveUse` matches this protocol."""
 
     @property
     def kind(self) -> str:
@@ -29,7 +31,7 @@ class Collective(Protocol):
 
     @property
     def num_bytes(self) -> float:
-        """Bytes that all of them together return on each device."""
+        """Bytes of the results of all these runs together, on each device."""
 
 
 class Memory(Protocol):
@@ -45,7 +47,7 @@ class Memory(Protocol):
 
     @property
     def alias_bytes(self) -> int:
-        """Outputs that take the place of arguments."""
+        """Bytes of outputs that reuse the memory of arguments."""
 
     @property
     def temp_bytes(self) -> int:
@@ -56,10 +58,10 @@ def compared(plan: Plan, memory: Memory, collectives: Iterable[Collective]) -> d
     """Predicted and compiled figures of one step on each device, as plain values ready for JSON.
 
     Args:
-        plan: What was predicted.
-        memory: What the compiler says. In total a program needs its arguments, outputs that take
-            nobody's place, and temporaries.
-        collectives: What the compiled program holds.
+        plan: The plan with its prediction.
+        memory: The compiler's figures. In total a program needs its arguments, the outputs that do
+            not reuse memory of arguments, and its temporaries.
+        collectives: The collectives of the compiled program.
     """
     total = memory.argument_bytes + memory.output_bytes - memory.alias_bytes + memory.temp_bytes
     arguments = sum(

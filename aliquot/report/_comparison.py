@@ -1,5 +1,5 @@
-"""Several ways to run one step beside one another: what each takes, and where it loses against the
-fastest.
+"""Comparison of several ways to run one step: the predicted cost of each, and in which parts of the
+step it is slower than the fastest.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Candidate:
     """One way to run a step: a plan, or why there is none.
 
     Attributes:
-        method, cluster: by name.
-        plan: None if there is none.
-        refusal: why; empty with a plan.
-        required_bytes, available_bytes: on each device, of the smallest plan found where memory is
-            the reason.
-        memory_bytes: its parts.
+        method, cluster: their names.
+        plan: the plan, if there is one.
+        refusal: why there is no plan; empty with a plan.
+        required_bytes, available_bytes: if memory is the reason, what the smallest plan found needs
+            on each device, and the limit.
+        memory_bytes: the parts of the smallest plan's memory.
     """
 
     method: str
@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def step_time_s(self) -> float | None:
-        """Predicted, None without a plan."""
+        """Predicted step time; None without a plan."""
         return self.plan.prediction.step_time_s if self.plan else None
 
 
@@ -59,8 +59,8 @@ class Comparison:
         return self.candidates[0].plan if self.candidates else None
 
     def why_not(self, candidate: Candidate) -> str:
-        """The parts in which a candidate is slower than the fastest, or why it has no plan; empty
-        for the fastest.
+        """The parts of the step in which a candidate is slower than the fastest, or why it has no
+        plan; empty for the fastest.
         """
         if candidate.plan is None:
             return candidate.refusal
@@ -106,7 +106,7 @@ class Comparison:
 
 
 def comparison_table(comparison: Comparison) -> Group:
-    """A table of the candidates, and below it a line on each that is not the fastest."""
+    """A table of the candidates, and below it a line for each that is not the fastest."""
     clusters = list(dict.fromkeys(candidate.cluster for candidate in comparison.candidates))
     several, methods = len(clusters) > 1, len({c.method for c in comparison.candidates}) > 1
     first = [*(["cluster"] if several else []), *(["method"] if methods or not several else [])]
@@ -183,8 +183,8 @@ def _layout(plan: Plan) -> str:
 
 
 def _loss(plan: Plan, best: Plan) -> str:
-    """In which parts a plan is slower, the largest first, with the most expensive communication it
-    has more of.
+    """The parts of the step in which a plan is slower, the largest first, and its most expensive
+    collective if the largest part is communication.
     """
     extra_s = plan.prediction.step_time_s - best.prediction.step_time_s
     if extra_s <= 0:
@@ -224,5 +224,5 @@ def _dearest(plan: Plan) -> str:
 
 
 def sorted_candidates(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Fastest first, those without a plan last in their own order."""
+    """The candidates, fastest first; those without a plan last, in their given order."""
     return tuple(sorted(candidates, key=lambda c: (c.step_time_s is None, c.step_time_s or 0.0)))

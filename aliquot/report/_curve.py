@@ -1,4 +1,4 @@
-"""Loss curves in a terminal, several in one frame, drawn with characters."""
+"""Loss curves drawn with characters for a terminal, several in one frame."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _BRAILLE = 0x2800
 
 
 def loss_chart(series: Mapping[str, Sequence[float]], *, width: int = 64, height: int = 10) -> str:
-    """Curves over the number of the step, on one scale.
+    """A chart of curves over the number of the step, all on one scale.
 
-    The first is a fine line of braille dots; each further one is marked with letters over it, so
-    that two curves that agree are seen as one marked line.
+    The first curve is a fine line of braille dots; marks over it show each further curve, so two
+    curves that agree appear as one marked line.
 
     Args:
         series: Values by name; numbers that are not finite are left out.

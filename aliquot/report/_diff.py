@@ -28,11 +28,11 @@ _NAMES = {
 
 
 def difference(changes: PlanDiff, before: str, after: str) -> RenderableType:
-    """Changes from the plan called `before` to the plan called `after`: what they are predicted to
-    cost, what they decide, how they split arrays and operators.
+    """Tables of the changes from the plan called `before` to the plan called `after`: predicted
+    costs, decisions, and splits of arrays and operators.
 
-    Equal changes in several layers or stages are one row. Optimizer state is left out where it
-    changes like its parameters, outputs where they change like inputs, and all but a few operators.
+    Equal changes in several layers or stages share one row. Left out are optimizer state that
+    changes like its parameters, outputs that change like inputs, and all but the first operators.
     """
     if changes.identical:
         return Text(f"{before} and {after} decide and predict the same.")
@@ -83,7 +83,7 @@ def _operator_tables(
 def _arrays(
     inputs: Sequence[Change], outputs: Sequence[Change], roles: Mapping[str, str]
 ) -> list[Change]:
-    """Changes of arrays, without those that follow from others; see `difference`."""
+    """Changes of arrays, without those that repeat others; see `difference`."""
     inputs = [_unnamed(change, "input ") for change in inputs]
     parameters = [change for change in inputs if roles.get(change.subject) == "parameter"]
     endings = {
@@ -119,7 +119,9 @@ def _inside(path: str) -> str:
 
 
 def _traffic(changes: Sequence[Change]) -> list[tuple[str, ...]]:
-    """A row for each kind of collective: how often, how much and how long in both plans."""
+    """A row for each kind of collective: count, bytes and seconds in both plans, as far as they
+    differ.
+    """
     kinds: dict[str, dict[str, Change]] = {}
     for change in changes:
         match = _COLLECTIVE.match(change.subject)
@@ -144,8 +146,8 @@ def _traffic(changes: Sequence[Change]) -> list[tuple[str, ...]]:
 
 
 def _rows(changes: Sequence[Change], name: Callable[[str], str] = str) -> list[tuple[str, ...]]:
-    """Rows of a table, equal changes of several layers or stages in one, and the subjects as `name`
-    writes them.
+    """Rows of a table: equal changes in several layers or stages share one row, and `name` turns
+    subjects into text.
     """
     merged: dict[tuple[str, str, str, str], list[str]] = {}
     for change in changes:
@@ -163,7 +165,7 @@ def _rows(changes: Sequence[Change], name: Callable[[str], str] = str) -> list[t
 
 
 def _words(term: str) -> str:
-    """A term for people: without its unit.
+    """A term in words, without its unit.
 
     >>> _words("step_time_s"), _words("stage 1 data_axes"), _words("num_stages")
     ('step time', 'stage 1 data axes', 'stages')
@@ -174,7 +176,9 @@ def _words(term: str) -> str:
 
 
 def _together(what: str, subjects: Sequence[str]) -> str:
-    """One name for equal changes of several subjects, which `what` is with `*` for what differs."""
+    """One name for equal changes of several subjects. `what` is their common form, with `*` in the
+    place of the numbers that differ.
+    """
     if len(subjects) == 1:
         return subjects[0]
     matches = [_STAGE.match(subject) for subject in subjects]

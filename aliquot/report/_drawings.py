@@ -1,7 +1,7 @@
-"""Pictures of a plan's page as inline SVG: bars, stacked areas over time, devices of a mesh, and a
-pipeline's schedule.
+"""Pictures for a plan's HTML page, as inline SVG: bars, stacked areas over time, devices of a mesh,
+and a pipeline's schedule.
 
-A colour stands for the same thing in every picture.
+A colour means the same in every picture.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-# Colours that people who see few colours can tell apart (Okabe and Ito), and lighter ones of the
-# same hues.
+# Colours that colour-blind readers can tell apart (Okabe and Ito), and lighter ones of the same
+# hues.
 _COLOURS = {
     "parameters": "#0072b2",
     "state": "#0072b2",
@@ -41,14 +41,14 @@ _ROW = 22
 _GAP = 4
 _LEAST_WIDTH = 0.4
 _FARTHEST_LIMIT = 2.5
-"""A limit is drawn up to so many times the highest value; beyond, the values would be too flat to
-read.
+"""A limit above so many times the highest value is not drawn, because the values would be too flat
+to read.
 """
 
 
 class Segment(NamedTuple):
-    """A stretch of a row: from where to where, what it is (which gives its colour), and a text for
-    its tooltip.
+    """A stretch of a row: its start and end on the axis, its kind, which decides its colour, and
+    the text of its tooltip.
     """
 
     start: float
@@ -58,8 +58,8 @@ class Segment(NamedTuple):
 
 
 def colour_of(name: str, names: Sequence[str]) -> str:
-    """The colour of a part or of a kind of task; of an unknown one by its place among the unknown
-    ones of `names`.
+    """The colour of a part of the memory or of a kind of task; a name without a fixed colour gets
+    one by its position among such names in `names`.
     """
     if name in _COLOURS:
         return _COLOURS[name]
@@ -71,8 +71,8 @@ def bar(share: float, name: str, parts: Sequence[str] = ()) -> str:
     """A bar whose length is a share of the longest.
 
     Args:
-        name: the row that it stands in.
-        parts: names that have colours of their own; others share one.
+        name: name of the bar's row.
+        parts: names that have colours of their own; all others share one.
     """
     colour = colour_of(name, parts) if name in parts else "#3b6ea5"
     return (
@@ -93,20 +93,20 @@ def areas(
     label: str,
     steps: bool = False,
 ) -> str:
-    """Values stacked upon each other over a horizontal axis, with a line at their limit and a
-    legend.
+    """A stacked area chart over a horizontal axis, with a line at the limit and a legend.
 
-    A limit far above all values is only written down.
+    A limit far above all values is written as text instead of drawn.
 
     Args:
-        places: where each value stands, ascending; the axis runs from the first to the last.
-        series: by name the values at the places; the first is at the bottom.
-        limit, limit_text: the line across, and what is written on it.
-        format_value: text of a value at the vertical axis.
-        marks: places on the axis with a text each.
-        label: what the picture shows, for those who cannot see it.
-        steps: whether a value holds until the next place, instead of leading to it in a straight
-            line.
+        places: places of the values on the axis, ascending; the axis runs from the first to the
+            last.
+        series: the values at the places, by name; the first series is at the bottom.
+        limit, limit_text: height of the horizontal line, and the text on it.
+        format_value: makes the text of a value at the vertical axis.
+        marks: places on the axis, each with a text.
+        label: what the picture shows, for screen readers.
+        steps: whether a value holds until the next place, instead of leading to the next value in a
+            straight line.
     """
     totals = [sum(values) for values in zip(*series.values(), strict=True)]
     most = max(totals)
@@ -191,14 +191,14 @@ def rows_over_time(
     marks: Iterable[tuple[float, str]],
     label: str,
 ) -> str:
-    """Rows of segments over a common axis, each with its name in front, and a legend of the kinds
-    of segments.
+    """Rows of segments over a common axis, each after its name, and a legend of the kinds of
+    segments.
 
     Args:
         names: one for each row.
-        rows: segments of each row; the axis ends with the last of all.
-        marks: places on the axis with a text each.
-        label: what the picture shows, for those who cannot see it.
+        rows: segments of each row; the axis ends where the last of them does.
+        marks: places on the axis, each with a text.
+        label: what the picture shows, for screen readers.
     """
     extent = max((segment.end for row in rows for segment in row), default=0.0) or 1.0
     scale = (_WIDTH - _LEFT - _RIGHT) / extent
@@ -211,7 +211,7 @@ def rows_over_time(
             f'<text x="{_LEFT - 8}" y="{y + _ROW - 8}" text-anchor="end">{escape(name)}</text>'
         )
         for segment in row:
-            # A hair of space tells neighbours of one colour apart.
+            # A thin gap separates neighbours of one colour.
             width = max((segment.end - segment.start) * scale - _LEAST_WIDTH, _LEAST_WIDTH)
             drawn.append(
                 f'<rect x="{_LEFT + segment.start * scale:.2f}" y="{y}" width="{width:.2f}"'

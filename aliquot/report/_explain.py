@@ -40,14 +40,16 @@ _SUBJECTS = {SectionKind.ARRAYS: 0, SectionKind.COMMUNICATION: -1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """The best plan among those that decide one thing differently, and its cost.
+    """The best of all plans that make one decision differently, and its cost.
 
     Attributes:
-        subject: the array, operator or collective that is decided; an array's path where it is one.
+        subject: the array, operator or collective that the decision is about; for an array, its
+            path.
         chosen: the decision in the plan.
         chosen_step_time_s: predicted step time of the plan, in seconds.
         alternative: the best other decision.
-        alternative_step_time_s: predicted step time with it, in seconds; None if nothing fits then.
+        alternative_step_time_s: predicted step time of the best plan with it, in seconds; None if
+            none fits.
     """
 
     subject: str
@@ -123,11 +125,11 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
 
     Args:
         plan: the plan to explain.
-        alternatives: other decisions with their cost; where a subject is an array or a collective,
-            its alternative stands beside it.
+        alternatives: other decisions with their cost; if the subject is an array or a collective,
+            the alternative is shown in its row.
         remark: a last line, such as why there are no alternatives.
     """
-    # A row without a name has the parts of the memory, which have a table here.
+    # The row without a name lists the parts of the memory, which have a table of their own here.
     rows = [(name, text) for name, text in fact_rows(plan) if name]
     parts: list[RenderableType] = [
         Text(headline(plan), style="bold"),
@@ -154,7 +156,7 @@ def _sections(plan: Plan, others: Mapping[str, Alternative]) -> Iterator[Rendera
 
 
 def _with_alternatives(section: Section, others: Mapping[str, Alternative]) -> Section:
-    """The section with the alternatives to its rows, if there are any."""
+    """The section with a further column of alternatives, if there are any for its rows."""
     if section.kind not in _SUBJECTS:
         return section
     subject = _SUBJECTS[section.kind]
@@ -166,8 +168,8 @@ def _with_alternatives(section: Section, others: Mapping[str, Alternative]) -> S
 
 
 def _subjects(plan: Plan) -> set[str]:
-    """Arrays and collectives of a program: their alternatives are beside them, or like those of an
-    array that is listed.
+    """The arrays and collectives of a plan of one program. Their alternatives need no table of
+    their own: they are in the rows of these, or like those of a listed array.
     """
     if is_pipeline(plan):
         return set()
@@ -191,7 +193,7 @@ def _best_other(other: Alternative | None) -> str:
 
 
 def _is_as_fast(other: Alternative) -> bool:
-    """True if an alternative costs the same but for rounding, and so speaks for nothing."""
+    """True if an alternative costs the same except for rounding, so that it explains nothing."""
     seconds = other.alternative_step_time_s
     return (
         seconds is not None

@@ -1,5 +1,5 @@
-"""A plan as one self-contained HTML page: facts, the mesh, the schedule, memory, communication and
-alternatives. Needs no network.
+"""A plan as one self-contained HTML page, which needs no network: facts, the mesh, plans that the
+search tried, the schedule, memory, and communication.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ svg text{font-size:12px;fill:#1c2733}.device{fill:#dbe7f3;stroke:#3b6ea5}.grid{s
 
 
 def page(plan: Plan) -> str:
-    """The HTML text of a plan's page; styles and pictures are inline."""
+    """The HTML text of a plan's page, with styles and pictures inline."""
     title = escape(headline(plan))
     sections = "".join(f"<h2>{escape(name)}</h2>{body}" for name, body in _sections(plan) if body)
     return (
@@ -61,7 +61,9 @@ def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _section(section: Section) -> str:
-    """A section as a table, with a bar beside each row that has an amount, and its remarks."""
+    """A section as a table, with a bar beside each row that has an amount, and the section's
+    remarks.
+    """
     most = max(section.amounts, default=0.0)
     parts = [row[0] for row in section.rows] if section.kind == SectionKind.MEMORY else []
     pictures = [
@@ -70,7 +72,8 @@ def _section(section: Section) -> str:
         if most
     ]
     table = _table(section.header, section.rows, section.right, pictures) if section.rows else ""
-    # A title alone says that there is nothing to list.
+    # The empty paragraph keeps a section without rows and remarks: its title says that there is
+    # nothing to list.
     return table + "".join(f"<p>{escape(remark)}</p>" for remark in section.remarks) or "<p></p>"
 
 
@@ -127,7 +130,7 @@ def _table(
 
     Args:
         right: positions of columns with numbers.
-        pictures: the last cells of the first rows, in HTML.
+        pictures: HTML of one more cell at the end of each of the first rows.
     """
 
     def cells_of(row: Sequence[str], tag: str) -> str:
@@ -143,8 +146,8 @@ def _table(
 
 
 def _meshes(plan: Plan) -> str:
-    """Devices as cells, the last axis along rows, all others down; stages with equal meshes share a
-    line of text.
+    """Pictures of meshes with devices as cells: the last axis runs along the rows, all others down.
+    Stages with equal meshes share one caption.
     """
     kinds: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for index, stage in enumerate(plan.stages):

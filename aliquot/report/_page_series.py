@@ -1,4 +1,4 @@
-"""Data of the pictures of a plan's page: memory over the course of a step, and the tasks of a
+"""Data for the pictures of a plan's page: memory over the course of a step, and the tasks of a
 pipeline's schedule.
 """
 
@@ -23,11 +23,12 @@ class MemorySeries:
     """Memory of each device over the course of a step.
 
     Attributes:
-        places: operators of the step for one program, seconds for a pipeline; ascending.
-        parts: by name the bytes at each place, the longest kept first.
-        marks: places with a text each.
-        who: which devices it is of.
-        steps: whether bytes stay the same from one place to the next.
+        places: positions of operators for one program, seconds for a pipeline; ascending.
+        parts: for each part by name, the bytes at each place; parts that stay for the whole step
+            come first.
+        marks: places, each with a text.
+        who: words that say whose devices they are.
+        steps: whether bytes stay constant from one place to the next.
     """
 
     places: tuple[float, ...]
@@ -38,18 +39,18 @@ class MemorySeries:
 
 
 def memory_series(plan: Plan) -> MemorySeries | None:
-    """The memory to draw: of one program as its prediction stores it, of a pipeline that of its
+    """The memory to draw: for one program as its prediction stores it, for a pipeline that of its
     fullest stage.
 
-    None for plans of one program whose file was written before predictions held it, and for
-    pipelines without a backward pass, which keep nothing.
+    None for plans of one program whose file is older than this part of predictions, and for
+    pipelines without a backward pass, which keep no activations.
     """
     if plan.is_pipeline:
         return _fullest_stage(plan)
     curve = plan.prediction.memory_over_time
     if curve is None or not curve.parts:
         return None
-    # What stays for the whole step lies at the bottom.
+    # The parts that stay for the whole step are drawn at the bottom.
     steadiest = sorted(curve.parts.items(), key=lambda item: (-min(item[1]), item[0]))
     marks, count = [], 0
     for phase, group in itertools.groupby(curve.phases):
@@ -65,7 +66,7 @@ def memory_series(plan: Plan) -> MemorySeries | None:
 
 
 def _spread(marks: Sequence[tuple[float, str]], extent: float) -> list[tuple[float, str]]:
-    """Marks whose texts do not lie upon each other: of those that are too near the first stays."""
+    """The marks whose texts do not overlap: of marks too close to each other, the first is kept."""
     kept: list[tuple[float, str]] = []
     for place, text in marks:
         if not kept or place - kept[-1][0] > 0.08 * extent:
@@ -74,13 +75,15 @@ def _spread(marks: Sequence[tuple[float, str]], extent: float) -> list[tuple[flo
 
 
 def _fullest_stage(plan: Plan) -> MemorySeries | None:
-    """State and working memory stay; each micro-batch in flight keeps its activations."""
+    """Memory of the fullest stage: state and working memory are constant, and each micro-batch in
+    flight adds its activations.
+    """
     index, prediction = max(
         ((k, stage.prediction) for k, stage in enumerate(plan.stages) if stage.prediction),
         key=lambda item: item[1].peak_memory_bytes,
     )
     trace = planned_trace(plan)
-    # Of several changes at one moment the last one counts.
+    # If the number changes several times at one moment, the last value counts.
     held = {
         second: count
         for second, _, stage, count in in_flight_events(trace.events)
@@ -90,7 +93,7 @@ def _fullest_stage(plan: Plan) -> MemorySeries | None:
         return None
     places = [0.0, *(second for second in held if second > 0), trace.step_time_s]
     counts = [held.get(0.0, 0), *(count for second, count in held.items() if second > 0), 0]
-    # The prediction is of the moment with most micro-batches in flight.
+    # The prediction holds the activations at the moment with the most micro-batches in flight.
     each_bytes = prediction.memory_bytes.get(_KEPT, 0.0) / prediction.in_flight
     parts = {
         name: (
@@ -114,8 +117,11 @@ def _fullest_stage(plan: Plan) -> MemorySeries | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScheduleRows:
-    """Tasks of each submesh in the order of time. `shown_s`: how much of the step they cover from
-    its beginning.
+    """Tasks of each submesh in order of time.
+
+    Attributes:
+        shown_s: seconds from the beginning of the step that the tasks cover.
+        num_left_out: number of submeshes that are not drawn.
     """
 
     names: tuple[str, ...]
@@ -126,7 +132,7 @@ class ScheduleRows:
 
 
 def schedule_rows(plan: Plan) -> ScheduleRows:
-    """The predicted schedule, as much of it from the beginning as can be drawn."""
+    """The predicted schedule, from the beginning of the step as far as it can be drawn."""
     trace = planned_trace(plan)
     shown = min(plan.num_submeshes, _MOST_SUBMESHES)
     events = sorted(
@@ -135,7 +141,7 @@ def schedule_rows(plan: Plan) -> ScheduleRows:
     )
     splits_backward = any(event.kind == TaskKind.BACKWARD_WEIGHT for event in events)
     rows: list[list[Segment]] = [[] for _ in range(shown)]
-    # In the order of time, so that all submeshes are cut off at one moment.
+    # In order of time, so that all submeshes are cut off at the same moment.
     for event in events[:_MOST_SEGMENTS]:
         rows[event.submesh].append(_segment(event, splits_backward))
     return ScheduleRows(

@@ -1,4 +1,4 @@
-"""The contents of a profile database, as a person reads them."""
+"""Reports on a profile database: its contents, what a plan lacks in it, and fitted figures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MOST_OUTLIERS = 10
 
 
 def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
-    """Tables of what was measured: kinds of programs, and those that are noisy or differ from their
-    neighbours.
+    """Tables of a database's contents: kinds of measured programs, corrections of the cost model,
+    and programs that are noisy or unlike their neighbours.
 
     Args:
-        answer: as `describe_profiles` gives it.
+        answer: as `describe_profiles` returns it.
     """
     by_devices: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in answer["kinds"]:
@@ -44,7 +44,7 @@ def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
         header = ("priced as", "sizes", "measured / modelled", "error between sizes")
         parts.append(columns("Corrections of the cost model", header, tables, right=(1, 2, 3)))
     if answer["outliers"]:
-        # One column less where it says the same in every row.
+        # The column of devices is left out if it would say the same in every row.
         several = len({row["devices"] for row in answer["kinds"]}) > 1
         rows = [
             (
@@ -70,7 +70,7 @@ def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
 
 
 def _programs(devices: str, grade: str, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """The kinds of programs that were measured on the same devices."""
+    """Table of the kinds of programs that were measured on the same devices."""
     alone = "" if grade == MEASURED else f", one device alone for many (grade {grade})"
     return columns(
         f"Programs on {devices}{alone}",
@@ -91,10 +91,11 @@ def _programs(devices: str, grade: str, rows: Sequence[Mapping[str, Any]]) -> Re
 
 
 def draw_profiles(curves: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Write a chart of each family of curves; returns the files.
+    """Write a chart for each family of curves. Returns the files.
 
     Args:
-        curves: with `file`, `title`, `horizontal`, `unit`, and `series`: points by name.
+        curves: as `measured_curves` returns them, with the keys `file`, `title`, `horizontal`,
+            `unit`, and `series`, the points of each curve by its name.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -119,7 +120,7 @@ def draw_profiles(curves: Sequence[Mapping[str, Any]], folder: Path) -> list[Pat
 
 
 def check_text(answer: Mapping[str, Any]) -> RenderableType:
-    """The measured and the missing parts of a plan."""
+    """The share of a plan that was measured, and the operators that were not."""
     alone = answer["measured_compute_share"]
     also = f", another {alone:.0%} on one device alone (measured-compute)" if alone else ""
     lines = [
@@ -142,7 +143,7 @@ def check_text(answer: Mapping[str, Any]) -> RenderableType:
 
 
 def fit_text(answer: Mapping[str, Any]) -> RenderableType:
-    """Fitted figures, and how well they predict what they were not fitted to."""
+    """The fitted figures, and how well they predict measurements that were held out."""
     rows = [
         (name, f"{row['before']:.4g}", f"{row['value']:.4g}", row["source"])
         for name, row in answer["figures"].items()

@@ -1,4 +1,6 @@
-"""The largest batch and the fewest or cheapest hosts, as values, tables and plain data."""
+"""Results of the searches for the largest batch and for the fewest or cheapest hosts: as values,
+tables and plain data.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,19 @@ class BatchTrial:
 
     @property
     def examples_per_s(self) -> float:
-        """Predicted; 0 without a plan."""
+        """Predicted throughput; 0 without a plan."""
         return self.global_batch / self.plan.prediction.step_time_s if self.plan else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSearch:
-    """Batches of growing size on one cluster.
+    """The batches of different sizes that were tried on one cluster.
 
     Attributes:
-        trials: by size.
-        unit: the batch is a multiple of this.
-        is_limited: whether a batch of one `unit` more than the largest was tried and does not fit.
-            Otherwise the search ended at its own limit, and larger ones may fit.
+        trials: ordered by size.
+        unit: all batches are multiples of this.
+        is_limited: whether a batch larger by one `unit` than the largest that fits was tried and
+            does not fit. Otherwise the search ended at its own limit, and larger ones may fit.
     """
 
     model: str
@@ -58,7 +60,7 @@ class BatchSearch:
         """The batch with the highest throughput among those tried."""
         return max(
             (t for t in self.trials if t.plan),
-            # Of equally fast batches the smallest: it needs the least memory.
+            # Ties go to the smallest batch, which needs the least memory.
             key=lambda t: (t.examples_per_s, -t.global_batch),
             default=None,
         )
@@ -157,11 +159,11 @@ class ClusterOption:
     """A cluster on which a training run was planned.
 
     Attributes:
-        cluster: by name.
-        num_hosts, devices_per_host: of it.
-        plan: None if nothing fits; `refusal` says why.
-        training_s: for all tokens; None without a plan.
-        price_per_hour: of all hosts; None without a price.
+        cluster: its name.
+        num_hosts, devices_per_host: its size.
+        plan: None if there is none; `refusal` says why.
+        training_s: predicted time to train on all tokens; None without a plan.
+        price_per_hour: price of all hosts together; None if not known.
     """
 
     cluster: str
@@ -174,7 +176,7 @@ class ClusterOption:
 
     @property
     def cost(self) -> float | None:
-        """Of the whole run, in the currency of the prices."""
+        """Cost of the whole training run, in the currency of the prices; None if not known."""
         if self.training_s is None or self.price_per_hour is None:
             return None
         return self.price_per_hour * self.training_s / 3600
@@ -185,10 +187,10 @@ class Sizing:
     """Clusters for a training run with a deadline.
 
     Attributes:
-        tokens, by_s: what is to be done, and in how many seconds.
-        global_batch: in examples.
-        options: all that were planned, by device and number of hosts.
-        prices: where the prices come from; empty without any.
+        tokens, by_s: tokens to train on, and the seconds within which that must be done.
+        global_batch: number of examples.
+        options: all clusters that were planned for, by device and number of hosts.
+        prices: where the prices come from; empty without prices.
     """
 
     model: str
@@ -200,7 +202,7 @@ class Sizing:
 
     @property
     def fewest(self) -> ClusterOption | None:
-        """The fewest hosts on which the model fits at all."""
+        """The option with the fewest hosts among those on which the model fits."""
         return min(
             (o for o in self.options if o.plan),
             key=lambda o: (o.num_hosts, o.training_s),
@@ -208,7 +210,7 @@ class Sizing:
         )
 
     def in_time(self, slower: float = 1.0) -> list[ClusterOption]:
-        """Options that meet the deadline if steps take `slower` times what is predicted."""
+        """Options that meet the deadline if steps take `slower` times the predicted time."""
         return [
             o
             for o in self.options
@@ -216,10 +218,12 @@ class Sizing:
         ]
 
     def choice(self, slower: float = 1.0) -> ClusterOption | None:
-        """The cheapest in time; without prices, the one of the fewest hosts."""
+        """The cheapest option that meets the deadline; without prices, the one with the fewest
+        hosts.
+        """
         return min(
             self.in_time(slower),
-            # Options without a price come behind all that have one.
+            # Options without a price come after all that have one.
             key=lambda o: (o.cost is None, (o.cost or 0.0) * slower, o.num_hosts, o.training_s),
             default=None,
         )
@@ -270,11 +274,11 @@ class Sizing:
 
 
 SLOWER = (0.8, 1.0, 1.25, 1.5)
-"""Step times as multiples of the predicted ones for which the choice is worked out again."""
+"""Multiples of the predicted step times for which the report repeats the choice."""
 
 
 def sizing_table(sizing: Sizing) -> Group:
-    """The choice, what it becomes if predictions are off, and all that was planned."""
+    """The choice, the choices if predictions are off, and a table of all options."""
     goal = (
         f"{sizing.model}: {format_count(sizing.tokens)} tokens in {sizing.by_s / _DAY_S:g} days,"
         f" batch {sizing.global_batch}"
@@ -332,7 +336,9 @@ def _money(value: float | None) -> str:
 
 
 def sorted_options(options: Sequence[ClusterOption]) -> tuple[ClusterOption, ...]:
-    """By device as first asked for, then by number of hosts."""
+    """The options ordered by device, in the order in which devices first appear, and then by number
+    of hosts.
+    """
     order = {
         name: k
         for k, name in enumerate(dict.fromkeys(o.cluster.rpartition("x")[2] for o in options))

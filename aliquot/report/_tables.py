@@ -1,4 +1,4 @@
-"""The few pieces that all reports are made of: tables, headed sections, and their text."""
+"""Building blocks of all reports: tables, sections with headings, and conversion to text."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def columns(
     right: Iterable[int] = (),
     narrow: bool = False,
 ) -> Group:
-    """A table under a title; the columns whose positions are in `right` hold numbers. None is an
-    empty cell.
+    """A table under a title. Columns whose positions are in `right` hold numbers and are aligned
+    right; None is an empty cell.
 
-    Between columns are three spaces, two if `narrow`.
+    Columns are three spaces apart, two if `narrow`.
     """
     cells = [[cell or "" for cell in row] for row in rows]
     return Group(Text(title, style="bold"), _Columns(list(header), cells, frozenset(right), narrow))
 
 
 class _Columns:
-    """A table that fits the width it is printed in: where it is too wide, headings and texts are
-    broken at spaces and before dots, numbers never.
+    """A table that adapts to the width in which it is printed: if it is too wide, headings and
+    texts are broken at spaces and before dots, but numbers never.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class _Columns:
                 no_wrap=flush,
             )
         for row in self._rows:
-            # Paths hold brackets, which would be taken for markup.
+            # As `Text`, because brackets in paths would be taken for markup.
             table.add_row(
                 *(Text("\n".join(broken(cell, w))) for cell, w in zip(row, widths, strict=True))
             )
@@ -90,7 +90,7 @@ class _Columns:
 
 
 class Facts:
-    """Names on the left, what there is to say on the right."""
+    """Facts in two columns: names on the left, texts on the right."""
 
     def __init__(self, rows: Iterable[tuple[str, str]]) -> None:
         self._rows = list(rows)
@@ -106,7 +106,7 @@ class Facts:
 
 
 class SectionTable:
-    """A section of a plan; two tables below one another where one is too wide."""
+    """A section of a plan as one table or, if that is too wide, as its parts one below another."""
 
     def __init__(self, section: Section, *, narrow: bool = False) -> None:
         self._section, self._narrow = section, narrow

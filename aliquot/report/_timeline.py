@@ -1,4 +1,4 @@
-"""A pipeline's predicted schedule drawn in characters: a line for each submesh, time from left to
+"""A pipeline's predicted schedule, drawn in characters: a line for each submesh, time from left to
 right.
 """
 
@@ -17,15 +17,15 @@ _DIGITS = "0123456789"
 _LETTERS = "abcdefghij"
 _UPDATE, _WEIGHTS, _IDLE = "U", "w", "."
 _SHARE_OF_BEGINNING = 0.6
-# Columns of a short task: enough to tell it from its neighbours.
+# Columns of the shortest forward task: enough to tell it from its neighbours.
 _COLUMNS_OF_TASK = 2
 _MOST_SUBMESHES = 32
 
 
 class Timeline:
-    """The schedule as text that fits the width it is printed in.
+    """The schedule as text that fits the width in which it is printed.
 
-    Where a step is too long to show its tasks, its beginning and its end are drawn.
+    If a step is too long to show its tasks, only its beginning and its end are drawn.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -48,9 +48,10 @@ class Timeline:
         shortest_s = min(
             (e.end_s - e.start_s for e in self._events if e.kind == TaskKind.FORWARD), default=end_s
         )
-        # A step that is short enough is drawn in whole, and in no more columns than show its tasks.
+        # A step that is short enough is drawn whole, in no more columns than its tasks need.
         column_s = max(end_s / room, shortest_s / _COLUMNS_OF_TASK)
-        # Where the whole would blur its tasks, five columns are left for the gap.
+        # If tasks would blur in a drawing of the whole step, its middle is left out, and five
+        # columns mark the gap.
         if end_s / room >= shortest_s / _COLUMNS_OF_TASK * (1 + 1e-9):
             column_s = shortest_s / _COLUMNS_OF_TASK
             first = int((room - 5) * _SHARE_OF_BEGINNING)
@@ -81,7 +82,7 @@ class Timeline:
 
 
 def _drawn(events: Sequence[TraceEvent], since_s: float, columns: int, column_s: float) -> str:
-    """One character for each column: the task of a submesh in its middle."""
+    """A line with one character for each column: the sign of the task that runs then."""
     line = [_IDLE] * columns
     for event in events:
         first = max(0, round((event.start_s - since_s) / column_s))

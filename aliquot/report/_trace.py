@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def planned_trace(plan: Plan) -> Trace:
-    """Lay out the predicted timeline of every submesh.
+    """The predicted timeline of every submesh.
 
     Raises:
         InputError: The plan has no stages with predictions, so there is nothing to lay out.
@@ -111,14 +111,13 @@ def _transfers(times: PipelineTimes) -> list[TraceEvent]:
 
 
 def _updates(schedule: Schedule, costs: StageCosts, events: list[TraceEvent]) -> list[TraceEvent]:
-    """Stage by stage behind everything that keeps a submesh busy."""
+    """The updates of all stages: on each submesh one after another, after all its other work."""
     updates = []
     for submesh in range(schedule.num_submeshes):
         now = max(
             (e.end_s for e in events if e.submesh == submesh and e.lane == "compute"), default=0.0
         )
-        # A submesh that cannot compute while arrays travel begins its update behind the last of
-        # them.
+        # A submesh that cannot compute during transfers begins its update after its last transfer.
         if not costs.overlaps_transfers:
             now = max(
                 [

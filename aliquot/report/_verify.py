@@ -1,4 +1,4 @@
-"""Reports on compiled plans, as a person reads them."""
+"""Reports on compiled plans, for readers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _MOST = 12
 
 
 def verification(figures: Mapping[str, Any]) -> Group:
-    """Predicted beside compiled, for `rich` to print or `as_text` to turn into text.
+    """The predicted beside the compiled figures, for `rich` to print or `as_text` to turn into
+    text.
 
     Args:
         figures: as `aliquot.verification.Verification.to_dict` gives them.
@@ -38,7 +39,7 @@ def _headline(figures: Mapping[str, Any]) -> str:
 
 
 def _shared(figures: Mapping[str, Any]) -> str:
-    """Memory where stages take turns on their devices."""
+    """A line on the memory of submeshes that several stages share."""
     needed = ", ".join(format_bytes(num_bytes) for num_bytes in figures["submesh_bytes"])
     return f"stages share them; all that are there together need {needed}"
 
@@ -80,7 +81,7 @@ def _facts(figures: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterable[tup
 
 
 def _program(figures: Mapping[str, Any]) -> str:
-    """Such as `forward 8 times`; a program that another stage has as well says so."""
+    """A program in words, such as `forward 8 times`, and the program that it equals, if any."""
     name = figures["name"].split(" ", 2)[2].replace("update", "update round")
     times = f" {figures['runs']} times" if figures["runs"] != 1 else ""
     return (
@@ -147,8 +148,8 @@ _UNINTENDED = ("kind", "axes", "count", "bytes", "what it moves, or the operator
 def _memory_rows(
     predicted: Mapping[str, float], compiled: Mapping[str, float]
 ) -> list[tuple[str, str, str, str]]:
-    """Two accounts side by side. They are cut differently: what lives where is the compiler's own
-    affair.
+    """The parts of predicted and compiled memory side by side. The parts of one row do not
+    correspond, because the compiler decides itself where it stores what.
     """
     rest = {name: value for name, value in predicted.items() if name != "arguments"}
     left = sorted(rest.items(), key=lambda item: -item[1])
