@@ -1,4 +1,6 @@
-"""Grid and bottleneck relief, then the exact search from their best configurations."""
+"""The planner `auto`: grid and bottleneck relief, then the exact search from their best
+configurations.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from ._problem import INTERRUPTED, OnProgress, SearchProblem, SearchResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """The planners one after the other.
+    """Runs the other planners one after another.
 
     Attributes:
-        grid, bottleneck: solved first.
-        exact: begins with their best configurations.
+        grid, bottleneck: run first.
+        exact: begins with the best configurations of these.
     """
 
     grid: Grid = Grid(keep=2)

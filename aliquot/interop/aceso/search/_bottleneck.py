@@ -1,9 +1,9 @@
-"""Bottleneck relief, the idea of Aceso: the stage that is slowest, or that needs too much memory,
-is given less work or more devices, in several hops, by moves from one table.
+"""Bottleneck relief, the idea of Aceso: a move gives the stage that is slowest, or that needs too
+much memory, less work or more devices; several moves in a row (hops) need not improve.
 
-During the search stages are uniform and quoted from prefix sums, all candidates of a hop at once;
-recomputation is part of a quote. At the end the stages of the best few are solved operator by
-operator. The result is deterministic.
+During the search, stages are uniform and quoted from prefix sums, all candidates of a hop at once;
+recomputation is part of a quote. At the end the stages of the best few candidates are solved
+operator by operator. The result is deterministic.
 
 Reference: G. Liu et al., "Aceso: Efficient Parallel DNN Training through Iterative Bottleneck
 Alleviation", EuroSys 2024.
@@ -40,13 +40,14 @@ class Bottleneck:
     """Local search by relief of bottlenecks.
 
     Attributes:
-        max_steps: number of candidates that are expanded.
-        max_hops: number of moves in a row that need not improve.
-        starts: number of balanced uniform configurations to begin with, each with other devices.
+        max_steps: the most candidates that are expanded.
+        max_hops: the most moves in a row that need not improve.
+        starts: number of balanced uniform configurations to begin with, which differ in micro-batch
+            or in the numbers of devices of their stages.
         polished: number of the best candidates whose stages are solved operator by operator.
-        relieved: number of these between whose solved stages operators are moved further.
-        max_solved_operators: summed over all solved stages; once it is reached, no operators are
-            moved.
+        relieved: number of these in which operators are then moved between the solved stages.
+        max_solved_operators: a limit on the operators of all solved stages together; once it is
+            reached, no more operators are moved.
         keep: number of distinct configurations to return.
     """
 
@@ -105,12 +106,14 @@ class _Search:
         )
 
     def _search(self) -> str:
-        """Relieve bottlenecks, then solve the best; returns the reason why the search ended."""
+        """Relieve bottlenecks, then solve the stages of the best candidates; returns the reason why
+        the search ended.
+        """
         begin = list(self._neighbours.balanced())
         self._score(begin)
         begin.sort(key=lambda candidate: self._scores[candidate].key)
         expanded: set[Candidate] = set()
-        # The best first; candidates that hops reached without improvement come later.
+        # A heap with the best candidate first; those that hops reach besides the best are added.
         pool = [
             (self._scores[c].key, k, c) for k, c in enumerate(_spread(begin, self._planner.starts))
         ]
@@ -153,7 +156,9 @@ class _Search:
             )
 
     def _relief(self, at: Candidate) -> list[Candidate]:
-        """Candidates one move at the worst stage away; if there are none, at the second worst."""
+        """Candidates that one move of the worst stage leads to; if there are none, of the second
+        worst.
+        """
         score = self._scores[at]
         figures = score.memory_mb if score.excess_mb else score.stage_us
         for worst in np.argsort(figures)[::-1][:2].tolist():
@@ -166,8 +171,8 @@ class _Search:
         return []
 
     def _score(self, candidates: Sequence[Candidate]) -> None:
-        """Score the new ones; stages of one micro-batch size and number of devices are quoted
-        together.
+        """Score the candidates that have no score yet; stages with the same micro-batch size and
+        number of devices are quoted together.
         """
         new = [c for c in dict.fromkeys(candidates) if c not in self._scores]
         groups: dict[tuple[int, int], list[tuple[int, int, int, int, int, int, int, int]]] = {}
@@ -226,7 +231,7 @@ class _Search:
         for candidate in chosen:
             self._best.offer(self._uniform_configuration(candidate))
         if len(self._problem.chain.operators) > MOST_OPERATORS:
-            # One stage of so many operators takes seconds.
+            # To solve one stage of so many operators takes seconds.
             return
         del chosen[solved:]
         chosen.sort(key=self._balanced_us)
@@ -258,8 +263,8 @@ class _Search:
         )
 
     def _relieved(self, at: Candidate) -> Candidate:
-        """Move operators away from the slowest stage, or from one that does not fit, in steps that
-        halve.
+        """The candidate after moving operators away from the slowest stage, or from one that does
+        not fit, in steps whose size is halved whenever they do not help.
         """
         count = max(sum(stage.operators for stage in at.stages) // (8 * len(at.stages)), 1)
         key = self._solved_key(at)
@@ -279,8 +284,8 @@ class _Search:
         return at
 
     def _solved_key(self, candidate: Candidate) -> tuple[int, float, float]:
-        """Number of operators in stages that do not fit, then the slowest stage, then the sum of
-        all.
+        """The order of solved candidates: by the number of operators in stages that do not fit,
+        then by the time of the slowest stage, then by the sum of all times.
         """
         times = [answer.time_us for answer in self._solved(candidate)]
         over = sum(
@@ -290,7 +295,7 @@ class _Search:
         return over, max(finite, default=np.inf), sum(finite)
 
     def _solved(self, candidate: Candidate) -> list[StageAnswer]:
-        """Solutions of the stages, from shortest paths."""
+        """Solutions of a candidate's stages, from shortest paths alone."""
         answers, first, device = [], 0, 0
         per_node = self._problem.gpus_per_node
         for k, stage in enumerate(candidate.stages):

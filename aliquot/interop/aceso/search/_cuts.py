@@ -1,5 +1,5 @@
-"""Stages of least `(micro-batches - 1) * slowest + sum` from a table of times, by a dynamic program
-over suffixes.
+"""The cuts into stages that minimise `(micro-batches - 1) * slowest + sum` of the stages' times,
+which are given by tables; found by a dynamic program over suffixes of the chain.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ._space import Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """One stage: its operators, devices, number of stages after it, and index of its kinds of
-    links.
+    """One stage: its operators `[first, last)`, number of devices, number of stages after it
+    (`behind`), and index of its links among those of its number of devices.
     """
 
     first: int
@@ -29,7 +29,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """Stages in order, with the greatest and the summed time of their table entries."""
+    """Stages in order, with the largest and the sum of their times in the table."""
 
     stages: tuple[Cut, ...]
     slowest_us: float
@@ -40,9 +40,9 @@ class CutSearch:
     """The dynamic program over one set of tables, which may change between calls.
 
     Args:
-        tables: by number of devices, times by stages after it, links, first operator and length
-            less one.
-        links: by number of devices, for each index of links whether a stage is entered and left
+        tables: for each number of devices, times of stages, indexed by number of stages after it,
+            links, first operator, and length less one.
+        links: for each number of devices and index of links, whether a stage is entered and left
             between nodes.
     """
 
@@ -78,11 +78,11 @@ class CutSearch:
     def solve(
         self, micro_batches: int, *, tolerance: float = 1e-4, max_splits: int = 6
     ) -> tuple[Cuts | None, float]:
-        """The best stages, and a lower bound of all in microseconds.
+        """The best stages, and a lower bound on all in microseconds.
 
-        Stages with slowest stage `s` and sum `t` take `(micro_batches - 1) * s + t`. The least sum
-        for each bar on the slowest stage is one dynamic program; intervals of bars are split until
-        the best stages are within `tolerance` of the bound.
+        Stages with slowest stage `s` and sum `t` take `(micro_batches - 1) * s + t`. One dynamic
+        program gives the least sum if no stage may take longer than a bar. Intervals of bars are
+        halved until the best stages are within `tolerance` of the bound.
         """
         least, _ = self._solve(np.inf, total=False)
         floor = min(
@@ -99,12 +99,12 @@ class CutSearch:
         free = self._stages(np.inf)
         assert best is not None and free is not None
         best = min(best, free, key=value)
-        # No stages with a slower one than this can be better.
+        # With a slowest stage above this, no stages can be better.
         top = max((value(best) - free.total_us) / weight, floor) if weight else np.inf
         capped = self._stages(top)
         total = capped.total_us if capped is not None else np.inf
         best = min(best, capped, key=value) if capped is not None else best
-        # Each interval with the least sum for its upper end.
+        # A heap of intervals of bars: lower bound, both ends, least sum for the upper end.
         intervals = [(weight * floor + total, floor, top, total)]
         for _ in range(max_splits if weight else 0):
             bound, low, high, total = intervals[0]
@@ -119,6 +119,9 @@ class CutSearch:
         return best, min(intervals[0][0], value(best))
 
     def _stages(self, bar: float) -> Cuts | None:
+        """The stages with the least sum, none of which takes longer than `bar`; None if there are
+        none.
+        """
         least, chosen = self._solve(bar, total=True)
         ends = [
             (float(v[0]), key)
@@ -149,6 +152,9 @@ class CutSearch:
     def _solve(
         self, bar: float, *, total: bool
     ) -> tuple[dict[tuple[int, int], Floats], dict[tuple[int, int], Floats]]:
+        """The dynamic program: by number of stages and devices, for each suffix of the chain, the
+        least sum of times (the least maximum unless `total`), and the first stage that gives it.
+        """
         num = self._num
         end = np.full(num + 1, np.inf)
         end[num] = 0.0

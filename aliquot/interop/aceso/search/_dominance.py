@@ -1,5 +1,5 @@
-"""Partial stages that no other one dominates, which would be no greater in time, in memory and in
-whatever else counts.
+"""Removal of dominated partial stages: those for which there is another that is no worse in time,
+memory and everything else that counts.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ from numpy.typing import NDArray
 
 from ._space import Floats
 
-# Differences of so many microseconds or MiB are rounding.
+# Differences of up to so many microseconds or MiB are rounding errors.
 TOLERANCE = 1e-9
 
 
 def undominated(labels: Floats, groups: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Positions of labels, sorted by time, that no other of their group dominates."""
+    """Positions of the labels that no other label of their group dominates.
+
+    Args:
+        labels: a row for each, sorted by time; the columns are time, memory, and further
+            quantities.
+    """
     survivors: list[NDArray[np.int64]] = []
     for group in np.unique(groups):
         members = np.flatnonzero(groups == group)
@@ -33,8 +38,8 @@ def undominated(labels: Floats, groups: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _in_all(columns: Sequence[Floats], block: int = 256) -> NDArray[np.int64]:
-    """Positions of points that no earlier point dominates; in blocks, so that few are compared at a
-    time.
+    """Positions of points that no earlier point dominates. Works in blocks, so that few points are
+    compared at a time.
     """
     points = np.stack(columns)
     survivors: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -52,7 +57,8 @@ def _in_all(columns: Sequence[Floats], block: int = 256) -> NDArray[np.int64]:
 def _none_greater(these: Floats, those: Floats) -> NDArray[np.bool_]:
     """For every pair, whether no coordinate of the first exceeds that of the second.
 
-    One coordinate after the other: a reduction over so short an axis takes several times as long.
+    It compares one coordinate after another: a reduction over so short an axis would take several
+    times as long.
     """
     result = np.ones((these.shape[1], those.shape[1]), bool)
     for left, right in zip(these, those + TOLERANCE, strict=True):

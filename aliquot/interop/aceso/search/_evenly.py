@@ -1,5 +1,5 @@
-"""Bounds from the work of all operators, however it is shared out: the least of all devices, the
-places where stages can meet, and the most operators of a stage.
+"""Bounds from the total work of operators, however it is divided among stages: the least work of
+all devices, the places where stages can meet, and the most operators of a stage.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from ._space import Floats, StageSpace
 
 
 def least_work(spaces: Mapping[int, StageSpace]) -> tuple[Floats, Floats]:
-    """Rates in microseconds per MiB, and for each of them the least device time of every operator
-    for one micro-batch plus its memory on all its devices at that rate.
+    """Rates in microseconds per MiB, and for each rate and operator the least cost for one
+    micro-batch: its time summed over its devices, plus its memory on all of them at that rate.
 
-    Every stage holds at least one micro-batch; each operator takes its own best choice.
+    Every stage is taken to hold one micro-batch, the fewest possible, and each operator has its own
+    best choice.
     """
     kinds = next(iter(spaces.values())).kinds
     low, high = rate_range(spaces)
@@ -34,8 +35,8 @@ def least_work(spaces: Mapping[int, StageSpace]) -> tuple[Floats, Floats]:
 def spread_evenly_us(
     spaces: Mapping[int, StageSpace], *, num_devices: int, memory_limit_mb: float
 ) -> float:
-    """A lower bound on the work of all devices for one micro-batch, summed, under the sum of their
-    memory limits. The limit is relaxed by a Lagrange multiplier, as in the tables.
+    """A lower bound on the device time of one micro-batch, summed over all devices, if only the sum
+    of their memory is limited. The limit is relaxed by a Lagrange multiplier, as in `_tables.py`.
     """
     rates, least = least_work(spaces)
     return float((least.sum(axis=1) - rates * num_devices * memory_limit_mb).max())
@@ -52,7 +53,7 @@ def possible_cuts(
     rates, least = least_work(spaces)
     num = least.shape[1]
     before = np.concatenate([np.zeros((len(rates), 1)), np.cumsum(least, axis=1)], axis=1)
-    # Without a limit on stages, one that none exceeds.
+    # If there is no limit on stages, take one that none exceeds.
     stage_us = min(stage_us, float(before[:, -1].max()) + 1)
     room = (
         np.arange(num_devices + 1)[:, None, None]
@@ -68,8 +69,8 @@ def possible_cuts(
 
 
 def rate_range(spaces: Mapping[int, StageSpace]) -> tuple[float, float]:
-    """Microseconds of recomputation per MiB saved, for the cheapest and the most expensive
-    operators.
+    """The range of rates to try: microseconds of recomputation per MiB saved, from half that of the
+    cheapest operators to twice that of the most expensive, without outliers.
     """
     ratios = []
     for space in spaces.values():

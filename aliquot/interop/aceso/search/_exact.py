@@ -1,10 +1,11 @@
-"""The exact search: lower bounds for every possible stage, the best cuts under them, and solutions
-of these stages; repeated until the best cuts consist of solved stages or the bound is close enough.
+"""The exact search: it computes lower bounds for every possible stage, finds the best cuts under
+these bounds and solves the stages between the cuts, and repeats this until the best cuts consist of
+solved stages or the bound is close enough.
 
-For each micro-batch a table holds a lower bound on the time of every stretch of operators. The
-dynamic program over cuts gives stages whose total bound no configuration beats. Solving one of them
-raises its entry of the table, and that of the same stretch in other layers. If all of them have
-solutions, these are a configuration.
+For each size of micro-batch a table holds a lower bound on the time of every stretch of operators.
+A dynamic program over cuts gives the stages with the least total bound, which no configuration
+beats. Solving one of them raises its table entry, and the entries of the same stretch in other
+layers. Once all of them have solutions, these make up a configuration.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from ._tables import Period, bound_stretches, find_period
 _COARSE_RATES = 4
 _FINE_RATES = 9
 _MOST_SPLITS = 60
-# Shares of `max_labels` with which a stage is solved, one after the other; 0 means shortest paths
-# alone.
+# Shares of `max_labels` with which a stage is solved the first time, the second time, ...; with 0
+# only shortest paths are tried.
 _EFFORTS = (0.0, 0.1, 0.4, 1.0)
 # Longer stages keep fewer partial stages at each operator, so that all take about the same work.
 _FEW_OPERATORS = 100
@@ -52,10 +53,10 @@ class Exact:
     certified bound.
 
     Attributes:
-        max_rounds: number of dynamic programs over cuts, summed over micro-batches.
-        max_entries: number of table entries that these read; long chains get fewer rounds.
-        max_labels: partial stages kept at each operator while the gap of a stage is closed by
-            enumeration; fewer in long stages.
+        max_rounds: the most dynamic programs over cuts, summed over sizes of micro-batches.
+        max_entries: the most table entries that these read, so that long chains get fewer rounds.
+        max_labels: the most partial stages kept at each operator while the gap of a stage is closed
+            by enumeration; fewer in long stages.
         gap: distance between bound and best time at which the search ends, as a share of the best
             time.
         budget_s: seconds after which the search ends; with None the result is deterministic.
@@ -89,7 +90,7 @@ class _Search:
         self._best = Incumbents(problem, self._elapsed, keep=planner.keep)
         # Number of table entries that dynamic programs over cuts have read.
         self._entries = 0
-        # Bounds of micro-batches that no further round can raise.
+        # Bounds of micro-batch sizes that no further round can raise.
         self._exhausted: list[float] = []
         self._batches: list[_MicroBatch] = []
 
@@ -193,8 +194,8 @@ class _Search:
             )
 
     def _improve(self, batch: _MicroBatch) -> bool:
-        """One round: find the best cuts and solve their stages. False if all of them were solved
-        before.
+        """One round: find the best cuts and solve their stages. False if no further round can
+        improve this micro-batch size.
         """
         if not batch.tables:
             batch.bound_coarsely(self._problem, self._best.best_us)
@@ -208,11 +209,12 @@ class _Search:
             batch.bound_us = np.inf
             return True
         if batch.bound_us >= self._best.best_us * (1 - self._planner.gap):
-            # The best time only falls, so this micro-batch is never searched again.
+            # The best time only falls, so this micro-batch size is never searched again.
             batch.forget()
             return True
         values = [batch.entry(cut) for cut in cuts.stages]
-        # Shortest paths first; once all of these stages have one, close gaps by enumeration.
+        # Stages without a solution are solved first, by shortest paths. Once all stages have one,
+        # their gaps are closed by enumeration.
         unsolved = [cut for cut in cuts.stages if batch.key(cut) not in batch.answers]
         if not unsolved:
             unsolved = [cut for cut in cuts.stages if batch.can_improve(cut)]
@@ -254,11 +256,12 @@ def as_stage(space: StageSpace, answer: StageAnswer) -> StageConfiguration:
 
 @dataclass(slots=True, kw_only=True)
 class _MicroBatch:
-    """One micro-batch size: its tables of bounds, the solved stages, and a bound of all its
-    configurations.
+    """The search with one micro-batch size: its tables of bounds, the solved stages, and a lower
+    bound on all its configurations.
 
-    Tables are by number of devices; stages by devices, stages after it, links, first and last
-    operator.
+    There is a table for each number of devices. A stage is known by its number of devices, the
+    number of stages after it, the index of its links, its first operator and the end of its
+    operators.
     """
 
     size: int
@@ -303,7 +306,7 @@ class _MicroBatch:
         )
 
     def bound_coarsely(self, problem: SearchProblem, ceiling_us: float) -> None:
-        """Compute the tables with rates that are far apart."""
+        """Compute the tables of bounds with few rates, far apart."""
         low, high = rate_range(self.spaces)
         rates = np.concatenate([[0.0], np.geomspace(low, high, _COARSE_RATES)])
         self.rate_step = (high / low) ** (1 / (_COARSE_RATES - 1))
@@ -339,7 +342,7 @@ class _MicroBatch:
                 ends=np.logical_or.reduce(places[n:]),
             )
             if n in self.tables:
-                # The ceiling has fallen since then and allows fewer operators.
+                # The ceiling has fallen since the last time, and stages may have fewer operators.
                 width = bounds.bound_us.shape[-1]
                 self.tables[n][..., width:] = np.inf
                 np.maximum(
@@ -356,12 +359,14 @@ class _MicroBatch:
         self.search = None
 
     def shorten(self, ceiling_us: float) -> None:
-        """Drop stages with more operators than fit below the ceiling."""
+        """Drop the table entries of stages with more operators than fit below the ceiling."""
         for n, table in self.tables.items():
             self.tables[n] = table[..., : longest_stage(self.spaces[n], ceiling_us / self.count)]
 
     def refine(self, problem: SearchProblem, cuts: Cuts, ceiling_us: float) -> None:
-        """Raise the tables with rates close to those that gave the bounds of these cuts."""
+        """Raise the bounds in the tables, with rates close to those that gave the bounds of these
+        cuts.
+        """
         self.refined = True
         memory_rates = []
         for cut in cuts.stages:
@@ -460,8 +465,8 @@ def _grouped(spaces: dict[int, StageSpace]) -> dict[int, GroupedSpace]:
 
 
 def _links(problem: SearchProblem, num_devices: int) -> list[tuple[int, int]]:
-    """The possible links of stages of so many devices: whether each is entered and left between
-    nodes.
+    """The possible links of a stage of so many devices: pairs that say whether the transfers into
+    and out of it cross nodes.
     """
     if problem.num_nodes == 1:
         return [(0, 0), (0, 1)] if num_devices < problem.gpus_per_node else [(0, 1)]

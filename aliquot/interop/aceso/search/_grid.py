@@ -1,5 +1,5 @@
-"""The grid: all stages of a configuration have the same number of devices, degrees and rule for
-recomputation, as an expert would set them by hand; the cuts balance the stages.
+"""The grid: configurations whose stages all have the same number of devices, degrees and rule for
+recomputation, as an expert would set them by hand, with cuts that balance the stages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Grid:
 
     Attributes:
         keep: number of distinct configurations to return.
-        best_of: number of the fastest by balanced times that are judged in full.
+        best_of: number of configurations, the fastest by balanced times, that are judged in full.
     """
 
     keep: int = 1
@@ -46,7 +46,8 @@ class Grid:
             best.offer(configuration)
         points = sorted(_points(problem), key=lambda point: point[0])
         for estimate_us, configuration in points[: self.best_of]:
-            # Balanced times leave out transfers and the filling of the pipeline.
+            # Balanced times leave out transfers and the filling of the pipeline, so no later point
+            # is faster.
             if estimate_us >= best.worst_us:
                 break
             best.offer(configuration)

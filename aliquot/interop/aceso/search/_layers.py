@@ -1,5 +1,5 @@
-"""Long chains in whole layers: each layer is one unit, whose operators have the same degrees and
-one of a few sets of recomputed operators. The search treats units like operators.
+"""Long chains grouped into whole layers: each layer is one unit, whose operators have the same
+degrees and one of a few sets of recomputed operators. The search treats units like operators.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LEVELS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupedSpace:
-    """A space of units.
+    """The space of a stage with units in place of operators.
 
     Attributes:
-        space: with units in place of operators, and a level of recomputation in place of the
-            algorithm in states.
-        begins: the first operator of each unit, and the number of operators.
-        degrees: for each state of `space`, the state of all operators of a unit.
+        space: the space of units; its states have a level of recomputation in place of the
+            algorithm.
+        begins: the first operator of each unit, and at the end the number of operators.
+        degrees: for each state of `space`, the state that all operators of a unit then have.
         recompute: by kind of unit and state, whether each of its operators is recomputed.
     """
 
@@ -59,8 +59,8 @@ class GroupedSpace:
 
 
 def find_layers(kinds: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Units as first operator and end: every layer of every run of equal layers, and each operator
-    between them.
+    """Units as pairs of first operator and end: every layer of every run of equal layers, and each
+    operator between such runs.
 
     >>> find_layers(np.array([0, 1, 2, 1, 2, 1, 2, 3]))
     [(0, 1), (1, 3), (3, 5), (5, 7), (7, 8)]
@@ -121,8 +121,8 @@ def group_layers(space: StageSpace, units: Sequence[tuple[int, int]]) -> Grouped
             figures["weights"][kind, column] = space.weights_mb[members, u].sum()
             figures["kept"][kind, column] = space.kept_mb[members, u].sum() - saved.sum()
             figures["peak"][kind, column] = runs(saved, dropped).max()
-            # The last operator would count if another unit follows; without it memory is never
-            # overestimated.
+            # If the judge ignores the last operator of a stage, that of a unit counts only if
+            # another unit follows. It is always left out, so that memory is never overestimated.
             counted = members if space.counts_last_reserved else members[:-1]
             figures["forward"][kind, column] = space.forward_reserved_mb[counted, u].max(
                 initial=0.0

@@ -31,13 +31,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The order of candidates: first by memory beyond the limit, then by time.
+    """The figures of a candidate. Candidates are ordered by memory beyond the limit, then by time.
 
     Attributes:
         excess_mb: memory beyond the limit, of the stage that needs most.
-        time_us: of an iteration.
-        stage_us, memory_mb: of each stage.
-        level, share: of each stage's recomputation, as quoted.
+        time_us: time of an iteration.
+        stage_us, memory_mb: time and memory of each stage.
+        level, share: level and share of each stage's recomputation; see `UniformStages.quote`.
     """
 
     excess_mb: float
@@ -57,7 +57,7 @@ _Move = Callable[["Neighbours", Candidate, int, Score], Iterator[Candidate]]
 
 
 class Neighbours:
-    """Candidates that can be run; what the moves need to know of a problem."""
+    """What moves need to know of a problem, and which candidates can be run."""
 
     def __init__(
         self, problem: SearchProblem, uniform: dict[int, dict[int, UniformStages]]
@@ -65,8 +65,9 @@ class Neighbours:
         self.problem, self.uniform = problem, uniform
 
     def balanced(self) -> Iterator[Candidate]:
-        """For each micro-batch and every way to share out the devices of a node: cuts that balance
-        the stages, all with the least or all with the greatest tensor degree.
+        """For each micro-batch size and every way to divide the devices of a node among stages,
+        candidates with balanced stages: one with the least and one with the greatest tensor degree
+        of all stages.
         """
         shares = [
             share
@@ -116,8 +117,8 @@ class Neighbours:
 
 
 def _shares(devices: int) -> list[tuple[int, ...]]:
-    """Ways to share out devices in powers of two: up to eight devices every order, more than that
-    equal shares, since orders are 5,272 for 16 devices and more than can be listed for 64.
+    """Ways to divide devices into powers of two: up to eight devices in every order, more than that
+    only into equal parts, because 16 devices have 5,272 orders and 64 more than can be listed.
 
     >>> _shares(3)
     [(1, 1, 1), (1, 2), (2, 1)]
@@ -133,8 +134,10 @@ def _shares(devices: int) -> list[tuple[int, ...]]:
 
 
 def _balanced_cuts(sums: Sequence[Floats]) -> list[int]:
-    """Numbers of operators of stages that take about the same time, given the summed times of all
-    operators as each stage runs them.
+    """Numbers of operators of stages that take about the same time.
+
+    Args:
+        sums: for each stage, prefix sums of the times of all operators as that stage runs them.
     """
     num = len(sums[0]) - 1
     low, high = 0.0, 2 * float(max(each[-1] for each in sums))
@@ -143,7 +146,7 @@ def _balanced_cuts(sums: Sequence[Floats]) -> list[int]:
         bar = (low + high) / 2 if bisected else high
         at, reached = 0, []
         for k, each in enumerate(sums):
-            # Every later stage needs an operator.
+            # Every later stage needs at least one operator.
             most = num - (len(sums) - 1 - k)
             at = min(
                 max(int(np.searchsorted(each, each[at] + bar, side="right")) - 1, at + 1), most
@@ -163,8 +166,8 @@ def _with(candidate: Candidate, changes: dict[int, UniformStage]) -> Candidate:
 
 
 def with_moved(at: Candidate, source: int, target: int, count: int) -> Candidate:
-    """The candidate with so many operators fewer in one stage and more in another; stages between
-    are shifted.
+    """The candidate with `count` operators fewer in stage `source` and more in stage `target`;
+    stages between are shifted.
     """
     one, two = at.stages[source], at.stages[target]
     return _with(
@@ -179,7 +182,7 @@ def with_moved(at: Candidate, source: int, target: int, count: int) -> Candidate
 def _move_operators(
     around: Neighbours, at: Candidate, worst: int, score: Score
 ) -> Iterator[Candidate]:
-    """Move operators to another stage, through all stages between."""
+    """Move operators to another stage; all stages between are shifted."""
     most = at.stages[worst].operators - 1
     for partner in range(len(at.stages)):
         for count in (1, 2, 3, 5, 8, 13, 26, 52):

@@ -1,5 +1,5 @@
-"""The memory of the smallest configuration, with its components, for messages where nothing
-fits.
+"""The memory of the smallest configuration that is found, with its components, for messages that
+say that nothing fits.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Need:
     """The smallest memory limit that a configuration is known to meet.
 
     Attributes:
-        limit_mb: of each device.
+        limit_mb: the limit on each device.
         fullest: the stage of that configuration that needs the most memory.
-        num_nodes: twice or four times the nodes, if a configuration then meets the limit asked for;
-            else None.
+        num_nodes: twice or four times the nodes, if with these a configuration meets the problem's
+            limit; else None.
     """
 
     limit_mb: float

@@ -1,5 +1,5 @@
-"""A search problem: a chain with its measurements, the devices and their memory; and results of
-searches.
+"""Search problems, which are a chain with its measurements and the devices with their memory, and
+the results of searches.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ class Progress:
     """The state of a search.
 
     Attributes:
-        best_ms, bound_ms: iteration time of the best configuration so far, and a lower bound of
+        best_ms, bound_ms: iteration time of the best configuration so far, and a lower bound on
             all.
         scored: number of configurations and stages that were judged.
-        elapsed_s: since the search began.
+        elapsed_s: seconds since the search began.
     """
 
     best_ms: float
@@ -125,7 +125,8 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 MOST_OPERATORS = 1000
-"""Longer chains are cut between layers only, so that tables of all stretches can be held."""
+"""Chains with more operators are cut only between layers, so that tables of all stretches fit in
+memory."""
 
 INTERRUPTED = "interrupted"
 """`SearchResult.ended` of a search that the user stopped."""
@@ -154,7 +155,9 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """Upper bound of what the optimum saves, as a share of the best time."""
+        """The most by which the optimum can be faster, as a share of the best time; NaN without a
+        bound.
+        """
         if not self.best or not self.lower_bound_ms:
             return float("nan")
         return max(1 - self.lower_bound_ms / self.best[0][1].iteration_time_ms, 0.0)
@@ -174,7 +177,7 @@ class SearchPlanner(Protocol):
 
 
 class Incumbents:
-    """The best configurations found so far. Distinct, judged in full, and within the memory
+    """The best configurations found so far, all distinct, judged in full, and within the memory
     limit.
     """
 

@@ -1,9 +1,9 @@
 """Quotes of uniform stages from prefix sums: time and memory of many stages at once, for every
 level of recomputation.
 
-In a uniform stage all operators have the same state. Each level of recomputation adds a kind of
-operator, in the order of memory saved per time. A stage takes the first level that fits for its
-first operators, as many as must, and the level before it for the others.
+In a uniform stage all operators have the same state. Each level of recomputation adds kinds of
+operators, in the order of memory saved per time. A stage uses the fastest level that fits for as
+many of its first operators as necessary, and the level before it for the others.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class UniformStages:
 
     Attributes:
         states: for each row below, the index of its state in the space.
-        work_us: time of one micro-batch by state and level, summed up to each operator.
-        kept_mb: activations kept of one micro-batch, likewise.
+        work_us: prefix sums of the time of one micro-batch, by state and level.
+        kept_mb: prefix sums of the activations kept of one micro-batch, by state and level.
         saved_mb: activations of each operator that recomputation of it and the next one saves.
-        weights_mb: by state.
-        peak_mb, forward_mb, backward_mb: sparse tables for range maxima of the memory of recomputed
-            runs and of the allocator's reserved memory.
+        weights_mb: prefix sums of the weights, by state.
+        peak_mb, forward_mb, backward_mb: sparse tables for range maxima: of the memory of runs of
+            recomputed operators, and of the allocator's reserved memory.
         recompute: by state and level, whether each operator is recomputed.
     """
 
@@ -92,12 +92,12 @@ class UniformStages:
         links: Integers,
         limit_mb: float,
     ) -> tuple[Floats, Floats, Integers, Floats]:
-        """Time of one micro-batch, memory, level, and share of the memory by which that level
-        recomputes more than the one before it; arrays of equal length.
+        """For each stage: time of one micro-batch, memory, level of recomputation, and the share
+        that it needs of the memory that this level saves beyond the one before it.
 
         Args:
             state: rows of `states`.
-            links: in columns, whether the transfers into and out of a stage cross nodes.
+            links: a row for each stage: whether the transfers into and out of it cross nodes.
         """
         space, kinds = self.space, self.space.kinds
         column = np.array(self.states)[state]
@@ -136,7 +136,7 @@ class UniformStages:
         rows = np.arange(len(level))
         before = np.maximum(level - 1, 0)
         mixed = fits[rows, level] & ~fits[rows, before] & (times[rows, before] < times[rows, level])
-        # Operators of both levels are in the stage, and both have their runs of recomputed ones.
+        # The stage has operators of both levels, and so runs of recomputed operators of both.
         peak = np.maximum(peak_mb[rows, level], peak_mb[rows, before])
         allowed_mb = (limit_mb - fixed_mb[:, 0] - peak) / in_flight
         more_mb, fewer_mb = kept_mb[rows, before], kept_mb[rows, level]
@@ -154,8 +154,8 @@ class UniformStages:
     def flags(
         self, state: int, level: int, share: float, first: int, last: int
     ) -> NDArray[np.bool_]:
-        """Recomputed operators of a quoted stage: those of its level up to the operator that brings
-        its share, then those of the level before it.
+        """Whether each operator of a quoted stage is recomputed: by the stage's level up to the
+        operator at which its share is reached, then by the level before it.
         """
         own, before = self.recompute[state, level], self.recompute[state, max(level - 1, 0)]
         inside = slice(first, last - 1)
@@ -163,7 +163,8 @@ class UniformStages:
             self.saved_mb[state, level, inside] - self.saved_mb[state, max(level - 1, 0), inside]
         )
         reached = np.cumsum(more_mb) >= share * more_mb.sum() * (1 - 1e-9)
-        # The levels join after an operator of which both save the same, so that runs stay whole.
+        # Levels change only after an operator for which both save the same, so that no run of
+        # recomputed operators is cut.
         ends = np.flatnonzero(reached & (more_mb == 0))
         end = first + 1 + int(ends[0]) if len(ends) else last
         return np.concatenate([own[first:end], before[end:last]])
@@ -176,8 +177,8 @@ def quote_all(problem: SearchProblem, micro_batch: int) -> dict[int, UniformStag
 
 
 def recompute_levels(space: StageSpace, state: int, count: int) -> list[NDArray[np.bool_]]:
-    """Sets of operators, from none to all: kinds in the order of the time that they cost for the
-    memory that they save.
+    """Sets of recomputed operators, from none to all that save memory: kinds of operators are added
+    in the order of recomputation time per memory saved.
     """
     kept = space.kept_mb[:, state]
     ratio = np.where(kept > 0, space.again_us[:, state] / np.maximum(kept, 1e-9), np.inf)
@@ -186,7 +187,7 @@ def recompute_levels(space: StageSpace, state: int, count: int) -> list[NDArray[
     levels = []
     for chosen in np.unique(np.linspace(0, len(useful), count).astype(int)):
         recomputed = np.isin(space.kinds, useful[:chosen])
-        # The operator behind is recomputed, too, or nothing is saved.
+        # The next operator must be recomputed, too, or nothing is saved.
         levels.append(recomputed | (np.append(False, recomputed[:-1]) & space.fused))
     return levels
 
@@ -205,13 +206,15 @@ def runs(saved: Floats, dropped: NDArray[np.bool_]) -> Floats:
 
 
 def _rounded_up(values: Floats) -> Floats:
-    """In single precision, never less: of 1,024 layers such tables take a gigabyte in double."""
+    """The values rounded up to single precision: for 1,024 layers, such tables take a gigabyte in
+    double precision.
+    """
     near = values.astype(np.float32)
     return np.where(near < values, np.nextafter(near, np.float32(np.inf)), near)
 
 
 def _sparse(values: Floats) -> Floats:
-    """Maxima of all ranges whose length is a power of two, the exponent first."""
+    """Maxima of all ranges whose length is a power of two; the first axis is the exponent."""
     levels = [values]
     width = 1
     while 2 * width <= values.shape[-1]:
@@ -223,6 +226,9 @@ def _sparse(values: Floats) -> Floats:
 
 
 def _range_max(table: Floats, state: Integers, first: Integers, last: Integers) -> Floats:
+    """Maxima over ranges `[first, last)` from a sparse table; two ranges whose length is a power of
+    two cover each.
+    """
     exponent = np.log2(np.maximum(last - first, 1)).astype(int)
     middle = (slice(None),) * (table.ndim - 3)
     at_first, at_last = (

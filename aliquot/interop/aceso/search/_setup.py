@@ -30,9 +30,10 @@ def read_problem(
     """The problem, and a line for each micro-batch that is left out for lack of measurements.
 
     Args:
-        folder: the database.
-        chain: a description of the operators; without one, `model` is a family of Aceso's.
-        num_layers: replaces that of the size; a list where sections have blocks.
+        folder: folder of the database.
+        chain: file that describes the operators; without it, `model` is a family of Aceso's.
+        num_layers: number of layers instead of the size's own; a list of numbers of blocks if the
+            model has sections.
 
     Raises:
         InputError: an unknown family or size, a number out of range, or missing measurements.

@@ -1,9 +1,9 @@
 """The fastest way to run one stretch of operators as a stage under a memory limit, by extending
 labels operator by operator.
 
-A label is a partial stage: its time, its memory so far, and the state of its last operator. Labels
-are dropped if another one is better in every respect, or if a bound on the remaining operators puts
-them above the ceiling.
+A label is a partial stage: its time and memory so far, and the state of its last operator. A label
+is dropped if another one dominates it, or if a lower bound on the remaining operators puts it above
+the ceiling.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from ._dominance import TOLERANCE, undominated
 from ._space import Floats, StageSpace
 
-# Places at which two paths are joined.
+# The most places at which two paths are joined.
 _MOST_MIXED = 120
-# Labels that are compared with each other at an operator, as a multiple of those that are kept.
+# The most labels that are compared with each other at an operator, as a multiple of those kept.
 _MOST_COMPARED = 3
 
 Integers = NDArray[np.int64]
+# Ceilings that are tried one after another, as shares above the bound.
 _RISES = (0.0005, 0.002, 0.005, 0.01, 0.03, 0.1, 1.0, np.inf)
 
 
@@ -30,11 +31,11 @@ class StageAnswer:
     """The fastest known way to run a stage, with a lower bound.
 
     Attributes:
-        time_us: of the fastest known way; infinite if none is known.
-        bound_us: no way is faster; the ceiling if all are above it.
+        time_us: time of the fastest known way; infinite if none is known.
+        bound_us: a lower bound on the time of all ways; the ceiling if all are above it.
         closed: whether the search proved that no way is faster than its ceiling.
-        states: of each operator, an index into the space's states.
-        recompute: of each operator.
+        states: for each operator, its index among the space's states.
+        recompute: for each operator, whether it is recomputed.
     """
 
     time_us: float
@@ -45,7 +46,7 @@ class StageAnswer:
 
     @property
     def is_exact(self) -> bool:
-        """True if no way is faster."""
+        """True if it is proved that no way is faster."""
         return self.closed or self.bound_us >= self.time_us * (1 - TOLERANCE)
 
     def improved(self, other: StageAnswer) -> StageAnswer:
@@ -72,7 +73,7 @@ def solve_stage(
     """The fastest way to run operators `[first, last)`, if it takes less than the ceiling.
 
     Args:
-        in_flight: micro-batches held.
+        in_flight: number of micro-batches that the stage holds.
         entered, left: whether the transfers into and out of the stage cross nodes.
         rate_us_per_mb: an estimate of the Lagrange multiplier of memory; the better it is, the
             fewer labels remain.
@@ -134,8 +135,8 @@ class _Labels:
         self._fused = space.fused[first:last]
 
     def solve(self, ceiling: float, rate: float, max_labels: int) -> StageAnswer:
-        """Bounds on the operators after each one under a few rates, then labels below ceilings that
-        rise from the bound.
+        """The fastest way below the ceiling. Lower bounds on the remaining operators are computed
+        under a few rates, then labels are extended below ceilings that rise from the bound.
         """
         if not np.isfinite(self._busy[0]).any():
             return StageAnswer(time_us=np.inf, bound_us=np.inf)
@@ -147,7 +148,8 @@ class _Labels:
         at = int(bounds.argmax())
         if bounds[at] >= ceiling:
             return StageAnswer(time_us=np.inf, bound_us=ceiling)
-        # Closely spaced where the bound is best; then larger ones, so that some shortest path fits.
+        # Rates closely spaced around the best bound, and larger ones, so that some shortest path
+        # fits in memory.
         low, high = rates_tried[max(at - 1, 0)], rates_tried[min(at + 1, len(rates_tried) - 1)]
         rates_tried = np.unique(
             np.concatenate([[0.0], np.linspace(low, high, 17), high * np.geomspace(1.2, 100, 8)])
@@ -175,7 +177,8 @@ class _Labels:
             if answer.bound_us < bar or np.isfinite(answer.time_us) or bar >= ceiling:
                 break
         if not np.isfinite(best.time_us) and bar < ceiling:
-            # Every way that fits was dropped; try again with labels far above the bound.
+            # All ways that fit were dropped at the limit of labels; try again up to the full
+            # ceiling.
             best = self._extend(
                 ceiling,
                 rates_tried[chosen_rates],
@@ -186,8 +189,8 @@ class _Labels:
         return replace(best, bound_us=bound)
 
     def _rounded(self, rates: Floats, togo: Floats) -> StageAnswer:
-        """The fastest way that fits among the shortest paths, one for each rate, and mixtures of
-        two neighbours.
+        """The fastest way that fits in memory among the shortest paths, one for each rate, and
+        mixtures of two of them with neighbouring rates.
         """
         states, again = self._shortest(rates, togo)
         fits = np.flatnonzero(self._totals(states, again)[1] <= self._limit + TOLERANCE)
@@ -211,8 +214,8 @@ class _Labels:
         )
 
     def _shortest(self, rates: Floats, togo: Floats) -> tuple[Integers, Integers]:
-        """States and recomputed operators of the shortest path under each rate, a column for
-        each.
+        """States and recomputed operators of the shortest path under each rate: a row for each
+        operator, a column for each rate.
         """
         count = len(self._kinds)
         states = np.zeros((count, len(rates)), np.int64)
@@ -244,8 +247,8 @@ class _Labels:
     ) -> tuple[Integers, Integers]:
         """Both paths, and every path that begins as one of them and ends as the other.
 
-        Equal layers change all at once from rate to rate. If one of two paths is too large and the
-        other needlessly slow, the best path has some layers of each.
+        From one rate to the next, equal layers change all at once. If one of two paths needs too
+        much memory and the other is needlessly slow, the best path has some layers of each.
         """
         count = len(states)
         ends = np.unique(np.linspace(0, count, min(count, _MOST_MIXED) + 1).astype(int))
@@ -284,8 +287,11 @@ class _Labels:
         return labels[:, 0] + self._leaves[states[-1]], labels[:, 1] + self._held(labels)
 
     def _to_go(self, rates: Floats, time: float) -> Floats:
-        """By operator, rate, recomputed or not, and state: the least cost of the operators after
-        it, exit included.
+        """The least cost of all operators after each one and of the transfer out of the stage,
+        indexed by operator, rate, recomputed or not, and state.
+
+        Args:
+            time: weight of times in the cost: 1, or 0 for memory alone.
         """
         count, states = self._busy.shape
         result = np.zeros((count, len(rates), 2, states))
@@ -312,6 +318,9 @@ class _Labels:
         return result
 
     def _bounds(self, togo: Floats, rates: Floats, time: float = 1.0) -> Floats:
+        """The lower bound on the whole stage under each rate: the least cost, minus the cost of the
+        memory limit at that rate. With `time` 0, the least memory at a rate of 1.
+        """
         busy = np.where(
             np.isfinite(self._busy[0]), time * np.nan_to_num(self._busy[0], posinf=0.0), np.inf
         )
@@ -325,6 +334,7 @@ class _Labels:
     def _extend(
         self, ceiling: float, rates: Floats, togo: Floats, memory_to_go: Floats, max_labels: int
     ) -> StageAnswer:
+        """The fastest way below the ceiling, found by extending labels operator by operator."""
         count = len(self._kinds)
         begin = np.flatnonzero(np.isfinite(self._busy[0]))
         states = np.repeat(begin, 2)
@@ -392,7 +402,7 @@ class _Labels:
     def _step(
         self, op: int, labels: Floats, states: NDArray[np.int64], again: NDArray[np.int64]
     ) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Labels extended by every next state, recomputed and not."""
+        """The labels extended by every state of the next operator, recomputed and not."""
         if not self._space.counts_last_reserved:
             labels = labels.copy()
             self._reserve(labels, states, op - 1)
@@ -420,12 +430,16 @@ class _Labels:
         return result, states, again, parents
 
     def _reserve(self, labels: Floats, states: NDArray[np.int64], op: int) -> None:
+        """Raise the maxima that labels keep (peak of recomputation, reserved memory) to those of an
+        operator.
+        """
         kind = self._kinds[op]
         labels[:, 4] = np.maximum(labels[:, 4], self._space.peak_mb[kind][states])
         labels[:, 5] = np.maximum(labels[:, 5], self._space.forward_reserved_mb[kind][states])
         labels[:, 6] = np.maximum(labels[:, 6], self._space.backward_reserved_mb[kind][states])
 
     def _held(self, labels: Floats) -> Floats:
+        """Memory that labels need beyond the sum over their operators."""
         held: Floats = labels[:, 4] + np.maximum(labels[:, 5] + labels[:, 6], labels[:, 2])
         return held
 
@@ -447,8 +461,8 @@ class _Labels:
 
 
 def _least_after(costs: Floats, edges: Floats) -> Floats:
-    """For each state the least cost through a next state. The axis is short: a loop over it beats a
-    reduction.
+    """For each state, the least cost through any next state. The axis of next states is short, so a
+    loop is faster than a reduction.
     """
     result = costs[..., :1] + edges[:, 0]
     for following in range(1, edges.shape[1]):

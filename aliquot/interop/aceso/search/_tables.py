@@ -62,14 +62,14 @@ def find_period(kinds: Integers) -> Period:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StretchBounds:
-    """Bounds by number of stages after it, kinds of links, first operator and length less one;
-    microseconds.
+    """Lower bounds of stretches, indexed by number of stages after the stretch, kind of links,
+    first operator, and length less one.
 
     Attributes:
-        bound_us: infinite where no stretch begins or none fits.
+        bound_us: the bounds; infinite if no stage may have this stretch, or it does not fit.
         rate: index of the rate that gave the bound.
         links: for each kind, whether a stage is entered and left between nodes.
-        rates_us_per_mb: Lagrange multipliers, by number of stages after it.
+        rates_us_per_mb: Lagrange multipliers, by number of stages after the stretch.
     """
 
     bound_us: Floats
@@ -94,10 +94,10 @@ def bound_stretches(
 
     Args:
         in_flight: micro-batches that a stage holds, by number of stages after it.
-        rates_us_per_mb: for each of them, rates to try.
+        rates_us_per_mb: rates to try, by number of stages after it.
         links: whether a stage is entered and left between nodes (1) or within one (0). The first
             stage counts as entered within a node.
-        begins: for each operator, whether a stage may begin with it; with None it may with any.
+        begins: for each operator, whether a stage may begin with it; None if with any.
         ends: for each operator and the end of the chain, whether a stage may end before it.
     """
     num = len(space.kinds)
@@ -116,10 +116,11 @@ def bound_stretches(
 
 
 class _Sweep:
-    """Shortest paths from all beginnings at once. Paths are indexed [state, entry, behind, rate,
-    row], with and without recomputation of the last operator.
+    """Shortest paths from all beginnings at once, with and without recomputation of the last
+    operator. They are indexed [state, entry, behind, rate, row]: `entry` is the kind of transfer
+    into the stage, `behind` the number of stages after it, and there is a row for each beginning.
 
-    Rows are many and states few: NumPy is fast where the last axis is long.
+    Rows come last because there are many of them: NumPy is fast if the last axis is long.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class _Sweep:
         self._space, self._rates, self._limit, self._longest = space, rates, limit_mb, longest
         self._num = num = len(space.kinds)
         held = rates * in_flight[:, None]
-        # By kind, and then as paths, with one place for all entries and for all rows.
+        # Indexed by kind of operator, then like paths, with axes of length 1 for entries and rows.
         self._saved = held[..., None] * _by_state(space.kept_mb)
         self._own = (
             _by_state(space.busy_us)
@@ -163,14 +164,14 @@ class _Sweep:
         self.rate = np.zeros(shape, np.int8)
 
     def run(self, period: Period, begins: NDArray[np.bool_], ends: NDArray[np.bool_]) -> None:
-        """Bound all stretches: one sweep with a row for each distinct beginning, then one over what
-        follows the layers.
+        """Bound all stretches: one sweep with a row for each distinct beginning, then one over the
+        operators after the layers.
         """
         num, end = self._num, period.end if period.count else self._num
         layer = np.arange(period.first, min(period.first + period.length, end))
         heads, self._ends = np.flatnonzero(begins[:end]), ends
         if period.count:
-            # A beginning in the first layer stands for the same one in all layers.
+            # A beginning in the first layer stands for the same beginning in all layers.
             by_layer = begins[period.first : end].reshape(period.count, period.length)
             heads = np.concatenate([heads[heads < period.first], layer[by_layer.any(axis=0)]])
             self._ends = ends.copy()
@@ -199,8 +200,8 @@ class _Sweep:
             self._advance(joined, starts, op, None)
 
     def _advance(self, rows: _Rows, starts: Integers, op: int, period: Period | None) -> bool:
-        """Extend every row by an operator, begin those that start with it, and write bounds; False
-        if no row is left.
+        """Extend every row by operator `op`, begin the rows that start with it, and write the
+        bounds; False if no row is left.
         """
         going = (starts <= op) & (op - starts < self._longest)
         if not going.any():
@@ -249,6 +250,7 @@ class _Sweep:
     def _write(
         self, rows: _Rows, starts: Integers, op: int, chosen: slice, period: Period | None
     ) -> None:
+        """Write the bounds of all stretches that end with operator `op`."""
         least = np.minimum(rows.plain[..., chosen], rows.again[..., chosen])
         reserved = rows.reserved[0][chosen] + rows.reserved[1][chosen]
         refund = self._rates[..., None] * (self._limit - reserved)
@@ -284,14 +286,15 @@ class _Sweep:
 
 
 def _by_state(values: Floats) -> Floats:
-    """Values whose last axis is the state, so that they can be added to paths."""
+    """Values whose last axis is the state, with further axes so that they can be added to paths."""
     return values[..., None, None, None, None]
 
 
 class _Edges:
-    """Costs between states of neighbours, those of equal rows and of equal columns only once.
+    """Costs of changing from each state of an operator to each state of the next, with equal rows
+    and equal columns stored once.
 
-    States of a layer that differ in what they recompute have the same edges.
+    There are many equal ones for layers, whose states may differ in what they recompute alone.
     """
 
     def __init__(self, costs: Floats) -> None:
@@ -318,7 +321,7 @@ class _Edges:
 
 
 class _Rows:
-    """Paths by beginning."""
+    """Shortest paths so far, a row for each beginning."""
 
     def __init__(self, plain: Floats, again: Floats, reserved: tuple[Floats, Floats]) -> None:
         self.plain, self.again, self.reserved = plain, again, reserved
