@@ -1,1 +1,1 @@
-"""Files of other systems, read and written."""
+"""Readers and writers of the files of other systems."""

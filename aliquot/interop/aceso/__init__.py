@@ -1,7 +1,7 @@
 """Aceso's measured databases, its configurations and its performance model.
 
-Names that have to do with plans are imported on first use (PEP 562): they need JAX, which takes
-longer to import than many searches take.
+Names that concern plans are imported on first use (PEP 562): they need JAX, whose import takes
+longer than many searches.
 """
 
 import importlib

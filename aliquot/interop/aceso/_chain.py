@@ -23,7 +23,7 @@ class Operator:
     """One operator of a chain.
 
     Attributes:
-        name: as the database calls it.
+        name: its name in the database.
         starts_layer: whether a run of recomputed operators ends before it.
         kept_share: share of its measured activations that is kept; counts buffers shared with a
             neighbour once.
@@ -41,10 +41,10 @@ class Operator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorChain:
-    """A model as a chain.
+    """A model as a chain of operators.
 
     Attributes:
-        operators: in order.
+        operators: the operators in order.
         resharding: whether changing layouts between operators costs time.
         copies_of_weights: bytes of parameters, gradients and optimizer state, in units of the
             parameters' own.
@@ -74,11 +74,11 @@ def make_chain(description: Mapping[str, Any], sizes: Mapping[str, Any]) -> Oper
     """A chain from its description.
 
     Args:
-        description: as in `chains.toml`; see there.
-        sizes: numbers that groups name as their `repeat`.
+        description: in the format that `chains.toml` explains.
+        sizes: numbers by the names that groups give as their `repeat`.
 
     Raises:
-        InputError: the description lacks something, or names a size that is not given.
+        InputError: the description is incomplete, or names a size that is not given.
     """
     names = [name for group in _groups(description) for name in _expanded(group, sizes)]
     usual = tuple(description.get("layout", ("tp", "dp", "1", "1")))

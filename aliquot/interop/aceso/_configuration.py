@@ -24,11 +24,11 @@ _LISTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConfiguration:
-    """One stage. The tuples have one entry for each of its operators.
+    """The configuration of one stage. Tuples have one entry for each of its operators.
 
     Attributes:
         num_devices: tensor degree times data degree of each of its operators.
-        tensor, data: degrees.
+        tensor, data: tensor and data degrees.
         algorithm: how tensor parallelism splits the operator.
         recompute: whether the backward pass recomputes the operator.
     """
@@ -49,7 +49,7 @@ class Configuration:
         global_batch: samples in a step.
         micro_batch: samples in a micro-batch, summed over the data-parallel ranks of a stage.
         stages: in order; together they hold every operator once.
-        settings: all other keys of the file, such as `num_layers`.
+        settings: the remaining keys of the file, such as `num_layers`.
     """
 
     model_name: str
@@ -66,7 +66,7 @@ class Configuration:
 
 
 def read_configuration(path: Path) -> Configuration:
-    """A configuration from Aceso's JSON. Raises `InputError` with every fault."""
+    """Read a configuration from Aceso's JSON. Raises `InputError` that lists every fault."""
     repeated: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def read_configuration(path: Path) -> Configuration:
 
 
 def configuration_to_dict(configuration: Configuration) -> dict[str, Any]:
-    """The keys that Aceso's runtime reads."""
+    """The configuration as the keys and values that Aceso's runtime reads."""
     stages = configuration.stages
     return {
         "model_name": configuration.model_name,
@@ -150,7 +150,7 @@ def configuration_to_dict(configuration: Configuration) -> dict[str, Any]:
 
 
 def write_configuration(configuration: Configuration, path: Path) -> None:
-    """Write a configuration as Aceso's runtime reads it."""
+    """Write a configuration in the form that Aceso's runtime reads."""
     write_atomic(path, json.dumps(configuration_to_dict(configuration), indent=4) + "\n")
 
 

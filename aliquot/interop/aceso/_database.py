@@ -1,9 +1,9 @@
-"""Aceso's database: times and sizes of operators, collectives and transfers, measured once and kept
-as CSV files.
+"""Reader of Aceso's databases: CSV files with measured times and sizes of operators, collectives
+and transfers.
 
 Operators have one file for each micro-batch, tensor degree and algorithm,
 `MODEL_SIZE_mbsB_tpT_algoA.csv`; collectives one for each kind and number of devices,
-`prim_MODEL_SIZE_KIND_Ngpus.csv`; transfers one within and one between nodes.
+`prim_MODEL_SIZE_KIND_Ngpus.csv`; transfers one for those within and one for those between nodes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _FAILED = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """Bandwidth of transfers by message size: sizes in MiB, powers of two from 1 up, and GB/s."""
+    """Bandwidths of transfers in GB/s for sizes of messages in MiB, which are powers of two from 1
+    on.
+    """
 
     sizes_mb: tuple[float, ...]
     bandwidths_gb_per_s: tuple[float, ...]
@@ -78,8 +80,8 @@ class Database:
 
 
 def models_in(folder: Path) -> tuple[str, ...]:
-    """Models, with their sizes, of a folder's operator files. Raises `InputError` if it has
-    none.
+    """The models, with their sizes, that a folder has operator files of. Raises `InputError` if
+    there are none.
     """
     models = {
         match["model"] for path in _files(folder) if (match := _OPERATOR_FILE.fullmatch(path.name))
@@ -100,7 +102,7 @@ def load_database(folder: Path, model: str) -> Database:
         model: model and size, such as `gpt_1_3B`.
 
     Raises:
-        InputError: a folder without the model, or a malformed file, with line and column.
+        InputError: the folder lacks the model, or a file is malformed; names line and column.
     """
     models = models_in(folder)
     if model not in models:

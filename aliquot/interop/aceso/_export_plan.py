@@ -1,5 +1,5 @@
-"""A plan of a GPT, T5 or Wide-ResNet -> Aceso's configuration, where its layout can be written
-as one.
+"""Conversion of a plan of a GPT, T5 or Wide-ResNet to Aceso's configuration, if its layout can be
+written as one.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ def configuration_of(
     settings: Mapping[str, Any],
     layers_recompute: bool,
 ) -> Configuration:
-    """A plan in Aceso's terms.
+    """The configuration that corresponds to a plan.
 
     Args:
-        operators: of the step.
-        family, model_size: as the configuration names them.
+        operators: the map of the step's operators.
+        family, model_size: the configuration's names of them.
         global_batch: samples in a step.
-        settings: what else Aceso's runtime reads, such as `num_layers`.
+        settings: further keys that Aceso's runtime reads, such as `num_layers`.
         layers_recompute: whether the step itself recomputes its layers.
 
     Raises:
-        InputError: the plan has a layout or a schedule that Aceso has no terms for; lists all of
-            them.
+        InputError: the plan has layouts or a schedule that a configuration cannot express; lists
+            all of them.
     """
     plan = step.plan
     faults = list(_schedule_faults(step))
@@ -131,7 +131,7 @@ def _schedule_faults(step: PlannedStep) -> Iterator[str]:
 def _stages(
     step: PlannedStep, operators: OperatorMap, numbers: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[str]]:
-    """The stage of each operator of the chain, and the operators that a cut goes through."""
+    """The stage of each operator of the chain, and messages on operators that a cut divides."""
     stages_of: list[set[int]] = [set() for _ in operators.names]
     for k, ops in enumerate(numbers):
         for number in ops:
@@ -145,7 +145,7 @@ def _stages(
         if len(stages) > 1
     ]
     stage_of: list[int] = []
-    # Operators of the chain of which the step computes nothing go with the one before them.
+    # An operator of the chain for which the step computes nothing gets the stage of the one before.
     for stages in stages_of:
         before = stage_of[-1] if stage_of else 0
         stage_of.append(max(before, min(stages, default=before)))
@@ -185,10 +185,10 @@ class _StageLayout:
         return self._of_group(operator)
 
     def recomputed(self, mine: Sequence[int]) -> list[bool]:
-        """The operators of the stage that recompute: where a product does, it and all up to the
-        next product of its layer.
+        """Whether each operator of the stage is recomputed: each product that the plan recomputes,
+        and the operators after it up to the next product of its layer, which is included.
 
-        Aceso lets go of what an operator keeps where it and the next one recompute.
+        Aceso frees the activations of an operator only if it and the next one are recomputed.
         """
         marked = [False] * len(mine)
         for k, operator in enumerate(mine):
@@ -207,8 +207,8 @@ class _StageLayout:
         return marked
 
     def operator_faults(self) -> Iterator[str]:
-        """Traits of operators that Aceso has no terms for; equal ones of several layers in one
-        line.
+        """Messages on splits of operators that a configuration cannot express; equal ones of
+        several layers share one line.
         """
         by_kind: dict[tuple[str, str], dict[int, None]] = {}
         for operator, what in self.faults:
@@ -217,7 +217,7 @@ class _StageLayout:
             yield f"{self.where}, {name} (operators {', '.join(map(str, numbers))}): {what}"
 
     def state_faults(self) -> Iterator[str]:
-        """The splits of parameters and states beyond tensor parallelism."""
+        """Messages on splits of parameters and optimizer state other than by tensor parallelism."""
         split: dict[tuple[str, str], int] = {}
         problem = self.stage.problem
         for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True):
@@ -270,7 +270,7 @@ class _StageLayout:
         return tensor, data, min((kinds.index(kind) for kind in split), default=0)
 
     def _of_group(self, operator: int) -> tuple[int, int, int]:
-        """Degrees of an operator between products, by the split of its arrays."""
+        """Degrees and algorithm of an operator between products, from the split of its arrays."""
         devices = math.prod(self.planned.mesh_shape)
         name = self.operators.roles[operator]
         node = self._node(operator)
@@ -293,7 +293,9 @@ class _StageLayout:
         return devices // data, data, 0
 
     def _node(self, operator: int) -> int | None:
-        """The decision about the arrays that an operator between products works on."""
+        """The node of the arrays that an operator between products works on; None if the stage has
+        no product that makes or reads them.
+        """
         name = self.operators.roles[operator]
         if not {*IMAGES}.isdisjoint(self.operators.roles):
             return self._node_of_images(operator)
@@ -312,7 +314,7 @@ class _StageLayout:
         return None
 
     def _node_of_images(self, operator: int) -> int | None:
-        """The decision about the arrays between two convolutions."""
+        """The node of the arrays between two convolutions that an operator works on."""
         before = [o for o in self.products if o < operator]
         for product in self.products[max(before)] if before else ():
             if product.landed is not None:

@@ -1,8 +1,8 @@
 """Places of the operators of a captured Wide-ResNet in Aceso's chain of convolutions.
 
-In the chain, the normalisation behind a convolution includes the rectifier that follows inside a
-block. A block's `downsample` includes the projection of the shortcut, with its normalisation where
-the model has one, and the sum of both branches; the last rectifier is an operator of its own.
+In the chain, the normalisation after a convolution includes the rectifier that follows inside a
+block. A block's `downsample` includes the projection of the shortcut, with its normalisation if the
+model has one, and the sum of both branches; the last rectifier is an operator of its own.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ def place_of_image_operator(
     """The place in the chain of an operator that works on activations.
 
     Args:
-        name: of its primitive.
+        name: name of its primitive.
         rank: the most dims of its results: statistics have one, and images four.
         read: places of the activations that it reads; empty for the batch.
-        parameters: the place of the parameters that it reads.
-        roles: of the chain's operators.
+        parameters: place of the parameters that it reads, if any.
+        roles: roles of the chain's operators.
     """
     last = max(read, default=0)
     if parameters is not None:
         return max(parameters, last)
     role = roles[last]
     if role in ("conv1", "block-conv1", "block-conv"):
-        # What is computed of a convolution's result is normalisation.
+        # Operators on the result of a convolution belong to its normalisation.
         return last + 1
     if role == "block-bn" and roles[min(read)] in _BEFORE_BLOCKS:
-        # The sum with what entered the block.
+        # The sum of both branches, one of which is the block's input.
         return last + 1
     if role in ("bn1", "block-downsample") and name in _RECTIFIER and rank > 1:
         return last + 1

@@ -1,4 +1,4 @@
-"""Aceso's configuration -> a plan of a GPT, T5 or Wide-ResNet."""
+"""Conversion of Aceso's configuration to a plan of a GPT, T5 or Wide-ResNet."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def configuration_faults(
     options: Mapping[str, str],
     cluster: Cluster,
 ) -> list[str]:
-    """Faults of a configuration that does not go with a model, or with a cluster.
+    """Messages on everything in a configuration that does not fit a model or a cluster.
 
     Args:
-        family: of the model, as in configurations.
-        names: of the operators of the model's chain.
-        shape: of the model, by Aceso's keys.
-        options: for each key what it is called on the command line.
+        family: the model's family, as configurations name it.
+        names: names of the operators of the model's chain.
+        shape: the model's sizes, by Aceso's keys.
+        options: for each key, its name on the command line.
     """
     return [
         *_model_faults(configuration, family, names, shape, options),
@@ -142,17 +142,18 @@ def plan_of(
     memory_limit_bytes: float | None = None,
     semantics: str = "exact",
 ) -> Plan:
-    """A configuration as a plan of a captured model.
+    """The plan of a captured model that corresponds to a configuration.
 
-    Operators are split as their degrees say, and what follows from them as is cheapest. The
-    residual stream has one split in each stage, that of most operators on it, and so have the
-    arrays between two convolutions; notes of the plan name stages where others asked for another.
+    Operators are split as their degrees say; splits that the degrees leave open are chosen for the
+    least cost. The residual stream has one split in each stage, that of most operators on it, and
+    so have the arrays between two convolutions; notes of the plan name operators whose degrees ask
+    for another one.
 
     Args:
-        configuration: for which `configuration_faults` found nothing.
-        operators: of the step.
-        memory_limit_bytes: per device; by default what the device's runtime leaves to programs.
-        semantics: of several micro-batches; see `plan_micro_batches`.
+        configuration: one for which `configuration_faults` found nothing.
+        operators: the map of the step's operators.
+        memory_limit_bytes: per device; by default what the device's runtime leaves for programs.
+        semantics: meaning of several micro-batches; see `plan_micro_batches`.
 
     Raises:
         InputError: degrees do not divide what they split, or a stage has no operator that the model
@@ -190,7 +191,7 @@ def _first_operators(configuration: Configuration) -> list[int]:
 
 
 def _cut(graph: Graph, operators: OperatorMap, firsts: Sequence[int]) -> str | int:
-    """Where the stages begin, as `cut_layers` takes it."""
+    """The places where stages begin, in the form that `cut_layers` takes."""
     if len(firsts) == 1:
         return 1
     computing = [
@@ -243,7 +244,7 @@ def _decide(
         )
         problem = make()
         folded = not layers_differ(problem, operators, extract.ops, stage, first)
-        # Layers that the configuration splits differently cannot be decided about together.
+        # If the configuration splits layers differently, they cannot be folded.
         problem = problem if folded else make(repeats=False)
         problem = replace(problem, cluster=subcluster(task.cluster, _submesh(stage, task.cluster)))
         axes = mesh_axes(stage.num_devices, stage.tensor)
@@ -319,7 +320,7 @@ def _submesh(stage: StageConfiguration, cluster: Cluster) -> tuple[int, int]:
 def _solve(
     split: StageSplits, choices: Sequence[Any], folded: bool, task: Task
 ) -> tuple[StageDecision, PricedStage]:
-    """A stage with the cheapest of the choices that it may take."""
+    """A stage with the cheapest of the choices that its configuration leaves open."""
     problem, axes = split.problem, split.axes
     waits = problem.num_micro_batches > 1
     priced = price(
@@ -338,11 +339,11 @@ def _solve(
         priced=priced,
         allowed=[np.ones(len(node.choices), bool) for node in priced.nodes],
     )
-    # What the degrees leave open matters little: near the best is near enough.
+    # The splits that the degrees leave open matter little, so a wide gap is good enough.
     planner = ILP().coarser(relative_gap=1e-2, node_limit=50)
     solution = planner.solve(problem, space, memory_limit_bytes=task.limit_bytes)
     if solution is None:
-        # Where it does not fit, say by how much.
+        # Without a limit, so that the error can say how much memory is needed.
         solution = planner.solve(problem, space, memory_limit_bytes=math.inf)
     assert solution is not None
     repeat = split.repeat()
@@ -380,7 +381,7 @@ def _name(
 
 
 def _notes(k: int, split: StageSplits) -> Iterator[str]:
-    """Differences between a stage and its configuration."""
+    """A note on the operators of a stage whose splits differ from its configuration, if any."""
     others, degree = split.overruled()
     if others:
         where = "between convolutions" if split.has_images else "on the residual stream"

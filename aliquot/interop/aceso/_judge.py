@@ -1,5 +1,5 @@
-"""Performance models: Aceso's own with its faults, or one without these that also counts the
-update.
+"""Performance models: Aceso's own with its faults, and one without these faults that also counts
+the update.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Faults:
             instead of its last.
         coarse_bandwidths: transfers have the bandwidth of the next smaller measured size, and those
             below 1 MiB one from the other end of the table; mended, bandwidths are interpolated and
-            small messages have the smallest's.
+            small messages have that of the smallest measured size.
         exact_collectives: a collective of a size that was not measured takes 100 s; mended, times
             are interpolated.
         uncapped_in_flight: a stage holds a micro-batch for each stage after it, even if there are
@@ -105,7 +105,7 @@ JUDGES = {
         counts_update=True,
     ),
 }
-"""Judges by name: Aceso's own, and one with every fault mended and the update counted."""
+"""Judges by name: Aceso's own, and one without its faults that also counts the update."""
 
 
 def find_judge(name: str) -> Judge:

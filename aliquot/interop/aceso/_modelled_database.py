@@ -1,4 +1,4 @@
-"""A database of a model in Aceso's format, from this project's cost model instead of a profiler."""
+"""Databases in Aceso's format that this project's cost model computes, instead of a profiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_MIB = 4096
 
 
 class ModelShape(Protocol):
-    """A family of models of one size, as Aceso names its operators."""
+    """The sizes of a model, which give rows of operators under Aceso's names."""
 
     @property
     def dtype(self) -> str:
@@ -25,7 +25,7 @@ class ModelShape(Protocol):
 
     @property
     def algorithms(self) -> tuple[int, ...]:
-        """Algorithms that the operators have."""
+        """The algorithms of the operators."""
 
     @property
     def splits(self) -> int:
@@ -42,8 +42,8 @@ def modelled_database(
     micro_batches: Sequence[int],
     tensor_degrees: Sequence[int] | None = None,
 ) -> DatabaseContent:
-    """Operators, collectives and transfers of a model on a cluster, as the cost model prices them,
-    or as they were measured where the cluster holds measurements.
+    """The operators, collectives and transfers of a model on a cluster with their prices by the
+    cost model, which the cluster's measurements correct if it has any.
 
     Args:
         shape: the model; see `TransformerShape` and `ResNetShape`.
@@ -51,7 +51,8 @@ def modelled_database(
         tensor_degrees: by default all powers of two within a host.
 
     Raises:
-        InputError: a degree that does not divide what it splits, or more devices than a host has.
+        InputError: a tensor degree does not divide the heads or channels that it splits, or the
+            devices of a host.
     """
     per_host = cluster.devices_per_host
     degrees = (

@@ -1,8 +1,10 @@
-"""The operator of Aceso's chain that each operator of a captured GPT, T5 or Wide-ResNet belongs to.
+"""The operator of Aceso's chain to which each operator of a captured GPT, T5 or Wide-ResNet
+belongs.
 
-The forward pass is followed in program order: parameters say where products, norms and biases
-belong; of the others, what is computed of an operator's result without a parameter belongs to the
-next one that has none. See `_image_places.py` for convolutions.
+The forward pass is followed in program order. Operators that read a parameter (products, norms,
+biases) belong to the chain's operator with that parameter. An operator that reads none belongs to
+the chain's operator whose result it reads, or to the one after that, as `_STEPS` says: after
+attention scores to the softmax, for example. See `_image_places.py` for convolutions.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any
 from ...graph import Graph, Phase, Role, traits_of
 from ._image_places import place_of_image_operator
 
-# How far behind an operator stands what is computed of its result alone.
+# For chain operators by role: how many places further along the chain those operators of the step
+# belong that read only its result.
 _STEPS = {
     "encoder-embedding": 1,
     "enc-attention-score": 1,
@@ -31,16 +34,16 @@ _TOKENS = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorMap:
-    """A captured step and a chain.
+    """The map from the operators of a captured step to those of a chain.
 
     Attributes:
-        names: of the chain's operators.
-        roles: for each the operator of a GPT, or of a chain of convolutions, that it does the work
-            of.
-        of_op: for each operator of the step the chain's operator that it belongs to; -1 for
-            constants, and outside of the forward pass.
-        computes: for each whether it computes on activations: it is no cast, no transpose, and
-            nothing of parameters alone.
+        names: names of the chain's operators.
+        roles: for each operator of the chain, the operator of a GPT, or of a chain of convolutions,
+            that has the same function.
+        of_op: for each operator of the step, the position of the chain's operator to which it
+            belongs; -1 for constants, and outside of the forward pass.
+        computes: for each operator of the step, whether it computes on activations: casts and
+            transposes do not, nor do operators on parameters alone.
     """
 
     names: tuple[str, ...]
@@ -52,12 +55,12 @@ class OperatorMap:
 def map_operators(
     graph: Graph, names: Sequence[str], description: Mapping[str, Any]
 ) -> OperatorMap:
-    """The operators of a model of the zoo, by those of Aceso's chain.
+    """Map the operators of a model of the zoo to those of Aceso's chain.
 
     Args:
-        graph: the step, its layers written out.
-        names: of the chain's operators, in order.
-        description: of the chain, as in `chains.toml`.
+        graph: the step, with unrolled layers.
+        names: names of the chain's operators, in order.
+        description: description of the chain, as in `chains.toml`.
     """
     roles = [_role(name, description.get("roles", {})) for name in names]
     patterns = [
@@ -99,7 +102,7 @@ def map_operators(
             place = parameters
             of_parameters.update(results)
         elif parameters is None and tokens.issuperset(read):
-            # Tokens are prepared wherever they are read.
+            # Operators that prepare tokens have the place of the tokens.
             place = activations
             tokens.update(results)
         else:
@@ -134,10 +137,10 @@ def _place_of_parameter(
 
 
 def _place(name: str, activations: int, parameters: int | None, roles: Sequence[str]) -> int:
-    """Where an operator on activations stands."""
+    """The place in the chain of an operator that reads activations."""
     if name == "dot_general":
         if parameters is not None:
-            # A tied embedding is read once more at the end.
+            # A tied embedding is read again at the end, by the output head.
             return parameters if parameters > activations else len(roles) - 1
         is_score = roles[activations] == "enc-attention-qkv"
         return activations + (1 if is_score else roles[activations:].index("enc-attention-context"))

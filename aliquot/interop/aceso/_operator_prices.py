@@ -21,12 +21,12 @@ _WHOLE = np.array([[-1]], np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorPrices:
-    """The cost model for one micro-batch size, tensor degree and algorithm, or the cluster's
-    measurements where it holds them.
+    """Prices for one micro-batch size, tensor degree and algorithm, by the cost model, which the
+    cluster's measurements correct if it has any.
 
     Attributes:
-        cluster: where the operators run.
-        dtype: of parameters and activations.
+        cluster: the cluster that the operators run on.
+        dtype: dtype of parameters and activations.
         batch: samples of a micro-batch on each data-parallel rank.
         tensor: tensor degree.
         algorithm: 0 splits the outputs of the first of two products, 1 its inputs.
@@ -56,8 +56,8 @@ class OperatorPrices:
     def convolution(
         self, batch: int, rows: int, columns: int, depth: int, input_elements: int
     ) -> float:
-        """Seconds of a product whose left side is read from fewer elements than it has, as windows
-        of an image overlap.
+        """Seconds of a product whose left operand is read from only `input_elements` elements,
+        fewer than it has, because the windows of an image overlap.
         """
         left, right, result = (
             (True, True, False, True),
@@ -102,11 +102,11 @@ class OperatorPrices:
         activations: float,
         working: tuple[float, float],
     ) -> OperatorRow:
-        """A line of the database, from seconds and bytes.
+        """A row of the database, from seconds and bytes.
 
         Args:
             seconds: forward and backward.
-            arrays: bytes that enter and leave.
+            arrays: bytes at the input and at the output.
             working: bytes of temporary arrays, forward and backward.
         """
         return OperatorRow(
@@ -123,8 +123,8 @@ class OperatorPrices:
 
 
 def collective_seconds(kind: str, num_devices: int, num_bytes: float, cluster: Cluster) -> float:
-    """Seconds of a collective among neighbours of a host. An all-gather is known by the bytes that
-    leave it.
+    """Seconds of a collective among neighbouring devices of a host. For an all-gather, `num_bytes`
+    are those of its result.
     """
     if num_devices == 1:
         return 0.0

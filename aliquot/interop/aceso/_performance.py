@@ -29,7 +29,8 @@ _NO_COLLECTIVE_MS = 100_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEstimate:
-    """One stage. Times are of one micro-batch; memory is of one device.
+    """The estimate of one stage. Compute and transfers are of one micro-batch, memory is of one
+    device.
 
     Attributes:
         compute_ms: forward, backward and recomputed operators, tensor-parallel collectives
@@ -37,7 +38,7 @@ class StageEstimate:
         transfer_ms: transfers into and out of the stage, and changes of layout inside it.
         busy_ms: iteration time if this were the slowest stage.
         state_mb: parameters, gradients and optimizer state.
-        activations_mb: of all micro-batches in flight.
+        activations_mb: activations of all micro-batches in flight.
         reserved_mb: further memory of the allocator.
     """
 
@@ -59,8 +60,8 @@ class Estimate:
     """Predictions for a configuration, with the measurements that they lack.
 
     Attributes:
-        iteration_time_ms: of the slowest stage.
-        stages: in order.
+        iteration_time_ms: `busy_ms` of the slowest stage.
+        stages: estimates of the stages, in order.
         missing: measurements that were needed and are not in the database.
     """
 
@@ -108,7 +109,8 @@ def evaluate_configuration(
         leaves = database.between_nodes if device % gpus_per_node == 0 else database.within_nodes
         compute, transfer = view.compute_ms(), view.transfer_ms(enters, leaves, faults, missing)
         if judge.counts_update:
-            # Once in a step, but these figures are multiplied by the micro-batches.
+            # The update runs once in a step, but this figure will be multiplied by the number of
+            # micro-batches.
             compute += view.update_ms(judge) / count
         held = judge.in_flight(len(configuration.stages) - 1 - k, count)
         figures.append((compute, transfer, view.memory(held, faults)))
@@ -236,7 +238,7 @@ class _StageView:
         _, positions, counts = np.unique(pairs, axis=0, return_index=True, return_counts=True)
         total = 0.0
         sizes = self.column("input_size")
-        # In the order of the operators, so that what is missing is named in that order.
+        # In the order of the operators, so that missing measurements are listed in that order.
         for at in np.argsort(positions):
             k = int(positions[at]) + 1
             source, target = self._layout(k - 1, 1), self._layout(k, 0)
@@ -255,8 +257,8 @@ class _StageView:
         return tuple(degrees[part] for part in layout)
 
     def update_ms(self, judge: Judge) -> float:
-        """Synchronisation of gradients between data-parallel ranks and the optimizer step, once in
-        a step.
+        """Time of the synchronisation of gradients between data-parallel ranks and of the optimizer
+        step, both once in a step.
         """
         degrees, at = np.unique(self._data, return_inverse=True)
         per_mb = np.array(
@@ -294,7 +296,8 @@ class _StageView:
         """
         flags = np.array(self._stage.recompute, bool)
         starts_layer = np.array([operator.starts_layer for operator in self._operators])
-        # Those whose successor in the same layer is recomputed too: its input is theirs to free.
+        # An operator's activations are freed only if the next operator of the same layer is
+        # recomputed, too.
         follows = np.append(flags[1:] & ~starts_layer[1:], False)
         freed = np.where(flags & follows, kept, 0.0)
         sums = np.cumsum(freed)
@@ -324,10 +327,10 @@ def transfer_us(size_mb: float, transfers: Transfers, faults: Faults) -> float:
 
 
 def collectives_between(source: Sequence[int], target: Sequence[int]) -> list[tuple[str, int]]:
-    """Collectives of the forward and the backward pass for a change of layout; slicing costs
-    nothing.
+    """The collectives of the forward and the backward pass that a change of layout needs; slicing
+    costs nothing.
 
-    Layouts are the number of replicas, then the number of parts of each dim.
+    A layout is the number of replicas, followed by the number of parts of each dim.
     """
     collectives: list[tuple[str, int]] = []
     grown = [(k, target[k] // source[k]) for k in range(1, len(source)) if target[k] > source[k]]
@@ -345,6 +348,10 @@ def collectives_between(source: Sequence[int], target: Sequence[int]) -> list[tu
 def collective_ms(
     database: Database, kind: str, devices: int, size_mb: float, faults: Faults, missing: list[str]
 ) -> float:
+    """Milliseconds of a collective on `size_mb`, rounded to whole MiB or one less. If neither was
+    measured, this is noted in `missing` and times are interpolated; with the fault
+    `exact_collectives`, or without any measurement, the collective takes 100 s.
+    """
     times: Mapping[int, float] = database.collectives.get((kind, devices), {})
     whole = round(size_mb)
     for size in (whole, whole - 1):

@@ -1,5 +1,5 @@
-"""The products of a stage: which operator of the chain each belongs to, and what its factors
-are.
+"""The products of a stage: the operator of the chain to which each belongs, and the kinds of its
+factors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...sharding import NodeId, Port, Site
 from ._image_places import BLOCK_CONVOLUTIONS, CONVOLUTIONS
 from ._operator_map import OperatorMap
 
-# By algorithm: what tensor parallelism splits of a product with a weight.
+# Kinds of factors that tensor parallelism splits.
 CONTRACTION, FEATURES, HEADS = "contraction", "features", "heads"
 SPLIT_OF = {
     "encoder-embedding": (CONTRACTION,),
@@ -28,10 +28,11 @@ SPLIT_OF = {
     **dict.fromkeys(BLOCK_CONVOLUTIONS, (FEATURES, CONTRACTION)),
     "fc": (),
 }
-"""None where all ranks of a tensor group do the same work."""
+"""For each product by role, the kind of factor that tensor parallelism splits under each algorithm;
+empty if all ranks of a tensor group do the same work."""
 
 LAYER_STARTS = ("enc-1st-layernorm", "final-layernorm", "block-conv1")
-"""Operators before which a run of recomputed ones ends."""
+"""Operators before which a run of recomputed operators ends."""
 STREAM = (
     "enc-1st-layernorm",
     "enc-post-attention-dropout",
@@ -43,23 +44,24 @@ STREAM = (
 FILL_STREAM = ("encoder-embedding", "enc-attention-dense", "enc-MLP-GEMM-2")
 """Products whose results are added to the residual stream."""
 READ_STREAM = ("enc-attention-qkv", "enc-MLP-GEMM-1", "gpt-post-process")
-"""Products that read it."""
+"""Products that read the residual stream."""
 IMAGES = (*CONVOLUTIONS, "fc")
-"""Products of a chain of convolutions, between which all arrays are split over examples alone."""
+"""Products of a chain of convolutions; arrays between them are split only over examples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A product of the forward pass, or several that are decided together.
+    """A product of the forward pass, or several that share a node.
 
     Attributes:
-        node: its decision.
-        operators: of the chain, one for each copy.
+        node: its node.
+        operators: the operators of the chain to which it belongs, one for each copy.
         batch: factors that count examples.
-        kinds: of other factors that tensor parallelism may split.
+        kinds: kinds of the other factors that tensor parallelism may split.
         result: the port of its result, as the product splits it.
-        landed: where its result is used; None where nothing does.
-        sources: its activations: as the product splits them, and where they arise.
+        landed: the port of its result where it is used; None if it is not used.
+        sources: for each operand that is an activation, its port as the product splits it, and its
+            port where it is made.
     """
 
     node: NodeId
@@ -75,7 +77,7 @@ def products_of(problem: Problem, operators: OperatorMap, ops: Sequence[int]) ->
     """The products of a stage's forward pass that tensor parallelism splits, in order.
 
     Args:
-        ops: for each operator of the stage its number in the step.
+        ops: for each operator of the stage, its number in the step.
     """
     members: dict[int, list[int]] = {}
     for op, op_class in zip(problem.graph.ops, problem.nodes.op_class, strict=True):
@@ -105,7 +107,7 @@ def products_of(problem: Problem, operators: OperatorMap, ops: Sequence[int]) ->
                 if port is not None and source is not None and source.node >= 0 and not weight
             ),
         )
-        # What picks the logits of the targets is none of Aceso's products.
+        # The gather of the targets' logits is a product here, but not in Aceso's chain.
         kinds = SPLIT_OF.get(operators.roles[product.operators[0]], ()) or (CONTRACTION,)
         if set(product.kinds.values()) & set(kinds):
             products.append(product)
@@ -113,6 +115,7 @@ def products_of(problem: Problem, operators: OperatorMap, ops: Sequence[int]) ->
 
 
 def _kinds(site: Site, is_weight: Sequence[bool], batch: frozenset[int]) -> dict[int, str]:
+    """Kinds of the factors, other than those of the batch, that tensor parallelism may split."""
     of_result = _factors(site.results[0][0])
     weights, activations = set[int](), list[set[int]]()
     for port, weight in zip(site.operands, is_weight, strict=True):
@@ -137,7 +140,7 @@ def _factors(port: Port) -> set[int]:
 
 
 def _values_of_parameters(problem: Problem) -> set[ValueId]:
-    """Values of the stage that are made of its parameters alone."""
+    """Values of the stage that are computed from its parameters alone."""
     values = {i.value for i in problem.graph.inputs if i.role is Role.PARAMETER}
     for op in problem.graph.ops:
         read = [i for i in op.inputs if isinstance(i, int)]

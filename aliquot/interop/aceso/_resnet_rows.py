@@ -1,10 +1,10 @@
 """Operators of Wide-ResNets as rows of a database.
 
-Arrays between operators are whole on the devices of a tensor group. Algorithm 0 splits the output
+Arrays between operators are replicated within a tensor group. Algorithm 0 splits the output
 channels of a convolution and gathers its result; algorithm 1 splits the input channels and sums the
 result. The first convolution always has algorithm 0, and the last product is not split. In a block,
-what entered it travels along until the shortcut (`downsample`), which adds it; the rectifiers
-inside belong to the normalisations before them.
+the input travels along until the shortcut (`downsample`), which adds it; the rectifiers inside
+belong to the normalisations before them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _INDEX_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShape:
-    """One bottleneck: channels that enter it, lie around and behind its 3 x 3 convolution, and
-    leave; the side of the images that enter and leave.
+    """One bottleneck: the channels of its input, before its 3 x 3 convolution, after it, and of its
+    output; the side of the images at its input and output; whether its shortcut has a projection.
     """
 
     channels_in: int
@@ -40,9 +40,9 @@ class ResNetShape:
 
     Attributes:
         sections: the blocks of each section.
-        channels: of the first convolution.
-        image_size: side of the images that enter.
-        dtype: of parameters and activations.
+        channels: output channels of the first convolution.
+        image_size: side of the input images.
+        dtype: dtype of parameters and activations.
     """
 
     sections: tuple[tuple[BlockShape, ...], ...]
@@ -53,12 +53,14 @@ class ResNetShape:
 
     @property
     def algorithms(self) -> tuple[int, ...]:
-        """Output and input channels."""
+        """Algorithm 0 splits output channels, 1 input channels."""
         return (0, 1)
 
     @property
     def splits(self) -> int:
-        """Channels of the narrowest convolutions."""
+        """The number that tensor degrees must divide: the channels of the narrowest
+        convolutions.
+        """
         return self.channels
 
     def rows(self, prices: OperatorPrices) -> tuple[OperatorRow, ...]:
@@ -107,7 +109,7 @@ class _Rows:
             ("3", 1, b.wide_channels, b.channels_out, b.size_out, b.size_out),
         )
         for number, window, into, out, size_in, size_out in steps:
-            # The first convolution reads what entered, which is kept for the shortcut anyway.
+            # The first convolution itself reads the block's input, so none travels along before it.
             beside = (0.0 if number == "1" else entered), entered
             yield self._convolution(
                 f"{name}-conv{number}", window, into, out, size_in, size_out, beside=beside
@@ -153,12 +155,13 @@ class _Rows:
         needs_input_gradient: bool = True,
         stride_skips: bool = False,
     ) -> OperatorRow:
-        """A convolution.
+        """The row of a convolution.
 
         Args:
-            beside: bytes that travel along, before and behind it.
+            beside: bytes that travel along, before and after it.
             algorithm: by default that of the file.
-            stride_skips: whether it reads only the points that it makes.
+            stride_skips: whether it reads only as many points as it makes, because its stride skips
+                the others.
         """
         p = self.prices
         algorithm = p.algorithm if algorithm is None else algorithm
@@ -170,7 +173,7 @@ class _Rows:
         into = self._bytes(size_in, channels_in)
         out = self._bytes(size_out, channels_out)
         forward = p.convolution(1, points_out, mine_out, depth, points_in * mine_in)
-        # The gradients of its weights and of its input cost as much again each.
+        # The gradients of its weights and of its input each cost as much as the forward pass.
         backward = forward * (2 if needs_input_gradient else 1)
         if p.tensor > 1 and split_out > 1:
             forward += p.collective("all-gather", out)

@@ -1,11 +1,11 @@
-"""Degrees of the operators of one stage -> the choices that its nodes may take.
+"""The choices that the nodes of one stage may take, given the degrees of its operators.
 
-The mesh is factored so finely that each axis is, for every operator, either one of its tensor
-degree or one of its data degree; ranks of one tensor group are neighbours, as in Megatron-LM.
-Products and the arrays between them are split as their operators say. The residual stream, with the
+The mesh is factored so finely that each axis belongs, for every operator, either to its tensor
+degree or to its data degree; ranks of one tensor group are neighbours, as in Megatron-LM. Products
+and the arrays between them are split as their operators' degrees say. The residual stream, with the
 norms and sums on it, is one array through the whole stage, so it has one split; in a chain of
-convolutions all arrays between two of them have one. What follows (weights, states, the backward
-pass) may be split as what it is made of is.
+convolutions, all arrays between two of them have one split. Other nodes (weights, optimizer state,
+the backward pass) may take the splits that carry over from these.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Axes:
     """The mesh of a stage, outermost axis first.
 
     Attributes:
-        names, sizes: of the axes.
-        degrees: for each the least tensor degree of operators that it is a tensor axis for.
+        names, sizes: names and sizes of the axes.
+        degrees: for each axis, the least tensor degree of the operators for which it is a tensor
+            axis.
     """
 
     names: tuple[str, ...]
@@ -58,13 +59,13 @@ class Axes:
     degrees: tuple[int, ...]
 
     def is_tensor(self, axis: int, tensor: int) -> bool:
-        """True if an axis is one of the tensor degree of an operator."""
+        """True if an axis is a tensor axis for operators of tensor degree `tensor`."""
         return tensor >= self.degrees[axis]
 
 
 def mesh_axes(num_devices: int, tensor_degrees: Sequence[int]) -> Axes | None:
-    """The coarsest mesh on which all these tensor degrees exist; None where they do not divide each
-    other.
+    """The coarsest mesh on which each of these tensor degrees is a product of axes; None if they do
+    not divide each other.
     """
     steps = sorted({1, *tensor_degrees, num_devices})
     if any(b % a for a, b in itertools.pairwise(steps)):
@@ -72,7 +73,7 @@ def mesh_axes(num_devices: int, tensor_degrees: Sequence[int]) -> Axes | None:
     least, most = min(tensor_degrees), max(tensor_degrees)
     names, sizes, degrees = [], [], []
     for low, high in reversed(list(itertools.pairwise(steps))):
-        # An operator has an axis for tensors if its degree reaches the upper end of it.
+        # This axis is a tensor axis for operators whose tensor degree is `high` or more.
         kind = DATA if high > most else TENSOR if high <= least else MIXED
         names.append(kind)
         sizes.append(high // low)
@@ -89,16 +90,16 @@ def mesh_axes(num_devices: int, tensor_degrees: Sequence[int]) -> Axes | None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StageSplits:
-    """The choices of a stage.
+    """Derives the choices of a stage from its configuration.
 
     Attributes:
-        problem: of the stage.
-        operators: of the step.
-        ops: for each operator of the stage its number in the step.
+        problem: the stage's problem.
+        operators: the map of the step's operators.
+        ops: for each operator of the stage, its number in the step.
         stage: its configuration.
-        first: the chain's first operator in the stage.
-        axes: of its mesh.
-        faults: what the model cannot follow.
+        first: position of the chain's first operator in the stage.
+        axes: axes of its mesh.
+        faults: messages on degrees and algorithms that the model cannot have.
     """
 
     problem: Problem
@@ -112,7 +113,9 @@ class StageSplits:
     _seeds: dict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
 
     def choices(self) -> list[Ints]:
-        """For each node the choices that it may take; `faults` where there are none."""
+        """For each node, the choices that it may take. Degrees that cannot be met are added to
+        `faults`.
+        """
         products = products_of(self.problem, self.operators, self.ops)
         for product in products:
             self._decide_product(product)
@@ -123,7 +126,7 @@ class StageSplits:
         return self._allowed()
 
     def repeat(self) -> frozenset[NodeId]:
-        """Nodes of the products that the backward pass may work out again."""
+        """Nodes of the products that the backward pass may recompute."""
         names = self.operators.roles
         return frozenset(
             product.node
@@ -137,8 +140,8 @@ class StageSplits:
         return not {*IMAGES}.isdisjoint(self.operators.roles)
 
     def overruled(self) -> tuple[list[int], str]:
-        """Operators that asked for another data degree than what they work on has, and the degrees
-        that it has.
+        """Operators whose data degree is not that of the arrays they work on, and the data degrees
+        of these arrays, as text.
         """
         voters = self._image_voters(products_of(self.problem, self.operators, self.ops))
         if not voters:
@@ -158,14 +161,14 @@ class StageSplits:
 
     @property
     def stream_data(self) -> int:
-        """The data degree of the residual stream: that of most operators on it, of several the
+        """The data degree of the residual stream: that of most operators on it; in a tie, the
         largest.
         """
         on_stream = [o for o in self._mine() if self.operators.roles[o] in STREAM]
         return self._most_data(on_stream or self._mine())
 
     def _most_data(self, operators: Iterable[int]) -> int:
-        """The data degree of most of some operators, of several the largest."""
+        """The most frequent data degree of some operators; in a tie, the largest."""
         counts = Counter(self._degrees(o)[1] for o in operators)
         return max(counts, key=lambda degree: (counts[degree], degree))
 
@@ -173,8 +176,8 @@ class StageSplits:
         return range(self.first, self.first + len(self.stage.tensor))
 
     def _degrees(self, operator: int) -> tuple[int, int, int]:
-        """Tensor degree, data degree and algorithm; of an operator of another stage those of the
-        nearest one here.
+        """Tensor degree, data degree and algorithm of an operator; for one of another stage, those
+        of the nearest operator of this stage.
         """
         k = min(max(operator - self.first, 0), len(self.stage.tensor) - 1)
         return self.stage.tensor[k], self.stage.data[k], self.stage.algorithm[k]
@@ -194,7 +197,7 @@ class StageSplits:
         self._decide(operator, product.node, product.batch, factor, tensor)
 
     def _decide_arrays(self, product: Product) -> None:
-        """The arrays that a product makes and reads."""
+        """Decide the splits of the arrays that a product makes and reads."""
         operator = product.operators[0]
         name = self.operators.roles[operator]
         if product.landed is not None:
@@ -207,8 +210,8 @@ class StageSplits:
             self._decide_array(product, name in READ_STREAM, port, source, shared, behind=False)
 
     def _decide_images(self, products: Sequence[Product]) -> None:
-        """The arrays between convolutions: split over examples, and whole on all devices of a
-        tensor group.
+        """Decide the splits of the arrays between convolutions: over examples, and replicated
+        within each tensor group.
         """
         for node, (operator, batch, operators) in self._image_voters(products).items():
             if node not in self._decided:
@@ -218,8 +221,8 @@ class StageSplits:
     def _image_voters(
         self, products: Sequence[Product]
     ) -> dict[int, tuple[int, frozenset[int], list[int]]]:
-        """For each node of arrays between convolutions: a convolution that fills or reads it, its
-        factors that count examples, and the operators that work on it.
+        """For each node of arrays between convolutions: a convolution that makes or reads these
+        arrays, the node's factors that count examples, and the operators that work on the arrays.
         """
         images = [p for p in products if self.operators.roles[p.operators[0]] in IMAGES]
         convolutions = sorted(o for p in images for o in p.operators)
@@ -237,7 +240,8 @@ class StageSplits:
                     vote(operator, product.landed.node, range(operator + 1, end))
         for product in images:
             for _, source in product.sources:
-                # Arrays that enter the stage: operators before its first convolution work on them.
+                # Only arrays that enter the stage are left; the operators before its first
+                # convolution work on them.
                 if source.node not in voters:
                     first = product.operators[0]
                     before = range(self.first, first) if first == convolutions[0] else ()
@@ -263,7 +267,7 @@ class StageSplits:
             devices = self.stage.num_devices
             self._decide(operator, other.node, batch, -1, devices // self.stream_data)
             return
-        # Softmax and GELU have degrees of their own.
+        # Between two products lie softmax or GELU, which have degrees of their own.
         if behind and name in ("enc-attention-score", "enc-MLP-GEMM-1"):
             operator += 1
         elif not behind:
@@ -274,7 +278,7 @@ class StageSplits:
             (other.projection.index(d) for d in dims if d >= 0 and d in other.projection), -1
         )
         if behind and name == "enc-attention-qkv" and algorithm == 1:
-            # Its result is summed, and whole on the devices of a tensor group.
+            # Its result is summed over the tensor group, and so replicated there.
             factor = -1
         self._decide(operator, other.node, batch, factor, tensor)
 
@@ -324,7 +328,9 @@ class StageSplits:
         return allowed
 
     def _spread(self, axis: int, neighbours: _Neighbours) -> dict[int, set[int]]:
-        """For each node that is not decided the factors along which the splits by an axis go on."""
+        """For each undecided node, the factors to which splits by an axis carry over from decided
+        nodes.
+        """
         reached: dict[int, set[int]] = defaultdict(set)
         pending = sorted(self._seeds[axis])
         while pending:
@@ -354,7 +360,9 @@ class StageSplits:
 
 
 def _as_far_as_possible(choices: Ints, axis: int, factors: set[int] | frozenset[int]) -> Ints:
-    """Choices that let an axis split one of some factors, or nothing where they cannot."""
+    """The choices in which an axis splits one of some factors; if there are none, those in which it
+    splits nothing.
+    """
     wanted = np.isin(choices[:, axis], list(factors))
     return choices[wanted if wanted.any() else choices[:, axis] == -1]
 
@@ -366,12 +374,12 @@ def layers_differ(
     stage: StageConfiguration,
     first: int,
 ) -> bool:
-    """True if layers that would be decided together have different degrees or recomputation."""
+    """True if layers that would be folded have different degrees or recomputation."""
     seen: dict[int, tuple[object, ...]] = {}
     for op, op_class in zip(problem.graph.ops, problem.nodes.op_class, strict=True):
         k = operators.of_op[ops[op.index]] - first
         if op_class >= 0 and 0 <= k < len(stage.tensor) and operators.computes[ops[op.index]]:
-            # Only of products something is said about what is worked out again.
+            # Plans state recomputation for products alone.
             again = operators.roles[first + k] in SPLIT_OF and is_repeated(
                 operators.roles, stage, first, k
             )
@@ -382,11 +390,11 @@ def layers_differ(
 
 
 def is_repeated(names: Sequence[str], stage: StageConfiguration, first: int, k: int) -> bool:
-    """True if a product of a stage is worked out again: it and the next operator recompute, in one
-    layer.
+    """True if the backward pass recomputes a product of a stage: if in the configuration it and the
+    next operator are recomputed, and both are in one layer.
 
-    Aceso keeps what ends a layer. Here the product behind which a layer ends is kept instead, or
-    the sum that it is part of, which is as large.
+    Aceso keeps the result of a layer's last operator. Here the last product of the layer is kept
+    instead, or the sum that it is part of, which is as large.
     """
     if not stage.recompute[k]:
         return False

@@ -1,9 +1,9 @@
 """Operators of GPTs and T5s as rows of a database.
 
-Products are Megatron's: algorithm 0 splits the columns of the first of two products and the rows of
-the second, algorithm 1 the other way round. Times of an operator include the all-reduce of its
-results, or of its input's gradient. Dropout is counted as memory traffic with a mask of one byte
-for each element, as in Aceso's own models.
+Products are split as in Megatron-LM: algorithm 0 splits the columns of the first of two weights and
+the rows of the second, algorithm 1 the other way round. Times of an operator include the all-reduce
+of its results, or of the gradient of its input. Dropout is counted as memory traffic with a mask of
+one byte for each element, as in Aceso's own models.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """Sizes of a GPT, or of a T5 where there are targets.
+    """Sizes of a GPT, or of a T5 if `target_len` is not 0.
 
     Attributes:
-        hidden_size, num_heads, ffn_size, vocab_size, seq_len: as usual; `max_positions` is how many
-            positions are learned.
-        head_size: of one head; 0 for `hidden_size / num_heads`.
+        hidden_size, num_heads, ffn_size, vocab_size, seq_len: as usual.
+        max_positions: number of learned positions.
+        dtype: dtype of parameters and activations.
+        head_size: columns of one head; 0 for `hidden_size / num_heads`.
         target_len: tokens that a T5's decoder predicts; 0 for a GPT.
-        dtype: of parameters and activations.
     """
 
     hidden_size: int
@@ -41,16 +41,16 @@ class TransformerShape:
 
     @property
     def algorithms(self) -> tuple[int, ...]:
-        """Aceso knows one for T5s."""
+        """The algorithms of operators; Aceso has only one for T5s."""
         return (0,) if self.target_len else (0, 1)
 
     @property
     def splits(self) -> int:
-        """The heads."""
+        """The number that tensor degrees must divide: that of the heads."""
         return self.num_heads
 
     def rows(self, prices: OperatorPrices) -> tuple[OperatorRow, ...]:
-        """All distinct operators, in order."""
+        """The rows of all distinct operators, in order."""
         tokens = prices.batch * self.seq_len
         encoder = _Side(shape=self, prices=prices, tokens=tokens, length=self.seq_len)
         first = (encoder.embedding("encoder-embedding"), *encoder.layer())
@@ -76,11 +76,12 @@ class TransformerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Side:
-    """Operators on one stream of tokens.
+    """Operators on one stream of tokens: of a GPT, of an encoder, or of a decoder.
 
     Attributes:
-        length: tokens of a sample; `tokens` are those of a micro-batch.
-        carried: bytes of what travels along, which a decoder attends to.
+        tokens: tokens of a micro-batch.
+        length: tokens of a sample.
+        carried: bytes of the encoder's result, which travels along through a decoder.
     """
 
     shape: TransformerShape
@@ -96,23 +97,25 @@ class _Side:
 
     @property
     def beside(self) -> float:
-        """Bytes that pass an operator inside a layer by."""
+        """Bytes that travel along beside the arrays of an operator inside a layer."""
         return self.hidden + self.carried
 
     @property
     def inner(self) -> int:
-        """Columns of all heads."""
+        """Columns of all heads together."""
         s = self.shape
         return s.head_size * s.num_heads or s.hidden_size
 
     @property
     def mask(self) -> float:
-        """Elements of a dropout mask, in elements of the model's dtype."""
+        """Bytes of a dropout mask, as a multiple of those of the array that it is for."""
         return 1 / self.prices.item
 
     @property
     def splits(self) -> tuple[int, int]:
-        """Parts of the inputs and of the outputs of the first of two products."""
+        """Numbers of parts into which the inputs and the outputs of the first of two products are
+        split.
+        """
         t = self.prices.tensor
         return (1, t) if self.prices.algorithm == 0 else (t, 1)
 
@@ -153,7 +156,7 @@ class _Side:
         )
 
     def final_norm(self, name: str) -> OperatorRow:
-        """The norm behind the last layer."""
+        """The norm after the last layer."""
         return self._norm(name, leaves=self.hidden + self.carried)
 
     def _norm(self, name: str, leaves: float | None = None) -> OperatorRow:
@@ -168,7 +171,7 @@ class _Side:
         )
 
     def _attention(self, kind: str, end: str, keys: _Side) -> tuple[OperatorRow, ...]:
-        """Attention to the tokens of `keys`, up to the dropout behind it."""
+        """Attention to the tokens of `keys`, including the dropout after it."""
         s, p, beside = self.shape, self.prices, self.beside
         t, h = p.tensor, s.hidden_size
         heads = p.batch * s.num_heads // t
@@ -224,7 +227,7 @@ class _Side:
         split_in, split_out = self.splits
         if keys is self:
             return self._linear(name, h, 3 * inner, split_in, split_out, bias=0.0)
-        # Queries of the decoder's tokens, keys and values of the encoder's.
+        # Cross-attention: queries from the decoder's tokens, keys and values from the encoder's.
         own = self._linear(name, h, inner, split_in, split_out, bias=0.0)
         other = keys._linear(name, h, 2 * inner, split_in, split_out, bias=0.0)
         out = self.tokens * inner * self.prices.item + 2 * keys.tokens * inner * self.prices.item
@@ -264,7 +267,7 @@ class _Side:
     def _linear(
         self, name: str, wide_in: int, wide_out: int, split_in: int, split_out: int, *, bias: float
     ) -> OperatorRow:
-        """A product with a parameter of which one side is split: the sums over a split input are
+        """A product with a weight whose rows or columns are split; sums over split rows are
         all-reduced.
         """
         p = self.prices
@@ -297,7 +300,7 @@ class _Side:
         )
 
     def with_loss(self, name: str) -> OperatorRow:
-        """Logits and their loss, which are computed in single precision."""
+        """Logits and the loss, which is computed from them in single precision."""
         s, p = self.shape, self.prices
         logits = self.tokens * s.vocab_size * p.item / p.tensor
         single = logits * _FLOAT32_BYTES / p.item

@@ -1,4 +1,4 @@
-"""Write a database as Aceso's profiler does; `load_database` reads it."""
+"""Writer of databases in the format of Aceso's profiler, which `load_database` reads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ._database import COLUMNS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorRow:
-    """One operator for one micro-batch of one data-parallel rank; bytes are MiB on each device. See
-    `COLUMNS`.
+    """The figures of one operator for one micro-batch of one data-parallel rank; sizes are MiB on
+    each device. See `COLUMNS`.
     """
 
     name: str
@@ -46,13 +46,13 @@ class DatabaseContent:
 
 
 def write_database(folder: Path, model: str, content: DatabaseContent) -> None:
-    """Write a database into a new or empty folder: all files, or none.
+    """Write a database into a new or empty folder: all of its files, or none.
 
     Args:
         model: model and size, such as `gpt_1_3B`.
 
     Raises:
-        InputError: the folder holds something already, or cannot be made.
+        InputError: the folder is not empty, or cannot be created.
     """
     try:
         if folder.exists() and any(folder.iterdir()):
