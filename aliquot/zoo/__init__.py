@@ -1,7 +1,7 @@
 """Models to plan, train and measure: GPT, BERT, Llama, MoE, T5 and Wide-ResNet of the usual sizes
 in Flax NNX, and text to train on.
 
-Importing this needs neither Flax nor JAX; `build` does.
+Importing this package needs neither Flax nor JAX; calling `build` does.
 """
 
 from ._config import AbstractConfig as AbstractConfig

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
-    """`(B, S, H * E) -> (B, S, H, E)`; heads come first, so a split of the merged dim is a split of
-    the heads.
+    """`(B, S, H * E) -> (B, S, H, E)`; heads are the outer part of the merged dim, so a split of
+    that dim is a split of the heads.
     """
     return x.reshape(*x.shape[:-1], num_heads, x.shape[-1] // num_heads)
 
@@ -28,8 +28,8 @@ def attention(
     """Softmax attention to all positions, or, if causal, to a position itself and those before it;
     returns `(B, S, H, E)`.
 
-    Products run in the dtype of the operands, the softmax in float32 or wider. Where several query
-    heads share a key head, the query heads are grouped; the keys are not copied.
+    Products run in the dtype of the operands, the softmax in float32 or wider. If several query
+    heads share a key head, the query heads are grouped, so that keys need not be copied.
     """
     seq_len, num_heads, head_dim = q_bshe.shape[1:]
     num_kv_heads = k_btke.shape[2]
@@ -39,8 +39,8 @@ def attention(
         weights = softmax(jnp.einsum("bshe,bthe->bhst", q_bshe, k_btke))
         return jnp.einsum("bhst,bthe->bshe", weights, v_btke)
     q_bskge = q_bshe.reshape(*q_bshe.shape[:2], num_kv_heads, num_heads // num_kv_heads, head_dim)
-    # Heads first, or JAX transposes the scores, which are as large as the sequence is long once
-    # more.
+    # Heads come first: otherwise JAX would transpose the scores, which are large because they have
+    # two dims of sequence length.
     q_bkgse = q_bskge.transpose(0, 2, 3, 1, 4)
     weights = softmax(jnp.einsum("bkgse,btke->bkgst", q_bkgse, k_btke))
     out_bkgse = jnp.einsum("bkgst,btke->bkgse", weights, v_btke)
@@ -55,7 +55,8 @@ def _softmax(scores: jax.Array) -> jax.Array:
 def _causal_softmax(scores: jax.Array) -> jax.Array:
     wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
     square = scores.shape[-2:]
-    # Two iotas, not a table: a constant of the trace would be one more array to place and to move.
+    # Two iotas instead of a table, which would be a constant of the trace: one more array to place
+    # and to move.
     visible = jax.lax.broadcasted_iota(jnp.int32, square, 0) >= jax.lax.broadcasted_iota(
         jnp.int32, square, 1
     )

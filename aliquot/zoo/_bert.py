@@ -1,9 +1,9 @@
 """BERT: GPT's operators with attention in both directions, a LayerNorm after each half of a block,
 and a head that predicts masked tokens.
 
-Two modules, as in `_gpt.py`: `Block`, one of `num_layers` alike, and `Ends`, what stands before and
-after them. There is no prediction of the next sentence, hence neither segment embeddings nor a
-pooler, as in RoBERTa (Liu et al., 2019, section 4.2).
+Two modules, as in `_gpt.py`: `Block`, one of `num_layers` equal layers, and `Ends`, the parts
+before and after them. As in RoBERTa (Liu et al., 2019, section 4.2), the next sentence is not
+predicted, so there are neither segment embeddings nor a pooler.
 
 Reference: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language
 Understanding", 2019, sections 3 and 3.1.

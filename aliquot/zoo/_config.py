@@ -1,6 +1,7 @@
-"""Shapes of models: what a configuration says, checks, and knows about the work of one example.
+"""Configurations of models: their fields, checks of these, and the floating-point operations of one
+example.
 
-Nothing here imports JAX or Flax, so that a command line can list and check names for free.
+Nothing here imports JAX or Flax, so that a command line can list and check names quickly.
 `_sizes.py` names the usual sizes, `_image_config.py` has the models of images, and the networks
 turn a configuration into functions.
 """
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 from ..core import InputError, shortened
 
 LARGEST = 2**31 - 1
-"""The most that any size of a model may be: what indices of 32 bits count."""
+"""The largest value of any size of a model: the largest index of 32 bits."""
 
 _MOST_LAYERS = 10_000
 _ALIKE = ("gpt", "llama", "bert")
@@ -34,9 +35,10 @@ _POSITIVE = (
 class AbstractConfig(abc.ABC):
     """Base of all model configurations: frozen fields, checked when they are set.
 
-    `name` is the model's, `family` decides the operators. `examples` is what a batch counts;
-    `loops` says whether the layers can be stacked and looped over; `usual_dtype` is what the model
-    is computed in unless somebody asks for another, None where the device decides.
+    `name` is the model's, `family` decides the operators. `examples` names what a batch counts;
+    `loops` says whether the layers can be stacked and looped over; `usual_dtype` is the default
+    dtype in which the model computes, None if the family has none: then the command line chooses
+    one for the device.
     """
 
     __slots__ = ()
@@ -66,7 +68,7 @@ class AbstractConfig(abc.ABC):
 
     @abc.abstractmethod
     def consequences(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Other fields that change with these unless they are given too."""
+        """Other fields that change along with `changes`, unless these give them, too."""
 
 
 class AbstractTextConfig(AbstractConfig):
@@ -89,11 +91,13 @@ class AbstractTextConfig(AbstractConfig):
 
     @property
     def flops_per_example(self) -> int:
-        """The same for a whole sequence."""
+        """Floating point operations to train on one sequence: forward and backward, without
+        recomputation.
+        """
         return self.flops_per_token * self.seq_len
 
     def batch(self, global_batch: int, float_dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Token ids."""
+        """Shape and dtype of the token ids `inputs` and `targets`."""
         tokens = ((global_batch, self.seq_len), "int32")
         return {"inputs": tokens, "targets": tokens}
 
@@ -106,8 +110,8 @@ class ModelConfig(AbstractTextConfig):
     `"llama"` has RMSNorm, rotary positions, SwiGLU and no biases; `"bert"` has those of GPT, but
     attends in both directions, normalises after each half of a layer, and predicts masked tokens.
     Sizes are counts of elements; `seq_len` counts tokens. With `num_kv_heads < num_heads` several
-    query heads share one key and value head. `head_size` is that of one head, 0 for
-    `hidden_size / num_heads`. `rope_theta` only matters to Llama.
+    query heads share one key and value head. `head_size` is the size of one head, 0 for
+    `hidden_size / num_heads`. `rope_theta` is used by Llama only.
 
     Raises:
         InputError: some sizes are not positive, or do not divide each other; every such fault is
@@ -175,8 +179,8 @@ class ModelConfig(AbstractTextConfig):
 
         A weight that multiplies the token costs two operations forward and four backward. Attention
         adds `12 * seq_len * num_heads * head_dim` per layer: two products with all `seq_len`
-        positions, the causal half not deducted. BERT's output head is computed for all tokens,
-        masked or not.
+        positions, without deduction of the half that a causal mask hides. BERT's output head is
+        computed for all tokens, masked or not.
 
         Reference: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix
         B; here only weights that take part in a matrix product count, so an embedding lookup is
@@ -204,15 +208,15 @@ class ModelConfig(AbstractTextConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig(AbstractTextConfig):
-    """The shape of a GPT in which every other layer, the first among them, has experts for a
-    feed-forward network.
+    """The shape of a GPT in which every other layer, beginning with the first, has experts in place
+    of a feed-forward network.
 
-    Tokens choose their experts in groups of `group_size`: a whole part of one sequence, or several
-    whole sequences, of which a batch is then a multiple (`batch_multiple`). In the first case what
-    becomes of a sequence depends on no other. Micro-batches hold whole groups, so that they change
-    no number. An expert takes up to `capacity_factor * group_size / num_experts` tokens of a group,
-    and each token goes to at most two experts. `balance_weight` is that of the loss that rewards
-    equal use of the experts.
+    Tokens choose their experts in groups of `group_size`. A group is an equal part of one sequence,
+    so that sequences do not depend on each other, or several whole sequences, of which a batch must
+    then be a multiple (`batch_multiple`). Micro-batches hold whole groups, so they do not change
+    the results. An expert takes up to `capacity_factor * group_size / num_experts` tokens of a
+    group, and each token goes to at most two experts. `balance_weight` is the weight of the loss
+    that rewards equal use of the experts.
 
     Raises:
         InputError: some sizes are not positive, or do not divide each other; every such fault is
@@ -277,12 +281,12 @@ class MoEConfig(AbstractTextConfig):
 
     @property
     def batch_multiple(self) -> int:
-        """Sequences in a group of tokens, at least one."""
+        """Number of sequences in a group of tokens, at least one."""
         return max(1, self.group_size // self.seq_len)
 
     @property
     def dense(self) -> ModelConfig:
-        """The GPT that is left when experts are taken for ordinary feed-forward networks."""
+        """The GPT of the same sizes, with ordinary feed-forward networks in place of experts."""
         return ModelConfig(
             name=self.name,
             family="gpt",
@@ -304,11 +308,11 @@ class MoEConfig(AbstractTextConfig):
 
     @property
     def flops_per_token(self) -> int:
-        """Floating point operations to train on one token, as for `ModelConfig`, each token seen by
-        two experts.
+        """Floating point operations to train on one token, as for `ModelConfig`, if each token goes
+        to two experts.
 
-        The choice of experts counts. Carrying tokens to experts and back is done by products with
-        masks here, and free here as a lookup is; neither are the places counted that stay empty.
+        The choice of experts counts. Dispatch to the experts and back, though computed as products
+        with masks, counts as free, like a lookup; so do places of experts that stay empty.
         """
         expert = 2 * self.hidden_size * self.ffn_size
         gate = self.hidden_size * self.num_experts
@@ -325,8 +329,8 @@ class MoEConfig(AbstractTextConfig):
 
 
 def out_of_range(config: AbstractConfig, fields: Iterable[str]) -> list[str]:
-    """Faults of fields that count something: less than one, or more than an array can have along a
-    dim.
+    """Messages on those fields that count something and are less than one, or larger than a dim of
+    an array can be.
     """
     faults = []
     for field in fields:
@@ -339,7 +343,7 @@ def out_of_range(config: AbstractConfig, fields: Iterable[str]) -> list[str]:
 
 
 def not_positive(config: AbstractConfig, fields: Iterable[str]) -> list[str]:
-    """Faults of fields that measure something and are zero, negative or no number."""
+    """Messages on those fields that are zero, negative, infinite or no number."""
     return [
         f"{field}={getattr(config, field)} must be positive"
         for field in fields
@@ -348,10 +352,10 @@ def not_positive(config: AbstractConfig, fields: Iterable[str]) -> list[str]:
 
 
 def refuse(name: str, faults: list[str]) -> None:
-    """Say no to a configuration that has faults.
+    """Refuse a configuration that has faults.
 
     Raises:
-        InputError: there are any; all of them are listed.
+        InputError: there are any faults; all of them are listed.
     """
     if faults:
         raise InputError(f"Model {name!r} cannot be built: {'; '.join(faults)}.")

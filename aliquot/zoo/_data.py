@@ -1,7 +1,6 @@
-"""Text as bytes: batches for a language model whose vocabulary begins with the 256 byte values.
+"""Batches of text as bytes, for language models whose vocabulary begins with the 256 byte values.
 
-Without files of the user's own the text is what every machine with Python has: the standard
-library's sources.
+By default the text is one that every machine with Python has: the sources of the standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from ._step import Workload
 
 BYTE_VOCABULARY = 256
-"""Number of token ids that `ByteData` may give; one more, the mask, where tokens are masked."""
+"""Number of token ids in the batches of `ByteData`, not counting the mask."""
 
 _MASK = BYTE_VOCABULARY
 _MASKED_SHARE = 0.15
@@ -35,15 +34,15 @@ class ByteData:
     """Random windows of a text, reproducible from `seed` and the number of the step.
 
     A batch is `{"inputs", "targets"}`, int32 of shape `(batch, seq_len)`; each target is the byte
-    after its input. Step `i` gives the same batch whether or not the steps before it were asked
-    for, so training may resume anywhere, and several processes may each take their rows of it.
+    after its input. Step `i` gives the same batch whether or not earlier batches were requested, so
+    training may resume anywhere, and several processes may each take their rows of it.
 
-    With a `masked_share`, inputs are to be restored instead: that share of the bytes is chosen at
-    random and is the target, at all other positions the target is -1. Of the chosen ones 80 % read
-    256, the mask, 10 % any byte, and 10 % what they are.
+    With a `masked_share`, the model is to restore inputs instead: this share of the bytes is chosen
+    at random and is the target; at all other positions the target is -1. In the inputs, 80 % of the
+    chosen bytes are replaced by 256, the mask, 10 % by a random byte, and 10 % stay as they are.
 
-    With a `target_len`, a window has as many bytes more, which are the targets: how the text goes
-    on behind the inputs.
+    With a `target_len`, a window is longer by so many bytes, and these are the targets: the
+    continuation of the inputs.
 
     References: Devlin et al., "BERT", 2019, section 3.1, task 1. Raffel et al., "Exploring the
     Limits of Transfer Learning", 2020, section 3.3.1, prefix language modeling.
@@ -54,12 +53,13 @@ class ByteData:
         seq_len: Tokens per sequence.
         batch: Sequences per step.
         seed: Decides the windows.
-        masked_share: Of the bytes, between 0, for the next byte as a target, and 1.
-        target_len: Tokens behind a sequence that are its target; 0 for other targets.
+        masked_share: Share of the bytes to be restored, up to 1; with 0 the next byte is the
+            target.
+        target_len: Tokens after a sequence that are its target; 0 for other targets.
 
     Raises:
         InputError: a path is missing, unreadable or empty (every such path is named), or the text
-            is shorter than one sequence and what comes after it.
+            is shorter than one sequence and the bytes that it needs after it.
     """
 
     paths: tuple[str | Path, ...] | None = None
@@ -98,7 +98,9 @@ class ByteData:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a model computes in a step: inputs, and targets of their own."""
+        """Tokens that a model computes in a step: the inputs and, with `target_len`, the
+        targets.
+        """
         return self.batch * (self.seq_len + self.target_len)
 
     @property
@@ -127,11 +129,11 @@ class ByteData:
 def text_for(
     workload: Workload, *, paths: tuple[str | Path, ...] | None = None, seed: int = 0
 ) -> ByteData:
-    """Text in batches as a workload takes them: for BERT with 15 % of the bytes masked, for T5
-    with what comes next as targets.
+    """Text in the batches that a workload takes: for BERT with 15 % of the bytes masked, for T5
+    with the continuation as targets.
 
     Raises:
-        InputError: it takes no text or knows fewer tokens than there are bytes, or as for
+        InputError: the model takes no text, or its vocabulary is too small for bytes; or as for
             `ByteData`.
     """
     config = workload.config

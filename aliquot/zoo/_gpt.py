@@ -1,8 +1,8 @@
 """GPT: LayerNorm before each half of a block, biases, learned positions, GELU, output head tied to
 the embedding.
 
-Two modules, as in `_llama.py`: `Block`, one of `num_layers` alike, and `Ends`, what stands before
-and after them.
+Two modules, as in `_llama.py`: `Block`, one of `num_layers` equal layers, and `Ends`, the parts
+before and after them.
 
 Reference: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
 """
@@ -22,8 +22,8 @@ _NORMAL = nnx.initializers.normal(0.02)
 
 
 class Attention(nnx.Module):
-    """Attention with separate query, key and value projections; queries are made of `x`, keys and
-    values of `source`, by default of `x` as well.
+    """Attention with separate query, key and value projections; queries are computed from `x`, keys
+    and values from `source`, by default also from `x`.
     """
 
     def __init__(
@@ -70,7 +70,9 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention, then feed-forward, each added to its normalised input's origin."""
+    """One layer: attention, then feed-forward; each reads its normalised input, and its result is
+    added to the input.
+    """
 
     def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
         self.norm1 = norm(config, precision, rngs)
@@ -135,11 +137,11 @@ def linear(
     depth: int = 0,
     use_bias: bool = True,
 ) -> nnx.Linear:
-    """A projection; with the number of layers as `depth`, one whose result adds to the residual
-    stream.
+    """A projection. If its result is added to the residual stream, `depth` is the number of
+    layers.
     """
-    # What adds to the residual stream starts smaller the deeper the model, so that the stream keeps
-    # its variance.
+    # Projections into the residual stream start the smaller, the deeper the model is, so that the
+    # stream keeps its variance.
     scale = 0.02 if not depth else 0.02 / (2 * depth) ** 0.5
     return nnx.Linear(
         size_in,

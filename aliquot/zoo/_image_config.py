@@ -1,4 +1,4 @@
-"""Shapes of models of images; see `_config.py` for those of text."""
+"""Configurations of models of images; see `_config.py` for those of text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from ._config import AbstractConfig, out_of_range, refuse
 
-# Bottlenecks in each of the four stages, by the number of layers: three each, the first convolution
-# and the head.
+# Bottlenecks in each of the four stages, by the number of layers: three for each bottleneck, and
+# the first convolution and the head.
 _STAGES = {
     14: (1, 1, 1, 1),
     26: (2, 2, 2, 2),
@@ -22,11 +22,11 @@ _IMAGE_CHANNELS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BottleneckConfig:
-    """The shape of one bottleneck: channels that enter it, lie inside around and at its 3 x 3
-    convolution, and leave.
+    """The shape of one bottleneck.
 
-    `stride` is that of the 3 x 3 convolution and of the shortcut; `size_in` is the side in points
-    of what enters.
+    `channels_in` and `channels_out` are the channels of its input and output, `channels` and
+    `wide_channels` those before and after its 3 x 3 convolution. `stride` is that of the 3 x 3
+    convolution and of the shortcut; `size_in` is the side of the input in points.
     """
 
     channels_in: int
@@ -38,20 +38,20 @@ class BottleneckConfig:
 
     @property
     def size_out(self) -> int:
-        """Side in points of what leaves."""
+        """Side of the output in points."""
         return -(-self.size_in // self.stride)
 
     @property
     def projects(self) -> bool:
-        """True if the shortcut needs a convolution of its own, because what leaves has another
+        """True if the shortcut needs a convolution of its own, because input and output differ in
         shape.
         """
         return self.stride != 1 or self.channels_in != self.channels_out
 
     @property
     def forward_flops(self) -> int:
-        """Floating point operations of its convolutions on one image; what a window reads beyond
-        the edge counts.
+        """Floating point operations of its convolutions on one image; products with padding beyond
+        the edge count, too.
         """
         before, after = self.size_in**2, self.size_out**2
         flops = before * self.channels_in * self.channels
@@ -64,11 +64,11 @@ class BottleneckConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WideResNetConfig(AbstractConfig):
     """The shape of a ResNet of bottlenecks whose 3 x 3 convolutions are `width_factor` times as
-    wide.
+    wide as usual.
 
-    `num_layers` is one of 14, 26, 50, 101 and 152; `num_channels` are those of the first
-    convolution and of the first stage, and double from stage to stage. Images are squares of
-    `image_size` points in three colours.
+    `num_layers` is one of 14, 26, 50, 101 and 152; `num_channels` is the number of channels of the
+    first convolution and of the first stage, which doubles from stage to stage. Images are squares
+    of `image_size` points in three colours.
 
     Raises:
         InputError: some sizes are out of range; every such fault is listed.
@@ -103,8 +103,8 @@ class WideResNetConfig(AbstractConfig):
         return _STAGES[self.num_layers]
 
     def bottlenecks(self) -> Iterator[BottleneckConfig]:
-        """All of them, in order. The first convolution and the pooling behind it halve the image
-        each.
+        """All bottlenecks, in order. Before them, the first convolution and the pooling after it
+        each halve the image.
         """
         size, channels_in = _half(_half(self.image_size)), self.num_channels
         for stage, count in enumerate(self.section_lengths):
@@ -125,8 +125,8 @@ class WideResNetConfig(AbstractConfig):
         """Floating point operations to train on one image: forward and backward, without
         recomputation.
 
-        Convolutions and the head cost as much again for each of their two gradients, but the image
-        needs none.
+        Convolutions and the head cost as much again for each of their two gradients, except that
+        the first convolution needs no gradient of the image.
         """
         first = 2 * _half(self.image_size) ** 2 * 49 * _IMAGE_CHANNELS * self.num_channels
         blocks = list(self.bottlenecks())
@@ -144,12 +144,12 @@ class WideResNetConfig(AbstractConfig):
         return 1
 
     def batch(self, global_batch: int, float_dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Images, channels last, and the number of each one's class."""
+        """Images, channels last, and the number of each image's class."""
         shape = (global_batch, self.image_size, self.image_size, _IMAGE_CHANNELS)
         return {"images": (shape, float_dtype), "labels": ((global_batch,), "int32")}
 
     def consequences(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing: every size follows from these fields."""
+        """No other fields change: all other sizes are computed from the fields."""
         return {}
 
 

@@ -1,8 +1,8 @@
-"""Models of images as pure functions of plain trees; see `_network.py` for what that means.
+"""Models of images as pure functions of plain trees; see `_network.py`.
 
 Bottlenecks differ in shape from stage to stage, so each shape is described and traced once. Besides
-parameters there is `batch_stats`, the running averages of BatchNorm, in a tree like that of the
-parameters.
+parameters the state has `batch_stats`, the running averages of BatchNorm, in a tree like that of
+the parameters.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ._wide_resnet import Bottleneck, Head, Stem
 class ImageNetwork(AbstractNetwork):
     """A classifier of images.
 
-    Both trees are dicts of `stem`, `layers`, a list with one dict for each bottleneck, and `head`,
-    which has no averages.
+    The trees of parameters and of averages are dicts of `stem`, `layers`, a list with one dict for
+    each bottleneck, and `head`, which has no averages.
     """
 
     def __init__(self, config: WideResNetConfig, precision: Precision, *, recompute: str) -> None:
@@ -40,13 +40,13 @@ class ImageNetwork(AbstractNetwork):
         )
 
     def shapes(self) -> dict[str, Tree]:
-        """Parameters and running averages."""
+        """Shapes of parameters and running averages."""
         return self._trees(
             self._stem.shapes, [part.shapes for part in self._layers], self._head.shapes
         )
 
     def init(self, key: jax.Array) -> dict[str, Tree]:
-        """Their initial values."""
+        """Initial parameters and running averages."""
         stem_key, layers_key, head_key = jax.random.split(key, 3)
         layers = [
             part.init(jax.random.fold_in(layers_key, i)) for i, part in enumerate(self._layers)
@@ -56,8 +56,8 @@ class ImageNetwork(AbstractNetwork):
     def loss(
         self, params: Tree, state: dict[str, Tree], batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, Tree]]:
-        """Mean cross-entropy of `labels`; the running averages move a tenth of the way to this
-        batch's.
+        """Mean cross-entropy of `labels`; the running averages move a tenth of the way to the
+        averages of this batch.
         """
         averages = state["batch_stats"]
         x, stem = self._stem.apply(params["stem"], averages["stem"], batch["images"])
@@ -90,7 +90,7 @@ class ImageNetwork(AbstractNetwork):
 
 class _Part:
     """One module: shapes and initial values of its parameters and averages, and its function, which
-    returns new averages.
+    also returns new averages.
     """
 
     def __init__(self, make: Callable[..., nnx.Module], *, recompute: str) -> None:
@@ -104,7 +104,9 @@ class _Part:
 
     @property
     def shapes(self) -> tuple[Tree, Tree]:
-        """New trees at each call, as each layer has its own."""
+        """Shapes of parameters and averages: new trees at each call, because each layer has its
+        own.
+        """
         params, averages = (jax.tree.map(lambda x: x, tree) for tree in self._shapes)
         return params, averages
 
@@ -118,7 +120,7 @@ class _Part:
 
 
 def _split(module: Any) -> tuple[Any, tuple[Tree, Tree]]:
-    """Static definition, and parameters and averages, of a module."""
+    """A module's static definition, and its parameters and averages."""
     parts: Any = nnx.split(module, nnx.Param, nnx.BatchStat)
     definition, params, averages = parts
     return definition, (nnx.to_pure_dict(params), nnx.to_pure_dict(averages))

@@ -1,8 +1,8 @@
 """Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases, an output head of
 its own.
 
-Two modules, as in `_gpt.py`: `Block`, one of `num_layers` alike, and `Ends`, what stands before and
-after them.
+Two modules, as in `_gpt.py`: `Block`, one of `num_layers` equal layers, and `Ends`, the parts
+before and after them.
 
 Reference: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, section 2.2.
 """
@@ -97,8 +97,8 @@ class Ends(nnx.Module):
 
 
 def _rotate(x_bshe: jax.Array, theta: float) -> jax.Array:
-    """Turn the pair `(x[i], x[i + E/2])` at position `s` by the angle `s * theta ** (-2 i / E)`, in
-    float32 or wider.
+    """Rotate the pair `(x[i], x[i + E/2])` at position `s` by the angle `s * theta ** (-2 i / E)`,
+    in float32 or wider.
 
     Reference: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
     section 3.2.
@@ -117,8 +117,8 @@ def _rotate(x_bshe: jax.Array, theta: float) -> jax.Array:
 def _linear(
     size_in: int, size_out: int, precision: Precision, rngs: nnx.Rngs, *, depth: int = 0
 ) -> nnx.Linear:
-    # What adds to the residual stream starts smaller the deeper the model, so that the stream keeps
-    # its variance.
+    # Projections into the residual stream start the smaller, the deeper the model is, so that the
+    # stream keeps its variance.
     scale = 0.02 if not depth else 0.02 / (2 * depth) ** 0.5
     return nnx.Linear(
         size_in,

@@ -1,10 +1,10 @@
-"""MoE: a GPT in which every other layer has many feed-forward networks, of which each token sees
-two.
+"""MoE: a GPT in which every other layer has many feed-forward networks, the experts; each token
+goes through two of them.
 
-Tokens are carried to their experts and back by products with masks, so that all shapes are known
-beforehand and experts may live on different devices. Shape suffixes: G groups of tokens, S tokens
-of a group, E experts, C places that an expert has for a group, M elements of a token, F elements
-inside an expert.
+Tokens are dispatched to their experts, and results combined, by products with masks, so that all
+shapes are static and experts may be on different devices. Shape suffixes: G groups of tokens, S
+tokens of a group, E experts, C places that an expert has for a group, M elements of a token, F
+elements inside an expert.
 
 Reference: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic
 Sharding", 2020, section 2 and algorithm 1; the order of layers is that of the benchmark suite of
@@ -23,8 +23,8 @@ from ._precision import Precision
 
 
 class Experts(nnx.Module):
-    """Feed-forward networks, two of which each token goes through; also says how unequally they
-    were used.
+    """Feed-forward networks, of which each token goes through two. Also returns the loss for using
+    them unequally.
     """
 
     def __init__(self, config: MoEConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
@@ -33,8 +33,8 @@ class Experts(nnx.Module):
             config.capacity,
             precision.compute,
         )
-        # What adds to the residual stream starts smaller the deeper the model, so that the stream
-        # keeps its variance.
+        # Projections into the residual stream start the smaller, the deeper the model is, so that
+        # the stream keeps its variance.
         small = 0.02 / (2 * config.num_layers) ** 0.5
         inside = (config.num_experts, config.hidden_size, config.ffn_size)
         self.gate = _weight((config.hidden_size, config.num_experts), 0.02, precision, rngs)
@@ -43,7 +43,7 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         x_gsm = x.reshape(-1, self.group_size, x.shape[-1])
-        # The choice is made in float32 or wider: rounding would send tokens elsewhere.
+        # The choice is made in float32 or wider: rounding would send tokens to other experts.
         wide = jnp.promote_types(x.dtype, jnp.float32)
         gates_gse = jax.nn.softmax(
             jnp.einsum("gsm,me->gse", x_gsm.astype(wide), self.gate[...].astype(wide))
@@ -60,7 +60,9 @@ class Experts(nnx.Module):
 
 
 class ExpertBlock(nnx.Module):
-    """One layer: attention, then experts, each added to its normalised input's origin."""
+    """One layer: attention, then experts; each reads its normalised input, and its result is added
+    to the input.
+    """
 
     def __init__(self, config: MoEConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
         self.norm1 = _gpt.norm(config.dense, precision, rngs)
@@ -75,7 +77,7 @@ class ExpertBlock(nnx.Module):
 
 
 class DenseBlock(_gpt.Block):
-    """GPT's layer."""
+    """GPT's layer, for the layers without experts."""
 
     def __init__(self, config: MoEConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
         super().__init__(config.dense, precision, rngs=rngs)
@@ -92,15 +94,15 @@ def top2_gating(gates_gse: jax.Array, capacity: int) -> tuple[jax.Array, jax.Arr
     """Weight of each token at each place of each expert, `(G, S, E, C)`, and the loss for
     imbalance.
 
-    The best expert of each token and the second have weights that sum to one. All best experts take
-    their tokens in order, then all second ones; a token that finds no place is dropped, and is not
-    weighed elsewhere. Unlike in the reference the second expert is always asked, so nothing is
-    random.
+    The weights of a token's best and second-best expert sum to one. First all tokens take places of
+    their best experts, in order, then places of their second-best. A token that finds no place is
+    dropped there, and its other weight does not change. Unlike in the reference, the second-best
+    expert is always used, so nothing is random.
 
-    The cost is the mean over groups of `E * sum_e (share of tokens whose best is e) * (mean gate of
-    e)`: one if all are used alike, E if one is used alone.
+    The loss is the mean over groups of `E * sum_e (share of tokens whose best is e) * (mean gate of
+    e)`: one if all experts are used equally, E if only one is used.
 
-    Reference: GShard, algorithm 1, whose cost is this one divided by `E ** 2`.
+    Reference: GShard, algorithm 1, whose loss is this one divided by `E ** 2`.
     """
     num_experts = gates_gse.shape[-1]
     first_gse = jax.nn.one_hot(jnp.argmax(gates_gse, axis=-1), num_experts, dtype=jnp.int32)
@@ -124,11 +126,11 @@ def top2_gating(gates_gse: jax.Array, capacity: int) -> tuple[jax.Array, jax.Arr
 def _placed(
     chosen_gse: jax.Array, before_gse: jax.Array, weight_gs: jax.Array, capacity: int
 ) -> jax.Array:
-    """The weight at the place that is free when `before_gse` tokens have come; nowhere if there is
-    none any more.
+    """Each token's weight at its place in its chosen expert, the one after `before_gse` earlier
+    tokens; zeros if the expert has no place left.
     """
     place_gs = jnp.sum(before_gse * chosen_gse, axis=-1)
-    # What lies beyond the last place is all zeros.
+    # For places beyond the last one, `one_hot` gives zeros.
     place_gsc = jax.nn.one_hot(place_gs, capacity, dtype=weight_gs.dtype)
     weight_gse = weight_gs[..., None] * chosen_gse.astype(weight_gs.dtype)
     return weight_gse[..., None] * place_gsc[:, :, None, :]

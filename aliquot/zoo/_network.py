@@ -1,9 +1,9 @@
-"""Models as pure functions of plain trees: shapes, initial values, loss. Here what all have, and
-the models of text.
+"""Models as pure functions of plain trees, which give shapes, initial values and the loss: the
+interface of all models, and the models of text.
 
-Layers of a kind are alike, so one is described, initialised and traced, and the rest repeat it:
-what costs tens of seconds for 96 layers costs the same as for one. The families supply what stands
-around the layers and the kinds of layers (`_gpt.py`, `_bert.py`, `_llama.py`, `_moe.py`);
+All layers of a kind are alike, so only one is described, initialised and traced, and the others
+reuse it: otherwise this would take tens of seconds for 96 layers. The families define the layers,
+and the parts before and after them (`_gpt.py`, `_bert.py`, `_llama.py`, `_moe.py`);
 `_t5_network.py` has encoder-decoder models, `_image_network.py` the models of images.
 """
 
@@ -25,7 +25,8 @@ from ._precision import Precision, abstract
 
 Tree = Any
 
-# What stands around the layers, and the kinds of layers in the order in which they take turns.
+# For each family, the parts before and after the layers, and the kinds of layers in the order in
+# which they alternate.
 _FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt": (_gpt.Ends, {"block": _gpt.Block}),
     "bert": (_bert.Ends, {"block": _bert.Block}),
@@ -37,8 +38,9 @@ _FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 class AbstractNetwork(abc.ABC):
     """The functions of one model.
 
-    Its part of a training state is a dict: `params`, which are trained, and whatever else the model
-    keeps from step to step. Both are nested dicts with what stands around the layers, and `layers`.
+    The model's part of a training state is a dict: `params`, which are trained, and whatever else
+    the model keeps from step to step. Each is a nested dict of the parts before and after the
+    layers, and `layers`.
     """
 
     @abc.abstractmethod
@@ -47,13 +49,15 @@ class AbstractNetwork(abc.ABC):
 
     @abc.abstractmethod
     def init(self, key: jax.Array) -> dict[str, Tree]:
-        """Its initial values."""
+        """Initial values of the model's part of a state."""
 
     @abc.abstractmethod
     def loss(
         self, params: Tree, state: dict[str, Tree], batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, Tree]]:
-        """The loss in nats, at least float32; other figures to report; the new statistics."""
+        """The loss in nats, at least float32; other figures to report; and new values of what the
+        model keeps besides parameters.
+        """
 
 
 class Network(AbstractNetwork):
@@ -80,7 +84,7 @@ class Network(AbstractNetwork):
         self._names = list(kinds)
 
     def shapes(self) -> dict[str, Tree]:
-        """The parameters, which are all there is."""
+        """Shapes of the parameters; a model of text keeps nothing else."""
         if self.scan:
             count = self.num_layers // len(self._kinds)
             stacks = [
@@ -116,8 +120,8 @@ class Network(AbstractNetwork):
     def loss(
         self, params: Tree, state: dict[str, Tree], batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, Tree]]:
-        """Mean cross-entropy of `targets` given `inputs`, and with experts what unequal use of them
-        costs.
+        """Mean cross-entropy of `targets` given `inputs`, plus, with experts, a loss for using them
+        unequally.
         """
         ends = nnx.merge(
             self._ends_def, {name: part for name, part in params.items() if name != "layers"}
@@ -130,7 +134,7 @@ class Network(AbstractNetwork):
         return loss + self.balance_weight * mean, {"balance_loss": mean}, {}
 
     def _apply_layers(self, layers: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        """Activations behind the last layer, and the figures that layers of experts report."""
+        """Activations after the last layer, and the figures that layers of experts report."""
         reports: list[jax.Array] = []
         if not self.scan:
             for kind, layer in zip(self._turns(), layers, strict=True):
@@ -193,12 +197,12 @@ def _module(make: Callable[[jax.Array], nnx.Module]) -> tuple[Any, Any, Callable
 
 
 def _once(block: Callable[..., Any], *, recompute: str, scan: bool) -> Callable[..., Any]:
-    """A block as every layer calls it; unrolled, `jit` makes JAX trace and differentiate it once
-    for all layers.
+    """The function of a block as every layer calls it. If layers are unrolled, `jit` makes JAX
+    trace and differentiate it once for all of them.
     """
     if recompute == "block":
-        # A loop already keeps the compiler from merging the recomputation away; unrolled, only
-        # barriers do.
+        # Without a loop, only barriers keep the compiler from merging the recomputation with the
+        # forward pass.
         block = jax.checkpoint(block, prevent_cse=not scan)
     return block if scan else jax.jit(block)
 
@@ -216,7 +220,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def masked_cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The same over the targets that are not negative; zero if all are."""
+    """Mean cross-entropy over the targets that are not negative; zero if all are negative."""
     is_asked = targets >= 0
     losses = jnp.where(is_asked, _cross_entropies(logits, jnp.maximum(targets, 0)), 0)
     return jnp.sum(losses) / jnp.maximum(jnp.sum(is_asked, dtype=losses.dtype), 1)

@@ -1,4 +1,4 @@
-"""Dtypes in which a model computes and keeps its parameters, by the name a user gives."""
+"""The dtypes of a model's computation and of its parameters, by the names that users give."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Names of the dtype of activations and matrix products (`compute`), and of parameters and
-    optimizer state.
+    """Names of two dtypes: of activations and matrix products (`compute`), and of parameters and
+    optimizer state (`params`).
     """
 
     compute: str
@@ -41,7 +41,7 @@ _ALSO = {
 
 
 def precision_name(name: str) -> str:
-    """The name in `PRECISIONS` for what other libraries call it; any other name as it is.
+    """The name in `PRECISIONS` for a name that other libraries use; any other name unchanged.
 
     >>> precision_name("bfloat16"), precision_name("fp16")
     ('bf16', 'float16')
@@ -53,8 +53,8 @@ def precision(name: str) -> Precision:
     """The precision of that name.
 
     Raises:
-        InputError: no such name, or float64 while JAX is set to 32 bits and would silently narrow
-            it.
+        InputError: there is no such name, or it is float64 and JAX is set to 32 bits, which would
+            silently narrow it.
     """
     import jax
 
@@ -70,7 +70,7 @@ def precision(name: str) -> Precision:
 
 
 def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array that is not there."""
+    """The shape and dtype of an array, without the array."""
     import jax
 
     return jax.ShapeDtypeStruct(shape, dtype)

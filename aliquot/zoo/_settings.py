@@ -1,6 +1,4 @@
-"""Settings of a model that come from a file: all that is wrong with them, found before anything is
-built.
-"""
+"""Checks of a model's settings that come from a file: finds all faults before anything is built."""
 
 from __future__ import annotations
 
@@ -25,7 +23,8 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def settings_faults(settings: Mapping[str, Any]) -> list[str]:
-    """Reasons why `build(**settings)` would refuse settings of a plan file; empty if it would not.
+    """Reasons why `build(**settings)` would refuse the settings of a plan file; empty if there are
+    none.
 
     >>> settings_faults({"model": "gpt-125m", "global_batch": 0, "scan": 1})
     ['scan=1 is not true or false', 'global_batch=0 must be at least 1.']

@@ -1,4 +1,4 @@
-"""The usual sizes of models: what a name such as `gpt-1.3b` stands for, and how to change it."""
+"""The usual sizes of models: configurations by names such as `gpt-1.3b`, and changes to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAMILIES: dict[str, type[AbstractConfig]] = {
     "t5": T5Config,
     "wide-resnet": WideResNetConfig,
 }
-"""Every family, and the class of its configurations."""
+"""The class of configurations of every family."""
 
 _DEEP = (8, 16, 32, 64, 128, 256, 512, 1024)
 _FIXED = ("name", "family")
@@ -180,17 +180,17 @@ MODELS: dict[str, AbstractConfig] = {config.name: config for config in _ALL}
 def configure(name: str, /, **overrides: Any) -> AbstractConfig:
     """The configuration of a named model with some fields changed.
 
-    Values may be text, as a command line gives them; they take the type of their field. What
-    follows from a changed field changes with it unless it is given too: `ffn_size` keeps its ratio
-    to `hidden_size` (rounded up to a multiple of 8), `num_kv_heads` its ratio to `num_heads`, and
-    `group_size` its ratio to `seq_len`.
+    Values may be text, as a command line gives them; they are converted to the type of their field.
+    Fields that depend on a changed field change along with it unless they are given, too:
+    `ffn_size` keeps its ratio to `hidden_size` (rounded up to a multiple of 8), `num_kv_heads` its
+    ratio to `num_heads`, and `group_size` and `target_len` their ratio to `seq_len`.
 
         >>> configure("gpt-125m", hidden_size="64", num_heads=4).ffn_size
         256
 
     Raises:
-        InputError: no such model, no such field, or a value its field cannot take; all bad fields
-            are listed.
+        InputError: there is no such model or field, or a field cannot have its value; all bad
+            fields are listed.
     """
     if name not in MODELS:
         raise InputError(f"There is no model {name!r}: {nearest(name, MODELS)}")
@@ -212,7 +212,7 @@ def configure(name: str, /, **overrides: Any) -> AbstractConfig:
 
 
 def as_fields(config: AbstractConfig) -> dict[str, Any]:
-    """A configuration as plain data, from which `from_fields` makes it again."""
+    """A configuration as plain data; `from_fields` is the inverse."""
     return dataclasses.asdict(config)  # type: ignore[call-overload,no-any-return]
 
 

@@ -1,8 +1,7 @@
-"""From a model's name to something to plan and train: a pure training step with its state and
-batch.
+"""Building of a pure training step, with the shapes of its state and batch, from a model's name.
 
-`build` is the whole public surface; everything it makes is lazy or abstract, so a
-175-billion-parameter step is built in about a second on a laptop and holds no array.
+`build` is the only public function. It creates no array, only functions and shapes, so the step of
+a model of 175 billion parameters is built in about a second on a laptop.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ _LOSS_SCALING = ("none", "dynamic")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A training step with what it needs, as a planner and a runtime want them.
+    """A training step with everything that planning and running it takes.
 
     `train_step(state, batch)` returns `(new_state, metrics)` and is pure; the metrics are scalars,
     `loss` and, with experts, `balance_loss`. `state` and `batch` are trees of
     `jax.ShapeDtypeStruct`: the state holds `params`, `opt_state`, `step`, under dynamic loss
     scaling `loss_scale`, and with BatchNorm `batch_stats`; the batch holds `inputs` and `targets`,
     token ids of shape `(global_batch, seq_len)`, or `images` and `labels`; BERT's targets are -1
-    where nothing is to be predicted. `init(key)` makes a real state and may be jitted, so that it
-    can be born sharded. `build(**settings)` makes this workload again, and `settings` is plain
-    data. `num_parameters` counts elements, a tied embedding once. `flops_per_step` counts forward
-    and backward over the global batch, without recomputation and without the update;
-    `flops_per_example` of the configuration says how.
+    where nothing is to be predicted. `init(key)` makes a real state and may be jitted, so that its
+    arrays are created sharded. `build(**settings)` makes this workload again, and `settings` is
+    plain data. `num_parameters` counts elements, a tied embedding once. `flops_per_step` counts
+    forward and backward over the global batch, without recomputation and without the update; see
+    `flops_per_example` of the configuration.
     """
 
     config: AbstractConfig
@@ -76,12 +75,12 @@ def build(
             fields).
         global_batch: Sequences or images per step, over all devices.
         overrides: Fields of the configuration to change, as for `configure`.
-        dtype: What the model computes in: `"bf16"`, `"float16"` or `"float32"`, on float32
-            parameters; or `"float64"` throughout, for comparisons. `"bfloat16"`, `"fp16"` and the
-            like mean the same. By default bf16, and float32 for Wide-ResNet.
-        recompute: `"block"` keeps only what enters each block and computes its inside again in the
+        dtype: Dtype in which the model computes: `"bf16"`, `"float16"` or `"float32"`, with float32
+            parameters; or `"float64"` throughout, for comparisons. Other usual names, such as
+            `"bfloat16"` and `"fp16"`, are understood. By default bf16, and float32 for Wide-ResNet.
+        recompute: `"block"` keeps only the input of each block and recomputes its inside in the
             backward pass; `"none"` keeps everything.
-        scan: Whether to stack the layers and loop over them instead of writing them out; not for
+        scan: Whether to stack the layers and scan over them instead of unrolling them; not for
             Wide-ResNet.
         optimizer: `"adamw"`, or `"sgd"` without momentum.
         learning_rate: Constant over the steps.
@@ -142,10 +141,10 @@ def build(
 def configuration(
     model: str | Mapping[str, Any] | AbstractConfig, overrides: Mapping[str, Any] | None
 ) -> AbstractConfig:
-    """The configuration that `build` is asked for.
+    """The configuration that these arguments of `build` describe.
 
     Raises:
-        InputError: no such model, or fields that it cannot have.
+        InputError: there is no such model, or fields have values that it cannot have.
     """
     if isinstance(model, str):
         return configure(model, **(overrides or {}))
@@ -189,8 +188,10 @@ def _named(config: AbstractConfig) -> tuple[str | dict[str, Any], dict[str, Any]
 
 
 def faults_of_step(config: AbstractConfig | None, settings: Mapping[str, Any]) -> list[str]:
-    """Faults of settings of `build` that have the right types; `config` is None if there is
-    none.
+    """Messages on settings of `build` that have the right types but impossible values.
+
+    Args:
+        config: the model's configuration; None if there is none.
     """
     known = {
         "recompute": _RECOMPUTE,

@@ -1,9 +1,9 @@
 """T5: an encoder that attends in both directions, and a decoder that attends to its own earlier
-tokens and to all that the encoder gives.
+tokens and to the encoder's result.
 
-Three modules: `EncoderBlock` and `DecoderBlock`, `num_layers` of each, and `Ends`, what stands
+Three modules: `EncoderBlock` and `DecoderBlock`, `num_layers` of each, and `Ends`, the parts
 before, between and after them. The operators are GPT's, with learned positions, as in the T5 of
-Megatron-LM; the paper's own has RMSNorm, no biases, and relative positions.
+Megatron-LM; the paper's T5 has RMSNorm, no biases, and relative positions.
 
 Reference: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
 Transformer", 2020, section 2.1.
@@ -23,8 +23,8 @@ _START = 0
 
 
 class EncoderBlock(nnx.Module):
-    """One layer of the encoder: attention, then feed-forward, each added to its normalised input's
-    origin.
+    """One layer of the encoder: attention, then feed-forward; each reads its normalised input, and
+    its result is added to the input.
     """
 
     def __init__(self, config: T5Config, precision: Precision, *, rngs: nnx.Rngs) -> None:
@@ -39,8 +39,8 @@ class EncoderBlock(nnx.Module):
 
 
 class DecoderBlock(nnx.Module):
-    """One layer of the decoder: causal self-attention, attention to the encoder's tokens,
-    feed-forward, each added to its normalised input's origin.
+    """One layer of the decoder: causal self-attention, attention to the encoder's result, then
+    feed-forward; each reads its normalised input, and its result is added to the input.
     """
 
     def __init__(self, config: T5Config, precision: Precision, *, rngs: nnx.Rngs) -> None:
@@ -58,11 +58,11 @@ class DecoderBlock(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """Embeddings before the encoder and before the decoder, a norm behind each, and the output
+    """Embeddings before the encoder and before the decoder, a norm after each, and the output
     head.
 
-    One table of tokens serves both embeddings and, if tied, the head; each side has positions of
-    its own.
+    Both embeddings and, if tied, the head share one table of tokens; encoder and decoder have their
+    own positions.
     """
 
     def __init__(self, config: T5Config, precision: Precision, *, rngs: nnx.Rngs) -> None:

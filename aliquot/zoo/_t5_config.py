@@ -1,4 +1,4 @@
-"""Shapes of encoder-decoder models; see `_config.py` for models that are one stack of layers."""
+"""Configurations of encoder-decoder models; see `_config.py` for models of one stack of layers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ._config import AbstractTextConfig, not_positive, out_of_range, refuse, sca
 @dataclass(frozen=True, slots=True, kw_only=True)
 class T5Config(AbstractTextConfig):
     """The shape of a T5: an encoder of `num_layers` layers that reads `seq_len` tokens, and a
-    decoder of as many that predicts `target_len` tokens and attends to what the encoder gives.
+    decoder of as many layers that predicts `target_len` tokens and attends to the encoder's result.
 
-    `head_size` is that of one head, 0 for `hidden_size / num_heads`.
+    `head_size` is the size of one head, 0 for `hidden_size / num_heads`.
 
     Raises:
         InputError: some sizes are not positive, or do not divide each other; every such fault is
@@ -74,8 +74,8 @@ class T5Config(AbstractTextConfig):
         """Floating point operations to train on one sequence and its target: forward and backward,
         without recomputation.
 
-        Counted as for `ModelConfig`. The keys and values of cross-attention are made of the
-        encoder's tokens, its queries of the decoder's.
+        Counted as for `ModelConfig`. The keys and values of cross-attention are computed from the
+        encoder's tokens, its queries from the decoder's.
         """
         source, target = self.seq_len, self.target_len
         projection = self.hidden_size * self.num_heads * self.head_dim
@@ -89,11 +89,11 @@ class T5Config(AbstractTextConfig):
 
     @property
     def flops_per_token(self) -> int:
-        """The mean over the tokens of both sides, rounded down."""
+        """The mean over the tokens of encoder and decoder, rounded down."""
         return self.flops_per_example // (self.seq_len + self.target_len)
 
     def batch(self, global_batch: int, float_dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Token ids: what the encoder reads, and what the decoder is to say."""
+        """Token ids: those that the encoder reads, and those that the decoder is to predict."""
         return {
             "inputs": ((global_batch, self.seq_len), "int32"),
             "targets": ((global_batch, self.target_len), "int32"),

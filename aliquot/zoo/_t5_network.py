@@ -1,6 +1,4 @@
-"""Encoder-decoder models as pure functions of plain trees; see `_network.py` for what that
-means.
-"""
+"""Encoder-decoder models as pure functions of plain trees; see `_network.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from ._t5_config import T5Config
 
 
 class T5Network(AbstractNetwork):
-    """A model that says a text after it has read another.
+    """A model that reads one text and predicts another.
 
     `layers` is a list with one dict for each layer, those of the encoder first; or, with `scan`,
     `encoder` and `decoder`, each a dict whose arrays have a leading layer dim.
@@ -37,7 +35,7 @@ class T5Network(AbstractNetwork):
         )
 
     def shapes(self) -> dict[str, Tree]:
-        """The parameters, which are all there is."""
+        """Shapes of the parameters; the model keeps nothing else."""
         count = self.num_layers
         layers: Tree
         if self.scan:
@@ -93,7 +91,7 @@ class T5Network(AbstractNetwork):
         return [self._encoder] * self.num_layers + [self._decoder] * self.num_layers
 
     def _apply(self, kind: _Kind, layers: Any, x: jax.Array, *others: jax.Array) -> jax.Array:
-        """Activations behind the last of these layers, all of which also see `others`."""
+        """Activations after the last of these layers, all of which also read `others`."""
         if self.scan:
             x, _ = jax.lax.scan(
                 lambda x, layer: (kind.apply(layer, x, *others)[0], None), x, layers

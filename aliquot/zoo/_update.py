@@ -1,8 +1,8 @@
-"""The update half of a training step: optimizers, dynamic loss scaling, and their states.
+"""The update of a training step: optimizers, dynamic loss scaling, and their states.
 
-Optimizers here treat every array alone, so the layers of an unrolled model can be updated one after
-the other by one traced function. Optax maps each of its operations over each array: done at once,
-that is half the time to trace a step.
+The optimizers here update every array independently of the others, so one traced function can
+update the layers of an unrolled model one after another. Optax maps each of its operations over
+each array: for all layers at once, that would take half the time of tracing a step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ GROWTH_STEPS = 2000
 
 
 def adamw(learning_rate: float) -> optax.GradientTransformation:
-    """AdamW as language models are trained with it: second moment over 20 steps, weight decay 0.1
-    on every array.
+    """AdamW with the usual constants for language models: second moment over 20 steps, weight decay
+    0.1 on every array.
 
     Reference: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2;
     the constants are those of Brown et al., "Language Models are Few-Shot Learners", 2020, appendix
@@ -54,7 +54,7 @@ class Update:
         self._finite = jax.jit(_all_finite)
 
     def init(self, params: Tree) -> dict[str, Tree]:
-        """Training state besides parameters and step number."""
+        """The training state apart from parameters and step number."""
         state: dict[str, Tree] = {"opt_state": self.optimizer.init(params)}
         if self.dynamic_scale:
             state["loss_scale"] = {
@@ -64,7 +64,7 @@ class Update:
         return state
 
     def scale(self, state: Tree, loss: jax.Array) -> jax.Array:
-        """The loss to differentiate: as it is, or large enough that float16 gradients do not
+        """The loss to differentiate: unchanged, or scaled so that float16 gradients do not
         vanish.
         """
         return (
@@ -74,8 +74,9 @@ class Update:
     def __call__(self, state: Tree, grads: Tree) -> dict[str, Tree]:
         """The state after the update, without its step number.
 
-        Under a dynamic loss scale a gradient that is not finite changes neither parameters nor
-        moments: the scale then halves. It doubles after 2000 finite steps in a row.
+        Under a dynamic loss scale, a step whose gradients are not all finite changes neither
+        parameters nor moments, and halves the scale. After 2000 finite steps in a row the scale
+        doubles.
 
         Reference: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
         """
@@ -101,8 +102,8 @@ class Update:
         def like_params(node: Tree) -> bool:
             return bool(jax.tree.structure(node) == structure)
 
-        # Moments have the tree of the parameters and are cut like it; what else there is, a count,
-        # goes to every part.
+        # Moments have the same tree as the parameters and are cut like it; everything else, such as
+        # a count of steps, goes to every part.
         outer: Any
         nodes, outer = jax.tree.flatten(state["opt_state"], is_leaf=like_params)
         is_cut = [like_params(node) for node in nodes]
@@ -141,8 +142,8 @@ class Update:
 
 
 def _cut(tree: Tree) -> list[Tree]:
-    """The parameters around the layers, then those of each layer; a scanned model stays in one
-    piece.
+    """A tree in parts: first everything outside of the layers, then each layer; a scanned model is
+    one part.
     """
     if not isinstance(tree["layers"], list):
         return [tree]

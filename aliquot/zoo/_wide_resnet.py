@@ -36,8 +36,8 @@ class Stem(nnx.Module):
 
 
 class Bottleneck(nnx.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions added to what entered, which is projected where its shape
-    changes.
+    """1 x 1, 3 x 3 and 1 x 1 convolutions whose result is added to the input, which is projected if
+    the shape changes.
     """
 
     def __init__(self, config: BottleneckConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
@@ -47,7 +47,8 @@ class Bottleneck(nnx.Module):
         self.conv2 = _conv(config.channels, config.wide_channels, 3, precision, rngs, stride=stride)
         self.norm2 = _norm(config.wide_channels, precision, rngs)
         self.conv3 = _conv(config.wide_channels, config.channels_out, 1, precision, rngs)
-        # A bottleneck starts as the identity, so that deep models start well.
+        # With a scale of zero a bottleneck starts as the identity, which helps deep models to start
+        # training.
         self.norm3 = _norm(
             config.channels_out, precision, rngs, scale=nnx.initializers.zeros_init()
         )
@@ -119,7 +120,7 @@ def _norm(
         scale_init=scale or nnx.initializers.ones_init(),
         rngs=rngs,
     )
-    # The library keeps averages in float32, whatever the parameters are.
+    # Flax keeps averages in float32, whatever the dtype of parameters.
     norm.mean = nnx.BatchStat(jnp.zeros(channels, precision.params))
     norm.var = nnx.BatchStat(jnp.ones(channels, precision.params))
     return norm
