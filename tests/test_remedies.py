@@ -211,7 +211,9 @@ def test_the_command_prints_what_was_tried_with_step_times():
         "--global-batch",
         64,
         "--memory-limit",
-        "60MiB",
+        "40MiB",
+        "--set",
+        "num_layers=1",
     )
     given = (*given, "--method", "program")
     found = run(*given)

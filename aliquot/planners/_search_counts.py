@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..core import CaptureError, InfeasibleError, InputError
@@ -68,6 +68,29 @@ def solve_pipeline(
     raise AssertionError("there is always a number of micro-batches to try")
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _CountSearch:
+    """The state of a search over numbers of micro-batches.
+
+    Attributes:
+        priced: layers, by the numbers that were priced.
+        chains: one for each number, with figures that were priced or interpolated.
+        untried: numbers that were not solved on their own, in rising order.
+        promised: the best stages of the untried numbers, by the chains; None if not looked for.
+        decisions: the best pipelines of the numbers that were solved and fit.
+        refusals: why others have none.
+        ratios: for each decision its step time, as a multiple of what the chains promised.
+    """
+
+    priced: dict[int, PricedLayers]
+    chains: list[Chain]
+    untried: list[int]
+    promised: ChainPlan | None = None
+    decisions: list[Decision] = field(default_factory=list)
+    refusals: list[InfeasibleError] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+
+
 def _search_counts(
     method: PipeshardParallel,
     task: Task,
@@ -78,94 +101,109 @@ def _search_counts(
     """The best pipeline with any of these numbers of micro-batches.
 
     Layers are priced with the fewest and with the most micro-batches, and figures for the numbers
-    between are drawn from both. The number whose stages promise to be fastest is then priced and
-    solved on its own, and the numbers around it are drawn anew. This goes on until what the others
-    promise is no faster than what was found.
+    between are interpolated. The number whose stages promise to be fastest is then priced and
+    solved on its own, which also improves the figures of the numbers around it. This goes on until
+    the others promise nothing faster than what was found.
 
     Raises:
         InfeasibleError: nothing fits with any of them.
     """
     priced = _price_ends(method, task, counts, helper)
-    ends = priced[counts[0]], priced[counts[-1]]
+    first, last = priced[counts[0]], priced[counts[-1]]
     price = functools.partial(
-        price_layers,
-        task,
-        intra=method.intra,
-        layers=_layers_of(method, ends[1]),
-        helper=helper,
+        price_layers, task, intra=method.intra, layers=_layers_of(method, last), helper=helper
     )
-    chains = _drawn(ends[0].chains, priced)
-    is_small = _is_small(chains[0])
-    least_s = ends[0].least_compute_s
-    if is_small or _one_micro_batch_may_do(task, least_s, faster_than_s):
+    search = _CountSearch(priced=priced, chains=_drawn(first.chains, priced), untried=list(counts))
+    least_s = first.least_compute_s
+    if _is_small(first.chains[0]) or _one_micro_batch_may_do(task, least_s, faster_than_s):
         # Other numbers of stages or one micro-batch are tried, too, of which no promise speaks.
         faster_than_s = math.inf
-    decisions: list[Decision] = []
-    refusals: list[InfeasibleError] = []
-    ratios: list[float] = []
-    untried = list(counts)
-    promised: ChainPlan | None = None
-    # Searches for stages on many devices take long.
-    most_counts = 1 if task.cluster.num_devices > MANY_DEVICES else _MOST_COUNTS
     try:
-        while untried:
-            if len(decisions) == most_counts == 1:
-                # No promise is known of those left out.
-                promised = None
-                break
-            count = untried[0]
-            if len(counts) > 1 or math.isfinite(faster_than_s):
-                left = [chain for chain in chains if chain.num_micro_batches in untried]
-                try:
-                    promised = method.inter.solve(left, limits=method.limits, helper=helper)
-                except InfeasibleError as error:
-                    refusals.append(error)
-                    break
-                fastest_s = min([faster_than_s, *(decision.step_time_s for decision in decisions)])
-                least_ratio = 1 - _LESS_AS_WHOLES if is_small else _least_ratio(ratios)
-                searched = len(decisions) + len(refusals)
-                if promised.step_time_s * least_ratio >= fastest_s or searched == _MOST_COUNTS:
-                    break
-                count = promised.num_micro_batches
-            untried.remove(count)
-            if count not in priced:
-                priced[count] = price([count])
-                chains = _drawn(chains, priced)
-            try:
-                decisions.append(solve_with(method, task, priced[count], helper))
-            except InfeasibleError as error:
-                refusals.append(error)
-            else:
-                if promised is not None:
-                    ratios.append(decisions[-1].step_time_s / promised.step_time_s)
+        while (count := _next_count(search, method, task, helper, faster_than_s)) is not None:
+            _solve_count(search, count, method, task, price, helper)
     except KeyboardInterrupt as stopped:
-        raise StoppedSearch.beside(_fastest(decisions), stopped) from stopped
-    best = _fastest(decisions)
+        raise StoppedSearch.beside(_fastest(search.decisions), stopped) from stopped
+    best = _fastest(search.decisions)
     if best is None:
-        if refusals or promised is None:
-            raise refusals[0]
-        slower = tried_counts(promised, method.inter.method, faster_than_s, untried)
+        if search.refusals or search.promised is None:
+            raise search.refusals[0]
+        slower = tried_counts(search.promised, method.inter.method, faster_than_s, search.untried)
         return PipelineSearch(decision=None, tried=(slower,))
+    decisions = list(search.decisions)
     if method.num_stages is None and method.inter.searches:
         decisions += _with_other_numbers_of_stages(
             method, task, priced[best.num_micro_batches], best, len(best.stages), helper
         )
-        best = _fastest(decisions)
-        assert best is not None
+        best = _fastest(decisions) or best
     leaves_out_one = method.num_micro_batches is None and 1 not in priced
     if leaves_out_one and _one_micro_batch_may_do(task, least_s, best.step_time_s):
         try:
             decisions += _with_one_micro_batch(method, task, price([1]), best, helper)
         except KeyboardInterrupt as stopped:
             raise StoppedSearch.beside(best, stopped) from stopped
-        best = _fastest(decisions)
-        assert best is not None
+        best = _fastest(decisions) or best
     tried = [tried_pipeline(each, "slower") for each in decisions if each is not best]
-    if untried:
-        tried.append(tried_counts(promised, best.method, best.step_time_s, untried))
+    if search.untried:
+        tried.append(tried_counts(search.promised, best.method, best.step_time_s, search.untried))
     is_open = method.may_be_one_program and method.num_micro_batches is None
-    program = as_one_program(chains) if is_open else None
+    program = as_one_program(search.chains) if is_open else None
     return PipelineSearch(decision=best, program=program, tried=tuple(tried))
+
+
+def _next_count(
+    search: _CountSearch,
+    method: PipeshardParallel,
+    task: Task,
+    helper: HelperProcess,
+    faster_than_s: float,
+) -> int | None:
+    """The number of micro-batches to solve next: the one whose stages promise to be fastest; None
+    if the search is over.
+    """
+    if not search.untried:
+        return None
+    # Searches for stages on many devices take long.
+    if task.cluster.num_devices > MANY_DEVICES and search.decisions:
+        # No promise is known of those left out.
+        search.promised = None
+        return None
+    if len(search.chains) == 1 and math.isinf(faster_than_s):
+        return search.untried[0]
+    left = [chain for chain in search.chains if chain.num_micro_batches in search.untried]
+    try:
+        search.promised = method.inter.solve(left, limits=method.limits, helper=helper)
+    except InfeasibleError as error:
+        search.refusals.append(error)
+        return None
+    fastest_s = min([faster_than_s, *(decision.step_time_s for decision in search.decisions)])
+    least_ratio = 1 - _LESS_AS_WHOLES if _is_small(left[0]) else _least_ratio(search.ratios)
+    is_last = len(search.decisions) + len(search.refusals) == _MOST_COUNTS
+    if is_last or search.promised.step_time_s * least_ratio >= fastest_s:
+        return None
+    return search.promised.num_micro_batches
+
+
+def _solve_count(
+    search: _CountSearch,
+    count: int,
+    method: PipeshardParallel,
+    task: Task,
+    price: Callable[[Sequence[int]], PricedLayers],
+    helper: HelperProcess,
+) -> None:
+    """Price a number of micro-batches, and find its best pipeline."""
+    search.untried.remove(count)
+    if count not in search.priced:
+        search.priced[count] = price([count])
+        search.chains = _drawn(search.chains, search.priced)
+    try:
+        decision = solve_with(method, task, search.priced[count], helper)
+    except InfeasibleError as error:
+        search.refusals.append(error)
+        return
+    search.decisions.append(decision)
+    if search.promised is not None:
+        search.ratios.append(decision.step_time_s / search.promised.step_time_s)
 
 
 def _price_ends(

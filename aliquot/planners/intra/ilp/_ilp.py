@@ -16,7 +16,7 @@ from ._work import Work
 _LAYOUTS = "layouts of integer programs"
 _WORK = "work of integer programs"
 # Share of the work limit for coarse solutions, since many problems are solved coarsely.
-_COARSE_SHARE = 0.25
+_COARSE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
