@@ -145,6 +145,9 @@ def find_remedies(
 def _tried(
     kinds: Sequence[Sequence[Attempt]], until_s: float, progress: Progress | None
 ) -> Iterator[Remedy]:
+    """Try the changes of each kind in turn until one fits. If time runs out after the first change
+    was begun, the next change of each kind is listed as not known.
+    """
     for number, kind in enumerate(kinds):
         for k, each in enumerate(kind):
             left_s = until_s - time.perf_counter()

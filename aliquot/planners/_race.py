@@ -205,7 +205,7 @@ def _better(
 
 def _salvage(runners: Sequence[_Runner]) -> tuple[_Runner, IntraSolution] | None:
     """The best solution to hand over after Ctrl-C: among the first solutions of the first entry and
-    of all others whose first bound is computed already or just now.
+    of all others whose first bound is done or in progress.
     """
     for k, runner in enumerate(runners):
         # First bounds that no thread has begun are cancelled, so that the race ends soon.
@@ -297,6 +297,9 @@ def _decision(
     status: str,
     relative_gap: float,
 ) -> Decision:
+    """The decision of the winner, with the bound of all entries, the status that both prove, and
+    all entries as candidates.
+    """
     runner, solution = best
     bounds_s = [r.bound_s for r in runners if r.bound_s is not None]
     # An interrupted race has not bounded all entries.

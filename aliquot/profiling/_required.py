@@ -139,6 +139,9 @@ def _listed(
     *,
     transfers: bool,
 ) -> list[tuple[Operator, tuple[int, ...]]]:
+    """The launch of a program, and then the operators that were asked for, as `required_operators`
+    orders them.
+    """
     alone = (cluster.num_devices,)
     found: list[list[tuple[float, Operator, tuple[int, ...]]]] = [
         [(worth, operator, alone) for worth, operator in _products(asked)],

@@ -54,6 +54,7 @@ def planned_trace(plan: Plan) -> Trace:
 
 
 def _costs(plan: Plan) -> StageCosts:
+    """The predicted costs of a plan's stages, for the simulation."""
     from ..cost import StageCosts
 
     predictions = [stage.prediction for stage in plan.stages if stage.prediction]

@@ -97,6 +97,7 @@ class Update:
     def _by_parts(
         self, state: Tree, grads: Tree, update_part: Callable[..., tuple[Tree, Tree]]
     ) -> tuple[Tree, Tree]:
+        """New parameters and optimizer state, each part of them updated by itself; see `_cut`."""
         structure: Any = jax.tree.structure(state["params"])
 
         def like_params(node: Tree) -> bool:

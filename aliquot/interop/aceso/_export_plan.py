@@ -240,6 +240,7 @@ class _StageLayout:
             )
 
     def _of_product(self, operator: int, product: Product) -> tuple[int, int, int]:
+        """Degrees and algorithm of an operator, from the split of one of its products."""
         kinds = SPLIT_OF[self.operators.roles[operator]]
         tensor = data = 1
         split: set[str] = set()

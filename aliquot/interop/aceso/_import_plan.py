@@ -63,6 +63,9 @@ def _model_faults(
     shape: Mapping[str, Any],
     options: Mapping[str, str],
 ) -> Iterator[str]:
+    """Messages on family, sizes, number of operators and micro-batches that do not fit the
+    model.
+    """
     if configuration.model_name != family:
         given_family = shortened(configuration.model_name, 60)
         yield f"it is of a model of family {given_family!r}, and the model is of family {family!r}"
@@ -91,6 +94,7 @@ def _model_faults(
 def _device_faults(
     configuration: Configuration, names: Sequence[str], cluster: Cluster
 ) -> Iterator[str]:
+    """Messages on stages that do not fit the cluster, and degrees that do not fit their stage."""
     used = sum(stage.num_devices for stage in configuration.stages)
     if used != cluster.num_devices:
         yield (
@@ -226,6 +230,9 @@ def _decide(
     layered: LayeredStep,
     task: Task,
 ) -> tuple[Decision, list[str]]:
+    """The decision that a configuration stands for, and notes on what it overrules. All stages are
+    checked before any is solved, so that all faults are reported together.
+    """
     staged = stage_step(layered, range(len(firsts)))
     faults: list[str] = []
     notes: list[str] = []

@@ -137,6 +137,9 @@ def evaluate_configuration(
 def _require_measured(
     configuration: Configuration, chain: OperatorChain, database: Database
 ) -> None:
+    """Raise InputError if the database lacks operators, micro-batches, degrees or algorithms that
+    a configuration uses.
+    """
     unknown = sorted({o.name for o in chain.operators} - set(database.operators))
     if unknown:
         raise InputError(f"{database.model} has no measurements of {', '.join(unknown[:5])}.")

@@ -258,6 +258,9 @@ class StageSplits:
         *,
         behind: bool,
     ) -> None:
+        """Decide the split of an array that a product makes (`behind`) or reads: that of the
+        residual stream if it is a part of it, else by the degrees of the neighbouring operator.
+        """
         if other.node in self._decided:
             return
         batch = self.problem.nodes.batch_factors[other.node]
@@ -305,6 +308,9 @@ class StageSplits:
                 self._seeds[axis].add((node, chosen))
 
     def _allowed(self) -> list[Ints]:
+        """For each node, the choice that was decided, or the choices that go on with the splits of
+        decided nodes as far as possible.
+        """
         kinds = kinds_of(self.problem)
         neighbours = self._neighbours()
         follows = [self._spread(axis, neighbours) for axis in range(len(self.axes.sizes))]

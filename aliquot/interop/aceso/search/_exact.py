@@ -321,6 +321,9 @@ class _MicroBatch:
         )
 
     def _bound_stretches(self, problem: SearchProblem, rates: Floats, ceiling_us: float) -> None:
+        """Compute the tables of bounds with these rates, or raise their bounds if there are some
+        already.
+        """
         places = possible_cuts(
             self.spaces,
             num_devices=problem.num_devices,

@@ -72,6 +72,9 @@ class Grid:
 
 
 def _points(problem: SearchProblem) -> Iterator[tuple[float, Configuration]]:
+    """All configurations of the grid, each with the time of its balanced stages in
+    microseconds.
+    """
     for micro_batch in problem.micro_batches:
         for n, space in problem.spaces(micro_batch).items():
             if problem.num_devices % n or problem.num_devices // n > problem.max_stages:
