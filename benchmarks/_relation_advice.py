@@ -5,6 +5,7 @@ command would, and must give what was promised.
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -43,7 +44,8 @@ def advice_of_refusal(case: Case, asked: dict[str, Any], error: InfeasibleError)
     Args:
         asked: keywords of `aliquot.plan`, without the method.
     """
-    limit = asked["memory_limit_bytes"]
+    # Without a given limit a plan of any size may be the answer, as none is made that does not fit.
+    limit = asked["memory_limit_bytes"] or error.available_bytes or math.inf
     method = METHODS[case.method]
     remedies = aq.find_remedies(
         *step_of(case).arguments, method=method, budget_s=_BUDGET_S, **asked

@@ -24,10 +24,10 @@ from ._methods import ShardParallel as ShardParallel
 from ._methods import WholeProgram as WholeProgram
 from ._methods import Zero2Parallel as Zero2Parallel
 from ._methods import Zero3Parallel as Zero3Parallel
-from ._one_program import cannot_fit as cannot_fit
-from ._one_program import least_compute_s as least_compute_s
 from ._pipeshard import PipeshardParallel as PipeshardParallel
 from ._plan_chain import plan_chain as plan_chain
+from ._quick_bounds import cannot_fit as cannot_fit
+from ._quick_bounds import least_compute_s as least_compute_s
 from ._registry import METHODS as METHODS
 from ._registry import PIPELINES as PIPELINES
 from ._registry import PipelineOptions as PipelineOptions

@@ -11,15 +11,11 @@ from ._base import AbstractMethod, Candidate, Decision, Interrupted, Progress, T
 from ._counts import MOST_MICRO_BATCHES, batch_size
 from ._fewer_hosts import fastest_on_any_hosts
 from ._methods import WholeProgram
-from ._one_program import (
-    Found,
-    least_compute_s,
-    one_program_by_doubling,
-    one_program_scope,
-    program_beside,
-)
+from ._one_program import Found, one_program_by_doubling, program_beside
 from ._pipeline_search import LazySearch
 from ._pipeshard import PipeshardParallel
+from ._quick_bounds import least_compute_s
+from ._scopes import one_program_scope
 from .intra import ILP, AbstractIntra
 
 # On more devices the search for stages takes too long.

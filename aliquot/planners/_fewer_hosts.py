@@ -14,7 +14,7 @@ from dataclasses import replace
 from ..core import CaptureError, InfeasibleError, InputError, counted
 from ..graph import Role
 from ._base import Candidate, Decision, Interrupted, Task, faster
-from ._one_program import least_compute_s
+from ._quick_bounds import least_compute_s
 from ._tried import on_hosts
 
 # Hosts are left idle only if that shortens the step by more than this share.

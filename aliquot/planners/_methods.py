@@ -15,9 +15,11 @@ import numpy as np
 from ..cluster import AXIS_NAMES, LogicalMesh, logical_mesh_shapes
 from ..core import InputError
 from ..cost import Problem, price
-from ._base import AbstractMethod, Decision, Progress
+from ._base import AbstractMethod, Decision, Progress, Task
+from ._fewer_hosts import fastest_on_any_hosts
 from ._neighbourhood import FEW_AXES, choices_to_try
 from ._race import Entry, goes_first, race
+from ._scopes import one_program_scope
 from .intra import ILP, AbstractIntra, Fixed, Space, fixed
 
 
@@ -156,6 +158,21 @@ class WholeProgram(AbstractMethod):
     max_axes: int = 2
     mesh_shape: tuple[int, ...] | None = None
     faster_than_s: float = math.inf
+
+    def decide(self, task: Task) -> Decision:
+        """See `AbstractMethod.decide`. Without a given mesh hosts may be left idle, if that is
+        faster.
+        """
+        on_all = AbstractMethod.decide(self, task)
+        if self.mesh_shape is not None:
+            return on_all
+        return fastest_on_any_hosts(task, on_all, self._decide_on)
+
+    def _decide_on(self, task: Task, faster_than_s: float) -> Decision:
+        """The decision for some of the hosts; `TooSlowError` if none is fast enough."""
+        method = replace(self, faster_than_s=min(self.faster_than_s, faster_than_s))
+        decision = AbstractMethod.decide(method, task)
+        return replace(decision, bound_holds_for=one_program_scope(decision))
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""

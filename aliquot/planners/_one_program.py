@@ -13,10 +13,8 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ..cluster import LogicalMesh, subcluster
 from ..core import CaptureError, InfeasibleError, InputError
-from ..cost import Chain, Problem, alive_over_time, price
-from ..graph import Role
+from ..cost import Chain, Problem
 from ._base import (
     AbstractMethod,
     Decision,
@@ -27,10 +25,8 @@ from ._base import (
     faster,
 )
 from ._methods import ShardParallel, WholeProgram
+from ._quick_bounds import cannot_fit
 
-# A program is ruled out only if the lower bound on its memory is 10 % above the limit, because a
-# compiler may hold less with larger micro-batches.
-_MEMORY_MARGIN = 1.1
 # At most so many numbers of micro-batches are tried.
 _MOST_PROGRAMS = 6
 # After so many programs that are slower than a pipeline, the next mostly is slower, too.
@@ -38,11 +34,6 @@ _MOST_SLOW = 2
 Found: TypeAlias = Decision | InfeasibleError | None
 """A program, or the error that says why there is none; None if it was not searched because its
 arrays alone are too large."""
-_ONE_PROGRAM_SCOPES = {
-    "all copies of all layers": "",
-    "gap_within_folded_space": " that split equal layers equally",
-    "gap_within_neighbourhood": " with choices near the solutions of coarser meshes",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,43 +193,6 @@ def add_first_program(
     known[first] = program_beside(method, problem, task.progress, rival)
 
 
-def one_program_scope(decision: Decision) -> str:
-    """Words for the plans among which the lower bound of one program holds: never pipelines, even
-    if these were searched, too.
-    """
-    if not decision.bound_holds_for:
-        return ""
-    count = decision.num_micro_batches
-    shown = (
-        "plans of one program" if count == 1 else f"plans of one program in {count} micro-batches"
-    )
-    return shown + _ONE_PROGRAM_SCOPES.get(
-        decision.bound_holds_for, f", {decision.bound_holds_for}"
-    )
-
-
-def cannot_fit(problem: Problem) -> bool:
-    """True if the arrays that are alive at once are too large even if all devices share them
-    evenly.
-    """
-    # No split leaves less on a device than an even share.
-    parts = [(r, r.num_bytes) for r in problem.residents]
-    least_bytes = (
-        float(alive_over_time(parts, problem.nodes.num_ops + 1).max()) / problem.cluster.num_devices
-    )
-    return least_bytes > _MEMORY_MARGIN * problem.memory_limit_bytes
-
-
-def least_compute_s(problem: Problem) -> float:
-    """A lower bound on the step time of all plans, in seconds: the compute of all operators unsplit
-    on one device, where they are most efficient, divided by the number of devices; no
-    communication.
-    """
-    cluster = subcluster(problem.cluster, (1, 1))
-    priced = price(problem, LogicalMesh(shape=(1,), axis_names=("x",), cluster=cluster))
-    return sum(float(node.compute_s.min()) for node in priced.nodes) / problem.cluster.num_devices
-
-
 def fewer_micro_batches(
     method: ShardParallel,
     problem_with: Callable[[int], Problem],
@@ -295,31 +249,3 @@ def _next_divisor(divisors: Sequence[int], place: int, direction: int) -> int:
     if direction < 0:
         return bisect.bisect_right(divisors, target) - 1
     return bisect.bisect_left(divisors, target)
-
-
-def is_too_large(problem: Problem, count: int) -> bool:
-    """True if a lower bound on memory shows that no split of the step with only `count`
-    micro-batches fits.
-
-    The bound gives every array the live range that it has in the problem and splits it over all
-    devices. For a single micro-batch the answer is always False, because that is another program,
-    without gradient accumulators.
-    """
-    if not 1 < count < problem.num_micro_batches:
-        return False
-    graph, nodes = problem.graph, problem.nodes
-    sizes = [graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH]
-    # Factors that the batch's size divides grow with a larger micro-batch.
-    batch_factors = [
-        {f for f in factors if sizes and node.factors[f].size % sizes[0] == 0}
-        for node, factors in zip(nodes.nodes, nodes.batch_factors, strict=True)
-    ]
-    growth = problem.num_micro_batches / count
-    live_ranges = []
-    for r in problem.residents:
-        holds_batch = r.node >= 0 and any(r.projection[f] >= 0 for f in batch_factors[r.node])
-        live_ranges.append((r, r.num_bytes * (growth if holds_batch else 1.0)))
-    least_bytes = (
-        float(alive_over_time(live_ranges, nodes.num_ops + 1).max()) / problem.cluster.num_devices
-    )
-    return least_bytes > _MEMORY_MARGIN * problem.memory_limit_bytes

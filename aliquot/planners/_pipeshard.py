@@ -19,11 +19,11 @@ from ._one_program import (
     OneProgram,
     add_first_program,
     fewer_micro_batches,
-    is_too_large,
     one_program_by_doubling,
-    one_program_scope,
 )
 from ._pipeline_search import LazySearch, PipelineSearch, StoppedSearch, pipeline_s
+from ._quick_bounds import is_too_large
+from ._scopes import one_program_scope
 from ._search_counts import solve_pipeline
 from ._tried import tried_pipeline, tried_programs
 from .inter import AbstractInter, StageDP, StageLimits

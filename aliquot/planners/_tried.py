@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..core import counted
 from ..cost import ChainPlan
 from ._base import Candidate, Decision
-from ._one_program import OneProgram
+
+if TYPE_CHECKING:
+    from ._one_program import OneProgram
 
 
 def tried_pipeline(decision: Decision, outcome: str = "simulated") -> Candidate:

@@ -142,7 +142,7 @@ def test_pipelines_are_searched_on_many_devices_and_plans_say_which_numbers_were
 )
 def test_no_plan_undercuts_the_least_compute(method, cluster):
     from aliquot.cost import make_problem
-    from aliquot.planners._one_program import least_compute_s
+    from aliquot.planners import least_compute_s
 
     step = deep(1024, 4096, 4)
     least_s = least_compute_s(make_problem(aq.capture(*step), cluster))

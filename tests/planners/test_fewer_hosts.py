@@ -62,7 +62,8 @@ def test_numbers_of_hosts_that_are_tried_are_those_of_half_as_many_and_half_itse
 
 
 def test_a_given_mesh_and_methods_without_a_search_use_all_hosts():
-    for method in (Auto(mesh_shape=(2, 4)), aq.WholeProgram(), aq.DataParallel()):
+    mesh = (2, 4)
+    for method in (Auto(mesh_shape=mesh), aq.WholeProgram(mesh_shape=mesh), aq.DataParallel()):
         plan = planned(SMALL, 2, method)
         assert plan.idle_hosts == 0 and plan.cluster["num_hosts"] == 2
 
@@ -76,6 +77,16 @@ def test_the_time_on_all_hosts_is_known_and_larger(idle_plan):
     ]
     assert on_all > idle_plan.prediction.step_time_s * (1 + LEAST_GAIN)
     assert aq.estimate(idle_plan, *SMALL).step_time_s == idle_plan.prediction.step_time_s
+
+
+def test_one_program_is_as_fast_as_one_stage_on_fewer_hosts():
+    step, cluster = mlp((512, 2048, 512, 2048, 512), 256), aq.Cluster.preset("2x8xV100-16GB")
+    program = aq.plan(*step, cluster=cluster, method=aq.WholeProgram())
+    one_stage = PipeshardParallel(num_stages=1)
+    stage = aq.plan(*step, cluster=cluster, method=one_stage, num_micro_batches=1)
+    assert program.idle_hosts == stage.idle_hosts == 1
+    assert program.prediction.step_time_s == stage.prediction.step_time_s
+    assert "among plans of one program on 1 host" in " ".join(str(program).split())
 
 
 def test_plans_say_which_hosts_are_idle_and_why(idle_plan):

@@ -11,8 +11,9 @@ from aliquot.cluster import Cluster
 from aliquot.core import CaptureError, InfeasibleError, InputError
 from aliquot.cost import make_problem
 from aliquot.planners import Interrupted, ShardParallel
-from aliquot.planners._one_program import fewer_micro_batches, is_too_large, one_program_by_doubling
+from aliquot.planners._one_program import fewer_micro_batches, one_program_by_doubling
 from aliquot.planners._pipeline_search import StoppedSearch
+from aliquot.planners._quick_bounds import is_too_large
 from aliquot.sharding import plan_micro_batches
 
 

@@ -1,0 +1,61 @@
+"""Bounds on the time and the memory of a step that need no search."""
+
+from __future__ import annotations
+
+from ..cluster import LogicalMesh, subcluster
+from ..cost import Problem, alive_over_time, price
+from ..graph import Role
+
+# A program is ruled out only if the lower bound on its memory is 10 % above the limit, because a
+# compiler may hold less with larger micro-batches.
+_MEMORY_MARGIN = 1.1
+
+
+def cannot_fit(problem: Problem) -> bool:
+    """True if the arrays that are alive at once are too large even if all devices share them
+    evenly.
+    """
+    # No split leaves less on a device than an even share.
+    parts = [(r, r.num_bytes) for r in problem.residents]
+    least_bytes = (
+        float(alive_over_time(parts, problem.nodes.num_ops + 1).max()) / problem.cluster.num_devices
+    )
+    return least_bytes > _MEMORY_MARGIN * problem.memory_limit_bytes
+
+
+def least_compute_s(problem: Problem) -> float:
+    """A lower bound on the step time of all plans, in seconds: the compute of all operators unsplit
+    on one device, where they are most efficient, divided by the number of devices; no
+    communication.
+    """
+    cluster = subcluster(problem.cluster, (1, 1))
+    priced = price(problem, LogicalMesh(shape=(1,), axis_names=("x",), cluster=cluster))
+    return sum(float(node.compute_s.min()) for node in priced.nodes) / problem.cluster.num_devices
+
+
+def is_too_large(problem: Problem, count: int) -> bool:
+    """True if a lower bound on memory shows that no split of the step with only `count`
+    micro-batches fits.
+
+    The bound gives every array the live range that it has in the problem and splits it over all
+    devices. For a single micro-batch the answer is always False, because that is another program,
+    without gradient accumulators.
+    """
+    if not 1 < count < problem.num_micro_batches:
+        return False
+    graph, nodes = problem.graph, problem.nodes
+    sizes = [graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH]
+    # Factors that the batch's size divides grow with a larger micro-batch.
+    batch_factors = [
+        {f for f in factors if sizes and node.factors[f].size % sizes[0] == 0}
+        for node, factors in zip(nodes.nodes, nodes.batch_factors, strict=True)
+    ]
+    growth = problem.num_micro_batches / count
+    live_ranges = []
+    for r in problem.residents:
+        holds_batch = r.node >= 0 and any(r.projection[f] >= 0 for f in batch_factors[r.node])
+        live_ranges.append((r, r.num_bytes * (growth if holds_batch else 1.0)))
+    least_bytes = (
+        float(alive_over_time(live_ranges, nodes.num_ops + 1).max()) / problem.cluster.num_devices
+    )
+    return least_bytes > _MEMORY_MARGIN * problem.memory_limit_bytes

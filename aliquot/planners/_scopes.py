@@ -1,0 +1,26 @@
+"""Names of the spaces that bounds hold for."""
+
+from __future__ import annotations
+
+from ._base import Decision
+
+_ONE_PROGRAM_SCOPES = {
+    "all copies of all layers": "",
+    "gap_within_folded_space": " that split equal layers equally",
+    "gap_within_neighbourhood": " with choices near the solutions of coarser meshes",
+}
+
+
+def one_program_scope(decision: Decision) -> str:
+    """Words for the plans among which the lower bound of one program holds: never pipelines, even
+    if these were searched, too.
+    """
+    if not decision.bound_holds_for:
+        return ""
+    count = decision.num_micro_batches
+    shown = (
+        "plans of one program" if count == 1 else f"plans of one program in {count} micro-batches"
+    )
+    return shown + _ONE_PROGRAM_SCOPES.get(
+        decision.bound_holds_for, f", {decision.bound_holds_for}"
+    )
