@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ def describe_blocks(step: SegmentedStep) -> dict[str, Any]:
                     "name": kind.name,
                     "count": kind.count,
                     "blocks": list(step.blocks_of(k)),
-                    "programs": math.prod(len(block) for block in kind.blocks),
+                    "programs": kind.num_combinations,
                 }
                 for k, kind in enumerate(step.kinds)
             ],

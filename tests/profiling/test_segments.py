@@ -94,6 +94,15 @@ def test_an_encoder_and_a_decoder_have_segments_of_their_own(num_layers):
     assert step.num_programs == 460
 
 
+def test_described_programs_are_those_to_measure():
+    """Also of a scanned decoder, of which only the most promising combinations are measured."""
+    step = segment_step(problem_of("t5-770m", 2, scan=True), (4,))
+    assert any(kind.num_combinations < math.prod(map(len, kind.blocks)) for kind in step.kinds)
+    described = describe_blocks(step)
+    programs = [kind["programs"] for kind in described["segments"]["kinds"]]
+    assert sum(programs) == described["num_programs"] == step.num_programs
+
+
 def test_no_segment_ends_inside_the_attention_of_a_layer():
     segments = segment_step(problem_of("t5-770m", 2), (4,)).segments
     assert segments.kinds == ((0, 1, 2, 3), (4, 5, 6, 7, 8), (9, 10, 4, 5), (6, 7, 8), (9, 10, 11))
