@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 
@@ -34,19 +35,28 @@ TINY = [
     "8xcpu",
     *(part for s in SHAPE for part in ("--set", s)),
 ]
-NAMES = [o.name for o in make_chain(built_in_chains()["gpt"], {"num_layers": 4}).operators]
 
 
-def configuration(path, stages, *, micro=4, **changes):
+@functools.cache
+def names_of(num_layers):
+    chain = make_chain(built_in_chains()["gpt"], {"num_layers": num_layers})
+    return [operator.name for operator in chain.operators]
+
+
+NAMES = names_of(4)
+
+
+def configuration(path, stages, *, names=NAMES, micro=4, **changes):
     """A configuration for the small model.
 
     Args:
         stages: for each how many operators, how many GPUs, and a function from an operator's number
             and name to its tensor degree, algorithm and recomputation.
+        names: the operators.
     """
     rows, first = [], 0
     for count, devices, layout in stages:
-        rows.append([(*layout(o, NAMES[o]), devices) for o in range(first, first + count)])
+        rows.append([(*layout(o, names[o]), devices) for o in range(first, first + count)])
         first += count
     content = {
         "model_name": "gpt",
@@ -148,33 +158,65 @@ IMPORTED = {
 QUICK = {"one stage", "cut anywhere", "algorithm 1", "three degrees", "recomputed"}
 
 
-def imported(folder, stages, *options, **settings):
+def imported(folder, stages, *options, num_layers=4, **settings):
     out = folder / "plan.json"
-    config = configuration(folder / "config.json", stages, **settings)
-    done = run("aceso", "import", config, "--model", *TINY[:1], *TINY[3:], "--out", out, *options)
+    config = configuration(
+        folder / "config.json",
+        stages,
+        names=names_of(num_layers),
+        **{"num_layers": num_layers} | settings,
+    )
+    model = [TINY[0], *TINY[3:]]
+    model[model.index("num_layers=4")] = f"num_layers={num_layers}"
+    done = run("aceso", "import", config, "--model", *model, "--out", out, *options)
     assert done.exit_code == 0, done.output
     return Plan.load(out)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """From the name of a configuration its plan and the folder that has both files, imported
+    once.
+    """
+
+    @functools.cache
+    def make(name):
+        folder = tmp_path_factory.mktemp("case")
+        micro = 8 if name == "three degrees" else 4
+        return imported(folder, IMPORTED[name], "--dtype", "float64", micro=micro), folder
+
+    return make
+
+
+@functools.cache
+def plain_steps(settings):
+    """A workload, its first state, three batches, and the last state and the losses that the
+    plain step makes of them. Called in double precision.
+    """
+    work = zoo.build(**json.loads(settings))
+    start = jax.device_get(jax.jit(work.init)(jax.random.key(0)))
+    random = np.random.default_rng(0)
+    batches = [
+        {name: random.integers(0, 64, x.shape, np.int32) for name, x in work.batch.items()}
+        for _ in range(3)
+    ]
+    plain, wanted, losses = jax.jit(work.train_step), start, []
+    for batch in batches:
+        wanted, expected = plain(wanted, batch)
+        losses.append(float(expected["loss"]))
+    return work, start, batches, jax.device_get(wanted), losses
 
 
 def check_equal(plan):
     """Three steps of a plan are those of the plain step, in float64."""
     with jax.enable_x64(True):
-        work = zoo.build(**plan.model.settings)
-        start = jax.device_get(jax.jit(work.init)(jax.random.key(0)))
-        random = np.random.default_rng(0)
-        batches = [
-            {name: random.integers(0, 64, x.shape, np.int32) for name, x in work.batch.items()}
-            for _ in range(3)
-        ]
-        plain, step = jax.jit(work.train_step), aq.parallelize(work.train_step, plan)
-        wanted = found = start
-        for batch in batches:
-            wanted, expected = plain(wanted, batch)
+        work, start, batches, wanted, losses = plain_steps(json.dumps(plan.model.settings))
+        step = aq.parallelize(work.train_step, plan)
+        found = start
+        for batch, expected in zip(batches, losses, strict=True):
             found, metrics = step(found, batch)
-            assert abs(float(metrics["loss"]) - float(expected["loss"])) <= 1e-9 * float(
-                expected["loss"]
-            )
-        leaf, path = largest("float64", start, jax.device_get(found), jax.device_get(wanted))
+            assert abs(float(metrics["loss"]) - expected) <= 1e-9 * expected
+        leaf, path = largest("float64", start, jax.device_get(found), wanted)
         assert leaf <= 1e-9, path
         predicted = aq.estimate(plan, work.train_step, work.state, work.batch)
     assert predicted == plan.prediction
@@ -185,27 +227,19 @@ def check_equal(plan):
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in IMPORTED],
 )
-def test_imported_configurations_run_as_the_plain_step(tmp_path, name):
-    plan = imported(
-        tmp_path, IMPORTED[name], "--dtype", "float64", micro=8 if name == "three degrees" else 4
-    )
+def test_imported_configurations_run_as_the_plain_step(case, name):
+    plan, _ = case(name)
     assert [len(s.layer_names) for s in plan.stages] == [1] * len(IMPORTED[name])
     check_equal(plan)
 
 
-def test_degrees_come_back_as_they_were(tmp_path):
+def test_degrees_come_back_as_they_were(case):
     for name in ("uniform", "algorithm 1", "mixed", "three degrees"):
-        imported(
-            tmp_path,
-            IMPORTED[name],
-            "--dtype",
-            "float64",
-            micro=8 if name == "three degrees" else 4,
-        )
-        done = run("aceso", "export", tmp_path / "plan.json", "--out", tmp_path / "again.json")
+        _, folder = case(name)
+        done = run("aceso", "export", folder / "plan.json", "--out", folder / "again.json")
         assert done.exit_code == 0, done.output
         before, after = (
-            json.loads((tmp_path / f).read_text()) for f in ("config.json", "again.json")
+            json.loads((folder / f).read_text()) for f in ("config.json", "again.json")
         )
         for key in ("num_gpus", "num_ops_in_each_stage", "algo_of_each_op", "micro_batch_size"):
             assert before[key] == after[key], key
@@ -229,8 +263,8 @@ def products_again(plan, k):
     return sum(entry.copies for entry in plan.stages[k].interior if entry.recompute)
 
 
-def test_products_are_recomputed_where_they_and_the_next_operator_say_so(tmp_path):
-    plan = imported(tmp_path, IMPORTED["recomputed"], "--dtype", "float64")
+def test_products_are_recomputed_where_they_and_the_next_operator_say_so(case):
+    plan, _ = case("recomputed")
     assert [stage.recompute for stage in plan.stages] == ["operators", "operators"] and plan.stages[
         0
     ].folded
@@ -240,7 +274,7 @@ def test_products_are_recomputed_where_they_and_the_next_operator_say_so(tmp_pat
     # All of both layers but the last product of each, behind which a layer ends, and not the head,
     # behind which nothing recomputes.
     assert products_again(plan, 1) == 2 * 7
-    plan = imported(tmp_path, IMPORTED["some layers recomputed"], "--dtype", "float64")
+    plan, _ = case("some layers recomputed")
     assert not plan.stages[0].folded and plan.stages[1].folded
     # All products of the first layer but the last, with three for queries, keys and values, and the
     # scores alone of the second.
@@ -279,10 +313,11 @@ def test_recomputation_takes_time_and_keeps_less(tmp_path):
     kept, again = (
         imported(
             tmp_path,
-            [(27, 4, degrees(2, again=flag)), (28, 4, degrees(2))],
+            [(27, 4, degrees(2, again=flag)), (2, 4, degrees(2))],
             "--dtype",
             "float32",
             micro=2,
+            num_layers=2,
         )
         for flag in (0, 1)
     )
@@ -304,10 +339,10 @@ def test_recomputation_takes_time_and_keeps_less(tmp_path):
     assert parts[1]["residuals"] < 0.3 * parts[0]["residuals"]
 
 
-def test_recomputation_comes_back(tmp_path):
+def test_recomputation_comes_back(tmp_path, case):
     for name in ("recomputed", "some layers recomputed", "layers that differ"):
-        plan = imported(tmp_path, IMPORTED[name], "--dtype", "float64")
-        done = run("aceso", "export", tmp_path / "plan.json", "--out", tmp_path / "again.json")
+        plan, folder = case(name)
+        done = run("aceso", "export", folder / "plan.json", "--out", tmp_path / "again.json")
         assert done.exit_code == 0, done.output
         out = tmp_path / "plan2.json"
         done = run(
@@ -326,8 +361,8 @@ def test_recomputation_comes_back(tmp_path):
         assert Plan.load(out).decisions() == plan.decisions(), name
 
 
-def test_imported_plans_are_split_as_their_degrees_say(tmp_path):
-    plan = imported(tmp_path, IMPORTED["mixed"], "--dtype", "float64")
+def test_imported_plans_are_split_as_their_degrees_say(tmp_path, case):
+    plan, _ = case("mixed")
     first, second = plan.stages
     assert (first.mesh_shape, first.axis_names) == ((4,), ("mixed",))
     assert (second.mesh_shape, second.axis_names, second.data_axes) == (

@@ -1,5 +1,6 @@
 """Aceso's configurations of Wide-ResNets as plans, and the reverse."""
 
+import functools
 import json
 
 import jax
@@ -81,11 +82,15 @@ IMPORTED = {
 QUICK = {"mixed", "recomputed"}
 
 
-def imported(folder, monkeypatch, blocks, stages, *options, micro=8, **changes):
-    monkeypatch.setattr("interop.test_aceso_plans.NAMES", names_of(blocks))
+def imported(folder, blocks, stages, *options, micro=8, **changes):
     sizes = {"num_layers": list(blocks), "in_channels": 4, "width_factor": 2}
     config = configuration(
-        folder / "config.json", stages, micro=micro, model_name="resnet", **sizes | changes
+        folder / "config.json",
+        stages,
+        names=names_of(blocks),
+        micro=micro,
+        model_name="resnet",
+        **sizes | changes,
     )
     of_text = ("seq_length", "max_position_embeddings", "num_attention_heads", "hidden_size")
     content = json.loads(config.read_text())
@@ -95,23 +100,38 @@ def imported(folder, monkeypatch, blocks, stages, *options, micro=8, **changes):
     return run("aceso", "import", config, "--model", *TINY, *layers, *out, *options)
 
 
+@functools.cache
+def plain_steps(settings):
+    """A workload, its first state, three batches, and the last state and the losses that the
+    plain step makes of them. Called in double precision.
+    """
+    work = zoo.build(**json.loads(settings))
+    start = jax.device_get(jax.jit(work.init)(jax.random.key(0)))
+    random = np.random.default_rng(0)
+    batches = [
+        {
+            "images": random.normal(size=work.batch["images"].shape),
+            "labels": random.integers(0, 16, work.batch["labels"].shape, np.int32),
+        }
+        for _ in range(3)
+    ]
+    plain, wanted, losses = jax.jit(work.train_step), start, []
+    for batch in batches:
+        wanted, expected = plain(wanted, batch)
+        losses.append(float(expected["loss"]))
+    return work, start, batches, jax.device_get(wanted), losses
+
+
 def check_equal(plan):
     """Three steps of a plan are those of the plain step, in float64."""
     with jax.enable_x64(True):
-        work = zoo.build(**plan.model.settings)
-        start = jax.device_get(jax.jit(work.init)(jax.random.key(0)))
-        random = np.random.default_rng(0)
-        plain, step = jax.jit(work.train_step), aq.parallelize(work.train_step, plan)
-        wanted = found = start
-        for _ in range(3):
-            batch = {
-                "images": random.normal(size=work.batch["images"].shape),
-                "labels": random.integers(0, 16, work.batch["labels"].shape, np.int32),
-            }
-            wanted, expected = plain(wanted, batch)
+        work, start, batches, wanted, losses = plain_steps(json.dumps(plan.model.settings))
+        step = aq.parallelize(work.train_step, plan)
+        found = start
+        for batch, expected in zip(batches, losses, strict=True):
             found, metrics = step(found, batch)
-            assert abs(float(metrics["loss"]) / float(expected["loss"]) - 1) <= 1e-9
-        leaf, path = largest("float64", start, jax.device_get(found), jax.device_get(wanted))
+            assert abs(float(metrics["loss"]) / expected - 1) <= 1e-9
+        leaf, path = largest("float64", start, jax.device_get(found), wanted)
         assert leaf <= 1e-9, path
         predicted = aq.estimate(plan, work.train_step, work.state, work.batch)
     assert predicted == plan.prediction
@@ -121,10 +141,8 @@ def check_equal(plan):
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in IMPORTED],
 )
-def test_configurations_of_wide_resnets_run_as_the_plain_step_and_come_back(
-    tmp_path, monkeypatch, name
-):
-    done = imported(tmp_path, monkeypatch, *IMPORTED[name])
+def test_configurations_of_wide_resnets_run_as_the_plain_step_and_come_back(tmp_path, name):
+    done = imported(tmp_path, *IMPORTED[name])
     assert done.exit_code == 0, done.output
     check_equal(Plan.load(tmp_path / "plan.json"))
     done = run("aceso", "export", tmp_path / "plan.json", "--out", tmp_path / "again.json")
@@ -135,11 +153,11 @@ def test_configurations_of_wide_resnets_run_as_the_plain_step_and_come_back(
     assert before["model_parallel_size_of_each_op"] == after["model_parallel_size_of_each_op"]
 
 
-def test_micro_batches_have_statistics_of_their_own(tmp_path, monkeypatch):
-    done = imported(tmp_path, monkeypatch, *IMPORTED["data parallel"], micro=4)
+def test_micro_batches_have_statistics_of_their_own(tmp_path):
+    done = imported(tmp_path, *IMPORTED["data parallel"], micro=4)
     refused(done, "micro-batches of 4 samples cannot be split over data degree 8")
     stages = [(20, 4, degrees(2)), (18, 4, degrees(2))]
-    done = imported(tmp_path, monkeypatch, ONE, stages, micro=4)
+    done = imported(tmp_path, ONE, stages, micro=4)
     assert done.exit_code == 0, done.output
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.micro_batch_semantics == "independent" and plan.num_micro_batches == 2
@@ -149,14 +167,14 @@ def test_micro_batches_have_statistics_of_their_own(tmp_path, monkeypatch):
     assert {**before, "model_size": "500M"} == after | {"checkpoint_activations": [False, False]}
 
 
-def test_what_aceso_has_no_terms_for_is_said(tmp_path, monkeypatch):
-    done = imported(tmp_path, monkeypatch, ONE, [(38, 8, lambda o, name: (2, 1, 0))])
+def test_what_aceso_has_no_terms_for_is_said(tmp_path):
+    done = imported(tmp_path, ONE, [(38, 8, lambda o, name: (2, 1, 0))])
     refused(
         done,
         "operator 0, conv1: there is no algorithm 1, only 0",
         "operator 37, fc: there is no algorithm 1, only 0",
     )
-    done = imported(tmp_path, monkeypatch, ONE, [(38, 8, degrees(1))], num_layers=[3, 4, 6, 3])
+    done = imported(tmp_path, ONE, [(38, 8, degrees(1))], num_layers=[3, 4, 6, 3])
     refused(
         done,
         "num_layers is [3, 4, 6, 3], and the model's [1, 1, 1, 1]: choose another --model, or its"

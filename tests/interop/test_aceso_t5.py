@@ -51,9 +51,10 @@ IMPORTED = {
 QUICK = {"mixed, recomputed", "cut in both halves"}
 
 
-def imported(folder, monkeypatch, stages, **changes):
-    monkeypatch.setattr("interop.test_aceso_plans.NAMES", NAMES)
-    config = configuration(folder / "config.json", stages, model_name="t5", **SIZES, **changes)
+def imported(folder, stages, **changes):
+    config = configuration(
+        folder / "config.json", stages, names=NAMES, model_name="t5", **SIZES, **changes
+    )
     return run("aceso", "import", config, "--model", *TINY, "--out", folder / "plan.json")
 
 
@@ -61,8 +62,8 @@ def imported(folder, monkeypatch, stages, **changes):
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in IMPORTED],
 )
-def test_configurations_of_t5_run_as_the_plain_step_and_come_back(tmp_path, monkeypatch, name):
-    done = imported(tmp_path, monkeypatch, IMPORTED[name])
+def test_configurations_of_t5_run_as_the_plain_step_and_come_back(tmp_path, name):
+    done = imported(tmp_path, IMPORTED[name])
     assert done.exit_code == 0, done.output
     check_equal(Plan.load(tmp_path / "plan.json"))
     done = run("aceso", "export", tmp_path / "plan.json", "--out", tmp_path / "again.json")
@@ -73,8 +74,8 @@ def test_configurations_of_t5_run_as_the_plain_step_and_come_back(tmp_path, monk
     assert before["model_parallel_size_of_each_op"] == after["model_parallel_size_of_each_op"]
 
 
-def test_sizes_that_differ_are_said_by_their_options(tmp_path, monkeypatch):
-    done = imported(tmp_path, monkeypatch, IMPORTED["uniform"], model_size="S")
+def test_sizes_that_differ_are_said_by_their_options(tmp_path):
+    done = imported(tmp_path, IMPORTED["uniform"], model_size="S")
     assert done.exit_code == 0, done.output
     config = json.loads((tmp_path / "config.json").read_text()) | {
         "decoder_seq_length": 4,
