@@ -4,6 +4,7 @@ composed of them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -51,6 +52,12 @@ def problem_of(model: str, num_layers: int, cluster: Cluster | None = None, **op
     return make_problem(graph, cluster or Cluster.preset("4xH100"))
 
 
+@functools.cache
+def segmented(model: str, num_layers: int, cluster: Cluster | None = None, **options: object):
+    """A step over four devices in segments, which several tests ask for."""
+    return segment_step(problem_of(model, num_layers, cluster, **options), (4,))
+
+
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize(
     ("model", "programs"),
@@ -63,7 +70,7 @@ def problem_of(model: str, num_layers: int, cluster: Cluster | None = None, **op
 )
 def test_the_number_of_programs_does_not_depend_on_depth(model, programs, recompute):
     for num_layers in (2, 4):
-        step = segment_step(problem_of(model, num_layers, recompute=recompute), (4,))
+        step = segmented(model, num_layers, recompute=recompute)
         assert [math.prod(len(block) for block in kind.blocks) for kind in step.kinds] == programs
         assert step.num_programs == sum(programs)
         assert sum(step.kinds[k].count for k in range(1, len(programs) - 1)) == num_layers
@@ -74,7 +81,7 @@ def test_an_encoder_and_a_decoder_have_segments_of_their_own(num_layers):
     """The decoder's layers, of seven blocks, end in the middle of segments; those at its two ends
     have kinds of their own.
     """
-    step = segment_step(problem_of("t5-770m", num_layers), (4,))
+    step = segmented("t5-770m", num_layers)
     assert [math.prod(len(block) for block in kind.blocks) for kind in step.kinds] == [
         1,
         81,
@@ -96,7 +103,7 @@ def test_an_encoder_and_a_decoder_have_segments_of_their_own(num_layers):
 
 def test_described_programs_are_those_to_measure():
     """Also of a scanned decoder, of which only the most promising combinations are measured."""
-    step = segment_step(problem_of("t5-770m", 2, scan=True), (4,))
+    step = segmented("t5-770m", 2, scan=True)
     assert any(kind.num_combinations < math.prod(map(len, kind.blocks)) for kind in step.kinds)
     described = describe_blocks(step)
     programs = [kind["programs"] for kind in described["segments"]["kinds"]]
@@ -104,13 +111,13 @@ def test_described_programs_are_those_to_measure():
 
 
 def test_no_segment_ends_inside_the_attention_of_a_layer():
-    segments = segment_step(problem_of("t5-770m", 2), (4,)).segments
+    segments = segmented("t5-770m", 2).segments
     assert segments.kinds == ((0, 1, 2, 3), (4, 5, 6, 7, 8), (9, 10, 4, 5), (6, 7, 8), (9, 10, 11))
     assert segments.sequence == (0, 0, 1, 2, 3, 4)
 
 
 def test_an_encoder_and_a_decoder_composed_are_as_good_as_the_integer_program():
-    step = segment_step(problem_of("t5-770m", 2), (4,))
+    step = segmented("t5-770m", 2)
     (best,) = compose(step, priced_combinations(step), most=1)
     whole = step.whole(best.options)
     least = ILP().solve(
@@ -121,7 +128,7 @@ def test_an_encoder_and_a_decoder_composed_are_as_good_as_the_integer_program():
 
 
 def test_the_blocks_of_a_segment_are_those_of_the_step():
-    step = segment_step(problem_of("moe-380m", 4), (4,))
+    step = segmented("moe-380m", 4)
     for k, kind in enumerate(step.kinds):
         for own, whole in zip(kind.blocks, step.blocks_of(k), strict=True):
             assert own.choices == step.blocks[whole].choices
@@ -135,7 +142,7 @@ def test_a_loop_over_layers_is_one_segment_however_many_blocks_it_has():
     """The decoder's layer has seven blocks, and a pair of layers with experts eight: the most
     promising combinations count.
     """
-    step = segment_step(problem_of("t5-770m", 4, scan=True), (4,))
+    step = segmented("t5-770m", 4, scan=True)
     assert [[len(block) for block in kind.blocks] for kind in step.kinds] == [
         [],
         [3] * 4,
@@ -143,7 +150,7 @@ def test_a_loop_over_layers_is_one_segment_however_many_blocks_it_has():
         [3],
     ]
     assert step.num_programs == 1 + 81 + 243 + 3
-    pairs = segment_step(problem_of("moe-380m", 4, scan=True, recompute="none"), (4,))
+    pairs = segmented("moe-380m", 4, scan=True, recompute="none")
     assert [len(kind.blocks) for kind in pairs.kinds] == [
         0,
         8,
@@ -152,7 +159,7 @@ def test_a_loop_over_layers_is_one_segment_however_many_blocks_it_has():
 
 
 def test_of_very_many_combinations_the_most_promising_are_found(monkeypatch):
-    step = segment_step(problem_of("gpt-350m", 2), (4,))
+    step = segmented("gpt-350m", 2)
     (kind,) = [kind for kind in step.kinds if len(kind.blocks) == 4]
     every = sorted(c.seconds for c in kind.promising())
     assert len(every) == 81
@@ -168,7 +175,7 @@ def test_of_very_many_combinations_the_most_promising_are_found(monkeypatch):
 
 @pytest.mark.parametrize("model", ["gpt-350m", "moe-380m"])
 def test_the_best_composed_step_is_among_the_best_of_whole_steps(model):
-    step = segment_step(problem_of(model, 4), (4,))
+    step = segmented(model, 4)
     combinations = [
         [c for o in kind.combinations() if (c := kind.combination(o))] for kind in step.kinds
     ]
@@ -183,7 +190,7 @@ def test_the_best_composed_step_is_among_the_best_of_whole_steps(model):
 
 
 def test_composing_finds_what_trying_everything_finds():
-    step = segment_step(problem_of("tiny", 3), (4,))
+    step = segmented("tiny", 3)
     rng = np.random.default_rng(0)
     combinations = [
         [c for o in kind.combinations() if (c := kind.combination(o))] for kind in step.kinds
@@ -220,7 +227,7 @@ def test_composing_finds_what_trying_everything_finds():
 
 def test_what_was_not_measured_is_corrected_by_what_was(tmp_path):
     """A model that is too optimistic by half must not prefer what nobody has measured."""
-    step = segment_step(problem_of("tiny", 2), (4,))
+    step = segmented("tiny", 2)
     combinations = priced_combinations(step)
     with ProfileDatabase(tmp_path / "p.sqlite") as database:
         for kind, some in zip(step.kinds, combinations, strict=True):
@@ -239,7 +246,7 @@ def test_what_was_not_measured_is_corrected_by_what_was(tmp_path):
 
 def test_segments_run_and_are_measured_once_each():
     cluster = Cluster.detect(jax.devices()[:4])
-    step = segment_step(problem_of("tiny", 2, cluster, dtype="float32"), (4,))
+    step = segmented("tiny", 2, cluster, dtype="float32")
     kind = step.kinds[1]
     some = [kind.combination(options) for options in [(0, 0, 0, 0), (2, 1, 2, 1)]]
     parts = [
@@ -265,7 +272,7 @@ def test_segments_run_and_are_measured_once_each():
 
 def test_what_crosses_is_converted_as_it_says():
     """From one split to another, and forward and backward; the launch of a program comes first."""
-    step = segment_step(problem_of("tiny", 2), (4,))
+    step = segmented("tiny", 2)
     combinations = priced_combinations(step)
     found = all_conversions(step, combinations)
     assert len(found) == len(set(found)) >= 8
@@ -289,7 +296,7 @@ def test_what_crosses_is_converted_as_it_says():
 
 def test_a_hopeless_program_is_not_repeated():
     cluster = Cluster.detect(jax.devices()[:4])
-    step = segment_step(problem_of("tiny", 2, cluster, dtype="float32"), (4,))
+    step = segmented("tiny", 2, cluster, dtype="float32")
     kind = step.kinds[0]
     (c,) = [kind.combination(options) for options in kind.combinations()]
     part = compile_part(kind.problem, c.choices, step.mesh.shape, step.mesh.axis_names)
@@ -300,7 +307,7 @@ def test_a_hopeless_program_is_not_repeated():
 
 
 def test_blocks_are_described_with_the_plans_of_every_product():
-    answer = describe_blocks(segment_step(problem_of("moe-380m", 2), (4,)))
+    answer = describe_blocks(segmented("moe-380m", 2))
     experts = next(b for b in answer["blocks"] if len(b["options"]) == 4)
     assert experts["options"] == ["expert on x", "batch on x", "contraction on x", "output on x"]
     for block in answer["blocks"]:
