@@ -32,7 +32,10 @@ TINY = [
     "float64",
     *(part for s in SHAPE for part in ("--set", s)),
 ]
-NAMES = [o.name for o in make_chain(built_in_chains()["t5"], {"num_layers": 2}).operators]
+NAMES = {
+    n: [o.name for o in make_chain(built_in_chains()["t5"], {"num_layers": n}).operators]
+    for n in (1, 2)
+}
 SIZES = {
     "num_layers": 2,
     "encoder_seq_length": 16,
@@ -44,18 +47,25 @@ SIZES = {
 }
 IMPORTED = {
     "uniform": [(29, 4, degrees(2)), (44, 4, degrees(4))],
-    # Inside the first layer of the decoder.
-    "mixed, recomputed": [(49, 4, attention_finer), (24, 4, degrees(2, again=1))],
+    # One layer on each side. The cut is inside that of the decoder, before its second attention.
+    "mixed, recomputed": [(24, 4, attention_finer), (15, 4, degrees(2, again=1))],
     "cut in both halves": [(12, 2, degrees(1)), (26, 2, degrees(2)), (35, 4, first_layers_again)],
 }
 QUICK = {"mixed, recomputed", "cut in both halves"}
 
 
 def imported(folder, stages, **changes):
+    (num_layers,) = (n for n in NAMES if len(NAMES[n]) == sum(count for count, _, _ in stages))
+    sizes = {**SIZES, "num_layers": num_layers}
     config = configuration(
-        folder / "config.json", stages, names=NAMES, model_name="t5", **SIZES, **changes
+        folder / "config.json",
+        stages,
+        names=NAMES[num_layers],
+        model_name="t5",
+        **sizes | changes,
     )
-    return run("aceso", "import", config, "--model", *TINY, "--out", folder / "plan.json")
+    model = [f"num_layers={num_layers}" if part == "num_layers=2" else part for part in TINY]
+    return run("aceso", "import", config, "--model", *model, "--out", folder / "plan.json")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +75,11 @@ def imported(folder, stages, **changes):
 def test_configurations_of_t5_run_as_the_plain_step_and_come_back(tmp_path, name):
     done = imported(tmp_path, IMPORTED[name])
     assert done.exit_code == 0, done.output
-    check_equal(Plan.load(tmp_path / "plan.json"))
+    plan = Plan.load(tmp_path / "plan.json")
+    if name == "mixed, recomputed":
+        assert plan.stages[1].recompute == "operators"
+        assert any(entry.recompute for entry in plan.stages[1].interior)
+    check_equal(plan)
     done = run("aceso", "export", tmp_path / "plan.json", "--out", tmp_path / "again.json")
     assert done.exit_code == 0, done.output
     before, after = (json.loads((tmp_path / f).read_text()) for f in ("config.json", "again.json"))
