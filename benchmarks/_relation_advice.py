@@ -37,6 +37,14 @@ class Answer:
         return "does not fit" if self.step_s is None else format_seconds(self.step_s)
 
 
+_OPTIONS = {
+    "pipeshard, 1 stage": {"--method": "pipeshard", "--stages": "1"},
+    "pipeshard, 2 stages": {"--method": "pipeshard", "--stages": "2"},
+    "pipeshard, 1f1b": {"--method": "pipeshard", "--schedule": "1f1b"},
+}
+"""Options of the command line for methods that are more than a name."""
+
+
 def advice_of_refusal(case: Case, asked: dict[str, Any], error: InfeasibleError) -> list[Any]:
     """Advice where nothing fits: one row for each remedy, and one for the memory that is said to be
     needed, which must be more than there is.
@@ -124,7 +132,7 @@ def advice_of_command(case: Case) -> list[dict[str, Any]]:
     options = {
         "--cluster": case.cluster,
         "--global-batch": str(case.batch),
-        "--method": case.method,
+        **_OPTIONS.get(case.method, {"--method": case.method}),
         "--dtype": "bf16",
         "--memory-limit": f"{int(limit)}",
     }
