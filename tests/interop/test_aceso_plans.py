@@ -346,16 +346,8 @@ def test_recomputation_comes_back(tmp_path, case):
         assert done.exit_code == 0, done.output
         out = tmp_path / "plan2.json"
         done = run(
-            "aceso",
-            "import",
-            tmp_path / "again.json",
-            "--model",
-            *TINY[:1],
-            *TINY[3:],
-            "--dtype",
-            "float64",
-            "--out",
-            out,
+            *("aceso", "import", tmp_path / "again.json", "--model", *TINY[:1], *TINY[3:]),
+            *("--dtype", "float64", "--out", out),
         )
         assert done.exit_code == 0, done.output
         assert Plan.load(out).decisions() == plan.decisions(), name
@@ -395,14 +387,8 @@ def test_all_that_does_not_fit_is_said_at_once(tmp_path):
     )
     refused(
         run(
-            "aceso",
-            "import",
-            config,
-            "--model",
-            "gpt-10m",
-            *TINY[3:],
-            "--out",
-            tmp_path / "plan.json",
+            *("aceso", "import", config, "--model", "gpt-10m", *TINY[3:]),
+            *("--out", tmp_path / "plan.json"),
         ),
         "it is of a model of family 't5'",
         "seq_length is 32, and the model's 16: add --set seq_len=32",
