@@ -1,5 +1,6 @@
 """`Auto`: one program or a pipeline, and when pipelines are searched."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -233,12 +234,19 @@ def test_auto_without_pipelines_is_the_best_program():
     assert alone == whole
 
 
+@functools.cache
 def tight_problem():
-    """A problem whose program without a memory limit does not fit."""
-    problem = make_problem(aq.capture(*deep(1024, 4096, 4)), CLUSTER)
+    """A problem whose program without a memory limit does not fit, and the problem without it."""
+    problem = make_problem(aq.capture(*deep(1024, 4096, 4)), Cluster.preset("2x2xH100"))
     free = WholeProgram().solve(problem)
     peak_bytes = timeline(known_memory(free.priced, free.picks), free.priced, free.picks).max()
     return replace(problem, memory_limit_bytes=0.9 * float(peak_bytes)), problem
+
+
+@functools.cache
+def tight_program():
+    tight, _ = tight_problem()
+    return WholeProgram().solve(tight)
 
 
 def test_other_plans_are_asked_for_only_where_memory_is_short():
@@ -251,14 +259,14 @@ def test_other_plans_are_asked_for_only_where_memory_is_short():
     tight, free = tight_problem()
     WholeProgram().solve_beside(free, None, rival)
     assert not asked
-    beside, alone = WholeProgram().solve_beside(tight, None, rival), WholeProgram().solve(tight)
+    beside, alone = WholeProgram().solve_beside(tight, None, rival), tight_program()
     assert len(asked) == 1 and asked[0] >= beside.step_time_s
     assert (beside.step_time_s, beside.lower_bound_s) == (alone.step_time_s, alone.lower_bound_s)
 
 
 def test_programs_that_other_plans_undercut_are_not_searched():
     tight, _ = tight_problem()
-    alone = WholeProgram().solve(tight)
+    alone = tight_program()
     try:
         found = WholeProgram().solve_beside(tight, None, lambda seconds: alone.step_time_s / 10)
     except TooSlowError as error:
