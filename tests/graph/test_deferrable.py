@@ -2,6 +2,7 @@
 off.
 """
 
+import functools
 import math
 
 import jax
@@ -36,14 +37,20 @@ def staged(scan, recompute, stages, sizes=SIZES):
     return graph, stage_step(layered, [k * len(layered.layers) // stages for k in range(stages)])
 
 
+@functools.cache
+def halved(scan, recompute, stages):
+    """A graph, its stages, and the programs that run them with backward passes in two halves."""
+    graph, step = staged(scan, recompute, stages)
+    plan = plan_micro_batches(graph, 2)
+    parts = cut_graph(plan, Layout(groups=1, shards=1, micro_batches=2))
+    return graph, step, split_stages(parts, plan, step.staging, split_backward=True).programs
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("scan", [False, True])
 def test_the_runtime_runs_what_is_priced(scan, recompute, stages):
-    graph, step = staged(scan, recompute, stages)
-    plan = plan_micro_batches(graph, 2)
-    parts = cut_graph(plan, Layout(groups=1, shards=1, micro_batches=2))
-    programs = split_stages(parts, plan, step.staging, split_backward=True).programs
+    graph, step, programs = halved(scan, recompute, stages)
     for k, extract in enumerate(step.extracts):
         priced = {
             extract.ops[op.index] for op in extract.graph.ops if op.deferrable and not op.is_link
@@ -80,10 +87,7 @@ def product_flops(graph, ops):
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("scan", [False, True])
 def test_deferrable_operators_are_priced_as_they_run(scan, recompute, stages):
-    graph, step = staged(scan, recompute, stages)
-    plan = plan_micro_batches(graph, 2)
-    parts = cut_graph(plan, Layout(groups=1, shards=1, micro_batches=2))
-    programs = split_stages(parts, plan, step.staging, split_backward=True).programs
+    graph, step, programs = halved(scan, recompute, stages)
     for k, extract in enumerate(step.extracts):
         backward = [op.index for op in extract.graph.ops if op.phase is Phase.BACKWARD]
         deferrable = [op.index for op in extract.graph.ops if op.deferrable]
@@ -148,7 +152,8 @@ def test_arrays_kept_for_weight_gradients_are_priced_as_the_runtime_keeps_them(s
 )
 def test_zero_bubble_computes_what_the_plain_step_computes(stages, cluster, scan, recompute):
     with jax.enable_x64(True):
-        config = configure("gpt-125m", **SIZES)
+        # A layer for each stage.
+        config = configure("gpt-125m", **{**SIZES, "num_layers": stages})
         work = build(config, 8, dtype="float64", learning_rate=1e-3, scan=scan, recompute=recompute)
         random = np.random.default_rng(0)
         batch = jax.tree.map(lambda x: random.integers(0, 32, x.shape).astype(x.dtype), work.batch)
