@@ -20,7 +20,7 @@ from aliquot.planners.intra.ilp._rows import without_costly_choices
 @pytest.fixture(scope="module", params=["2x4xV100-16GB", "8xH100"])
 def priced(request):
     """On V100s nothing overlaps; on H100s gradient communication hides behind the backward pass."""
-    work = zoo.build(zoo.configure("gpt-125m", num_layers=2), 8, scan=True)
+    work = zoo.build(zoo.configure("gpt-125m", num_layers=1), 8)
     graph = aq.capture(work.train_step, work.state, work.batch)
     cluster = Cluster.preset(request.param)
     return price(make_problem(graph, cluster), LogicalMesh(shape=(2, 4), cluster=cluster))
