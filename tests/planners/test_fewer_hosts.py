@@ -2,6 +2,7 @@
 never slower, what plans say, and runs.
 """
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -19,6 +20,7 @@ from aliquot.report import explained, explanation
 
 SMALL = mlp((1024, 1024, 1024, 1024), 256)
 LARGE = mlp((4096, 4096, 4096), 8192)
+STEPS = {"small": SMALL, "large": LARGE}
 # Leaving hosts idle is worth no less.
 LEAST_GAIN = 1e-3
 
@@ -28,21 +30,27 @@ def planned(step, num_hosts, method=None, **options):
     return aq.plan(*step, cluster=cluster, method=method or Auto(), **options)
 
 
+@functools.cache
+def known_plan(size, num_hosts, method):
+    """The plan of a step of `STEPS`, which several tests look at."""
+    return planned(STEPS[size], num_hosts, method)
+
+
 @pytest.fixture(scope="module")
 def idle_plan():
     """A plan for two hosts of four devices that leaves one idle."""
-    return planned(SMALL, 2)
+    return known_plan("small", 2, Auto())
 
 
 @pytest.mark.parametrize("method", [Auto(), PipeshardParallel()], ids=["auto", "pipeshard"])
-@pytest.mark.parametrize("step", [SMALL, LARGE], ids=["small", "large"])
-def test_more_hosts_are_no_slower(step, method):
-    plans = {hosts: planned(step, hosts, method) for hosts in (1, 2, 4)}
+@pytest.mark.parametrize("size", STEPS)
+def test_more_hosts_are_no_slower(size, method):
+    plans = {hosts: known_plan(size, hosts, method) for hosts in (1, 2, 4)}
     times = [plan.prediction.step_time_s for plan in plans.values()]
     assert times[1] <= times[0] * (1 + LEAST_GAIN) and times[2] <= times[1] * (1 + LEAST_GAIN)
     idle = {hosts: plan.idle_hosts for hosts, plan in plans.items()}
-    assert idle == ({1: 0, 2: 1, 4: 3} if step is SMALL else {1: 0, 2: 0, 4: 0})
-    if step is LARGE:
+    assert idle == ({1: 0, 2: 1, 4: 3} if size == "small" else {1: 0, 2: 0, 4: 0})
+    if size == "large":
         # Further hosts are worth it.
         assert times[2] < 0.9 * times[1] < 0.81 * times[0]
 
@@ -70,7 +78,7 @@ def test_a_given_mesh_and_methods_without_a_search_use_all_hosts():
 
 def test_the_time_on_all_hosts_is_known_and_larger(idle_plan):
     assert idle_plan.cluster["num_hosts"] == 1 and idle_plan.idle_hosts == 1
-    alone = planned(SMALL, 1)
+    alone = known_plan("small", 1, Auto())
     assert idle_plan.prediction == alone.prediction and idle_plan.stages == alone.stages
     (on_all,) = [
         c["step_time_s"] for c in idle_plan.provenance.candidates if c["name"] == "auto on 2 hosts"
@@ -98,9 +106,9 @@ def test_plans_say_which_hosts_are_idle_and_why(idle_plan):
     assert "the last 1 host, 4 devices: faster without" in text
     assert explained(idle_plan)["idle_hosts"] == 1
     assert "is idle" in str(planned(SMALL, 2, num_micro_batches=1)) and explanation(idle_plan)
-    many = planned(SMALL, 4)
+    many = known_plan("small", 4, Auto())
     assert many.notes[0].startswith("3 hosts, 12 devices, are idle: the step is faster on 1 host")
-    assert "idle" not in str(planned(LARGE, 2))
+    assert "idle" not in str(known_plan("large", 2, Auto()))
 
 
 def test_utilization_counts_idle_devices(idle_plan):
