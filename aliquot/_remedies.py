@@ -138,8 +138,17 @@ def find_remedies(
     kinds.append([attempt(f"--cluster {each.name}", cluster=each) for each in larger])
     if not is_auto and state_bytes <= limit_bytes * cluster.num_devices:
         # Last, because it takes the longest.
-        kinds.append([attempt("--method auto", method=Auto())])
+        kinds.append([attempt(f"--method auto{_without_options(method)}", method=Auto())])
     return tuple(_tried(kinds, time.perf_counter() + budget_s, progress))
+
+
+def _without_options(method: Method | None) -> str:
+    """Words that name the options of a method which another method refuses."""
+    if not isinstance(method, PipeshardParallel):
+        return ""
+    options = ("num_stages", "stages"), ("schedule", "schedule"), ("layers", "layers")
+    given = [f"--{option}" for name, option in options if getattr(method, name) is not None]
+    return f" without {' and '.join(given)}" if given else ""
 
 
 def _tried(

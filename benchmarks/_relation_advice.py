@@ -73,7 +73,7 @@ def advice_of_refusal(case: Case, asked: dict[str, Any], error: InfeasibleError)
 
 def case_with(case: Case, asked: dict[str, Any], change: str) -> tuple[Case, dict[str, Any]]:
     """The case and the keywords that options of the command line lead to."""
-    option, value = change.split()
+    option, value, *_ = change.split()
     if option == "--micro-batches":
         return case, {**asked, "num_micro_batches": int(value)}
     if option == "--method":
@@ -143,8 +143,9 @@ def advice_of_command(case: Case) -> list[dict[str, Any]]:
     for each in first.get("remedies", []):
         if each["fits"] is None:
             continue
-        option, value = each["change"].split()
-        found = _typed(case.model, options | {option: value}, [*flags, "--no-remedies"])
+        option, value, *without = each["change"].split()
+        kept = {name: given for name, given in options.items() if name not in without}
+        found = _typed(case.model, kept | {option: value}, [*flags, "--no-remedies"])
         rows.append(
             taken(
                 each["change"],

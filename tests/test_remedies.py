@@ -202,6 +202,23 @@ def test_auto_says_the_smallest_need_of_all_that_it_searched():
     assert need(Auto()) == min(need(WholeProgram()), need(PipeshardParallel()))
 
 
+def test_another_method_is_advised_without_the_options_that_it_refuses():
+    state_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(STEP[1]))
+    for method, change in (
+        (PipeshardParallel(num_stages=2), "--method auto without --stages"),
+        (
+            PipeshardParallel(num_stages=2, schedule="1f1b"),
+            "--method auto without --stages and --schedule",
+        ),
+        (PipeshardParallel(), "--method auto"),
+        (DataParallel(), "--method auto"),
+    ):
+        remedies = aq.find_remedies(
+            *STEP, cluster=CLUSTER, method=method, memory_limit_bytes=state_bytes / 3.9
+        )
+        assert change in [each.change for each in remedies]
+
+
 def test_the_command_prints_what_was_tried_with_step_times():
     given = (
         "plan",
