@@ -65,7 +65,12 @@ class PipeshardParallel(AbstractMethod):
         """True if the answer may be one program: neither several stages nor a schedule is asked
         for, and the inter planner searches.
         """
-        return self.num_stages in (None, 1) and self.schedule is None and self.inter.searches
+        return self.asked_stages in (None, 1) and self.schedule is None and self.inter.searches
+
+    @property
+    def asked_stages(self) -> int | None:
+        """The number of stages that is asked for, here or in the settings of the inter planner."""
+        return self.inter.asked_stages if self.num_stages is None else self.num_stages
 
     def whole(self, mesh_shape: tuple[int, ...] | None = None) -> ShardParallel:
         """The method that plans the step as one program, on a given mesh or the best one."""

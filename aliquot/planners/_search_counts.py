@@ -130,7 +130,7 @@ def _search_counts(
         slower = tried_counts(search.promised, method.inter.method, faster_than_s, search.untried)
         return PipelineSearch(decision=None, tried=(slower,))
     decisions = list(search.decisions)
-    if method.num_stages is None and method.inter.searches:
+    if method.asked_stages is None and method.inter.searches:
         decisions += _with_other_numbers_of_stages(
             method, task, priced[best.num_micro_batches], best, len(best.stages), helper
         )
@@ -279,7 +279,7 @@ def _with_one_micro_batch(
         found = solve_with(method, task, priced, helper)
     except (InfeasibleError, InputError):
         return []
-    if method.num_stages is not None or not method.inter.searches:
+    if method.asked_stages is not None or not method.inter.searches:
         return [found]
     others = _with_other_numbers_of_stages(method, task, priced, best, len(found.stages), helper)
     return [found, *others]

@@ -192,3 +192,10 @@ def test_a_free_number_of_stages_is_no_slower_than_a_given_one(stages):
         for count in (None, stages)
     )
     assert free <= fixed * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_number_of_stages_among_the_settings_of_the_inter_planner_is_kept(stages):
+    """Small steps are also searched with other numbers of stages, and as one program."""
+    method = aq.PipeshardParallel(inter=aq.StageDP(num_stages=stages))
+    assert len(planned(2048, 1024, "2x4xA100-40GB", method=method).stages) == stages

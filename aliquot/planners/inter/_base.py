@@ -95,6 +95,11 @@ class AbstractInter(abc.ABC):
         """
         return False
 
+    @property
+    def asked_stages(self) -> int | None:
+        """The number of stages that its settings ask for; None if they leave it open."""
+        return None
+
     def for_one_search(self) -> AbstractInter:
         """The planner to use for all solves of one search, which then share a limit on work; by
         default itself.

@@ -104,6 +104,11 @@ class StageDP(AbstractInter):
         """See `AbstractInter.searches`."""
         return True
 
+    @property
+    def asked_stages(self) -> int | None:
+        """See `AbstractInter.asked_stages`."""
+        return self.num_stages
+
     def for_one_search(self) -> StageDP:
         """See `AbstractInter.for_one_search`: solves share `work_limit`."""
         return replace(self, work=WorkLeft(self.work_limit))
