@@ -226,3 +226,10 @@ def test_the_best_of_one_mesh_is_not_optimal_where_another_search_gave_up(graph,
     assert alone.status == "optimal" and both.step_time_s == alone.step_time_s
     assert both.status == LIMIT and both.lower_bound_s == pytest.approx(alone.lower_bound_s / 2)
     assert both.candidates[-1].outcome == LIMIT
+
+
+def test_a_relaxation_that_stalls_is_given_up(priced, monkeypatch):
+    """As if its first pivot took longer than any solve may."""
+    monkeypatch.setattr(_highs, "_STALLED_S", 0.0)
+    program, _ = build_program(priced, everything(priced))
+    assert Relaxation(program).solve().status == LIMIT

@@ -32,6 +32,9 @@ _PIVOTS_PER_ROW_AGAIN = 0.3
 _PIVOTS_PER_ROW_BRIEFLY = 0.2
 _FEWEST_PIVOTS = 10_000
 _BARRIER_STEPS = 200
+# A solve that takes so many seconds has stalled: with numerical trouble a single pivot is tried
+# again and again, which no limit on pivots ends. Solves within their limits take a few seconds.
+_STALLED_S = 15.0
 # Pivots for each row that the solver of integer programs makes between two checks of limits, other
 # work included.
 _PIVOTS_PER_CHECK_AND_ROW = 0.1
@@ -81,7 +84,8 @@ class Relaxation:
     """The relaxation of a program, warm-started after rows were added.
 
     A solve takes at most about as many pivots as there are rows, then up to `_BARRIER_STEPS` steps
-    of the interior-point method, and is given up with status `LIMIT` if neither is enough.
+    of the interior-point method, and is given up with status `LIMIT` if neither is enough. Seconds
+    end only what has stalled.
     `pivots_plainly` turns false for good once plain pivots reach their limit.
     """
 
@@ -216,6 +220,7 @@ class Relaxation:
             ("simplex_dual_edge_weight_strategy", 0 if plainly else -1),
             ("dual_simplex_cost_perturbation_multiplier", 0.0 if plainly else 1.0),
             ("simplex_iteration_limit", limit),
+            ("time_limit", self._solver.getRunTime() + _STALLED_S),
         ):
             self._solver.setOptionValue(option, value)
         self._solver.run()
@@ -234,6 +239,7 @@ class Relaxation:
             ("presolve", "on"),
             ("ipm_iteration_limit", _BARRIER_STEPS),
             ("simplex_iteration_limit", limit),
+            ("time_limit", self._solver.getRunTime() + _STALLED_S),
         ):
             self._solver.setOptionValue(option, value)
         self._solver.run()
