@@ -245,8 +245,9 @@ def main() -> int:
         question="Relations between plans",
         bar="at least 400 plans, 0 violations",
         method=(
-            "Residual networks of two products a layer with momentum and small models of the zoo,"
-            f" written out and scanned, by seed {chosen.seed}; every method with free and given"
+            "Residual networks of two products a layer with momentum"
+            f"{' and small models of the zoo' if chosen.zoo else ''}, written out and scanned, by"
+            f" seed {chosen.seed}; every method with free and given"
             " numbers of micro-batches, then less memory, faster links and devices, more hosts,"
             f" twice the batch and other names. A freer search may be {GAP:.1%} slower. Bounds of"
             " closed forms are not compared with simulated step times."
