@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from ...core import PlanMismatchError
-from ..transport import Peers, watch
+from ..transport import exchange, watch
 from ._issue import Issuer
 from ._pipeline import Pipeline
 from ._stage_forms import Known, StageForm, array_struct, form_of
@@ -62,7 +62,7 @@ def compile_pipeline(pipeline: Pipeline) -> CompiledPipeline:
     stages = tuple([_compile(pipeline, k, known, shared) for k in range(len(pipeline.functions))])
     issuer = Issuer(pipeline, stages, known, peers)
     if peers is not None:
-        _agree(peers, issuer)
+        _agree(issuer)
     return CompiledPipeline(pipeline=pipeline, stages=stages, issuer=issuer)
 
 
@@ -82,11 +82,11 @@ def _check_processes(pipeline: Pipeline) -> None:
         )
 
 
-def _agree(peers: Peers, issuer: Issuer) -> None:
+def _agree(issuer: Issuer) -> None:
     """Refuse processes whose instructions differ. Transfers are matched by their order alone, so a
     process with another list would hang, or receive the wrong arrays.
     """
-    digests = peers.exchange(hashlib.sha256(issuer.signature().encode()).digest())
+    digests = exchange(hashlib.sha256(issuer.signature().encode()).digest(), bytes)
     other = [k for k, digest in enumerate(digests) if digest != digests[0]]
     if other:
         raise PlanMismatchError(

@@ -18,6 +18,7 @@ from ..transport import (
     Peers,
     channels_of_hosts,
     end_in_order,
+    exchange,
     is_key,
     plan_broadcast,
     plan_move,
@@ -224,7 +225,7 @@ class Issuer:
                 received += move(*([_put(np.zeros(1, np.uint8), ends[0])] if sends else []))
             # A barrier between rounds, so that no two first transfers overlap.
             jax.block_until_ready(received)
-            self._peers.exchange(b"")
+            exchange(None, type(None))
 
     def run(self, given: Mapping[int, Any]) -> list[Any]:
         """One step.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Sequence
 from typing import Any
 
 from ..compiled import StageStats, Stats, add_up, compiled_memory, find_collectives
-from ..transport import watch
+from ..transport import exchange
 from ._compile import CompiledPipeline
 from ._instructions import Run
 from ._pipeline import Pipeline
@@ -73,18 +71,11 @@ def pipeline_stats(compiled_pipeline: CompiledPipeline) -> Stats:
     return Stats(stages=_of_all_processes(pipeline, stats), lower_s=lower_s)
 
 
-def _of_all_processes(pipeline: Pipeline, figures: Sequence[Any]) -> tuple[Any, ...]:
-    """Figures of all stages, collected from the processes that have them; each names its stage as
-    `stage`.
-    """
-    peers = watch() if pipeline.is_shared else None
-    if peers is None:
-        return tuple(figures)
-    by_stage = {
-        item.stage: item
-        for data in peers.exchange(pickle.dumps(figures))
-        for item in pickle.loads(data)
-    }
+def _of_all_processes(pipeline: Pipeline, stats: list[StageStats]) -> tuple[StageStats, ...]:
+    """Stats of all stages, collected from the processes that have them."""
+    if not pipeline.is_shared:
+        return tuple(stats)
+    by_stage = {item.stage: item for passed in exchange(stats, list[StageStats]) for item in passed}
     return tuple(by_stage[stage] for stage in sorted(by_stage))
 
 

@@ -4,6 +4,7 @@ and watch each other.
 
 from ._agreement import agree as agree
 from ._agreement import agree_on_step as agree_on_step
+from ._agreement import exchange as exchange
 from ._agreement import plan_lines as plan_lines
 from ._agreement import spans_processes as spans_processes
 from ._arrays import is_key as is_key

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import itertools
-import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -17,23 +17,48 @@ from typing import Any
 from ...core import PlanMismatchError
 from ...graph import Graph, coordination_client, graph_fingerprint
 from ...plans import Plan
+from ._messages import MessageError, Value, decode, encode
 
-_WAIT_MS = 24 * 3600 * 1000
+#: For a whole exchange. A process that dies meanwhile is noticed by the watchdog.
+_WAIT_S = 24 * 3600
 _SHOWN = 3
 _OPERATORS = "operators in its traced step"
 
 
-def exchange(data: bytes) -> list[bytes]:
-    """The data that each process passes, in order of the processes. Waits until all have called it
-    as often as this one.
+def exchange(value: Value, kind: type[Value]) -> list[Value]:
+    """The value that each process passes, in order of the processes. Waits until all have called it
+    as often as this one: all processes must call it at the same points, with the same `kind`.
+
+    For small values: numbers, names, digests. They go through JAX's coordination service, touch no
+    device, and carry no code.
+
+    Args:
+        value: this process's; a `msgspec.Struct`, a dataclass, or builtin types.
+        kind: its type, such as `dict[str, str]`, in which the values of the others are expected
+            too. Declare a struct with `forbid_unknown_fields=True`.
+
+    Raises:
+        ConnectionError: what another process passed is no such value; names the process.
     """
     joined = coordination_client()
-    assert joined is not None
+    if joined is None:
+        return [value]
     client, _, process, count = joined
     # Numbered, as all processes call it in the same order.
     name = f"aliquot/exchange/{next(_numbers())}"
-    client.key_value_set_bytes(f"{name}/{process}", data)
-    return [client.blocking_key_value_get_bytes(f"{name}/{k}", _WAIT_MS) for k in range(count)]
+    client.key_value_set_bytes(f"{name}/{process}", encode(value))
+    deadline = time.monotonic() + _WAIT_S
+    values = []
+    for k in range(count):
+        left_ms = max(int((deadline - time.monotonic()) * 1000), 1)
+        data = client.blocking_key_value_get_bytes(f"{name}/{k}", left_ms)
+        try:
+            values.append(decode(data, kind))
+        except MessageError as error:
+            raise ConnectionError(
+                f"process {k} passed {error}, in exchange {name}: it runs something else"
+            ) from None
+    return values
 
 
 @cache
@@ -55,9 +80,7 @@ def agree(parts: Mapping[str, Sequence[str]]) -> None:
     digests = {
         name: hashlib.sha256("\n".join(lines).encode()).hexdigest() for name, lines in parts.items()
     }
-    digests_of_all: list[dict[str, str]] = [
-        json.loads(data) for data in exchange(json.dumps(digests).encode())
-    ]
+    digests_of_all = exchange(digests, dict[str, str])
     names = list(dict.fromkeys(name for of in digests_of_all for name in of))
     different = {
         name: [
@@ -69,10 +92,7 @@ def agree(parts: Mapping[str, Sequence[str]]) -> None:
     if not different:
         return
     # All processes see the same digests, so either all of them make this second exchange or none.
-    texts = [
-        json.loads(data)
-        for data in exchange(json.dumps({n: list(parts.get(n, ())) for n in different}).encode())
-    ]
+    texts = exchange({n: list(parts.get(n, ())) for n in different}, dict[str, list[str]])
     raise PlanMismatchError(
         [
             _difference(name, others, [text[name] for text in texts])

@@ -7,7 +7,6 @@ Their queues hold a few messages at most.
 
 from __future__ import annotations
 
-import pickle
 import queue
 import secrets
 import socket
@@ -17,7 +16,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
+
+from ._agreement import exchange
 
 if TYPE_CHECKING:
     from ._watchdog import Peers
@@ -35,6 +37,14 @@ _WORD_BYTES = 16
 _ALIGNMENT_BYTES = 64
 
 
+class End(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a process listens, and the word that it wants to hear."""
+
+    host: str
+    port: int
+    word: bytes
+
+
 class Channels:
     """This process's connections to the others. All processes must make it at the same point.
 
@@ -47,8 +57,8 @@ class Channels:
         word = secrets.token_bytes(_WORD_BYTES)
         self._listener = listener()
         # Only processes of this run know the word, so that no stranger can connect.
-        told = peers.exchange(pickle.dumps((peers.address, self._listener.getsockname()[1], word)))
-        self._ends: list[tuple[str, int, bytes]] = [pickle.loads(data) for data in told]
+        own_end = End(host=peers.address, port=self._listener.getsockname()[1], word=word)
+        self._ends = exchange(own_end, End)
         self._word = word
         self._outboxes: dict[int, _Outbox] = {}
         self._inboxes = {k: _Inbox(k) for k in range(peers.count) if k != self._own}
@@ -62,9 +72,9 @@ class Channels:
             ConnectionError: an earlier message could not be sent.
         """
         if process not in self._outboxes:
-            host, port, word = self._ends[process]
+            end = self._ends[process]
             self._outboxes[process] = _Outbox(
-                process, host, port, word + self._own.to_bytes(4, "big")
+                process, end.host, end.port, end.word + self._own.to_bytes(4, "big")
             )
         self._outboxes[process].put(parts)
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...graph import coordination_client
-from ._agreement import exchange
 from ._channels import Channels, listener, receive_exactly
 from ._meeting import EXIT_CODE, Hello, Met, gather_in, give_up, join, let_in
 
@@ -74,12 +73,6 @@ class Peers:
         if self._channels is None:
             self._channels = Channels(self)
         return self._channels
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        """The data that each process passes, in order of the processes. Waits until all have called
-        it as often as this one.
-        """
-        return exchange(data)
 
     def leave(self, timeout_s: float | None = None) -> bool:
         """Wait until all processes call this; from then on the end of a connection is no failure.
