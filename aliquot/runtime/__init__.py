@@ -30,5 +30,6 @@ from .transport import PiecedArray as PiecedArray
 from .transport import gather as gather
 from .transport import initialize as initialize
 from .transport import local_part as local_part
+from .transport import make_secret as make_secret
 from .transport import place as place
 from .transport import shutdown as shutdown

@@ -22,6 +22,7 @@ from ._pieces import joined as joined
 from ._pieces import original_of as original_of
 from ._pieces import output_pieces as output_pieces
 from ._pieces import places_of as places_of
+from ._secret import make_secret as make_secret
 from ._state import gather as gather
 from ._state import local_part as local_part
 from ._state import place as place

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import itertools
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from ...core import PlanMismatchError
-from ...graph import Graph, coordination_client, graph_fingerprint
+from ...graph import Graph, graph_fingerprint
 from ...plans import Plan
-from ._messages import MessageError, Value, decode, encode
+from ._messages import Value
+from ._secret import digest, known_secret
+from ._service import exchange_by
+from ._watchdog import watched
 
-#: For a whole exchange. A process that dies meanwhile is noticed by the watchdog.
-_WAIT_S = 24 * 3600
 _SHOWN = 3
 _OPERATORS = "operators in its traced step"
 
@@ -40,30 +38,10 @@ def exchange(value: Value, kind: type[Value]) -> list[Value]:
     Raises:
         ConnectionError: what another process passed is no such value; names the process.
     """
-    joined = coordination_client()
-    if joined is None:
-        return [value]
-    client, _, process, count = joined
-    # Numbered, as all processes call it in the same order.
-    name = f"aliquot/exchange/{next(_numbers())}"
-    client.key_value_set_bytes(f"{name}/{process}", encode(value))
-    deadline = time.monotonic() + _WAIT_S
-    values = []
-    for k in range(count):
-        left_ms = max(int((deadline - time.monotonic()) * 1000), 1)
-        data = client.blocking_key_value_get_bytes(f"{name}/{k}", left_ms)
-        try:
-            values.append(decode(data, kind))
-        except MessageError as error:
-            raise ConnectionError(
-                f"process {k} passed {error}, in exchange {name}: it runs something else"
-            ) from None
-    return values
-
-
-@cache
-def _numbers() -> itertools.count[int]:
-    return itertools.count(1)
+    peers = watched()
+    # Processes that were not connected by `initialize` share nothing but the secret, if any.
+    key = peers.key if peers is not None else digest(known_secret() or b"", "exchange")
+    return exchange_by(key, value, kind)
 
 
 def agree(parts: Mapping[str, Sequence[str]]) -> None:

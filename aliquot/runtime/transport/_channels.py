@@ -1,17 +1,18 @@
 """Connections that carry bytes from each process to every other, in order.
 
-A connection goes one way and is opened when its first message is sent. Threads write and read while
-the process goes on: one waits for arrays to be computed and sends them, another reads what arrives.
-Their queues hold a few messages at most.
+A connection goes one way and is opened when its first message is sent; both ends prove then that
+they are processes of this run. The bytes themselves travel as they are. Threads write and read
+while the process goes on: one waits for arrays to be computed and sends them, another reads what
+arrives. Their queues hold a few messages at most.
 """
 
 from __future__ import annotations
 
 import queue
-import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from ._agreement import exchange
+from ._line import PROOFS_S, Line, open_line
+from ._reception import Reception, listen
 
 if TYPE_CHECKING:
     from ._watchdog import Peers
@@ -33,16 +35,25 @@ _HEADER = struct.Struct("!QQ")
 # process that is furthest behind never waits, because the others have sent and received all earlier
 # messages.
 _UNSENT, _UNREAD = 8, 2
-_WORD_BYTES = 16
+_PURPOSE = "arrays"
+# To connect, while strangers may be in the way.
+_CONNECT_S = 60
 _ALIGNMENT_BYTES = 64
 
 
-class End(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a process listens, and the word that it wants to hear."""
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a process listens."""
 
     host: str
     port: int
-    word: bytes
+
+
+class Sender(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who opens a connection, and to whom."""
+
+    process: int
+    to: int
+    count: int
 
 
 class Channels:
@@ -53,16 +64,20 @@ class Channels:
     """
 
     def __init__(self, peers: Peers) -> None:
-        self._own = peers.process
-        word = secrets.token_bytes(_WORD_BYTES)
-        self._listener = listener()
-        # Only processes of this run know the word, so that no stranger can connect.
-        own_end = End(host=peers.address, port=self._listener.getsockname()[1], word=word)
-        self._ends = exchange(own_end, End)
-        self._word = word
+        self._own, self._count, self._key = peers.process, peers.count, peers.key
+        listener = listen(peers.address)
+        own_place = Place(host=peers.address, port=listener.getsockname()[1])
         self._outboxes: dict[int, _Outbox] = {}
         self._inboxes = {k: _Inbox(k) for k in range(peers.count) if k != self._own}
-        _start(self._accept)
+        self._reception = Reception(
+            listener,
+            key=self._key,
+            purpose=_PURPOSE,
+            kind=Sender,
+            arrived=self._let_in,
+            num_expected=peers.count,
+        )
+        self._places = peers.exchange(own_place, Place)
 
     def send(self, process: int, parts: Parts) -> None:
         """Queue a message, to be sent once its parts are computed. Returns at once unless the queue
@@ -72,10 +87,8 @@ class Channels:
             ConnectionError: an earlier message could not be sent.
         """
         if process not in self._outboxes:
-            end = self._ends[process]
-            self._outboxes[process] = _Outbox(
-                process, end.host, end.port, end.word + self._own.to_bytes(4, "big")
-            )
+            hello = Sender(process=self._own, to=process, count=self._count)
+            self._outboxes[process] = _Outbox(self._places[process], hello, self._key)
         self._outboxes[process].put(parts)
 
     def receive(self, process: int, num_bytes: int) -> np.ndarray[Any, Any]:
@@ -94,50 +107,34 @@ class Channels:
 
     def close(self) -> None:
         """End all connections."""
-        ends: list[_Outbox | _Inbox | socket.socket] = [
+        ends: list[_Outbox | _Inbox | Reception[Sender]] = [
             *self._outboxes.values(),
             *self._inboxes.values(),
-            self._listener,
+            self._reception,
         ]
         for end in ends:
             with suppress(OSError):
                 end.close()
 
-    def _accept(self) -> None:
-        """Accept connections, and hand each to the inbox of its process."""
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            connection.settimeout(10)
-            try:
-                # A stranger that connects and says nothing must not keep others waiting.
-                hello = receive_exactly(connection, _WORD_BYTES + 4)
-            except OSError:
-                hello = b""
-            source = int.from_bytes(hello[_WORD_BYTES:], "big")
-            if secrets.compare_digest(hello[:_WORD_BYTES], self._word) and source in self._inboxes:
-                connection.settimeout(None)
-                self._inboxes[source].begin(connection)
-            else:
-                connection.close()
+    def _let_in(self, hello: Sender, line: Line) -> None:
+        """Hand a connection to the inbox of its process, which has only one."""
+        inbox = self._inboxes.get(hello.process)
+        fits = (hello.to, hello.count) == (self._own, self._count)
+        if not fits or inbox is None or not inbox.begin(line.socket):
+            line.close()
 
 
 class _Outbox:
     """Messages to one process, and the thread that writes them."""
 
-    def __init__(self, process: int, host: str, port: int, hello: bytes) -> None:
-        self._process = process
+    def __init__(self, place: Place, hello: Sender, key: bytes) -> None:
+        self._process = hello.to
         self._waiting: queue.Queue[Parts] = queue.Queue(_UNSENT)
         self._error: BaseException | None = None
         self._unsent = 0
         self._change = threading.Condition()
-        self._socket = socket.create_connection((host, port), timeout=60)
+        self._socket = _connected(place, hello, key).socket
         self._socket.settimeout(None)
-        # Small messages must not wait for others to fill a packet.
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.sendall(hello)
         _start(self._write)
 
     def put(self, parts: Parts) -> None:
@@ -199,9 +196,14 @@ class _Inbox:
         self._taken = 0
         self._socket: socket.socket | None = None
 
-    def begin(self, connection: socket.socket) -> None:
+    def begin(self, connection: socket.socket) -> bool:
+        """Read from a connection; False if there was one before."""
+        if self._socket is not None:
+            return False
+        connection.settimeout(None)
         self._socket = connection
         _start(self._listen, connection)
+        return True
 
     def take(self, num_bytes: int) -> np.ndarray[Any, Any]:
         """See `Channels.receive`."""
@@ -230,41 +232,49 @@ class _Inbox:
         """Read messages into the queue, in a thread of its own."""
         try:
             while True:
-                number, size = _HEADER.unpack(receive_exactly(connection, _HEADER.size))
+                head = bytearray(_HEADER.size)
+                _fill(connection, memoryview(head))
+                number, size = _HEADER.unpack(head)
                 data = _aligned(size)
-                left = memoryview(data.data)
-                while left:
-                    got = connection.recv_into(left)
-                    if not got:
-                        raise OSError("the connection ended")
-                    left = left[got:]
+                _fill(connection, memoryview(data.data))
                 self._read.put((number, data))
                 # The queue's reader alone holds the data now.
-                del data, left
-        except (OSError, MemoryError) as error:
+                del data
+        # No array has some sizes.
+        except (OSError, MemoryError, ValueError, OverflowError) as error:
             self._read.put(error)
 
 
-def listener(port: int = 0) -> socket.socket:
-    """A listening socket at a port, by default of the system's choice."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
-
-
-def receive_exactly(connection: socket.socket, size: int) -> bytes:
-    """The next `size` bytes of a connection.
+def _connected(place: Place, hello: Sender, key: bytes) -> Line:
+    """A connection to where a process listens.
 
     Raises:
-        OSError: the connection ended before.
+        ConnectionError: nobody who knows the key answers there in time.
     """
-    data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
+    deadline = time.monotonic() + _CONNECT_S
+    while True:
+        try:
+            return open_line(
+                place.host, place.port, key=key, purpose=_PURPOSE, hello=hello, timeout_s=PROOFS_S
+            )
+        except ConnectionRefusedError:
+            raise
+        except OSError as error:
+            # Among too many strangers it may have been dropped as one of them.
+            if time.monotonic() > deadline:
+                raise ConnectionError(
+                    f"process {hello.to} does not answer at {place.host}:{place.port}: {error}"
+                ) from error
+            time.sleep(0.1)
+
+
+def _fill(connection: socket.socket, left: memoryview) -> None:
+    """Read bytes until there is no room left. Raises `OSError` if the connection ends."""
+    while left:
+        got = connection.recv_into(left)
+        if not got:
             raise OSError("the connection ended")
-        data += more
-    return data
+        left = left[got:]
 
 
 def _aligned(size: int) -> np.ndarray[Any, Any]:

@@ -14,7 +14,8 @@ from ...core import InputError, num_cores
 from ...graph import detect_processes
 from ._endings import end_in_order, finish_work, part
 from ._meeting import Hello, default_run_id
-from ._watchdog import meet, watched
+from ._secret import require_secret
+from ._watchdog import host_of, meet, watched
 
 # JAX's own check for dead processes aborts; its timeout is long, so that the watchdog acts first.
 _HEARTBEAT_S = 600
@@ -31,6 +32,7 @@ def initialize(
     cpu_collectives: str | None = "gloo",
     transfers: str | None = None,
     run_id: str | None = None,
+    listen_address: str | None = None,
 ) -> None:
     """Join the processes that run a step together. Call it first, before anything touches a device.
 
@@ -39,6 +41,9 @@ def initialize(
     on them, and each process calls the step: with its own part of the batch (`Step.local_part`) or
     with the whole. When a process dies, the others say what they were doing and end with exit code
     3. At the end all call `shutdown`.
+
+    Processes on several machines need a secret: `ALIQUOT_SECRET` in the environment of each, or
+    `ALIQUOT_SECRET_FILE` with the name of a file that holds it; see `make_secret`.
 
     Args:
         coordinator_address: `host:port` of process 0.
@@ -57,12 +62,14 @@ def initialize(
         run_id: a name that only the processes of this run share: a process of another run that
             comes to the same address is turned away. By default the number of the launcher's job,
             if there is one.
+        listen_address: of the interface at which process 0 awaits the others, "0.0.0.0" for all; by
+            default that of `coordinator_address`.
 
     Raises:
         SystemExit: with code 3 and a message, when the others do not come, have other versions, or
             die meanwhile.
         InputError: The arguments do not say which of how many processes this is, or are out of
-            range.
+            range; or other machines could join, and there is no secret.
         RuntimeError: from JAX, when devices were touched already.
     """
     _spare_threads()
@@ -73,20 +80,23 @@ def initialize(
     )
     if jax.distributed.is_initialized() or watched() is not None:
         raise RuntimeError("initialize() was called before: processes join once.")
+    host = host_of(address)
+    listens_at = host if listen_address is None else listen_address
     reserved: list[socket.socket] = []
 
     def service_port() -> int:
-        reserved.append(reserved_port("0.0.0.0", 0, 1))
+        reserved.append(reserved_port(listens_at, 0, 1))
         port: int = reserved[0].getsockname()[1]
         return port
 
     service = address
     if count > 1:
+        secret = require_secret(host, listens_at)
         # Without it JAX aborts all processes when one dies, before a message can be printed. The
         # watchdog ends them instead.
         jax.config.update("jax_enable_recoverability", True)
         hello = Hello.own(process, count, default_run_id() if run_id is None else run_id)
-        service = meet(address, hello, initialization_timeout_s, service_port)
+        service = meet(address, hello, secret, initialization_timeout_s, listens_at, service_port)
         end_in_order()
     jax.distributed.initialize(
         service,
@@ -97,7 +107,7 @@ def initialize(
         heartbeat_timeout_seconds=_HEARTBEAT_S,
         shutdown_timeout_seconds=_SHUTDOWN_S,
         # Only process 0 runs the service.
-        coordinator_bind_address=f"[::]:{service.rpartition(':')[2]}" if process == 0 else None,
+        coordinator_bind_address=_joined(listens_at, service) if process == 0 else None,
     )
     # JAX listens at the port by now, so it need not be reserved any longer.
     for port_socket in reserved:
@@ -105,6 +115,11 @@ def initialize(
     peers = watched()
     if peers is not None:
         peers.transfers = transfers
+
+
+def _joined(host: str, service: str) -> str:
+    """`host:port` with the port of a service."""
+    return f"{f'[{host}]' if ':' in host else host}:{service.rpartition(':')[2]}"
 
 
 def _known_processes(

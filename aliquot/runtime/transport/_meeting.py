@@ -1,16 +1,17 @@
 """Meeting of the processes of a run, before JAX connects them.
 
-Process 0 listens at the address that all were given. The others connect and say which process of
-which run they are; the connections stay for `_watchdog`. So a process that dies, joins twice, or
-belongs to another run is noticed at once and named.
+Process 0 listens at the address that all were given. The others connect, prove that they know the
+secret, and say which process of which run they are; the connections stay for `_watchdog`. So a
+process that dies, joins twice, or belongs to another run is noticed at once and named.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
+import queue
+import secrets
 import socket
 import sys
 import threading
@@ -19,21 +20,24 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from ._channels import receive_exactly
+import msgspec
+
+from ._line import PROOFS_S, Line, open_line
+from ._reception import LOGGER, Reception
+from ._secret import digest
 
 EXIT_CODE = 3
 
 _VERSIONS = ("aliquot", "jax", "jaxlib")
 #: Variables in which launchers tell a job's number.
 _JOB_NUMBERS = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID")
-_HELLO_S = 20
-_LONGEST_HELLO_BYTES = 65536
+_PURPOSE = "meeting"
+_WORD_BYTES = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Message with which a process joins.
 
     Attributes:
@@ -49,7 +53,7 @@ class Hello:
     run: str
     machine: str
     pid: int
-    versions: Mapping[str, str]
+    versions: dict[str, str]
 
     @staticmethod
     def own(process: int, count: int, run: str) -> Hello:
@@ -69,16 +73,42 @@ class Hello:
         )
 
 
-@dataclass(frozen=True, slots=True)
+class Refused(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Answer to a process that cannot join."""
+
+    text: str
+
+
+class Joined(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Answer to all processes once they have come.
+
+    Attributes:
+        hello: process 0's.
+        word: random; makes the key of this run from the secret.
+        service_port: of JAX's service; None if that is known.
+    """
+
+    hello: Hello
+    word: bytes
+    service_port: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
     """Connections to other processes, and the messages with which they joined: process 0 has those
     of all others, and each of these only that of process 0.
+
+    Attributes:
+        key: that only processes of this run know.
+        service_port: of JAX's service, if process 0 told it.
     """
 
     process: int
     count: int
-    sockets: Mapping[int, socket.socket]
+    lines: Mapping[int, Line]
     hellos: Mapping[int, Hello]
+    key: bytes
+    service_port: int | None
 
 
 def default_run_id() -> str:
@@ -92,19 +122,33 @@ def give_up(text: str) -> NoReturn:
     raise SystemExit(EXIT_CODE)
 
 
-def gather_in(listener: socket.socket, own_hello: Hello, timeout_s: float) -> Met:
-    """Accept the connections of all other processes, in process 0. If one of them dies or does not
-    fit, all that have come are told to end, and this process ends too.
+def gather_in(
+    listener: socket.socket,
+    own_hello: Hello,
+    secret: bytes,
+    timeout_s: float,
+    service_port: int | None,
+) -> Met:
+    """Accept the connections of all other processes, in process 0, and tell them that they have
+    joined. If one of them dies or does not fit, all that have come are told to end, and this
+    process ends too.
 
     Processes that come later are turned away as long as this one lives.
     """
-    joined: dict[int, tuple[Hello, socket.socket]] = {}
+    joined: dict[int, tuple[Hello, Line]] = {}
+    arrivals: queue.Queue[tuple[Hello, Line]] = queue.Queue()
+    reception = Reception(
+        listener,
+        key=secret,
+        purpose=_PURPOSE,
+        kind=Hello,
+        arrived=lambda hello, line: arrivals.put((hello, line)),
+        num_expected=own_hello.count,
+    )
     deadline = time.monotonic() + timeout_s
-    # Short waits, so that a process that has ended meanwhile is noticed.
-    listener.settimeout(0.2)
     while len(joined) < own_hello.count - 1:
-        for k, (hello, peer) in joined.items():
-            if _has_ended(peer):
+        for k, (hello, line) in joined.items():
+            if line.has_ended():
                 _turn_all_away(
                     joined, f"{hello} has ended while the processes met. Look for its error.", but=k
                 )
@@ -112,39 +156,37 @@ def gather_in(listener: socket.socket, own_hello: Hello, timeout_s: float) -> Me
             missing = ", ".join(str(k) for k in range(1, own_hello.count) if k not in joined)
             _turn_all_away(
                 joined,
-                f"of {own_hello.count} processes {missing} did not come within {timeout_s:.0f} s.",
+                f"of {own_hello.count} processes {missing} did not come within {timeout_s:.0f} s."
+                f"{reception.strangers}",
             )
         try:
-            peer, _ = listener.accept()
-        except OSError:
+            # Short waits, so that a process that has ended meanwhile is noticed.
+            came, line = arrivals.get(timeout=0.2)
+        except queue.Empty:
             continue
-        came = _hear_hello(peer)
-        if came is None:
-            peer.close()
-        elif came.run != own_hello.run:
-            _turn_away(peer, _other_run(own_hello, came))
+        if came.run != own_hello.run:
+            _turn_away(line, _other_run(own_hello, came))
         elif problem := _misfit(own_hello, came, {k: h for k, (h, _) in joined.items()}):
             # The process that does not fit is told as well.
-            joined[-1] = came, peer
+            joined[-1] = came, line
             _turn_all_away(joined, problem)
         else:
-            joined[came.process] = came, peer
+            joined[came.process] = came, line
     threading.Thread(
-        target=_turn_away_all_later, args=(listener, own_hello), name="aliquot-meeting", daemon=True
+        target=_turn_away_all_later, args=(arrivals, own_hello), name="aliquot-meeting", daemon=True
     ).start()
-    return Met(
-        0,
-        own_hello.count,
-        {k: s for k, (_, s) in joined.items()},
-        {k: h for k, (h, _) in joined.items()},
-    )
-
-
-def let_in(met: Met, told: Mapping[str, Any]) -> None:
-    """Tell all processes that they have joined, and the facts that they need."""
-    for peer in met.sockets.values():
+    word = secrets.token_bytes(_WORD_BYTES)
+    for _, line in joined.values():
         with suppress(OSError):
-            _say(peer, {"told": dict(told)})
+            line.send(Joined(hello=own_hello, word=word, service_port=service_port))
+    return Met(
+        process=0,
+        count=own_hello.count,
+        lines={k: line for k, (_, line) in joined.items()},
+        hellos={k: hello for k, (hello, _) in joined.items()},
+        key=digest(secret, "run", word),
+        service_port=service_port,
+    )
 
 
 def _misfit(own_hello: Hello, hello: Hello, joined: Mapping[int, Hello]) -> str:
@@ -181,119 +223,88 @@ def _other_run(own_hello: Hello, hello: Hello) -> str:
     )
 
 
-def _turn_away_all_later(listener: socket.socket, own_hello: Hello) -> None:
+def _turn_away_all_later(arrivals: queue.Queue[tuple[Hello, Line]], own_hello: Hello) -> None:
     """Turn away every process that comes after all have joined; runs in a thread."""
-    listener.settimeout(None)
     while True:
-        try:
-            peer, _ = listener.accept()
-        except OSError:
-            return
-        hello = _hear_hello(peer)
-        if hello is None:
-            peer.close()
-        elif hello.run != own_hello.run:
-            _turn_away(peer, _other_run(own_hello, hello))
+        hello, line = arrivals.get()
+        if hello.run != own_hello.run:
+            _turn_away(line, _other_run(own_hello, hello))
         else:
             _turn_away(
-                peer,
+                line,
                 f"all {own_hello.count} processes of the run at this address had come before"
                 f" {hello}. Give each run a port or a run_id of its own.",
             )
 
 
 def _turn_all_away(
-    joined: Mapping[int, tuple[Hello, socket.socket]], text: str, but: int | None = None
+    joined: Mapping[int, tuple[Hello, Line]], text: str, but: int | None = None
 ) -> NoReturn:
-    for k, (_, peer) in joined.items():
+    for k, (_, line) in joined.items():
         if k != but:
-            _turn_away(peer, text)
+            _turn_away(line, text)
     give_up(text)
 
 
-def _turn_away(peer: socket.socket, text: str) -> None:
+def _turn_away(line: Line, text: str) -> None:
     with suppress(OSError):
-        _say(peer, {"refused": text})
-        peer.close()
+        line.send(Refused(text=text))
+        line.close()
 
 
-def _has_ended(peer: socket.socket) -> bool:
-    """True if the other end is closed. An open connection is silent until its process has
-    joined.
-    """
-    peer.setblocking(False)
-    try:
-        return not peer.recv(1)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    finally:
-        peer.setblocking(True)
-
-
-def _hear_hello(peer: socket.socket) -> Hello | None:
-    peer.settimeout(_HELLO_S)
-    try:
-        said = _hear(peer)
-        peer.settimeout(None)
-        return Hello(**said["hello"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def join(host: str, port: int, own_hello: Hello, timeout_s: float) -> tuple[Met, dict[str, Any]]:
-    """A connection to process 0, which may start later than this process, and the facts that it
-    sends when all have joined.
+def join(host: str, port: int, own_hello: Hello, secret: bytes, timeout_s: float) -> Met:
+    """A connection to process 0, which may start later than this process, and what it tells when
+    all have joined.
     """
     deadline = time.monotonic() + timeout_s
+    said = ""
     while True:
         try:
-            peer = socket.create_connection((host, port), timeout=min(10, timeout_s))
+            limit_s = min(PROOFS_S, max(deadline - time.monotonic(), 1))
+            line = open_line(
+                host, port, key=secret, purpose=_PURPOSE, hello=own_hello, timeout_s=limit_s
+            )
             break
         except OSError as error:
+            problem = "" if isinstance(error, ConnectionRefusedError) else str(error)
             if time.monotonic() > deadline:
                 give_up(
-                    f"process {own_hello.process} found nobody at {host}:{port} within"
+                    f"process {own_hello.process} found nobody of its run at {host}:{port} within"
                     f" {timeout_s:.0f} s ({error})."
                 )
-            time.sleep(0.1)
+        # It may be a stranger, and process 0 come later.
+        if problem not in ("", said):
+            said = problem
+            LOGGER.warning(
+                "aliquot: at %s:%d process %d tries to join, but %s. Processes of a run must have"
+                " the same ALIQUOT_SECRET; it tries again for %.0f s.",
+                host,
+                port,
+                own_hello.process,
+                problem,
+                deadline - time.monotonic(),
+            )
+        time.sleep(0.1)
     try:
-        peer.settimeout(None)
-        _say(peer, {"hello": {name: getattr(own_hello, name) for name in Hello.__slots__}})
         # Process 0 enforces the time limit; this one is for a process 0 that does not answer at
         # all.
-        peer.settimeout(max(deadline - time.monotonic(), 1) + _HELLO_S)
-        said = _hear(peer)
-        peer.settimeout(None)
-    except (OSError, ValueError) as error:
+        left_s = max(deadline - time.monotonic(), 1)
+        answer = line.receive(Joined | Refused, left_s + 2 * PROOFS_S)
+    except OSError as error:
         give_up(
             f"process 0 at {host}:{port} has ended or cannot be reached ({error}). Look for its"
             " error."
         )
-    if "refused" in said:
-        give_up(f"{said['refused']} Process {own_hello.process} ends (exit code {EXIT_CODE}).")
-    told = dict(said["told"])
-    first = Hello(**told.pop("hello"))
-    return Met(own_hello.process, own_hello.count, {0: peer}, {0: first}), told
-
-
-def _say(peer: socket.socket, message: Mapping[str, Any]) -> None:
-    data = json.dumps(message).encode()
-    # The first bytes show that the sender is a process of aliquot, not a program at a wrong
-    # address.
-    peer.sendall(b"aliquot" + len(data).to_bytes(4, "big") + data)
-
-
-def _hear(peer: socket.socket) -> dict[str, Any]:
-    head = receive_exactly(peer, 11)
-    size = int.from_bytes(head[7:], "big")
-    if head[:7] != b"aliquot" or size > _LONGEST_HELLO_BYTES:
-        raise ValueError("something else than aliquot answers there")
-    message = json.loads(receive_exactly(peer, size))
-    if not isinstance(message, dict):
-        raise ValueError("something else than aliquot answers there")
-    return message
+    if isinstance(answer, Refused):
+        give_up(f"{answer.text} Process {own_hello.process} ends (exit code {EXIT_CODE}).")
+    return Met(
+        process=own_hello.process,
+        count=own_hello.count,
+        lines={0: line},
+        hellos={0: answer.hello},
+        key=digest(secret, "run", answer.word),
+        service_port=answer.service_port,
+    )
 
 
 def _machine() -> str:

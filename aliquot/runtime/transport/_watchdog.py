@@ -19,15 +19,23 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
+
+import msgspec
 
 from ...graph import coordination_client
-from ._channels import Channels, listener, receive_exactly
-from ._meeting import EXIT_CODE, Hello, Met, gather_in, give_up, join, let_in
+from ._channels import Channels
+from ._line import Line, receive_exactly
+from ._meeting import EXIT_CODE, Hello, Met, gather_in, give_up, join
+from ._messages import Value
+from ._reception import listen
+from ._secret import require_secret
+from ._service import exchange_by, find_value, leave_value
 
 # A silent machine is given up after 5 + 3 x 3 s.
 _PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
-_LEAVES, _DIED, _FAILED, _FAILS, _LIVES = b"L", b"D", b"X", b"F", b"H"
+# For a message once its first bytes are there.
+_MESSAGE_S = 10
 _DAY_MS = 24 * 3600 * 1000
 _ROUND_S = 1
 # Shorter stops are ignored, since a debugger also stops a process for a moment.
@@ -36,6 +44,38 @@ _STOPPED_S = 5
 _SILENCE_S = 300
 # How long process 0, which the others need until they have ended, waits for them to end.
 _LAST_S = 5
+
+
+class Lives(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Nothing has happened."""
+
+
+class Leaves(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The end of this connection will be no failure."""
+
+
+class Fails(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The sender is about to end."""
+
+    why: str
+
+
+class Lost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Another process has ended, or is about to."""
+
+    process: int
+    why: str
+    has_died: bool
+
+
+_Message = Lives | Leaves | Fails | Lost
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where process 0 awaits the others, and the name of their run."""
+
+    run: str
+    port: int
 
 
 class Peers:
@@ -47,6 +87,8 @@ class Peers:
 
     def __init__(self, met: Met) -> None:
         self.process, self.count, self._met = met.process, met.count, met
+        #: That only processes of this run know.
+        self.key = met.key
         #: "host" or "device": what carries arrays between processes; None if the kind of device
         #: decides.
         self.transfers: str | None = None
@@ -57,13 +99,13 @@ class Peers:
         self._gone = threading.Event()
         self._is_leaving = self._is_failing = False
         self._machine = Hello.own(met.process, met.count, "").machine
-        self._heard = dict.fromkeys(met.sockets, time.monotonic())
+        self._heard = dict.fromkeys(met.lines, time.monotonic())
         self._stopped: dict[int, float] = {}
-        addresses = [_plain(s.getsockname()[0]) for s in met.sockets.values()]
+        addresses = [_plain(line.socket.getsockname()[0]) for line in met.lines.values()]
         #: This machine's address as others reach it.
         self.address = next((a for a in addresses if not a.startswith("127.")), addresses[0])
-        for peer in met.sockets.values():
-            _probe(peer)
+        for line in met.lines.values():
+            _probe(line.socket)
         _delay_aborts()
         threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True).start()
 
@@ -73,6 +115,10 @@ class Peers:
         if self._channels is None:
             self._channels = Channels(self)
         return self._channels
+
+    def exchange(self, value: Value, kind: type[Value]) -> list[Value]:
+        """See `transport.exchange`."""
+        return exchange_by(self.key, value, kind)
 
     def leave(self, timeout_s: float | None = None) -> bool:
         """Wait until all processes call this; from then on the end of a connection is no failure.
@@ -90,7 +136,7 @@ class Peers:
         except RuntimeError:
             return False
         self._is_leaving = True
-        self._say_to_all(_LEAVES)
+        self._say_to_all(Leaves())
         return True
 
     def begin_to_fail(self) -> None:
@@ -102,8 +148,7 @@ class Peers:
     def fail(self, reason: str) -> None:
         """End the connections with a reason, so that the others end as well."""
         self._is_leaving = True
-        text = reason.encode()[:1000]
-        self._say_to_all(_FAILS + len(text).to_bytes(4, "big") + text)
+        self._say_to_all(Fails(reason[:1000]))
         if self.process == 0:
             self.part()
 
@@ -111,60 +156,58 @@ class Peers:
         """Send the last message to the others. Process 0, in which JAX's service for all runs,
         waits until they have gone.
         """
-        for peer in self._met.sockets.values():
+        for line in self._met.lines.values():
             # The other end reads to the end of the messages, and then sees that no more come.
             with suppress(OSError):
-                peer.shutdown(socket.SHUT_WR)
+                line.socket.shutdown(socket.SHUT_WR)
         if self.process == 0:
             self._gone.wait(_LAST_S)
 
-    def _say_to_all(self, message: bytes) -> None:
-        for peer in self._met.sockets.values():
+    def _say_to_all(self, message: _Message) -> None:
+        for line in self._met.lines.values():
             with suppress(OSError):
-                peer.sendall(message)
+                line.send(message)
 
     def _watch(self) -> None:
         """Read the messages of the other processes, and tell them every round that this one
         lives.
         """
         selector = selectors.DefaultSelector()
-        for k, peer in self._met.sockets.items():
-            peer.settimeout(10)
-            selector.register(peer, selectors.EVENT_READ, k)
+        for k, line in self._met.lines.items():
+            selector.register(line.socket, selectors.EVENT_READ, k)
         spoken = 0.0
         while selector.get_map():
             for event, _ in selector.select(_ROUND_S):
-                if not self._hear(event.data, self._met.sockets[event.data]):
+                if not self._hear(event.data, self._met.lines[event.data]):
                     selector.unregister(event.fileobj)
             if time.monotonic() > spoken + _ROUND_S and not self._is_leaving:
                 spoken = time.monotonic()
-                self._say_to_all(_LIVES)
-                for k in self._met.sockets:
+                self._say_to_all(Lives())
+                for k in self._met.lines:
                     self._look_at(k)
         self._gone.set()
 
-    def _hear(self, k: int, peer: socket.socket) -> bool:
-        """Read the messages of process `k`; False when its connection is closed."""
-        why = ""
+    def _hear(self, k: int, line: Line) -> bool:
+        """Read a message of process `k`; False when its connection is closed."""
+        said: _Message | None
         try:
-            said = peer.recv(1)
-            if said in (_DIED, _FAILED):
-                dead, text = int.from_bytes(receive_exactly(peer, 4), "big"), _text_from(peer)
-                if said == _DIED or not self._is_failing:
-                    self._end(dead, text)
-            if said == _FAILS:
-                why = _text_from(peer)
-                self._failed.add(k)
+            said = line.receive(_Message, _MESSAGE_S)
         except OSError:
-            said = b""
+            said = None
         self._heard[k] = time.monotonic()
-        if said == _LEAVES:
-            self._left.add(k)
-        if why and not self._is_failing:
-            self._lose(k, why, until_gone=peer)
-        elif not said and k not in self._left and k not in self._failed:
-            self._lose(k, "has ended or cannot be reached")
-        return bool(said)
+        match said:
+            case Lost():
+                if said.has_died or not self._is_failing:
+                    self._end(said.process, said.why)
+            case Fails():
+                self._failed.add(k)
+                if not self._is_failing:
+                    self._lose(k, said.why, until_gone=line.socket)
+            case Leaves():
+                self._left.add(k)
+            case None if k not in self._left and k not in self._failed:
+                self._lose(k, "has ended or cannot be reached")
+        return said is not None
 
     def _look_at(self, k: int) -> None:
         """Check whether process `k` is stopped, or has been silent for too long."""
@@ -187,18 +230,14 @@ class Peers:
         """
         if self._is_leaving:
             return
-        text, kind = why.encode(), _DIED if until_gone is None else _FAILED
-        for k, peer in self._met.sockets.items():
+        lost = Lost(process=dead, why=why, has_died=until_gone is None)
+        for k, line in self._met.lines.items():
             if k != dead:
                 with suppress(OSError):
-                    peer.sendall(
-                        kind + dead.to_bytes(4, "big") + len(text).to_bytes(4, "big") + text
-                    )
+                    line.send(lost)
         if until_gone is not None and self.process == 0:
             with suppress(OSError):
-                until_gone.settimeout(_LAST_S)
-                while until_gone.recv(1):
-                    pass
+                receive_exactly(until_gone, 2**62, time.monotonic() + _LAST_S)
         self._end(dead, why)
 
     def _end(self, dead: int, why: str) -> None:
@@ -244,63 +283,68 @@ def watch(timeout_s: float = 300) -> Peers | None:
     connected none.
 
     Processes that `meet` did not connect find each other through JAX's service.
+
+    Raises:
+        InputError: other machines can reach process 0, and there is no secret.
     """
     if not _peers:
         joined = coordination_client()
         if joined is None or joined[-1] == 1:
             return None
-        client, address, process, count = joined
+        _, address, process, count = joined
+        host = host_of(address)
+        secret = require_secret(host)
         if process == 0:
-            meeting = listener()
+            listener = listen(host)
             hello = Hello.own(0, count, os.urandom(16).hex())
-            port = meeting.getsockname()[1]
-            client.key_value_set_bytes("aliquot/watchdog", f"{hello.run} {port}".encode())
-            _peers.append(_host(meeting, hello, timeout_s, {}))
+            place = Place(run=hello.run, port=listener.getsockname()[1])
+            leave_value(secret, "watchdog", place)
+            met = gather_in(listener, hello, secret, timeout_s, None)
         else:
-            said = client.blocking_key_value_get_bytes(
-                "aliquot/watchdog", int(timeout_s * 1000)
-            ).decode()
-            run, port = said.split()
-            hello = Hello.own(process, count, run)
-            _peers.append(
-                Peers(join(address.rsplit(":", 1)[0].strip("[]"), int(port), hello, timeout_s)[0])
-            )
+            place = find_value(secret, "watchdog", Place, time.monotonic() + timeout_s)
+            hello = Hello.own(process, count, place.run)
+            met = join(host, place.port, hello, secret, timeout_s)
+        _peers.append(Peers(met))
     return _peers[0]
 
 
-def meet(address: str, own_hello: Hello, timeout_s: float, service_port: Callable[[], int]) -> str:
+def meet(
+    address: str,
+    own_hello: Hello,
+    secret: bytes,
+    timeout_s: float,
+    listen_address: str,
+    service_port: Callable[[], int],
+) -> str:
     """Find the other processes at an address, and watch them from now on.
 
     Args:
+        listen_address: of the interface at which process 0 awaits them.
         service_port: called in process 0 for the port of JAX's service.
 
     Returns:
         The address of JAX's service.
     """
-    host, port = address.rsplit(":", 1)
+    host, port = host_of(address), int(address.rpartition(":")[2])
     if own_hello.process == 0:
         try:
-            meeting = listener(int(port))
+            listener = listen(listen_address, port)
         except OSError as error:
             give_up(
-                f"process 0 cannot listen at {address} ({error}). If another run uses this port,"
-                f" give this one another. It ends (exit code {EXIT_CODE})."
+                f"process 0 cannot listen at {listen_address}:{port} ({error}). If another run uses"
+                " this port, give this one another; if the address is not one of this machine's,"
+                f" pass initialize(listen_address=...). It ends (exit code {EXIT_CODE})."
             )
-        chosen_port = service_port()
-        _peers.append(_host(meeting, own_hello, timeout_s, {"port": chosen_port}))
+        met = gather_in(listener, own_hello, secret, timeout_s, service_port())
     else:
-        met, told = join(host.strip("[]"), int(port), own_hello, timeout_s)
-        _peers.append(Peers(met))
-        chosen_port = int(told["port"])
-    return f"{host}:{chosen_port}"
+        met = join(host, port, own_hello, secret, timeout_s)
+    _peers.append(Peers(met))
+    return f"{address.rpartition(':')[0]}:{met.service_port}"
 
 
-def _host(
-    meeting: socket.socket, own_hello: Hello, timeout_s: float, told: dict[str, Any]
-) -> Peers:
-    met = gather_in(meeting, own_hello, timeout_s)
-    let_in(met, {**told, "hello": {name: getattr(own_hello, name) for name in Hello.__slots__}})
-    return Peers(met)
+def host_of(address: str) -> str:
+    """The host in `host:port`, without the brackets of IPv6."""
+    return address.rpartition(":")[0].strip("[]")
 
 
 def watched() -> Peers | None:
@@ -336,10 +380,6 @@ def _is_stopped(pid: int) -> bool:
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     return False
-
-
-def _text_from(peer: socket.socket) -> str:
-    return receive_exactly(peer, int.from_bytes(receive_exactly(peer, 4), "big")).decode()
 
 
 def _flush() -> None:

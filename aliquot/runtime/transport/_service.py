@@ -1,0 +1,80 @@
+"""Small values that processes leave for each other in JAX's coordination service.
+
+The service asks nobody who he is. So names cannot be guessed, and values carry an HMAC, by a key
+that only the processes of a run know.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import time
+from functools import cache
+from typing import Any
+
+from ...graph import coordination_client
+from ._messages import MOST_BYTES, MessageError, Value, decode, encode
+from ._secret import digest
+
+_PROOF_BYTES = 32
+#: For a whole exchange. A process that dies meanwhile is noticed by the watchdog.
+_WAIT_S = 24 * 3600
+
+
+def exchange_by(key: bytes, value: Value, kind: type[Value]) -> list[Value]:
+    """See `exchange`."""
+    joined = coordination_client()
+    if joined is None:
+        return [value]
+    _, _, process, count = joined
+    # Numbered, as all processes call it in the same order.
+    number = next(_numbers())
+    leave_value(key, f"exchange {number} of {count}, process {process}", value)
+    deadline = time.monotonic() + _WAIT_S
+    return [
+        find_value(key, f"exchange {number} of {count}, process {k}", kind, deadline)
+        for k in range(count)
+    ]
+
+
+def leave_value(key: bytes, name: str, value: Any) -> None:
+    """Leave a value for those who know the key and the name."""
+    data = encode(value, MOST_BYTES)
+    _client().key_value_set_bytes(_hidden(key, name), digest(key, "value", name, data) + data)
+
+
+def find_value(key: bytes, name: str, kind: type[Value], deadline: float) -> Value:
+    """The value of a name, waited for until a time.
+
+    Raises:
+        ConnectionError: there is none, or another one than a process of this run left.
+    """
+    left_ms = max(int((deadline - time.monotonic()) * 1000), 1)
+    try:
+        said: bytes = _client().blocking_key_value_get_bytes(_hidden(key, name), left_ms)
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"nothing came as {name} ({error}). Have all processes the same ALIQUOT_SECRET?"
+        ) from error
+    proof, data = said[:_PROOF_BYTES], said[_PROOF_BYTES:]
+    if not hmac.compare_digest(proof, digest(key, "value", name, data)):
+        raise ConnectionError(f"what came as {name} was left by a stranger")
+    try:
+        return decode(data, kind)
+    except MessageError as error:
+        raise ConnectionError(f"what came as {name} is {error}: it runs something else") from None
+
+
+def _hidden(key: bytes, name: str) -> str:
+    return f"aliquot/{digest(key, 'name', name).hex()}"
+
+
+def _client() -> Any:
+    joined = coordination_client()
+    assert joined is not None
+    return joined[0]
+
+
+@cache
+def _numbers() -> itertools.count[int]:
+    return itertools.count(1)
