@@ -1,5 +1,5 @@
 """Two processes train one model. Without an argument, this script starts both of them; on two
-machines, run
+machines, set the same ALIQUOT_SECRET on both (`aliquot.runtime.make_secret()` makes one) and run
 
 python examples/4_two_processes.py 0 ADDRESS    # here; ADDRESS is this one's: 10.0.0.1:12345
 python examples/4_two_processes.py 1 ADDRESS    # there

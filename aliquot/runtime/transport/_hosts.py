@@ -84,8 +84,8 @@ def initialize(
     listens_at = host if listen_address is None else listen_address
     reserved: list[socket.socket] = []
 
-    def service_port() -> int:
-        reserved.append(reserved_port(listens_at, 0, 1))
+    def service_port(interface: str) -> int:
+        reserved.append(reserved_port(interface, 0, 1))
         port: int = reserved[0].getsockname()[1]
         return port
 
@@ -107,7 +107,7 @@ def initialize(
         heartbeat_timeout_seconds=_HEARTBEAT_S,
         shutdown_timeout_seconds=_SHUTDOWN_S,
         # Only process 0 runs the service.
-        coordinator_bind_address=_joined(listens_at, service) if process == 0 else None,
+        coordinator_bind_address=_service_address(listens_at, service, reserved),
     )
     # JAX listens at the port by now, so it need not be reserved any longer.
     for port_socket in reserved:
@@ -117,8 +117,12 @@ def initialize(
         peers.transfers = transfers
 
 
-def _joined(host: str, service: str) -> str:
-    """`host:port` with the port of a service."""
+def _service_address(host: str, service: str, reserved: Sequence[socket.socket]) -> str:
+    """Where JAX's service listens, if it runs in this process: at the interface of process 0, and
+    not at all interfaces, as JAX would choose.
+    """
+    if reserved:
+        host = reserved[0].getsockname()[0]
     return f"{f'[{host}]' if ':' in host else host}:{service.rpartition(':')[2]}"
 
 

@@ -134,6 +134,7 @@ class Line:
             self.socket.settimeout(_SEND_S)
 
     def close(self) -> None:
+        """End the connection."""
         self.socket.close()
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -101,6 +101,7 @@ class Met:
     Attributes:
         key: that only processes of this run know.
         service_port: of JAX's service, if process 0 told it.
+        reception: in process 0, where those who come later are turned away.
     """
 
     process: int
@@ -109,6 +110,13 @@ class Met:
     hellos: Mapping[int, Hello]
     key: bytes
     service_port: int | None
+    reception: Reception[Hello] | None = None
+
+    def close(self) -> None:
+        """End all connections."""
+        for end in (*self.lines.values(), self.reception):
+            if end is not None:
+                end.close()
 
 
 def default_run_id() -> str:
@@ -146,32 +154,38 @@ def gather_in(
         num_expected=own_hello.count,
     )
     deadline = time.monotonic() + timeout_s
-    while len(joined) < own_hello.count - 1:
-        for k, (hello, line) in joined.items():
-            if line.has_ended():
+    with ExitStack() as stack:
+        stack.callback(reception.close)
+        while len(joined) < own_hello.count - 1:
+            for k, (hello, line) in joined.items():
+                if line.has_ended():
+                    _turn_all_away(
+                        joined,
+                        f"{hello} has ended while the processes met. Look for its error.",
+                        but=k,
+                    )
+            if time.monotonic() > deadline:
+                missing = ", ".join(str(k) for k in range(1, own_hello.count) if k not in joined)
                 _turn_all_away(
-                    joined, f"{hello} has ended while the processes met. Look for its error.", but=k
+                    joined,
+                    f"of {own_hello.count} processes {missing} did not come within"
+                    f" {timeout_s:.0f} s to {listener.getsockname()[0]}, where process 0 awaited"
+                    f" them.{reception.strangers}",
                 )
-        if time.monotonic() > deadline:
-            missing = ", ".join(str(k) for k in range(1, own_hello.count) if k not in joined)
-            _turn_all_away(
-                joined,
-                f"of {own_hello.count} processes {missing} did not come within {timeout_s:.0f} s."
-                f"{reception.strangers}",
-            )
-        try:
-            # Short waits, so that a process that has ended meanwhile is noticed.
-            came, line = arrivals.get(timeout=0.2)
-        except queue.Empty:
-            continue
-        if came.run != own_hello.run:
-            _turn_away(line, _other_run(own_hello, came))
-        elif problem := _misfit(own_hello, came, {k: h for k, (h, _) in joined.items()}):
-            # The process that does not fit is told as well.
-            joined[-1] = came, line
-            _turn_all_away(joined, problem)
-        else:
-            joined[came.process] = came, line
+            try:
+                # Short waits, so that a process that has ended meanwhile is noticed.
+                came, line = arrivals.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if came.run != own_hello.run:
+                _turn_away(line, _other_run(own_hello, came))
+            elif problem := _misfit(own_hello, came, {k: h for k, (h, _) in joined.items()}):
+                # The process that does not fit is told as well.
+                joined[-1] = came, line
+                _turn_all_away(joined, problem)
+            else:
+                joined[came.process] = came, line
+        stack.pop_all()
     threading.Thread(
         target=_turn_away_all_later, args=(arrivals, own_hello), name="aliquot-meeting", daemon=True
     ).start()
@@ -186,6 +200,7 @@ def gather_in(
         hellos={k: hello for k, (hello, _) in joined.items()},
         key=digest(secret, "run", word),
         service_port=service_port,
+        reception=reception,
     )
 
 
@@ -291,11 +306,13 @@ def join(host: str, port: int, own_hello: Hello, secret: bytes, timeout_s: float
         left_s = max(deadline - time.monotonic(), 1)
         answer = line.receive(Joined | Refused, left_s + 2 * PROOFS_S)
     except OSError as error:
+        line.close()
         give_up(
             f"process 0 at {host}:{port} has ended or cannot be reached ({error}). Look for its"
             " error."
         )
     if isinstance(answer, Refused):
+        line.close()
         give_up(f"{answer.text} Process {own_hello.process} ends (exit code {EXIT_CODE}).")
     return Met(
         process=own_hello.process,

@@ -16,7 +16,6 @@ from typing import Any, Generic
 from ._line import Guest, Line
 from ._messages import Value
 
-#: Messages about strangers.
 LOGGER = logging.getLogger("aliquot.network")
 
 # Connections that have proved nothing yet. Among more the oldest is dropped: who knows the secret
@@ -133,9 +132,9 @@ class Reception(Generic[Value]):
         self.last_dropped = f"{guest.address} {why}"
         if self.num_dropped <= _NAMED or self.num_dropped % _ONE_IN == 0:
             LOGGER.warning(
-                "aliquot: a stranger at the %s was dropped (the %d. so far): %s",
-                self._purpose,
+                "aliquot: dropped stranger %d at the port for the %s: %s",
                 self.num_dropped,
+                self._purpose,
                 self.last_dropped,
             )
 

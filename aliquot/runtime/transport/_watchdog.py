@@ -162,6 +162,8 @@ class Peers:
                 line.socket.shutdown(socket.SHUT_WR)
         if self.process == 0:
             self._gone.wait(_LAST_S)
+        if self._met.reception is not None:
+            self._met.reception.close()
 
     def _say_to_all(self, message: _Message) -> None:
         for line in self._met.lines.values():
@@ -314,13 +316,14 @@ def meet(
     secret: bytes,
     timeout_s: float,
     listen_address: str,
-    service_port: Callable[[], int],
+    service_port: Callable[[str], int],
 ) -> str:
     """Find the other processes at an address, and watch them from now on.
 
     Args:
         listen_address: of the interface at which process 0 awaits them.
-        service_port: called in process 0 for the port of JAX's service.
+        service_port: called in process 0, with the address of that interface, for the port of
+            JAX's service.
 
     Returns:
         The address of JAX's service.
@@ -335,7 +338,8 @@ def meet(
                 " this port, give this one another; if the address is not one of this machine's,"
                 f" pass initialize(listen_address=...). It ends (exit code {EXIT_CODE})."
             )
-        met = gather_in(listener, own_hello, secret, timeout_s, service_port())
+        chosen_port = service_port(listener.getsockname()[0])
+        met = gather_in(listener, own_hello, secret, timeout_s, chosen_port)
     else:
         met = join(host, port, own_hello, secret, timeout_s)
     _peers.append(Peers(met))
