@@ -8,7 +8,7 @@ import pytest
 from aliquot.core import InputError
 from aliquot.runtime import initialize, make_secret
 from aliquot.runtime.transport import _service
-from aliquot.runtime.transport._hosts import _service_address
+from aliquot.runtime.transport._hosts import _OwnService
 from aliquot.runtime.transport._reception import listen
 from aliquot.runtime.transport._secret import digest, known_secret, require_secret
 from aliquot.runtime.transport._service import exchange_by, find_value, leave_value
@@ -116,12 +116,16 @@ def test_only_the_interface_that_was_asked_for_is_listened_at():
         listen("192.0.2.77")
 
 
-def test_the_service_of_jax_listens_at_the_same_interface():
-    assert _service_address("0.0.0.0", "host:7", []) == "0.0.0.0:7"
-    assert _service_address("::1", "[::1]:7", []) == "[::1]:7"
-    with listen("localhost") as found:
-        address = _service_address("localhost", "localhost:7", [found])
-        assert address in ("127.0.0.1:7", "[::1]:7")
+@pytest.mark.parametrize(("interface", "is_relayed"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_the_service_of_jax_listens_to_this_machine_only(interface, is_relayed):
+    own_service = _OwnService()
+    service = own_service.reserve(interface)
+    assert service.is_relayed is is_relayed
+    host, port = own_service._reserved.getsockname()
+    assert host == "127.0.0.1" and (port == service.port) is not is_relayed
+    own_service.release()
+    if is_relayed:
+        own_service._entrance.close()
 
 
 def test_digests_tell_parts_apart():

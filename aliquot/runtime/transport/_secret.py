@@ -66,7 +66,7 @@ def require_secret(*addresses: str) -> bytes:
     if secret is not None:
         return secret
     for address in addresses:
-        if not (address and _is_loopback(address)):
+        if not is_loopback(address):
             raise InputError(
                 f"processes were asked to meet at {address or 'all interfaces'}, which other"
                 f" machines can reach, and have no secret: anybody who connects there could take"
@@ -102,7 +102,7 @@ def _read(path: Path) -> str:
         ) from None
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     """True if only this machine can reach an address or name."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}

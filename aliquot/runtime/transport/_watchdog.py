@@ -26,7 +26,7 @@ import msgspec
 from ...graph import coordination_client
 from ._channels import Channels
 from ._line import Line, receive_exactly
-from ._meeting import EXIT_CODE, Hello, Met, gather_in, give_up, join
+from ._meeting import EXIT_CODE, Hello, Met, Service, gather_in, give_up, join
 from ._messages import Value
 from ._reception import listen
 from ._secret import require_secret
@@ -316,17 +316,17 @@ def meet(
     secret: bytes,
     timeout_s: float,
     listen_address: str,
-    service_port: Callable[[str], int],
-) -> str:
+    service: Callable[[str], Service],
+) -> Service:
     """Find the other processes at an address, and watch them from now on.
 
     Args:
         listen_address: of the interface at which process 0 awaits them.
-        service_port: called in process 0, with the address of that interface, for the port of
-            JAX's service.
+        service: called in process 0, with the address of that interface, for the place of JAX's
+            service.
 
     Returns:
-        The address of JAX's service.
+        That place.
     """
     host, port = host_of(address), int(address.rpartition(":")[2])
     if own_hello.process == 0:
@@ -338,12 +338,13 @@ def meet(
                 " this port, give this one another; if the address is not one of this machine's,"
                 f" pass initialize(listen_address=...). It ends (exit code {EXIT_CODE})."
             )
-        chosen_port = service_port(listener.getsockname()[0])
-        met = gather_in(listener, own_hello, secret, timeout_s, chosen_port)
+        chosen = service(listener.getsockname()[0])
+        met = gather_in(listener, own_hello, secret, timeout_s, chosen)
     else:
         met = join(host, port, own_hello, secret, timeout_s)
     _peers.append(Peers(met))
-    return f"{address.rpartition(':')[0]}:{met.service_port}"
+    assert met.service is not None
+    return met.service
 
 
 def host_of(address: str) -> str:
