@@ -24,8 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from runtime.stranger_cases import BAR_S, CASES, COUNTS, MOMENTS, PORTS, run_case, wrong
 from runtime.stranger_runs import ALL, train_among
 
-# Runs without strangers, before and after one with them.
-_RUNS = [(count, kinds) for count in COUNTS for kinds in ([], ALL, [])]
+# Number of processes, strangers, and whether JAX's service is reached as from other machines.
+_RUNS: list[tuple[int, list[str], bool]] = [
+    (count, kinds, relayed)
+    for count in COUNTS
+    for kinds, relayed in (([], False), (ALL, False), ([], True), (ALL, True))
+]
 
 
 def main() -> int:
@@ -40,17 +44,20 @@ def main() -> int:
             " afterwards, until all connections have carried a message and a late process was"
             " turned away; for arrays, until all processes have sent to all, the longest of three"
             " rounds. Each is the longest of both numbers of processes. Runs: seconds to join are"
-            " from the last process's arrival, with JAX's own connections; a step of process 0 is"
+            " from the last process's arrival, with JAX's own connections, which are tried again"
+            " after a second where its service does not listen yet; a step of process 0 is"
             " from one to the next, the longest while a kind of stranger is at a port, and without"
-            " any in 3 s of the same run. `service` is the port of JAX's coordination service."
+            " any in 3 s of the same run. `service` is the port of JAX's coordination service, or,"
+            " `relayed`, the one at which processes of other machines would reach it. All in"
+            " connections of this machine to itself."
         ),
     )
     kinds = [kind for kind in ALL if chosen.only in kind][:: 10 if chosen.quick else 1]
     journal = Journal(chosen.journal)
     rows = [journal.row(kind, lambda kind=kind: _row(kind)) for kind in kinds]  # type: ignore[misc]
     runs = [
-        journal.row(f"run {k}", lambda count=count, kinds=kinds: _run(count, kinds))  # type: ignore[misc]
-        for k, (count, kinds) in enumerate(_RUNS if not (chosen.quick or chosen.only) else ())
+        journal.row(f"run {k}", lambda run=run: _run(*run))  # type: ignore[misc]
+        for k, run in enumerate(_RUNS if not (chosen.quick or chosen.only) else ())
     ]
     report.tables = {"Cases, seconds": rows, "Runs": runs}
     among = [run for run in runs if run["strangers"]]
@@ -98,10 +105,10 @@ def _row(kind: str) -> dict[str, Any]:
     return {**row, "named in the log": dropped, "wrong": "; ".join(problems)}
 
 
-def _run(count: int, kinds: list[str]) -> dict[str, Any]:
+def _run(count: int, kinds: list[str], relayed: bool) -> dict[str, Any]:
     """A whole run."""
     with tempfile.TemporaryDirectory() as folder:
-        found = train_among(kinds, count, Path(folder))
+        found = train_among(kinds, count, Path(folder), relayed=relayed)
     steps = found["steps_s"]
     alone, longest = steps.pop("alone"), max(steps, key=steps.get, default="")
     problem = "" if found["codes"] == [0] * count else f"exit codes {found['codes']}"
@@ -111,6 +118,7 @@ def _run(count: int, kinds: list[str]) -> dict[str, Any]:
         problem = f"a step of {steps[longest]:.1f} s"
     return {
         "processes": count,
+        "relayed": "yes" if relayed else "no",
         "strangers": len(kinds) * 3,
         "seconds to join": round(found["join_s"], 2),
         "longest step alone, s": round(alone, 3),

@@ -1,5 +1,6 @@
 """Which secrets are used, and what is asked of those who have none."""
 
+import os
 import re
 import socket
 
@@ -71,6 +72,14 @@ def test_a_file_without_a_secret_is_refused(content, said, tmp_path, monkeypatch
         file.chmod(0o600)
     monkeypatch.setenv("ALIQUOT_SECRET_FILE", str(file))
     with pytest.raises(InputError, match=said):
+        known_secret()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_refused(make, tmp_path, monkeypatch):
+    make(tmp_path / "secret")
+    monkeypatch.setenv("ALIQUOT_SECRET_FILE", str(tmp_path / "secret"))
+    with pytest.raises(InputError, match="which is no file"):
         known_secret()
 
 

@@ -209,6 +209,11 @@ class Guest:
         self._read = b""
         connection.setblocking(False)
 
+    @property
+    def has_greeted(self) -> bool:
+        """True once its greeting has come."""
+        return bool(self._greeting)
+
     def read(self, kind: type[Value]) -> tuple[Line, Value] | None:
         """Go on with what has arrived: None if more must come.
 

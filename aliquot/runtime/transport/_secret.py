@@ -87,14 +87,16 @@ def digest(key: bytes, *parts: bytes | int | str) -> bytes:
 def _read(path: Path) -> str:
     """The text of a file that other users cannot read or change."""
     try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise InputError(f"{SECRET_FILE} names {path}, which is no file. {_HOW}")
+        # Groups may read: Kubernetes gives secrets to a container's group.
+        if os.name == "posix" and mode & (stat.S_IRWXO | stat.S_IWGRP):
+            raise InputError(
+                f"{SECRET_FILE} names {path}, which other users can read or change (mode"
+                f" {mode & 0o777:o}), so that it is no secret. Type: chmod 600 {path}"
+            )
         with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            # Groups may read: Kubernetes gives secrets to a container's group.
-            if os.name == "posix" and mode & (stat.S_IRWXO | stat.S_IWGRP):
-                raise InputError(
-                    f"{SECRET_FILE} names {path}, which other users can read or change (mode"
-                    f" {mode & 0o777:o}), so that it is no secret. Type: chmod 600 {path}"
-                )
             return file.read(_MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
