@@ -9,39 +9,27 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._time_limit import TimeLimit
+from ._plan_graph import plan_captured, plan_graph
 from .cluster import AbstractMeasured, Cluster
-from .core import CaptureError, InfeasibleError, InputError, TimeLimitError, collecting_seldom
+from .core import InputError, collecting_seldom
 from .cost import PlannedStep
 from .cost import estimate as estimate_planned
-from .graph import Graph, coordination_client, is_ordered, source_line
 from .graph import capture as capture
 from .planners import (
     AbstractMethod,
-    Auto,
-    Decision,
-    Interrupted,
-    PipeshardParallel,
     Progress,
-    Task,
     apply_plan,
     find_alternatives,
-    write_plan,
 )
 from .plans import ModelReference, Plan, Prediction
 from .report import Alternative
-from .sharding import inferred_rules
 
 if TYPE_CHECKING:
     from .verification import Verification
-
-_MOST_MICRO_BATCHES = 1024
 
 
 @collecting_seldom()
@@ -108,216 +96,26 @@ def plan(
         Interrupted: on Ctrl-C, with the best plan so far.
     """
     started = time.perf_counter()
-    limit = None if time_limit_s is None else TimeLimit.since(started, time_limit_s)
     graph = capture(step, *args, **kwargs)
-
-    def find(where: Cluster) -> Plan:
-        return _plan_counts(
-            graph,
-            num_micro_batches,
-            started=started,
-            cluster=where,
-            method=method,
-            micro_batch_semantics=micro_batch_semantics,
-            memory_limit_bytes=memory_limit_bytes,
-            on_missing_rule=on_missing_rule,
-            model=model,
-            verify=verify,
-            limit=limit,
-            progress=progress,
-        )
-
-    where = cluster or Cluster.detect()
-    if profiles is None:
-        if measure or require_measured:
-            raise InputError("measure and require_measured need a profile database: give profiles.")
-        return find(where)
-    from ._profiles import plan_measured
-
-    return plan_measured(
-        find,
+    return plan_graph(
         graph,
-        where,
-        profiles,
-        of_any=profiles_of_any,
+        started=started,
+        cluster=cluster,
+        method=method,
+        num_micro_batches=num_micro_batches,
+        micro_batch_semantics=micro_batch_semantics,
+        memory_limit_bytes=memory_limit_bytes,
+        on_missing_rule=on_missing_rule,
+        model=model,
+        verify=verify,
+        profiles=profiles,
+        profiles_of_any=profiles_of_any,
         require_measured=require_measured,
         require_grade=require_grade,
         measure=measure,
-        on_missing_rule=on_missing_rule,
+        time_limit_s=time_limit_s,
         progress=progress,
     )
-
-
-def _plan_counts(
-    graph: Graph,
-    num_micro_batches: int | Literal["auto"] | None,
-    *,
-    method: AbstractMethod | None,
-    **options: Any,
-) -> Plan:
-    """See `plan`."""
-    make = functools.partial(_plan_captured, graph, method=method, **options)
-    if num_micro_batches == "auto":
-        return (
-            make()
-            if method is None or isinstance(method, (Auto, PipeshardParallel))
-            else _fastest_count(make)
-        )
-    return make(num_micro_batches=num_micro_batches)
-
-
-def _fastest_count(make: Callable[..., Plan]) -> Plan:
-    """The fastest plan over several numbers of micro-batches.
-
-    The number doubles until it no longer divides the batch, or until a plan that fits is no faster
-    than one with fewer micro-batches: every micro-batch repeats collectives, and the only gain of
-    more of them is memory.
-
-    Raises:
-        InfeasibleError: no number fits; says how much memory one micro-batch needs.
-    """
-    best: Plan | None = None
-    refusal: InfeasibleError | None = None
-    count = 1
-    while count <= _MOST_MICRO_BATCHES:
-        try:
-            candidate = make(num_micro_batches=count)
-        except InfeasibleError as error:
-            refusal = refusal or error
-        except TimeLimitError:
-            if best is None:
-                raise
-            break
-        except (InputError, CaptureError):
-            if count == 1:
-                raise
-            break
-        else:
-            if best is not None and candidate.prediction.step_time_s >= best.prediction.step_time_s:
-                break
-            best = candidate
-        count *= 2
-    if best is None:
-        assert refusal is not None
-        raise refusal
-    return best
-
-
-def _plan_captured(
-    graph: Graph,
-    *,
-    started: float,
-    cluster: Cluster | None = None,
-    method: AbstractMethod | None = None,
-    num_micro_batches: int | None = None,
-    micro_batch_semantics: str = "exact",
-    memory_limit_bytes: float | None = None,
-    on_missing_rule: str = "infer",
-    model: ModelReference | None = None,
-    verify: bool = False,
-    limit: TimeLimit | None = None,
-    progress: Progress | None = None,
-) -> Plan:
-    """See `plan`; `started` is the time at which tracing of the step began."""
-    task = Task(
-        graph=graph,
-        cluster=cluster or Cluster.detect(),
-        num_micro_batches=num_micro_batches,
-        semantics=micro_batch_semantics,
-        on_missing_rule=on_missing_rule,
-        memory_limit_bytes=memory_limit_bytes,
-        # Processes of idle hosts would have nothing to do in this run.
-        may_idle=not _is_one_of_many(),
-        progress=progress,
-    )
-    method = method or Auto()
-    _refuse_what_has_a_place(graph, task.cluster)
-    if on_missing_rule == "infer":
-        _warn_of_inferred(graph)
-    traced = time.perf_counter()
-
-    def write(decision: Decision) -> Plan:
-        return write_plan(
-            decision,
-            task,
-            model=model or ModelReference(kind="closure", name=graph.name),
-            version=version("aliquot"),
-            trace_s=traced - started,
-            search_s=time.perf_counter() - traced,
-            layers=method.layers,
-        )
-
-    def propose(limit_bytes: float | None = None) -> Plan:
-        tighter = task if limit_bytes is None else task.with_limit(limit_bytes)
-        try:
-            return write(limit.decide(method, tighter) if limit else method.decide(tighter))
-        except Interrupted as interrupted:
-            interrupted.plan = write(interrupted.decision) if interrupted.decision else None
-            raise
-
-    return _first_that_fits(propose, task) if verify else propose()
-
-
-def _is_one_of_many() -> bool:
-    """True in a run of several processes."""
-    joined = coordination_client()
-    return joined is not None and joined[3] > 1
-
-
-def _first_that_fits(propose: Callable[[float | None], Plan], task: Task) -> Plan:
-    from .verification import first_that_fits, require_compiler, resolve_target, verify_plan
-
-    require_compiler(resolve_target(None, task.cluster))
-
-    def check(proposed: Plan) -> Verification:
-        planned = apply_plan(proposed, task.graph, task.on_missing_rule)
-        return verify_plan(planned, progress=_as_lines(task.progress))
-
-    return first_that_fits(propose, check)
-
-
-def _refuse_what_has_a_place(graph: Graph, cluster: Cluster) -> None:
-    """Refuse steps that are already written for several devices, or whose ordered effects need a
-    single device.
-
-    Raises:
-        CaptureError: says what to remove.
-    """
-    for op in graph.ops:
-        if op.name in ("shard_map", "xla_pmap"):
-            raise CaptureError(
-                f"{graph.name} is written for several devices: it runs"
-                f" `{op.name.removeprefix('xla_')}` {source_line(op)}. A plan is made from the step"
-                " that one device would run on the whole batch, and decides itself what is split."
-                " Take out pmap or shard_map, and the collectives inside, such as jax.lax.pmean."
-            )
-        if cluster.num_devices > 1 and is_ordered(op):
-            raise CaptureError(
-                f"{graph.name} has an ordered effect, `{op.name}` {source_line(op)}, and JAX keeps"
-                " effects in order on a single device only. Leave out ordered=True, or return the"
-                " value from the step and write it down outside."
-            )
-
-
-def _warn_of_inferred(graph: Graph) -> None:
-    """Warn once of the rules that were inferred for primitives without one."""
-    inferred = inferred_rules(graph)
-    if inferred:
-        each = ", ".join(
-            f"`{r.primitive}` {r.text if r.splits else 'runs whole'}" for r in inferred
-        )
-        warnings.warn(
-            f"Rules were inferred for primitives that have none declared: {each}. A letter is a dim"
-            " that may be split, a point one that stays whole. A rule of your own"
-            ' (aliquot.register_dim_rule) may allow more; on_missing_rule="replicate" runs them'
-            " whole.",
-            stacklevel=5,
-        )
-
-
-def _as_lines(progress: Progress | None) -> Callable[[str], None] | None:
-    """A function that reports a compiler's messages as progress of the search."""
-    return (lambda line: progress(line, 0, 0)) if progress else None
 
 
 def parallelize(
@@ -362,7 +160,7 @@ def parallelize(
     def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
         started = time.perf_counter()
         graph = capture(step, *args, **kwargs)
-        chosen = plan or _plan_captured(
+        chosen = plan or plan_captured(
             graph,
             started=started,
             cluster=cluster or Cluster.detect(devices),

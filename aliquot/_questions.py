@@ -5,13 +5,13 @@ how many hosts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from ._api import plan as make_plan
+from ._variants import Method, Variant, Variants, plan_variants
 from .cluster import Cluster, HostPrice, wire
-from .core import InfeasibleError, InputError, format_bytes
-from .planners import AbstractMethod, Auto, PipeshardParallel, Progress, method_by_name
-from .plans import ModelReference, Plan, examples_per_step, tokens_per_step
+from .core import CaptureError, InfeasibleError, InputError, format_bytes
+from .planners import Progress, method_by_name
+from .plans import ModelReference, examples_per_step, tokens_per_step
 from .report import (
     BatchSearch,
     BatchTrial,
@@ -23,11 +23,14 @@ from .report import (
     sorted_options,
 )
 
-Method: TypeAlias = AbstractMethod | PipeshardParallel
 Made: TypeAlias = tuple[Callable[..., Any], Any, Any]
 
 _MOST_DOUBLINGS = 16
 _MOST_HOSTS = 1024
+# Batches that fit in more micro-batches are tried in larger steps, until one raises the throughput
+# by less than this share.
+_TIMES_WITH_MICRO_BATCHES = 4
+_LEAST_GAIN = 0.02
 
 
 def compare(
@@ -35,8 +38,10 @@ def compare(
     *args: Any,
     clusters: Cluster | Sequence[Cluster],
     methods: Mapping[str, Method] | Sequence[str] = (),
-    num_micro_batches: int | None = None,
+    num_micro_batches: int | Literal["auto"] | None = None,
+    micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
+    on_missing_rule: str = "infer",
     model: ModelReference | None = None,
     progress: Progress | None = None,
     **kwargs: Any,
@@ -49,41 +54,63 @@ def compare(
         clusters: one or several.
         methods: names as on the command line, or methods under names of your own; by default those
             of `usual_methods`.
-        num_micro_batches, memory_limit_bytes, model, progress: as for `aliquot.plan`.
+        num_micro_batches, micro_batch_semantics, memory_limit_bytes, on_missing_rule, model,
+        progress:
+            as for `aliquot.plan`.
 
     Raises:
         InputError: There is no such method, or nothing to compare.
     """
-    where = [clusters] if isinstance(clusters, Cluster) else list(clusters)
-    if not where:
+    variants = (Variant(step=step, args=args, kwargs=kwargs, model=model),)
+    return compare_built(
+        lambda cluster: variants,
+        clusters=[clusters] if isinstance(clusters, Cluster) else list(clusters),
+        methods=methods,
+        progress=progress,
+        num_micro_batches=num_micro_batches,
+        micro_batch_semantics=micro_batch_semantics,
+        memory_limit_bytes=memory_limit_bytes,
+        on_missing_rule=on_missing_rule,
+    )
+
+
+def compare_built(
+    build: Callable[[Cluster], Variants],
+    *,
+    clusters: Sequence[Cluster],
+    methods: Mapping[str, Method] | Sequence[str] = (),
+    progress: Progress | None = None,
+    **options: Any,
+) -> Comparison:
+    """As `compare`, for a step that may be built in several ways.
+
+    Args:
+        build: the ways to build the step for a cluster.
+        options: those of `aliquot.plan`.
+    """
+    if not clusters:
         raise InputError("compare needs at least one cluster.")
-    candidates = []
-    for cluster in where:
+    title, candidates = "", []
+    for cluster in clusters:
+        variants = build(cluster)
+        title = variants[0].title
+        # A step that cannot be traced is no question of methods.
+        variants[0].traced()
         named = (
             methods
             if isinstance(methods, Mapping)
-            else _methods(methods or usual_methods(cluster, where))
+            else _methods(methods or usual_methods(cluster, clusters))
         )
         for name, method in named.items():
             if progress:
                 progress(f"{name} on {cluster.name}", 0, 0)
             try:
-                plan_found = make_plan(
-                    step,
-                    *args,
-                    cluster=cluster,
-                    method=method,
-                    num_micro_batches=num_micro_batches,
-                    memory_limit_bytes=memory_limit_bytes,
-                    model=model,
-                    **kwargs,
-                )
-            except (InfeasibleError, InputError) as error:
+                found = plan_variants(variants, cluster=cluster, method=method, **options)
+            except (InfeasibleError, InputError, CaptureError) as error:
                 candidates.append(_refused(name, cluster, error))
             else:
-                candidates.append(Candidate(method=name, cluster=cluster.name, plan=plan_found))
-    name = model.name if model else getattr(step, "__name__", "step")
-    return Comparison(model=name, candidates=sorted_candidates(candidates))
+                candidates.append(Candidate(method=name, cluster=cluster.name, plan=found))
+    return Comparison(model=title, candidates=sorted_candidates(candidates))
 
 
 def usual_methods(cluster: Cluster, clusters: Sequence[Cluster] = ()) -> list[str]:
@@ -100,7 +127,9 @@ def _methods(names: Sequence[str]) -> dict[str, Method]:
     return {name: method_by_name(name) for name in names}
 
 
-def _refused(name: str, cluster: Cluster, error: InfeasibleError | InputError) -> Candidate:
+def _refused(
+    name: str, cluster: Cluster, error: InfeasibleError | InputError | CaptureError
+) -> Candidate:
     first = str(error).partition("\n")[0]
     if not isinstance(error, InfeasibleError) or error.required_bytes is None:
         return Candidate(method=name, cluster=cluster.name, refusal=first)
@@ -127,15 +156,19 @@ def largest_batch(
     unit: int = 1,
     first: int | None = None,
     most: int = 1 << _MOST_DOUBLINGS,
-    num_micro_batches: int = 1,
+    num_micro_batches: int | Literal["auto"] | None = None,
+    micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
+    on_missing_rule: str = "infer",
     model: Callable[[int], ModelReference] | None = None,
     progress: Progress | None = None,
 ) -> BatchSearch:
     """The largest global batch that fits, and the one of highest throughput among those tried.
 
     Doubles the batch until it does not fit, then bisects down to a distance of `unit`. If a batch
-    fits, smaller ones are taken to fit, too.
+    fits, smaller ones are taken to fit, too. Where the number of micro-batches is searched, almost
+    any batch fits in more of them: batches in several micro-batches are quadrupled until that gains
+    less than 2 % of throughput.
 
     Args:
         make: makes `(step, state, batch)` for a global batch.
@@ -144,36 +177,65 @@ def largest_batch(
         first: the batch to begin with; by default one `unit`.
         most: the largest batch to try.
         model: makes the reference to the step of a batch that plan files hold.
-        cluster, method, num_micro_batches, memory_limit_bytes, progress: as for `aliquot.plan`.
+        cluster, method, num_micro_batches, micro_batch_semantics, memory_limit_bytes,
+        on_missing_rule, progress:
+            as for `aliquot.plan`.
 
     Raises:
         InputError: The numbers make no sense, or the step cannot be planned for another reason than
             memory.
     """
+
+    def build(size: int) -> Variants:
+        step, state, batch = make(size)
+        return (Variant(step=step, args=(state, batch), model=model(size) if model else None),)
+
+    return largest_batch_built(
+        build,
+        cluster=cluster,
+        unit=unit,
+        first=first,
+        most=most,
+        progress=progress,
+        method=method,
+        num_micro_batches=num_micro_batches,
+        micro_batch_semantics=micro_batch_semantics,
+        memory_limit_bytes=memory_limit_bytes,
+        on_missing_rule=on_missing_rule,
+    )
+
+
+def largest_batch_built(
+    build: Callable[[int], Variants],
+    *,
+    cluster: Cluster,
+    unit: int = 1,
+    first: int | None = None,
+    most: int = 1 << _MOST_DOUBLINGS,
+    progress: Progress | None = None,
+    **options: Any,
+) -> BatchSearch:
+    """As `largest_batch`, for a step that may be built in several ways.
+
+    Args:
+        build: the ways to build the step for a global batch.
+        options: those of `aliquot.plan`.
+    """
     if unit < 1 or most < unit:
         raise InputError(f"largest_batch needs 1 <= unit <= most, got unit={unit} and most={most}.")
     trials: dict[int, BatchTrial] = {}
     name = "step"
+    searches = not isinstance(options.get("num_micro_batches"), int)
 
     def fits(size: int) -> bool:
         nonlocal name
         if progress:
             progress(f"batch {size}", 0, 0)
-        step, state, batch = make(size)
-        reference = model(size) if model else None
-        name = reference.name if reference else getattr(step, "__name__", "step")
+        variants = build(size)
+        name = variants[0].title
         try:
-            plan_found = make_plan(
-                step,
-                state,
-                batch,
-                cluster=cluster,
-                method=method,
-                num_micro_batches=num_micro_batches,
-                memory_limit_bytes=memory_limit_bytes,
-                model=reference,
-            )
-            trials[size] = BatchTrial(global_batch=size, plan=plan_found)
+            found = plan_variants(variants, cluster=cluster, **options)
+            trials[size] = BatchTrial(global_batch=size, plan=found)
         except InfeasibleError as error:
             trials[size] = BatchTrial(
                 global_batch=size, plan=None, refusal=str(error).partition("\n")[0]
@@ -183,20 +245,35 @@ def largest_batch(
     good, bad = 0, 0
     size = max(unit, (first or unit) // unit * unit)
     while not bad and size <= most:
-        if fits(size):
-            good, size = size, size * 2
-        else:
+        if not fits(size):
             bad = size
+        elif good and _only_more_micro_batches(trials[good], trials[size]):
+            break
+        else:
+            times = (
+                _TIMES_WITH_MICRO_BATCHES if searches and trials[size].num_micro_batches > 1 else 2
+            )
+            good, size = size, size * times
     while bad and bad - good > unit:
-        middle = (good + bad) // 2 // unit * unit
-        if fits(max(middle, unit)):
+        middle = max((good + bad) // 2 // unit * unit, unit)
+        if fits(middle):
             good = middle
         else:
-            bad = max(middle, unit)
-    found = tuple(trials[size] for size in sorted(trials))
-    limited = bad == good + unit
+            bad = middle
     return BatchSearch(
-        model=name, cluster=cluster.name, trials=found, unit=unit, is_limited=limited
+        model=name,
+        cluster=cluster.name,
+        trials=tuple(trials[size] for size in sorted(trials)),
+        unit=unit,
+        is_limited=bad == good + unit,
+    )
+
+
+def _only_more_micro_batches(smaller: BatchTrial, larger: BatchTrial) -> bool:
+    """True if the larger batch fits in more micro-batches, and gains little by it."""
+    return (
+        larger.num_micro_batches > smaller.num_micro_batches
+        and larger.examples_per_s < smaller.examples_per_s * (1 + _LEAST_GAIN)
     )
 
 
@@ -208,8 +285,11 @@ def size(
     by_s: float,
     prices: str = "",
     method: Method | None = None,
+    num_micro_batches: int | Literal["auto"] | None = None,
+    micro_batch_semantics: str = "exact",
     max_hosts: int = 64,
     memory_limit_bytes: float | None = None,
+    on_missing_rule: str = "infer",
     model: ModelReference | None = None,
     progress: Progress | None = None,
     **kwargs: Any,
@@ -218,8 +298,7 @@ def size(
     cheapest of these if there are prices.
 
     The numbers of hosts 1, 2, 4, ... are tried until training meets the deadline with a margin
-    (`SLOWEST`) or the next number takes no less time. If a step does not fit, it is planned again
-    with micro-batches.
+    (`SLOWEST`) or the next number takes no less time.
 
     Args:
         step, *args, **kwargs: as for `aliquot.plan`.
@@ -228,18 +307,54 @@ def size(
         by_s: seconds within which training must be done.
         prices: where the prices come from, as a note for readers.
         max_hosts: the most hosts to try.
-        method, memory_limit_bytes, model, progress: as for `aliquot.plan`.
+        method, num_micro_batches, micro_batch_semantics, memory_limit_bytes, on_missing_rule,
+        model, progress:
+            as for `aliquot.plan`.
 
     Raises:
         InputError: The numbers make no sense.
+    """
+    variants = (Variant(step=step, args=args, kwargs=kwargs, model=model),)
+    return size_built(
+        lambda cluster: variants,
+        hosts=hosts,
+        tokens=tokens,
+        by_s=by_s,
+        prices=prices,
+        max_hosts=max_hosts,
+        progress=progress,
+        method=method,
+        num_micro_batches=num_micro_batches,
+        micro_batch_semantics=micro_batch_semantics,
+        memory_limit_bytes=memory_limit_bytes,
+        on_missing_rule=on_missing_rule,
+    )
+
+
+def size_built(
+    build: Callable[[Cluster], Variants],
+    *,
+    hosts: Sequence[tuple[str, int] | HostPrice],
+    tokens: float,
+    by_s: float,
+    prices: str = "",
+    max_hosts: int = 64,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Sizing:
+    """As `size`, for a step that may be built in several ways.
+
+    Args:
+        build: the ways to build the step for a cluster.
+        options: those of `aliquot.plan`.
     """
     if not (tokens > 0 and by_s > 0 and 1 <= max_hosts <= _MOST_HOSTS and hosts):
         raise InputError(
             f"size needs hosts, tokens and a time above 0, and 1 to {_MOST_HOSTS} hosts at most;"
             f" got tokens={tokens}, by_s={by_s}, max_hosts={max_hosts}."
         )
-    options: list[ClusterOption] = []
-    examples = 0
+    rows: list[ClusterOption] = []
+    title, examples = "", 0
     for host in hosts:
         device, each = (host.device, host.devices_per_host) if isinstance(host, HostPrice) else host
         hourly = host.price_per_hour if isinstance(host, HostPrice) else None
@@ -248,15 +363,17 @@ def size(
             cluster = wire(f"{count}x{each}x{device}", device, count, each)
             if progress:
                 progress(cluster.name, 0, 0)
-            plan_found, refusal = _any_plan(
-                step, args, kwargs, cluster, method, memory_limit_bytes, model
-            )
-            training_s = None
-            if plan_found is not None:
+            variants = build(cluster)
+            title, plan_found, refusal, training_s = variants[0].title, None, "", None
+            try:
+                plan_found = plan_variants(variants, cluster=cluster, **options)
+            except (InfeasibleError, InputError) as error:
+                refusal = str(error).partition("\n")[0]
+            else:
                 examples = examples_per_step(plan_found)
                 steps = tokens / (tokens_per_step(plan_found) or examples or 1)
                 training_s = steps * plan_found.prediction.step_time_s
-            options.append(
+            rows.append(
                 ClusterOption(
                     cluster=cluster.name,
                     num_hosts=count,
@@ -271,13 +388,12 @@ def size(
                 break
             last_s = training_s if training_s is not None else last_s
             count *= 2
-    name = model.name if model else getattr(step, "__name__", "step")
     return Sizing(
-        model=name,
+        model=title,
         tokens=tokens,
         by_s=by_s,
         global_batch=examples,
-        options=sorted_options(options),
+        options=sorted_options(rows),
         prices=prices,
     )
 
@@ -285,43 +401,3 @@ def size(
 SLOWEST = 1.5
 """Hosts are added until the deadline is met even if steps take so many times the predicted
 time."""
-
-
-def _any_plan(
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    cluster: Cluster,
-    method: Method | None,
-    memory_limit_bytes: float | None,
-    model: ModelReference | None,
-) -> tuple[Plan | None, str]:
-    """A plan that fits, with as few micro-batches as possible, or why there is none."""
-    searches = method is None or isinstance(method, (Auto, PipeshardParallel))
-    refusal, count = "", 1
-    while count <= _MOST_MICRO_BATCHES:
-        try:
-            plan_found = make_plan(
-                step,
-                *args,
-                cluster=cluster,
-                method=method,
-                num_micro_batches=None if searches else count,
-                memory_limit_bytes=memory_limit_bytes,
-                model=model,
-                **kwargs,
-            )
-        except InfeasibleError as error:
-            refusal = refusal or str(error).partition("\n")[0]
-            if searches:
-                return None, refusal
-        except InputError as error:
-            # The batch cannot be cut into so many micro-batches.
-            return None, refusal or str(error).partition("\n")[0]
-        else:
-            return plan_found, ""
-        count *= 4
-    return None, refusal
-
-
-_MOST_MICRO_BATCHES = 64

@@ -4,17 +4,25 @@ to.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal
 
-from ._api import plan as make_plan
+from ._variants import Method, Variant, Variants, plan_variants
 from .cluster import Cluster
-from .core import InfeasibleError, InputError, TimeLimitError, format_bytes, format_seconds
-from .graph import Role, capture
+from .core import (
+    AliquotError,
+    CaptureError,
+    InfeasibleError,
+    InputError,
+    TimeLimitError,
+    format_bytes,
+    format_seconds,
+)
+from .graph import Role
 from .planners import (
-    AbstractMethod,
     Auto,
     PipeshardParallel,
     Progress,
@@ -23,8 +31,6 @@ from .planners import (
     WholeProgram,
 )
 from .plans import ModelReference, Plan
-
-Method: TypeAlias = AbstractMethod | PipeshardParallel
 
 # Limits of the searches for remedies, which are coarser than those of other plans.
 _RELATIVE_GAP = 0.02
@@ -83,8 +89,10 @@ def find_remedies(
     *args: Any,
     cluster: Cluster,
     method: Method | None = None,
-    num_micro_batches: int | None = None,
+    num_micro_batches: int | Literal["auto"] | None = None,
+    micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
+    on_missing_rule: str = "infer",
     model: ModelReference | None = None,
     others: Sequence[Sequence[Attempt]] = (),
     budget_s: float = 25.0,
@@ -98,57 +106,104 @@ def find_remedies(
     2 %, so a plan that is later made with the change may be a little faster.
 
     Args:
-        step, *args, **kwargs, cluster, method, num_micro_batches, memory_limit_bytes, model,
-        progress:
+        step, *args, **kwargs, cluster, method, num_micro_batches, micro_batch_semantics,
+        memory_limit_bytes, on_missing_rule, model, progress:
             as for `aliquot.plan`, which found no plan.
         others: further changes, kind by kind.
         budget_s: seconds after which the remedies known by then are returned.
     """
+    return remedies_for(
+        (Variant(step=step, args=args, kwargs=kwargs, model=model),),
+        cluster=cluster,
+        method=method,
+        num_micro_batches=num_micro_batches,
+        memory_limit_bytes=memory_limit_bytes,
+        others=others,
+        budget_s=budget_s,
+        progress=progress,
+        micro_batch_semantics=micro_batch_semantics,
+        on_missing_rule=on_missing_rule,
+    )
 
-    def planned(changed: dict[str, Any], time_limit_s: float) -> Plan:
-        asked = {
-            "cluster": cluster,
-            "method": method,
-            "num_micro_batches": num_micro_batches,
-            "memory_limit_bytes": memory_limit_bytes,
-            "model": model,
-        }
-        used = {**asked, **changed}
-        used["method"] = coarser(used["method"])
-        return make_plan(step, *args, **used, time_limit_s=time_limit_s, **kwargs)
+
+def remedies_for(
+    variants: Variants,
+    *,
+    cluster: Cluster,
+    method: Method | None = None,
+    num_micro_batches: int | Literal["auto"] | None = None,
+    memory_limit_bytes: float | None = None,
+    others: Sequence[Sequence[Attempt]] = (),
+    budget_s: float = 25.0,
+    progress: Progress | None = None,
+    **options: Any,
+) -> tuple[Remedy, ...]:
+    """As `find_remedies`, for a step that may be built in several ways; `options` are those of
+    `aliquot.plan`.
+    """
 
     def attempt(change: str, **changed: Any) -> Attempt:
-        return Attempt(change=change, make=lambda time_limit_s: planned(changed, time_limit_s))
+        used = {"cluster": cluster, "method": method, "num_micro_batches": num_micro_batches}
+        used |= changed
 
-    counts = [(num_micro_batches or 1) * 2**k for k in range(1, _MOST_DOUBLINGS + 1)]
-    kinds: list[Sequence[Attempt]] = [
-        [attempt(f"--micro-batches {count}", num_micro_batches=count) for count in counts],
-        *others,
-    ]
+        def make(time_limit_s: float) -> Plan:
+            return plan_variants(
+                variants,
+                cluster=used["cluster"],
+                method=coarser(used["method"]),
+                num_micro_batches=used["num_micro_batches"],
+                memory_limit_bytes=memory_limit_bytes,
+                time_limit_s=time_limit_s,
+                **options,
+            )
+
+        return Attempt(change=change, make=make)
+
+    graph, _ = variants[-1].traced()
+    task = Task(graph=graph, cluster=cluster, memory_limit_bytes=memory_limit_bytes)
+    held = (Role.PARAMETER, Role.OPTIMIZER_STATE)
+    # All devices together must hold these under any plan.
+    state_bytes = sum(graph.values[i.value].num_bytes for i in graph.inputs if i.role in held)
+    may_fit = state_bytes <= task.limit_bytes * cluster.num_devices
+    given = num_micro_batches or getattr(method, "num_micro_batches", None)
     is_auto = method is None or isinstance(method, Auto)
-    if num_micro_batches is None and (is_auto or isinstance(method, PipeshardParallel)):
-        # These methods have searched the number of micro-batches already.
-        kinds = [*others]
-    state_bytes, limit_bytes = _state_and_limit(step, args, kwargs, cluster, memory_limit_bytes)
-    if state_bytes > limit_bytes * cluster.num_devices:
-        # The state does not fit even if all devices share it evenly: only more devices can help.
-        kinds = []
-    hosts_needed = state_bytes / limit_bytes / cluster.devices_per_host
+    # Otherwise the number of micro-batches was searched already.
+    is_fixed = given is None and not (is_auto or isinstance(method, PipeshardParallel))
+    kinds: list[Sequence[Attempt]] = []
+    # Where the state does not fit even if all devices share it evenly, only more devices can help.
+    if may_fit and (is_fixed or isinstance(given, int)):
+        counts = [(given or 1) * 2**k for k in range(1, _MOST_DOUBLINGS + 1)]
+        kinds.append([attempt(f"--micro-batches {n}", num_micro_batches=n) for n in counts])
+    if may_fit:
+        kinds += others
+    hosts_needed = state_bytes / task.limit_bytes / cluster.devices_per_host
     larger = _larger(cluster, hosts_needed)
-    kinds.append([attempt(f"--cluster {each.name}", cluster=each) for each in larger])
-    if not is_auto and state_bytes <= limit_bytes * cluster.num_devices:
+    kinds.append([attempt(_named(each), cluster=each) for each in larger])
+    left_out = _left_out(method)
+    if may_fit and not (is_auto and not left_out):
         # Last, because it takes the longest.
-        kinds.append([attempt(f"--method auto{_without_options(method)}", method=Auto())])
+        kinds.append([attempt(" ".join(["--method auto", *left_out]), method=Auto())])
     return tuple(_tried(kinds, time.perf_counter() + budget_s, progress))
 
 
-def _without_options(method: Method | None) -> str:
-    """Words that name the options of a method which another method refuses."""
-    if not isinstance(method, PipeshardParallel):
-        return ""
-    options = ("num_stages", "stages"), ("schedule", "schedule"), ("layers", "layers")
-    given = [f"--{option}" for name, option in options if getattr(method, name) is not None]
-    return f" without {' and '.join(given)}" if given else ""
+def _named(cluster: Cluster) -> str:
+    """The change to a larger cluster, as it is typed where a preset is this cluster."""
+    with contextlib.suppress(AliquotError):
+        if Cluster.preset(cluster.name) == cluster:
+            return f"--cluster {cluster.name}"
+    return f"{cluster.num_hosts} hosts of the same kind and network"
+
+
+def _left_out(method: Method | None) -> list[str]:
+    """Words that name the options of a method which method auto refuses, or must not have."""
+    options = (
+        ("mesh_shape", "--mesh"),
+        ("num_stages", "--stages"),
+        ("schedule", "--schedule"),
+        ("layers", "--layers"),
+    )
+    given = [option for name, option in options if getattr(method, name, None) is not None]
+    return [f"without {' and '.join(given)}"] if given else []
 
 
 def _tried(
@@ -173,7 +228,7 @@ def _tried(
                 return
             except InfeasibleError as error:
                 yield Remedy(change=each.change, plan=None, required_bytes=error.required_bytes)
-            except InputError:
+            except (InputError, CaptureError):
                 # For example the batch cannot be cut into so many micro-batches; then larger
                 # changes of this kind are impossible, too.
                 break
@@ -197,23 +252,6 @@ def coarser(method: Method | None) -> Method:
             method, intra=method.intra.coarser(relative_gap=_RELATIVE_GAP, node_limit=_NODE_LIMIT)
         )
     return method
-
-
-def _state_and_limit(
-    step: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    cluster: Cluster,
-    memory_limit_bytes: float | None,
-) -> tuple[float, float]:
-    """Bytes of the parameters and the optimizer state, which all devices together must hold under
-    any plan, and the bytes that a plan may use on each device.
-    """
-    graph = capture(step, *args, **kwargs)
-    held = (Role.PARAMETER, Role.OPTIMIZER_STATE)
-    state_bytes = sum(graph.values[i.value].num_bytes for i in graph.inputs if i.role in held)
-    task = Task(graph=graph, cluster=cluster, memory_limit_bytes=memory_limit_bytes)
-    return float(state_bytes), task.limit_bytes
 
 
 def _larger(cluster: Cluster, hosts_needed: float) -> Iterator[Cluster]:

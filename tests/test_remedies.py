@@ -110,7 +110,7 @@ def test_a_change_that_is_not_planned_within_the_time_is_said_to_be_unknown(tigh
         assert 0 < time_limit_s <= 7.0
         raise TimeLimitError("no plan was complete")
 
-    monkeypatch.setattr("aliquot._remedies.make_plan", endless)
+    monkeypatch.setattr("aliquot._remedies.plan_variants", endless)
     (remedy,) = aq.find_remedies(
         *STEP, cluster=CLUSTER, memory_limit_bytes=tight / 1000, budget_s=7.0
     )
@@ -126,7 +126,7 @@ def test_changes_that_no_time_was_left_for_are_named(tight, monkeypatch):
             raise TimeLimitError("no plan was complete")
         raise InfeasibleError("nothing fits", required_bytes=1e12)
 
-    monkeypatch.setattr("aliquot._remedies.make_plan", planned)
+    monkeypatch.setattr("aliquot._remedies.plan_variants", planned)
     options = {"cluster": CLUSTER, "method": DataParallel(), "memory_limit_bytes": tight}
     tried = aq.find_remedies(*STEP, **options)
     assert [each.change for each in tried if not each.is_known] == ["--method auto"]
@@ -135,7 +135,7 @@ def test_changes_that_no_time_was_left_for_are_named(tight, monkeypatch):
     def endless(*args, num_micro_batches, **kwargs):
         raise TimeLimitError("no plan was complete")
 
-    monkeypatch.setattr("aliquot._remedies.make_plan", endless)
+    monkeypatch.setattr("aliquot._remedies.plan_variants", endless)
     untried = aq.find_remedies(*STEP, **options)
     assert [each.change for each in untried] == [
         "--micro-batches 2",

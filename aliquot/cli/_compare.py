@@ -10,14 +10,9 @@ from ..core import InputError
 from ._devices import use_host_only
 from ._groups import takes_groups
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
-from ._options import Json, ModelName, read_cluster
+from ._options import Json, ModelName, read_cluster, read_micro_batches
 from ._progress import search_progress
 from ._session import session
-
-_BLOCKS = (
-    "All recompute each block, as with --recompute block. aliquot plan tries none,\n"
-    "too; to compare that: --recompute none."
-)
 
 
 @takes_groups
@@ -39,10 +34,13 @@ def compare(
         ),
     ] = None,
     micro_batches: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=1,
-            help="Number of micro-batches; by default auto and pipeshard search it, others have 1.",
+            metavar="N|auto",
+            help=(
+                "Number of micro-batches; by default auto and pipeshard search it, others have 1;"
+                " with auto all search it."
+            ),
         ),
     ] = None,
     memory_limit: MemoryLimit = None,
@@ -58,28 +56,24 @@ def compare(
         if "detect" not in names:
             use_host_only()
         where = [read_cluster(name) for name in names]
-        from .._questions import compare as find
+        parts = "auto" if micro_batches == "auto" else read_micro_batches(micro_batches)
+        from .._questions import compare_built
         from ..planners import method_names
         from ..report import comparison_table
-        from ._model import resolve, user_code
+        from ._model import user_code
+        from ._recomputation import builder
 
-        options, limit = model_options.read(), read_memory_limit(memory_limit)
-        built = resolve(model, options, where[0])
-        with user_code(built.name), search_progress(say) as report:
-            comparison = find(
-                built.step,
-                built.state,
-                built.batch,
+        limit = read_memory_limit(memory_limit)
+        with user_code(model), search_progress(say) as report:
+            comparison = compare_built(
+                builder(model, model_options.read()),
                 clusters=where,
                 methods=method_names(methods or ""),
-                num_micro_batches=micro_batches,
+                num_micro_batches=parts,
                 memory_limit_bytes=limit,
-                model=built.reference,
                 progress=report,
             )
         say.show(comparison_table(comparison))
-        if built.workload is not None and options.recompute is None:
-            say.show(_BLOCKS)
         say.finish(comparison.to_dict())
         if comparison.best is None:
             raise typer.Exit(1)

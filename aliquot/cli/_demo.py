@@ -13,6 +13,7 @@ from ..core import InputError, format_count, format_seconds
 from ._devices import use_virtual_devices
 from ._interrupts import INTERRUPTED
 from ._options import Json, check_destination
+from ._progress import search_progress
 from ._session import Session, session
 
 if TYPE_CHECKING:
@@ -70,15 +71,21 @@ def _source(data: Sequence[Path] | None) -> str:
 
 
 def _plan(workload: Workload, out: Path, say: Session) -> Plan:
+    from .._variants import plan_variants
     from ..cluster import Cluster
-    from ..planners import method_by_name
     from ..report import explanation
     from ._explain import priced_alternatives
     from ._model import from_workload
-    from ._plan import make_plan
+    from ._recomputation import variants_of
 
     model = from_workload(workload)
-    plan = make_plan(model, Cluster.detect(), method_by_name("auto"), 1, say)
+    with search_progress(say) as report:
+        plan = plan_variants(
+            variants_of((model,)),
+            cluster=Cluster.detect(),
+            num_micro_batches=1,
+            progress=report,
+        )
     plan.save(out)
     others, remark = priced_alternatives(plan, say)
     say.show(explanation(plan, others, remark=remark))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -14,10 +14,10 @@ from ._progress import search_progress
 from ._session import Session
 
 if TYPE_CHECKING:
+    from .._variants import Variants
     from ..cluster import Cluster
     from ..planners import AbstractMethod, PipeshardParallel
-    from ..plans import ModelReference
-    from ._model import Model, ZooOptions
+    from ._model import ZooOptions
 
 
 def find_max_batch(
@@ -25,12 +25,15 @@ def find_max_batch(
     options: ZooOptions,
     where: Cluster,
     how: AbstractMethod | PipeshardParallel,
-    micro_batches: int,
-    memory_limit_bytes: float | None,
+    micro_batches: int | Literal["auto"] | None,
     out: Path | None,
     say: Session,
+    **of_plan: Any,
 ) -> None:
     """Search, show what was found, and write the plan of highest throughput to `out`.
+
+    Args:
+        of_plan: other arguments of `aliquot.plan`.
 
     Raises:
         InputError: The model comes from a factory, which decides its batch by itself.
@@ -41,34 +44,27 @@ def find_max_batch(
             f"--max-batch: {name} decides its batch by itself. Call aliquot.largest_batch(make,"
             " cluster=...) in Python."
         )
-    from .._questions import largest_batch
+    from .._questions import largest_batch_built
     from ..report import batch_table
-    from ..zoo import configure
-    from ._model import resolve
+    from ..zoo import MODELS, configure
+    from ._recomputation import variants_of, ways_to_build
 
-    models: dict[int, Model] = {}
+    def build(batch: int) -> Variants:
+        return variants_of(ways_to_build(name, replace(options, global_batch=batch), where))
 
-    def make(batch: int) -> tuple[Any, Any, Any]:
-        built = models[batch] = resolve(name, replace(options, global_batch=batch), where)
-        return built.step, built.state, built.batch
-
-    def reference(batch: int) -> ModelReference:
-        return models[batch].reference
-
-    unit = math.lcm(
-        where.num_devices, micro_batches * configure(name, **options.overrides).batch_multiple
-    )
+    multiple = configure(name, **options.overrides).batch_multiple if name in MODELS else 1
+    parts = micro_batches if isinstance(micro_batches, int) else 1
     with search_progress(say) as report:
-        batches = largest_batch(
-            make,
+        batches = largest_batch_built(
+            build,
             cluster=where,
-            method=how,
-            unit=unit,
+            # Each micro-batch can then be split evenly.
+            unit=parts * math.lcm(where.num_devices, multiple),
             first=options.global_batch,
+            method=how,
             num_micro_batches=micro_batches,
-            memory_limit_bytes=memory_limit_bytes,
-            model=reference,
             progress=report,
+            **of_plan,
         )
     say.show(batch_table(batches))
     if out is not None and batches.fastest and batches.fastest.plan:

@@ -30,8 +30,8 @@ Recompute = Annotated[
     str | None,
     typer.Option(
         "--recompute",
-        help="none or block; in aliquot plan also auto, the faster of both. By default auto with"
-        " --method auto, else block.",
+        help="none, block or auto, the faster of both. By default auto; block in verbs that do not"
+        " search for a plan.",
     ),
 ]
 Scan = Annotated[

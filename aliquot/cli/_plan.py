@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from ..cluster import Cluster
     from ..planners import AbstractMethod, PipeshardParallel
     from ..plans import Plan
-    from ._model import Model, ZooOptions
+    from ._model import ZooOptions
 
 
 @takes_groups
@@ -93,128 +92,66 @@ class _Request:
     profiles: ProfileOptions
     search: SearchOptions
 
-    def make(
-        self,
-        model: Model,
-        time_limit_s: float | None,
-        say: Session,
-        *,
-        faster_than_s: float = math.inf,
-        pipelines: bool = True,
-    ) -> Plan:
-        """A plan of the model, found within a time.
-
-        Args:
-            faster_than_s: one that takes as long is of no use.
-            pipelines: whether method auto searches these, too.
-        """
-        from ..planners import Auto
-
-        how = self.how
-        if isinstance(how, Auto):
-            how = replace(how, faster_than_s=faster_than_s, pipelines=pipelines)
-        return make_plan(
-            model,
-            self.where,
-            how,
-            self.method.wanted_micro_batches,
-            say,
-            semantics=self.method.micro_batch_semantics,
-            memory_limit_bytes=self.memory_limit_bytes,
-            verify=self.search.verify,
-            time_limit_s=time_limit_s,
-            **asdict(self.profiles),
-        )
+    @property
+    def of_plan(self) -> dict[str, Any]:
+        """Arguments of `aliquot.plan` that are the same whatever is asked."""
+        return {
+            "num_micro_batches": self.method.wanted_micro_batches,
+            "micro_batch_semantics": self.method.micro_batch_semantics,
+            "memory_limit_bytes": self.memory_limit_bytes,
+        }
 
 
 def _find_max_batch(request: _Request, out: Path | None, say: Session) -> None:
-    from ._recomputation import refuse_auto
-
-    refuse_auto(request.options, request.name, "--max-batch")
+    of_plan = request.of_plan
     find_max_batch(
         request.name,
         request.options,
         request.where,
         request.how,
-        request.method.num_micro_batches or 1,
-        request.memory_limit_bytes,
+        of_plan.pop("num_micro_batches"),
         out,
         say,
+        **of_plan,
     )
 
 
 def _find_plan(
     request: _Request, time_limit_s: float | None, out: Path | None, say: Session
 ) -> None:
-    from ._model import resolve
-    from ._recomputation import plans_both_ways, with_either_recomputation
+    from .._variants import plan_variants
+    from ._model import user_code
+    from ._recomputation import variants_of, ways_to_build
 
-    options, name, where = request.options, request.name, request.where
-    is_auto = plans_both_ways(name, options, request.how)
-    if is_auto:
-        options = replace(options, recompute="block")
-    built = resolve(name, options, where)
+    name, where, how = request.name, request.where, request.how
+    models = ways_to_build(name, request.options, where)
+    variants = variants_of(models)
     started = time.perf_counter()
-
-    def make(model: Model, within_s: float | None, **less: Any) -> Plan:
-        return request.make(model, within_s, say, **less)
-
     try:
-        if is_auto:
-            limit = request.memory_limit_bytes
-            found = with_either_recomputation(name, options, where, make, time_limit_s, limit)
-        else:
-            found = make(built, time_limit_s)
+        with user_code(name), search_progress(say) as report:
+            found = plan_variants(
+                variants,
+                cluster=where,
+                method=how,
+                verify=request.search.verify,
+                time_limit_s=time_limit_s,
+                progress=report,
+                **request.of_plan,
+                **asdict(request.profiles),
+            )
     except InfeasibleError as error:
-        parts, limit = request.method.num_micro_batches, request.memory_limit_bytes
         remedies = (
-            try_remedies(name, options, built, where, request.how, parts, limit, say)
+            try_remedies(name, request.options, variants, where, how, say, **request.of_plan)
             if request.search.tries
             else ()
         )
-        say.finish(no_plan(built, where, request.method.method, parts, error, remedies))
+        parts = request.method.num_micro_batches
+        say.finish(no_plan(models[-1], where, request.method.method, parts, error, remedies))
         raise with_remedies(error, remedies) from None
     except KeyboardInterrupt as stopped:
         _interrupted(getattr(stopped, "plan", None), time.perf_counter() - started, out, say)
         raise typer.Exit(INTERRUPTED) from None
     _deliver(found, time.perf_counter() - started, out, say)
-
-
-def make_plan(
-    model: Model,
-    where: Cluster,
-    how: AbstractMethod | PipeshardParallel,
-    micro_batches: int | Literal["auto"] | None,
-    say: Session,
-    *,
-    semantics: str = "exact",
-    memory_limit_bytes: float | None = None,
-    verify: bool = False,
-    **of_profiles: Any,
-) -> Plan:
-    """Plan a model, with progress on standard error.
-
-    Args:
-        of_profiles: see `aliquot.plan`.
-    """
-    from .._api import plan as find_plan
-    from ._model import user_code
-
-    with user_code(model.name), search_progress(say) as report:
-        return find_plan(
-            model.step,
-            model.state,
-            model.batch,
-            cluster=where,
-            method=how,
-            num_micro_batches=micro_batches,
-            micro_batch_semantics=semantics,
-            memory_limit_bytes=memory_limit_bytes,
-            model=model.reference,
-            verify=verify,
-            progress=report,
-            **of_profiles,
-        )
 
 
 def _deliver(plan: Plan, plan_s: float, out: Path | None, say: Session) -> None:

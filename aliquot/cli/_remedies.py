@@ -4,79 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core import InfeasibleError
 from ._progress import search_progress
 from ._session import Session
 
 if TYPE_CHECKING:
-    from .._remedies import Attempt, Remedy
+    from .._remedies import Remedy
+    from .._variants import Variants
     from ..cluster import Cluster
     from ..planners import AbstractMethod, PipeshardParallel
     from ..plans import Plan
-    from ._model import Model, ZooOptions
+    from ._model import ZooOptions
 
 
 def try_remedies(
     name: str,
     options: ZooOptions,
-    built: Model,
+    built: Variants,
     where: Cluster,
     how: AbstractMethod | PipeshardParallel,
-    micro_batches: int | None,
-    memory_limit_bytes: float | None,
     say: Session,
+    **of_plan: Any,
 ) -> tuple[Remedy, ...]:
     """Changes that were tried, with progress; for models of the zoo also recomputation and smaller
     batches.
+
+    Args:
+        built: the ways in which the model was built.
+        of_plan: other arguments of `aliquot.plan`.
     """
-    from .._api import plan as find_plan
-    from .._remedies import Attempt, coarser, find_remedies
-    from ._model import resolve, user_code
+    from .._remedies import Attempt, coarser, remedies_for
+    from .._variants import plan_variants
+    from ._model import user_code
+    from ._recomputation import variants_of, ways_to_build
 
     def attempt(change: str, changed: ZooOptions) -> Attempt:
         def make(time_limit_s: float) -> Plan:
-            model = resolve(name, changed, where)
-            return find_plan(
-                model.step,
-                model.state,
-                model.batch,
+            return plan_variants(
+                variants_of(ways_to_build(name, changed, where)),
                 cluster=where,
                 method=coarser(how),
-                num_micro_batches=micro_batches,
-                memory_limit_bytes=memory_limit_bytes,
-                model=model.reference,
                 time_limit_s=time_limit_s,
+                **of_plan,
             )
 
         return Attempt(change=change, make=make)
 
     others = []
-    if built.workload is not None and options.global_batch is not None:
+    batch = options.global_batch
+    if ":" not in name and batch is not None:
         if options.recompute == "none":
             others.append([attempt("--recompute block", replace(options, recompute="block"))])
-        batches = [
-            options.global_batch // 2**k for k in range(1, 5) if options.global_batch % 2**k == 0
-        ]
+        batches = [batch // 2**k for k in range(1, 5) if batch % 2**k == 0]
         others.append(
-            [
-                attempt(f"--global-batch {batch}", replace(options, global_batch=batch))
-                for batch in batches
-            ]
+            [attempt(f"--global-batch {n}", replace(options, global_batch=n)) for n in batches]
         )
-    with user_code(built.name), search_progress(say) as report:
-        return find_remedies(
-            built.step,
-            built.state,
-            built.batch,
-            cluster=where,
-            method=how,
-            num_micro_batches=micro_batches,
-            memory_limit_bytes=memory_limit_bytes,
-            model=built.reference,
-            others=others,
-            progress=report,
+    with user_code(name), search_progress(say) as report:
+        return remedies_for(
+            built, cluster=where, method=how, others=others, progress=report, **of_plan
         )
 
 

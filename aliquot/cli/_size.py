@@ -73,22 +73,16 @@ def size(
         table = load_prices(prices)
         use_host_only()
         kinds = _kinds(device, devices_per_host, table, given=prices is not None)
-        from .._questions import size as find
+        from .._questions import size_built
         from ..report import sizing_table
-        from ._model import resolve, user_code
+        from ._model import user_code
+        from ._recomputation import builder
 
         options, limit = model_options.read(), read_memory_limit(memory_limit)
-        built = resolve(
-            model,
-            options,
-            read_cluster(kinds[0].device if isinstance(kinds[0], HostPrice) else kinds[0][0]),
-        )
         priced = isinstance(kinds[0], HostPrice)
-        with user_code(built.name), search_progress(say) as report:
-            sizing = find(
-                built.step,
-                built.state,
-                built.batch,
+        with user_code(model), search_progress(say) as report:
+            sizing = size_built(
+                builder(model, options),
                 hosts=kinds,
                 tokens=wanted,
                 by_s=by_s,
@@ -99,7 +93,6 @@ def size(
                 ),
                 max_hosts=max_hosts,
                 memory_limit_bytes=limit,
-                model=built.reference,
                 progress=report,
             )
         say.show(sizing_table(sizing))

@@ -71,7 +71,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON. Times in seconds, sizes in bytes."""
         rows = [self._row(candidate) for candidate in self.candidates]
-        return {"model": self.model, "candidates": rows, "notes": _uneven_batches(self)}
+        return {"model": self.model, "candidates": rows, "notes": _notes(self)}
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         plan, p = candidate.plan, candidate.plan.prediction if candidate.plan else None
@@ -96,6 +96,7 @@ class Comparison:
             "mesh": list(plan.stages[0].mesh_shape) if plan else None,
             "num_stages": len(plan.stages) if plan else None,
             "num_micro_batches": plan.num_micro_batches if plan else None,
+            "recompute": plan.model.settings.get("recompute") if plan else None,
             "loses": self.why_not(candidate),
         }
 
@@ -138,18 +139,28 @@ def comparison_table(comparison: Comparison) -> Group:
     table = columns(title, header, rows, right=right, narrow=True)
     parts: list[RenderableType] = [table]
     parts += [Text("Why not", style="bold"), *lines] if lines else []
-    uneven = _uneven_batches(comparison)
+    notes = _notes(comparison)
     parts += (
-        [Text("Notes", style="bold"), *(Padding(Text(note), (0, 0, 0, 2)) for note in uneven)]
-        if uneven
+        [Text("Notes", style="bold"), *(Padding(Text(note), (0, 0, 0, 2)) for note in notes)]
+        if notes
         else []
     )
     return Group(*parts) if len(parts) > 1 else table
 
 
-def _uneven_batches(comparison: Comparison) -> list[str]:
-    """Notes of the plans on batches that the devices do not divide, each once."""
-    notes = [
+def _notes(comparison: Comparison) -> list[str]:
+    """What some candidates recompute and others do not, and notes of the plans on batches that the
+    devices do not divide, each once.
+    """
+    by_way: dict[str, list[str]] = {}
+    for c in comparison.candidates:
+        if c.plan and (way := c.plan.model.settings.get("recompute")):
+            by_way.setdefault(way, []).append(c.method)
+    notes = []
+    if len(by_way) > 1:
+        ways = (f"{way}: {', '.join(dict.fromkeys(names))}" for way, names in by_way.items())
+        notes.append(f"Recomputation of the fastest plan of each. {'; '.join(ways)}.")
+    notes += [
         note
         for c in comparison.candidates
         if c.plan

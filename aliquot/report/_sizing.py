@@ -28,6 +28,16 @@ class BatchTrial:
     refusal: str = ""
 
     @property
+    def num_micro_batches(self) -> int:
+        """The number in the plan; 0 without a plan."""
+        return self.plan.num_micro_batches if self.plan else 0
+
+    @property
+    def micro_batch(self) -> int:
+        """Examples in a micro-batch; 0 without a plan."""
+        return self.global_batch // self.num_micro_batches if self.plan else 0
+
+    @property
     def examples_per_s(self) -> float:
         """Predicted throughput; 0 without a plan."""
         return self.global_batch / self.plan.prediction.step_time_s if self.plan else 0.0
@@ -113,11 +123,14 @@ def batch_table(search: BatchSearch) -> Group:
             )
         )
         return Group(*lines)
-    end = (
-        f"; {largest.global_batch + search.unit} does not fit"
-        if search.is_limited
-        else "; larger ones were not tried and may fit"
-    )
+    end = "; larger ones were not tried and may fit"
+    if search.is_limited:
+        end = f"; {largest.global_batch + search.unit} does not fit"
+    elif largest.num_micro_batches > 1:
+        end = (
+            f", in micro-batches of {largest.micro_batch}; larger ones were not tried and may fit"
+            " in more of these"
+        )
     lines.append(Text(f"  largest batch that fits     {largest.global_batch}{end}"))
     rate = f"{format_count(float(round(_per_s(fastest))))} {_what(fastest)}/s"
     lines.append(Text(f"  batch of highest throughput {fastest.global_batch}, {rate}"))

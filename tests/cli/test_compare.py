@@ -22,7 +22,7 @@ def test_methods_are_compared_fastest_first_with_what_they_lose():
     assert rows[0]["loses"] == ""
     assert all(row["loses"] for row in rows[1:])
     fsdp = next(row for row in rows if row["method"] == "fsdp")
-    assert "communication (most: all-gather over x" in fsdp["loses"]
+    assert "communication" in fsdp["loses"] and "(most: all-gather over x" in fsdp["loses"]
     assert 0 < fsdp["mfu"] < 1 and fsdp["tokens_per_s"] == pytest.approx(
         8 * 1024 / fsdp["step_time_s"]
     )
@@ -69,8 +69,6 @@ def test_table_fits_eighty_columns():
     found = run("compare", *ONE_LAYER, "--methods", "fsdp,ddp,auto")
     table = found.stdout.split("Why not")[0]
     assert max(map(len, table.splitlines())) <= 80
-    # What `aliquot plan` would decide differently.
-    assert "to compare that: --recompute none" in found.stdout
     assert "MFU" in table and "tokens/s" in table
 
 

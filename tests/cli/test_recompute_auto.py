@@ -5,11 +5,13 @@ import math
 
 import msgspec
 import pytest
-from command_line import TINY, refused, run
+from command_line import TINY, run
 
 import aliquot as aq
+from aliquot._plan_graph import plan_graph
+from aliquot._variants import plan_variants
 from aliquot.cli._model import ZooOptions
-from aliquot.cli._recomputation import with_either_recomputation
+from aliquot.cli._recomputation import variants_of, ways_to_build
 from aliquot.cluster import Cluster
 from aliquot.planners import Interrupted
 
@@ -52,13 +54,6 @@ def test_a_time_limit_is_kept_over_both():
     assert found.exit_code == 1 and "whether one fits is not known" in found.stderr
 
 
-def test_the_largest_batch_needs_one_way():
-    refused(
-        run("plan", *TINY, "--recompute", "auto", "--max-batch"),
-        "--recompute none or --recompute block",
-    )
-
-
 def test_the_default_of_auto_is_never_slower_than_either():
     on = "gpt-125m --cluster 1x4xA100-80GB --global-batch 32 --scan --mesh 4".split()
     unasked = json.loads(run("plan", *on, "--json", "--no-remedies").stdout)
@@ -67,22 +62,19 @@ def test_the_default_of_auto_is_never_slower_than_either():
     assert none["step_time_s"] < block["step_time_s"]
 
 
-def test_other_methods_recompute_blocks_unless_asked():
+def test_other_methods_choose_too():
     method = [*DEEP, "--memory-limit", "60GiB"]
     found = json.loads(run("plan", *method, "--json", "--no-remedies").stdout)
-    assert found["step_time_s"] == planned(method, "block")["step_time_s"]
+    assert found["step_time_s"] == planned(method, "auto")["step_time_s"]
 
 
 @pytest.mark.parametrize("later", ["none", "faster", "slower"])
-def test_ctrl_c_during_the_second_search_keeps_the_faster(later):
-    options = ZooOptions(global_batch=8, overrides={})
+def test_ctrl_c_during_the_second_search_keeps_the_faster(later, monkeypatch):
     where = Cluster.preset("1x2xH100")
     made = []
 
-    def make(model, within_s, **less):
-        plan = aq.plan(
-            model.step, model.state, model.batch, cluster=where, method=aq.DataParallel()
-        )
+    def make(graph, *, started, cluster, method, **options):
+        plan = plan_graph(graph, started=started, cluster=cluster, method=aq.DataParallel())
         seconds = {"faster": 1e-6, "slower": 1e6}
         if not made:
             # So long that blocks may be faster.
@@ -93,8 +85,9 @@ def test_ctrl_c_during_the_second_search_keeps_the_faster(later):
         made.append(stopped.plan)
         raise stopped
 
+    monkeypatch.setattr("aliquot._variants.plan_graph", make)
     with pytest.raises(KeyboardInterrupt) as caught:
-        with_either_recomputation("gpt-10m", options, where, make, None)
+        plan_variants(both_ways(where), cluster=where)
     kept = caught.value.plan
     assert kept.prediction.step_time_s == (1e-6 if later == "faster" else 1e3)
     names = [(each["name"], each["outcome"]) for each in kept.provenance.candidates]
@@ -106,28 +99,31 @@ def _timed(plan, step_time_s):
     return msgspec.structs.replace(plan, prediction=prediction)
 
 
-def asked(limit, first_s, devices=2):
-    """What is searched in which order: with blocks or without, how fast, with pipelines or not."""
-    options, searched = ZooOptions(global_batch=8, overrides={}), []
+def both_ways(where):
+    return variants_of(ways_to_build("gpt-10m", ZooOptions(global_batch=8, overrides={}), where))
 
-    def make(model, within_s, *, faster_than_s=math.inf, pipelines=True):
-        way = model.workload.settings["recompute"]
-        searched.append((way, faster_than_s, pipelines))
+
+def asked(monkeypatch, limit, first_s, devices=2):
+    """What is searched in which order: with blocks or without, how fast, with pipelines or not."""
+    searched = []
+
+    def make(graph, *, started, method, model, **options):
+        searched.append((model.settings["recompute"], method.faster_than_s, method.pipelines))
         where = Cluster.preset("1x2xH100")
-        plan = aq.plan(
-            model.step, model.state, model.batch, cluster=where, method=aq.DataParallel()
-        )
+        plan = plan_graph(graph, started=started, cluster=where, method=aq.DataParallel())
         return _timed(plan, first_s)
 
     where = Cluster.preset(f"1x{devices}xH100")
-    with_either_recomputation("gpt-10m", options, where, make, None, limit)
+    with monkeypatch.context() as patch:
+        patch.setattr("aliquot._variants.plan_graph", make)
+        plan_variants(both_ways(where), cluster=where, memory_limit_bytes=limit)
     return searched
 
 
-def test_what_cannot_be_faster_is_not_searched():
+def test_what_cannot_be_faster_is_not_searched(monkeypatch):
     # Blocks compute longer, and pipelines without them choose what they recompute.
-    assert asked(None, 1e-9) == [("none", math.inf, True)]
-    assert asked(None, 1e3) == [("none", math.inf, True), ("block", 1e3, False)]
+    assert asked(monkeypatch, None, 1e-9) == [("none", math.inf, True)]
+    assert asked(monkeypatch, None, 1e3) == [("none", math.inf, True), ("block", 1e3, False)]
     # The whole batch does not fit without recomputation.
-    assert asked(1e6, 1e3) == [("block", math.inf, True), ("none", 1e3, True)]
-    assert asked(1e4, 1e3, 256) == [("block", math.inf, True), ("none", 1e3, False)]
+    assert asked(monkeypatch, 1e6, 1e3) == [("block", math.inf, True), ("none", 1e3, True)]
+    assert asked(monkeypatch, 1e4, 1e3, 256) == [("block", math.inf, True), ("none", 1e3, False)]
