@@ -143,19 +143,17 @@ def remedies_for(
     """
 
     def attempt(change: str, **changed: Any) -> Attempt:
-        used = {"cluster": cluster, "method": method, "num_micro_batches": num_micro_batches}
-        used |= changed
+        used: dict[str, Any] = {
+            "cluster": cluster,
+            "num_micro_batches": num_micro_batches,
+            "memory_limit_bytes": memory_limit_bytes,
+            **options,
+            **changed,
+            "method": coarser(changed.get("method", method)),
+        }
 
         def make(time_limit_s: float) -> Plan:
-            return plan_variants(
-                variants,
-                cluster=used["cluster"],
-                method=coarser(used["method"]),
-                num_micro_batches=used["num_micro_batches"],
-                memory_limit_bytes=memory_limit_bytes,
-                time_limit_s=time_limit_s,
-                **options,
-            )
+            return plan_variants(variants, time_limit_s=time_limit_s, **used)
 
         return Attempt(change=change, make=make)
 

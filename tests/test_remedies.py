@@ -4,9 +4,11 @@ searched.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 from command_line import run
 from planners.small_steps import mlp
@@ -20,6 +22,7 @@ from aliquot.planners import Auto, DataParallel, PipeshardParallel, WholeProgram
 CLUSTER = Cluster.preset("1x4xH100")
 # Activations weigh more than parameters, so that micro-batches help.
 STEP = mlp((64, 128, 64), 4096)
+STATE_BYTES = sum(4 * leaf.size for leaf in jax.tree.leaves(STEP[1]))
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +76,8 @@ def test_what_was_tried_in_vain_says_what_it_needs(tight):
 
 def test_where_the_state_alone_is_too_large_only_as_many_hosts_as_hold_it_are_tried():
     """Smaller batches and other methods would be tried in vain, as the state does not shrink."""
-    state_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(STEP[1]))
     remedies = aq.find_remedies(
-        *STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=state_bytes / 12
+        *STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=STATE_BYTES / 12
     )
     assert remedies[0].change == "--cluster 4x4xH100"
     assert all(each.change.startswith("--cluster") for each in remedies)
@@ -203,7 +205,6 @@ def test_auto_says_the_smallest_need_of_all_that_it_searched():
 
 
 def test_another_method_is_advised_without_the_options_that_it_refuses():
-    state_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(STEP[1]))
     for method, change in (
         (PipeshardParallel(num_stages=2), "--method auto without --stages"),
         (
@@ -214,7 +215,7 @@ def test_another_method_is_advised_without_the_options_that_it_refuses():
         (DataParallel(), "--method auto"),
     ):
         remedies = aq.find_remedies(
-            *STEP, cluster=CLUSTER, method=method, memory_limit_bytes=state_bytes / 3.9
+            *STEP, cluster=CLUSTER, method=method, memory_limit_bytes=STATE_BYTES / 3.9
         )
         assert change in [each.change for each in remedies]
 
@@ -242,3 +243,89 @@ def test_the_command_prints_what_was_tried_with_step_times():
         assert (each["fits"] is True) == (each["step_time_s"] is not None)
     quick = run(*given, "--no-remedies")
     assert "Tried" not in quick.stderr and "It could fit with" in quick.stderr
+
+
+def refusal(step, **asked):
+    with pytest.raises(InfeasibleError) as refused:
+        aq.plan(*step, cluster=CLUSTER, **asked)
+    return refused.value
+
+
+def test_micro_batches_that_an_error_advises_fit(tight):
+    error = refusal(STEP, method=DataParallel(), memory_limit_bytes=tight)
+    (count,) = (int(each.split()[0]) for each in error.advice if "micro-batches" in each)
+    assert count > 1 and "(now 1)" in str(error)
+    for more in (count, 2 * count):
+        aq.plan(
+            *STEP,
+            cluster=CLUSTER,
+            method=DataParallel(),
+            memory_limit_bytes=tight,
+            num_micro_batches=more,
+        )
+
+
+def test_devices_that_an_error_advises_fit():
+    asked = {"method": aq.Zero3Parallel(), "memory_limit_bytes": 4 * STATE_BYTES}
+    error = refusal(STEP, **asked)
+    (devices,) = (int(each.split()[0]) for each in error.advice if "such devices" in each)
+    aq.plan(*STEP, cluster=Cluster.preset(f"1x{devices}xH100"), **asked)
+
+
+def test_what_is_gathered_whole_is_not_said_to_shrink():
+    """A table that ZeRO-3 gathers: no more micro-batches and no more devices make it smaller."""
+
+    def step(state, batch):
+        def loss(table):
+            return jnp.mean(table[batch] ** 2)
+
+        return state - jax.grad(loss)(state), loss(state)
+
+    table = jax.ShapeDtypeStruct((1 << 20, 64), "float32")
+    error = refusal(
+        (step, table, jax.ShapeDtypeStruct((4096,), "int32")),
+        method=aq.Zero3Parallel(),
+        memory_limit_bytes=220 * 2**20,
+    )
+    assert "256.0 MiB are whole on each device at once" in str(error)
+    assert error.advice == ("method shard or auto, which leave every split open",)
+
+
+def test_a_larger_cluster_is_named_only_where_that_is_this_cluster(tight):
+    inter = dataclasses.replace(CLUSTER.inter, bandwidth_bytes_per_s=1e9)
+    slow = dataclasses.replace(CLUSTER, inter=inter)
+    for cluster, change in (
+        (CLUSTER, "--cluster 2x4xH100"),
+        (slow, "2 hosts of the same kind and network"),
+    ):
+        remedies = aq.find_remedies(
+            *STEP, cluster=cluster, method=DataParallel(), memory_limit_bytes=tight
+        )
+        assert change in [each.change for each in remedies]
+
+
+def test_method_auto_is_advised_without_a_mesh():
+    remedies = aq.find_remedies(
+        *STEP, cluster=CLUSTER, method=Auto(mesh_shape=(4,)), memory_limit_bytes=STATE_BYTES / 3.9
+    )
+    assert "--method auto without --mesh" in [each.change for each in remedies]
+
+
+def test_a_step_that_does_not_decompose_has_remedies_without_micro_batches():
+    def step(state, batch):
+        def loss(w):
+            z = batch @ w
+            return jnp.mean(jax.nn.logsumexp(z @ z.T, axis=1))
+
+        return state - jax.grad(loss)(state), loss(state)
+
+    shape = jax.ShapeDtypeStruct
+    args = (step, shape((64, 64), "float32"), shape((1024, 64), "float32"))
+    remedies = aq.find_remedies(
+        *args, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=2**20
+    )
+    assert remedies
+    assert not [each for each in remedies if each.change.startswith("--micro-batches")]
+    error = refusal(args, method=DataParallel(), memory_limit_bytes=2**20)
+    assert "does not decompose into micro-batches" in str(error)
+    assert not [each for each in error.advice if "micro-batches" in each]

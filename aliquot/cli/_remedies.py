@@ -73,10 +73,4 @@ def with_remedies(error: InfeasibleError, remedies: Sequence[Remedy]) -> Infeasi
 
     if not remedies:
         return error
-    kept = [line for line in str(error).splitlines() if not line.strip().startswith("It could fit")]
-    return InfeasibleError(
-        "\n".join([*kept, remedies_text(remedies)]),
-        required_bytes=error.required_bytes,
-        available_bytes=error.available_bytes,
-        parts=error.parts,
-    )
+    return error.reworded(f"{error.message}\n{remedies_text(remedies)}")

@@ -6,7 +6,7 @@ All floors raise these. The command line prints the message and exits with `exit
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ._text import listing
 
@@ -45,7 +45,8 @@ class InfeasibleError(AliquotError):
     """No plan meets the constraints: an answer, with numbers, rather than a mistake.
 
     Args:
-        message: What was tried, what the smallest plan needs, and what would make it fit.
+        message: What was tried, and what the smallest plan needs.
+        advice: Changes with which it may fit.
         required_bytes: Memory per device of the smallest plan found, or None if none was completed.
         available_bytes: Memory per device that a plan may use.
         parts: Bytes per device of the smallest plan by component (`"parameters"`, `"activations"`,
@@ -58,14 +59,27 @@ class InfeasibleError(AliquotError):
         self,
         message: str,
         *,
+        advice: Sequence[str] = (),
         required_bytes: float | None = None,
         available_bytes: float | None = None,
         parts: Mapping[str, float] | None = None,
     ) -> None:
-        super().__init__(message)
+        changes = ", or ".join(advice)
+        super().__init__(f"{message}\n  It could fit with {changes}." if advice else message)
+        self.message, self.advice = message, tuple(advice)
         self.required_bytes = required_bytes
         self.available_bytes = available_bytes
         self.parts: dict[str, float] = dict(parts or {})
+
+    def reworded(self, message: str, advice: Sequence[str] = ()) -> InfeasibleError:
+        """The same answer in other words."""
+        return InfeasibleError(
+            message,
+            advice=advice,
+            required_bytes=self.required_bytes,
+            available_bytes=self.available_bytes,
+            parts=self.parts,
+        )
 
 
 class TimeLimitError(AliquotError):

@@ -190,18 +190,20 @@ def _not_searched(least_s: float) -> Candidate:
 
 def _for_both_searches(error: InfeasibleError, task: Task) -> InfeasibleError:
     """The error of the search with the smaller plan, worded as the answer of both searches."""
-    claim, _, rest = str(error).partition("\n")
+    claim, _, rest = error.message.partition("\n")
     if claim.startswith("No "):
         claim = (
             f"No plan fits {task.cluster.name} ({format_bytes(task.limit_bytes)} usable on each"
             " device), neither as one program nor as a pipeline."
         )
-    return InfeasibleError(
-        f"{claim}\n{rest}",
-        required_bytes=error.required_bytes,
-        available_bytes=error.available_bytes,
-        parts=error.parts,
-    )
+    return error.reworded(f"{claim}\n{rest}", _untried(error, task))
+
+
+def _untried(error: InfeasibleError, task: Task) -> list[str]:
+    """The advice of one search that the other has not followed in vain."""
+    if task.num_micro_batches is not None:
+        return list(error.advice)
+    return [each for each in error.advice if "micro-batch" not in each and "method" not in each]
 
 
 def _required_bytes(error: InfeasibleError) -> float:

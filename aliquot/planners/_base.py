@@ -15,7 +15,15 @@ from ..core import InfeasibleError
 from ..cost import PipelinePrediction, Priced, Problem, make_problem
 from ..graph import Graph
 from ..plans import Plan, Schedule
-from ..sharding import SEMANTICS, Choice, LayeredStep, NodeId, StagedStep, plan_micro_batches
+from ..sharding import (
+    SEMANTICS,
+    Choice,
+    LayeredStep,
+    NodeId,
+    StagedStep,
+    plan_micro_batches,
+    runs_in_groups,
+)
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called as `progress(what, done, of)` while a method searches."""
@@ -252,6 +260,8 @@ class AbstractMethod(abc.ABC):
             # Complete the best decision so far, so that a plan can be written from it.
             interrupted.decision = best and replace(best, combine=task.combine(count))
             raise
+        except InfeasibleError as error:
+            raise _that_decomposes(error, task) from None
 
     @abc.abstractmethod
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
@@ -270,6 +280,25 @@ def faster(one: Decision | None, other: Decision | None) -> Decision | None:
         return one or other
     # Ties go to the first, so that the order of methods decides and not rounding.
     return other if other.step_time_s < one.step_time_s else one
+
+
+def _that_decomposes(error: InfeasibleError, task: Task) -> InfeasibleError:
+    """The error without advice to use micro-batches into which the step does not decompose."""
+    kept = []
+    for change in error.advice:
+        number, _, unit = change.partition(" ")
+        if not unit.startswith("micro-batches") or runs_in_groups(
+            task.graph,
+            int(number),
+            1,
+            semantics=task.semantics,
+            on_missing_rule=task.on_missing_rule,
+        ):
+            kept.append(change)
+    if len(kept) == len(error.advice):
+        return error
+    said = "The step does not decompose into micro-batches, with which it could fit."
+    return error.reworded(f"{error.message}\n  {said}", kept)
 
 
 class TooSlowError(InfeasibleError):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..cluster import Cluster, LogicalMesh
-from ..core import InfeasibleError, InputError
+from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Problem, price
 from ..graph import Graph, Role
 from ._base import AbstractMethod, Decision, Progress, Task
@@ -130,14 +130,22 @@ class Megatron(AbstractMethod):
             layers=self.layers,
         )
         best: Decision | None = None
-        tried = []
-        for count in self._counts(task):
+        tried, counts = [], self._counts(task)
+        is_open = task.num_micro_batches is None and self.num_micro_batches is None
+        # The last resort of a step that does not decompose into micro-batches.
+        for count in [*counts, 1] if is_open and 1 not in counts else counts:
+            if best is not None and count not in counts:
+                break
             try:
                 decision = replace(pipeline, num_micro_batches=count).decide(task)
             except InfeasibleError:
                 if best is None:
                     raise
                 break
+            except CaptureError:
+                if count == 1 or not is_open:
+                    raise
+                continue
             tried.append(tried_pipeline(decision))
             # Larger micro-batches mean less overhead and a larger bubble, so the step time first
             # falls and then rises: stop at the first rise.

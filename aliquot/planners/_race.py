@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..cluster import LogicalMesh
 from ..core import InfeasibleError, InputError, format_bytes, format_seconds
 from ..cost import Problem, known_memory, peak_memory
-from ..graph import Role
+from ._advice import what_may_fit
 from ._base import Candidate, Decision, Interrupted, Progress, StageDecision, TooSlowError
 from ._neighbourhood import FEW_AXES
 from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space
@@ -357,7 +358,7 @@ def _infeasible(
     """The error if nothing fits. It names the smallest plan, the parts of its memory, and
     remedies.
     """
-    smallest: tuple[float, dict[str, float], _Runner] | None = None
+    smallest: tuple[float, dict[str, float], _Runner, NDArray[np.int64]] | None = None
     # Meshes of few axes split arrays into as many pieces, and their smallest plan is found quickly.
     axes = min(len(runner.entry.mesh.shape) for runner in runners)
     for runner in (r for r in runners if len(r.entry.mesh.shape) == axes):
@@ -365,9 +366,9 @@ def _infeasible(
         priced = runner.entry.space.priced
         peak_bytes, _, parts = peak_memory(known_memory(priced, picks), priced, picks)
         if smallest is None or peak_bytes < smallest[0]:
-            smallest = peak_bytes, parts, runner
+            smallest = peak_bytes, parts, runner, picks
     assert smallest is not None
-    peak_bytes, parts, runner = smallest
+    peak_bytes, parts, runner, picks = smallest
     limit_bytes = problem.memory_limit_bytes
     gave_up = any(r.search.gave_up for r in runners)
     # There are too few choices, not too little memory: advice on memory would be wrong.
@@ -382,47 +383,14 @@ def _infeasible(
     if gave_up:
         claim = f"Within the limits of the search no plan of method {method} was found that fits"
     listed = ", ".join(f"{format_bytes(v)} {k}" for k, v in list(parts.items())[:5])
+    spaces = [r.entry.space for r in runners]
+    changes, remark = what_may_fit(problem, runner.entry.space.priced, picks, spaces)
     return InfeasibleError(
         f"{claim} {problem.cluster.name} ({format_bytes(limit_bytes)} usable on each device).\n"
         f"  The smallest found, on a mesh {_mesh_name(runner.entry.mesh)}, needs"
-        f" {format_bytes(peak_bytes)}: {listed}.\n"
-        f"  {_remedy(problem, peak_bytes, parts, [r.entry.space for r in runners])}",
+        f" {format_bytes(peak_bytes)}: {listed}.{remark}",
+        advice=changes,
         required_bytes=int(peak_bytes),
         available_bytes=int(limit_bytes),
         parts=parts,
     )
-
-
-def _remedy(
-    problem: Problem, peak_bytes: float, parts: dict[str, float], spaces: Sequence[Space]
-) -> str:
-    """A sentence with changes that may make the step fit; `aliquot.find_remedies` tries them."""
-    # All but the activations: only these shrink with more micro-batches.
-    fixed_bytes = sum(
-        v
-        for k, v in parts.items()
-        if k in ("parameters", "optimizer state", "gradients", "other state")
-    )
-    advice = []
-    if fixed_bytes < problem.memory_limit_bytes and peak_bytes > fixed_bytes:
-        advice.append(f"more micro-batches (now {problem.num_micro_batches})")
-    if not any(_can_split(problem, space, Role.PARAMETER) for space in spaces):
-        advice.append("method zero3, shard or auto, which split parameters too")
-    if any(
-        _can_split(problem, space, role)
-        for space in spaces
-        for role in (Role.PARAMETER, Role.OPTIMIZER_STATE)
-    ):
-        # More devices do not help if every device holds the whole state.
-        advice.append(f"more such devices (now {problem.cluster.num_devices})")
-    return "It could fit with " + ", or ".join(advice) + "."
-
-
-def _can_split(problem: Problem, space: Space, role: Role) -> bool:
-    """True if a space has a choice that splits an array of a role."""
-    nodes = {
-        port.node
-        for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True)
-        if item.role is role and port.node >= 0
-    }
-    return any((space.priced.nodes[n].choices[space.allowed[n]] >= 0).any() for n in nodes)

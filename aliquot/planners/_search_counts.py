@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Chain, ChainPlan
 from ..graph import Graph, Layers, operators_with_effects, source_line
-from ._base import Decision, Task
+from ..sharding import runs_in_groups
+from ._base import Candidate, Decision, Task
 from ._counts import MANY_DEVICES, counts_to_try, drawn_between
 from ._helper import HelperProcess
 from ._one_program import as_one_program
 from ._pipeline_search import PipelineSearch, StoppedSearch
 from ._priced_layers import PricedLayers, price_layers
+from ._quick_bounds import least_compute_s
 from ._solve_stages import solve_with
-from ._tried import tried_counts, tried_pipeline
+from ._tried import listed, tried_counts, tried_pipeline
 
 if TYPE_CHECKING:
     from ._pipeshard import PipeshardParallel
@@ -62,10 +64,71 @@ def solve_pipeline(
         for attempt, counts in enumerate(groups, 1):
             try:
                 return _search_counts(method, task, counts, helper, faster_than_s)
-            except InfeasibleError:
-                if attempt == len(groups):
+            except InfeasibleError as error:
+                if given is not None:
                     raise
+                if attempt == len(groups):
+                    raise _untried(error) from None
+            except (CaptureError, InputError) as error:
+                if given is not None:
+                    raise
+                return _search_what_decomposes(method, task, counts, helper, faster_than_s, error)
     raise AssertionError("there is always a number of micro-batches to try")
+
+
+def _search_what_decomposes(
+    method: PipeshardParallel,
+    task: Task,
+    counts: list[int],
+    helper: HelperProcess,
+    faster_than_s: float,
+    refusal: CaptureError | InputError,
+) -> PipelineSearch:
+    """As `_search_counts`, with those of the numbers of micro-batches into which the step
+    decomposes, or with a single one.
+
+    Args:
+        refusal: why the step cannot be planned with all of the numbers.
+
+    Raises:
+        CaptureError, InputError: the refusal, if it has another reason, or if a plan that takes
+            less than a pipeline of a single micro-batch mostly does is known.
+    """
+    semantics, rules = task.semantics, task.on_missing_rule
+    kept = [
+        n
+        for n in counts
+        if n == 1 or runs_in_groups(task.graph, n, 1, semantics=semantics, on_missing_rule=rules)
+    ]
+    if kept == counts:
+        raise refusal
+    if not kept and math.isfinite(faster_than_s):
+        least_s = least_compute_s(task.problem(1))
+        if not _one_micro_batch_may_do(task, least_s, faster_than_s):
+            raise refusal
+    left_out = [n for n in counts if n not in kept]
+    said = Candidate(
+        name=f"{method.inter.method}, {listed(left_out)} micro-batches",
+        mesh="",
+        lower_bound_s=None,
+        step_time_s=None,
+        outcome="the step does not decompose",
+    )
+    try:
+        found = _search_counts(method, task, kept or [1], helper, faster_than_s)
+    except InfeasibleError as error:
+        untried = _untried(error)
+        raise untried.reworded(f"{untried.message}\n{refusal}", untried.advice) from None
+    decision = found.decision
+    if decision is not None:
+        decision = replace(decision, candidates=(*decision.candidates, said))
+    return replace(found, decision=decision, tried=(*found.tried, said))
+
+
+def _untried(error: InfeasibleError) -> InfeasibleError:
+    """The error without advice to use more micro-batches, of which all numbers were tried."""
+    advice = [each for each in error.advice if not each.startswith("more micro-batches")]
+    return error.reworded(error.message, advice)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

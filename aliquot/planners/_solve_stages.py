@@ -171,8 +171,8 @@ def _fit(
     raise InfeasibleError(
         f"No pipeline was found that fits {task.cluster.name}: the stages that the search proposed"
         f" need at least {least_needed / limit:.2f} times the {format_bytes(limit)} usable on each"
-        " device when they are looked at closely.\n  It could fit with more micro-batches, a"
-        " smaller batch, or more devices.",
+        " device when they are looked at closely.",
+        advice=["more micro-batches", "a smaller batch", "more devices"],
         required_bytes=int(least_needed),
         available_bytes=int(limit),
         parts={},

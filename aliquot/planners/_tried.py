@@ -84,9 +84,8 @@ def tried_counts(
     best stages by prices of single layers, if known.
     """
     slower = promised is not None and promised.step_time_s >= best_s
-    listed = " or ".join(filter(None, [", ".join(map(str, counts[:-1])), str(counts[-1])]))
     return Candidate(
-        name=f"{method}, {listed} micro-batch{'es' if counts[-1] > 1 else ''}",
+        name=f"{method}, {listed(counts)} micro-batch{'es' if counts[-1] > 1 else ''}",
         mesh="",
         lower_bound_s=None,
         step_time_s=promised.step_time_s if promised else None,
@@ -96,3 +95,8 @@ def tried_counts(
             else "not searched: limit on numbers of micro-batches"
         ),
     )
+
+
+def listed(counts: Sequence[int]) -> str:
+    """Numbers as words: `2, 4 or 8`."""
+    return " or ".join(filter(None, [", ".join(map(str, counts[:-1])), str(counts[-1])]))

@@ -296,3 +296,46 @@ class OnlySmall(AbstractInter):
 def test_smaller_micro_batches_are_tried_if_nothing_else_fits():
     assert plan_of(num_stages=2).num_micro_batches <= 8
     assert plan_of(inter=OnlySmall()).num_micro_batches >= 32
+
+
+def contrastive_step(state, batch):
+    """Sets examples against one another, so that it has no micro-batches of the same numbers."""
+
+    def loss(params):
+        x = params["embed"][batch["tokens"]]
+        for layer in params["layers"]:
+            x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+        return jax.nn.logsumexp(x @ x.T, axis=1).mean() - (x * x).sum(1).mean()
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+    return {"params": params, "mu": state["mu"]}, value
+
+
+@pytest.mark.parametrize(
+    "method",
+    [aq.PipeshardParallel(num_stages=2), aq.Megatron(data=4, pipeline=2)],
+    ids=["searched", "equal stages"],
+)
+@pytest.mark.parametrize("count", [None, 1])
+def test_a_step_that_does_not_decompose_is_one_micro_batch(method, count):
+    state = {**STATE, "params": {k: v for k, v in STATE["params"].items() if k != "head"}}
+    plan = aq.plan(
+        contrastive_step,
+        state,
+        BATCH,
+        cluster=aq.Cluster.preset(CLUSTER),
+        method=method,
+        num_micro_batches=count,
+    )
+    assert (len(plan.stages), plan.num_micro_batches) == (2, 1)
+    if count is None and isinstance(method, aq.PipeshardParallel):
+        outcomes = [each["outcome"] for each in plan.provenance.candidates]
+        assert "the step does not decompose" in outcomes
+
+
+def test_a_refusal_advises_no_number_of_micro_batches_that_was_searched():
+    with pytest.raises(InfeasibleError) as refused:
+        plan_of(limit=1e5, num_stages=2)
+    assert "micro-batches (now" not in str(refused.value)
+    assert "more micro-batches" not in str(refused.value)

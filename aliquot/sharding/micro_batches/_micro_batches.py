@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -255,11 +256,47 @@ def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Gra
     try:
         return _of_size(graph, size)
     except (TypeError, ValueError, IndexError, ArithmeticError) as error:
+        reason = str(error).rstrip(".")
+        if held := _hidden_in_state(graph, size):
+            raise CaptureError(
+                f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its"
+                f" batch: {reason}. State is not cut, and this state holds a row for each of the"
+                f" {batch_size(graph)} examples: {', '.join(held)}. Pass it with the batch, as one"
+                " more of its arrays, and return it beside the state; or use num_micro_batches=1."
+            ) from error
         raise CaptureError(
             f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its batch:"
-            f" {error}. Take sizes from the arrays (x.shape[0]) instead of writing them down, or"
+            f" {reason}. Take sizes from the arrays (x.shape[0]) instead of writing them down, or"
             " use fewer micro-batches."
         ) from error
+
+
+def _hidden_in_state(graph: Graph, size: int) -> list[str]:
+    """The arrays besides the batch that hold a row for each example: those that must have `size`
+    rows, too, for the step to be traced on so many examples. Described with their shapes; none if
+    that is not why it cannot be traced.
+    """
+    shapes = [graph.values[item.value].shape for item in graph.inputs]
+    kept = {
+        k
+        for k, item in enumerate(graph.inputs)
+        if item.role is not Role.BATCH and shapes[k][:1] == (batch_size(graph),)
+    }
+
+    def traces(cut: Collection[int]) -> bool:
+        try:
+            _trace(graph, size, also=cut)
+        except (CaptureError, TypeError, ValueError, IndexError, ArithmeticError):
+            return False
+        return True
+
+    if not kept or not traces(kept):
+        return []
+    for k in sorted(kept):
+        # Such as a bias of as many elements as there are examples.
+        if traces(kept - {k}):
+            kept.remove(k)
+    return [f"{graph.inputs[k].path} of shape {shapes[k]}" for k in sorted(kept)]
 
 
 def _of_size(graph: Graph, size: int) -> Graph:
@@ -297,13 +334,13 @@ def _of_size(graph: Graph, size: int) -> Graph:
     return known[size]
 
 
-def _trace(graph: Graph, size: int) -> Graph:
-    """The step traced on so many examples."""
+def _trace(graph: Graph, size: int, also: Collection[int] = ()) -> Graph:
+    """The step traced on so many examples; `also` are further inputs that have a row for each."""
     leaves = []
-    for item, leaf in zip(graph.inputs, graph.calling.call.leaves, strict=True):
+    for k, (item, leaf) in enumerate(zip(graph.inputs, graph.calling.call.leaves, strict=True)):
         # Only the batch's leading dim changes: the shapes of state are those of the whole step.
-        shape = graph.values[item.value].shape
-        leaves.append(_Leaf(leaf, (size, *shape[1:])) if item.role is Role.BATCH else leaf)
+        shape, is_cut = graph.values[item.value].shape, item.role is Role.BATCH or k in also
+        leaves.append(_Leaf(leaf, (size, *shape[1:])) if is_cut else leaf)
     return build_graph(graph.calling, leaves)
 
 

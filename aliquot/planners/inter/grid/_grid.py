@@ -144,9 +144,12 @@ def nothing_fits(
         f"No {what} fits {chain.num_hosts}x{chain.devices_per_host} devices"
         f" ({format_bytes(chain.memory_limit_bytes)} usable on each).\n  The smallest,"
         f" {len(plan.stages)} stages of {option.name} with {plan.num_micro_batches} micro-batches,"
-        f" needs {format_bytes(figures.peak_bytes)} on stage {k}: {listed}.\n  It could fit with"
-        " stages that differ (StageDP), options that recompute or split more, or more"
-        " micro-batches.",
+        f" needs {format_bytes(figures.peak_bytes)} on stage {k}: {listed}.",
+        advice=[
+            "stages that differ (StageDP)",
+            "options that recompute or split more",
+            "more micro-batches",
+        ],
         required_bytes=int(figures.peak_bytes),
         available_bytes=int(chain.memory_limit_bytes),
         parts=parts,

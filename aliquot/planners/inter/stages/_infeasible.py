@@ -56,8 +56,8 @@ def nothing_fits(
         f" ({format_bytes(limit)} usable on each).\n  The smallest found, {plan.schedule} with"
         f" {count} and {plan.num_micro_batches} micro-batches, needs"
         f" {format_bytes(figures.peak_bytes)} on stage {k} ({names[0]} to {names[1]},"
-        f" {chain.options[stage.option].name}): {listed}.\n "
-        f" {_remedy(chains, plan, parts, limit, num_stages)}",
+        f" {chain.options[stage.option].name}): {listed}.",
+        advice=_remedy(chains, plan, parts, limit, num_stages),
         required_bytes=int(figures.peak_bytes),
         available_bytes=int(limit),
         parts=parts,
@@ -160,7 +160,7 @@ def _remedy(
     parts: dict[str, float],
     limit: float,
     num_stages: int | None,
-) -> str:
+) -> list[str]:
     """Changes that may make it fit."""
     chain = chains[0]
     fixed = parts["state"]
@@ -173,4 +173,4 @@ def _remedy(
     if num_stages is not None:
         advice.append("another number of stages")
     advice.append(f"more such devices (now {chain.num_devices})")
-    return "It could fit with " + ", or ".join(advice) + "."
+    return advice

@@ -1,0 +1,166 @@
+"""Changes with which a step that fits under no plan may fit, computed from the smallest plan that
+was found. `aliquot.find_remedies` tries them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import format_bytes
+from ..cost import (
+    Conversion,
+    Priced,
+    Problem,
+    Resident,
+    alive_over_time,
+    converted,
+    known_memory,
+)
+from ..graph import Role
+from ._counts import MOST_MICRO_BATCHES, batch_size
+from ._quick_bounds import cannot_fit
+from .intra import Space
+
+_MOST_TIMES = 64
+
+
+class _Part(NamedTuple):
+    """Arrays in the memory of a device.
+
+    Attributes:
+        holds_batch: whether they are smaller with more micro-batches.
+        is_split: whether the first mesh axis splits them, so that more devices hold less of them.
+    """
+
+    alive: Resident | Conversion
+    num_bytes: float
+    holds_batch: bool
+    is_split: bool
+
+
+def what_may_fit(
+    problem: Problem, priced: Priced, picks: NDArray[np.int64], spaces: Sequence[Space]
+) -> tuple[list[str], str]:
+    """Changes with which the step may fit, the smallest first, and a line that is empty unless
+    neither more micro-batches nor more devices help.
+
+    More micro-batches and more devices are named, with their number, if the smallest plan that was
+    found fits in them with the splits that it has: arrays that hold the batch shrink with the
+    micro-batches, arrays that the first mesh axis splits with the devices, and no others.
+
+    Args:
+        priced, picks: the smallest plan.
+        spaces: all in which plans were looked for.
+    """
+    parts, limit_bytes = _parts(problem, priced, picks), problem.memory_limit_bytes
+    times = problem.nodes.num_ops + 1
+
+    def needed_bytes(of_batch: float, of_split: float, more: float = 0.0) -> float:
+        kept = [
+            (
+                p.alive,
+                p.num_bytes
+                * (of_batch if p.holds_batch else 1.0)
+                * (of_split if p.is_split else 1.0),
+            )
+            for p in parts
+        ]
+        return float(alive_over_time(kept, times).max()) + more
+
+    now, devices = problem.num_micro_batches, problem.cluster.num_devices
+    rows = batch_size(problem.graph)
+    splits_parameters = any(_can_split(problem, space, Role.PARAMETER) for space in spaces)
+    splits_state = any(_can_split(problem, space, Role.OPTIMIZER_STATE) for space in spaces)
+    # With the first further micro-batch sums of gradients are kept.
+    sums = 0.0
+    if now == 1:
+        parameters = [p for p in parts if getattr(p.alive, "category", "") == "parameters"]
+        sums = sum(p.num_bytes for p in parameters)
+        if splits_state and not splits_parameters:
+            sums /= devices
+    advice = []
+    # Each micro-batch is split as far as the batch is now.
+    pieces = max((_pieces(p) for p in parts if p.holds_batch and _is_batch(p)), default=1)
+    fewest = None
+    for count in (now * 2**k for k in range(1, int(math.log2(MOST_MICRO_BATCHES)) + 1)):
+        if rows * now % count or rows * now // count < pieces:
+            break
+        if needed_bytes(now / count, 1.0, sums) <= limit_bytes:
+            fewest = count
+            advice.append(f"{count} micro-batches or more (now {now})")
+            break
+    may_be_shared = not cannot_fit(problem)
+    if may_be_shared and not splits_parameters:
+        advice.append("method zero3, shard or auto, which split parameters too")
+    times_devices = (2**k for k in range(1, int(math.log2(_MOST_TIMES)) + 1))
+    most = next((n for n in times_devices if needed_bytes(1.0, 1 / n) <= limit_bytes), None)
+    if most is not None:
+        advice.append(f"{devices * most} such devices (now {devices})")
+    if may_be_shared and splits_parameters and _leaves_out(spaces):
+        advice.append("method shard or auto, which leave every split open")
+    remark = ""
+    if fewest is None and most is None:
+        whole_bytes = needed_bytes(0.0, 0.0)
+        why = f": {format_bytes(whole_bytes)} are whole on each device at once"
+        remark = (
+            f"\n  With its splits neither smaller micro-batches nor {devices * _MOST_TIMES} such"
+            f" devices fit{why if whole_bytes > limit_bytes else ''}."
+        )
+    return advice, remark
+
+
+def _parts(problem: Problem, priced: Priced, picks: NDArray[np.int64]) -> list[_Part]:
+    """All that the devices hold under known choices."""
+    model, nodes = known_memory(priced, picks), priced.graph
+    parts = []
+    for r, local in zip(model.residents, model.local_bytes, strict=True):
+        if r.node < 0:
+            parts.append(_Part(r, float(local[0]), r.category == "batch", False))
+            continue
+        batch = nodes.batch_factors[r.node]
+        first = int(priced.nodes[r.node].choices[picks[r.node]][0])
+        holds_batch = any(r.projection[f] >= 0 for f in batch)
+        is_split = first >= 0 and r.projection[first] >= 0
+        parts.append(_Part(r, float(local[picks[r.node]]), holds_batch, is_split))
+    for conversion, num_bytes in converted(model, priced, picks):
+        edges = [nodes.edges[i] for i in conversion.edges]
+        holds_batch = any(
+            edge.source_projection[f] >= 0
+            for edge in edges
+            for f in nodes.batch_factors[edge.source]
+        )
+        targets = [
+            priced.edges[i].targets[priced.edges[i].target_index[picks[edge.target]]]
+            for i, edge in zip(conversion.edges, edges, strict=True)
+        ]
+        parts.append(_Part(conversion, num_bytes, holds_batch, all(t[0] >= 0 for t in targets)))
+    return parts
+
+
+def _is_batch(part: _Part) -> bool:
+    return isinstance(part.alive, Resident) and part.alive.category == "batch"
+
+
+def _pieces(part: _Part) -> int:
+    assert isinstance(part.alive, Resident)
+    return round(part.alive.num_bytes / part.num_bytes) if part.num_bytes else 1
+
+
+def _leaves_out(spaces: Sequence[Space]) -> bool:
+    """True if the spaces have fewer choices than operators have."""
+    return not any(all(mask.all() for mask in space.allowed) for space in spaces)
+
+
+def _can_split(problem: Problem, space: Space, role: Role) -> bool:
+    """True if a space has a choice that splits an array of a role."""
+    nodes = {
+        port.node
+        for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True)
+        if item.role is role and port.node >= 0
+    }
+    return any((space.priced.nodes[n].choices[space.allowed[n]] >= 0).any() for n in nodes)

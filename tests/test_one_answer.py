@@ -1,0 +1,94 @@
+"""One question has one answer, whoever is asked."""
+
+from __future__ import annotations
+
+import pytest
+from planners.small_steps import mlp
+
+import aliquot as aq
+from aliquot.cluster import Cluster
+from aliquot.core import InfeasibleError
+from aliquot.planners import Auto, DataParallel, WholeProgram, Zero2Parallel, Zero3Parallel
+
+CLUSTER = Cluster.preset("1x4xH100")
+SIZES = (64, 128, 64)
+METHODS = {"auto": Auto(), "dp": DataParallel(), "zero2": Zero2Parallel(), "zero3": Zero3Parallel()}
+
+
+def planned(batch, cluster=CLUSTER, **asked):
+    """The step time of a plan; None if none fits."""
+    try:
+        plan = aq.plan(*mlp(SIZES, batch), cluster=cluster, **asked)
+    except InfeasibleError:
+        return None
+    return plan.prediction.step_time_s
+
+
+@pytest.mark.parametrize("parts", [None, 2, "auto"])
+@pytest.mark.parametrize("limit", [None, 400_000])
+def test_each_row_of_a_comparison_is_the_plan_of_its_method(parts, limit):
+    asked = {"num_micro_batches": parts, "memory_limit_bytes": limit}
+    found = aq.compare(*mlp(SIZES, 2048), clusters=CLUSTER, methods=METHODS, **asked)
+    assert {each.method: each.step_time_s for each in found.candidates} == {
+        name: planned(2048, method=method, **asked) for name, method in METHODS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "parts"),
+    [(DataParallel(), None), (Zero3Parallel(), 2), (Zero2Parallel(), "auto"), (Auto(), 1)],
+    ids=str,
+)
+def test_the_largest_batch_has_a_plan_and_the_next_has_none(method, parts):
+    asked = {"method": method, "num_micro_batches": parts, "memory_limit_bytes": 600_000}
+
+    def make(batch):
+        return mlp(SIZES, batch)
+
+    found = aq.largest_batch(make, cluster=CLUSTER, unit=128, most=1 << 13, **asked)
+    for trial in found.trials:
+        assert (trial.plan and trial.plan.prediction.step_time_s) == planned(
+            trial.global_batch, **asked
+        )
+    largest = found.largest.global_batch if found.largest else 0
+    assert found.is_limited == (largest + 128 in [each.global_batch for each in found.trials])
+
+
+def test_a_batch_that_fits_in_micro_batches_fits():
+    """Where the number of micro-batches is searched, memory limits these and not the batch."""
+    one = planned(1024, method=DataParallel(), num_micro_batches=1)
+    limit = next(
+        limit
+        for limit in range(2 * 10**5, 10**6, 10**4)
+        if planned(1024, method=DataParallel(), memory_limit_bytes=limit)
+    )
+    assert one and planned(4096, method=WholeProgram(), memory_limit_bytes=limit) is None
+    found = aq.largest_batch(
+        lambda batch: mlp(SIZES, batch),
+        cluster=CLUSTER,
+        unit=1024,
+        most=4096,
+        method=DataParallel(),
+        num_micro_batches="auto",
+        memory_limit_bytes=limit,
+    )
+    assert found.largest.global_batch == 4096 and found.largest.num_micro_batches > 1
+    assert f"in micro-batches of {found.largest.micro_batch}" in str(found)
+
+
+@pytest.mark.parametrize("limit", [None, 300_000])
+def test_each_size_is_the_plan_of_its_cluster(limit):
+    found = aq.size(
+        *mlp(SIZES, 2048),
+        hosts=[("H100", 2)],
+        tokens=1e12,
+        by_s=1.0,
+        max_hosts=4,
+        memory_limit_bytes=limit,
+        method=Zero3Parallel(),
+    )
+    assert found.options
+    for option in found.options:
+        cluster = Cluster.preset(option.cluster)
+        again = planned(2048, cluster, method=Zero3Parallel(), memory_limit_bytes=limit)
+        assert (option.plan and option.plan.prediction.step_time_s) == again
