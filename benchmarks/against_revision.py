@@ -69,6 +69,7 @@ def _plan_cases() -> Iterator[PlanCase]:
         if model.startswith("wide-resnet") and (scan or "--micro-batches" in method):
             continue
         shape = ["plan", model, "--cluster", cluster, "--global-batch", str(batch)]
+        shape += ["--recompute", "block"]
         yield PlanCase(
             model=model, command=[*shape, *method, *(["--scan"] if scan else []), "--json"]
         )

@@ -55,7 +55,8 @@ class Case:
     def command(self, method: str) -> list[str]:
         """The arguments of `aliquot` for a method; for auto its default."""
         asked = ["--cluster", self.cluster, "--global-batch", str(self.global_batch), *self.more]
-        return ["plan", self.model, *asked, *(["--method", method] if method != "auto" else [])]
+        others = ["--method", method, "--recompute", "block"] if method != "auto" else []
+        return ["plan", self.model, *asked, *others]
 
 
 CASES = (

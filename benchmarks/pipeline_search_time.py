@@ -50,7 +50,8 @@ class Case:
             str(self.global_batch),
             *self.more,
         ]
-        return [*shape, "--method", "pipeshard", "--micro-batches", "auto", "--json"]
+        method = ["--method", "pipeshard", "--micro-batches", "auto", "--recompute", "block"]
+        return [*shape, *method, "--json"]
 
 
 # A 70B MoE in single precision with AdamW needs 17 GiB on each of 64 devices: it gets the larger

@@ -40,7 +40,8 @@ class Case:
             "--global-batch",
             str(self.global_batch),
         ]
-        return [*shape, "--method", "shard", "--json", *(["--scan"] if self.scan else [])]
+        method = ["--method", "shard", "--recompute", "block", "--json"]
+        return [*shape, *method, *(["--scan"] if self.scan else [])]
 
 
 _PROBLEMS = (

@@ -45,13 +45,13 @@ def test_the_largest_batch_has_a_plan_and_the_next_has_none(method, parts):
     def make(batch):
         return mlp(SIZES, batch)
 
-    found = aq.largest_batch(make, cluster=CLUSTER, unit=128, most=1 << 13, **asked)
+    found = aq.largest_batch(make, cluster=CLUSTER, unit=512, most=1 << 12, **asked)
     for trial in found.trials:
         assert (trial.plan and trial.plan.prediction.step_time_s) == planned(
             trial.global_batch, **asked
         )
     largest = found.largest.global_batch if found.largest else 0
-    assert found.is_limited == (largest + 128 in [each.global_batch for each in found.trials])
+    assert found.is_limited == (largest + 512 in [each.global_batch for each in found.trials])
 
 
 def test_a_batch_that_fits_in_micro_batches_fits():

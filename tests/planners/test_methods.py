@@ -230,7 +230,9 @@ def test_infeasible_errors_name_what_would_fit(name):
     error = found.value
     assert error.available_bytes == 1e5 < error.required_bytes
     assert sum(error.parts.values()) == pytest.approx(error.required_bytes, rel=1e-6)
-    assert "2x4xH100" in str(error) and "parameters" in str(error) and "It could fit" in str(error)
+    assert "2x4xH100" in str(error) and "parameters" in str(error)
+    # So little memory that changes by which a plan could fit are few.
+    assert error.advice or "neither smaller micro-batches nor 512 such devices fit" in str(error)
     # The smallest found is a plan indeed.
     plan = aq.plan(
         *STEP,
