@@ -314,18 +314,18 @@ def test_method_auto_is_advised_without_a_mesh():
 def test_a_step_that_does_not_decompose_has_remedies_without_micro_batches():
     def step(state, batch):
         def loss(w):
-            z = batch @ w
-            return jnp.mean(jax.nn.logsumexp(z @ z.T, axis=1))
+            z = jnp.tanh(batch @ w)
+            return jnp.mean((z / z.std(axis=0)) ** 4)
 
         return state - jax.grad(loss)(state), loss(state)
 
     shape = jax.ShapeDtypeStruct
-    args = (step, shape((64, 64), "float32"), shape((1024, 64), "float32"))
+    args = (step, shape((64, 128), "float32"), shape((4096, 64), "float32"))
+    error = refusal(args, method=DataParallel(), memory_limit_bytes=3e6)
+    assert "does not decompose into micro-batches" in str(error)
+    assert not [each for each in error.advice if "micro-batches" in each]
     remedies = aq.find_remedies(
-        *args, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=2**20
+        *args, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=3e6
     )
     assert remedies
     assert not [each for each in remedies if each.change.startswith("--micro-batches")]
-    error = refusal(args, method=DataParallel(), memory_limit_bytes=2**20)
-    assert "does not decompose into micro-batches" in str(error)
-    assert not [each for each in error.advice if "micro-batches" in each]

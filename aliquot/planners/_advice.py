@@ -129,6 +129,10 @@ def _parts(problem: Problem, priced: Priced, picks: NDArray[np.int64]) -> list[_
         parts.append(_Part(r, float(local[picks[r.node]]), holds_batch, is_split))
     for conversion, num_bytes in converted(model, priced, picks):
         edges = [nodes.edges[i] for i in conversion.edges]
+        if all(edge.kind == "result" for edge in edges):
+            # Operands of products whose sums over devices wait: activations, split as the batch is.
+            parts.append(_Part(conversion, num_bytes, True, True))
+            continue
         holds_batch = any(
             edge.source_projection[f] >= 0
             for edge in edges
