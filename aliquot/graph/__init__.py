@@ -30,6 +30,8 @@ from ._extract import extract_stages as extract_stages
 from ._extract import same_structure as same_structure
 from ._fingerprint import graph_fingerprint as graph_fingerprint
 from ._fingerprint import interface_fingerprint as interface_fingerprint
+from ._fingerprint import operator_lines as operator_lines
+from ._fingerprint import traced_lines as traced_lines
 from ._halves import Halves as Halves
 from ._halves import halve as halve
 from ._jax_compat import ATTENTION as ATTENTION
@@ -73,6 +75,7 @@ from ._segments import Run as Run
 from ._segments import find_repeats as find_repeats
 from ._segments import fold as fold
 from ._segments import wildcard as wildcard
+from ._source import equation_line as equation_line
 from ._source import source_line as source_line
 from ._split_reach import LayerScan as LayerScan
 from ._split_reach import scans_over_layers as scans_over_layers

@@ -44,14 +44,58 @@ def graph_fingerprint(graph: Graph) -> str:
     """
     texts = _Texts()
     lines = [f"{value.shape} {value.dtype}" for value in graph.values]
-    for op in graph.ops:
-        lines.append(
-            f"{op.name} {_wires(op.inputs)} {op.outputs} {texts.params(op.params)} {op.trips}"
-            f" {op.region}"
-        )
+    lines += _op_lines(graph, texts)
     lines.append(f"constants {sorted(graph.constants)}")
     _nest(graph.body, texts, lines)
     return _digest(lines)
+
+
+def operator_lines(graph: Graph) -> list[str]:
+    """One line for each operator with its parameters and wiring, by which two traces can be
+    compared.
+    """
+    return _op_lines(graph, _Texts())
+
+
+def _op_lines(graph: Graph, texts: _Texts) -> list[str]:
+    return [
+        f"{op.name} {_wires(op.inputs)} {op.outputs} {texts.params(op.params)} {op.trips}"
+        f" {op.region}"
+        for op in graph.ops
+    ]
+
+
+def traced_lines(closed: Any) -> tuple[list[tuple[str, Any]], list[Any]]:
+    """The lines of a traced function (a closed jaxpr) by which two traces can be compared, each
+    with its equation or None, and all constants. Bodies follow the equations that hold them.
+    """
+    texts = _Texts()
+    numbers: dict[Any, int] = {}
+    lines: list[tuple[str, Any]] = []
+    constants: list[Any] = []
+
+    def name(atom: Any) -> str:
+        if compat.is_literal(atom):
+            return f"{atom.val!s}:{atom.aval}"
+        return f"{numbers.setdefault(atom, len(numbers))}:{atom.aval}"
+
+    def add(body: Any) -> None:
+        jaxpr, consts = compat.open_body(body)
+        constants.extend(consts)
+        lines.append((f"takes {', '.join(map(name, [*jaxpr.constvars, *jaxpr.invars]))}", None))
+        for eqn in jaxpr.eqns:
+            bodies = [value for value in eqn.params.values() if compat.holds_jaxpr(value)]
+            rest = {k: v for k, v in eqn.params.items() if not compat.holds_jaxpr(v)}
+            wires = f"{', '.join(map(name, eqn.invars))} -> {', '.join(map(name, eqn.outvars))}"
+            line = f"{eqn.primitive.name} {wires} {texts.params(rest)}"
+            lines.append((line, eqn))
+            for value in bodies:
+                for inner in value if isinstance(value, tuple | list) else (value,):
+                    add(inner)
+        lines.append((f"returns {', '.join(map(name, jaxpr.outvars))}", None))
+
+    add(closed)
+    return lines, constants
 
 
 def _digest(lines: Sequence[str]) -> str:

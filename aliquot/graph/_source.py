@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from typing import Any
 
 from ._types import Op
 
@@ -16,11 +17,16 @@ def source_line(op: Op, *, short: bool = True) -> str:
         short: only the file's name without its folder, so that the text is the same on every
             machine.
     """
-    if op.eqn is None:
+    return equation_line(op.eqn, short=short)
+
+
+def equation_line(eqn: Any, *, short: bool = True) -> str:
+    """The same of one of JAX's equations; empty for None."""
+    if eqn is None:
         return ""
     from jax.extend import source_info_util
 
-    line = str(source_info_util.summarize(op.eqn.source_info))
+    line = str(source_info_util.summarize(eqn.source_info))
     match = re.fullmatch(r"(.*):(\d+):(\d+) \((.*)\)", line)
     if not short or match is None:
         return line

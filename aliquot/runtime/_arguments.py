@@ -16,10 +16,13 @@ from .transport import PiecedArray
 class Arguments:
     """Flattens and checks the arguments of calls of one step. `types` holds each input's shape and
     dtype.
+
+    Args:
+        takes_parts: whether each of several processes may pass its own rows alone.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: Graph, *, takes_parts: bool = True) -> None:
+        self._graph, self._takes_parts = graph, takes_parts
         self._seen: tuple[Any, tuple[tuple[int, Any], ...]] | None = None
         self._expected = graph.calling.call.skeleton()
         self.types = types_of(graph)
@@ -71,7 +74,7 @@ class Arguments:
             # JAX converts 64-bit NumPy arrays to 32 bits, unless its 64-bit types are enabled.
             if leaf.dtype != dtype and _canonical(leaf.dtype) != dtype:
                 wrong.append(f"{path} is {leaf.dtype}, planned {dtype}")
-            if tuple(leaf.shape) != shape and not _may_be_part(leaf, shape):
+            if tuple(leaf.shape) != shape and not (self._takes_parts and _may_be_part(leaf, shape)):
                 wrong.append(f"{path} is {tuple(leaf.shape)}, planned {shape}")
         if wrong:
             self._refuse(wrong)
@@ -102,9 +105,12 @@ class Arguments:
             )
 
     def _refuse(self, problems: Sequence[str]) -> None:
+        where = f" in process {jax.process_index()}" if jax.process_count() > 1 else ""
         raise PlanMismatchError(
             problems,
-            asked=f"{self._graph.name} is called with other arguments than it was planned for",
+            asked=(
+                f"{self._graph.name} is called{where} with other arguments than it was planned for"
+            ),
             advice="Plan it again for these arguments.",
         )
 

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import tree_flatten, tree_unflatten
+from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ..core import CaptureError, PlanMismatchError
 from ..graph import SplitGraph, calling_of, capture, evaluate, split_rows
-from ..plans import ArrayInterface
-from .transport import Rows, joined, stub
+from ..plans import ArrayInterface, Plan
+from .transport import Rows, agree_on_init, joined, stub
 
 _NOTHING = np.zeros((), np.int32)
 
@@ -27,6 +27,8 @@ def init_state(
     init_fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    *,
+    compared_with: Plan | None = None,
 ) -> Any:
     """Results of `init_fn(*args, **kwargs)`, each array created on the devices that will hold it; a
     `PiecedArray` if its rows lie on several stages.
@@ -38,13 +40,16 @@ def init_state(
         fn: the step.
         inputs: names, shapes and roles of its inputs.
         places: shardings of each input, by path: one for each of its pieces.
+        compared_with: the plan, if several processes run it: they compare it, the function, its
+            arguments and their settings first.
 
     Raises:
-        PlanMismatchError: the result does not match the step's arguments; names every path that
-            differs.
+        PlanMismatchError: the processes differ, or the result does not match the step's arguments;
+            names every path that differs.
         CaptureError: the function returns something that neither is an array nor stays the same.
     """
-    leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
+    given, tree = tree_flatten_with_path((tuple(args), dict(kwargs)))
+    leaves = [leaf for _, leaf in given]
     dynamic = [position for position, leaf in enumerate(leaves) if _is_array(leaf)]
     kept: dict[str, Any] = {}
 
@@ -63,6 +68,14 @@ def init_state(
         return [leaf for k, leaf in enumerate(results) if k not in kept["statics"]]
 
     arrays = [leaves[position] for position in dynamic]
+    if compared_with is not None:
+        named = [(f"argument {keystr(path[1:])} of step.init", leaf) for path, leaf in given]
+        agree_on_init(
+            compared_with,
+            jax.make_jaxpr(run)(*arrays),
+            {name: leaf for name, leaf in named if _is_array(leaf)},
+            {name: leaf for name, leaf in named if not _is_array(leaf)},
+        )
     shapes = jax.eval_shape(run, *arrays)
     wanted = _places(fn, inputs, places, kept, shapes)
     stacks = _stacks(run, arrays, wanted)

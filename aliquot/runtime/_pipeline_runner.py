@@ -17,6 +17,7 @@ from ..graph import Graph, Literal
 from ..plans import ArrayInterface, Plan, Trace
 from ._arguments import Arguments
 from ._runner import AbstractRunner, interface_of
+from ._same_calls import SameCalls, remember
 from .compiled import Stats
 from .pipeline import (
     CompiledPipeline,
@@ -67,6 +68,7 @@ class PipelineRunner(AbstractRunner):
         self._stats: Stats | None = None
         self._compiled: CompiledPipeline | None = None
         self._is_agreed = plan is None or not pipeline.is_shared
+        self._same = None if self._is_agreed else SameCalls(self.graph, self.input_shardings())
         self._lock = threading.RLock()
 
     @classmethod
@@ -180,6 +182,8 @@ class PipelineRunner(AbstractRunner):
         with self._lock:
             self._arguments.check_alive(whole)
             self.compile()
+            if self._same is not None:
+                self._same.compare(whole)
             return self._run_alone(whole, run, keep=keep)
 
     def _run_alone(
@@ -218,4 +222,6 @@ class PipelineRunner(AbstractRunner):
                 value = output.value
                 result = np.asarray(value.value) if isinstance(value, Literal) else by_value[value]
             fetched.append(result)
+        if self._same is not None:
+            remember(self._same, fetched)
         return join_results(fetched, self._outputs)

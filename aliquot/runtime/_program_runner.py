@@ -17,6 +17,7 @@ from ..graph import Graph
 from ..plans import ArrayInterface, Plan, Trace, TraceEvent, require_busy_processes
 from ._arguments import types_of
 from ._runner import AbstractRunner, interface_of
+from ._same_calls import SameCalls, remember
 from .compiled import Stats, compiled_stats
 from .spmd import Program, build_plan_program, make_mesh
 from .transport import PiecedArray, agree_on_step, place, spans_processes, watched
@@ -35,6 +36,7 @@ class ProgramRunner(AbstractRunner):
         self._compiled: Any = None
         self._stats: Stats | None = None
         self._is_agreed = plan is None or not spans_processes(mesh.devices.flat)
+        self._same = None if self._is_agreed else SameCalls(graph, program.in_shardings)
         self._number = 0
         self._lower_s = self._compile_s = 0.0
         self._lock = threading.Lock()
@@ -101,6 +103,8 @@ class ProgramRunner(AbstractRunner):
         # Compile before any array is moved, so that all processes have compared their plans by
         # then.
         self.compile()
+        if self._same is not None:
+            self._same.compare(leaves)
         peers = watched()
         # An array that is passed for two inputs is not donated, because the other input still needs
         # it.
@@ -115,7 +119,10 @@ class ProgramRunner(AbstractRunner):
         if peers is not None:
             self._number += 1
             peers.describe = self._describe
-        return list(self._compiled(*placed))
+        results = list(self._compiled(*placed))
+        if self._same is not None:
+            remember(self._same, results)
+        return results
 
     def _describe(self, _: int) -> str:
         return f"Process {jax.process_index()} had issued step {self._number}."

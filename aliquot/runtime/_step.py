@@ -18,9 +18,10 @@ from ._init import init_state
 from ._pipeline_runner import PipelineRunner
 from ._program_runner import ProgramRunner
 from ._runner import AbstractRunner
+from ._same_calls import remember
 from .compiled import Stats
 from .spmd import make_mesh
-from .transport import agree, local_part, places_of, plan_lines, spans_processes
+from .transport import local_part, places_of, spans_processes
 
 
 class Step:
@@ -135,13 +136,23 @@ class Step:
                 differ.
         """
         # Processes with different plans would place different pieces, and the first collective
-        # would hang: make sure that all have the same plan.
-        if self._plan is not None and spans_processes(
+        # would hang; those with other functions, keys or settings would make another state.
+        shared = self._plan is not None and spans_processes(
             [d for mesh in self.meshes for d in mesh.devices.flat]
-        ):
-            agree(plan_lines(self._plan))
+        )
         inputs = self._runner.interface if self._runner is not None else self.plan.inputs
-        return init_state(self._fn, inputs, places_of(self.shardings), init_fn, args, kwargs)
+        state = init_state(
+            self._fn,
+            inputs,
+            places_of(self.shardings),
+            init_fn,
+            args,
+            kwargs,
+            compared_with=self._plan if shared else None,
+        )
+        if shared:
+            remember(self, jax.tree.leaves(state))
+        return state
 
     def prepare(self, *args: Any, **kwargs: Any) -> Step:
         """Trace and, if it has no plan yet, plan the step for these arguments (arrays or shapes),
@@ -158,7 +169,7 @@ class Step:
 
     def _set_runner(self, runner: AbstractRunner) -> None:
         """Take a runner, and the check of arguments that belongs to its graph."""
-        self._arguments = Arguments(runner.graph)
+        self._arguments = Arguments(runner.graph, takes_parts=len(runner.meshes) == 1)
         self._runner = runner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from graph.step_base import batch, mlp_params, mse, sgd
 from graph.steps import STEPS, shapes
 
-from aliquot.graph import capture, graph_fingerprint, interface_fingerprint
+from aliquot.graph import (
+    capture,
+    equation_line,
+    graph_fingerprint,
+    interface_fingerprint,
+    operator_lines,
+    traced_lines,
+)
 
 NAMES = ["convolution", "nnx_in_place", "scan_layers_remat", "while_and_cond"]
 PROGRAM = """
@@ -23,6 +32,8 @@ for name in {names!r}:
     step = STEPS[name]()
     graph = capture(step.fn, *shapes(step.args), **step.kwargs)
     print(interface_fingerprint(graph), graph_fingerprint(graph))
+from graph.test_fingerprint import lines_of_init
+print(*lines_of_init(), sep="\\n")
 """
 
 
@@ -46,7 +57,38 @@ def test_equal_in_every_process():
     for name in NAMES:
         step = STEPS[name]()
         here.append(" ".join(prints(step.fn, *shapes(step.args))) + "\n")
-    assert there == "".join(here)
+    assert there == "".join(here) + "\n".join(lines_of_init()) + "\n"
+
+
+def init(key, scale=0.5, held=1.0):
+    """Makes a state by whatever tracing nests: calls, a loop, a branch, random bits."""
+    keys = jax.random.split(key, 3)
+    stacked = jax.lax.map(lambda k: jax.random.normal(k, (4,)) * scale, keys)
+    first = jax.lax.cond(stacked[0, 0] > 0, jnp.sin, jax.nn.relu, stacked[0])
+    return {"w": stacked, "b": first + np.full(4, held, np.float32)}
+
+
+def lines_of_init(**options):
+    lines, constants = traced_lines(jax.make_jaxpr(partial(init, **options))(jax.random.key(0)))
+    return [line for line, _ in lines] + [str(constant) for constant in constants]
+
+
+def test_lines_of_a_traced_function_tell_what_differs():
+    plain = lines_of_init()
+    (line,) = {*lines_of_init(scale=0.25)} - {*plain}
+    assert line.startswith("mul ") and "0.25:" in line
+    assert [*{*lines_of_init(held=2.0)} - {*plain}] == ["[2. 2. 2. 2.]"]
+    lines, _ = traced_lines(jax.make_jaxpr(init)(jax.random.key(0)))
+    where = [equation_line(eqn) for line, eqn in lines if line.startswith("mul ")]
+    assert any("test_fingerprint.py" in text for text in where) and equation_line(None) == ""
+
+
+def test_lines_of_operators_tell_what_differs():
+    args = mlp_params(), batch()
+    here, there = [operator_lines(capture(make(rate), *args)) for rate in (0.1, 0.2)]
+    assert len(here) == len(there)
+    odd = [(a, b) for a, b in zip(here, there, strict=True) if a != b]
+    assert odd and all("0.1:float32" in a and "0.2:float32" in b for a, b in odd)
 
 
 def make(rate=0.1, loss=mse, jitted=False, extra=False):

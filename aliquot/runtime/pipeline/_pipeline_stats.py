@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ..compiled import StageStats, Stats, add_up, compiled_memory, find_collectives
-from ..transport import exchange
+from ..transport import exchange, report
 from ._compile import CompiledPipeline
 from ._instructions import Run
 from ._pipeline import Pipeline
@@ -75,6 +75,7 @@ def _of_all_processes(pipeline: Pipeline, stats: list[StageStats]) -> tuple[Stag
     """Stats of all stages, collected from the processes that have them."""
     if not pipeline.is_shared:
         return tuple(stats)
+    report("step.stats()")
     by_stage = {item.stage: item for passed in exchange(stats, list[StageStats]) for item in passed}
     return tuple(by_stage[stage] for stage in sorted(by_stage))
 

@@ -2,15 +2,19 @@
 and watch each other.
 """
 
-from ._agreement import agree as agree
-from ._agreement import agree_on_step as agree_on_step
 from ._agreement import exchange as exchange
-from ._agreement import plan_lines as plan_lines
 from ._agreement import spans_processes as spans_processes
 from ._arrays import is_key as is_key
 from ._arrays import struct as struct
 from ._arrays import stub as stub
+from ._calls import Call as Call
+from ._comparison import agree_on_arrays as agree_on_arrays
+from ._comparison import agree_on_init as agree_on_init
+from ._comparison import agree_on_step as agree_on_step
+from ._comparison import report as report
+from ._describe import describe as describe
 from ._endings import end_in_order as end_in_order
+from ._given import Given as Given
 from ._hosts import initialize as initialize
 from ._hosts import shutdown as shutdown
 from ._pieces import PiecedArray as PiecedArray

@@ -11,6 +11,8 @@ from functools import cache
 
 import jax
 
+from ...core import AliquotError
+from ._calls import END, Call
 from ._watchdog import Peers, end_at_once, stop_watching, watched
 
 # How long a process that has ended without `shutdown` waits for the others to end as well.
@@ -61,6 +63,9 @@ def _at_exit() -> None:
         finished = threading.Thread(target=finish_work, daemon=True)
         finished.start()
         finished.join(_AT_EXIT_S)
+        # If the others still run, this process has its own exit code nevertheless.
+        peers.begin_to_fail()
+        peers.report(Call(what=END))
         if not finished.is_alive() and peers.leave(_AT_EXIT_S):
             part(peers)
             return
@@ -77,7 +82,8 @@ def _at_exit() -> None:
     # If another process has died, the watchdog ends this one while it sleeps.
     peers.begin_to_fail()
     time.sleep(_LAST_WORD_S)
-    peers.fail(f"has failed with {type(error).__name__}")
+    text = f": {error}" if isinstance(error, AliquotError) else ""
+    peers.fail(f"has failed with {type(error).__name__}{text}")
     _finish_or_end(_FAILED)
 
 

@@ -12,6 +12,7 @@ import jax
 
 from ...core import InputError, num_cores
 from ...graph import detect_processes
+from ._calls import END, Call
 from ._endings import end_in_order, finish_work, part
 from ._meeting import Hello, Service, default_run_id
 from ._reception import listen
@@ -191,6 +192,7 @@ def shutdown() -> None:
     if peers is None:
         jax.distributed.shutdown()
         return
+    peers.report(Call(what=END))
     finish_work()
     peers.leave()
     part(peers)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ...core import InputError
+from ...core import PlanMismatchError
 from ._arrays import stub, words
 from ._transfer import lies_elsewhere, share_with_all
 
@@ -39,7 +39,7 @@ def place(
         The array; without data where this process has no device of `sharding`.
 
     Raises:
-        InputError: a process's part has a shape that fits nowhere.
+        PlanMismatchError: a process's part has a shape that fits nowhere.
     """
     if not sharding.addressable_devices:
         same = isinstance(leaf, jax.Array) and leaf.sharding == sharding
@@ -88,10 +88,11 @@ def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path:
     try:
         array = jax.make_array_from_process_local_data(sharding, host, shape)
     except ValueError as error:
-        raise InputError(
+        raise PlanMismatchError(
             f"{path} has the shape {host.shape} in process {jax.process_index()}, which is neither"
-            f" all of {shape} nor the part of it that this process holds: {error}."
-            " `step.local_part(array)` cuts it out of the whole."
+            f" all of {shape} nor the part of it that this process holds: {error}",
+            asked="a process passes another array than the step takes",
+            advice="`step.local_part(array)` cuts its part out of the whole.",
         ) from None
     return array
 

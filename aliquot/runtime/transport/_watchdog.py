@@ -24,6 +24,7 @@ from typing import NoReturn
 import msgspec
 
 from ...graph import coordination_client
+from ._calls import Call, Calls
 from ._channels import Channels
 from ._line import Line, receive_exactly
 from ._meeting import EXIT_CODE, Hello, Met, Service, gather_in, give_up, join
@@ -34,6 +35,8 @@ from ._service import exchange_by, find_value, leave_value
 
 # A silent machine is given up after 5 + 3 x 3 s.
 _PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
+# Characters of a message that says in what processes differ.
+_LONGEST = 10_000
 # For a message once its first bytes are there.
 _MESSAGE_S = 10
 _DAY_MS = 24 * 3600 * 1000
@@ -68,7 +71,13 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     has_died: bool
 
 
-_Message = Lives | Leaves | Fails | Lost
+class Differ(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Processes do not make the same calls, and all end."""
+
+    why: str
+
+
+_Message = Lives | Leaves | Fails | Lost | Call | Differ
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,6 +103,7 @@ class Peers:
         self.transfers: str | None = None
         self.describe: Callable[[int], str] | None = None
         self._channels: Channels | None = None
+        self._calls = Calls(met.count)
         self._left: set[int] = set()
         self._failed: set[int] = set()
         self._gone = threading.Event()
@@ -120,6 +130,30 @@ class Peers:
         """See `transport.exchange`."""
         return exchange_by(self.key, value, kind)
 
+    def report(self, call: Call) -> None:
+        """Tell process 0 what this process does next, without waiting. If another process does
+        something else, process 0 ends all.
+        """
+        if self.process == 0:
+            self._compare(0, call)
+        else:
+            self._say_to_all(call)
+
+    def _compare(self, k: int, call: Call) -> None:
+        """In process 0: compare the next call of process `k` with those of the others."""
+        why = self._calls.note(k, call)
+        if why:
+            self._say_to_all(Differ(why[:_LONGEST]))
+            self._end_all(why)
+
+    def _end_all(self, why: str) -> None:
+        """Print in what processes differ, and end this one, unless it ends by itself."""
+        if self._is_failing:
+            self._is_leaving = True
+        else:
+            os.write(2, f"\naliquot: {why}\n  Exit code {EXIT_CODE}.\n".encode())
+            end_at_once(EXIT_CODE)
+
     def leave(self, timeout_s: float | None = None) -> bool:
         """Wait until all processes call this; from then on the end of a connection is no failure.
         False if they have not come in time.
@@ -128,6 +162,9 @@ class Peers:
             return True
         if self._channels is not None:
             self._channels.flush(timeout_s)
+        # The last calls of the others may not have arrived yet.
+        if self.process == 0 and not self._calls.settle(timeout_s):
+            return False
         client = coordination_client()
         try:
             if client is not None:
@@ -207,6 +244,10 @@ class Peers:
                     self._lose(k, said.why, until_gone=line.socket)
             case Leaves():
                 self._left.add(k)
+            case Call():
+                self._compare(k, said)
+            case Differ():
+                self._end_all(said.why)
             case None if k not in self._left and k not in self._failed:
                 self._lose(k, "has ended or cannot be reached")
         return said is not None

@@ -1,0 +1,40 @@
+"""If one of two processes differs in anything that changes numbers, both end and say in what."""
+
+import pytest
+from runtime.differ_cases import CASES, HARMLESS, KINDS, NUM_STEPS, losses, run_case, wrong
+
+# One of each moment; the others are slow, and the benchmark runs all.
+_SHORT = [
+    ("program", "other random bits"),
+    ("pipeline", "other learning rate"),
+    ("program", "another batch once"),
+    ("pipeline", "half a batch once"),
+    ("program", "stops early"),
+]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "kind"),
+    [
+        pytest.param(*case, id=" ".join(case), marks=() if case in _SHORT else pytest.mark.slow)
+        for case in CASES
+    ],
+)
+def test_both_processes_end_and_say_what_differs(runtime, kind):
+    found = run_case(runtime, kind)
+    assert not wrong(kind, found), "\n".join(found["errors"])
+
+
+@pytest.mark.parametrize("runtime", ["program", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k == HARMLESS[3] else pytest.mark.slow) for k in HARMLESS]
+)
+def test_what_changes_no_numbers_may_differ(runtime, kind):
+    found = run_case(runtime, kind)
+    assert found["codes"] == [0, 0], "\n".join(found["errors"])
+    one, other = map(losses, found["printed"])
+    assert len(one) == NUM_STEPS and one == other
+
+
+def test_the_table_has_thirty_kinds():
+    assert len(KINDS) >= 30 and {*_SHORT} <= {*CASES}
