@@ -54,6 +54,9 @@ class DimRule:
             operands and results: a kernel may read the same block many times.
         summed: positions of results that are sums over factors that they lack and other results
             have. They are summed over devices at once.
+        exchanged: sets of factors along which an operator only puts elements elsewhere. A dim of an
+            operand and a dim of a result that both hold factors of one set may be split together
+            although neither passes on the other's split: devices then exchange what they hold.
         reduced: the factors that the operator sums (or otherwise reduces) away.
     """
 
@@ -66,6 +69,7 @@ class DimRule:
     flops_per_point: float = 0.0
     accessed_bytes: float = 0.0
     summed: frozenset[int] = frozenset()
+    exchanged: tuple[frozenset[str], ...] = ()
     reduced: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

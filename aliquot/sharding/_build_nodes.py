@@ -192,12 +192,14 @@ def _sites(naming: NodeIndex) -> list[Site]:
                 )
             )
             continue
+        exchange = cuts.exchanges.of(op_class)
         pinned: list[Port | None] = [None] * len(op.inputs)
         for position, value_class, _ in cuts.operands(op_class):
             slot = cuts.operand_slot(op_class, value_class)
             # What a product makes is pinned at the product itself.
-            crosses = slot != cuts.home(value_class) and not cuts.by_product(value_class)
-            if slot is not None and (crosses or not is_declared(op)):
+            crosses = slot != cuts.home(value_class) or exchange.at(False, position) >= 0
+            pins = crosses and not cuts.by_product(value_class)
+            if slot is not None and (pins or not is_declared(op)):
                 pinned[position] = naming.slot_port(slot)
         result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
         # Products read through transposes: what is converted for them is the array before the
@@ -206,15 +208,23 @@ def _sites(naming: NodeIndex) -> list[Site]:
             v in readers and cuts.home(v) is not None and op.name != "transpose"
             for v in result_classes
         ]
-        if any(p is not None for p in pinned) or any(feeds_product):
-            feeding = list(zip(result_classes, feeds_product, strict=True))
+        # Without pins on both sides the compiler would gather what is to be exchanged.
+        exchanged = [exchange.at(True, k) >= 0 for k in range(len(op.outputs))]
+        if any(p is not None for p in pinned) or any(feeds_product) or any(exchanged):
+            feeding = list(zip(result_classes, feeds_product, exchanged, strict=True))
             sites.append(
                 Site(
                     op_class=op_class,
                     operands=tuple(pinned),
                     sources=_sources(naming, op_class, pinned),
-                    results=tuple((naming.class_port(v),) if feeds else () for v, feeds in feeding),
-                    readers=tuple(tuple(readers[v]) if feeds else () for v, feeds in feeding),
+                    results=tuple(
+                        (naming.class_port(v),) if feeds or always else ()
+                        for v, feeds, always in feeding
+                    ),
+                    readers=tuple(
+                        tuple(readers[v]) if feeds and not always else ()
+                        for v, feeds, always in feeding
+                    ),
                 )
             )
     return sites

@@ -14,8 +14,12 @@ from dataclasses import dataclass, field
 
 from ..graph import Block, Call, DimRule, Folding, Graph, Op, Phase, Role, ValueId, traits_of
 from ._dim_rule import dim_rule
+from ._exchanges import Exchanges, Place, find_exchanges
 from ._ids import SlotId
 from ._slots import Slots
+
+# Stands for the dims of an exchange among the factors of a rule, which are letters.
+_EXCHANGED = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +37,7 @@ class Cuts:
         fresh: for each value class whether it is a gradient fresh from a product; see
             `_mark_fresh`.
         slots: the slots and the groups that they form.
+        exchanges: operators that put the rows of the batch elsewhere.
     """
 
     graph: Graph
@@ -45,6 +50,7 @@ class Cuts:
     param_only: list[bool]
     fresh: list[bool]
     slots: Slots = field(default_factory=Slots)
+    exchanges: Exchanges = field(default_factory=Exchanges)
 
     def shape(self, value_class: int) -> tuple[int, ...]:
         """Shape of the values of a class."""
@@ -173,8 +179,11 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
     )
     order = sorted(range(len(first)), key=lambda c: first[c].index)
     _mark_fresh(cuts, order)
+    cuts.exchanges = find_exchanges(cuts, order)
     for op_class in order:
         _tie(cuts, op_class)
+    for one, other in cuts.exchanges.across:
+        _tie_across(cuts, one, other)
     # An input that no operator reads is split as well, and needs a slot.
     for item in graph.inputs:
         cuts.home(classes[item.value])
@@ -281,16 +290,21 @@ def _tie(cuts: Cuts, op_class: int) -> None:
     if rule.contracts:
         return
     slots = cuts.slots
+    exchange = cuts.exchanges.of(op_class)
     elements: dict[str, list[int]] = {}
     touched: list[SlotId] = []
 
-    def visit(slot: SlotId | None, dims: tuple[str, ...]) -> None:
+    def visit(slot: SlotId | None, dims: tuple[str, ...], exchanged: int) -> None:
         if slot is None:
             return
         touched.append(slot)
         for dim, factors in enumerate(dims):
             element = slots.element(slot, dim)
-            if factors[0].islower():
+            if dim == exchanged:
+                elements.setdefault(_EXCHANGED, []).append(element)
+            elif factors[0] in exchange.untied:
+                continue
+            elif factors[0].islower():
                 elements.setdefault(factors[0], []).append(element)
             # Each iteration of a loop takes one row of the stack: if that dim is split, XLA gathers
             # the whole stack.
@@ -298,11 +312,33 @@ def _tie(cuts: Cuts, op_class: int) -> None:
                 slots.block(element)
 
     for position, value_class, _ in cuts.operands(op_class):
-        visit(cuts.operand_slot(op_class, value_class), rule.operands[position])
+        exchanged = exchange.at(False, position)
+        visit(cuts.operand_slot(op_class, value_class), rule.operands[position], exchanged)
     for position, out in enumerate(op.outputs):
         if out >= 0:
-            visit(cuts.home(int(cuts.folding.value_class[out])), rule.results[position])
+            home = cuts.home(int(cuts.folding.value_class[out]))
+            visit(home, rule.results[position], exchange.at(True, position))
     for members in elements.values():
         for other in members[1:]:
             slots.unite(members[0], other)
     slots.join(touched)
+
+
+def _tie_across(cuts: Cuts, one: Place, other: Place) -> None:
+    """Unite two dims that hold the batch, on both sides of arrays that are computed whole."""
+    slots = cuts.slots
+    for a in _slots_at(cuts, one):
+        for b in _slots_at(cuts, other):
+            if slots.group(a) == slots.group(b):
+                slots.unite(slots.element(a, one.dim), slots.element(b, other.dim))
+
+
+def _slots_at(cuts: Cuts, place: Place) -> list[SlotId]:
+    op_class, position = place.op_class, place.position
+    if cuts.rules[op_class].contracts:
+        return []
+    if place.is_result:
+        slots = [cuts.home(int(cuts.folding.value_class[cuts.first[op_class].outputs[position]]))]
+    else:
+        slots = [cuts.operand_slot(op_class, v) for v in cuts.sources[op_class][position]]
+    return [slot for slot in slots if slot is not None]

@@ -18,6 +18,8 @@ class DisjointSets(Generic[T]):
     def root(self, member: T) -> T:
         """The least member of a member's set, by which the set is known."""
         while (parent := self._parent.get(member, member)) != member:
+            # Halves the way for whoever comes next.
+            self._parent[member] = self._parent.get(parent, parent)
             member = parent
         return member
 

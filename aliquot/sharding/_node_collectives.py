@@ -66,6 +66,7 @@ def group_collectives(naming: NodeIndex, index: NodeId) -> tuple[NodeCollective,
     for op_class in naming.group_ops.get(index, ()):
         collectives += _reductions(naming, op_class)
         collectives += _gathers(naming, op_class)
+        collectives += _exchanges(naming, op_class)
     return tuple(collectives)
 
 
@@ -137,12 +138,16 @@ def _gathers(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
     if op.is_link:
         return []
     gathers = []
+    exchange = cuts.exchanges.of(op_class)
     for position, value_class, count in cuts.operands(op_class):
         slot = cuts.operand_slot(op_class, value_class)
         projection = naming.slot_port(slot).projection
         # A dim of length one carries no factor, and needs no gather.
         for dim, letters in enumerate(rule.operands[position]):
             if dim not in projection or letters == "1":
+                continue
+            # Rows that are exchanged are not gathered.
+            if exchange.at(False, position) == dim:
                 continue
             factor = projection.index(dim)
             # A reduced dim becomes a partial sum, and one that the results carry stays split:
@@ -165,3 +170,57 @@ def _gathers(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
                 )
             )
     return gathers
+
+
+def _exchanges(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
+    """What devices send each other when an operator puts the rows of a split batch elsewhere.
+
+    A join of k equal parts is k permutes of a part, and so is a cut; what is regrouped is exchanged
+    among all devices.
+    """
+    cuts = naming.cuts
+    exchange = cuts.exchanges.of(op_class)
+    op = cuts.first[op_class]
+    arrays: list[tuple[float, Projection, int, str]] = []
+    for position, value_class, _ in cuts.operands(op_class):
+        slot = cuts.operand_slot(op_class, value_class)
+        if (dim := exchange.at(False, position)) >= 0 and slot is not None:
+            value = cuts.graph.values[cuts.folding.value_members[value_class][0]]
+            port = naming.slot_port(slot)
+            arrays.append((float(value.num_bytes), port.projection, dim, value.dtype))
+    results = [
+        (float(cuts.graph.values[out].num_bytes), naming.slot_port(home).projection, dim, "")
+        for position, out in enumerate(op.outputs)
+        if out >= 0
+        and (dim := exchange.at(True, position)) >= 0
+        and (home := cuts.home(int(cuts.folding.value_class[out]))) is not None
+    ]
+    if not arrays or not results:
+        return []
+    found = []
+    regroups = op.name == "reshape"
+    # Of a join, each part moves; of a cut, each part that is cut off; a part that is larger than
+    # what it comes from moves with it.
+    several = arrays if len(arrays) > 1 else [(*r[:3], arrays[0][3]) for r in results]
+    whole_bytes = max(a[0] for a in (*arrays, *results))
+    for num_bytes, projection, dim, dtype in several:
+        if dim not in projection:
+            continue
+        part = min(num_bytes, arrays[0][0]) if len(arrays) == 1 else num_bytes
+        for kind in ("all-to-all", "collective-permute") if regroups else ("collective-permute",):
+            pieces = 1.0 if regroups else max(1.0, round(whole_bytes / part))
+            found.append(
+                NodeCollective(
+                    kind=kind,
+                    factors=(projection.index(dim),),
+                    split_by=divided_by(projection),
+                    num_bytes=part,
+                    dtype=dtype,
+                    count=pieces * _times(naming, op_class),
+                    phase=op.phase,
+                    gradient=False,
+                    label=naming.label(op_class),
+                    deferrable=op.deferrable,
+                )
+            )
+    return found

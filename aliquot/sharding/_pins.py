@@ -162,7 +162,7 @@ class _PinMaker:
         constraints = [r.specs for r in results]
         for position, readers in enumerate(site.readers):
             # Where all readers want the array as it is split anyway, a pin would say nothing new.
-            if all((self.spec(p),) == constraints[position] for p in readers):
+            if readers and all((self.spec(p),) == constraints[position] for p in readers):
                 constraints[position] = ()
         return Pin(
             operands=tuple(None if p is None else self.spec(p) for p in site.operands),

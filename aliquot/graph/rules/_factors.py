@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .._rule import DimRule, Dims
 
@@ -64,8 +64,11 @@ class Factors:
         flops_per_point: float = 0.0,
         accessed_bytes: float = 0.0,
         summed: frozenset[int] = frozenset(),
+        exchanged: Iterable[Iterable[str]] = (),
     ) -> DimRule:
         """The rule, with the sizes of all factors handed out."""
+        # Dims of size one have no factor.
+        exchanges = (frozenset(names) - {"1"} for names in exchanged)
         return DimRule(
             operands=tuple(operands),
             results=tuple(results),
@@ -76,6 +79,7 @@ class Factors:
             flops_per_point=flops_per_point,
             accessed_bytes=accessed_bytes,
             summed=summed,
+            exchanged=tuple(names for names in exchanges if names),
         )
 
 

@@ -24,8 +24,8 @@ def _reshape(
 
     A block of the major factor is a contiguous piece of both sides, so `(heads * size,) <-> (heads,
     size)` passes on a split of the heads: `(aB)->aB`. Blocks of a minor factor are scattered over
-    the other side, so it stays whole. `dimensions` is the order in which the operand's dims are
-    read.
+    the other side, so it stays whole unless devices exchange them. `dimensions` is the order in
+    which the operand's dims are read.
     """
     shape, after = operands[0].shape, results[0]
     if math.prod(shape) == 0:
@@ -34,10 +34,20 @@ def _reshape(
     before = tuple(shape[d] for d in order)
     f = Factors()
     old, new = ["1"] * len(before), ["1"] * len(after)
-    for left, right in _groups(before, after):
+    runs = _groups(before, after)
+    for left, right in runs:
         _refine(f, left, right, before, after, old, new)
     by_dim = dict(zip(order, old, strict=True))
-    return f.rule((tuple(by_dim[d] for d in range(len(shape))),), (tuple(new),), linear=(1,))
+    return f.rule(
+        (tuple(by_dim[d] for d in range(len(shape))),),
+        (tuple(new),),
+        linear=(1,),
+        exchanged=(
+            "".join((*(old[d] for d in left), *(new[d] for d in right)))
+            for left, right in runs
+            if len(left) + len(right) > 2
+        ),
+    )
 
 
 def _empty_reshape(shape: Sequence[int], after: Sequence[int]) -> DimRule:
@@ -166,13 +176,16 @@ def _transpose(
 def _rev(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Reversed dims stay whole: the first piece of one side is the last of the other."""
+    """Reversed dims stay whole unless devices exchange their pieces: the first piece of one side is
+    the last of the other.
+    """
     f = Factors()
     dims = tuple(
         f.whole(n) if d in params["dimensions"] else f.split(n)
         for d, n in enumerate(operands[0].shape)
     )
-    return f.rule((dims,), (dims,), linear=(1,))
+    reversed_dims = [dims[d] for d in params["dimensions"]]
+    return f.rule((dims,), (dims,), linear=(1,), exchanged=reversed_dims)
 
 
 def _cut(
@@ -186,6 +199,11 @@ def _cut(
     return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
 
 
+def _moved(before: Dims, after: Dims) -> list[tuple[str, str]]:
+    """The factors of dims that `_cut` keeps whole, along which devices may exchange rows."""
+    return [(a, b) for a, b in zip(before, after, strict=True) if a != b]
+
+
 @register_dim_rule(
     "slice", traits=Traits(moves=Moves.SELECT, on_rows=leading_size("limit_indices"))
 )
@@ -195,7 +213,7 @@ def _slice(
     """Dims of unchanged size pass on their splits."""
     f = Factors()
     before, after = _cut(f, operands[0].shape, results[0])
-    return f.rule((before,), (after,), linear=(1,))
+    return f.rule((before,), (after,), linear=(1,), exchanged=_moved(before, after))
 
 
 @register_dim_rule("pad", traits=_ROW_BY_ROW)
@@ -208,7 +226,7 @@ def _pad(
     f = Factors()
     same = [tuple(config) == (0, 0, 0) for config in params["padding_config"]]
     before, after = _cut(f, operands[0].shape, results[0], same)
-    return f.rule((before, ()), (after,), linear=(1, 1))
+    return f.rule((before, ()), (after,), linear=(1, 1), exchanged=_moved(before, after))
 
 
 @register_dim_rule(
@@ -241,7 +259,7 @@ def _dynamic_update_slice(
 def _concatenate(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """The joined dim stays whole in every array."""
+    """The joined dim stays whole in every array, unless devices exchange rows."""
     f = Factors()
     axis = params["dimension"]
     result = _with(
@@ -251,23 +269,24 @@ def _concatenate(
         results[0][axis],
     )
     arrays = tuple(_with(f, result, axis, o.shape[axis]) for o in operands)
-    return f.rule(arrays, (result,), linear=(1,) * len(operands))
+    joined = [dims[axis] for dims in (*arrays, result)]
+    return f.rule(arrays, (result,), linear=(1,) * len(operands), exchanged=[joined])
 
 
 @register_dim_rule("split", traits=_ROW_BY_ROW)
 def _split(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """The cut dim stays whole in every array."""
+    """The cut dim stays whole in every array, unless devices exchange rows."""
     f = Factors()
     axis = params["axis"]
     shape = operands[0].shape
     array = _with(
         f, f.splits([1 if d == axis else n for d, n in enumerate(shape)]), axis, shape[axis]
     )
-    return f.rule(
-        (array,), tuple(_with(f, array, axis, shape[axis]) for shape in results), linear=(1,)
-    )
+    parts = tuple(_with(f, array, axis, shape[axis]) for shape in results)
+    cut = [dims[axis] for dims in (array, *parts)]
+    return f.rule((array,), parts, linear=(1,), exchanged=[cut])
 
 
 def _with(f: Factors, dims: Dims, axis: int, size: int) -> Dims:
@@ -303,14 +322,17 @@ def _unstack(
 def _tile(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
-    """Dims of size one are broadcast, and free; longer ones that repeat stay whole."""
+    """Dims of size one are broadcast, and free; longer ones that repeat stay whole, unless devices
+    exchange rows.
+    """
     f = Factors()
     before, after = [], []
     for size, tiled in zip(operands[0].shape, results[0]):
         old, new = ("1", f.split(tiled)) if size == 1 else f.pair(size, tiled, same=True)
         before.append(old)
         after.append(new)
-    return f.rule((tuple(before),), (tuple(after),), linear=(1,))
+    repeated = [pair for pair in _moved(tuple(before), tuple(after)) if "1" not in pair]
+    return f.rule((tuple(before),), (tuple(after),), linear=(1,), exchanged=repeated)
 
 
 def _fresh(

@@ -11,6 +11,8 @@
 * cuDNN's attention, for which JAX has a partitioner of its own that must see the devices: each
   device runs it on its own examples and heads.
 * Arrays whose order in memory is constrained: the partitioner gathers them.
+* Joins along a split dim: the partitioner gathers what is joined, but exchanges rows where arrays
+  are padded. Here they are padded to the length of the result, and added.
 * Products whose partial sums are to be reduce-scattered, on backends that would all-reduce and
   slice them: each device multiplies its pieces, and the runtime reduce-scatters the sums. So it
   does on all backends for sums that are also all-reduced along other axes: of the terms of a sum,
@@ -212,6 +214,25 @@ def in_plain_order(array: Any, mesh: Mesh, split: PartitionSpec) -> Any:
         return with_layout_constraint(piece, order)
 
     return jax.shard_map(run, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=False)(array)
+
+
+def joined_by_sums(arrays: Sequence[Any], dim: int) -> Any:
+    """Arrays joined along a dim, as the sum of padded ones."""
+    length = sum(a.shape[dim] for a in arrays)
+    total, start = None, 0
+    for array in arrays:
+        end = start + array.shape[dim]
+        edges = [(0, 0, 0)] * array.ndim
+        edges[dim] = (start, length - end, 0)
+        start = end
+        if jnp.issubdtype(array.dtype, jnp.inexact):
+            # The sum with a negative zero is exact for all numbers, also for zeros of both signs.
+            part = jax.lax.pad(array, jnp.array(-0.0, array.dtype), edges)
+            total = part if total is None else total + part
+        else:
+            part = jax.lax.pad(array, jnp.zeros((), array.dtype), edges)
+            total = part if total is None else total | part
+    return total
 
 
 def _axes(dim: Any) -> tuple[str, ...]:

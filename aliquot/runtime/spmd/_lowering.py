@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...graph import NO_VALUE, Graph, Op, Operand, ReplayHook, ValueId, evaluate, traits_of
 from ...sharding import REPLICATED, Pin, Pins, Spec, dim_rule, dims_of, is_declared, without_partial
-from ._local import Bind, convolution, in_plain_order, on_pieces, scattered_product
+from ._local import Bind, convolution, in_plain_order, joined_by_sums, on_pieces, scattered_product
 from ._mapped import differing
 
 
@@ -216,6 +216,8 @@ class _Constrain(ReplayHook):
         badly.
         """
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
+        if pin is not None and op.name == "concatenate":
+            return self._join(pin, op, arrays, bind)
         sums_scattered = pin is not None and pin.on_pieces
         by_itself = traits_of(op.name).runs_on_pieces or not is_declared(op)
         if not sums_scattered and not by_itself and op.name != "conv_general_dilated":
@@ -237,6 +239,13 @@ class _Constrain(ReplayHook):
         ]
         rule = dim_rule(op, self._graph, on_missing_rule=self._pins.on_missing_rule)
         return on_pieces(op.eqn, arrays, bind, mesh, groups, rule, splits)
+
+    def _join(self, pin: Pin, op: Op, arrays: Sequence[Any], bind: Bind) -> Sequence[Any]:
+        """A join of arrays; a sum of padded ones where it is along a dim that is split."""
+        dim = op.params["dimension"]
+        if any(dim in spec for spec in pin.operands if spec is not None):
+            return [joined_by_sums(arrays, dim)]
+        return bind(op.eqn, arrays)
 
     def _product(
         self, pin: Pin, op: Op, arrays: Sequence[Any], bind: Bind, without: frozenset[str]

@@ -1,0 +1,316 @@
+"""Where a batch stays a batch although an operator puts its rows elsewhere: joins of two batches
+and cuts into them, batches that are repeated, rolled, or regrouped.
+
+A rule says along which dims an operator exchanges elements (`DimRule.exchanged`). Here the batch is
+followed from the step's inputs through all operators, and where it meets such an operator one dim
+of each array is chosen that holds the batch: all are split together, and devices exchange rows.
+Without that, one axis could split the batch only before or only behind the operator, and every
+device would compute the other side whole.
+
+Arrays that hold fewer rows than the batch, such as the rewards of groups, cannot be split as far.
+Where they are small they stay whole, and the batch is followed through them to where it is a batch
+again. Large ones limit how far the batch may be split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..graph import Phase, Role
+from ._disjoint_sets import DisjointSets
+
+if TYPE_CHECKING:
+    from ._cuts import Cuts
+
+# Arrays that hold less than this share of the bytes that a step makes may stay whole on every
+# device. Measured work that is replicated so stays below 2%.
+_SMALL = 0.01
+# Loops run over one dim of these, and take or write a part of it at a time.
+_SEQUENTIAL = ("scan_slice", "scan_stack", "dynamic_slice", "dynamic_update_slice")
+# Of an operator that cuts a batch, a part with fewer rows than this share of it is no batch: it
+# would keep the batch from being split further.
+_LEAST_PART = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Place:
+    """A dim of an operand (or of a result) of an operator class, by its position."""
+
+    op_class: int
+    is_result: bool
+    position: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Dims of one operator that are split together by exchanging rows.
+
+    Attributes:
+        places: one dim of each array that takes part; the others stay whole.
+        untied: factors of the rule that tie no dims here, as the batch is in other dims.
+    """
+
+    places: tuple[Place, ...]
+    untied: frozenset[str]
+
+    def at(self, is_result: bool, position: int) -> int:
+        """The dim of an operand or result that takes part; -1 if none does."""
+        return next(
+            (p.dim for p in self.places if (p.is_result, p.position) == (is_result, position)), -1
+        )
+
+
+_NONE = Exchange(places=(), untied=frozenset())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanges:
+    """All exchanges of a step.
+
+    Attributes:
+        by_class: by operator class.
+        across: pairs of dims that hold the batch on both sides of arrays that are computed whole.
+        limits: operator classes that regroup the batch into fewer rows, in arrays too large to be
+            computed whole; with the number of rows.
+    """
+
+    by_class: dict[int, Exchange] = field(default_factory=dict)
+    across: tuple[tuple[Place, Place], ...] = ()
+    limits: dict[int, int] = field(default_factory=dict)
+
+    def of(self, op_class: int) -> Exchange:
+        """The exchange of an operator class; one without places if there is none."""
+        return self.by_class.get(op_class, _NONE)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Reached:
+    """How the batch reaches a class of dims.
+
+    Attributes:
+        rows: of the batch, or of the part of it that these dims hold.
+        origin: if dims of this class stay whole, a dim before them that does not.
+    """
+
+    rows: int
+    origin: Place | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Link:
+    """An operator class and one of its sets of exchanged factors, with the dims of each array that
+    hold one of them.
+    """
+
+    op_class: int
+    names: frozenset[str]
+    arrays: tuple[tuple[Place, ...], ...]
+
+
+def find_exchanges(cuts: Cuts, order: Sequence[int]) -> Exchanges:
+    """The exchanges of a step; `order` lists its operator classes in program order."""
+    links = list(_links(cuts, order))
+    starts = [i.value for i in cuts.graph.inputs if i.role is Role.BATCH]
+    if not links or not starts:
+        return Exchanges()
+    return _Search(cuts=cuts, order=order, links=links).run(
+        [int(cuts.folding.value_class[v]) for v in starts]
+    )
+
+
+def _links(cuts: Cuts, order: Sequence[int]) -> Iterator[_Link]:
+    for op_class in order:
+        rule, op = cuts.rules[op_class], cuts.first[op_class]
+        if op.phase is Phase.UPDATE or cuts.made_of_constants(op_class):
+            continue
+        for names in rule.exchanged:
+            arrays = []
+            for is_result, side in ((False, rule.operands), (True, rule.results)):
+                for position, dims in enumerate(side):
+                    places = tuple(
+                        Place(op_class=op_class, is_result=is_result, position=position, dim=d)
+                        for d, letters in enumerate(dims)
+                        if names & set(letters)
+                    )
+                    if places:
+                        arrays.append(places)
+            yield _Link(op_class=op_class, names=names, arrays=tuple(arrays))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """The batch followed through a step, from class of dims to class of dims."""
+
+    cuts: Cuts
+    order: Sequence[int]
+    links: list[_Link]
+    base: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    sets: DisjointSets[int] = field(default_factory=DisjointSets)
+    sequential: set[int] = field(default_factory=set)
+    reached: dict[int, _Reached] = field(default_factory=dict)
+    pending: deque[int] = field(default_factory=deque)
+    class_bytes: dict[int, float] = field(default_factory=dict)
+    total_bytes: float = 0.0
+    exchanges: dict[int, Exchange] = field(default_factory=dict)
+    across: list[tuple[Place, Place]] = field(default_factory=list)
+    limits: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        cuts = self.cuts
+        for value_class in range(len(cuts.producer)):
+            self.base.append(len(self.sizes))
+            self.sizes.extend(cuts.shape(value_class))
+        # Links decide themselves which of their dims belong together.
+        linked = {(link.op_class, name) for link in self.links for name in link.names}
+        by_letter: dict[tuple[int, str], int] = {}
+        in_order: list[int] = []
+        for op_class in self.order:
+            name = cuts.first[op_class].name
+            for place, letters in self._places(op_class):
+                key = op_class, letters[0]
+                for element in self._elements(place):
+                    if letters[0].islower() and key not in linked:
+                        self.sets.join(element, by_letter.setdefault(key, element))
+                    elif letters[0].isupper() and name in _SEQUENTIAL:
+                        in_order.append(element)
+        self.sequential = {self.sets.root(element) for element in in_order}
+        for value_class, members in enumerate(cuts.folding.value_members):
+            num_bytes = float(cuts.graph.values[members[0]].num_bytes * len(members))
+            self.total_bytes += num_bytes
+            for dim in range(len(cuts.shape(value_class))):
+                root = self.sets.root(self.base[value_class] + dim)
+                self.class_bytes[root] = self.class_bytes.get(root, 0.0) + num_bytes
+
+    def run(self, batch: Sequence[int]) -> Exchanges:
+        """The exchanges, starting from the value classes of the inputs that belong to the batch."""
+        for value_class in batch:
+            shape = self.cuts.shape(value_class)
+            # As for `NodeGraph.batch_factors`.
+            for dim in range(min(2, len(shape)) if shape and shape[0] > 1 else 0):
+                root = self.sets.root(self.base[value_class] + dim)
+                if root not in self.sequential:
+                    self._reach(root, _Reached(rows=shape[dim]))
+                    break
+        links_of: dict[int, list[_Link]] = defaultdict(list)
+        for link in self.links:
+            for place in (place for array in link.arrays for place in array):
+                for element in self._elements(place):
+                    links_of[self.sets.root(element)].append(link)
+        resolved: set[tuple[int, frozenset[str]]] = set()
+        while self.pending:
+            root = self.pending.popleft()
+            for link in links_of.get(root, ()):
+                if (link.op_class, link.names) not in resolved:
+                    resolved.add((link.op_class, link.names))
+                    self._resolve(link, self.reached[root])
+        return Exchanges(by_class=self.exchanges, across=tuple(self.across), limits=self.limits)
+
+    def _reach(self, root: int, how: _Reached) -> None:
+        known = self.reached.get(root)
+        if known is None or (known.origin is not None and how.origin is None):
+            self.reached[root] = how
+            self.pending.append(root)
+
+    def _resolve(self, link: _Link, source: _Reached) -> None:
+        """Choose the dim of each array of a link that holds the batch, and reach it."""
+        rows = source.rows
+        kept: dict[Place, int] = {}
+        left_out: list[Place] = []
+        for array in link.arrays:
+            chosen = max(array, key=lambda place: self._preference(place, rows))
+            if not self._elements(chosen):
+                continue
+            size = self._rows_of(link, chosen, rows)
+            if size:
+                kept[chosen] = size
+            else:
+                left_out.append(chosen)
+        letters = {self._letters(place)[0] for place in kept}
+        passes = len(kept) == len(link.arrays) and len(letters) == 1 and min(letters).islower()
+        if not passes:
+            self._exchange(link, tuple(kept) if len(kept) > 1 else ())
+        first = min(kept, default=source.origin)
+        if source.origin is not None and kept:
+            self.across.append((source.origin, min(kept)))
+        for place, size in kept.items():
+            if size < rows:
+                self.limits[link.op_class] = size
+            for element in self._elements(place):
+                self._reach(self.sets.root(element), _Reached(rows=size))
+        for place in left_out:
+            for element in self._elements(place):
+                self._reach(self.sets.root(element), _Reached(rows=rows, origin=first))
+
+    def _exchange(self, link: _Link, places: tuple[Place, ...]) -> None:
+        known = self.exchanges.get(link.op_class, Exchange(places=(), untied=frozenset()))
+        untied = {name for name in link.names if name.islower()}
+        self.exchanges[link.op_class] = Exchange(
+            places=(*known.places, *places), untied=known.untied | untied
+        )
+
+    def _preference(self, place: Place, rows: int) -> tuple[bool, bool, int]:
+        """Order of the dims of an array as holders of the batch: of equal ones, the first."""
+        elements = self._elements(place)
+        if not elements:
+            return False, False, 0
+        root = self.sets.root(elements[0])
+        known = self.reached.get(root)
+        return (
+            known is not None and known.origin is None,
+            root not in self.sequential,
+            math.gcd(self.sizes[elements[0]], rows),
+        )
+
+    def _rows_of(self, link: _Link, place: Place, rows: int) -> int:
+        """Rows of the batch that a dim holds; 0 if it stays whole."""
+        element = self._elements(place)[0]
+        size, root = self.sizes[element], self.sets.root(element)
+        known = self.reached.get(root)
+        if known is not None:
+            return known.rows if known.origin is None else 0
+        if size % rows == 0:
+            return rows
+        part = math.gcd(size, rows)
+        regroups = self.cuts.first[link.op_class].name == "reshape"
+        is_part = regroups or (part == size and size >= _LEAST_PART * rows)
+        is_large = self.class_bytes[root] > _SMALL * self.total_bytes
+        return part if part > 1 and is_part and is_large else 0
+
+    def _places(self, op_class: int) -> Iterator[tuple[Place, str]]:
+        """The dims of an operator's arrays, with their factors."""
+        rule, op = self.cuts.rules[op_class], self.cuts.first[op_class]
+        if op.phase is Phase.UPDATE:
+            return
+        for is_result, side in ((False, rule.operands), (True, rule.results)):
+            for position, dims in enumerate(side):
+                for dim, letters in enumerate(dims):
+                    place = Place(
+                        op_class=op_class, is_result=is_result, position=position, dim=dim
+                    )
+                    yield place, letters
+
+    def _letters(self, place: Place) -> str:
+        rule = self.cuts.rules[place.op_class]
+        return (rule.results if place.is_result else rule.operands)[place.position][place.dim]
+
+    def _elements(self, place: Place) -> list[int]:
+        """The dim in the value classes that stand at a place; none for literals and for arrays
+        made of constants or of parameters alone.
+        """
+        cuts = self.cuts
+        if place.is_result:
+            out = cuts.first[place.op_class].outputs[place.position]
+            classes = [int(cuts.folding.value_class[out])] if out >= 0 else []
+        else:
+            classes = list(cuts.sources[place.op_class][place.position])
+        return [
+            self.base[v] + place.dim
+            for v in classes
+            if not cuts.const_only[v] and not cuts.param_only[v]
+        ]
