@@ -123,6 +123,9 @@ def _group_factors(naming: NodeIndex, index: NodeId, slots: list[SlotId]) -> tup
     sizes = [0] * len(naming.group_classes[index])
     labels = [""] * len(sizes)
     for slot in slots:
+        # An array that devices need not divide is seen by the compiler alone.
+        if naming.slot_value[slot] in naming.cuts.exchanges.uneven:
+            continue
         for dim in range(store.ranks[slot]):
             element = store.element(slot, dim)
             factor = naming.factor_of.get(store.dim_class(element))
@@ -198,7 +201,8 @@ def _sites(naming: NodeIndex) -> list[Site]:
             slot = cuts.operand_slot(op_class, value_class)
             # What a product makes is pinned at the product itself.
             crosses = slot != cuts.home(value_class) or exchange.at(False, position) >= 0
-            pins = crosses and not cuts.by_product(value_class)
+            # Compilers know rolls by a pattern in which no pin may stand.
+            pins = crosses and not exchange.rolls and not cuts.by_product(value_class)
             if slot is not None and (pins or not is_declared(op)):
                 pinned[position] = naming.slot_port(slot)
         result_classes = [int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs]
@@ -209,7 +213,10 @@ def _sites(naming: NodeIndex) -> list[Site]:
             for v in result_classes
         ]
         # Without pins on both sides the compiler would gather what is to be exchanged.
-        exchanged = [exchange.at(True, k) >= 0 for k in range(len(op.outputs))]
+        exchanged = [
+            exchange.at(True, k) >= 0 and v not in cuts.exchanges.uneven
+            for k, v in enumerate(result_classes)
+        ]
         if any(p is not None for p in pinned) or any(feeds_product) or any(exchanged):
             feeding = list(zip(result_classes, feeds_product, exchanged, strict=True))
             sites.append(

@@ -53,10 +53,12 @@ class Exchange:
     Attributes:
         places: one dim of each array that takes part; the others stay whole.
         untied: factors of the rule that tie no dims here, as the batch is in other dims.
+        rolls: whether an uneven array takes part; see `Exchanges`.
     """
 
-    places: tuple[Place, ...]
-    untied: frozenset[str]
+    places: tuple[Place, ...] = ()
+    untied: frozenset[str] = frozenset()
+    rolls: bool = False
 
     def at(self, is_result: bool, position: int) -> int:
         """The dim of an operand or result that takes part; -1 if none does."""
@@ -65,7 +67,7 @@ class Exchange:
         )
 
 
-_NONE = Exchange(places=(), untied=frozenset())
+_NONE = Exchange()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +77,16 @@ class Exchanges:
     Attributes:
         by_class: by operator class.
         across: pairs of dims that hold the batch on both sides of arrays that are computed whole.
+        uneven: value classes that lie between a cut and a join, as those of `jnp.roll` do. Their
+            rows are split like the batch although devices need not divide them: only the compiler
+            sees them.
         limits: operator classes that regroup the batch into fewer rows, in arrays too large to be
             computed whole; with the number of rows.
     """
 
     by_class: dict[int, Exchange] = field(default_factory=dict)
     across: tuple[tuple[Place, Place], ...] = ()
+    uneven: frozenset[int] = frozenset()
     limits: dict[int, int] = field(default_factory=dict)
 
     def of(self, op_class: int) -> Exchange:
@@ -128,17 +134,21 @@ def _links(cuts: Cuts, order: Sequence[int]) -> Iterator[_Link]:
         rule, op = cuts.rules[op_class], cuts.first[op_class]
         if op.phase is Phase.UPDATE or cuts.made_of_constants(op_class):
             continue
+        sides = [(False, k, dims) for k, dims in enumerate(rule.operands)]
+        sides += [(True, k, dims) for k, dims in enumerate(rule.results)]
         for names in rule.exchanged:
+            holding = {d for _, _, dims in sides for d, c in enumerate(dims) if names & set(c)}
             arrays = []
-            for is_result, side in ((False, rule.operands), (True, rule.results)):
-                for position, dims in enumerate(side):
-                    places = tuple(
-                        Place(op_class=op_class, is_result=is_result, position=position, dim=d)
-                        for d, letters in enumerate(dims)
-                        if names & set(letters)
-                    )
-                    if places:
-                        arrays.append(places)
+            for is_result, position, dims in sides:
+                places = tuple(
+                    Place(op_class=op_class, is_result=is_result, position=position, dim=d)
+                    for d, letters in enumerate(dims)
+                    # All but reshapes keep the order of dims, also of those that are cut to one
+                    # row, which have no factor.
+                    if names & set(letters) or (op.name != "reshape" and d in holding)
+                )
+                if places:
+                    arrays.append(places)
             yield _Link(op_class=op_class, names=names, arrays=tuple(arrays))
 
 
@@ -160,6 +170,8 @@ class _Search:
     exchanges: dict[int, Exchange] = field(default_factory=dict)
     across: list[tuple[Place, Place]] = field(default_factory=list)
     limits: dict[int, int] = field(default_factory=dict)
+    cuts_off: list[tuple[Place, Place]] = field(default_factory=list)
+    joined: dict[int, Place] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cuts = self.cuts
@@ -209,7 +221,44 @@ class _Search:
                 if (link.op_class, link.names) not in resolved:
                     resolved.add((link.op_class, link.names))
                     self._resolve(link, self.reached[root])
-        return Exchanges(by_class=self.exchanges, across=tuple(self.across), limits=self.limits)
+        uneven = self._follow_uneven()
+        return Exchanges(
+            by_class=self.exchanges,
+            across=tuple(self.across),
+            uneven=frozenset(uneven),
+            limits=self.limits,
+        )
+
+    def _follow_uneven(self) -> Iterator[int]:
+        """Value classes between a cut and a join, each of which then takes part in both."""
+        readers: dict[int, set[int]] = defaultdict(set)
+        for op_class, sources in enumerate(self.cuts.sources):
+            for counter in sources:
+                for value_class in counter:
+                    readers[value_class].add(op_class)
+        returned = {
+            int(self.cuts.folding.value_class[o.value])
+            for o in self.cuts.graph.outputs
+            if isinstance(o.value, int)
+        }
+        for place, part in self.cuts_off:
+            out = self.cuts.first[part.op_class].outputs[part.position]
+            value_class = int(self.cuts.folding.value_class[out])
+            joins = readers[value_class]
+            if value_class in returned or not joins or not joins <= self.joined.keys():
+                continue
+            yield value_class
+            self._exchange(part.op_class, (place, part), rolls=True)
+            for op_class in joins:
+                positions = [
+                    k for k, s in enumerate(self.cuts.sources[op_class]) if value_class in s
+                ]
+                result = self.joined[op_class]
+                into = [
+                    Place(op_class=op_class, is_result=False, position=k, dim=part.dim)
+                    for k in positions
+                ]
+                self._exchange(op_class, (*into, result), rolls=True)
 
     def _reach(self, root: int, how: _Reached) -> None:
         known = self.reached.get(root)
@@ -234,7 +283,7 @@ class _Search:
         letters = {self._letters(place)[0] for place in kept}
         passes = len(kept) == len(link.arrays) and len(letters) == 1 and min(letters).islower()
         if not passes:
-            self._exchange(link, tuple(kept) if len(kept) > 1 else ())
+            self._exchange(link.op_class, tuple(kept) if len(kept) > 1 else ())
         first = min(kept, default=source.origin)
         if source.origin is not None and kept:
             self.across.append((source.origin, min(kept)))
@@ -246,12 +295,22 @@ class _Search:
         for place in left_out:
             for element in self._elements(place):
                 self._reach(self.sets.root(element), _Reached(rows=rows, origin=first))
+        # What is cut off a batch, and what is joined to one.
+        name = self.cuts.first[link.op_class].name
+        results = [place for place in kept if place.is_result]
+        if name in ("slice", "split") and kept:
+            self.cuts_off += [(min(kept), place) for place in left_out if place.is_result]
+        if name in ("concatenate", "pad") and results:
+            self.joined[link.op_class] = results[0]
 
-    def _exchange(self, link: _Link, places: tuple[Place, ...]) -> None:
-        known = self.exchanges.get(link.op_class, Exchange(places=(), untied=frozenset()))
-        untied = {name for name in link.names if name.islower()}
-        self.exchanges[link.op_class] = Exchange(
-            places=(*known.places, *places), untied=known.untied | untied
+    def _exchange(self, op_class: int, places: tuple[Place, ...], *, rolls: bool = False) -> None:
+        """Let dims of an operator take part in an exchange, beside those that do."""
+        known = self.exchanges.get(op_class, _NONE)
+        names = frozenset().union(*self.cuts.rules[op_class].exchanged)
+        self.exchanges[op_class] = Exchange(
+            places=tuple(dict.fromkeys((*known.places, *places))),
+            untied=frozenset(name for name in names if name.islower()),
+            rolls=known.rolls or rolls,
         )
 
     def _preference(self, place: Place, rows: int) -> tuple[bool, bool, int]:

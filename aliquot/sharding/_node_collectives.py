@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..graph import NO_VALUE, Phase
-from ._ids import NodeId
+from ._ids import NodeId, SlotId
 from ._nodes import NodeCollective, Projection, SplitBy
 
 if TYPE_CHECKING:
     from ._node_index import NodeIndex
+
+# Rows are few if this many devices have more of them each.
+_MOST_PIECES = 64
 
 
 def divided_by(projection: Projection) -> SplitBy:
@@ -175,52 +179,73 @@ def _gathers(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
 def _exchanges(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
     """What devices send each other when an operator puts the rows of a split batch elsewhere.
 
-    A join of k equal parts is k permutes of a part, and so is a cut; what is regrouped is exchanged
-    among all devices.
+    A join pads each part and adds them up: k equal parts are k permutes of each. So is a cut: k
+    permutes of what is cut off. What is regrouped, or repeated, is exchanged among all devices. A
+    roll moves the rows at the edges of pieces, or whole pieces.
     """
     cuts = naming.cuts
-    exchange = cuts.exchanges.of(op_class)
+    exchange, uneven = cuts.exchanges.of(op_class), cuts.exchanges.uneven
     op = cuts.first[op_class]
-    arrays: list[tuple[float, Projection, int, str]] = []
+    operands: list[_Exchanged] = []
     for position, value_class, _ in cuts.operands(op_class):
         slot = cuts.operand_slot(op_class, value_class)
         if (dim := exchange.at(False, position)) >= 0 and slot is not None:
-            value = cuts.graph.values[cuts.folding.value_members[value_class][0]]
-            port = naming.slot_port(slot)
-            arrays.append((float(value.num_bytes), port.projection, dim, value.dtype))
-    results = [
-        (float(cuts.graph.values[out].num_bytes), naming.slot_port(home).projection, dim, "")
-        for position, out in enumerate(op.outputs)
-        if out >= 0
-        and (dim := exchange.at(True, position)) >= 0
-        and (home := cuts.home(int(cuts.folding.value_class[out]))) is not None
-    ]
-    if not arrays or not results:
+            operands.append(_Exchanged(value_class=value_class, slot=slot, dim=dim))
+    results: list[_Exchanged] = []
+    for position, out in enumerate(op.outputs):
+        value_class = int(cuts.folding.value_class[out]) if out >= 0 else -1
+        home = cuts.home(value_class) if out >= 0 else None
+        if (dim := exchange.at(True, position)) >= 0 and home is not None:
+            results.append(_Exchanged(value_class=value_class, slot=home, dim=dim))
+    # What a roll cuts off moves where it is joined.
+    if not operands or not results or any(r.value_class in uneven for r in results):
         return []
+    joins = len(operands) > 1 or op.name == "pad"
+    whole = (results if joins else operands)[0]
     found = []
-    regroups = op.name == "reshape"
-    # Of a join, each part moves; of a cut, each part that is cut off; a part that is larger than
-    # what it comes from moves with it.
-    several = arrays if len(arrays) > 1 else [(*r[:3], arrays[0][3]) for r in results]
-    whole_bytes = max(a[0] for a in (*arrays, *results))
-    for num_bytes, projection, dim, dtype in several:
-        if dim not in projection:
+    for part in operands if joins or len(results) == 1 else results:
+        projection = naming.slot_port(part.slot).projection
+        if part.dim not in projection:
             continue
-        part = min(num_bytes, arrays[0][0]) if len(arrays) == 1 else num_bytes
-        for kind in ("all-to-all", "collective-permute") if regroups else ("collective-permute",):
-            pieces = 1.0 if regroups else max(1.0, round(whole_bytes / part))
-            found.append(
-                NodeCollective(
-                    kind=kind,
-                    factors=(projection.index(dim),),
-                    split_by=divided_by(projection),
-                    num_bytes=part,
-                    dtype=dtype,
-                    count=pieces * _times(naming, op_class),
-                    phase=op.phase,
-                    gradient=False,
-                    label=naming.label(op_class),
-                    deferrable=op.deferrable,
-                )
+        rows, of_rows = (cuts.shape(p.value_class)[p.dim] for p in (part, whole))
+        value = cuts.graph.values[cuts.folding.value_members[part.value_class][0]]
+        num_bytes, kinds, pieces = float(value.num_bytes), ("collective-permute",), 1
+        split_by = divided_by(projection)
+        if part.value_class in uneven:
+            shift = of_rows - rows
+            if shift * _MOST_PIECES <= of_rows:
+                num_bytes *= shift / rows
+                split_by = (False,) * len(split_by)
+        elif op.name in ("reshape", "tile"):
+            kinds = ("all-to-all", "collective-permute")
+        elif op.name == "slice":
+            result_rows = cuts.shape(results[0].value_class)[results[0].dim]
+            num_bytes *= result_rows / rows
+            pieces = max(1, round(rows / result_rows))
+        else:
+            pieces = max(1, round(of_rows / rows))
+        found += [
+            NodeCollective(
+                kind=kind,
+                factors=(projection.index(part.dim),),
+                split_by=split_by,
+                num_bytes=num_bytes,
+                dtype=value.dtype,
+                count=pieces * _times(naming, op_class),
+                phase=op.phase,
+                gradient=False,
+                label=naming.label(op_class),
+                deferrable=op.deferrable,
             )
+            for kind in kinds
+        ]
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exchanged:
+    """An operand or result whose rows are exchanged along a dim."""
+
+    value_class: int
+    slot: SlotId
+    dim: int

@@ -92,8 +92,7 @@ def patches(params, batch, parts=4):
     """Each example is cut into patches, which are rows of their own, and put together again."""
     n, d = batch["x"].shape[0], batch["x"].shape[1] // parts
     rows = batch["x"].reshape(n, parts, d).reshape(n * parts, d)
-    narrow = [{k: w for k, w in b.items()} for b in params["narrow"]]
-    z = network(narrow, rows).reshape(n, parts * d)
+    z = network(params["narrow"], rows).reshape(n, parts * d)
     return ((network(params["blocks"], z) - batch["y"]) ** 2).mean()
 
 
