@@ -28,6 +28,7 @@ def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
         *_likely_mistakes(stages),
         *_much_alike(stages),
         *_run_whole(stages),
+        *_small(stages),
         *_odd_batch(stages),
         *undivided,
     )
@@ -163,6 +164,22 @@ def _run_whole(stages: Sequence[StageDecision]) -> Iterator[str]:
     yield from texts[:_MOST_WHOLE]
     if len(texts) > _MOST_WHOLE:
         yield f"{len(texts) - _MOST_WHOLE} more large operators run whole on every device."
+
+
+def _small(stages: Sequence[StageDecision]) -> Iterator[str]:
+    """Small arrays that hold fewer rows than the batch, by their number of rows."""
+    texts: dict[int, str] = {}
+    for stage in stages:
+        graph = stage.problem.graph
+        for op, rows in stage.problem.nodes.small if math.prod(stage.priced.axis_sizes) > 1 else ():
+            where = source_line(graph.ops[op])
+            texts.setdefault(
+                rows,
+                f"{graph.ops[op].name}:{op}{f' ({where})' if where else ''} makes"
+                f" {counted(rows, 'row')} of the batch. Arrays of that many rows are small, and"
+                " every device computes them whole.",
+            )
+    yield from texts.values()
 
 
 def _undivided(stage: StageDecision) -> Iterator[str]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..cluster import Target
-from ..graph import Graph, Operand, Phase, Role, ValueId, fold
+from ..graph import Graph, Operand, OpId, Phase, Role, ValueId, fold
 from ._cuts import cut, taken_by_regions
 from ._dim_rule import is_declared
 from ._edges import EdgeBuilder
@@ -71,6 +71,10 @@ def build_nodes(naming: NodeIndex, target: Target, *, sums_gradients: bool = Fal
         folded=any(len(m) > 1 for m in cuts.folding.members),
         on_missing_rule=naming.on_missing_rule,
         whole=tuple(_whole_operators(naming)),
+        small=tuple(
+            (cuts.first[op_class].index, rows)
+            for op_class, rows in sorted(cuts.exchanges.small.items())
+        ),
     )
 
 
@@ -122,6 +126,7 @@ def _group_factors(naming: NodeIndex, index: NodeId, slots: list[SlotId]) -> tup
     store = naming.cuts.slots
     sizes = [0] * len(naming.group_classes[index])
     labels = [""] * len(sizes)
+    shortest: list[tuple[float, OpId | None]] = [(math.inf, None)] * len(sizes)
     for slot in slots:
         # An array that devices need not divide is seen by the compiler alone.
         if naming.slot_value[slot] in naming.cuts.exchanges.uneven:
@@ -130,11 +135,23 @@ def _group_factors(naming: NodeIndex, index: NodeId, slots: list[SlotId]) -> tup
             element = store.element(slot, dim)
             factor = naming.factor_of.get(store.dim_class(element))
             if factor is not None:
-                sizes[factor] = math.gcd(sizes[factor], store.sizes[element])
+                size = store.sizes[element]
+                sizes[factor] = math.gcd(sizes[factor], size)
+                if size < shortest[factor][0]:
+                    shortest[factor] = size, _made_by(naming, naming.slot_value[slot])
                 labels[factor] = (
                     labels[factor] or f"{naming.label_of_value(naming.slot_value[slot])}.{dim}"
                 )
-    return tuple(Factor(size=s, label=t) for s, t in zip(sizes, _distinct(labels), strict=True))
+    return tuple(
+        Factor(size=size, label=label, shortest=op)
+        for size, label, (_, op) in zip(sizes, _distinct(labels), shortest, strict=True)
+    )
+
+
+def _made_by(naming: NodeIndex, value_class: int) -> OpId | None:
+    """The first operator that makes a value; None for inputs."""
+    producer = naming.cuts.producer[value_class]
+    return None if producer is None else naming.cuts.first[producer[0]].index
 
 
 def _distinct(labels: list[str]) -> list[str]:

@@ -80,14 +80,14 @@ class Exchanges:
         uneven: value classes that lie between a cut and a join, as those of `jnp.roll` do. Their
             rows are split like the batch although devices need not divide them: only the compiler
             sees them.
-        limits: operator classes that regroup the batch into fewer rows, in arrays too large to be
+        small: operator classes that regroup the batch into fewer rows, in small arrays, which are
             computed whole; with the number of rows.
     """
 
     by_class: dict[int, Exchange] = field(default_factory=dict)
     across: tuple[tuple[Place, Place], ...] = ()
     uneven: frozenset[int] = frozenset()
-    limits: dict[int, int] = field(default_factory=dict)
+    small: dict[int, int] = field(default_factory=dict)
 
     def of(self, op_class: int) -> Exchange:
         """The exchange of an operator class; one without places if there is none."""
@@ -169,7 +169,7 @@ class _Search:
     total_bytes: float = 0.0
     exchanges: dict[int, Exchange] = field(default_factory=dict)
     across: list[tuple[Place, Place]] = field(default_factory=list)
-    limits: dict[int, int] = field(default_factory=dict)
+    small: dict[int, int] = field(default_factory=dict)
     cuts_off: list[tuple[Place, Place]] = field(default_factory=list)
     joined: dict[int, Place] = field(default_factory=dict)
 
@@ -226,7 +226,7 @@ class _Search:
             by_class=self.exchanges,
             across=tuple(self.across),
             uneven=frozenset(uneven),
-            limits=self.limits,
+            small=self.small,
         )
 
     def _follow_uneven(self) -> Iterator[int]:
@@ -288,8 +288,6 @@ class _Search:
         if source.origin is not None and kept:
             self.across.append((source.origin, min(kept)))
         for place, size in kept.items():
-            if size < rows:
-                self.limits[link.op_class] = size
             for element in self._elements(place):
                 self._reach(self.sets.root(element), _Reached(rows=size))
         for place in left_out:
@@ -297,6 +295,10 @@ class _Search:
                 self._reach(self.sets.root(element), _Reached(rows=rows, origin=first))
         # What is cut off a batch, and what is joined to one.
         name = self.cuts.first[link.op_class].name
+        if name == "reshape" and kept and source.origin is None:
+            self.small.update(
+                (link.op_class, self.sizes[self._elements(place)[0]]) for place in left_out
+            )
         results = [place for place in kept if place.is_result]
         if name in ("slice", "split") and kept:
             self.cuts_off += [(min(kept), place) for place in left_out if place.is_result]

@@ -209,7 +209,8 @@ def _exchanges(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
             continue
         rows, of_rows = (cuts.shape(p.value_class)[p.dim] for p in (part, whole))
         value = cuts.graph.values[cuts.folding.value_members[part.value_class][0]]
-        num_bytes, kinds, pieces = float(value.num_bytes), ("collective-permute",), 1
+        num_bytes, pieces = float(value.num_bytes), 1
+        kinds: tuple[str, ...] = ("collective-permute",)
         split_by = divided_by(projection)
         if part.value_class in uneven:
             shift = of_rows - rows

@@ -32,12 +32,17 @@ Choice: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """An index space that a mesh axis may split. `size` is what the split must divide (the gcd over
-    all dims in it).
+    """An index space that a mesh axis may split.
+
+    Attributes:
+        size: what the split must divide, the gcd over all dims in it.
+        label: of the first of them.
+        shortest: the operator that makes the shortest of them; None for that of an input.
     """
 
     size: int
     label: str
+    shortest: OpId | None = field(default=None, compare=False)
 
 
 SplitBy: TypeAlias = tuple[bool, ...]
@@ -198,6 +203,8 @@ class NodeGraph:
         folded: whether any node stands for more than one copy.
         on_missing_rule: see `dim_rule`.
         whole: operators that run whole on every device.
+        small: operators that regroup the batch into fewer rows, in small arrays that every device
+            computes whole, with the number of rows.
     """
 
     nodes: tuple[Node, ...]
@@ -213,6 +220,7 @@ class NodeGraph:
     folded: bool
     on_missing_rule: str = "infer"
     whole: tuple[WholeOperator, ...] = ()
+    small: tuple[tuple[OpId, int], ...] = ()
 
 
 def project(choice: Choice, projection: Projection) -> Spec:

@@ -3,8 +3,6 @@
 Each maker returns `(step, state, batch)` for some rows of width `d`; `arrays=False` gives shapes.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -190,6 +188,18 @@ def joined(name, *, rows=32, d=16, length=6, vocabulary=32, dtype=jnp.float64, a
     return step, state, batch
 
 
-at_real_size = functools.partial(
-    joined, d=4096, length=1025, vocabulary=32000, dtype=jnp.float32, arrays=False
-)
+# Rows of each step at real size; those of sequences have 1,024 tokens each.
+_ROWS = {"preferences": 128, "grouped_rewards": 256, "views": 32768, "chunked": 262144}
+
+
+def real_size(name):
+    """`joined` at the size of a real model on eight large devices, as shapes."""
+    return joined(
+        name,
+        rows=_ROWS.get(name, 65536),
+        d=4096,
+        length=1025,
+        vocabulary=32000,
+        dtype=jnp.float32,
+        arrays=False,
+    )

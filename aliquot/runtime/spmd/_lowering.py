@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...graph import NO_VALUE, Graph, Op, Operand, ReplayHook, ValueId, evaluate, traits_of
@@ -243,7 +244,9 @@ class _Constrain(ReplayHook):
     def _join(self, pin: Pin, op: Op, arrays: Sequence[Any], bind: Bind) -> Sequence[Any]:
         """A join of arrays; a sum of padded ones where it is along a dim that is split."""
         dim = op.params["dimension"]
-        if any(dim in spec for spec in pin.operands if spec is not None):
+        # Keys cannot be added.
+        is_key = jnp.issubdtype(arrays[0].dtype, jax.dtypes.extended)
+        if not is_key and any(dim in spec for spec in pin.operands if spec is not None):
             return [joined_by_sums(arrays, dim)]
         return bind(op.eqn, arrays)
 

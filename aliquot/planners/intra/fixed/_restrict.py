@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ....core import InputError, nearest
 from ....cost import Priced, Problem, enumerate_choices, shards
-from ....graph import Phase, Role
+from ....graph import Phase, Role, source_line
 from ....sharding import NodeGraph, Spec, project, spec_from_dims
 
 Masks: TypeAlias = list[NDArray[np.bool_]]
@@ -135,7 +135,7 @@ def batch_restriction(
     # A stage inside a pipeline reads what the stage before it sends instead of the batch.
     fed_by = kinds.batch_inputs or range(len(priced.graph.batch_factors))
     if not any(priced.graph.batch_factors[n] for n in fed_by):
-        _refuse_batch(problem, priced)
+        _refuse_batch(problem, priced, kinds)
     for node, table in zip(priced.graph.nodes, priced.nodes, strict=True):
         choices = table.choices
         batch = priced.graph.batch_factors[node.index]
@@ -152,7 +152,7 @@ def batch_restriction(
             is_regular = (on_batch | (choices == -1)).all(axis=1)
             most = is_regular & (on_batch.sum(axis=1) == on_batch[is_regular].sum(axis=1).max())
             if node.index in kinds.batch_inputs and not on_batch[most].all():
-                _refuse_batch(problem, priced)
+                _refuse_batch(problem, priced, kinds)
             masks.append(most)
         else:
             outside = [a for a in all_axes if a not in shard_axes or zero_stage < 2]
@@ -174,7 +174,7 @@ def _most_split(
     return np.asarray(is_regular & (pieces == pieces[is_regular].max()))
 
 
-def _refuse_batch(problem: Problem, priced: Priced) -> None:
+def _refuse_batch(problem: Problem, priced: Priced, kinds: Kinds) -> None:
     graph = problem.graph
     batch = next(
         (i for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape), None
@@ -188,6 +188,12 @@ def _refuse_batch(problem: Problem, priced: Priced) -> None:
     count = problem.num_micro_batches
     total = size * count
     per = f" in each of {count} micro-batches" if count > 1 else ""
+    asked = (
+        f"A batch of {total} ({batch.path} has {size} rows{per}) cannot be split over {devices}"
+        " devices"
+    )
+    if size % devices == 0:
+        raise InputError(_why_regrouped(problem, priced, kinds, asked, devices))
     below = total - total % (devices * count)
     sizes = " or ".join(str(n) for n in (below, below + devices * count) if n)
     fewer = next((n for n in range(count - 1, 0, -1) if total % (devices * n) == 0), None)
@@ -198,9 +204,34 @@ def _refuse_batch(problem: Problem, priced: Priced) -> None:
         "method shard or auto",
     ]
     raise InputError(
-        f"A batch of {total} ({batch.path} has {size} rows{per}) cannot be split over {devices}"
-        f" devices, and this method splits nothing else. Use {', '.join(advice[:-1])}, or"
+        f"{asked}, and this method splits nothing else. Use {', '.join(advice[:-1])}, or"
         f" {advice[-1]}."
+    )
+
+
+def _why_regrouped(problem: Problem, priced: Priced, kinds: Kinds, asked: str, devices: int) -> str:
+    """The refusal of a batch that the devices divide, but not all that the step makes of it."""
+    factors = [
+        priced.graph.nodes[n].factors[f]
+        for n in sorted(kinds.batch_inputs)
+        for f in priced.graph.batch_factors[n]
+    ]
+    short = [f for f in factors if f.size % devices and f.shortest is not None]
+    if not short:
+        return (
+            f"{asked}: the step needs it whole, as a loop runs over it or an operator mixes its"
+            " rows. This method splits nothing else. Use method shard or auto."
+        )
+    least = min(short, key=lambda factor: factor.size)
+    op = problem.graph.ops[least.shortest or 0]
+    where = source_line(op)
+    fewer = max(n for n in range(1, devices) if least.size % n == 0)
+    return (
+        f"{asked}: `{op.name}`{f' at {where}' if where else ''} makes {least.size} rows or groups"
+        f" of it, which {devices} devices do not divide, in arrays too large to be whole on every"
+        f" device. This method splits nothing else. Use {fewer}"
+        f" device{'s' if fewer > 1 else ''}, a step that makes a multiple of {devices} there, or"
+        " method shard or auto."
     )
 
 
