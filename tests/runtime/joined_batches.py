@@ -192,11 +192,13 @@ def joined(name, *, rows=32, d=16, length=6, vocabulary=32, dtype=jnp.float64, a
 _ROWS = {"preferences": 128, "grouped_rewards": 256, "views": 32768, "chunked": 262144}
 
 
-def real_size(name):
-    """`joined` at the size of a real model on eight large devices, as shapes."""
+def real_size(name, times=1):
+    """`joined` at the size of a real model on eight large devices, as shapes; `times` as many
+    rows.
+    """
     return joined(
         name,
-        rows=_ROWS.get(name, 65536),
+        rows=times * _ROWS.get(name, 65536),
         d=4096,
         length=1025,
         vocabulary=32000,
