@@ -24,6 +24,7 @@ import aliquot as aq
 from aliquot.cost import make_problem, work_alike
 from aliquot.cost._alike import UPDATE
 from aliquot.graph import capture
+from aliquot.planners import Task
 
 METHODS = {
     "dp": aq.DataParallel(),
@@ -39,9 +40,13 @@ LARGEST = 0.02
 def row(name: str, method: str, cluster: str) -> dict[str, Any]:
     """One step under one method: what is replicated, the update of whole state apart."""
     graph = capture(*real_size(name, times=CLUSTERS[cluster]))
+    devices = aq.Cluster.preset(cluster)
     found: dict[str, Any] = {"step": name, "method": method, "cluster": cluster}
     try:
-        decision = METHODS[method].solve(make_problem(graph, aq.Cluster.preset(cluster)))
+        if isinstance(how := METHODS[method], aq.PipeshardParallel):
+            decision = how.decide(Task(graph=graph, cluster=devices, num_micro_batches=1))
+        else:
+            decision = how.solve(make_problem(graph, devices))
     except aq.AliquotError as error:
         return {**found, "replicated": None, "step ms": None, "refused": str(error).split("\n")[0]}
     alike = total = 0.0
