@@ -64,8 +64,9 @@ def plan(
         num_micro_batches: number of micro-batches in a step. By default `Auto` and pipelines search
             for it, and other methods use one. With "auto" other methods, too, are planned with 1,
             2, 4, ... micro-batches as long as that helps, and the fastest plan is kept.
-        micro_batch_semantics: "exact", or "independent" to apply operators that do not decompose to
-            each micro-batch separately.
+        micro_batch_semantics: "exact": micro-batches give the step's own numbers. "independent":
+            each is a step of its own, as by gradient accumulation, which gives other numbers where
+            examples depend on one another; see `docs/questions.md`.
         memory_limit_bytes: per device; by default what the device's runtime leaves for programs.
         on_missing_rule: what to do for primitives without a rule: "infer" one by evaluating the
             operator on small arrays on the host, "replicate" to run it whole on every device, or

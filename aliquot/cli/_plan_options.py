@@ -47,8 +47,8 @@ class MethodOptions:
         typer.Option(
             metavar="exact|independent",
             help=(
-                "exact: the step's own numbers. independent: what does not decompose (BatchNorm)"
-                " sees one micro-batch."
+                "exact: the step's own numbers. independent: each micro-batch is a step of its own"
+                " (BatchNorm sees one alone)."
             ),
         ),
     ] = "exact"

@@ -139,10 +139,13 @@ def price(
         problem: of the step at the size of one micro-batch.
         repeats: micro-batches in a step.
         data_axes: axes (by position) that split nothing but the batch, so that gradients are summed
-            over them once, after the last micro-batch.
+            over them once, after the last micro-batch; none for independent micro-batches, of
+            which each sums its own.
         choices: for each node the choices to price, `(choices, axes)`; by default all choices.
     """
     graph, target = problem.nodes, target_for(mesh.cluster.device)
+    if problem.semantics == "independent":
+        data_axes = frozenset()
     # One pricer for all nodes and edges, so that they share its cache.
     pricer = _Pricer(mesh=mesh, target=target, repeats=repeats, data_axes=data_axes)
     if choices is None:

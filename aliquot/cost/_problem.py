@@ -25,7 +25,7 @@ class Problem:
         num_micro_batches: how often forward and backward run in a step.
         memory_limit_bytes: memory that a plan may use on each device.
         whole: the step on its whole batch; None if unknown.
-        semantics: of micro-batches, see `plan_micro_batches`.
+        semantics: of several micro-batches, see `plan_micro_batches`; "exact" for a single one.
     """
 
     graph: Graph
@@ -101,5 +101,5 @@ def make_problem(
         num_micro_batches=num_micro_batches,
         memory_limit_bytes=float(limit),
         whole=whole,
-        semantics=semantics,
+        semantics=semantics if sums_gradients else "exact",
     )

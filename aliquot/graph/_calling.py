@@ -135,7 +135,9 @@ class Calling:
         out_parts: path of each output of the user's result, key by key.
         state_tree: structure of that state.
         static_numbers: paths of Python numbers that are static.
-        traces: the step traced on batches of other sizes, by their number of examples.
+        traces: the step on batches of other sizes, by their number of examples: traced, or derived
+            from two traces.
+        own_traces: the step traced on batches of other sizes, likewise.
     """
 
     fn: Callable[..., Any]
@@ -151,6 +153,7 @@ class Calling:
     state_tree: Any = None
     static_numbers: frozenset[str] = frozenset()
     traces: dict[int, Any] = field(default_factory=dict, repr=False)
+    own_traces: dict[int, Any] = field(default_factory=dict, repr=False)
 
     def flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
         """Arguments of a later call, flat. The names must be those of the example call.

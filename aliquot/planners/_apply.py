@@ -103,6 +103,7 @@ def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) 
             num_micro_batches=plan.num_micro_batches,
             on_missing_rule=on_missing_rule,
             repeats=stage.folded,
+            semantics=plan.micro_batch_semantics,
         )
         problem = replace(problem, cluster=subcluster(cluster, _submesh(stage, cluster)))
         choices = decode_interior(stage, problem.nodes)

@@ -204,6 +204,9 @@ def solve_layers(
     groups = {o.mesh_shape[0] for o in options} - {1}
     # n data-parallel groups trace a micro-batch as n smaller ones: options for which the step
     # cannot be traced that way are left out.
+    # All devices share an independent micro-batch.
+    if step.semantics == "independent":
+        groups = set()
     can_be_cut = functools.cache(lambda parts: traces_in_groups(step.graph, parts, 1))
     can_trace = {n: all(can_be_cut(count * n) for count in counts_above_1) for n in groups}
     options = [o for o in options if can_trace.get(o.mesh_shape[0], True)]
@@ -227,6 +230,7 @@ def solve_layers(
             cluster,
             num_micro_batches=step.num_micro_batches,
             on_missing_rule=on_missing_rule,
+            semantics=step.semantics,
         )
         problems.append(problem)
         queue.add(_Layer(problem=_without_operators(problem), intra=intra, notes={}), meshes)

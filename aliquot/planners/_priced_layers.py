@@ -60,7 +60,13 @@ def price_layers(
     graph = task.graph
     length = _scan_length(graph) if layers is None else 0
     sketched = split_scans(graph, _few_ranges(length)).graph if length else graph
-    sketch = sketch_step(sketched, counts[0], layers=layers, on_missing_rule=task.on_missing_rule)
+    sketch = sketch_step(
+        sketched,
+        counts[0],
+        layers=layers,
+        semantics=task.semantics,
+        on_missing_rule=task.on_missing_rule,
+    )
     costs = solve_layers(
         sketch,
         task.cluster,

@@ -302,6 +302,7 @@ def _solve_whole(
             task.cluster,
             num_micro_batches=num_micro_batches,
             on_missing_rule=task.on_missing_rule,
+            semantics=task.semantics,
         ),
     )
     problem = replace(

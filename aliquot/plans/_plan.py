@@ -264,10 +264,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             idle because the step is faster without them.
         method: the planner's short name.
         num_micro_batches: number of parts into which a step's batch is cut.
-        micro_batch_semantics: "exact", or "independent" if parts of the step see only one
-            micro-batch.
-        combine: for each output path how micro-batches combine ("sum", "concatenate 0", "equal");
-            empty for one.
+        micro_batch_semantics: "exact", or "independent" if each micro-batch is a step of its own.
+        combine: for each output path how micro-batches combine ("sum", "concatenate 0", "equal",
+            "mean", "handed on"); empty for one.
         schedule: order of stages and micro-batches, see `SCHEDULES`; "single" for one program.
         overlaps_transfers: whether the prediction assumes that transfers between stages overlap
             with compute.
@@ -312,6 +311,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def is_pipeline(self) -> bool:
         """True if its step runs as stages, each a program of its own."""
         return self.schedule != SINGLE
+
+    @property
+    def sums_gradients_once(self) -> bool:
+        """True if data-parallel groups sum their gradients once, after the last of several
+        micro-batches. They share each independent micro-batch, and sum its gradients.
+        """
+        return self.num_micro_batches > 1 and self.micro_batch_semantics == "exact"
 
     @property
     def num_layers(self) -> int | None:

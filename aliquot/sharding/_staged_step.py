@@ -19,7 +19,7 @@ from ..graph import (
     stage_layers,
 )
 from .micro_batches import TimeKind, plan_micro_batches, trace_part
-from .programs import Crossing, find_crossing
+from .programs import Crossing, find_crossing, require_one_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,6 +33,8 @@ class LayeredStep:
         batch_dims: for each value that is cut with the batch, the dim along which it is.
         num_micro_batches: how many make up a batch.
         combine: how the outputs of micro-batches combine; see `MicroBatchPlan`.
+        semantics: see `plan_micro_batches`.
+        handed_on: state that micro-batches hand on; see `Phased`.
     """
 
     graph: Graph
@@ -41,6 +43,8 @@ class LayeredStep:
     batch_dims: Mapping[ValueId, int] = field(repr=False)
     num_micro_batches: int
     combine: Mapping[str, str]
+    semantics: str = "exact"
+    handed_on: tuple[tuple[ValueId, ValueId], ...] = ()
 
     @property
     def micro_batch_size(self) -> int:
@@ -88,11 +92,13 @@ def layer_step(
     """
     part, combine = graph, dict[str, str]()
     dims = batch_dims(graph)
+    handed_on: tuple[tuple[ValueId, ValueId], ...] = ()
     if num_micro_batches > 1:
         plan = plan_micro_batches(
             graph, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule
         )
         part, combine = plan.part, plan.combine
+        handed_on = plan.phased.handed_on if plan.phased else ()
         dims = {
             ValueId(v): spec.dim
             for v, spec in enumerate(plan.specs)
@@ -105,6 +111,8 @@ def layer_step(
         batch_dims=dims,
         num_micro_batches=num_micro_batches,
         combine=combine,
+        semantics=semantics if num_micro_batches > 1 else "exact",
+        handed_on=handed_on,
     )
 
 
@@ -113,6 +121,7 @@ def sketch_step(
     num_micro_batches: int,
     *,
     layers: str | int | Layers | None = None,
+    semantics: str = "exact",
     on_missing_rule: str = "infer",
 ) -> LayeredStep:
     """`layer_step` for pricing alone: it is not checked whether the step decomposes into
@@ -123,7 +132,13 @@ def sketch_step(
     part = trace_part(graph, num_micro_batches)
     if len(part.values) != len(graph.values):
         # The step is another program on a micro-batch: `layer_step` reports that.
-        return layer_step(graph, num_micro_batches, layers=layers, on_missing_rule=on_missing_rule)
+        return layer_step(
+            graph,
+            num_micro_batches,
+            layers=layers,
+            semantics=semantics,
+            on_missing_rule=on_missing_rule,
+        )
     return LayeredStep(
         graph=graph,
         part=part,
@@ -136,6 +151,7 @@ def sketch_step(
         # Nothing is combined, as the step does not run.
         num_micro_batches=num_micro_batches,
         combine={},
+        semantics=semantics,
     )
 
 
@@ -155,8 +171,11 @@ def _differing(part: tuple[int, ...], whole: tuple[int, ...]) -> list[int]:
 
 
 def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
-    """A step cut into stages; `first_layers` are the first layers of the stages."""
+    """A step cut into stages; `first_layers` are the first layers of the stages. Raises as
+    `require_one_stage` does.
+    """
     staging = stage_layers(step.part, step.layers, first_layers)
+    require_one_stage(step.graph, staging, step.handed_on)
     return StagedStep(
         graph=step.graph,
         staging=staging,

@@ -128,7 +128,7 @@ def compare(case: Case) -> tuple[float, float, str]:
             schedule=case.schedule,
             semantics="independent" if independent else "exact",
         )
-        wanted, losses = _plain(case.model, sizes[0] if independent else 0)
+        wanted, losses = _plain(case.model, independent)
         state, loss = start, 0.0
         for batch, expected in zip(batches, losses, strict=True):
             state, metrics = step(state, batch)
@@ -138,20 +138,19 @@ def compare(case: Case) -> tuple[float, float, str]:
 
 
 @functools.cache
-def _plain(model: str, groups: int) -> tuple[Any, tuple[float, ...]]:
-    """The state after the plain steps, and their losses; with `groups`, of independent parts of the
-    batch.
+def _plain(model: str, independent: bool) -> tuple[Any, tuple[float, ...]]:
+    """The state after the plain steps, and their losses; if `independent`, on independent
+    micro-batches.
     """
     fn, graph, state, batches = _workload(model)
     step = jax.jit(fn)
     losses = []
     for batch in batches:
-        if groups:
+        if independent:
             flat = loop_results(
                 graph,
                 graph.calling.flatten((state, batch), {}).leaves,
                 num_micro_batches=MICRO_BATCHES,
-                groups=groups,
                 semantics="independent",
             )
             state, metrics = graph.calling.finish(flat, (state, batch), {})

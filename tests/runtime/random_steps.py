@@ -33,6 +33,9 @@ class RandomStep:
         text: what it does.
         mixes: the loss is no sum over examples, or could be none: micro-batches may be refused.
         tolerance: how far outputs may be off, relative to the largest magnitude of each.
+        loss: name of the loss.
+        independent: the step on so many independent micro-batches, as they are defined; with
+            `sums`, its loss and gradients are sums.
     """
 
     fn: Callable[..., Any]
@@ -41,6 +44,8 @@ class RandomStep:
     text: str
     mixes: bool
     tolerance: float
+    loss: str
+    independent: Callable[[int, bool], Callable[..., Any]]
 
     @property
     def num_rows(self) -> int:
@@ -64,7 +69,8 @@ def random_step(seed: int, num_batches: int = 2) -> RandomStep:
     donates = rng.random() < 0.5
     names = [name for name, _ in chain]
     params = {name: _array(rng, size) for name, size in draw.params.items()}
-    step = _step([fn for _, fn in chain], loss, update, metrics)
+    passes = [fn for _, fn in chain], loss, update, metrics
+    step = _step(*passes)
     return RandomStep(
         fn=jax.jit(step, donate_argnums=0) if donates else step,
         state=_state(params, update, seed),
@@ -75,6 +81,8 @@ def random_step(seed: int, num_batches: int = 2) -> RandomStep:
         ),
         mixes=loss_name in _MIXING_LOSSES or bool(MIXING.intersection(names)),
         tolerance=max([1e-9, *(ROUNDING.get(name, 0.0) for name in names)]),
+        loss=loss_name,
+        independent=lambda count, sums: _independent(*passes, count, sums),
     )
 
 
@@ -177,9 +185,7 @@ _METRICS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _step(
-    chain: list[Apply], loss: Callable[..., Any], update: str, metrics: tuple[str, ...]
-) -> Callable[..., Any]:
+def _forward(chain: list[Apply], loss: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
         params: dict[str, Any], state: dict[str, Any], batch: dict[str, Any], key: Any
     ) -> Any:
@@ -188,11 +194,15 @@ def _step(
             h = fn(h, Inputs(params=params, batch=batch, count=state["count"], key=key))
         return loss(h, batch), h
 
+    return jax.value_and_grad(forward, has_aux=True)
+
+
+def _step(
+    chain: list[Apply], loss: Callable[..., Any], update: str, metrics: tuple[str, ...]
+) -> Callable[..., Any]:
     def train_step(state: dict[str, Any], batch: dict[str, Any]) -> Any:
         key, use = jax.random.split(state["key"])
-        (value, h), grads = jax.value_and_grad(forward, has_aux=True)(
-            state["params"], state, batch, use
-        )
+        (value, h), grads = _forward(chain, loss)(state["params"], state, batch, use)
         new = _update(update, state, grads)
         found = {name: _METRICS[name](h, batch, state) for name in metrics}
         return {**state, **new, "count": state["count"] + 1, "key": key}, {
@@ -202,6 +212,50 @@ def _step(
         }
 
     return train_step
+
+
+def _independent(
+    chain: list[Apply],
+    loss: Callable[..., Any],
+    update: str,
+    metrics: tuple[str, ...],
+    count: int,
+    sums: bool,
+) -> Callable[..., Any]:
+    def train_step(state: dict[str, Any], batch: dict[str, Any]) -> Any:
+        key, use = jax.random.split(state["key"])
+        parts = [jax.tree.map(lambda x, k=k: jnp.split(x, count)[k], batch) for k in range(count)]
+        runs = [_forward(chain, loss)(state["params"], state, part, use) for part in parts]
+        share = 1 if sums else count
+        value, grads = jax.tree.map(
+            lambda *x: sum(x) / share, *((value, grads) for (value, _), grads in runs)
+        )
+        found = {
+            name: _combined(
+                name, [_METRICS[name](run[0][1], part, state) for run, part in zip(runs, parts)]
+            )
+            for name in metrics
+        }
+        if "marked" in metrics:
+            h = jnp.concatenate([run[0][1] for run in runs])
+            found["marked"] = _METRICS["marked"](h, batch, state)
+        new = _update(update, state, grads)
+        return {**state, **new, "count": state["count"] + 1, "key": key}, {
+            "loss": value,
+            "none": None,
+            **found,
+        }
+
+    return train_step
+
+
+def _combined(name: str, parts: list[Any]) -> Any:
+    """A metric of the step from those of its micro-batches."""
+    if name in ("outputs", "tokens", "by_mask"):
+        return jnp.concatenate(parts)
+    if name in ("right", "marked"):
+        return sum(parts)
+    return parts[0] if name in ("count", "weights", "number") else sum(parts) / len(parts)
 
 
 def _update(update: str, state: dict[str, Any], grads: dict[str, Any]) -> dict[str, Any]:

@@ -63,19 +63,12 @@ class _Said:
         )
 
 
-def train_among(
-    kinds: list[str], count: int, folder: Path, *, relayed: bool = False
-) -> dict[str, Any]:
+def train_among(kinds: list[str], count: int, folder: Path) -> dict[str, Any]:
     """Exit codes; seconds to join; the longest step, alone and by kind and port of strangers.
 
     Strangers of all kinds come to each port as soon as somebody listens there, and stay until all
     have joined or train. Then each kind comes alone.
-
-    Args:
-        relayed: whether processes reach JAX's service as those of other machines do.
     """
-    if relayed:
-        (folder / "relayed").touch()
     secret = new_secret().hex()
     marker = folder / "marker"
     previous = os.environ.get("ALIQUOT_SECRET")

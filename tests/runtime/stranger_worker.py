@@ -3,8 +3,7 @@ by a benchmark.
 
 Usage: stranger_worker.py PROCESS COUNT PORT FOLDER. It says each port at which it listens, when it
 comes and has joined, and each step. It trains until FOLDER has a file `stop`; others than process 0
-come once FOLDER has a file `come`. With a file `relayed` there, they reach JAX's service as
-processes of other machines do.
+come once FOLDER has a file `come`.
 """
 
 import faulthandler
@@ -50,11 +49,7 @@ def tell_ports():
 
     _watchdog.listen = telling("meeting", _watchdog.listen)
     _channels.listen = telling("arrays", _channels.listen)
-    if (folder / "relayed").exists():
-        _hosts.is_loopback = lambda _: False
-        _hosts.listen = telling("service", _hosts.listen)
-    else:
-        _hosts.reserved_port = telling("service", _hosts.reserved_port)
+    _hosts.reserved_port = telling("service", _hosts.reserved_port)
 
 
 def main():

@@ -149,8 +149,7 @@ def _close_half(target: Target) -> None:
 
 
 def _shake_tls(target: Target) -> None:
-    # Without the machine's certificates, which take long to read.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with target.connect() as connection:
         context.wrap_socket(connection)

@@ -186,49 +186,6 @@ def test_steps(name, request):
     assert check.largest < (1e-5 if single else 1e-13), str(check)
 
 
-def batch_norm(params, batch):
-    hidden = batch["x"] @ params["w"]
-    hidden = (hidden - hidden.mean(0)) / jnp.sqrt(hidden.var(0) + 1e-5)
-    return jnp.mean((hidden @ params["v"] - 1.0) ** 2)
-
-
-def log_of_mean(params, batch):
-    return jnp.log(mean(params, batch) + 1.0)
-
-
-@pytest.mark.parametrize("loss_fn", [batch_norm, log_of_mean])
-def test_independent_micro_batches_are_steps_of_their_own(loss_fn, x64):
-    """Their gradients and losses are averaged: the step takes means over the batch."""
-    params, batch = weights(), data()
-    graph = capture(train_on(loss_fn), params, batch)
-    leaves = jax.tree.leaves((params, batch))
-    found = loop_results(graph, leaves, num_micro_batches=2, groups=2, semantics="independent")
-    quarters = [jax.tree.map(lambda x, k=k: x[4 * k : 4 * k + 4], batch) for k in range(4)]
-    gradients = [jax.grad(loss_fn)(params, quarter) for quarter in quarters]
-    for name, new in zip(("v", "w"), found[:2], strict=True):
-        wanted = params[name] - 0.1 * sum(g[name] for g in gradients) / 4
-        np.testing.assert_allclose(np.asarray(new), wanted, rtol=1e-12)
-
-
-def test_running_statistics_are_averaged(x64):
-    def train_step(params, running, batch):
-        def loss_fn(params):
-            hidden = batch["x"] @ params["w"]
-            mean, variance = hidden.mean(0), hidden.var(0)
-            return jnp.mean(((hidden - mean) / jnp.sqrt(variance + 1e-5)) ** 4), (mean, variance)
-
-        (_, found), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-        new = jax.tree.map(lambda old, now: 0.5 * old + 0.5 * now, running, found)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), new
-
-    args = ({"w": weights()["w"]}, (np.zeros(3), np.ones(3)), {"x": data()["x"]})
-    graph = capture(train_step, *args)
-    found = loop_results(graph, jax.tree.leaves(args), num_micro_batches=4, semantics="independent")
-    hidden = (args[2]["x"] @ args[0]["w"]).reshape(4, 4, 3)
-    np.testing.assert_allclose(found[1], 0.5 * hidden.mean((0, 1)), rtol=1e-12)
-    np.testing.assert_allclose(found[2], 0.5 + 0.5 * hidden.var(1).mean(0), rtol=1e-12)
-
-
 def test_a_result_with_fewer_rows_than_the_batch_is_cut_where_it_has_rows():
     def train_step(params, batch):
         def loss_fn(w):

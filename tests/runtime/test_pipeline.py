@@ -189,40 +189,6 @@ def test_steps_as_people_write_them(name, request):
     assert found.largest < (1e-6 if single else 1e-12), str(found)
 
 
-def batch_norm(params, batch):
-    hidden = batch["x"] @ params["w"]
-    mean = hidden.mean(0)
-    variance = (hidden**2).mean(0) - mean**2
-    hidden = jnp.tanh((hidden - mean) / jnp.sqrt(variance + 1e-5)) @ params["v"]
-    return jnp.mean((hidden - 1.0) ** 2), (mean, variance)
-
-
-@pytest.mark.parametrize(("sizes", "schedule"), [((1, 1), "zero-bubble"), ((2, 2, 2, 2), "1f1b")])
-def test_independent_micro_batches_are_steps_of_their_own(sizes, schedule, x64):
-    def train_step(params, running, batch):
-        (loss, now), grads = jax.value_and_grad(batch_norm, has_aux=True)(params, batch)
-        new = jax.tree.map(lambda old, found: 0.5 * old + 0.5 * found, running, now)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), new, loss
-
-    random = np.random.default_rng(0)
-    params = {"w": random.normal(size=(WIDTH, 3)), "v": random.normal(size=(3, 3))}
-    args = (params, (np.zeros(3), np.ones(3)), {"x": random.normal(size=(16, WIDTH))})
-    step = pipeline(
-        train_step, *args, sizes=sizes, schedule=schedule, semantics="independent", anywhere=True
-    )
-    new, running, loss = step(*args)
-    count = 2 * sizes[0]
-    losses = jax.value_and_grad(lambda p, x: batch_norm(p, {"x": x})[0])
-    found = [losses(params, x) for x in np.split(args[2]["x"], count)]
-    np.testing.assert_allclose(loss, np.mean([value for value, _ in found]), rtol=1e-12)
-    for name in params:
-        wanted = params[name] - 0.1 * sum(g[name] for _, g in found) / count
-        np.testing.assert_allclose(new[name], wanted, rtol=1e-11)
-    hidden = (args[2]["x"] @ params["w"]).reshape(count, -1, 3)
-    np.testing.assert_allclose(running[0], 0.5 * hidden.mean((0, 1)), rtol=1e-11, atol=1e-15)
-    np.testing.assert_allclose(running[1], 0.5 + 0.5 * hidden.var(1).mean(0), rtol=1e-11)
-
-
 def test_batches_that_do_not_divide_are_refused():
     fn, state, batch = train_on(tied, SGD)
     with pytest.raises(InputError, match="micro"):

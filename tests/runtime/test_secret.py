@@ -1,6 +1,5 @@
 """Which secrets are used, and what is asked of those who have none."""
 
-import os
 import re
 import socket
 
@@ -9,7 +8,7 @@ import pytest
 from aliquot.core import InputError
 from aliquot.runtime import initialize, make_secret
 from aliquot.runtime.transport import _service
-from aliquot.runtime.transport._hosts import _OwnService
+from aliquot.runtime.transport._hosts import _service_address
 from aliquot.runtime.transport._reception import listen
 from aliquot.runtime.transport._secret import digest, known_secret, require_secret
 from aliquot.runtime.transport._service import exchange_by, find_value, leave_value
@@ -75,14 +74,6 @@ def test_a_file_without_a_secret_is_refused(content, said, tmp_path, monkeypatch
         known_secret()
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_refused(make, tmp_path, monkeypatch):
-    make(tmp_path / "secret")
-    monkeypatch.setenv("ALIQUOT_SECRET_FILE", str(tmp_path / "secret"))
-    with pytest.raises(InputError, match="which is no file"):
-        known_secret()
-
-
 def test_short_secrets_are_refused(monkeypatch):
     monkeypatch.setenv("ALIQUOT_SECRET", "password")
     with pytest.raises(InputError, match="in ALIQUOT_SECRET has 8 characters: whoever guesses it"):
@@ -125,16 +116,12 @@ def test_only_the_interface_that_was_asked_for_is_listened_at():
         listen("192.0.2.77")
 
 
-@pytest.mark.parametrize(("interface", "is_relayed"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_the_service_of_jax_listens_to_this_machine_only(interface, is_relayed):
-    own_service = _OwnService()
-    service = own_service.reserve(interface)
-    assert service.is_relayed is is_relayed
-    host, port = own_service._reserved.getsockname()
-    assert host == "127.0.0.1" and (port == service.port) is not is_relayed
-    own_service.release()
-    if is_relayed:
-        own_service._entrance.close()
+def test_the_service_of_jax_listens_at_the_same_interface():
+    assert _service_address("0.0.0.0", "host:7", []) == "0.0.0.0:7"
+    assert _service_address("::1", "[::1]:7", []) == "[::1]:7"
+    with listen("localhost") as found:
+        address = _service_address("localhost", "localhost:7", [found])
+        assert address in ("127.0.0.1:7", "[::1]:7")
 
 
 def test_digests_tell_parts_apart():

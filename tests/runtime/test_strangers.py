@@ -36,9 +36,9 @@ def test_the_table_is_whole():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "relayed"), [(2, False), (4, True)])
-def test_processes_train_among_all_strangers(count, relayed, tmp_path):
-    found = train_among(ALL, count, tmp_path, relayed=relayed)
+@pytest.mark.parametrize("count", COUNTS)
+def test_processes_train_among_all_strangers(count, tmp_path):
+    found = train_among(ALL, count, tmp_path)
     assert found["codes"] == [0] * count, found["errors"]
     assert not found["code ran"] and found["dropped"] >= len(ALL)
     assert max(found["steps_s"].values()) < BAR_S + found["steps_s"]["alone"]

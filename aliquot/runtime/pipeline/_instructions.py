@@ -126,7 +126,9 @@ class _Writer:
         self._readers: dict[tuple[Form, ValueId], list[StageId]] = {}
         for f in functions:
             for key in f.takes:
-                readers = self._readers.setdefault((key.form, key.value), [])
+                # The first micro-batch takes the state from the step's inputs.
+                form = Form.GIVEN if key.form is Form.HANDED_ON else key.form
+                readers = self._readers.setdefault((form, key.value), [])
                 if f.program.stage not in readers:
                     readers.append(f.program.stage)
 
@@ -135,6 +137,8 @@ class _Writer:
         # micro-batch.
         if key.form in (Form.GIVEN, Form.EARLY, Form.TOTAL, Form.LATE, Form.PACKED):
             micro_batch = -1
+        elif key == Key(Form.HANDED_ON, key.value) and micro_batch == 0:
+            return self.slot(stage, Key(Form.GIVEN, key.value), -1)
         # A program that takes several micro-batches names them in its keys.
         elif key.micro_batch >= 0:
             micro_batch, key = key.micro_batch, Key(key.form, key.value)
@@ -177,9 +181,13 @@ class _Writer:
                 stage=stage,
                 micro_batch=micro_batch,
                 inputs=tuple(self.slot(stage, key, micro_batch) for key in f.takes),
-                outputs=tuple(self.slot(stage, key, micro_batch) for key in f.gives),
+                outputs=tuple(self._made(stage, key, micro_batch) for key in f.gives),
             )
         )
+
+    def _made(self, stage: StageId, key: Key, micro_batch: int) -> int:
+        """The slot of a result; state is for the next micro-batch."""
+        return self.slot(stage, key, micro_batch + (key.form is Form.HANDED_ON))
 
     def _send_all(self, f: StageFunction, micro_batch: int) -> None:
         source = f.program.stage

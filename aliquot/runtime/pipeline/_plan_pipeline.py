@@ -68,8 +68,7 @@ def pipeline_on(
     """
     plan, staged = step.plan, step.staged
     assert staged is not None
-    # Without micro-batches gradients are reduced at once.
-    waits = plan.num_micro_batches > 1
+    waits = plan.sums_gradients_once
     setups = [
         _setup(staged.graph, extract, stage, planned, mesh, waits=waits)
         for extract, stage, planned, mesh in zip(

@@ -98,6 +98,7 @@ def _path(key: Key, paths: dict[ValueId, str]) -> str:
         Form.LOCAL: "a residual",
         Form.SENT: "what another program left",
         Form.TOTAL: "a running total",
+        Form.HANDED_ON: "state that micro-batches hand on",
     }.get(key.form, "what another program left")
 
 

@@ -121,7 +121,7 @@ def _struct(
     stage = function.program.stage
     context = pipeline.contexts[stage]
     match key.form:
-        case Form.GIVEN:
+        case Form.GIVEN | Form.HANDED_ON:
             value = pipeline.graph.values[key.value]
             dtype = _dtype(leaf_dtype(pipeline, key.value))
             return array_struct(value.shape, dtype, context.given_sharding(key.value))
@@ -157,6 +157,8 @@ def _out_sharding(
     context = pipeline.contexts[stage]
     if key.form is Form.TOTAL and context.totals is not None:
         return context.total_sharding(key.value)
+    if key.form is Form.HANDED_ON:
+        return context.given_sharding(key.value)
     if key.form is Form.SENT and key.value in pipeline.sent:
         return context.sent_sharding(key.value, shape)
     if key.form is Form.LATE:

@@ -44,6 +44,7 @@ class Form(enum.StrEnum):
     LATE = "late"  # of the whole batch, in the update
     PACKED = "packed"  # a vector of scalars of the update, on its way to other stages
     NUMBER = "number"  # the number of the micro-batch
+    HANDED_ON = "handed on"  # state as a micro-batch finds it
 
 
 class Key(NamedTuple):
@@ -100,13 +101,6 @@ class StageContext:
                 without=without,
             )
         object.__setattr__(self, "totals", totals)
-
-    @property
-    def independent(self) -> bool:
-        """True if micro-batches are steps of their own, each with its own sums over its
-        examples.
-        """
-        return self.plan is not None and self.plan.semantics == "independent"
 
     def kind(self, value: ValueId) -> TimeKind:
         """How the values of an array in the micro-batches make up its value for the whole batch."""
@@ -212,6 +206,7 @@ def _body(
         *(Key(Form.LOCAL, v) for v in own_imports),
         *(Key(Form.SENT, v) for v in others),
         *(Key(Form.TOTAL, v) for v in program.totals if parts),
+        *(Key(Form.HANDED_ON, v) for v, _ in program.handed_on),
         *([Key(Form.NUMBER)] if parts else []),
     ]
     at_home = [v for v in program.exports if grouped and _is_read_at_home(v, program, made_by)]
@@ -221,6 +216,7 @@ def _body(
         *(Key(Form.SENT, v) for v in away),
         *(Key(Form.TOTAL, v) for v in program.totals),
         *(Key(Form.STACKED, v) for v in program.stacked),
+        *(Key(Form.HANDED_ON, v) for v, _ in program.handed_on),
     ]
 
     def run(*arrays: Any) -> list[Any]:
@@ -234,7 +230,8 @@ def _body(
             else:
                 total = known[Key(Form.TOTAL, v)]
                 gathered.append(context.totals.spread(v, total + results[v].astype(total.dtype)))
-        return gathered + [results[v] for v in program.stacked]
+        gathered += [results[v] for v in program.stacked]
+        return gathered + [results[new] for _, new in program.handed_on]
 
     return StageFunction(program=program, takes=tuple(takes), gives=tuple(gives), run=run)
 
@@ -273,6 +270,8 @@ def _replay_part(
                     place[name] = _slice(context, array, value, sliced[value], number)
                 else:
                     plain[name] = array
+        elif key.form is Form.HANDED_ON:
+            plain[value] = array
         elif key.form is Form.LOCAL:
             mapped[value] = array
         elif key.form is Form.SENT and layout.groups == 1:
@@ -336,8 +335,6 @@ def _joined(context: StageContext, value: ValueId, array: Any) -> Any:
         return front.reshape(
             *shape[: spec.dim], shape[spec.dim] * shape[spec.dim + 1], *shape[spec.dim + 2 :]
         )
-    if spec.kind is TimeKind.MEAN or (spec.kind in _REDUCE and context.independent):
-        return array
     # Values that are equal in all groups are taken from the first.
     return _REDUCE[spec.kind](array, axis=0) if spec.kind in _REDUCE else array[0]
 
@@ -389,18 +386,19 @@ def _for_groups(array: Any, groups: int, kind: TimeKind) -> Any:
 def _update(program: StageProgram, context: StageContext) -> StageFunction:
     """The function of an update program: it combines totals first, then runs the operators."""
     plan, totals = context.plan, context.totals
-    summed = [v for v in program.combines if totals is None or totals.is_summed(v)]
-    stacked = [v for v in program.combines if v not in summed]
+    handed_on = {new: v for v, new in context.parts.handed_on if new in program.combines}
+    combines = [v for v in program.combines if v not in handed_on]
+    summed = [v for v in combines if totals is None or totals.is_summed(v)]
+    stacked = [v for v in combines if v not in summed]
+    count = plan.num_micro_batches if plan else 1
     takes = [
         *(Key(Form.GIVEN, v) for v in program.given),
         *(Key(Form.EARLY, v) for v in program.early),
         *(Key(Form.LATE, v) for v in program.imports),
         *(Key(Form.TOTAL, v) for v in summed),
-        *(
-            Key(Form.STACKED, v, m)
-            for v in stacked
-            for m in range(plan.num_micro_batches if plan else 1)
-        ),
+        *(Key(Form.STACKED, v, m) for v in stacked for m in range(count)),
+        # As the last micro-batch leaves it.
+        *(Key(Form.HANDED_ON, v, count) for v in handed_on.values()),
     ]
 
     def run(*arrays: Any) -> list[Any]:
@@ -408,16 +406,16 @@ def _update(program: StageProgram, context: StageContext) -> StageFunction:
         values = {
             key.value: array
             for key, array in known.items()
-            if key.form not in (Form.TOTAL, Form.STACKED)
+            if key.form not in (Form.TOTAL, Form.STACKED, Form.HANDED_ON)
         }
+        for new, v in handed_on.items():
+            values[new] = known[Key(Form.HANDED_ON, v, count)]
         for v in summed:
             total = known[Key(Form.TOTAL, v)]
             values[v] = total if totals is None else totals.add_up(v, total)
         for v in stacked:
-            assert totals is not None and plan is not None
-            stack = jnp.stack(
-                [known[Key(Form.STACKED, v, m)] for m in range(plan.num_micro_batches)]
-            )
+            assert totals is not None
+            stack = jnp.stack([known[Key(Form.STACKED, v, m)] for m in range(count)])
             values[v] = totals.combine(v, stack)
         return context.lowering.replay(
             program.graph, [values[i.value] for i in program.graph.inputs]

@@ -13,6 +13,7 @@ _KINDS = {
     Form.LOCAL: "residuals",
     Form.SENT: "residuals",
     Form.TOTAL: "totals",
+    Form.HANDED_ON: "totals",
     Form.STACKED: "totals",
     Form.LATE: "update",
     Form.PACKED: "update",

@@ -26,19 +26,20 @@ def build_plan_program(step: PlannedStep, mesh: Any) -> Program:
     plan, graph = step.plan, step.graph
     (stage,), (planned,) = plan.stages, step.stages
     nodes = planned.problem.nodes
-    waits = plan.num_micro_batches > 1
+    waits = plan.sums_gradients_once
     pins = stage_pins(graph, nodes, planned.choices, stage, planned.problem.target, waits=waits)
+    data_axes = stage.data_axes if waits else ()
     micro_batches = None
-    if waits:
+    if plan.num_micro_batches > 1:
         sizes = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
         micro_batches = plan_micro_batches(
             graph,
             plan.num_micro_batches,
-            num_groups=math.prod(sizes[axis] for axis in stage.data_axes),
+            num_groups=math.prod(sizes[axis] for axis in data_axes),
             semantics=plan.micro_batch_semantics,
             on_missing_rule=nodes.on_missing_rule,
         )
-    return build_program(graph, pins, mesh, micro_batches=micro_batches, data_axes=stage.data_axes)
+    return build_program(graph, pins, mesh, micro_batches=micro_batches, data_axes=data_axes)
 
 
 def stage_pins(

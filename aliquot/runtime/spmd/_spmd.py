@@ -142,8 +142,8 @@ class _Loop:
         self.__name__ = plan.whole.name
 
     def __call__(self, *flat: Any) -> list[Any]:
-        """Early values first, then a scan over micro-batches that adds up totals, then the late
-        graph.
+        """Early values first, then a scan over micro-batches that adds up totals and hands state
+        on, then the late graph.
         """
         parts, layout = self._graphs, self._layout
         early = self._lowering.replay(parts.early, flat) if parts.early_values else []
@@ -152,25 +152,34 @@ class _Loop:
         known |= dict(zip(parts.early_values, early, strict=True))
         slices = [self._cut(known[value], value, dim) for value, dim in parts.sliced]
         whole = self._totals
-        summed = [v for v in parts.crossing if whole.is_summed(v)]
-        stacked = [v for v in parts.crossing if not whole.is_summed(v)]
+        handed_on = dict(parts.handed_on)
+        collected = [v for v in parts.crossing if v not in handed_on.values()]
+        summed = [v for v in collected if whole.is_summed(v)]
+        stacked = [v for v in collected if not whole.is_summed(v)]
 
-        def step(totals: list[Any], part: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
-            results = dict(zip(parts.crossing, self._part(known, *part), strict=True))
+        def step(carry: Any, part: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+            totals, state = carry
+            given = known | dict(zip(handed_on, state, strict=True))
+            results = dict(zip(parts.crossing, self._part(given, *part), strict=True))
             added = [
                 # Totals are kept in single precision at least; see `Totals.shape_and_dtype`.
                 total + results[v].astype(total.dtype)
                 for v, total in zip(summed, totals, strict=True)
             ]
-            return [whole.spread(v, a) for v, a in zip(summed, added, strict=True)], [
-                results[v] for v in stacked
+            totals = [whole.spread(v, a) for v, a in zip(summed, added, strict=True)]
+            state = [
+                self._lowering.constrain(results[new], self._specs[old])
+                for old, new in parts.handed_on
             ]
+            return (totals, state), [results[v] for v in stacked]
 
         zeros = [whole.zeros(v) for v in summed]
+        start = [known[value] for value in handed_on]
         numbers = jnp.arange(layout.micro_batches, dtype=jnp.int32)
-        totals, stacks = jax.lax.scan(step, zeros, (numbers, slices))
+        (totals, state), stacks = jax.lax.scan(step, (zeros, start), (numbers, slices))
         combined = {v: whole.add_up(v, total) for v, total in zip(summed, totals, strict=True)}
         combined |= {v: whole.combine(v, stack) for v, stack in zip(stacked, stacks, strict=True)}
+        combined |= dict(zip(handed_on.values(), state, strict=True))
         crossing = [combined[v] for v in parts.crossing]
         return self._lowering.replay(parts.late, [*flat, *early, *crossing])
 
@@ -179,19 +188,17 @@ class _Loop:
     ) -> list[Any]:
         """Crossing values of one micro-batch, for all groups."""
         parts, groups = self._graphs, self._layout.groups
-        order = [
-            *(i.value for i in self._plan.whole.inputs),
-            *self._plan.whole.constants,
-            *parts.early_values,
-        ]
+        outside = dict(zip(parts.inside, parts.early_values, strict=True))
+        order = [i.value for i in parts.body.inputs]
         sliced = {value for value, _ in parts.sliced}
-        given = [i.value for v, i in zip(order, parts.body.inputs, strict=False) if v in sliced]
+        given = [v for v in order if outside.get(v, v) in sliced]
 
         def run(group: Any, arrays_of_group: Sequence[Any]) -> list[Any]:
             arrays = known | dict(
                 zip([value for value, _ in parts.sliced], arrays_of_group, strict=True)
             )
-            inputs = [*(arrays[v] for v in order), group, micro_batch]
+            arrays |= {parts.group: group, parts.micro_batch: micro_batch}
+            inputs = [arrays[outside.get(v, v)] for v in order]
             return self._lowering.replay(
                 parts.body, inputs, without=self._without, mapped=[*given, parts.group]
             )
@@ -216,8 +223,12 @@ def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str
     """The layout of the batch: groups, shards of a group's examples, and micro-batches. Shards are
     counted only where the mesh axes split the batch in that order.
 
-    They must also divide arrays that hold fewer rows than there are examples.
+    Independent micro-batches follow one another in the batch, however many devices share it.
+
+    Shards must also divide arrays that hold fewer rows than there are examples.
     """
+    if plan.phased is not None:
+        return Layout(micro_batches=plan.num_micro_batches)
     sizes = {str(name): size for name, size in mesh.shape.items()}
     shards = 1
     for item, spec in zip(plan.whole.inputs, pins.inputs, strict=True):

@@ -12,6 +12,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from ._line import Line, open_line_in_time
+from ._line import PROOFS_S, Line, open_line
 from ._reception import Reception, listen
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ _HEADER = struct.Struct("!QQ")
 # messages.
 _UNSENT, _UNREAD = 8, 2
 _PURPOSE = "arrays"
+# To connect, while strangers may be in the way.
+_CONNECT_S = 60
 _ALIGNMENT_BYTES = 64
 
 
@@ -130,8 +133,7 @@ class _Outbox:
         self._error: BaseException | None = None
         self._unsent = 0
         self._change = threading.Condition()
-        line = open_line_in_time(place.host, place.port, key=key, purpose=_PURPOSE, hello=hello)
-        self._socket = line.socket
+        self._socket = _connected(place, hello, key).socket
         self._socket.settimeout(None)
         _start(self._write)
 
@@ -241,6 +243,29 @@ class _Inbox:
         # No array has some sizes.
         except (OSError, MemoryError, ValueError, OverflowError) as error:
             self._read.put(error)
+
+
+def _connected(place: Place, hello: Sender, key: bytes) -> Line:
+    """A connection to where a process listens.
+
+    Raises:
+        ConnectionError: nobody who knows the key answers there in time.
+    """
+    deadline = time.monotonic() + _CONNECT_S
+    while True:
+        try:
+            return open_line(
+                place.host, place.port, key=key, purpose=_PURPOSE, hello=hello, timeout_s=PROOFS_S
+            )
+        except ConnectionRefusedError:
+            raise
+        except OSError as error:
+            # Among too many strangers it may have been dropped as one of them.
+            if time.monotonic() > deadline:
+                raise ConnectionError(
+                    f"process {hello.to} does not answer at {place.host}:{place.port}: {error}"
+                ) from error
+            time.sleep(0.1)
 
 
 def _fill(connection: socket.socket, left: memoryview) -> None:

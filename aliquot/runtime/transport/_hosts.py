@@ -14,11 +14,9 @@ from ...core import InputError, num_cores
 from ...graph import detect_processes
 from ._calls import END, Call
 from ._endings import end_in_order, finish_work, part
-from ._meeting import Hello, Service, default_run_id
-from ._reception import listen
-from ._relay import let_through, way_to
-from ._secret import is_loopback, require_secret
-from ._watchdog import Peers, host_of, meet, watched
+from ._meeting import Hello, default_run_id
+from ._secret import require_secret
+from ._watchdog import host_of, meet, watched
 
 # JAX's own check for dead processes aborts; its timeout is long, so that the watchdog acts first.
 _HEARTBEAT_S = 600
@@ -85,26 +83,22 @@ def initialize(
         raise RuntimeError("initialize() was called before: processes join once.")
     host = host_of(address)
     listens_at = host if listen_address is None else listen_address
+    reserved: list[socket.socket] = []
+
+    def service_port(interface: str) -> int:
+        reserved.append(reserved_port(interface, 0, 1))
+        port: int = reserved[0].getsockname()[1]
+        return port
+
     service = address
-    own_service = _OwnService()
     if count > 1:
         secret = require_secret(host, listens_at)
         # Without it JAX aborts all processes when one dies, before a message can be printed. The
         # watchdog ends them instead.
         jax.config.update("jax_enable_recoverability", True)
         hello = Hello.own(process, count, default_run_id() if run_id is None else run_id)
-        found = meet(
-            address, hello, secret, initialization_timeout_s, listens_at, own_service.reserve
-        )
+        service = meet(address, hello, secret, initialization_timeout_s, listens_at, service_port)
         end_in_order()
-        peers = watched()
-        assert peers is not None
-        if process == 0:
-            service = own_service.open(peers)
-        elif found.is_relayed:
-            service = way_to(host, found.port, peers.key, process, count)
-        else:
-            service = _joined(host, found.port)
     jax.distributed.initialize(
         service,
         count,
@@ -113,51 +107,24 @@ def initialize(
         initialization_timeout=initialization_timeout_s,
         heartbeat_timeout_seconds=_HEARTBEAT_S,
         shutdown_timeout_seconds=_SHUTDOWN_S,
-        # Only process 0 runs the service. JAX would have it listen at all interfaces.
-        coordinator_bind_address=service if process == 0 else None,
+        # Only process 0 runs the service.
+        coordinator_bind_address=_service_address(listens_at, service, reserved),
     )
-    own_service.release()
+    # JAX listens at the port by now, so it need not be reserved any longer.
+    for port_socket in reserved:
+        port_socket.close()
     peers = watched()
     if peers is not None:
         peers.transfers = transfers
 
 
-class _OwnService:
-    """The ports of JAX's service in process 0: the one where it will listen, reserved until then,
-    and the one where processes of other machines reach it.
+def _service_address(host: str, service: str, reserved: Sequence[socket.socket]) -> str:
+    """Where JAX's service listens, if it runs in this process: at the interface of process 0, and
+    not at all interfaces, as JAX would choose.
     """
-
-    def __init__(self) -> None:
-        self._reserved: socket.socket | None = None
-        self._entrance: socket.socket | None = None
-
-    def reserve(self, interface: str) -> Service:
-        """Choose the ports. Only if no other machine can reach the interface, the service itself
-        listens there.
-        """
-        is_relayed = not is_loopback(interface)
-        self._reserved = reserved_port("127.0.0.1" if is_relayed else interface, 0, 1)
-        if is_relayed:
-            self._entrance = listen(interface)
-        port = (self._entrance or self._reserved).getsockname()[1]
-        return Service(port=port, is_relayed=is_relayed)
-
-    def open(self, peers: Peers) -> str:
-        """Let the others through; the address where the service is to listen."""
-        assert self._reserved is not None
-        host, port = self._reserved.getsockname()[:2]
-        if self._entrance is not None:
-            let_through(self._entrance, peers.key, peers.count, (host, port))
-        return _joined(host, port)
-
-    def release(self) -> None:
-        """JAX listens at the port by now, so it need not be reserved any longer."""
-        if self._reserved is not None:
-            self._reserved.close()
-
-
-def _joined(host: str, port: int) -> str:
-    return f"{f'[{host}]' if ':' in host else host}:{port}"
+    if reserved:
+        host = reserved[0].getsockname()[0]
+    return f"{f'[{host}]' if ':' in host else host}:{service.rpartition(':')[2]}"
 
 
 def _known_processes(

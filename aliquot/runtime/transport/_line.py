@@ -27,7 +27,6 @@ MOST_BYTES = 64 * 1024
 #: Time for the proofs of both ends, all in all.
 PROOFS_S = 10
 
-_CONNECT_S = 60
 # How long a message waits for room at the other end.
 _SEND_S = 10
 _WORD_BYTES = _PROOF_BYTES = 32
@@ -172,27 +171,6 @@ def open_line(
         raise
 
 
-def open_line_in_time(host: str, port: int, *, key: bytes, purpose: str, hello: Any) -> Line:
-    """`open_line`, again and again for a minute: among too many strangers this process may have
-    been dropped as one of them.
-
-    Raises:
-        ConnectionError: nobody listens there, or nobody who knows the key.
-    """
-    deadline = time.monotonic() + _CONNECT_S
-    while True:
-        try:
-            return open_line(host, port, key=key, purpose=purpose, hello=hello)
-        except ConnectionRefusedError:
-            raise
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ConnectionError(
-                    f"no process of this run answers at {host}:{port}: {error}"
-                ) from error
-            time.sleep(0.1)
-
-
 class Guest:
     """A connection that has proved nothing yet, at the end that listens. Reads only what is there,
     and never waits.
@@ -208,11 +186,6 @@ class Guest:
         self._word, self._greeting = secrets.token_bytes(_WORD_BYTES), b""
         self._read = b""
         connection.setblocking(False)
-
-    @property
-    def has_greeted(self) -> bool:
-        """True once its greeting has come."""
-        return bool(self._greeting)
 
     def read(self, kind: type[Value]) -> tuple[Line, Value] | None:
         """Go on with what has arrived: None if more must come.

@@ -79,27 +79,18 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     text: str
 
 
-class Service(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where process 0 has JAX's coordination service: the port at which others reach it, and
-    whether that is a port at which they have to prove the secret, see `_relay`.
-    """
-
-    port: int
-    is_relayed: bool
-
-
 class Joined(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """Answer to all processes once they have come.
 
     Attributes:
         hello: process 0's.
         word: random; makes the key of this run from the secret.
-        service: JAX's; None if that is known.
+        service_port: of JAX's service; None if that is known.
     """
 
     hello: Hello
     word: bytes
-    service: Service | None
+    service_port: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +100,7 @@ class Met:
 
     Attributes:
         key: that only processes of this run know.
-        service: JAX's, if process 0 told it.
+        service_port: of JAX's service, if process 0 told it.
         reception: in process 0, where those who come later are turned away.
     """
 
@@ -118,7 +109,7 @@ class Met:
     lines: Mapping[int, Line]
     hellos: Mapping[int, Hello]
     key: bytes
-    service: Service | None
+    service_port: int | None
     reception: Reception[Hello] | None = None
 
     def close(self) -> None:
@@ -144,7 +135,7 @@ def gather_in(
     own_hello: Hello,
     secret: bytes,
     timeout_s: float,
-    service: Service | None,
+    service_port: int | None,
 ) -> Met:
     """Accept the connections of all other processes, in process 0, and tell them that they have
     joined. If one of them dies or does not fit, all that have come are told to end, and this
@@ -201,14 +192,14 @@ def gather_in(
     word = secrets.token_bytes(_WORD_BYTES)
     for _, line in joined.values():
         with suppress(OSError):
-            line.send(Joined(hello=own_hello, word=word, service=service))
+            line.send(Joined(hello=own_hello, word=word, service_port=service_port))
     return Met(
         process=0,
         count=own_hello.count,
         lines={k: line for k, (_, line) in joined.items()},
         hellos={k: hello for k, (hello, _) in joined.items()},
         key=digest(secret, "run", word),
-        service=service,
+        service_port=service_port,
         reception=reception,
     )
 
@@ -329,7 +320,7 @@ def join(host: str, port: int, own_hello: Hello, secret: bytes, timeout_s: float
         lines={0: line},
         hellos={0: answer.hello},
         key=digest(secret, "run", answer.word),
-        service=answer.service,
+        service_port=answer.service_port,
     )
 
 

@@ -24,7 +24,6 @@ _MOST_GUESTS = 64
 # Of the first that many strangers each is named; then one in so many.
 _NAMED, _ONE_IN = 20, 100
 _ROUND_S = 1
-_ACCEPTED_AT_ONCE = 16
 
 
 class Reception(Generic[Value]):
@@ -95,26 +94,21 @@ class Reception(Generic[Value]):
         return min(max(self._guests[0].deadline - time.monotonic(), 0), _ROUND_S)
 
     def _accept(self) -> None:
-        # Several at once, so that no queue builds up in the system, where a newcomer that finds it
-        # full tries again only after a second.
-        for _ in range(_ACCEPTED_AT_ONCE):
-            try:
-                connection, address = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:
-                # The connection is gone already, or the process has too many open files.
-                if not self._is_closed:
-                    time.sleep(0.01)
-                return
-            if len(self._guests) >= self._most_guests:
-                # Those first that have not even greeted: who knows the secret does so at once.
-                oldest = min(self._guests, key=lambda guest: guest.has_greeted)
-                self._drop(oldest, f"was the oldest of {self._most_guests} that prove nothing")
-            name = f"{address[0].removeprefix('::ffff:')}:{address[1]}"
-            guest = Guest(connection, name, key=self._key, purpose=self._purpose)
-            self._guests.append(guest)
-            self._selector.register(connection, selectors.EVENT_READ, guest)
+        try:
+            connection, address = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            # The connection is gone already, or the process has too many open files.
+            if not self._is_closed:
+                time.sleep(0.01)
+            return
+        if len(self._guests) >= self._most_guests:
+            self._drop(self._guests[0], f"was the oldest of {self._most_guests} that prove nothing")
+        name = f"{address[0].removeprefix('::ffff:')}:{address[1]}"
+        guest = Guest(connection, name, key=self._key, purpose=self._purpose)
+        self._guests.append(guest)
+        self._selector.register(connection, selectors.EVENT_READ, guest)
 
     def _read(self, guest: Guest) -> None:
         try:

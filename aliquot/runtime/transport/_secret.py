@@ -66,7 +66,7 @@ def require_secret(*addresses: str) -> bytes:
     if secret is not None:
         return secret
     for address in addresses:
-        if not is_loopback(address):
+        if not (address and _is_loopback(address)):
             raise InputError(
                 f"processes were asked to meet at {address or 'all interfaces'}, which other"
                 f" machines can reach, and have no secret: anybody who connects there could take"
@@ -87,16 +87,14 @@ def digest(key: bytes, *parts: bytes | int | str) -> bytes:
 def _read(path: Path) -> str:
     """The text of a file that other users cannot read or change."""
     try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            raise InputError(f"{SECRET_FILE} names {path}, which is no file. {_HOW}")
-        # Groups may read: Kubernetes gives secrets to a container's group.
-        if os.name == "posix" and mode & (stat.S_IRWXO | stat.S_IWGRP):
-            raise InputError(
-                f"{SECRET_FILE} names {path}, which other users can read or change (mode"
-                f" {mode & 0o777:o}), so that it is no secret. Type: chmod 600 {path}"
-            )
         with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            # Groups may read: Kubernetes gives secrets to a container's group.
+            if os.name == "posix" and mode & (stat.S_IRWXO | stat.S_IWGRP):
+                raise InputError(
+                    f"{SECRET_FILE} names {path}, which other users can read or change (mode"
+                    f" {mode & 0o777:o}), so that it is no secret. Type: chmod 600 {path}"
+                )
             return file.read(_MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
@@ -104,7 +102,7 @@ def _read(path: Path) -> str:
         ) from None
 
 
-def is_loopback(address: str) -> bool:
+def _is_loopback(address: str) -> bool:
     """True if only this machine can reach an address or name."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}

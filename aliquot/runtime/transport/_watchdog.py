@@ -27,7 +27,7 @@ from ...graph import coordination_client
 from ._calls import Call, Calls
 from ._channels import Channels
 from ._line import Line, receive_exactly
-from ._meeting import EXIT_CODE, Hello, Met, Service, gather_in, give_up, join
+from ._meeting import EXIT_CODE, Hello, Met, gather_in, give_up, join
 from ._messages import Value
 from ._reception import listen
 from ._secret import require_secret
@@ -357,17 +357,17 @@ def meet(
     secret: bytes,
     timeout_s: float,
     listen_address: str,
-    service: Callable[[str], Service],
-) -> Service:
+    service_port: Callable[[str], int],
+) -> str:
     """Find the other processes at an address, and watch them from now on.
 
     Args:
         listen_address: of the interface at which process 0 awaits them.
-        service: called in process 0, with the address of that interface, for the place of JAX's
-            service.
+        service_port: called in process 0, with the address of that interface, for the port of
+            JAX's service.
 
     Returns:
-        That place.
+        The address of JAX's service.
     """
     host, port = host_of(address), int(address.rpartition(":")[2])
     if own_hello.process == 0:
@@ -379,13 +379,12 @@ def meet(
                 " this port, give this one another; if the address is not one of this machine's,"
                 f" pass initialize(listen_address=...). It ends (exit code {EXIT_CODE})."
             )
-        chosen = service(listener.getsockname()[0])
-        met = gather_in(listener, own_hello, secret, timeout_s, chosen)
+        chosen_port = service_port(listener.getsockname()[0])
+        met = gather_in(listener, own_hello, secret, timeout_s, chosen_port)
     else:
         met = join(host, port, own_hello, secret, timeout_s)
     _peers.append(Peers(met))
-    assert met.service is not None
-    return met.service
+    return f"{address.rpartition(':')[0]}:{met.service_port}"
 
 
 def host_of(address: str) -> str:

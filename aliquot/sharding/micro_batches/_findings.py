@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...graph import Call, DimRule, Graph, Literal, Op, Operand, OpId, Phase
+from ...graph import Call, DimRule, Graph, Literal, Op, Operand, Phase
 from .._dim_rule import dim_rule
 from . import _micro_calls as calls
 from ._micro_calls import first_op, ops_of
@@ -22,7 +22,6 @@ class Findings:
     Attributes:
         whole, part, specs, actions, conversions, early_calls, late_calls: see `MicroBatchPlan`.
         parts: number of parts of a batch.
-        per_part: operators that are applied to each part as if it were the whole batch.
         violations: operators that do not decompose, with the reason.
         conflicts: operators that run after the last part although the backward pass of each part
             needs their results, with the reason.
@@ -39,7 +38,6 @@ class Findings:
     part: Graph
     parts: int
     on_missing_rule: str
-    per_part: set[int] = field(default_factory=set)
     specs: list[TimeSpec | None] = field(init=False)
     actions: dict[int, Action] = field(default_factory=dict)
     conversions: dict[tuple[int, int], Conversion] = field(default_factory=dict)
@@ -71,27 +69,6 @@ class Findings:
                 for i in op.inputs:
                     if type(i) is not Literal:
                         self._feeds_backward[i] = 1
-
-    def forget(self, item: OpId | Call) -> None:
-        """Forget all findings about an item, which is walked through again."""
-        if isinstance(item, Call):
-            self.early_calls.discard(item)
-            self.late_calls.discard(item)
-            self.violations.pop(first_op(item, self.whole).index, None)
-            for block in item.blocks:
-                for inner in block.items:
-                    self.forget(inner)
-            results = item.outputs
-        else:
-            self.actions.pop(item, None)
-            self.violations.pop(item, None)
-            results = self.whole.ops[item].outputs
-        for out in results:
-            if out >= 0:
-                self.specs[out] = None
-                self.origin.pop(out, None)
-                self.positions.pop(out, None)
-                self.always_false.discard(out)
 
     def spec(self, operand: Operand) -> TimeSpec:
         """The spec of an operand."""
@@ -169,7 +146,7 @@ class Findings:
             and self.outside_loops[i]
             # Only sums and the like: values that all parts share, or have slices of, need no whole
             # batch.
-            and spec.kind not in (TimeKind.EQUAL, TimeKind.CONCATENATE, TimeKind.MEAN)
+            and spec.kind not in (TimeKind.EQUAL, TimeKind.CONCATENATE)
         ]
         linear = rule.linear or (0,) * len(specs)
         # First only those operands in which the operator is not linear: each one costs a

@@ -10,30 +10,19 @@ whether a loss is a mean or a sum.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...core import CaptureError, InputError
-from ...graph import (
-    Call,
-    Graph,
-    Literal,
-    Op,
-    Operand,
-    Role,
-    build_graph,
-    has_effects,
-    source_line,
-    split_scans,
-)
+from ...graph import Call, Graph, Literal, Op, Operand, Role
 from ._findings import Findings
+from ._independent import Phased, cut_own
 from ._micro_batch_analysis import analyse
-from ._micro_calls import EFFECT
-from ._resized import batch_size, calls_of, is_resizable, resized
+from ._resized import batch_size, is_resizable
 from ._time_specs import EQUAL, Action, Conversion, TimeKind, TimeSpec
+from ._traces import align, describe, trace_part
 
 SEMANTICS = ("exact", "independent")
 
@@ -47,10 +36,11 @@ class MicroBatchPlan:
 
     Attributes:
         whole: the step on the whole batch.
-        part: the same operators and values on one part, with the literals of the whole.
+        part: the same operators and values on one part, with the literals of the whole; with
+            "independent", those of the part.
         part_eqns: for each structured operator of the whole, JAX's equation on a part.
         num_micro_batches, num_groups: parts in time, and parts that run side by side.
-        semantics: "exact", or "independent" if some arrays stand for one part alone.
+        semantics: "exact", or "independent" if the parts are steps of their own.
         specs: for each value, how the parts' values make it up.
         actions: how operators run that do not simply run on each part, by index.
         conversions: conversions of operands on their way in, by operator index and position.
@@ -58,7 +48,7 @@ class MicroBatchPlan:
             part.
         combine: for each output path "sum", "mean", "concatenate D", "equal" (also for what is
             computed once, after the last part), or another reduction.
-        independent: the operators that are applied to each micro-batch separately, for the reader.
+        phased: with "independent", what runs on each micro-batch and what once; else None.
     """
 
     whole: Graph
@@ -73,7 +63,7 @@ class MicroBatchPlan:
     early_calls: frozenset[Call] = field(repr=False)
     late_calls: frozenset[Call] = field(repr=False)
     combine: dict[str, str]
-    independent: tuple[str, ...]
+    phased: Phased | None = None
 
     @property
     def num_parts(self) -> int:
@@ -102,10 +92,9 @@ def plan_micro_batches(
         graph: the step as captured, on the whole batch.
         num_micro_batches: parts in time.
         num_groups: groups of devices that each take a share of the batch (data parallelism).
-        semantics: "exact": the step's own numbers, or an error. "independent": where a result is a
-            non-linear function of a sum over the batch (the statistics of BatchNorm), each part
-            takes its own sum, scaled up to the batch; what such values leave behind as state is
-            averaged over the parts.
+        semantics: "exact": the step's own numbers, or an error. "independent": each micro-batch
+            is a step of its own; see `_independent`. Groups of devices then share each micro-batch,
+            so there can be only one.
         on_missing_rule: see `dim_rule`.
 
     Raises:
@@ -117,21 +106,13 @@ def plan_micro_batches(
         raise InputError(
             f'micro_batch_semantics={semantics!r} is not known: it is "exact" or "independent".'
         )
+    if semantics == "independent":
+        return _independent(graph, num_micro_batches, num_groups, on_missing_rule)
     parts = num_micro_batches * num_groups
-    part, eqns = _align(graph, trace_part(graph, num_micro_batches, num_groups))
-    findings = analyse(
-        graph, part, parts, on_missing_rule=on_missing_rule, settle=semantics == "independent"
-    )
-    # An effect that happens for each micro-batch is no longer the step's own, whatever the
-    # semantics.
-    repeated = {
-        k: EFFECT
-        for k in findings.violations.keys() | findings.per_part
-        if has_effects(graph.ops[k])
-    }
-    findings.violations |= repeated
-    if repeated or (semantics == "exact" and (findings.violations or findings.conflicts)):
-        raise _refusal(graph, findings)
+    part, eqns = align(graph, trace_part(graph, num_micro_batches, num_groups))
+    findings = analyse(graph, part, parts, on_missing_rule=on_missing_rule)
+    if findings.violations or findings.conflicts:
+        raise _refusal(graph, findings, num_micro_batches, on_missing_rule)
     return MicroBatchPlan(
         whole=graph,
         part=part,
@@ -144,18 +125,55 @@ def plan_micro_batches(
         conversions=findings.conversions,
         early_calls=frozenset(findings.early_calls),
         late_calls=frozenset(findings.late_calls),
-        combine={output.path: _combine(findings, output.value) for output in graph.outputs},
-        independent=tuple(
-            dict.fromkeys(
-                describe(graph.ops[index])
-                for index in sorted(findings.violations.keys() | findings.per_part)
-            )
-        ),
+        combine={
+            output.path: _combine(_spec_of(findings.specs, output.value))
+            for output in graph.outputs
+        },
     )
 
 
-def _combine(findings: Findings, operand: Operand) -> str:
-    spec = EQUAL if isinstance(operand, Literal) else findings.specs[operand] or EQUAL
+def _independent(
+    graph: Graph, num_micro_batches: int, num_groups: int, on_missing_rule: str
+) -> MicroBatchPlan:
+    """See `plan_micro_batches`."""
+    if num_groups != 1:
+        raise InputError(
+            f"{graph.name} cannot run on independent micro-batches in {num_groups} groups of"
+            " devices: each micro-batch is one step, which all devices share. Use num_groups=1."
+        )
+    own = cut_own(graph, num_micro_batches, on_missing_rule=on_missing_rule)
+    handed_on = {result for _, result in own.phased.handed_on}
+    once = set(own.phased.late_values)
+    combine = {}
+    for output in graph.outputs:
+        if output.value in handed_on:
+            combine[output.path] = "handed on"
+        elif output.value in once:
+            combine[output.path] = TimeKind.EQUAL.value
+        else:
+            combine[output.path] = _combine(_spec_of(own.specs, output.value))
+    return MicroBatchPlan(
+        whole=graph,
+        part=own.part,
+        part_eqns=dict(own.part_eqns),
+        num_micro_batches=num_micro_batches,
+        num_groups=1,
+        semantics="independent",
+        specs=own.specs,
+        actions={},
+        conversions={},
+        early_calls=frozenset(),
+        late_calls=frozenset(),
+        combine=combine,
+        phased=own.phased,
+    )
+
+
+def _spec_of(specs: Sequence[TimeSpec | None], operand: Operand) -> TimeSpec:
+    return EQUAL if isinstance(operand, Literal) else specs[operand] or EQUAL
+
+
+def _combine(spec: TimeSpec) -> str:
     match spec.kind:
         case TimeKind.CONCATENATE:
             return f"{spec.kind} {spec.dim}"
@@ -173,8 +191,10 @@ def runs_in_groups(
     on_missing_rule: str = "infer",
 ) -> bool:
     """True if `plan_micro_batches` succeeds. A step may run on micro-batches, but not on shares of
-    them for each group.
+    them for each group; independent micro-batches never do.
     """
+    if semantics == "independent" and num_groups > 1:
+        return False
     try:
         plan_micro_batches(
             graph,
@@ -196,7 +216,7 @@ def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> b
     try:
         if _resizes(graph, parts):
             return True
-        _align(graph, trace_part(graph, num_micro_batches, num_groups))
+        align(graph, trace_part(graph, num_micro_batches, num_groups))
     except InputError:
         return True
     except CaptureError:
@@ -221,205 +241,15 @@ def _resizes(graph: Graph, parts: int) -> bool:
 @functools.lru_cache(maxsize=1)
 def _is_same_program(graph: Graph, part: Graph) -> bool:
     try:
-        _align(graph, part)
+        align(graph, part)
     except CaptureError:
         return False
     return True
 
 
-def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Graph:
-    """The step traced on one of `num_micro_batches * num_groups` equal parts of its batch.
-
-    Raises:
-        InputError: the parts do not divide the batch, or there is none.
-    """
-    parts = num_micro_batches * num_groups
-    batch = [item for item in graph.inputs if item.role is Role.BATCH]
-    if not batch:
-        raise InputError(
-            f"{graph.name} has no batch that could be cut into {num_micro_batches} micro-batches:"
-            " none of its arguments is an array that each step gets anew. Use num_micro_batches=1."
-        )
-    groups = f" on {num_groups} data-parallel groups" if num_groups > 1 else ""
-    wrong = [
-        f"{item.path} holds {graph.values[item.value].shape[0]}"
-        for item in batch
-        if graph.values[item.value].shape[0] % parts
-    ]
-    if num_micro_batches < 1 or wrong:
-        raise InputError(
-            f"num_micro_batches={num_micro_batches}{groups} needs a batch that is a multiple of"
-            f" {parts} examples, but {'; '.join(wrong) or 'there must be at least one'}. Choose"
-            " another number of micro-batches, or another batch."
-        )
-    (size,) = {graph.values[item.value].shape[0] // parts for item in batch}
-    try:
-        return _of_size(graph, size)
-    except (TypeError, ValueError, IndexError, ArithmeticError) as error:
-        reason = str(error).rstrip(".")
-        if held := _hidden_in_state(graph, size):
-            raise CaptureError(
-                f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its"
-                f" batch: {reason}. State is not cut, and this state holds a row for each of the"
-                f" {batch_size(graph)} examples: {', '.join(held)}. Pass it with the batch, as one"
-                " more of its arrays, and return it beside the state; or use num_micro_batches=1."
-            ) from error
-        raise CaptureError(
-            f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its batch:"
-            f" {reason}. Take sizes from the arrays (x.shape[0]) instead of writing them down, or"
-            " use fewer micro-batches."
-        ) from error
-
-
-def _hidden_in_state(graph: Graph, size: int) -> list[str]:
-    """The arrays besides the batch that hold a row for each example: those that must have `size`
-    rows, too, for the step to be traced on so many examples. Described with their shapes; none if
-    that is not why it cannot be traced.
-    """
-    shapes = [graph.values[item.value].shape for item in graph.inputs]
-    kept = {
-        k
-        for k, item in enumerate(graph.inputs)
-        if item.role is not Role.BATCH and shapes[k][:1] == (batch_size(graph),)
-    }
-
-    def traces(cut: Collection[int]) -> bool:
-        try:
-            _trace(graph, size, also=cut)
-        except (CaptureError, TypeError, ValueError, IndexError, ArithmeticError):
-            return False
-        return True
-
-    if not kept or not traces(kept):
-        return []
-    for k in sorted(kept):
-        # Such as a bias of as many elements as there are examples.
-        if traces(kept - {k}):
-            kept.remove(k)
-    return [f"{graph.inputs[k].path} of shape {shapes[k]}" for k in sorted(kept)]
-
-
-def _of_size(graph: Graph, size: int) -> Graph:
-    """The step on `size` examples, with its scans cut as those of the graph are.
-
-    A step is traced on two sizes at most if others can be derived from these, and on a third if JAX
-    writes another program for the second.
-    """
-    if graph.split is not None:
-        return split_scans(_of_size(graph.split.original, size), graph.split.bounds).graph
-    known: dict[int, Graph] = graph.calling.traces
-    whole = batch_size(graph)
-    if size == whole:
-        return graph
-    if size not in known and not known:
-        # JAX may write another program for a single example.
-        other = size if size > 1 else 2 if whole > 2 else 4
-        traced = _trace(graph, other)
-        if not _same_operators(graph, traced):
-            # So may it where a single group of examples is left: try a larger size.
-            larger = 2 * other if 2 * other != whole else 3 * other
-            with contextlib.suppress(
-                CaptureError, TypeError, ValueError, IndexError, ArithmeticError
-            ):
-                retraced = _trace(graph, larger)
-                if _same_operators(graph, retraced):
-                    other, traced = larger, retraced
-        known[other] = traced
-    if size not in known:
-        # Deriving another size takes a moment; tracing it takes as long as tracing the step did.
-        with contextlib.suppress(CaptureError):
-            known[size] = resized(next(iter(known.values())), graph, size)
-    if size not in known:
-        known[size] = _trace(graph, size)
-    return known[size]
-
-
-def _trace(graph: Graph, size: int, also: Collection[int] = ()) -> Graph:
-    """The step traced on so many examples; `also` are further inputs that have a row for each."""
-    leaves = []
-    for k, (item, leaf) in enumerate(zip(graph.inputs, graph.calling.call.leaves, strict=True)):
-        # Only the batch's leading dim changes: the shapes of state are those of the whole step.
-        shape, is_cut = graph.values[item.value].shape, item.role is Role.BATCH or k in also
-        leaves.append(_Leaf(leaf, (size, *shape[1:])) if is_cut else leaf)
-    return build_graph(graph.calling, leaves)
-
-
-class _Leaf:
-    """A leaf of another shape."""
-
-    def __init__(self, like: Any, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-        self.dtype = like.dtype
-        self.weak_type = getattr(like, "weak_type", False)
-
-
-def _align(whole: Graph, part: Graph) -> tuple[Graph, dict[Call, Any]]:
-    """The part's operators and values with the whole's literals. Raises `CaptureError` if the
-    programs differ.
-    """
-    for a, b in zip(whole.ops, part.ops):
-        if (
-            # The results' numbers are compared too, so that a number stands for the same value in
-            # both traces.
-            a.name != b.name
-            or a.trips != b.trips
-            or a.outputs != b.outputs
-            or not _same_operands(a, b)
-        ):
-            raise _different(whole, a, b)
-    if len(whole.ops) != len(part.ops) or len(whole.values) != len(part.values):
-        raise _different(whole, whole.ops[-1], part.ops[-1])
-    # Most operators read no literals, and are the part's own.
-    ops = tuple(
-        [
-            (
-                b
-                if a.inputs == b.inputs and a.phase is b.phase
-                # The whole's literals are kept: the divisor of a mean is that of the whole batch,
-                # so that summands add up to its result.
-                else replace(a, eqn=b.eqn, params=b.params)
-            )
-            for a, b in zip(whole.ops, part.ops)
-        ]
-    )
-    others = calls_of(part.body)
-    eqns = {call: next(others).eqn for call in calls_of(whole.body)}
-    return replace(part, ops=ops), eqns
-
-
-def _same_operators(whole: Graph, part: Graph) -> bool:
-    return [op.name for op in whole.ops] == [op.name for op in part.ops]
-
-
-def _same_operands(a: Op, b: Op) -> bool:
-    return len(a.inputs) == len(b.inputs) and all(
-        x == y if isinstance(x, int) else isinstance(y, Literal) for x, y in zip(a.inputs, b.inputs)
-    )
-
-
-def _different(graph: Graph, a: Op, b: Op) -> CaptureError:
-    sizes = [graph.values[item.value].shape[0] for item in graph.inputs if item.role is Role.BATCH]
-    change = f"{describe(a)} becomes {describe(b)}"
-    if a.trips != b.trips:
-        change = f"the loop with {describe(a)} runs {b.trips} instead of {a.trips} times"
-    return CaptureError(
-        f"{graph.name} is another program on a micro-batch than on the whole batch of {sizes[0]}:"
-        f" {change}. Its Python code looks at the size of the batch, or it loops over the batch."
-        " Use num_micro_batches=1."
-    )
-
-
-def where(op: Op) -> str:
-    """The user's line that an operator comes from, or its scope where JAX knows no line."""
-    return source_line(op, short=False) or op.scope or "an unknown line"
-
-
-def describe(op: Op) -> str:
-    """An operator as a reader finds it again: its name and the user's line."""
-    return f"`{op.name}` at {where(op)}"
-
-
-def _refusal(graph: Graph, findings: Findings) -> CaptureError:
+def _refusal(
+    graph: Graph, findings: Findings, num_micro_batches: int, on_missing_rule: str
+) -> CaptureError:
     refused = findings.violations | findings.conflicts
     lines: dict[str, str] = {}
     # One line for each place in the user's code: a layer that repeats would fill the message.
@@ -431,9 +261,21 @@ def _refusal(graph: Graph, findings: Findings) -> CaptureError:
     more = f"\n  - and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
     return CaptureError(
         f"{graph.name} does not decompose into micro-batches:{text}{more}\n  Use"
-        ' num_micro_batches=1, or micro_batch_semantics="independent" (--micro-batch-semantics'
-        " independent) to let each micro-batch take its own value there (as BatchNorm usually"
-        " does)."
+        f" num_micro_batches=1{_or_independent(graph, num_micro_batches, on_missing_rule)}."
+    )
+
+
+def _or_independent(graph: Graph, num_micro_batches: int, on_missing_rule: str) -> str:
+    """Advice to run each micro-batch as a step of its own, if that was tried and is possible."""
+    try:
+        cut_own(graph, num_micro_batches, on_missing_rule=on_missing_rule)
+    except (CaptureError, InputError) as error:
+        reason = str(error).split(": ", 1)[-1].split(". ")[0].split("\n")[0]
+        return f" (independent micro-batches are no way out: {reason})"
+    return (
+        ', or micro_batch_semantics="independent" (--micro-batch-semantics independent): each'
+        " micro-batch is then a step of its own, as by gradient accumulation, and the numbers are"
+        " other than the whole batch's"
     )
 
 

@@ -4,12 +4,12 @@ position in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ...graph import Call, Graph, Moves, Op, OpId, Phase, traits_of
+from ...graph import Call, Graph, Moves, Op, Phase, traits_of
 from ._time_specs import TimeKind, TimeSpec
 
 EFFECT = "it has an effect, which would happen for each micro-batch"
@@ -41,19 +41,6 @@ def phase_of(call: Call, graph: Graph) -> Phase:
     """The phase of a structured operator; that of the update where its body is empty."""
     inside = ops_of(call)
     return graph.ops[inside[0]].phase if inside else Phase.UPDATE
-
-
-def standing_for(item: OpId | Call, graph: Graph) -> Iterator[int]:
-    """Every operator by which a finding may name an item: those inside it, and those that stand for
-    calls.
-    """
-    if isinstance(item, Call):
-        yield first_op(item, graph).index
-        for block in item.blocks:
-            for inner in block.items:
-                yield from standing_for(inner, graph)
-    else:
-        yield item
 
 
 def indexed_dims(op: Op) -> tuple[int, ...]:

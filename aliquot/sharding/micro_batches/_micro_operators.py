@@ -4,8 +4,6 @@ last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from ...graph import Literal, Op, Phase, has_effects
@@ -15,10 +13,8 @@ from ._micro_calls import EFFECT, NOT_LINEAR
 from ._time_specs import (
     EQUAL,
     LATE,
-    MEAN,
     WHOLE,
     Action,
-    Conversion,
     Followed,
     TimeKind,
     TimeSpec,
@@ -32,8 +28,6 @@ def walk_operator(findings: Findings, op: Op, depth: int) -> None:
     # Bodies of loops are walked several times, with other specs each time.
     for k in range(len(specs)):
         findings.conversions.pop((op.index, k), None)
-    if op.index in findings.per_part:
-        return _run_per_part(findings, op, specs, depth)
     if has_effects(op):
         # Once for the whole batch, as in the plain step; in a loop that runs for each part it
         # cannot.
@@ -72,12 +66,10 @@ def walk_operator(findings: Findings, op: Op, depth: int) -> None:
         _run_late(findings, op, specs)
     elif TimeKind.WHOLE in kinds:
         findings.note_conflict(op, specs, TimeKind.WHOLE, reason)
-        _run_per_part(
-            findings, op, [EQUAL if s.kind is TimeKind.WHOLE else s for s in specs], depth
-        )
+        _go_on(findings, op, depth)
     else:
         findings.violations[op.index] = reason
-        _run_per_part(findings, op, specs, depth)
+        _go_on(findings, op, depth)
 
 
 def _run_on_part(findings: Findings, op: Op, outcome: Followed, depth: int) -> None:
@@ -123,18 +115,13 @@ def _run_late(findings: Findings, op: Op, specs: list[TimeSpec]) -> None:
             findings.origin[out] = min(begun, default=op.index)
 
 
-def _run_per_part(findings: Findings, op: Op, specs: Sequence[TimeSpec], depth: int) -> None:
-    """Run an operator on each part as if that were the whole batch."""
+def _go_on(findings: Findings, op: Op, depth: int) -> None:
+    """Go on behind an operator that is refused, so that all such operators are found."""
     findings.actions.pop(op.index, None)
-    for k, spec in enumerate(specs):
-        if spec.kind is TimeKind.SUM:
-            # A part's sum is scaled up to the batch, because the user's code divides by the size of
-            # the whole batch.
-            findings.conversions[op.index, k] = Conversion.ESTIMATE
     for out in op.outputs:
         if out >= 0:
-            seen = spec_by_shape(*findings.shapes_of(out), findings.parts) or MEAN
-            findings.set_spec(out, MEAN if seen == EQUAL else seen, False, depth)
+            seen = spec_by_shape(*findings.shapes_of(out), findings.parts)
+            findings.set_spec(out, seen or EQUAL, False, depth)
 
 
 def _note_positions(findings: Findings, op: Op, outcome: Followed) -> None:

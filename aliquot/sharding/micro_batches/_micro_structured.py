@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...graph import Block, Call, Operand, OpId, Phase, any_effects, is_check, scan_counts
 from ._findings import LOOP, REMAT, TOP, Findings
-from ._micro_calls import NOT_LINEAR, first_op, ops_of, phase_of
+from ._micro_calls import NOT_LINEAR, first_op, phase_of
 from ._micro_operators import walk_operator
 from ._time_specs import LATE, WHOLE, TimeKind, TimeSpec, join, spec_by_shape, split_at
 
@@ -55,7 +55,7 @@ def _must_run_late(findings: Findings, call: Call, specs: Sequence[TimeSpec], ph
     """True if a call has effects, reads late values, or belongs to the update."""
     kinds = {spec.kind for spec in specs}
     update = phase is Phase.UPDATE and findings.has_backward
-    effects = any_effects(call, findings.whole) and findings.per_part.isdisjoint(ops_of(call))
+    effects = any_effects(call, findings.whole)
     return effects or TimeKind.LATE in kinds or (update and bool(kinds - {TimeKind.EQUAL}))
 
 

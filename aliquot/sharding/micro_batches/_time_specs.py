@@ -20,8 +20,8 @@ class TimeKind(enum.StrEnum):
     """How the values that the parts of a batch compute for an array make up the array.
 
     `EQUAL`: each part computes the array itself. `CONCATENATE`: each computes its own slice. `SUM`
-    and the other reductions: the array is the sum (...) over the parts. `MEAN`: each part has a
-    value of its own that stands for the array (only under independent semantics). `LATE`: computed
+    and the other reductions: the array is the sum (...) over the parts. `MEAN`: their mean (only
+    under independent semantics). `LATE`: computed
     once, from combined arrays, after the last part. `WHOLE`: exists only for the whole batch,
     computed before the first part.
     """
@@ -65,14 +65,12 @@ def split_at(dim: int) -> TimeSpec:
 class Conversion(enum.StrEnum):
     """Conversion of an operand on its way into an operator.
 
-    `ONCE`: the first part keeps it and the others take zeros (or each takes an equal share), so
-    that it counts once in a sum. `ESTIMATE`: a part's sum times the number of parts, its estimate
-    of the whole. `EARLY`: the whole batch's value, computed before the first part. `LOCAL`:
-    positions in the batch become positions in the part.
+    `ONCE`: the first part keeps it and the others take zeros, so that it counts once in a sum.
+    `EARLY`: the whole batch's value, computed before the first part. `LOCAL`: positions in the
+    batch become positions in the part.
     """
 
     ONCE = "once"
-    ESTIMATE = "estimate"
     EARLY = "early"
     LOCAL = "local"
 
@@ -126,7 +124,7 @@ def join(a: TimeSpec, b: TimeSpec) -> TimeSpec | None:
     # A total that starts as a constant and grows by summands is a sum.
     if kinds == {TimeKind.EQUAL, TimeKind.SUM}:
         return SUM
-    return MEAN if kinds <= {TimeKind.EQUAL, TimeKind.SUM, TimeKind.MEAN} else None
+    return None
 
 
 def follow(
@@ -157,7 +155,7 @@ def follow(
     if op.name in ("optimization_barrier", "device_put"):
         return _checked(Followed(results=tuple(specs)), shapes, parts)
     if kinds & REDUCTIONS:
-        through = _through_reduction(op, specs)
+        through = through_reduction(op, specs)
         if through is None:
             return (
                 "it uses a reduction over the batch, which is known only after the last micro-batch"
@@ -172,7 +170,7 @@ def follow(
     return outcome if isinstance(outcome, str) else _checked(outcome, shapes, parts)
 
 
-def _through_reduction(op: Op, specs: Sequence[TimeSpec]) -> TimeKind | None:
+def through_reduction(op: Op, specs: Sequence[TimeSpec]) -> TimeKind | None:
     """How an operator's results make up its result for the whole batch, if its operands are each
     part's maximum, or another reduction over the part.
 
@@ -235,9 +233,7 @@ def _of_sums(rule: DimRule, specs: Sequence[TimeSpec], num_results: int) -> Foll
     once = []
     for k, spec in enumerate(specs):
         # Multiplying a sum by an own value of each part is fine; adding one is not.
-        if spec.kind is TimeKind.CONCATENATE or (
-            spec.kind is TimeKind.MEAN and rule.linear[k] == group
-        ):
+        if spec.kind is TimeKind.CONCATENATE:
             return "it joins a sum over the batch with parts of the batch"
         if spec.kind is TimeKind.EQUAL and rule.linear[k] == group:
             once.append((k, Conversion.ONCE))
@@ -278,18 +274,11 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
     once: list[tuple[int, Conversion]] = []
     if SUM in results and rule.linear:
         summed = {rule.linear[k] for k in letters} - {0}
-        for k, spec in enumerate(specs):
+        for k in range(len(specs)):
             # A scatter adds to an array that all parts have: it must count once.
             if k not in letters and rule.linear[k] in summed:
-                if spec.kind is TimeKind.MEAN:
-                    return "it adds to a value that each micro-batch has for itself"
                 once.append((k, Conversion.ONCE))
-    has_means = any(spec.kind is TimeKind.MEAN for spec in specs)
-    return Followed(
-        # A result to which a part's own value (`MEAN`) contributes is the part's own as well.
-        results=tuple(MEAN if has_means and spec == EQUAL else spec for spec in results),
-        conversions=tuple(once),
-    )
+    return Followed(results=tuple(results), conversions=tuple(once))
 
 
 def _looks_up(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letter: str) -> bool:
@@ -328,13 +317,12 @@ def _of_equals(
     """Equal operands give equal results, unless the size of the batch stands in the operator
     itself.
     """
-    has_means = any(spec.kind is TimeKind.MEAN for spec in specs)
     results = []
     for whole, part in shapes:
         seen = spec_by_shape(whole, part, parts)
         if seen is None:
             return "it makes an array of which more than one dim is the batch's"
-        results.append(MEAN if has_means and seen == EQUAL else seen)
+        results.append(seen)
     # Their elements are equal along the batch, or not written yet, so that a part may make them at
     # its own size.
     if all(spec.kind is not TimeKind.CONCATENATE for spec in results) or op.name in (
@@ -346,8 +334,6 @@ def _of_equals(
     if op.name == "iota":
         shifted = op.params["dimension"] == results[0].dim
         return Followed(results=tuple(results), action=Action.SHIFT if shifted else Action.RUN)
-    if has_means:
-        return "it spreads a value that each micro-batch has for itself over the batch"
     # Random bits depend on the position in the batch: made for the whole and sliced, they are the
     # plain step's own numbers.
     return Followed(results=tuple(results), action=Action.SLICE)

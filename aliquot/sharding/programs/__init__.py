@@ -4,12 +4,13 @@ devices.
 
 from ._crossing import Crossing as Crossing
 from ._crossing import find_crossing as find_crossing
+from ._handed_on import require_one_stage as require_one_stage
 from ._layout import Layout as Layout
 from ._layout import sizes_of as sizes_of
 from ._micro_batch_graphs import MicroBatchGraphs as MicroBatchGraphs
-from ._micro_batch_graphs import cut_graph as cut_graph
 from ._micro_batch_graphs import struct_of as struct_of
 from ._micro_batch_graphs import subgraph as subgraph
+from ._phase_parts import cut_graph as cut_graph
 from ._pipeline_cut import PipelineCut as PipelineCut
 from ._pipeline_cut import TimeCut as TimeCut
 from ._pipeline_cut import cut_pipeline as cut_pipeline

@@ -48,7 +48,10 @@ class MicroBatchGraphs:
         early_values: computed once, on the whole batch; `inside` are their names in the body.
         sliced: inputs, constants and early values of which each part gets its slice, with the dim.
         crossing: what the late graph needs of the parts.
-        group, micro_batch: the values that hold a part's numbers.
+        group, micro_batch: the values that hold a part's numbers; `NO_VALUE` if no operator reads
+            them.
+        handed_on: inputs that each part takes from the part before (the first one from the step's
+            inputs), with the crossing values that it makes for the next.
     """
 
     early: Graph
@@ -60,9 +63,10 @@ class MicroBatchGraphs:
     crossing: tuple[ValueId, ...]
     group: ValueId
     micro_batch: ValueId
+    handed_on: tuple[tuple[ValueId, ValueId], ...] = ()
 
 
-def cut_graph(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
+def cut_exactly(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
     """The three graphs of a plan."""
     whole = plan.whole
     needs = Needs(plan)
@@ -246,8 +250,6 @@ class _Rewriter:
         match how:
             case Conversion.ONCE:
                 return self._once(operand, op, out)
-            case Conversion.ESTIMATE:
-                return self._own(operand, op, out)
             case Conversion.LOCAL:
                 return self._local(operand, op, out)
             case Conversion.EARLY:
@@ -259,29 +261,14 @@ class _Rewriter:
 
     def _once(self, operand: Operand, op: Op | None, out: list[OpId | Call]) -> ValueId:
         """An operand that is equal in all parts, as a summand: over all parts it counts once."""
-        # Under independent semantics each part scales its own sum up to the whole batch, so each
-        # must hold an equal share.
-        shared = self.plan.semantics == "independent"
-        parts = self.plan.num_parts
 
         def once(array: Any, group: Any, micro_batch: Any) -> Any:
-            if shared and jnp.issubdtype(array.dtype, jnp.inexact):
-                return array / jnp.asarray(parts, array.dtype)
             # Added once, and not in equal shares: dividing would round, and integers cannot be
             # divided.
             return jnp.where((group == 0) & (micro_batch == 0), array, jnp.zeros_like(array))
 
         target = self._value(*_look(operand, self.values))
         return self._add(once, [operand, self.group, self.micro_batch], target, op, out)
-
-    def _own(self, operand: Operand, op: Op | None, out: list[OpId | Call]) -> ValueId:
-        """A part's sum times the number of parts: its estimate of the sum over the batch."""
-        parts = self.plan.num_parts
-
-        def scaled(array: Any) -> Any:
-            return array * jnp.asarray(parts, array.dtype)
-
-        return self._add(scaled, [operand], self._value(*_look(operand, self.values)), op, out)
 
     def _local(self, operand: Operand, op: Op, out: list[OpId | Call]) -> ValueId:
         """Indices by position in the batch, as positions in the part."""
@@ -350,8 +337,6 @@ class _Rewriter:
         want = self.plan.specs[target].kind
         if have is TimeKind.EQUAL and want is TimeKind.SUM:
             return self._once(operand, None, out)
-        if have is TimeKind.SUM and want is TimeKind.MEAN:
-            return self._own(operand, None, out)
         return operand
 
 

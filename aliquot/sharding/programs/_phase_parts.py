@@ -1,16 +1,49 @@
-"""A step that runs on its whole batch at once, cut like one that runs on micro-batches: body, then
+"""Steps that are cut where their phases say: forward and backward pass as the body, then the
 update.
 """
 
 from __future__ import annotations
 
-from ...graph import NO_VALUE, Graph, Phase, items_of
-from ._micro_batch_graphs import MicroBatchGraphs, subgraph
+from ...graph import NO_VALUE, Graph, Phase, Role, items_of
+from ..micro_batches import MicroBatchPlan, Phased
+from ._layout import Layout
+from ._micro_batch_graphs import MicroBatchGraphs, cut_exactly, subgraph
+
+
+def cut_graph(plan: MicroBatchPlan, layout: Layout) -> MicroBatchGraphs:
+    """The three graphs of a plan, exact or independent."""
+    return cut_exactly(plan, layout) if plan.phased is None else _own_parts(plan, plan.phased)
+
+
+def _own_parts(plan: MicroBatchPlan, phased: Phased) -> MicroBatchGraphs:
+    """Graphs of micro-batches that are steps of their own: the body as it is traced at their size,
+    the update as it stands in the step.
+    """
+    given = [i.value for i in plan.whole.inputs]
+    late = plan.part if phased.late_of_part else plan.whole
+    body = [plan.part.body.items[k] for k in phased.body]
+    return MicroBatchGraphs(
+        early=subgraph(plan.whole, given, [], []),
+        body=subgraph(plan.part, given, body, phased.crossing),
+        late=subgraph(
+            late,
+            [*given, *phased.crossing],
+            [late.body.items[k] for k in phased.late],
+            [o.value for o in plan.whole.outputs],
+        ),
+        early_values=(),
+        inside=(),
+        sliced=tuple((i.value, 0) for i in plan.whole.inputs if i.role is Role.BATCH),
+        crossing=phased.crossing,
+        group=NO_VALUE,
+        micro_batch=NO_VALUE,
+        handed_on=phased.handed_on,
+    )
 
 
 def phase_parts(graph: Graph) -> MicroBatchGraphs:
-    """Graphs with the forward and backward pass as the body and the update as the late part;
-    nothing runs early and nothing is sliced.
+    """Graphs of a step that runs on its whole batch at once; nothing runs early, and nothing is
+    sliced.
     """
     items = items_of(graph)
     given = [i.value for i in graph.inputs]

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from ...graph import Graph, Staging
 from ..micro_batches import MicroBatchPlan, plan_micro_batches
 from ._layout import Layout
-from ._micro_batch_graphs import MicroBatchGraphs, cut_graph
-from ._phase_parts import phase_parts
+from ._micro_batch_graphs import MicroBatchGraphs
+from ._phase_parts import cut_graph, phase_parts
 from ._split_stages import Recompute, split_stages
 from ._stage_programs import StagePrograms
 
@@ -68,6 +68,9 @@ def cut_pipeline(
         CaptureError: the step does not decompose into so many micro-batches.
         InputError: the batch does not divide.
     """
+    if semantics == "independent" and num_micro_batches > 1:
+        # All devices of a stage share each micro-batch.
+        groups = [1] * len(groups)
     # Whatever the number of groups, the batch is cut into the same shards, so that a micro-batch
     # holds the same examples in all stages.
     shards = math.lcm(*groups)

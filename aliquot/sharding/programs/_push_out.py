@@ -82,7 +82,9 @@ def _adds(op: Op, plan: MicroBatchPlan | None) -> bool:
     micro-batch.
     """
     return passes_gradients_on(op) and (
-        plan is None or all(plan.specs[o].kind is TimeKind.SUM for o in op.outputs)
+        plan is None
+        or len({plan.specs[v].kind for v in (*op.inputs, *op.outputs) if isinstance(v, int)}) == 1
+        and plan.specs[op.outputs[0]].kind in (TimeKind.SUM, TimeKind.MEAN)
     )
 
 

@@ -32,6 +32,7 @@ from ...graph import (
     recomputed_runs,
 )
 from ..micro_batches import MicroBatchPlan
+from ._handed_on import require_one_stage
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 from ._push_out import push_out
 from ._split_update import Update
@@ -62,6 +63,7 @@ def split_stages(
             everything, from what enters the stage.
     """
     parts = push_out(parts, plan, staging)
+    require_one_stage(parts.late, staging, parts.handed_on)
     body = _Body(parts, staging, split_backward, plan, recompute)
     update = Update(parts, staging, body.stage_of_value)
     early = _early_programs(parts, [*body.programs.values(), *update.programs])
@@ -117,6 +119,8 @@ class _Body:
         self._order = {id(item): k for k, item in enumerate(self._items)}
         self._maker = {o: item for item in self._items for o in item.outputs}
         self._given = {i.value for i in parts.early.inputs} | set(parts.late.constants)
+        self._handed = {value for value, _ in parts.handed_on}
+        self._given -= self._handed
         self._early = set(parts.inside)
         drafts = self._drafts()
         self.stage_of_value = {
@@ -285,6 +289,7 @@ class _Body:
         wanted = set(wanted)
         for draft in self._drafts_by.values():
             inside = {o for item in draft.assigned for o in item.outputs}
+            inside -= {new for _, new in self._graphs.handed_on}
             totals = tuple(
                 sorted(v for v in inside & wanted if self.stage_of_value[v] == draft.stage)
             )
@@ -311,7 +316,8 @@ class _Body:
         exports = tuple(sorted(made_here & read_elsewhere))
         # Values that cannot be added up, such as slices of the batch, are kept part by part.
         stacked = tuple(v for v in totals if plan is not None and not plan.is_summed(v))
-        outputs = [*exports, *totals]
+        handed_on = tuple((v, new) for v, new in self._graphs.handed_on if new in made_here)
+        outputs = list(dict.fromkeys([*exports, *totals, *(new for _, new in handed_on)]))
         numbers = {self._graphs.group, self._graphs.micro_batch}
         given = tuple(sorted(i for i in draft.reads if i in self._given))
         base, items = self._in_order(draft)
@@ -325,7 +331,7 @@ class _Body:
                 sorted(
                     i
                     for i in draft.reads
-                    if i not in self._given and i not in self._early and i not in numbers
+                    if i not in self._given | self._early | self._handed | numbers
                 )
             ),
             exports=exports,
@@ -335,6 +341,7 @@ class _Body:
             & made_here,
             totals=tuple(v for v in totals if v not in stacked),
             stacked=stacked,
+            handed_on=handed_on,
         )
 
     def _in_order(self, draft: _Draft) -> tuple[Graph, list[OpId | Call]]:

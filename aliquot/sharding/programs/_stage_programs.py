@@ -39,6 +39,8 @@ class StageProgram:
             own stage reads again.
         totals, stacked: values that it makes of every micro-batch for the update: added up, or kept
             one by one.
+        handed_on: inputs of the step that it takes from its run for the micro-batch before, with
+            the values that it makes for the next.
         combines: totals that it turns into the whole batch's values before anything else.
     """
 
@@ -53,6 +55,7 @@ class StageProgram:
     kept: frozenset[ValueId] = frozenset()
     totals: tuple[ValueId, ...] = ()
     stacked: tuple[ValueId, ...] = ()
+    handed_on: tuple[tuple[ValueId, ValueId], ...] = ()
     combines: tuple[ValueId, ...] = ()
 
     @property

@@ -1,0 +1,234 @@
+"""A step traced on a smaller batch, and laid beside the step on its whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+from ...core import CaptureError, InputError
+from ...graph import Call, Graph, Literal, Op, Role, build_graph, source_line, split_scans
+from ._resized import batch_size, calls_of, resized
+
+
+def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Graph:
+    """The step traced on one of `num_micro_batches * num_groups` equal parts of its batch, or
+    derived from such traces.
+
+    Raises:
+        InputError: the parts do not divide the batch, or there is none.
+        CaptureError: the step cannot be traced on so few examples.
+    """
+    return _traced(graph, num_micro_batches, num_groups, _of_size)
+
+
+def trace_own(graph: Graph, num_micro_batches: int) -> Graph:
+    """The step as JAX traces it at the size of a micro-batch, with the numbers that its Python code
+    writes down at that size. Raises as `trace_part` does.
+    """
+    return _traced(graph, num_micro_batches, 1, _own_of_size)
+
+
+def _traced(
+    graph: Graph, num_micro_batches: int, num_groups: int, trace: Callable[[Graph, int], Graph]
+) -> Graph:
+    parts = num_micro_batches * num_groups
+    batch = [item for item in graph.inputs if item.role is Role.BATCH]
+    if not batch:
+        raise InputError(
+            f"{graph.name} has no batch that could be cut into {num_micro_batches} micro-batches:"
+            " none of its arguments is an array that each step gets anew. Use num_micro_batches=1."
+        )
+    groups = f" on {num_groups} data-parallel groups" if num_groups > 1 else ""
+    wrong = [
+        f"{item.path} holds {graph.values[item.value].shape[0]}"
+        for item in batch
+        if graph.values[item.value].shape[0] % parts
+    ]
+    if num_micro_batches < 1 or wrong:
+        raise InputError(
+            f"num_micro_batches={num_micro_batches}{groups} needs a batch that is a multiple of"
+            f" {parts} examples, but {'; '.join(wrong) or 'there must be at least one'}. Choose"
+            " another number of micro-batches, or another batch."
+        )
+    (size,) = {graph.values[item.value].shape[0] // parts for item in batch}
+    try:
+        return trace(graph, size)
+    except (TypeError, ValueError, IndexError, ArithmeticError) as error:
+        reason = str(error).rstrip(".")
+        if held := _hidden_in_state(graph, size):
+            raise CaptureError(
+                f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its"
+                f" batch: {reason}. State is not cut, and this state holds a row for each of the"
+                f" {batch_size(graph)} examples: {', '.join(held)}. Pass it with the batch, as one"
+                " more of its arrays, and return it beside the state; or use num_micro_batches=1."
+            ) from error
+        raise CaptureError(
+            f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its batch:"
+            f" {reason}. Take sizes from the arrays (x.shape[0]) instead of writing them down, or"
+            " use fewer micro-batches."
+        ) from error
+
+
+def _hidden_in_state(graph: Graph, size: int) -> list[str]:
+    """The arrays besides the batch that hold a row for each example: those that must have `size`
+    rows, too, for the step to be traced on so many examples. Described with their shapes; none if
+    that is not why it cannot be traced.
+    """
+    shapes = [graph.values[item.value].shape for item in graph.inputs]
+    kept = {
+        k
+        for k, item in enumerate(graph.inputs)
+        if item.role is not Role.BATCH and shapes[k][:1] == (batch_size(graph),)
+    }
+
+    def traces(cut: Collection[int]) -> bool:
+        try:
+            _trace(graph, size, also=cut)
+        except (CaptureError, TypeError, ValueError, IndexError, ArithmeticError):
+            return False
+        return True
+
+    if not kept or not traces(kept):
+        return []
+    for k in sorted(kept):
+        # Such as a bias of as many elements as there are examples.
+        if traces(kept - {k}):
+            kept.remove(k)
+    return [f"{graph.inputs[k].path} of shape {shapes[k]}" for k in sorted(kept)]
+
+
+def _of_size(graph: Graph, size: int) -> Graph:
+    """The step on `size` examples, with its scans cut as those of the graph are.
+
+    A step is traced on two sizes at most if others can be derived from these, and on a third if JAX
+    writes another program for the second.
+    """
+    if graph.split is not None:
+        return split_scans(_of_size(graph.split.original, size), graph.split.bounds).graph
+    known: dict[int, Graph] = graph.calling.traces
+    whole = batch_size(graph)
+    if size == whole:
+        return graph
+    if size not in known and not known:
+        # JAX may write another program for a single example.
+        other = size if size > 1 else 2 if whole > 2 else 4
+        traced = _trace(graph, other)
+        if not _same_operators(graph, traced):
+            # So may it where a single group of examples is left: try a larger size.
+            larger = 2 * other if 2 * other != whole else 3 * other
+            with contextlib.suppress(
+                CaptureError, TypeError, ValueError, IndexError, ArithmeticError
+            ):
+                retraced = _trace(graph, larger)
+                if _same_operators(graph, retraced):
+                    other, traced = larger, retraced
+        known[other] = traced
+    if size not in known:
+        # Deriving another size takes a moment; tracing it takes as long as tracing the step did.
+        with contextlib.suppress(CaptureError):
+            known[size] = resized(next(iter(known.values())), graph, size)
+    if size not in known:
+        known[size] = _trace(graph, size)
+    return known[size]
+
+
+def _own_of_size(graph: Graph, size: int) -> Graph:
+    if graph.split is not None:
+        return split_scans(_own_of_size(graph.split.original, size), graph.split.bounds).graph
+    known: dict[int, Graph] = graph.calling.own_traces
+    if size not in known:
+        known[size] = _trace(graph, size)
+    return known[size]
+
+
+def _trace(graph: Graph, size: int, also: Collection[int] = ()) -> Graph:
+    """The step traced on so many examples; `also` are further inputs that have a row for each."""
+    leaves = []
+    for k, (item, leaf) in enumerate(zip(graph.inputs, graph.calling.call.leaves, strict=True)):
+        # Only the batch's leading dim changes: the shapes of state are those of the whole step.
+        shape, is_cut = graph.values[item.value].shape, item.role is Role.BATCH or k in also
+        leaves.append(_Leaf(leaf, (size, *shape[1:])) if is_cut else leaf)
+    return build_graph(graph.calling, leaves)
+
+
+class _Leaf:
+    """A leaf of another shape."""
+
+    def __init__(self, like: Any, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.dtype = like.dtype
+        self.weak_type = getattr(like, "weak_type", False)
+
+
+def align(whole: Graph, part: Graph, *, own: bool = False) -> tuple[Graph, dict[Call, Any]]:
+    """The part's operators and values, with JAX's equations of its structured operators. Raises
+    `CaptureError` if the programs differ.
+
+    Args:
+        own: keep the part's own literals, and let its loops turn less often; otherwise the part
+            gets the literals of the whole.
+    """
+    for a, b in zip(whole.ops, part.ops):
+        if (
+            # The results' numbers are compared too, so that a number stands for the same value in
+            # both traces.
+            a.name != b.name
+            or (a.trips != b.trips and not own)
+            or a.outputs != b.outputs
+            or not _same_operands(a, b)
+        ):
+            raise _different(whole, a, b)
+    if len(whole.ops) != len(part.ops) or len(whole.values) != len(part.values):
+        raise _different(whole, whole.ops[-1], part.ops[-1])
+    others = calls_of(part.body)
+    eqns = {call: next(others).eqn for call in calls_of(whole.body)}
+    if own:
+        return part, eqns
+    # Most operators read no literals, and are the part's own.
+    ops = tuple(
+        [
+            (
+                b
+                if a.inputs == b.inputs and a.phase is b.phase
+                # The whole's literals are kept: the divisor of a mean is that of the whole batch,
+                # so that summands add up to its result.
+                else replace(a, eqn=b.eqn, params=b.params)
+            )
+            for a, b in zip(whole.ops, part.ops)
+        ]
+    )
+    return replace(part, ops=ops), eqns
+
+
+def _same_operators(whole: Graph, part: Graph) -> bool:
+    return [op.name for op in whole.ops] == [op.name for op in part.ops]
+
+
+def _same_operands(a: Op, b: Op) -> bool:
+    return len(a.inputs) == len(b.inputs) and all(
+        x == y if isinstance(x, int) else isinstance(y, Literal) for x, y in zip(a.inputs, b.inputs)
+    )
+
+
+def _different(graph: Graph, a: Op, b: Op) -> CaptureError:
+    sizes = [graph.values[item.value].shape[0] for item in graph.inputs if item.role is Role.BATCH]
+    change = f"{describe(a)} becomes {describe(b)}"
+    if a.trips != b.trips and a.name == b.name:
+        change = f"the loop with {describe(a)} runs {b.trips} instead of {a.trips} times"
+    return CaptureError(
+        f"{graph.name} is another program on a micro-batch than on the whole batch of {sizes[0]}:"
+        f" {change}. Its Python code looks at the size of the batch, or it loops over the batch."
+        " Use num_micro_batches=1."
+    )
+
+
+def where(op: Op) -> str:
+    """The user's line that an operator comes from, or its scope where JAX knows no line."""
+    return source_line(op, short=False) or op.scope or "an unknown line"
+
+
+def describe(op: Op) -> str:
+    """An operator as a reader finds it again: its name and the user's line."""
+    return f"`{op.name}` at {where(op)}"
