@@ -59,6 +59,11 @@ def export_plan(
                 f"{plan_file} loops over stacked layers, and Aceso's configurations say something"
                 " about each. Plan it again without --scan."
             )
+        if plan.model.settings.get("attention", "plain") != "plain":
+            raise InputError(
+                f"{plan_file} has fused attention ({plan.model.settings['attention']}), and Aceso"
+                " has operators for its parts. Plan it again with --attention plain."
+            )
         workload = workload_of(plan.model)
         config = workload.config
         family = aceso_family(config)
@@ -129,6 +134,7 @@ def import_plan(
             seq_len=seq_len,
             dtype=dtype,
             recompute="none",
+            attention="plain",
             settings=settings,
         ).read()
         limit_bytes = read_memory_limit(memory_limit)

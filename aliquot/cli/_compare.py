@@ -66,7 +66,7 @@ def compare(
         limit = read_memory_limit(memory_limit)
         with user_code(model), search_progress(say) as report:
             comparison = compare_built(
-                builder(model, model_options.read()),
+                builder(model, model_options.read(), say),
                 clusters=where,
                 methods=method_names(methods or ""),
                 num_micro_batches=parts,

@@ -20,6 +20,7 @@ from ..core import AliquotError, InputError, listing, nearest, shortened
 from ..plans import ModelReference
 from ..zoo import MODELS, AbstractConfig, Workload, build, precision_name, settings_faults
 from ._devices import use_precision
+from ._session import Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +39,14 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooOptions:
-    """The options that shape a model of the zoo, as `aliquot.zoo.build` takes them. `dtype` None:
-    by the device.
+    """The options that shape a model of the zoo, as `aliquot.zoo.build` takes them. `dtype` and
+    `attention` None: by the device.
     """
 
     global_batch: int | None
     dtype: str | None = None
     recompute: str | None = None
+    attention: str | None = None
     scan: bool = False
     overrides: Mapping[str, Any]
 
@@ -91,8 +93,16 @@ def resolve(name: str, options: ZooOptions, cluster: Cluster) -> Model:
         dtype=dtype,
         recompute=options.recompute or "block",
         scan=options.scan,
+        attention=options.attention or "auto",
+        device=cluster.device,
     )
     return from_workload(workload)
+
+
+def tell_attention(model: Model, cluster: Cluster, say: Session) -> None:
+    """A remark on which attention a model of the zoo has on a cluster, and why."""
+    if model.workload is not None and model.workload.attention:
+        say.note(f"attention on {cluster.name}: {model.workload.attention}")
 
 
 def from_workload(workload: Workload) -> Model:
@@ -203,6 +213,7 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
         for flag, given in (
             ("--dtype", options.dtype),
             ("--recompute", options.recompute),
+            ("--attention", options.attention),
             ("--scan", options.scan),
         )
         if given

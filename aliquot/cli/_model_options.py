@@ -34,6 +34,14 @@ Recompute = Annotated[
         " search for a plan.",
     ),
 ]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        "--attention",
+        help="auto, fused or plain. Fused is the kernel of the device's library: cuDNN's on GPUs"
+        " from Ampere on, splash attention on TPUs. By default auto: fused where that is possible.",
+    ),
+]
 Scan = Annotated[
     bool, typer.Option("--scan", help="Loop over stacked layers instead of writing them out.")
 ]
@@ -66,6 +74,7 @@ class ModelOptions:
     seq_len: SeqLen = None
     dtype: Dtype = None
     recompute: Recompute = None
+    attention: Attention = None
     scan: Scan = False
     settings: Settings = None
 
@@ -90,6 +99,7 @@ class ModelOptions:
             global_batch=self.global_batch,
             dtype=self.dtype,
             recompute=self.recompute,
+            attention=self.attention,
             scan=self.scan,
             overrides=overrides,
         )

@@ -120,11 +120,12 @@ def _find_plan(
     request: _Request, time_limit_s: float | None, out: Path | None, say: Session
 ) -> None:
     from .._variants import plan_variants
-    from ._model import user_code
+    from ._model import tell_attention, user_code
     from ._recomputation import variants_of, ways_to_build
 
     name, where, how = request.name, request.where, request.how
     models = ways_to_build(name, request.options, where)
+    tell_attention(models[0], where, say)
     variants = variants_of(models)
     started = time.perf_counter()
     try:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ._model import Model, ZooOptions, resolve
+from ._model import Model, ZooOptions, resolve, tell_attention
+from ._session import Session
 
 if TYPE_CHECKING:
     from .._variants import Variants
@@ -40,18 +41,33 @@ def variants_of(models: tuple[Model, ...]) -> Variants:
     return (made[0], made[1]) if len(made) > 1 else (made[0],)
 
 
-def builder(name: str, options: ZooOptions) -> Callable[[Cluster], Variants]:
+def builder(
+    name: str, options: ZooOptions, say: Session | None = None
+) -> Callable[[Cluster], Variants]:
     """A function from a cluster to the ways to build the model for it. Clusters whose devices
-    compute in the same precision share what is built, and traced.
-    """
-    from ..zoo import MODELS
+    compute in the same precision and with the same attention share what is built, and traced.
 
-    known: dict[str, Variants] = {}
+    Args:
+        say: is told which attention each device has; None to say nothing.
+    """
+    from ..zoo import MODELS, choose_attention, configure
+
+    known: dict[tuple[str, str], tuple[tuple[Model, ...], Variants]] = {}
+    told: set[str] = set()
 
     def build(where: Cluster) -> Variants:
-        dtype = options.dtype_for(MODELS[name], where) if name in MODELS else ""
-        if dtype not in known:
-            known[dtype] = variants_of(ways_to_build(name, options, where))
-        return known[dtype]
+        dtype = kernel = ""
+        if name in MODELS:
+            dtype = options.dtype_for(MODELS[name], where)
+            config, asked = configure(name, **options.overrides), options.attention or "auto"
+            kernel = choose_attention(asked, config, dtype, where.device).kernel
+        if (dtype, kernel) not in known:
+            models = ways_to_build(name, options, where)
+            known[dtype, kernel] = models, variants_of(models)
+        models, variants = known[dtype, kernel]
+        if say is not None and where.device.name not in told:
+            told.add(where.device.name)
+            tell_attention(models[0], where, say)
+        return variants
 
     return build

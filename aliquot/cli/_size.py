@@ -82,7 +82,7 @@ def size(
         priced = isinstance(kinds[0], HostPrice)
         with user_code(model), search_progress(say) as report:
             sizing = size_built(
-                builder(model, options),
+                builder(model, options, say),
                 hosts=kinds,
                 tokens=wanted,
                 by_s=by_s,

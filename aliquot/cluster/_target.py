@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from ..core import ClusterError
+from ._attention import Attention, attention_of
 from ._calibration import Products, measured_figures
 from ._device import KINDS, Device
 
@@ -80,6 +81,7 @@ class Target:
         products: How much slower products of other shapes are than large ones.
         collective_shares: Pairs of a group size and the `collective_efficiency` among at least so
             many devices of one host, smallest size first; empty where it was not measured by size.
+        attention: The kernel of fused attention; None if the device has none.
 
     Raises:
         ClusterError: A share outside its range, or a negative time.
@@ -114,6 +116,7 @@ class Target:
     source: str
     products: Products = Products()
     collective_shares: tuple[tuple[int, float], ...] = ()
+    attention: Attention | None = None
 
     def __post_init__(self) -> None:
         shares = (
@@ -339,7 +342,12 @@ def target_for(device: Device) -> Target:
     """
     target = TARGETS[device.kind]
     hides_latency = target.hides_latency or device.name in _HIDE_LATENCY
-    known = replace(target, hides_latency=hides_latency, **measured_figures(device.name))
+    known = replace(
+        target,
+        hides_latency=hides_latency,
+        attention=attention_of(device),
+        **measured_figures(device.name),
+    )
     return _calibrated(known, device) if device.calibration else known
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..cluster import Corrections, LogicalMesh, Target, target_for
 from ..graph import Phase
-from ..sharding import Edge, Move, Spec, gathered_by_rows, reshard
+from ..sharding import Edge, Move, NodeCollective, Spec, gathered_by_rows, reshard
 
 _WIDE_ITEMSIZE = {"bfloat16": 2.0, "float16": 2.0}
 
@@ -214,3 +214,17 @@ def resharding_seconds(source: Spec, wanted: Spec, num_bytes: float, mesh: Logic
         for move in moves
     ]
     return sum(latency + per_byte * move.fraction * num_bytes for move, latency, per_byte in lines)
+
+
+def split_deferred_axes(
+    collective: NodeCollective, axes: tuple[int, ...], data_axes: frozenset[int]
+) -> list[tuple[tuple[int, ...], bool]]:
+    """Axes of a node's collective by when it runs: in each micro-batch (False), or once after the
+    last (True), as sums of gradients over the data axes do.
+    """
+    # Only sums of gradients can be deferred; gathered arrays are needed at once.
+    if not collective.gradient or collective.kind != "all-reduce":
+        return [(axes, False)]
+    now = tuple(a for a in axes if a not in data_axes)
+    deferred = tuple(a for a in axes if a in data_axes)
+    return [(summed, once) for summed, once in ((now, False), (deferred, True)) if summed]

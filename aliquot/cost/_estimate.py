@@ -25,11 +25,12 @@ from ._collectives import (
     move_line,
     pieces,
     rounded_bytes,
+    split_deferred_axes,
     through_copies,
     widening,
 )
 from ._evaluate import conversions, evaluate
-from ._priced import Ints, Priced, corrected_work, split_deferred_axes, sum_collective
+from ._priced import Ints, Priced, corrected_work, sum_collective
 from .memory import MemoryModel, converted, known_memory, memory_over_time, timeline
 
 
@@ -256,7 +257,9 @@ def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
         for work in node_work:
             seconds, corrections = corrected_work(work, sizes, choice, priced.mesh, priced.target)
             times = 1 if work.phase is Phase.UPDATE else priced.repeats
-            if corrections is not None:
+            if corrections is None:
+                total += float(seconds[0]) * times
+            else:
                 count_in(float(seconds[0] * corrections.ratios[0]) * times, corrections)
     for each in _collectives(priced, picks):
         entering, seconds = (

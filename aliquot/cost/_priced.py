@@ -30,6 +30,7 @@ from ..sharding import (
     reshard,
     split_deferred_sums,
 )
+from ._attention import attention_seconds
 from ._choices import distinct_specs, enumerate_choices, joined_axes, shards
 from ._collectives import (
     collective_corrections,
@@ -38,6 +39,7 @@ from ._collectives import (
     pieces,
     rounded_bytes,
     size_points,
+    split_deferred_axes,
     through_copies,
     widening,
 )
@@ -387,20 +389,6 @@ def sum_collective(edge: Edge, target: Target, *, total: bool = False) -> SumCol
     return SumCollective.REDUCE_SCATTER if scattered else SumCollective.ALL_REDUCE
 
 
-def split_deferred_axes(
-    collective: NodeCollective, axes: tuple[int, ...], data_axes: frozenset[int]
-) -> list[tuple[tuple[int, ...], bool]]:
-    """Axes of a node's collective by when it runs: in each micro-batch (False), or once after the
-    last (True), as sums of gradients over the data axes do.
-    """
-    # Only sums of gradients can be deferred; gathered arrays are needed at once.
-    if not collective.gradient or collective.kind != "all-reduce":
-        return [(axes, False)]
-    now = tuple(a for a in axes if a not in data_axes)
-    deferred = tuple(a for a in axes if a in data_axes)
-    return [(summed, once) for summed, once in ((now, False), (deferred, True)) if summed]
-
-
 def work_seconds(
     work: Work, sizes: Sequence[int], choices: Ints, mesh: LogicalMesh, target: Target
 ) -> Floats:
@@ -428,7 +416,14 @@ def corrected_work(
     seconds = moved / target.memory_bytes_per_s(device)
     points = None
     if work.flops:
-        flops = work.flops / shards(choices, work.split_by, mesh.shape)
+        parts = shards(choices, work.split_by, mesh.shape)
+        flops = work.flops / parts
+        if work.scores is not None and target.attention is not None:
+            peak = device.peak(work.dtype)
+            arithmetic_s = attention_seconds(work.scores, flops, parts, target.attention, peak)
+            launches_s = work.kernels * target.kernel_overhead_s
+            # Measurements of products and of elementwise code tell nothing about it.
+            return np.maximum(seconds, arithmetic_s) + launches_s, None
         if len(work.arrays) == 3 and (target.products.tile > 1 or measured is not None):
             points = _product_points(work, flops, sizes, choices, mesh)
         # Slowdowns by shape hold for operators that read two arrays and write one.

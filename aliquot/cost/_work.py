@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..graph import Literal, Phase
+from ..graph import Literal, Phase, Scores
 from ..sharding import NodeId, NodeIndex, SlotId, SplitBy, divided_by, whole_bytes
 
 
@@ -15,8 +15,8 @@ class Work:
     """Arithmetic and memory traffic of a node in one step, all copies together.
 
     `arrays` are the bytes read and written, each with the factors that divide them; `kernels` is
-    the number of kernels that a device launches, however the work is split. For `deferrable` see
-    `Op`.
+    the number of kernels that a device launches, however the work is split. `scores` are those of
+    fused attention. For `deferrable` see `Op`.
     """
 
     phase: Phase
@@ -26,6 +26,7 @@ class Work:
     arrays: tuple[tuple[float, SplitBy], ...] = ()
     kernels: float = 0.0
     deferrable: bool = False
+    scores: Scores | None = None
 
 
 def count_work(index: NodeIndex, stored: Sequence[bool]) -> tuple[tuple[Work, ...], ...]:
@@ -53,7 +54,9 @@ def _product_work(index: NodeIndex, op_class: int) -> tuple[Work, ...]:
         if isinstance(operand, Literal):
             continue
         value = cuts.graph.values[operand]
-        dtype = dtype or value.dtype
+        # A kernel may take tables of integers before its numbers.
+        if not dtype or ("float" not in dtype and "float" in value.dtype):
+            dtype = value.dtype
         port = index.product_port(op_class, rule.operands[position])
         # A gather or scatter touches as much of its operand as it moves, not the whole table.
         touched = (
@@ -83,6 +86,7 @@ def _product_work(index: NodeIndex, op_class: int) -> tuple[Work, ...]:
             arrays=tuple(arrays),
             kernels=float(times),
             deferrable=op.deferrable,
+            scores=rule.scores,
         ),
     )
 

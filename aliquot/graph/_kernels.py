@@ -14,13 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from . import _jax_compat as compat
-from ._rule import traits_of
-from ._traits import Moves
+from ._kernel_work import kernel_arithmetic
+from ._rule import Scores
 
 KERNEL = "pallas_call"
 _TRANSCENDENTAL_FLOPS = 1.0
-# Operators that locate the kernel in its grid, or load and store.
-_NO_ARITHMETIC = frozenset("get masked_load masked_swap program_id num_programs swap".split())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +39,10 @@ class Kernel:
         grid: number of points along each dim.
         operands, results: for each array, how the grid walks along each of its dims.
         flops: of all runs together, from the author's estimate if there is one, else from the
-            kernel's operators.
+            kernel's operators; work that runs skip is not counted.
         accessed_bytes: bytes read and written by all runs, from the author's estimate; 0 without
             one.
+        scores: of fused attention; None for other kernels.
     """
 
     grid: tuple[int, ...]
@@ -51,10 +50,16 @@ class Kernel:
     results: tuple[tuple[Walked, ...], ...]
     flops: float
     accessed_bytes: float
+    scores: Scores | None
 
 
-def kernel_of(params: Mapping[str, Any]) -> Kernel:
-    """The kernel that the parameters of a `pallas_call` describe."""
+def kernel_of(params: Mapping[str, Any], tables: Sequence[Any] = ()) -> Kernel:
+    """The kernel that the parameters of a `pallas_call` describe.
+
+    Args:
+        tables: values of the operands that only choose blocks and work; None for those that are
+            unknown.
+    """
     mapping = params["grid_mapping"]
     fixed = all(isinstance(size, int) for size in mapping.grid)
     grid = tuple(size if isinstance(size, int) else 1 for size in mapping.grid)
@@ -66,13 +71,14 @@ def kernel_of(params: Mapping[str, Any]) -> Kernel:
     ]
     # Operands that only choose blocks (scalar prefetch) come first, and have no blocks themselves.
     chosen = [() for _ in range(mapping.num_index_operands)]
-    flops, accessed_bytes = _price(params, grid)
+    flops, accessed_bytes, scores = _price(params, grid, tables)
     return Kernel(
         grid=grid,
         operands=(*chosen, *arrays[: mapping.num_inputs]),
         results=tuple(arrays[mapping.num_inputs :]),
         flops=flops,
         accessed_bytes=accessed_bytes,
+        scores=scores,
     )
 
 
@@ -160,7 +166,7 @@ def _independent(
 ) -> frozenset[int]:
     """The dims of the grid along which the kernel may be cut."""
     mapping = params["grid_mapping"]
-    if params.get("mesh") is not None or mapping.num_index_operands or not mapping.num_outputs:
+    if params.get("mesh") is not None or not mapping.num_outputs:
         return frozenset()
     results = blocks[mapping.num_inputs :]
     asked = _asked(params, grid)
@@ -206,7 +212,7 @@ def _asked(params: Mapping[str, Any], grid: Sequence[int]) -> frozenset[int]:
     added = set(params["grid_mapping"].vmapped_dims)
     grid_dims = [g for g in range(len(grid)) if g not in added]
     asked: set[int] = set()
-    for eqn, _ in _equations(body):
+    for eqn in _equations(body):
         if eqn.primitive.name in ("program_id", "num_programs"):
             asked.add(grid_dims[eqn.params["axis"]])
         elif any(
@@ -217,42 +223,31 @@ def _asked(params: Mapping[str, Any], grid: Sequence[int]) -> frozenset[int]:
     return frozenset(asked)
 
 
-def _price(params: Mapping[str, Any], grid: Sequence[int]) -> tuple[float, float]:
-    estimate = params.get("cost_estimate")
-    if estimate is not None:
-        flops = estimate.flops + _TRANSCENDENTAL_FLOPS * estimate.transcendentals
-        return float(flops), float(estimate.bytes_accessed)
-    body, _ = compat.open_body(params["jaxpr"])
-    return sum(_flops(eqn) * times for eqn, times in _equations(body)) * math.prod(grid), 0.0
-
-
-def _equations(body: Any, times: float = 1.0) -> Iterator[tuple[Any, float]]:
-    """The operators of a kernel, also inside its loops, and how often each runs (a loop of unknown
-    length counts as one turn).
+def _price(
+    params: Mapping[str, Any], grid: Sequence[int], tables: Sequence[Any]
+) -> tuple[float, float, Scores | None]:
+    """FLOPs and bytes of all runs, and the scores if the kernel is fused attention: a softmax
+    between two products, or its gradients, which take more.
     """
+    counted = kernel_arithmetic(params, grid, tables)
+    scores = None
+    if counted.exponentials and counted.products > 1:
+        scores = Scores(is_backward=counted.products > 2)
+    estimate = params.get("cost_estimate")
+    if estimate is None:
+        return counted.flops, 0.0, scores
+    flops = float(estimate.flops + _TRANSCENDENTAL_FLOPS * estimate.transcendentals)
+    if counted.flops < counted.unconditional:
+        # Estimates do not know which runs skip their work.
+        flops = min(flops, counted.flops)
+    return flops, float(estimate.bytes_accessed), scores
+
+
+def _equations(body: Any) -> Iterator[Any]:
+    """The operators of a kernel, also inside its loops and branches."""
     for eqn in body.eqns:
-        yield eqn, times
-        inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+        yield eqn
         for value in eqn.params.values():
             for part in value if isinstance(value, tuple | list) else (value,):
                 if compat.holds_jaxpr(part):
-                    yield from _equations(compat.open_body(part)[0], inner)
-
-
-def _flops(eqn: Any) -> float:
-    """Floating-point operations of one operator: two for each term of a product, else one for each
-    element of its largest array.
-    """
-    traits = traits_of(eqn.primitive.name)
-    free = eqn.primitive.name in _NO_ARITHMETIC or traits.numbers_rows
-    free = free or (traits.moves is not None and traits.moves is not Moves.NEGATE)
-    if free or any(compat.holds_jaxpr(value) for value in eqn.params.values()):
-        return 0.0
-    largest = max(
-        (math.prod(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)), default=0
-    )
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        summed = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-        return 2.0 * float(summed * math.prod(eqn.outvars[0].aval.shape))
-    return float(largest)
+                    yield from _equations(compat.open_body(part)[0])

@@ -31,6 +31,21 @@ Dims: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """The scores that an operator of fused attention computes, and never writes to memory.
+
+    Attributes:
+        rows: queries, of all examples and heads; infinite if unknown, but many.
+        keys: scores of one query that its mask keeps, on average; infinite if unknown, but many.
+        is_backward: whether it computes gradients.
+    """
+
+    rows: float = math.inf
+    keys: float = math.inf
+    is_backward: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DimRule:
     """Relation of the dims of an operator's operands to those of its results.
 
@@ -52,6 +67,7 @@ class DimRule:
         flops_per_point: floating-point operations for each point of the factor space.
         accessed_bytes: bytes that the whole operator reads and writes, if these are more than its
             operands and results: a kernel may read the same block many times.
+        scores: of fused attention; None for all other operators.
         summed: positions of results that are sums over factors that they lack and other results
             have. They are summed over devices at once.
         exchanged: sets of factors along which an operator only puts elements elsewhere. A dim of an
@@ -68,6 +84,7 @@ class DimRule:
     contracts: bool = False
     flops_per_point: float = 0.0
     accessed_bytes: float = 0.0
+    scores: Scores | None = None
     summed: frozenset[int] = frozenset()
     exchanged: tuple[frozenset[str], ...] = ()
     reduced: frozenset[str] = field(init=False, repr=False, compare=False)

@@ -22,7 +22,7 @@ _SCOPES = {
 }
 _WITHIN_GAP = "optimal within the gap"
 # Rows of the summary that state decisions; the others state their effect.
-_DECISIONS = ("splits", "recomputation")
+_DECISIONS = ("splits", "recomputation", "attention")
 # Outputs that are equal in all micro-batches or computed once: their rule is not shown.
 _EQUAL = "equal"
 # Names that are shown in place of the short names in plan files.

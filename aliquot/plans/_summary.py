@@ -18,6 +18,11 @@ from ._throughput import throughput
 
 _MOST_KINDS = 3
 _HIDDEN_AS_ROUNDING = 0.0005
+# Fused attention of the zoo's models, by the names in their settings.
+_ATTENTION = {
+    "cudnn": "fused, in cuDNN's kernel: no scores in memory",
+    "splash": "fused, in the splash kernel: no scores in memory",
+}
 
 
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -29,6 +34,8 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     rows += [("splits", text) for text in _splits_of_stages(plan)]
     if how := _recomputation(plan):
         rows.append(("recomputation", how))
+    if attends := _ATTENTION.get(str(plan.model.settings.get("attention"))):
+        rows.append(("attention", attends))
     if speed := throughput(plan):
         rows.append(("throughput", f"{speed}; {_basis(plan)}"))
     if costs := _largest_costs(plan):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core import InputError, MissingRuleError
-from ..graph import DimRule, Graph, Literal, Op, declared_rule, whole
+from ..graph import DimRule, Graph, HasShape, Literal, Op, Operand, declared_rule, whole
 from ._infer import infer_rule
 
 _WITHOUT_RULE = ("infer", "error", "replicate")
@@ -35,7 +35,7 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule
     ]
     fn = declared_rule(op.name)
     if fn is not None:
-        return fn(operands, results, op.params)
+        return fn([_known(o, graph) for o in op.inputs], results, op.params)
     if on_missing_rule == "infer" and op.eqn is not None:
         return infer_rule(op.eqn, operands, results) or whole(operands, results)
     if on_missing_rule == "replicate":
@@ -50,6 +50,16 @@ def dim_rule(op: Op, graph: Graph, *, on_missing_rule: str = "infer") -> DimRule
         " small arrays, or "
         'on_missing_rule="replicate" to run it whole on every device.'
     )
+
+
+def _known(operand: Operand, graph: Graph) -> HasShape:
+    """An operand as a rule sees it: constants of the step have their values."""
+    if isinstance(operand, Literal):
+        return operand
+    value = graph.values[operand]
+    if operand not in graph.constants:
+        return value
+    return Literal(value=graph.constants[operand], shape=value.shape, dtype=value.dtype)
 
 
 def is_declared(op: Op) -> bool:

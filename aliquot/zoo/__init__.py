@@ -11,6 +11,8 @@ from ._config import MoEConfig as MoEConfig
 from ._data import BYTE_VOCABULARY as BYTE_VOCABULARY
 from ._data import ByteData as ByteData
 from ._data import text_for as text_for
+from ._fused import AttentionChoice as AttentionChoice
+from ._fused import choose_attention as choose_attention
 from ._image_config import WideResNetConfig as WideResNetConfig
 from ._precision import precision_name as precision_name
 from ._settings import settings_faults as settings_faults

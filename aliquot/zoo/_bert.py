@@ -23,8 +23,10 @@ from ._precision import Precision
 class Block(nnx.Module):
     """One layer: attention, then feed-forward, each added to its input and then normalised."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
-        self.attn = _gpt.Attention(config, precision, is_causal=False, rngs=rngs)
+    def __init__(
+        self, config: ModelConfig, precision: Precision, *, attention: str, rngs: nnx.Rngs
+    ) -> None:
+        self.attn = _gpt.Attention(config, precision, is_causal=False, kernel=attention, rngs=rngs)
         self.norm1 = _gpt.norm(config, precision, rngs)
         self.mlp = _gpt.FeedForward(config, precision, rngs=rngs)
         self.norm2 = _gpt.norm(config, precision, rngs)

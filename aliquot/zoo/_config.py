@@ -84,6 +84,11 @@ class AbstractTextConfig(AbstractConfig):
 
     @property
     @abc.abstractmethod
+    def head_dim(self) -> int:
+        """Elements per attention head."""
+
+    @property
+    @abc.abstractmethod
     def flops_per_token(self) -> int:
         """Floating point operations to train on one token: forward and backward, without
         recomputation.
@@ -283,6 +288,11 @@ class MoEConfig(AbstractTextConfig):
     def batch_multiple(self) -> int:
         """Number of sequences in a group of tokens, at least one."""
         return max(1, self.group_size // self.seq_len)
+
+    @property
+    def head_dim(self) -> int:
+        """Elements per attention head."""
+        return self.hidden_size // self.num_heads
 
     @property
     def dense(self) -> ModelConfig:

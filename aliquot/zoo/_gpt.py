@@ -23,7 +23,7 @@ _NORMAL = nnx.initializers.normal(0.02)
 
 class Attention(nnx.Module):
     """Attention with separate query, key and value projections; queries are computed from `x`, keys
-    and values from `source`, by default also from `x`.
+    and values from `source`, by default also from `x`. `kernel` is as for `attention`.
     """
 
     def __init__(
@@ -32,13 +32,11 @@ class Attention(nnx.Module):
         precision: Precision,
         *,
         is_causal: bool = True,
+        kernel: str,
         rngs: nnx.Rngs,
     ) -> None:
-        self.num_heads, self.num_kv_heads, self.is_causal = (
-            config.num_heads,
-            config.num_kv_heads,
-            is_causal,
-        )
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.is_causal, self.kernel = is_causal, kernel
         kv_size = config.num_kv_heads * config.head_dim
         q_size = config.num_heads * config.head_dim
         self.q = linear(config.hidden_size, q_size, precision, rngs)
@@ -51,7 +49,8 @@ class Attention(nnx.Module):
         q = split_heads(self.q(x), self.num_heads)
         k = split_heads(self.k(source), self.num_kv_heads)
         v = split_heads(self.v(source), self.num_kv_heads)
-        return self.out(merge_heads(attention(q, k, v, is_causal=self.is_causal)))
+        attended = attention(q, k, v, is_causal=self.is_causal, kernel=self.kernel)
+        return self.out(merge_heads(attended))
 
 
 class FeedForward(nnx.Module):
@@ -74,9 +73,11 @@ class Block(nnx.Module):
     added to the input.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, precision: Precision, *, attention: str, rngs: nnx.Rngs
+    ) -> None:
         self.norm1 = norm(config, precision, rngs)
-        self.attn = Attention(config, precision, rngs=rngs)
+        self.attn = Attention(config, precision, kernel=attention, rngs=rngs)
         self.norm2 = norm(config, precision, rngs)
         self.mlp = FeedForward(config, precision, rngs=rngs)
 

@@ -19,14 +19,15 @@ from ._precision import Precision
 
 
 class Attention(nnx.Module):
-    """Self-attention with separate query, key and value projections and rotary positions."""
+    """Self-attention with separate query, key and value projections and rotary positions. `kernel`
+    is as for `attention`.
+    """
 
-    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
-        self.num_heads, self.num_kv_heads, self.theta = (
-            config.num_heads,
-            config.num_kv_heads,
-            config.rope_theta,
-        )
+    def __init__(
+        self, config: ModelConfig, precision: Precision, *, kernel: str, rngs: nnx.Rngs
+    ) -> None:
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.theta, self.kernel = config.rope_theta, kernel
         kv_size = config.num_kv_heads * config.head_dim
         q_size = config.num_heads * config.head_dim
         self.q = _linear(config.hidden_size, q_size, precision, rngs)
@@ -38,7 +39,7 @@ class Attention(nnx.Module):
         q = _rotate(split_heads(self.q(x), self.num_heads), self.theta)
         k = _rotate(split_heads(self.k(x), self.num_kv_heads), self.theta)
         v = split_heads(self.v(x), self.num_kv_heads)
-        return self.out(merge_heads(attention(q, k, v, is_causal=True)))
+        return self.out(merge_heads(attention(q, k, v, is_causal=True, kernel=self.kernel)))
 
 
 class FeedForward(nnx.Module):
@@ -58,9 +59,11 @@ class FeedForward(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention, then feed-forward, each added to its normalised input's origin."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, precision: Precision, *, attention: str, rngs: nnx.Rngs
+    ) -> None:
         self.norm1 = _norm(config, precision, rngs)
-        self.attn = Attention(config, precision, rngs=rngs)
+        self.attn = Attention(config, precision, kernel=attention, rngs=rngs)
         self.norm2 = _norm(config, precision, rngs)
         self.mlp = FeedForward(config, precision, rngs=rngs)
 

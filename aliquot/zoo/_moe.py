@@ -64,9 +64,11 @@ class ExpertBlock(nnx.Module):
     to the input.
     """
 
-    def __init__(self, config: MoEConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: MoEConfig, precision: Precision, *, attention: str, rngs: nnx.Rngs
+    ) -> None:
         self.norm1 = _gpt.norm(config.dense, precision, rngs)
-        self.attn = _gpt.Attention(config.dense, precision, rngs=rngs)
+        self.attn = _gpt.Attention(config.dense, precision, kernel=attention, rngs=rngs)
         self.norm2 = _gpt.norm(config.dense, precision, rngs)
         self.moe = Experts(config, precision, rngs=rngs)
 
@@ -79,8 +81,10 @@ class ExpertBlock(nnx.Module):
 class DenseBlock(_gpt.Block):
     """GPT's layer, for the layers without experts."""
 
-    def __init__(self, config: MoEConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
-        super().__init__(config.dense, precision, rngs=rngs)
+    def __init__(
+        self, config: MoEConfig, precision: Precision, *, attention: str, rngs: nnx.Rngs
+    ) -> None:
+        super().__init__(config.dense, precision, attention=attention, rngs=rngs)
 
 
 class Ends(_gpt.Ends):

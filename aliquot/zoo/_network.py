@@ -68,7 +68,13 @@ class Network(AbstractNetwork):
     """
 
     def __init__(
-        self, config: AbstractTextConfig, precision: Precision, *, recompute: str, scan: bool
+        self,
+        config: AbstractTextConfig,
+        precision: Precision,
+        *,
+        recompute: str,
+        scan: bool,
+        attention: str,
     ) -> None:
         ends, kinds = _FAMILIES[config.family]
         self._cross_entropy = masked_cross_entropy if config.family == "bert" else cross_entropy
@@ -78,7 +84,11 @@ class Network(AbstractNetwork):
             lambda k: _make(ends, config, precision, k)
         )
         self._kinds = [
-            _Kind(functools.partial(_make, cls, config, precision), recompute=recompute, scan=scan)
+            _Kind(
+                functools.partial(_make, cls, config, precision, attention=attention),
+                recompute=recompute,
+                scan=scan,
+            )
             for cls in kinds.values()
         ]
         self._names = list(kinds)
@@ -178,8 +188,10 @@ class _Kind:
         return (outputs[0], [outputs[1]]) if isinstance(outputs, tuple) else (outputs, [])
 
 
-def _make(cls: Any, config: Any, precision: Precision, key: jax.Array) -> nnx.Module:
-    module: nnx.Module = cls(config, precision, rngs=nnx.Rngs(params=key))
+def _make(
+    cls: Any, config: Any, precision: Precision, key: jax.Array, **settings: str
+) -> nnx.Module:
+    module: nnx.Module = cls(config, precision, **settings, rngs=nnx.Rngs(params=key))
     return module
 
 

@@ -19,6 +19,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "optimizer": ((str,), "a name"),
     "learning_rate": ((int, float), "a number"),
     "loss_scaling": ((str, type(None)), "a name"),
+    "attention": ((str,), "a name"),
 }
 
 
@@ -45,7 +46,7 @@ def settings_faults(settings: Mapping[str, Any]) -> list[str]:
     defaults = {
         name: each.default
         for name, each in inspect.signature(build).parameters.items()
-        if each.default is not inspect.Parameter.empty
+        if each.default is not inspect.Parameter.empty and name in _KINDS
     }
     usable = {**defaults, **{key: value for key, value in given.items() if key not in wrong}}
     config = None

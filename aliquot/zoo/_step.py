@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..cluster import Device
 from ..core import InputError, MissingExtraError, nearest, shortened
 from ._config import LARGEST, AbstractConfig, AbstractTextConfig
+from ._fused import choose_attention
 from ._image_config import WideResNetConfig
 from ._precision import PRECISIONS, Precision, abstract, precision, precision_name
 from ._sizes import MODELS, as_fields, configure, from_fields
@@ -43,7 +45,8 @@ class Workload:
     arrays are created sharded. `build(**settings)` makes this workload again, and `settings` is
     plain data. `num_parameters` counts elements, a tied embedding once. `flops_per_step` counts
     forward and backward over the global batch, without recomputation and without the update; see
-    `flops_per_example` of the configuration.
+    `flops_per_example` of the configuration. `attention` says which attention it has and
+    why; it is empty for models of images.
     """
 
     config: AbstractConfig
@@ -54,6 +57,7 @@ class Workload:
     settings: dict[str, Any]
     num_parameters: int
     flops_per_step: int
+    attention: str
 
 
 def build(
@@ -67,6 +71,8 @@ def build(
     optimizer: str = "adamw",
     learning_rate: float = 3e-4,
     loss_scaling: str | None = None,
+    attention: str = "auto",
+    device: Device | None = None,
 ) -> Workload:
     """A model's training step; no array is created.
 
@@ -86,6 +92,12 @@ def build(
         learning_rate: Constant over the steps.
         loss_scaling: `"dynamic"` or `"none"`; by default dynamic for float16, where small gradients
             would vanish.
+        attention: `"plain"` writes all scores to memory. `"fused"` computes them block by block, in
+            the kernel of the device's library: `"cudnn"` on GPUs from Ampere on, `"splash"` on
+            TPUs; either may also be named. `"auto"` is the fused kernel where the device has one
+            that can compute the model's attention, else plain. The settings hold what it became.
+        device: The device that the step is for, such as `cluster.device`. Without one, `"auto"` is
+            plain, which runs on all devices.
 
     Raises:
         InputError: an unknown name or a value out of range; the message lists all of them.
@@ -102,16 +114,18 @@ def build(
         "optimizer": optimizer,
         "loss_scaling": loss_scaling,
         "dtype": dtype,
+        "attention": attention,
     }
     numbers = {"global_batch": global_batch, "learning_rate": learning_rate, "scan": scan}
-    faults = faults_of_step(config, {**chosen, **numbers})
+    faults = faults_of_step(config, {**chosen, **numbers}, device)
     if faults:
         raise InputError(f"This training step cannot be built: {' '.join(faults)}")
     dtypes = precision(dtype)
     _require_extra()
     from ._update import OPTIMIZERS, Update
 
-    network = _network(config, dtypes, recompute=recompute, scan=scan)
+    attends = choose_attention(attention, config, dtype, device)
+    network = _network(config, dtypes, recompute=recompute, scan=scan, attention=attends.kernel)
     update = Update(OPTIMIZERS[optimizer](learning_rate), dynamic_scale=loss_scaling == "dynamic")
     state, num_parameters = _abstract_state(network, update)
     name, changed = _named(config)
@@ -125,6 +139,7 @@ def build(
         "optimizer": optimizer,
         "learning_rate": learning_rate,
         "loss_scaling": loss_scaling,
+        "attention": attends.kernel,
     }
     return Workload(
         config=config,
@@ -135,6 +150,9 @@ def build(
         settings=settings,
         num_parameters=num_parameters,
         flops_per_step=config.flops_per_example * global_batch,
+        attention=(
+            f"{attends.kernel} ({attends.reason})" if isinstance(config, AbstractTextConfig) else ""
+        ),
     )
 
 
@@ -157,7 +175,7 @@ def configuration(
 
 
 def _network(
-    config: AbstractConfig, dtypes: Precision, *, recompute: str, scan: bool
+    config: AbstractConfig, dtypes: Precision, *, recompute: str, scan: bool, attention: str
 ) -> AbstractNetwork:
     if isinstance(config, WideResNetConfig):
         from ._image_network import ImageNetwork
@@ -166,11 +184,11 @@ def _network(
     if isinstance(config, T5Config):
         from ._t5_network import T5Network
 
-        return T5Network(config, dtypes, recompute=recompute, scan=scan)
+        return T5Network(config, dtypes, recompute=recompute, scan=scan, attention=attention)
     from ._network import Network
 
     assert isinstance(config, AbstractTextConfig)
-    return Network(config, dtypes, recompute=recompute, scan=scan)
+    return Network(config, dtypes, recompute=recompute, scan=scan, attention=attention)
 
 
 def _named(config: AbstractConfig) -> tuple[str | dict[str, Any], dict[str, Any]]:
@@ -187,11 +205,14 @@ def _named(config: AbstractConfig) -> tuple[str | dict[str, Any], dict[str, Any]
     return config.name, overrides
 
 
-def faults_of_step(config: AbstractConfig | None, settings: Mapping[str, Any]) -> list[str]:
+def faults_of_step(
+    config: AbstractConfig | None, settings: Mapping[str, Any], device: Device | None = None
+) -> list[str]:
     """Messages on settings of `build` that have the right types but impossible values.
 
     Args:
         config: the model's configuration; None if there is none.
+        device: that the step is for; None for any.
     """
     known = {
         "recompute": _RECOMPUTE,
@@ -224,7 +245,9 @@ def faults_of_step(config: AbstractConfig | None, settings: Mapping[str, Any]) -
             f"there is no scan for {config.family}: its layers differ in shape, so they cannot be"
             " stacked."
         )
-    return faults
+    dtype = precision_name(settings.get("dtype") or (config and config.usual_dtype) or "bf16")
+    attends = choose_attention(settings.get("attention", "auto"), config, dtype, device)
+    return [*faults, *attends.faults]
 
 
 def _require_extra() -> None:

@@ -27,9 +27,11 @@ class EncoderBlock(nnx.Module):
     its result is added to the input.
     """
 
-    def __init__(self, config: T5Config, precision: Precision, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: T5Config, precision: Precision, *, attention: str, rngs: nnx.Rngs
+    ) -> None:
         self.norm1 = _gpt.norm(config, precision, rngs)
-        self.attn = _gpt.Attention(config, precision, is_causal=False, rngs=rngs)
+        self.attn = _gpt.Attention(config, precision, is_causal=False, kernel=attention, rngs=rngs)
         self.norm2 = _gpt.norm(config, precision, rngs)
         self.mlp = _gpt.FeedForward(config, precision, rngs=rngs)
 
@@ -43,11 +45,13 @@ class DecoderBlock(nnx.Module):
     feed-forward; each reads its normalised input, and its result is added to the input.
     """
 
-    def __init__(self, config: T5Config, precision: Precision, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: T5Config, precision: Precision, *, attention: str, rngs: nnx.Rngs
+    ) -> None:
         self.norm1 = _gpt.norm(config, precision, rngs)
-        self.attn = _gpt.Attention(config, precision, rngs=rngs)
+        self.attn = _gpt.Attention(config, precision, kernel=attention, rngs=rngs)
         self.norm2 = _gpt.norm(config, precision, rngs)
-        self.cross = _gpt.Attention(config, precision, is_causal=False, rngs=rngs)
+        self.cross = _gpt.Attention(config, precision, is_causal=False, kernel=attention, rngs=rngs)
         self.norm3 = _gpt.norm(config, precision, rngs)
         self.mlp = _gpt.FeedForward(config, precision, rngs=rngs)
 

@@ -23,14 +23,24 @@ class T5Network(AbstractNetwork):
     """
 
     def __init__(
-        self, config: T5Config, precision: Precision, *, recompute: str, scan: bool
+        self,
+        config: T5Config,
+        precision: Precision,
+        *,
+        recompute: str,
+        scan: bool,
+        attention: str,
     ) -> None:
         self.num_layers, self.scan = config.num_layers, scan
         self._ends_def, self._ends_shapes, self._init_ends = _module(
             lambda k: _make(Ends, config, precision, k)
         )
         self._encoder, self._decoder = (
-            _Kind(functools.partial(_make, cls, config, precision), recompute=recompute, scan=scan)
+            _Kind(
+                functools.partial(_make, cls, config, precision, attention=attention),
+                recompute=recompute,
+                scan=scan,
+            )
             for cls in (EncoderBlock, DecoderBlock)
         )
 

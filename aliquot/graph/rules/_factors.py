@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .._rule import DimRule, Dims
+from .._rule import DimRule, Dims, Scores
 
 
 class Factors:
@@ -63,6 +63,7 @@ class Factors:
         contracts: bool = False,
         flops_per_point: float = 0.0,
         accessed_bytes: float = 0.0,
+        scores: Scores | None = None,
         summed: frozenset[int] = frozenset(),
         exchanged: Iterable[Iterable[str]] = (),
     ) -> DimRule:
@@ -78,6 +79,7 @@ class Factors:
             contracts=contracts,
             flops_per_point=flops_per_point,
             accessed_bytes=accessed_bytes,
+            scores=scores,
             summed=summed,
             exchanged=tuple(names for names in exchanges if names),
         )

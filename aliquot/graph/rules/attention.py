@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._jax_compat import ATTENTION
-from .._rule import DimRule, DimRuleFn, Dims, HasShape, register_dim_rule, whole
+from .._rule import DimRule, DimRuleFn, Dims, HasShape, Scores, register_dim_rule, whole
 from .._traits import Traits
 from ._factors import Factors
 
@@ -96,13 +96,19 @@ def _by_batch_and_heads(
     part = (
         0.5 if getattr(params["mask_type"], "name", "") in _CAUSAL and seen == key[place] else 1.0
     )
+    scores = Scores(
+        rows=float(batch * heads * length),
+        keys=part * seen,
+        is_backward=products == _BACKWARD_PRODUCTS,
+    )
     width = (query[3] + operands[2].shape[3]) / 2
-    flops = 2.0 * products * part * batch * heads * length * seen * width
+    flops = 2.0 * products * scores.rows * scores.keys * width
     return f.rule(
         given,
         result_dims,
         contracts=True,
         flops_per_point=flops / math.prod(size for size in f.sizes.values() if size),
+        scores=scores,
         summed=summed,
     )
 

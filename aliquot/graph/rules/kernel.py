@@ -22,7 +22,8 @@ def _kernel(
     A kernel is not split along dims in which it asks for its position in the grid, or may keep
     values from one block to the next.
     """
-    kernel = kernel_of(params)
+    num_tables = params["grid_mapping"].num_index_operands
+    kernel = kernel_of(params, [getattr(o, "value", None) for o in operands[:num_tables]])
     f = Factors()
     letters = {
         g: f.split(size)
@@ -52,6 +53,7 @@ def _kernel(
         contracts=True,
         flops_per_point=kernel.flops / max(math.prod(f.sizes.values()), 1),
         accessed_bytes=kernel.accessed_bytes,
+        scores=kernel.scores,
     )
 
 
