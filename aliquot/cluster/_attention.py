@@ -68,7 +68,9 @@ class Attention:
         multiple, largest = self.head_sizes
         reasons = []
         if dtype not in self.dtypes:
-            reasons.append(f"{self.title} computes in {' or '.join(self.dtypes)}, and the model in {dtype}")
+            reasons.append(
+                f"{self.title} computes in {' or '.join(self.dtypes)}, and the model in {dtype}"
+            )
         if head_size % multiple or head_size > largest:
             reasons.append(
                 f"{self.title} takes heads of up to {largest} elements, in multiples of"

@@ -18,6 +18,7 @@ from ._deferrable import Deferrable as Deferrable
 from ._deferrable import deferrable_items as deferrable_items
 from ._deferrable import passes_gradients_on as passes_gradients_on
 from ._deferrable import sums_for_the_update as sums_for_the_update
+from ._device_kernels import missing_kernels as missing_kernels
 from ._effects import any_effects as any_effects
 from ._effects import has_effects as has_effects
 from ._effects import is_ordered as is_ordered

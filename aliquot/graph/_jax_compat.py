@@ -56,12 +56,13 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def _any_cudnn() -> Iterator[None]:
-    """Let cuDNN's attention be traced where cuDNN is not installed, which JAX refuses. Planning
-    does not run it.
+    """Let cuDNN's attention be traced where cuDNN is not installed, which JAX refuses, and with all
+    heads that any GPU takes where there is none. Planning does not run it.
     """
     module: Any = sys.modules.get(_CUDNN_MODULE)
     installed = getattr(module, "check_cudnn_version", None)
-    if installed is None:
+    suffices = getattr(module, "check_compute_capability", None)
+    if installed is None or suffices is None:
         yield
         return
 
@@ -71,11 +72,14 @@ def _any_cudnn() -> Iterator[None]:
         except RuntimeError:
             return _CUDNN_VERSION
 
-    module.check_cudnn_version = version
+    def capable(capability: str) -> bool:
+        return jax.default_backend() != "gpu" or bool(suffices(capability))
+
+    module.check_cudnn_version, module.check_compute_capability = version, capable
     try:
         yield
     finally:
-        module.check_cudnn_version = installed
+        module.check_cudnn_version, module.check_compute_capability = installed, suffices
 
 
 def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:

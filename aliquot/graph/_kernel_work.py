@@ -252,7 +252,7 @@ def _path(body: Any) -> tuple[int, bool]:
 
 def _flops(eqn: Any) -> float:
     """Floating-point operations of one operator: two for each term of a product, else one for each
-    element of its largest array.
+    element of its largest array. Scalars only say where and whether to compute.
     """
     traits = traits_of(eqn.primitive.name)
     free = eqn.primitive.name in _NO_ARITHMETIC or traits.numbers_rows
@@ -266,4 +266,4 @@ def _flops(eqn: Any) -> float:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         summed = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
         return 2.0 * float(summed * math.prod(eqn.outvars[0].aval.shape))
-    return float(largest)
+    return float(largest) if largest > 1 else 0.0

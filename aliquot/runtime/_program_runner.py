@@ -19,7 +19,7 @@ from ._arguments import types_of
 from ._runner import AbstractRunner, interface_of
 from ._same_calls import SameCalls, remember
 from .compiled import Stats, compiled_stats
-from .spmd import Program, build_plan_program, make_mesh
+from .spmd import Program, build_plan_program, make_mesh, require_kernels
 from .transport import PiecedArray, agree_on_step, place, spans_processes, watched
 
 
@@ -51,13 +51,14 @@ class ProgramRunner(AbstractRunner):
             devices: in the mesh's order, row by row; by default the first of `jax.devices()`.
 
         Raises:
-            PlanMismatchError: there are fewer devices than the plan needs, or a process has only
-                devices that the plan leaves idle.
+            PlanMismatchError: there are fewer devices than the plan needs, they lack a kernel of
+                the step, or a process has only devices that the plan leaves idle.
             CaptureError: the step does not decompose into the plan's micro-batches.
         """
         (stage,) = step.plan.stages
         require_busy_processes(step.plan, jax.devices() if devices is None else devices)
         mesh = make_mesh(stage.mesh_shape, stage.axis_names, devices)
+        require_kernels(step.graph, list(mesh.devices.flat))
         return cls(
             graph=step.graph, plan=step.plan, mesh=mesh, program=build_plan_program(step, mesh)
         )

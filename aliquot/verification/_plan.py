@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..cluster import Cluster
+from ..core import InputError
 from ..cost import PlannedStep
+from ..graph import missing_kernels
 from ._pipeline import verify_pipeline
 from ._process import Progress
+from ._targets import resolve_target
 from ._verify import Verification, verify_program
 
 
@@ -26,6 +30,13 @@ def verify_plan(
 
     Raises:
         CompilerMissingError, CompileError, InputError: as `Compiler` and `resolve_target` do.
+        InputError: the target lacks a kernel of the step.
     """
+    wanted = resolve_target(target, Cluster.from_dict(step.plan.cluster))
+    if missing := missing_kernels(step.graph, wanted.platform):
+        raise InputError(
+            f"the step calls {missing}, so it cannot be compiled for {wanted.name}. Leave out"
+            " --target, or plan a step without them: for a model of the zoo, --attention plain."
+        )
     verify = verify_pipeline if step.plan.is_pipeline else verify_program
     return verify(step, target=target, progress=progress, cache=cache)

@@ -87,6 +87,30 @@ def test_sequence_lengths_are_split_with_the_batch():
         assert rule.operands[4] == rule.operands[5] == ("a",)
 
 
+@pytest.mark.parametrize("size", [160, 192, 256])
+def test_large_heads_are_traced_without_a_gpu(size):
+    """Which GPU will run them is not known here: Hopper takes heads of up to 256."""
+    x = jax.ShapeDtypeStruct((B, T, N, size), jnp.bfloat16)
+    graph = capture(
+        jax.grad(
+            lambda q: jnp.sum(
+                jax.nn.dot_product_attention(q, q, q, implementation="cudnn").astype(jnp.float32)
+            )
+        ),
+        x,
+    )
+    assert any(op.name == "dot_product_attention_bwd_wrapper" for op in graph.ops)
+
+
+def test_scores():
+    """Queries of all examples and heads, and the scores of each that a mask keeps."""
+    forward, backward = (rule.scores for rule in rules(is_causal=True))
+    assert (forward.rows, forward.keys, forward.is_backward) == (B * N * T, T / 2, False)
+    assert (backward.rows, backward.keys, backward.is_backward) == (B * N * T, T / 2, True)
+    assert rules()[0].scores.keys == T
+    assert rules(is_causal=True, local_window_size=(63, 0))[0].scores.keys == 64
+
+
 def test_work():
     """Two products forward, five backward; half of them where scores of the future are masked
     away.

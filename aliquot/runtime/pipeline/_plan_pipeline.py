@@ -14,7 +14,7 @@ from ...cost import PlannedStage, PlannedStep
 from ...graph import Extract, Graph, ValueId
 from ...plans import Plan, StagePlan, make_schedule, require_busy_processes, require_match
 from ...sharding import Pin, Pins, Spec
-from ..spmd import make_mesh, partition, stage_pins
+from ..spmd import make_mesh, partition, require_kernels, stage_pins
 from ._build_pipeline import StageSetup, build_pipeline
 from ._pipeline import Pipeline
 
@@ -32,6 +32,7 @@ def build_plan_pipeline(step: PlannedStep, devices: Sequence[Any] | None = None)
     plan = step.plan
     devices = jax.devices() if devices is None else devices
     require_devices(plan, devices)
+    require_kernels(step.graph, devices)
     meshes = [make_mesh(s.mesh_shape, s.axis_names, devices[s.first_device :]) for s in plan.stages]
     return pipeline_on(step, meshes)
 

@@ -1,4 +1,4 @@
-"""Meshes over the first devices."""
+"""Meshes over the first devices, and whether these can run a step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ...core import PlanMismatchError
+from ...graph import Graph, missing_kernels
 
 
 def make_mesh(
@@ -37,3 +38,17 @@ def make_mesh(
     grid = np.array(available[:needed], dtype=object).reshape(tuple(shape))
     # In explicit meshes, JAX's default, sharding constraints would be refused.
     return Mesh(grid, tuple(axis_names), axis_types=(AxisType.Auto,) * len(tuple(shape)))
+
+
+def require_kernels(graph: Graph, devices: Sequence[Any]) -> None:
+    """Refuse devices that lack a kernel of the step. Raises `PlanMismatchError`."""
+    missing = missing_kernels(graph, devices[0].platform) if devices else ""
+    if missing:
+        raise PlanMismatchError(
+            f"the step calls {missing}, and these are {devices[0].platform} devices",
+            asked="the plan does not fit these devices",
+            advice=(
+                "Run it on the devices that it was planned for, or plan a step without them: for a"
+                " model of the zoo, --attention plain."
+            ),
+        )
