@@ -7,7 +7,7 @@ from aliquot.cli._app import app
 
 TINY = (
     "gpt-125m --cluster 8xH100 --global-batch 8 --set num_layers=2 --set vocab_size=512 --set"
-    " hidden_size=96".split()
+    " hidden_size=96 --attention plain".split()
 )
 
 
