@@ -203,32 +203,30 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Known]:
     return lambda _, *given: np.asarray(function(*given))
 
 
-_SCALARS: dict[str, Callable[..., Known]] = {
-    name: _plain(function)
-    for name, function in {
-        "add": operator.add,
-        "sub": operator.sub,
-        "mul": operator.mul,
-        "neg": operator.neg,
-        "abs": np.abs,
-        "sign": np.sign,
-        "rem": np.fmod,
-        "max": np.maximum,
-        "min": np.minimum,
-        "eq": operator.eq,
-        "ne": operator.ne,
-        "lt": operator.lt,
-        "le": operator.le,
-        "gt": operator.gt,
-        "ge": operator.ge,
-        "and": operator.and_,
-        "or": operator.or_,
-        "xor": operator.xor,
-        "not": np.invert,
-        "select_n": lambda which, *cases: np.choose(which.astype(np.int64), cases),
-        "clamp": lambda low, x, high: np.clip(x, low, high),
-    }.items()
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "neg": operator.neg,
+    "abs": np.abs,
+    "sign": np.sign,
+    "rem": np.fmod,
+    "max": np.maximum,
+    "min": np.minimum,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "not": np.invert,
+    "select_n": lambda which, *cases: np.choose(which.astype(np.int64), cases),
+    "clamp": lambda low, x, high: np.clip(x, low, high),
 }
+_SCALARS = {name: _plain(function) for name, function in _FUNCTIONS.items()}
 _SCALARS["div"] = _quotient
 _SCALARS["convert_element_type"] = lambda eqn, x: x.astype(eqn.params["new_dtype"])
 
