@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ._model import Model, ZooOptions, resolve, tell_attention
+from ._model import Model, ZooOptions, resolve
 from ._session import Session
 
 if TYPE_CHECKING:
@@ -50,24 +50,23 @@ def builder(
     Args:
         say: is told which attention each device has; None to say nothing.
     """
-    from ..zoo import MODELS, choose_attention, configure
+    from ..zoo import MODELS, AttentionChoice, choose_attention, configure
 
-    known: dict[tuple[str, str], tuple[tuple[Model, ...], Variants]] = {}
+    known: dict[tuple[str, str], Variants] = {}
     told: set[str] = set()
 
     def build(where: Cluster) -> Variants:
-        dtype = kernel = ""
+        dtype, attention = "", AttentionChoice()
         if name in MODELS:
             dtype = options.dtype_for(MODELS[name], where)
             config, asked = configure(name, **options.overrides), options.attention or "auto"
-            kernel = choose_attention(asked, config, dtype, where.device).kernel
-        if (dtype, kernel) not in known:
-            models = ways_to_build(name, options, where)
-            known[dtype, kernel] = models, variants_of(models)
-        models, variants = known[dtype, kernel]
-        if say is not None and where.device.name not in told:
+            attention = choose_attention(asked, config, dtype, where.device)
+        key = dtype, attention.kernel
+        if attention.faults or key not in known:
+            known[key] = variants_of(ways_to_build(name, options, where))
+        if say is not None and attention.reason and where.device.name not in told:
             told.add(where.device.name)
-            tell_attention(models[0], where, say)
-        return variants
+            say.note(f"attention on {where.name}: {attention.kernel} ({attention.reason})")
+        return known[key]
 
     return build

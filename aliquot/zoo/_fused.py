@@ -19,7 +19,7 @@ _EXAMPLES = {"cudnn": "H100", "splash": "v5e"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionChoice:
     """The attention of a model: `kernel` is `"plain"`, `"cudnn"` or `"splash"`; `reason` says why,
-    for readers. With `faults`, what was asked for cannot be had.
+    for readers; it is empty for models without attention. With `faults`, what was asked for cannot be had.
     """
 
     kernel: str = "plain"
@@ -42,6 +42,8 @@ def choose_attention(
     if asked not in _ASKED:
         fault = f"there is no attention {asked!r}: {nearest(asked, _ASKED)}"
         return AttentionChoice(faults=(fault,))
+    if asked in ("auto", "plain") and not isinstance(config, AbstractTextConfig | None):
+        return AttentionChoice()
     if asked == "plain":
         return AttentionChoice(reason="as asked for")
     if device is None and asked == "auto":

@@ -150,9 +150,7 @@ def build(
         settings=settings,
         num_parameters=num_parameters,
         flops_per_step=config.flops_per_example * global_batch,
-        attention=(
-            f"{attends.kernel} ({attends.reason})" if isinstance(config, AbstractTextConfig) else ""
-        ),
+        attention=f"{attends.kernel} ({attends.reason})" if attends.reason else "",
     )
 
 
