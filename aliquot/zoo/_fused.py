@@ -19,7 +19,8 @@ _EXAMPLES = {"cudnn": "H100", "splash": "v5e"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionChoice:
     """The attention of a model: `kernel` is `"plain"`, `"cudnn"` or `"splash"`; `reason` says why,
-    for readers; it is empty for models without attention. With `faults`, what was asked for cannot be had.
+    for readers; it is empty for models without attention. With `faults`, what was asked for cannot
+    be had.
     """
 
     kernel: str = "plain"
