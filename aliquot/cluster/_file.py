@@ -20,7 +20,7 @@ from ..core import (
     parse_seconds,
     shortened,
 )
-from ._cluster import Cluster, Link
+from ._cluster import Cluster, Host, Link
 from ._device import CALIBRATED, DEVICES, DTYPES, Device
 from ._presets import WIRINGS, Wiring
 from ._wires import Wires
@@ -97,6 +97,7 @@ def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
     Sizes and rates carry units. `device` is a name from the catalogue, or left out in favour of a
     `[device]` table. `[intra]` and `[inter]` default to the usual links of a catalogue device; with
     a device of one's own `[intra]` is required, and `[inter]` too as soon as there are two hosts.
+    `[host]` may say what its memory holds and how fast each device copies there and back.
     Where devices of a host are wired pair by pair, `[intra]` may say so: `wires` has a row for each
     device with what it can send to each other one directly, as in `Cluster.wires`. An `[intra]`
     without `wires` takes away those of the catalogue.
@@ -172,7 +173,8 @@ def _read_toml(text: str, asked: str) -> dict[str, Any]:
 def _read_cluster(data: Mapping[str, Any], asked: str) -> Cluster:
     """A cluster from the tables of a TOML file."""
     problems: list[str] = []
-    _Table("the file", data, ("cluster", "device", "intra", "inter", "calibration"), problems)
+    tables = ("cluster", "device", "intra", "inter", "host", "calibration")
+    _Table("the file", data, tables, problems)
     calibration = _read_calibration("[calibration]", data.get("calibration", {}), problems)
     main = _Table("[cluster]", data.get("cluster", {}), _CLUSTER_KEYS, problems)
     device = _read_device(main, data, problems)
@@ -187,6 +189,8 @@ def _read_cluster(data: Mapping[str, Any], asked: str) -> Cluster:
         if wiring and "intra" not in data
         else _read_wires(data, problems)
     )
+    usual = wiring.host_of(devices_per_host or 1) if wiring else Host()
+    host = _read_host(data.get("host", {}), usual, problems)
     topology = main.take("topology", _text, note)
     name = main.take("name", _text, device.name if device else "")
     if (
@@ -206,6 +210,7 @@ def _read_cluster(data: Mapping[str, Any], asked: str) -> Cluster:
             devices_per_host=devices_per_host,
             intra=intra,
             inter=inter,
+            host=host,
             topology=topology or "",
             wires=wires,
         )
@@ -227,6 +232,7 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
         "devices_per_host",
         "intra",
         "inter",
+        "host",
         "topology",
         "wires",
     )
@@ -237,6 +243,7 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
     devices_per_host = table.take("devices_per_host", _whole)
     intra = table.take("intra", lambda value: _plain_link("intra", value, problems))
     inter = table.take("inter", lambda value: _plain_link("inter", value, problems))
+    host = table.take("host", lambda value: _plain_host(value, problems), Host())
     topology = table.take("topology", _text, "")
     wires = table.take("wires", _rows(_number), ())
     if (
@@ -255,6 +262,7 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
         devices_per_host=devices_per_host,
         intra=intra,
         inter=inter,
+        host=host or Host(),
         topology=topology or "",
         wires=wires or (),
     )
@@ -356,6 +364,35 @@ def _read_links(
         # A single host never uses its network, so any link will do.
         inter = intra
     return intra, inter
+
+
+def _read_host(data: Any, usual: Host, problems: list[str]) -> Host:
+    """Memory of a host in a TOML file; what it leaves out is as usual for the device."""
+    table = _Table("[host]", data, ("memory", "bandwidth"), problems)
+    memory = table.take("memory", _quantity(parse_bytes), usual.memory_bytes)
+    bandwidth = table.take("bandwidth", _quantity(parse_rate), usual.copy_bytes_per_s)
+    if bandwidth is None:
+        return usual
+    host = _collect(
+        problems,
+        lambda: Host(memory_bytes=memory, copy_bytes_per_s=bandwidth),
+        prefix="[host] ",
+    )
+    return host or usual
+
+
+def _plain_host(data: Any, problems: list[str]) -> Host | None:
+    """Memory of a host from a plan file's dictionary."""
+    table = _Table("host", data, ("memory_bytes", "copy_bytes_per_s"), problems)
+    memory = table.take("memory_bytes", _whole, None)
+    bandwidth = table.take("copy_bytes_per_s", _number)
+    if bandwidth is None:
+        return None
+    return _collect(
+        problems,
+        lambda: Host(memory_bytes=memory, copy_bytes_per_s=bandwidth),
+        prefix="host: ",
+    )
 
 
 def _read_wires(data: Mapping[str, Any], problems: list[str]) -> Wires:

@@ -41,6 +41,7 @@ from ._collectives import (
     through_copies,
     widening,
 )
+from ._host_copies import HostCopy
 from ._problem import Problem
 from ._work import Work
 from .memory import Held, Resident
@@ -112,6 +113,7 @@ class Priced:
     work: tuple[tuple[Work, ...], ...]
     residents: tuple[Resident, ...]
     held: tuple[Held, ...]
+    copies: tuple[HostCopy, ...]
     mesh: LogicalMesh
     target: Target
     repeats: int
@@ -160,6 +162,7 @@ def price(
         work=problem.work,
         residents=problem.residents,
         held=problem.held,
+        copies=problem.copies,
         mesh=mesh,
         target=target,
         repeats=repeats,

@@ -67,7 +67,9 @@ def verify_pipeline(
 
     # Inputs as the stages keep them: arrays that are stacked over layers may lie in pieces.
     inputs = [
-        ArrayInterface(path=item.path, shape=value.shape, dtype=value.dtype)
+        ArrayInterface(
+            path=item.path, shape=value.shape, dtype=value.dtype, memory=value.memory.value
+        )
         for item in step.graph.inputs
         for value in [step.graph.values[item.value]]
     ]

@@ -172,6 +172,9 @@ def _out_sharding(
             return NamedSharding(context.mesh, _result_spec(context, key.value, shape))
     if key.form is Form.PACKED:
         return NamedSharding(context.mesh, PartitionSpec())
+    if key.form in (Form.SENT, Form.LOCAL) and context.memory_kind(key.value):
+        # A sharding also says in which memory an array lies, so it is not left to the compiler.
+        return context.sent_sharding(key.value, shape)
     return None
 
 

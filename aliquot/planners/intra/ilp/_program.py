@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cost import Conversion, MemoryModel, Priced, Resident, over_time
+from ....cost import (
+    Conversion,
+    MemoryModel,
+    Priced,
+    Resident,
+    copy_seconds,
+    over_time,
+    queues,
+)
 from ._layout import Choices, Layouts, Prices, lay_out
 from ._sharing import Groups
 
@@ -147,7 +155,33 @@ def build_program(
             program.global_rows.append(
                 (row, np.bincount(columns[mine], values[mine], program.num_columns).astype(float))
             )
+    _add_exposed_copies(program, layout.choices, priced)
     return program, layout.choices
+
+
+def _add_exposed_copies(program: Program, choices: Choices, priced: Priced) -> None:
+    """For each queue of copies between device and host memory a variable `e`: the seconds for which
+    the step waits, `e >= copies - compute beside them`.
+    """
+    seconds = copy_seconds(priced) if priced.copies else []
+    for group in queues(priced.copies):
+        (column,) = program.add_columns(np.ones(1))
+        for queue in group:
+            waits = np.zeros(len(choices.columns)).tolist()
+            fixed = 0.0
+            for k in queue.members:
+                node = priced.copies[k].node
+                if node < 0:
+                    fixed += float(seconds[k][0])
+                else:
+                    waits[node] = waits[node] + seconds[k]
+            room = np.array(queue.room)
+            row = program.add_rows(1, -np.inf, -fixed)
+            program.add_entries(np.array([row]), np.array([column]), -1.0)
+            for n, (columns, kept) in enumerate(zip(choices.columns, choices.allowed, strict=True)):
+                values = (waits[n] - room @ priced.nodes[n].compute)[kept]
+                some = np.flatnonzero(values)
+                program.add_entries(np.full(len(some), row), columns[some], values[some])
 
 
 def add_memory_row(
