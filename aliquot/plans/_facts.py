@@ -91,9 +91,10 @@ def time_parts(plan: Plan) -> str:
         else ""
     )
     whose = "stage" if plan.num_submeshes == len(plan.stages) else "submesh"
+    busiest = f" (of the busiest {whose})" if is_pipeline(plan) else ""
     return (
         f"{format_seconds(p.step_time_s)} = {format_seconds(p.compute_s)} compute"
-        f"{communicated}{hidden}{copied}{bubble}{f' (of the busiest {whose})' if is_pipeline(plan) else ''}"
+        f"{communicated}{hidden}{copied}{bubble}{busiest}"
     )
 
 
@@ -213,7 +214,7 @@ def _host_memory_rows(plan: Plan) -> list[tuple[str, str]]:
     listed = " + ".join(f"{format_bytes(size)} {name}" for name, size in parts.items())
     return [
         (
-            "host memory (predicted)",
+            "host memory",
             f"{format_bytes(each)} for each device, {format_bytes(per_host)} on a host{share}",
         ),
         ("", listed),

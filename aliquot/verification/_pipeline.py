@@ -194,6 +194,7 @@ def _stage(
     return StageVerification(
         predicted_bytes=predicted.peak_memory_bytes,
         predicted_parts=dict(predicted.memory_bytes),
+        predicted_host_bytes=sum(predicted.host_memory_bytes.values()),
         argument_bytes=sum(
             group.local_bytes for group in grouped_arrays(here, stage, stage.shardings)
         ),
