@@ -190,7 +190,9 @@ def _read_cluster(data: Mapping[str, Any], asked: str) -> Cluster:
         else _read_wires(data, problems)
     )
     usual = wiring.host_of(devices_per_host or 1) if wiring else Host()
-    host = _read_host(data.get("host", {}), usual, problems)
+    reads = _quantity(parse_bytes), _quantity(parse_rate)
+    keys = "memory", "bandwidth"
+    host = _read_host("[host]", data.get("host", {}), keys, reads, usual, problems)
     topology = main.take("topology", _text, note)
     name = main.take("name", _text, device.name if device else "")
     if (
@@ -243,7 +245,8 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
     devices_per_host = table.take("devices_per_host", _whole)
     intra = table.take("intra", lambda value: _plain_link("intra", value, problems))
     inter = table.take("inter", lambda value: _plain_link("inter", value, problems))
-    host = table.take("host", lambda value: _plain_host(value, problems), Host())
+    of_host, reads = ("memory_bytes", "copy_bytes_per_s"), (_whole, _number)
+    host = _read_host("host", table.data.get("host", {}), of_host, reads, Host(), problems)
     topology = table.take("topology", _text, "")
     wires = table.take("wires", _rows(_number), ())
     if (
@@ -262,7 +265,7 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
         devices_per_host=devices_per_host,
         intra=intra,
         inter=inter,
-        host=host or Host(),
+        host=host,
         topology=topology or "",
         wires=wires or (),
     )
@@ -366,33 +369,15 @@ def _read_links(
     return intra, inter
 
 
-def _read_host(data: Any, usual: Host, problems: list[str]) -> Host:
-    """Memory of a host in a TOML file; what it leaves out is as usual for the device."""
-    table = _Table("[host]", data, ("memory", "bandwidth"), problems)
-    memory = table.take("memory", _quantity(parse_bytes), usual.memory_bytes)
-    bandwidth = table.take("bandwidth", _quantity(parse_rate), usual.copy_bytes_per_s)
-    if bandwidth is None:
-        return usual
-    host = _collect(
-        problems,
-        lambda: Host(memory_bytes=memory, copy_bytes_per_s=bandwidth),
-        prefix="[host] ",
-    )
-    return host or usual
-
-
-def _plain_host(data: Any, problems: list[str]) -> Host | None:
-    """Memory of a host from a plan file's dictionary."""
-    table = _Table("host", data, ("memory_bytes", "copy_bytes_per_s"), problems)
-    memory = table.take("memory_bytes", _whole, None)
-    bandwidth = table.take("copy_bytes_per_s", _number)
-    if bandwidth is None:
-        return None
-    return _collect(
-        problems,
-        lambda: Host(memory_bytes=memory, copy_bytes_per_s=bandwidth),
-        prefix="host: ",
-    )
+def _read_host(
+    where: str, data: Any, keys: tuple[str, str], reads: Any, usual: Host, problems: list[str]
+) -> Host:
+    """Memory of a host and the rate of copies, under two keys; what is left out is as usual."""
+    table = _Table(where, data, keys, problems)
+    memory = table.take(keys[0], reads[0], usual.memory_bytes)
+    rate = table.take(keys[1], reads[1], usual.copy_bytes_per_s) or usual.copy_bytes_per_s
+    made = _collect(problems, lambda: Host(memory_bytes=memory, copy_bytes_per_s=rate), f"{where} ")
+    return made or usual
 
 
 def _read_wires(data: Mapping[str, Any], problems: list[str]) -> Wires:

@@ -1,8 +1,9 @@
 """Time of copies between device and host memory, beside compute.
 
-Copies in one direction follow each other on one copy engine; the two directions do not disturb each
-other. A copy is hidden as far as there is compute between the moment from which it can run and the
-moment at which it must have ended (`CopySpan`); the rest is exposed, and the step waits for it.
+Copies in one direction follow each other on one copy engine. The two directions run beside each
+other, so that a phase waits for the slower one. A copy is hidden as far as there is compute between
+the moment from which it can run and the moment at which it must have ended (`CopySpan`); the rest
+is exposed, and the step waits for it.
 """
 
 from __future__ import annotations
@@ -112,11 +113,13 @@ class Queue:
     members: tuple[int, ...]
     room: tuple[float, ...]
     phase: Phase
+    to_host: bool
 
 
 def queues(copies: Sequence[HostCopy]) -> Iterator[tuple[Queue, ...]]:
     """For each direction and stretch the queues of its copies. The longest wait among them is
-    exposed: copies run by earliest deadline, which makes it as short as it can be.
+    exposed: copies run by earliest deadline, which makes it as short as it can be. A phase waits
+    for the direction whose stretches wait longer.
 
     Reference: J. R. Jackson, "Scheduling a production line to minimize maximum tardiness", 1955.
     """
@@ -134,6 +137,7 @@ def queues(copies: Sequence[HostCopy]) -> Iterator[tuple[Queue, ...]]:
                 members=tuple(positions[: n + 1]),
                 room=copies[k].room,
                 phase=copies[k].phase,
+                to_host=copies[k].to_host,
             )
             for n, k in enumerate(positions)
             # Of copies with the same room, the last is decisive.
@@ -160,9 +164,9 @@ def copy_times(priced: Priced, picks: Ints) -> tuple[Floats, Floats]:
     """Seconds of copies in a step under picks, by the phase that waits for them: all of them, and
     the exposed ones.
     """
-    total, exposed = np.zeros((2, len(Phase)))
+    total = np.zeros(len(Phase))
     if not priced.copies:
-        return total, exposed
+        return total, total
     compute = np.zeros(len(Phase))
     for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
         compute += node.compute[:, pick]
@@ -172,7 +176,8 @@ def copy_times(priced: Priced, picks: Ints) -> tuple[Floats, Floats]:
     ]
     for copy, seconds in zip(priced.copies, taken, strict=True):
         total[copy.phase] += seconds
+    waiting = np.zeros((2, len(Phase)))
     for group in queues(priced.copies):
         waits = [sum(taken[k] for k in q.members) - float(compute @ q.room) for q in group]
-        exposed[group[0].phase] += max(0.0, *waits)
-    return total, exposed
+        waiting[int(group[0].to_host), group[0].phase] += max(0.0, *waits)
+    return total, waiting.max(axis=0)

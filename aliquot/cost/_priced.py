@@ -105,9 +105,7 @@ class PricedEdge:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Priced:
-    """A priced problem. `repeats` is the number of micro-batches: all phases before the update run
-    that often.
-    """
+    """A priced problem. All phases before the update run `repeats` times, for each micro-batch."""
 
     graph: NodeGraph
     work: tuple[tuple[Work, ...], ...]
@@ -467,8 +465,7 @@ def _product_points(
         for factors in (result & left & right, result & left & ~right, result & ~left)
     )
     rows = rows * _positions(work, sizes, result)
-    # The contracted length follows from the FLOPs: two for each element of the result and each
-    # summand.
+    # There are two FLOPs for each element of the result and each summand.
     return np.stack([batch, rows, columns, flops / (2 * work.kernels * batch * rows * columns)])
 
 

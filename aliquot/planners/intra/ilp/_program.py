@@ -28,6 +28,7 @@ from ....cost import (
     over_time,
     queues,
 )
+from ....graph import Phase
 from ._layout import Choices, Layouts, Prices, lay_out
 from ._sharing import Groups
 
@@ -160,12 +161,23 @@ def build_program(
 
 
 def _add_exposed_copies(program: Program, choices: Choices, priced: Priced) -> None:
-    """For each queue of copies between device and host memory a variable `e`: the seconds for which
-    the step waits, `e >= copies - compute beside them`.
+    """For each stretch of copies between device and host memory a variable `e`: the seconds for
+    which it waits, `e >= copies - compute beside them`; and for each phase the seconds for which
+    the step waits, at least those of the stretches of either direction.
     """
     seconds = copy_seconds(priced) if priced.copies else []
+    of_phase: dict[Phase, int] = {}
+    of_direction: dict[tuple[Phase, bool], int] = {}
     for group in queues(priced.copies):
-        (column,) = program.add_columns(np.ones(1))
+        (column,) = program.add_columns(np.zeros(1))
+        phase, direction = group[0].phase, (group[0].phase, group[0].to_host)
+        if phase not in of_phase:
+            of_phase[phase] = int(program.add_columns(np.ones(1))[0])
+        if direction not in of_direction:
+            of_direction[direction] = program.add_rows(1, -np.inf, 0.0)
+            ends = np.array([of_phase[phase]])
+            program.add_entries(np.array([of_direction[direction]]), ends, -1.0)
+        program.add_entries(np.array([of_direction[direction]]), np.array([column]), 1.0)
         for queue in group:
             waits = np.zeros(len(choices.columns)).tolist()
             fixed = 0.0
