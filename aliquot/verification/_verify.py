@@ -70,7 +70,7 @@ class StageVerification:
 
     predicted_bytes: float
     predicted_parts: dict[str, float]
-    predicted_host_bytes: float
+    predicted_host_bytes: float = 0.0
     argument_bytes: float
     compiled: CompiledProgram
     collectives: tuple[CollectiveComparison, ...]
