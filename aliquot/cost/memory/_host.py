@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...cluster import Target
-from ...graph import Memory, Op, Phase, ValueId, traits_of
+from ...graph import NO_VALUE, Memory, Op, Phase, ValueId, traits_of
 from ...sharding import Cuts
 
 
@@ -60,10 +60,10 @@ def copy_spans(cuts: Cuts, target: Target) -> Iterator[CopySpan]:
             if isinstance(source, int):
                 first_read[source] = op.index
     for op in graph.ops:
-        (source, *_), (result, *_) = op.inputs or (None,), op.outputs or (None,)
-        if not traits_of(op.name).changes_memory or not isinstance(source, int) or result is None:
+        if not traits_of(op.name).changes_memory:
             continue
-        if result < 0:
+        (source,), (result,) = op.inputs, op.outputs
+        if not isinstance(source, int) or result == NO_VALUE:
             continue
         apart = op.trips > 1 or op.region > 0
         begin, end = begins[op.index], ends[op.index]
