@@ -179,7 +179,7 @@ def _add_exposed_copies(program: Program, choices: Choices, priced: Priced) -> N
             program.add_entries(np.array([of_direction[direction]]), ends, -1.0)
         program.add_entries(np.array([of_direction[direction]]), np.array([column]), 1.0)
         for queue in group:
-            waits = np.zeros(len(choices.columns)).tolist()
+            waits: list[Floats | float] = [0.0] * len(choices.columns)
             fixed = 0.0
             for k in queue.members:
                 node = priced.copies[k].node
