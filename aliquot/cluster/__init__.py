@@ -7,6 +7,7 @@ from ._attention import attention_of as attention_of
 from ._calibration import Products as Products
 from ._cluster import MOST_DEVICES as MOST_DEVICES
 from ._cluster import Cluster as Cluster
+from ._cluster import Host as Host
 from ._cluster import Link as Link
 from ._detect import catalogue_name as catalogue_name
 from ._detect import visible_devices as visible_devices

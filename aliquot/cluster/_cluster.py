@@ -53,6 +53,36 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Memory of a host, and the way there.
+
+    Args:
+        memory_bytes: What programs may keep there; None if unknown, and then never checked.
+        copy_bytes_per_s: What each device can copy there, and as much back at the same time, while
+            all devices of the host do. Devices behind one root port share it. By default that of
+            PCIe 3.0 x16, the slowest that accelerators for training have.
+
+    Raises:
+        ClusterError: A memory or a rate that is not positive.
+
+    >>> Host(memory_bytes=2 * 2**40, copy_bytes_per_s=64e9).copy_bytes_per_s
+    64000000000.0
+    """
+
+    memory_bytes: int | None = None
+    copy_bytes_per_s: float = 16e9
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            problems.append(f"memory must be positive, got {self.memory_bytes} bytes")
+        if not (math.isfinite(self.copy_bytes_per_s) and self.copy_bytes_per_s > 0):
+            problems.append(f"bandwidth must be positive, got {self.copy_bytes_per_s} bytes/s")
+        if problems:
+            raise ClusterError(problems, asked="host")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Equal hosts of equal devices. Device `i` sits in host `i // devices_per_host`.
 
@@ -63,6 +93,7 @@ class Cluster:
         devices_per_host: Devices in each.
         intra: What one device can send to the others of its host while receiving as much.
         inter: What one *host* can send to the others while receiving as much: its devices share it.
+        host: Memory of a host, and how fast devices copy there and back.
         topology: Where the links come from, as a note for readers.
         wires: Where a host's devices are wired pair by pair: what each can send to each other, in
             bytes/s, one row per device. Empty where all reach each other equally well.
@@ -82,6 +113,7 @@ class Cluster:
     devices_per_host: int
     intra: Link
     inter: Link
+    host: Host = Host()
     topology: str = ""
     wires: Wires = ()
     measured: AbstractMeasured | None = field(default=None, repr=False)
@@ -189,6 +221,7 @@ class Cluster:
             "devices_per_host": self.devices_per_host,
             "intra": _link_dict(self.intra),
             "inter": _link_dict(self.inter),
+            **({"host": _host_dict(self.host)} if self.host != Host() else {}),
             "topology": self.topology,
             **({"wires": [list(row) for row in self.wires]} if self.wires else {}),
         }
@@ -239,6 +272,16 @@ class Cluster:
             facts.append(
                 ("network", f"{_describe_link(self.inter)} per host, shared by its devices")
             )
+        memory = self.host.memory_bytes
+        facts.append(
+            (
+                "host",
+                (
+                    f"{format_bytes(memory) if memory else 'memory of unknown size'}, copied at"
+                    f" {format_bytes_per_s(self.host.copy_bytes_per_s)} each way per device"
+                ),
+            )
+        )
         if self.topology:
             facts.append(("links", self.topology))
         return facts
@@ -255,6 +298,11 @@ def _wiring_problems(wires: Wires, size: int) -> list[str]:
 
 def _link_dict(link: Link) -> dict[str, float]:
     return {"latency_s": link.latency_s, "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s}
+
+
+def _host_dict(host: Host) -> dict[str, float]:
+    memory = {} if host.memory_bytes is None else {"memory_bytes": host.memory_bytes}
+    return {**memory, "copy_bytes_per_s": host.copy_bytes_per_s}
 
 
 def _describe_link(link: Link) -> str:

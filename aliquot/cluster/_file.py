@@ -20,7 +20,7 @@ from ..core import (
     parse_seconds,
     shortened,
 )
-from ._cluster import Cluster, Link
+from ._cluster import Cluster, Host, Link
 from ._device import CALIBRATED, DEVICES, DTYPES, Device
 from ._presets import WIRINGS, Wiring
 from ._wires import Wires
@@ -97,6 +97,7 @@ def parse_toml(text: str, *, asked: str = "cluster description") -> Cluster:
     Sizes and rates carry units. `device` is a name from the catalogue, or left out in favour of a
     `[device]` table. `[intra]` and `[inter]` default to the usual links of a catalogue device; with
     a device of one's own `[intra]` is required, and `[inter]` too as soon as there are two hosts.
+    `[host]` may say what its memory holds and how fast each device copies there and back.
     Where devices of a host are wired pair by pair, `[intra]` may say so: `wires` has a row for each
     device with what it can send to each other one directly, as in `Cluster.wires`. An `[intra]`
     without `wires` takes away those of the catalogue.
@@ -172,7 +173,8 @@ def _read_toml(text: str, asked: str) -> dict[str, Any]:
 def _read_cluster(data: Mapping[str, Any], asked: str) -> Cluster:
     """A cluster from the tables of a TOML file."""
     problems: list[str] = []
-    _Table("the file", data, ("cluster", "device", "intra", "inter", "calibration"), problems)
+    tables = ("cluster", "device", "intra", "inter", "host", "calibration")
+    _Table("the file", data, tables, problems)
     calibration = _read_calibration("[calibration]", data.get("calibration", {}), problems)
     main = _Table("[cluster]", data.get("cluster", {}), _CLUSTER_KEYS, problems)
     device = _read_device(main, data, problems)
@@ -187,6 +189,10 @@ def _read_cluster(data: Mapping[str, Any], asked: str) -> Cluster:
         if wiring and "intra" not in data
         else _read_wires(data, problems)
     )
+    usual = wiring.host_of(devices_per_host or 1) if wiring else Host()
+    reads = _quantity(parse_bytes), _quantity(parse_rate)
+    keys = "memory", "bandwidth"
+    host = _read_host("[host]", data.get("host", {}), keys, reads, usual, problems)
     topology = main.take("topology", _text, note)
     name = main.take("name", _text, device.name if device else "")
     if (
@@ -206,6 +212,7 @@ def _read_cluster(data: Mapping[str, Any], asked: str) -> Cluster:
             devices_per_host=devices_per_host,
             intra=intra,
             inter=inter,
+            host=host,
             topology=topology or "",
             wires=wires,
         )
@@ -227,6 +234,7 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
         "devices_per_host",
         "intra",
         "inter",
+        "host",
         "topology",
         "wires",
     )
@@ -237,6 +245,8 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
     devices_per_host = table.take("devices_per_host", _whole)
     intra = table.take("intra", lambda value: _plain_link("intra", value, problems))
     inter = table.take("inter", lambda value: _plain_link("inter", value, problems))
+    of_host, reads = ("memory_bytes", "copy_bytes_per_s"), (_whole, _number)
+    host = _read_host("host", table.data.get("host", {}), of_host, reads, Host(), problems)
     topology = table.take("topology", _text, "")
     wires = table.take("wires", _rows(_number), ())
     if (
@@ -255,6 +265,7 @@ def from_dict(data: Mapping[str, Any]) -> Cluster:
         devices_per_host=devices_per_host,
         intra=intra,
         inter=inter,
+        host=host,
         topology=topology or "",
         wires=wires or (),
     )
@@ -356,6 +367,17 @@ def _read_links(
         # A single host never uses its network, so any link will do.
         inter = intra
     return intra, inter
+
+
+def _read_host(
+    where: str, data: Any, keys: tuple[str, str], reads: Any, usual: Host, problems: list[str]
+) -> Host:
+    """Memory of a host and the rate of copies, under two keys; what is left out is as usual."""
+    table = _Table(where, data, keys, problems)
+    memory = table.take(keys[0], reads[0], usual.memory_bytes)
+    rate = table.take(keys[1], reads[1], usual.copy_bytes_per_s) or usual.copy_bytes_per_s
+    made = _collect(problems, lambda: Host(memory_bytes=memory, copy_bytes_per_s=rate), f"{where} ")
+    return made or usual
 
 
 def _read_wires(data: Mapping[str, Any], problems: list[str]) -> Wires:

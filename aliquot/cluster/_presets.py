@@ -7,10 +7,10 @@ network is one TOML file away.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..core import ClusterError, nearest, shortened
-from ._cluster import MOST_DEVICES, Cluster, Link
+from ._cluster import MOST_DEVICES, Cluster, Host, Link
 from ._device import DEVICES
 from ._wires import Wires
 
@@ -20,12 +20,13 @@ class Wiring:
     """The default links of one kind of device, with their origin.
 
     `inter` is None where the links between devices reach across hosts, so that a host can send as
-    much as all its devices together. `wires` is as in `Cluster`, for the largest host of that kind
-    that is wired pair by pair.
+    much as all its devices together. `host` is a device's share of a host. `wires` is as in
+    `Cluster`, for the largest host of that kind that is wired pair by pair.
     """
 
     intra: Link
     inter: Link | None
+    host: Host
     note: str
     wires: Wires = ()
 
@@ -36,6 +37,11 @@ class Wiring:
         if not 1 < devices_per_host <= len(self.wires):
             return ()
         return tuple(row[:devices_per_host] for row in self.wires[:devices_per_host])
+
+    def host_of(self, devices_per_host: int) -> Host:
+        """The host of `devices_per_host` devices."""
+        share = self.host.memory_bytes
+        return replace(self.host, memory_bytes=share and share * devices_per_host)
 
     def inter_of(self, devices_per_host: int) -> Link:
         """Link from a host of `devices_per_host` devices to the other hosts."""
@@ -53,10 +59,46 @@ class Wiring:
 _NVLINK_S, _PCIE_S, _NETWORK_S, _ICI_S = 1.9e-6, 5.7e-6, 14e-6, 1e-6
 
 
+def _host(copy_gb_per_s: float, share_gib: int | None) -> Host:
+    return Host(memory_bytes=share_gib and share_gib * 2**30, copy_bytes_per_s=copy_gb_per_s * 1e9)
+
+
+# What a device copies to its host's memory, nominal and one way, and its share of that memory in
+# GiB. PCIe x16: 16 GB/s in version 3, 32 in 4, 64 in 5. Pairs of GPUs share a switch and its port
+# in hosts of V100 and A100 (NVIDIA, DGX-1 and DGX A100 system architecture); from Hopper on each
+# has a port of its own (NVIDIA, DGX H100 user guide). Memory: AWS instance types p3, p4, p5, p6, g5
+# and g6. TPUs: PCIe rates from "How to Scale Your Model" (Google DeepMind, 2025), memory of the
+# machine types ct4p, ct5lp, ct5p and ct6e (Google Cloud TPU documentation).
+_HOSTS = {
+    "V100-16GB": _host(8, 61),
+    "V100-32GB": _host(8, 96),
+    "A100-40GB": _host(16, 144),
+    "A100-80GB": _host(16, 144),
+    "H100": _host(64, 256),
+    "H200": _host(64, 256),
+    "B200": _host(64, 256),
+    "A10G": _host(32, 96),
+    "L4": _host(32, 96),
+    "RTX-4090": _host(32, None),
+    "v4": _host(16, 101),
+    "v5e": _host(16, 48),
+    "v5p": _host(16, 112),
+    "v6e": _host(32, 180),
+    # Devices of a CPU share its memory: a copy is as fast as any other.
+    "cpu": _host(4, None),
+}
+
+
 def _wired(
-    intra_s: float, intra_gb_per_s: float, network_gbps: float, note: str, wires: Wires = ()
+    device: str,
+    intra_s: float,
+    intra_gb_per_s: float,
+    network_gbps: float,
+    note: str,
+    wires: Wires = (),
 ) -> Wiring:
     return Wiring(
+        host=_HOSTS[device],
         intra=Link(latency_s=intra_s, bandwidth_bytes_per_s=intra_gb_per_s * 1e9),
         inter=Link(latency_s=_NETWORK_S, bandwidth_bytes_per_s=network_gbps * 1e9 / 8),
         note=note,
@@ -64,9 +106,10 @@ def _wired(
     )
 
 
-def _torus(ici_gb_per_s: float, links: int) -> Wiring:
+def _torus(device: str, ici_gb_per_s: float, links: int) -> Wiring:
     # Neighbours on the torus are equally near in the same host or the next.
     return Wiring(
+        host=_HOSTS[device],
         intra=Link(latency_s=_ICI_S, bandwidth_bytes_per_s=ici_gb_per_s * 1e9),
         inter=None,
         note=(
@@ -105,6 +148,7 @@ _CUBE_MESH = tuple(
 
 WIRINGS: dict[str, Wiring] = {
     "V100-16GB": _wired(
+        "V100-16GB",
         _NVLINK_S,
         150,
         25,
@@ -112,6 +156,7 @@ WIRINGS: dict[str, Wiring] = {
         _CUBE_MESH,
     ),
     "V100-32GB": _wired(
+        "V100-32GB",
         _NVLINK_S,
         150,
         100,
@@ -119,29 +164,49 @@ WIRINGS: dict[str, Wiring] = {
         _CUBE_MESH,
     ),
     "A100-40GB": _wired(
-        _NVLINK_S, 300, 400, "NVLink 3 through NVSwitch; 400 Gbps network (AWS p4d.24xlarge)"
+        "A100-40GB",
+        _NVLINK_S,
+        300,
+        400,
+        "NVLink 3 through NVSwitch; 400 Gbps network (AWS p4d.24xlarge)",
     ),
     "A100-80GB": _wired(
-        _NVLINK_S, 300, 400, "NVLink 3 through NVSwitch; 400 Gbps network (AWS p4de.24xlarge)"
+        "A100-80GB",
+        _NVLINK_S,
+        300,
+        400,
+        "NVLink 3 through NVSwitch; 400 Gbps network (AWS p4de.24xlarge)",
     ),
     "H100": _wired(
-        _NVLINK_S, 450, 3200, "NVLink 4 through NVSwitch; 3200 Gbps network (AWS p5.48xlarge)"
+        "H100",
+        _NVLINK_S,
+        450,
+        3200,
+        "NVLink 4 through NVSwitch; 3200 Gbps network (AWS p5.48xlarge)",
     ),
     "H200": _wired(
-        _NVLINK_S, 450, 3200, "NVLink 4 through NVSwitch; 3200 Gbps network (AWS p5en.48xlarge)"
+        "H200",
+        _NVLINK_S,
+        450,
+        3200,
+        "NVLink 4 through NVSwitch; 3200 Gbps network (AWS p5en.48xlarge)",
     ),
     "B200": _wired(
-        _NVLINK_S, 900, 3200, "NVLink 5 through NVSwitch; 3200 Gbps network (AWS p6-b200.48xlarge)"
+        "B200",
+        _NVLINK_S,
+        900,
+        3200,
+        "NVLink 5 through NVSwitch; 3200 Gbps network (AWS p6-b200.48xlarge)",
     ),
-    "A10G": _wired(_PCIE_S, 32, 100, _PCIE4 + "; 100 Gbps network (AWS g5.48xlarge)"),
-    "L4": _wired(_PCIE_S, 32, 100, _PCIE4 + "; 100 Gbps network (AWS g6.48xlarge)"),
-    "RTX-4090": _wired(_PCIE_S, 32, 10, _PCIE4 + "; 10 Gbps Ethernet (an assumption)"),
-    "v4": _torus(90, 6),
-    "v5e": _torus(90, 4),
-    "v5p": _torus(180, 6),
-    "v6e": _torus(180, 4),
+    "A10G": _wired("A10G", _PCIE_S, 32, 100, _PCIE4 + "; 100 Gbps network (AWS g5.48xlarge)"),
+    "L4": _wired("L4", _PCIE_S, 32, 100, _PCIE4 + "; 100 Gbps network (AWS g6.48xlarge)"),
+    "RTX-4090": _wired("RTX-4090", _PCIE_S, 32, 10, _PCIE4 + "; 10 Gbps Ethernet (an assumption)"),
+    "v4": _torus("v4", 90, 6),
+    "v5e": _torus("v5e", 90, 4),
+    "v5p": _torus("v5p", 180, 6),
+    "v6e": _torus("v6e", 180, 4),
     "cpu": _wired(
-        20e-6, 1, 10, "copies in shared memory; 10 Gbps Ethernet between hosts (assumptions)"
+        "cpu", 20e-6, 1, 10, "copies in shared memory; 10 Gbps Ethernet between hosts (assumptions)"
     ),
 }
 
@@ -197,6 +262,7 @@ def wire(name: str, device_name: str, num_hosts: int, devices_per_host: int) -> 
         devices_per_host=devices_per_host,
         intra=wiring.intra,
         inter=wiring.inter_of(devices_per_host),
+        host=wiring.host_of(devices_per_host),
         topology=wiring.note,
         wires=wiring.wires_of(devices_per_host),
     )

@@ -58,6 +58,8 @@ class Target:
             itself.
         maxpool_gradient_stores_indices: Whether gradients of maxima over windows are scattered by
             positions found beforehand.
+        reads_host_memory: Whether kernels outside of loops read arrays in host memory themselves,
+            without a copy in device memory.
         hides_latency: Whether the scheduler of operators prefers work beside collectives to low
             memory: products that only the update needs are then deferred. Otherwise only those are
             whose results take more memory than their operands free.
@@ -100,6 +102,7 @@ class Target:
     combined_bytes: int
     library_convolves: bool
     maxpool_gradient_stores_indices: bool
+    reads_host_memory: bool
     hides_latency: bool
     overlaps_all_reduces: bool
     copies_inner_dims: bool
@@ -215,6 +218,7 @@ _CPU = Target(
     combined_bytes=0,
     library_convolves=False,
     maxpool_gradient_stores_indices=False,
+    reads_host_memory=True,
     hides_latency=False,
     overlaps_all_reduces=True,
     copies_inner_dims=True,
@@ -262,6 +266,7 @@ _GPU = Target(
     combined_bytes=30 * 2**20,
     library_convolves=True,
     maxpool_gradient_stores_indices=True,
+    reads_host_memory=True,
     hides_latency=False,
     overlaps_all_reduces=True,
     copies_inner_dims=False,
@@ -303,6 +308,7 @@ _TPU = Target(
     combined_bytes=0,
     library_convolves=False,
     maxpool_gradient_stores_indices=False,
+    reads_host_memory=False,
     hides_latency=True,
     overlaps_all_reduces=False,
     copies_inner_dims=False,

@@ -39,6 +39,8 @@ from ._estimate import predict as predict
 from ._evaluate import StepTime as StepTime
 from ._evaluate import conversions as conversions
 from ._evaluate import evaluate as evaluate
+from ._host_copies import copy_seconds as copy_seconds
+from ._host_copies import queues as queues
 from ._measured import Measured as Measured
 from ._measured import RatioTable as RatioTable
 from ._phases import PhaseCosts as PhaseCosts

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..cluster import MEASURED, MEASURED_COMPUTE, Corrections
 from ..core import PlanMismatchError
-from ..graph import Graph, Phase, source_line
+from ..graph import Graph, Memory, Phase, source_line
 from ..plans import CollectiveUse, OpSharding, Prediction, StagePlan
 from ..sharding import Choice, NodeGraph, reshard, result_fraction, shards_of, split_deferred_sums
 from ._choices import can_split
@@ -31,7 +31,14 @@ from ._collectives import (
 )
 from ._evaluate import conversions, evaluate
 from ._priced import Ints, Priced, corrected_work, sum_collective
-from .memory import MemoryModel, converted, known_memory, memory_over_time, timeline
+from .memory import (
+    MemoryModel,
+    converted,
+    known_memory,
+    memory_model,
+    memory_over_time,
+    timeline,
+)
 
 
 def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph) -> Prediction:
@@ -41,12 +48,16 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
     peak, moment, parts = peak_memory(model, priced, picks)
     op = graph.ops[min(moment, len(graph.ops) - 1)] if graph.ops else None
     measured = measured_share(priced, picks)
+    on_host = memory_model(priced, in_turn=False, memory=Memory.HOST)
     return Prediction(
         step_time_s=time.total_s,
         compute_s=time.compute_s,
         communication_s=time.communication_s,
         gradient_s=time.gradient_s,
         hidden_s=time.hidden_s,
+        host_transfer_s=time.host_transfer_s,
+        host_hidden_s=time.host_hidden_s,
+        host_memory_bytes=peak_memory(on_host, priced, picks)[2],
         peak_memory_bytes=peak,
         memory_limit_bytes=memory_limit_bytes,
         memory_bytes=parts,

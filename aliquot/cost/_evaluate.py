@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ._host_copies import copy_times
 from ._priced import Ints, Priced
 
 
@@ -15,17 +16,22 @@ class StepTime:
         compute_s: arithmetic and memory traffic.
         communication_s: collectives that compute waits for.
         gradient_s: collectives on gradients; `hidden_s` of it is hidden behind the backward pass.
+        host_transfer_s: copies between device and host memory; `host_hidden_s` of it run beside
+            compute.
     """
 
     compute_s: float
     communication_s: float
     gradient_s: float
     hidden_s: float
+    host_transfer_s: float
+    host_hidden_s: float
 
     @property
     def total_s(self) -> float:
         """The whole step."""
-        return self.compute_s + self.communication_s + self.gradient_s - self.hidden_s
+        exposed_s = self.host_transfer_s - self.host_hidden_s
+        return self.compute_s + self.communication_s + self.gradient_s - self.hidden_s + exposed_s
 
 
 def evaluate(priced: Priced, picks: Ints) -> StepTime:
@@ -46,8 +52,14 @@ def evaluate(priced: Priced, picks: Ints) -> StepTime:
         else:
             communication += seconds
     hidden = hidden_seconds(gradient, backward, priced.target.overlap_fraction)
+    copied, exposed = copy_times(priced, picks)
     return StepTime(
-        compute_s=compute, communication_s=communication, gradient_s=gradient, hidden_s=hidden
+        compute_s=compute,
+        communication_s=communication,
+        gradient_s=gradient,
+        hidden_s=hidden,
+        host_transfer_s=float(copied.sum()),
+        host_hidden_s=float((copied - exposed).sum()),
     )
 
 

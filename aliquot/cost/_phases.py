@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..graph import Graph, Phase
+from ..graph import Graph, Memory, Phase
 from ..sharding import PARTIAL, shards_of
 from ._estimate import peak_memory
 from ._evaluate import conversions
+from ._host_copies import copy_times
 from ._priced import Ints, Priced
-from .memory import MemoryModel, known_memory
+from .memory import MemoryModel, known_memory, memory_model
 
 _STATE = frozenset({"parameters", "optimizer state", "gradients", "other state"})
 
@@ -28,6 +29,9 @@ class PhaseCosts:
             whose results no other layer needs, only the update.
         once_s: once a step: gradient synchronisation and the update.
         compute_s, communication_s, gradient_s: the same seconds by kind, for a whole step.
+        host_transfer_s: copies between device and host memory in a whole step; the passes above
+            wait for those that do not run beside compute, as `host_hidden_s` of it do.
+        host_state_bytes, host_in_flight_bytes: the same as the next two, in host memory.
         state_bytes: parameters, optimizer state, gradients.
         in_flight_bytes: arrays that a micro-batch keeps from its forward to its backward pass,
             including inputs that both passes read, except those of the batch.
@@ -44,6 +48,10 @@ class PhaseCosts:
     compute_s: float
     communication_s: float
     gradient_s: float
+    host_transfer_s: float
+    host_hidden_s: float
+    host_state_bytes: float
+    host_in_flight_bytes: float
     state_bytes: float
     in_flight_bytes: float
     deferred_bytes: float
@@ -88,13 +96,17 @@ def phase_costs(
         communication[phase] += paid - once
         if phase is Phase.BACKWARD and edge.deferrable:
             deferrable += paid - once
-    seconds = compute + communication
+    copied, exposed = copy_times(priced, picks)
+    seconds = compute + communication + exposed
     model = known_memory(priced, picks) if model is None else model
     # This peak is for one micro-batch in flight; the schedule adds the others.
     peak, _, parts = peak_memory(model, priced, picks)
     state = sum(v for k, v in parts.items() if k in _STATE)
     kept = _in_flight_bytes(model, picks, graph)
     forward, handed = _held_bytes(priced, picks)
+    on_host = memory_model(priced, in_turn=False, memory=Memory.HOST)
+    host_peak, _, host_parts = peak_memory(on_host, priced, picks)
+    host_state = sum(v for k, v in host_parts.items() if k in _STATE)
     return PhaseCosts(
         forward_s=float(seconds[Phase.PROLOGUE] + seconds[Phase.FORWARD]) / priced.repeats,
         backward_s=float(seconds[Phase.BACKWARD]) / priced.repeats,
@@ -104,6 +116,10 @@ def phase_costs(
         compute_s=float(compute.sum()),
         communication_s=float(communication.sum()),
         gradient_s=gradient,
+        host_transfer_s=float(copied.sum()),
+        host_hidden_s=float((copied - exposed).sum()),
+        host_state_bytes=host_state,
+        host_in_flight_bytes=max(0.0, host_peak - host_state),
         state_bytes=state,
         in_flight_bytes=kept,
         deferred_bytes=min(forward, kept) + handed,

@@ -43,6 +43,7 @@ from ._collectives import (
     through_copies,
     widening,
 )
+from ._host_copies import HostCopy
 from ._problem import Problem
 from ._work import Work
 from .memory import Held, Resident
@@ -106,14 +107,13 @@ class PricedEdge:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Priced:
-    """A priced problem. `repeats` is the number of micro-batches: all phases before the update run
-    that often.
-    """
+    """A priced problem. All phases before the update run `repeats` times, for each micro-batch."""
 
     graph: NodeGraph
     work: tuple[tuple[Work, ...], ...]
     residents: tuple[Resident, ...]
     held: tuple[Held, ...]
+    copies: tuple[HostCopy, ...]
     mesh: LogicalMesh
     target: Target
     repeats: int
@@ -162,6 +162,7 @@ def price(
         work=problem.work,
         residents=problem.residents,
         held=problem.held,
+        copies=problem.copies,
         mesh=mesh,
         target=target,
         repeats=repeats,
@@ -459,8 +460,7 @@ def _product_points(
         for factors in (result & left & right, result & left & ~right, result & ~left)
     )
     rows = rows * _positions(work, sizes, result)
-    # The contracted length follows from the FLOPs: two for each element of the result and each
-    # summand.
+    # There are two FLOPs for each element of the result and each summand.
     return np.stack([batch, rows, columns, flops / (2 * work.kernels * batch * rows * columns)])
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ..cluster import Cluster, Target, target_for
 from ..graph import Graph
 from ..sharding import NodeGraph, build_nodes, index_nodes, runs_in_groups
+from ._host_copies import HostCopy, find_copies
 from ._work import Work, count_work
 from .memory import Held, Resident, find_storage, held_arrays, residents, stored_by_fusion
 
@@ -20,6 +21,7 @@ class Problem:
         nodes: the decisions to make, as a graph.
         work: arithmetic and memory traffic of each node.
         residents: arrays in memory, with their live ranges.
+        copies: copies between device and host memory.
         held: arrays that weight gradients read, for schedules that defer these.
         cluster: the cluster that the step runs on.
         num_micro_batches: how often forward and backward run in a step.
@@ -33,6 +35,7 @@ class Problem:
     work: tuple[tuple[Work, ...], ...] = field(repr=False)
     residents: tuple[Resident, ...] = field(repr=False)
     held: tuple[Held, ...] = field(repr=False)
+    copies: tuple[HostCopy, ...] = field(repr=False)
     cluster: Cluster
     num_micro_batches: int
     memory_limit_bytes: float
@@ -97,6 +100,7 @@ def make_problem(
         work=count_work(index, fused),
         residents=tuple(residents(index, storage, target, sums_gradients=sums_gradients)),
         held=tuple(held_arrays(index, fused)),
+        copies=find_copies(index, storage.stored, cluster.device, target),
         cluster=cluster,
         num_micro_batches=num_micro_batches,
         memory_limit_bytes=float(limit),

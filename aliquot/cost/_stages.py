@@ -196,6 +196,14 @@ def _stage_prediction(
         peak_memory_bytes=sum(memory.values()),
         memory_bytes=memory,
         collectives=collective_uses(stage.priced, stage.picks),
+        host_memory_bytes={
+            part: num_bytes
+            for part, num_bytes in (
+                ("state", stage.costs.host_state_bytes),
+                ("activations in flight", in_flight * stage.costs.host_in_flight_bytes),
+            )
+            if num_bytes
+        },
     )
 
 
@@ -211,6 +219,8 @@ def _step_prediction(
     busiest = schedule.stages_of(int(times.busy_s.argmax()))
     gradient = sum(stages[k].costs.gradient_s for k in busiest)
     communication = sum(stages[k].costs.communication_s for k in busiest)
+    copied = sum(stages[k].costs.host_transfer_s for k in busiest)
+    hidden = sum(stages[k].costs.host_hidden_s for k in busiest)
     busy = sum(
         schedule.num_micro_batches * (predictions[k].forward_s + predictions[k].backward_s)
         + predictions[k].update_s
@@ -221,15 +231,22 @@ def _step_prediction(
     for k in schedule.stages_of(schedule.submesh_of(fullest)):
         for part, num_bytes in predictions[k].memory_bytes.items():
             memory[part] += num_bytes
+    on_host: dict[str, float] = {}
+    for predicted in predictions:
+        if sum(predicted.host_memory_bytes.values()) > sum(on_host.values()):
+            on_host = predicted.host_memory_bytes
     collectives: list[CollectiveUse] = [use for stage in predictions for use in stage.collectives]
     shares = [measured_share(stage.priced, stage.picks) for stage in stages]
     measured = MeasuredShare(*(sum(column) for column in zip(*shares, strict=True)))
     return Prediction(
         step_time_s=times.step_time_s,
-        compute_s=busy - gradient - communication,
+        compute_s=busy - gradient - communication - (copied - hidden),
         communication_s=communication,
         gradient_s=gradient,
         hidden_s=0.0,
+        host_transfer_s=copied,
+        host_hidden_s=hidden,
+        host_memory_bytes=on_host,
         bubble_s=times.step_time_s - busy,
         peak_memory_bytes=sum(memory.values()),
         memory_limit_bytes=memory_limit_bytes,

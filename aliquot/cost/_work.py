@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..graph import Literal, Phase, Scores
 from ..sharding import NodeId, NodeIndex, SlotId, SplitBy, divided_by, whole_bytes
+from .memory import is_on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,8 @@ def _group_work(
     for slot in index.group_slots[group]:
         value_class = index.slot_value[slot]
         producer = cuts.producer[value_class]
-        if not stored[value_class]:
+        # Arrays in host memory are copied, which copy engines do (`_host_copies.py`).
+        if not stored[value_class] or is_on_host(cuts, value_class):
             continue
         members = cuts.folding.value_members[value_class]
         trips = cuts.first[producer[0]].trips if producer is not None else 1

@@ -39,6 +39,8 @@ from ._jax_compat import ATTENTION as ATTENTION
 from ._jax_compat import attention_on_piece as attention_on_piece
 from ._jax_compat import coordination_client as coordination_client
 from ._jax_compat import detect_processes as detect_processes
+from ._jax_compat import lies_on_host as lies_on_host
+from ._jax_compat import memory_kind as memory_kind
 from ._jax_compat import scan_counts as scan_counts
 from ._kernels import KERNEL as KERNEL
 from ._kernels import Kernel as Kernel
@@ -98,6 +100,7 @@ from ._types import Call as Call
 from ._types import Graph as Graph
 from ._types import Input as Input
 from ._types import Literal as Literal
+from ._types import Memory as Memory
 from ._types import Op as Op
 from ._types import Operand as Operand
 from ._types import OpId as OpId

@@ -17,6 +17,7 @@ from . import _jax_compat as compat
 from ._calling import Calling, calling_of
 from ._inline import Inliner
 from ._matching import match_state
+from ._memory import refuse_work_on_host
 from ._phases import assign_phases
 from ._roles import assign_roles, batch_paths, reach_of
 from ._types import Graph, Input, Op, OpId, Output, Phase, Role, Value, ValueId
@@ -172,6 +173,7 @@ def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
             for index, (draft, phase) in enumerate(zip(drafts, phases, strict=True))
         ]
     )
+    refuse_work_on_host(ops, values)
     outputs = tuple(
         [Output(path=p, value=v) for p, v in zip(calling.out_paths, body.outputs, strict=True)]
     )

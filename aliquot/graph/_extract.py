@@ -25,7 +25,6 @@ from ._types import (
     Phase,
     Role,
     StageId,
-    Value,
     ValueId,
 )
 
@@ -229,7 +228,7 @@ class _Builder:
             self._value_number[v]: c for v, c in graph.constants.items() if v in self._value_number
         }
         values = tuple(
-            Value(index=ValueId(n), shape=old.shape, dtype=old.dtype, itemsize=old.itemsize)
+            replace(old, index=ValueId(n))
             for n, old in enumerate(graph.values[v] for v in self._values)
         )
         part = replace(

@@ -15,24 +15,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import _jax_compat as compat
-from ._types import Block, Graph, Literal, Operand
+from ._types import Block, Graph, Literal, Memory, Operand, Value
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def interface_fingerprint(graph: Graph) -> str:
     """SHA-256, in hexadecimal, of path, shape, dtype and role of every input and path, shape and
-    dtype of every output.
+    dtype of every output, and of which of them lie in host memory.
 
     A plan names its shardings by path; it fits every step with the same interface.
     """
     lines = []
     for item in graph.inputs:
         value = graph.values[item.value]
-        lines.append(f"in {item.path!r} {value.shape} {value.dtype} {item.role}")
+        lines.append(f"in {item.path!r} {value.shape} {value.dtype} {item.role}{_place(value)}")
     for output in graph.outputs:
         array = graph.values[output.value] if isinstance(output.value, int) else output.value
-        lines.append(f"out {output.path!r} {array.shape} {array.dtype}")
+        lines.append(f"out {output.path!r} {array.shape} {array.dtype}{_place(array)}")
     return _digest(lines)
 
 
@@ -43,11 +43,16 @@ def graph_fingerprint(graph: Graph) -> str:
     may change it for the same step.
     """
     texts = _Texts()
-    lines = [f"{value.shape} {value.dtype}" for value in graph.values]
+    lines = [f"{value.shape} {value.dtype}{_place(value)}" for value in graph.values]
     lines += _op_lines(graph, texts)
     lines.append(f"constants {sorted(graph.constants)}")
     _nest(graph.body, texts, lines)
     return _digest(lines)
+
+
+def _place(array: Value | Literal) -> str:
+    """The memory of an array; nothing for device memory, in which most arrays lie."""
+    return "" if array.memory is Memory.DEVICE else f" {array.memory}"
 
 
 def operator_lines(graph: Graph) -> list[str]:

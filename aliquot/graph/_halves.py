@@ -165,12 +165,7 @@ class _Builder:
 
     def _stacked(self, value: ValueId, length: int) -> ValueId:
         row = self.values[value]
-        new = Value(
-            index=ValueId(len(self.values)),
-            shape=(length, *row.shape),
-            dtype=row.dtype,
-            itemsize=row.itemsize,
-        )
+        new = replace(row, index=ValueId(len(self.values)), shape=(length, *row.shape))
         self.values.append(new)
         return new.index
 

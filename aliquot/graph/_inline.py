@@ -21,7 +21,7 @@ import numpy as np
 from . import _jax_compat as compat
 from ._checks import opened_branches
 from ._phases import Draft
-from ._types import NO_VALUE, Block, Call, Literal, Operand, OpId, Value, ValueId
+from ._types import NO_VALUE, Block, Call, Literal, Memory, Operand, OpId, Value, ValueId
 
 
 class _Place(NamedTuple):
@@ -57,7 +57,10 @@ class Inliner:
     def new_value(self, aval: Any) -> ValueId:
         shape, dtype, itemsize = self._shape_dtype(aval)
         index = ValueId(len(self.values))
-        self.values.append(Value(index=index, shape=shape, dtype=dtype, itemsize=itemsize))
+        memory = Memory.HOST if compat.is_on_host(aval) else Memory.DEVICE
+        self.values.append(
+            Value(index=index, shape=shape, dtype=dtype, itemsize=itemsize, memory=memory)
+        )
         return index
 
     def _shape_dtype(self, aval: Any) -> tuple[tuple[int, ...], str, int]:
@@ -112,6 +115,12 @@ class Inliner:
                 body, body_consts, given = called
                 taken = [operands[k] for k in given]
                 results = self._walk(body, body_consts, taken, inner)
+            elif eqn.primitive.name == "device_put":
+                results = tuple(
+                    # Without a change of memory it only states on which devices an array lies.
+                    self._op(moved, (operand,), inner)[0] if moved else operand
+                    for moved, operand in zip(compat.memory_moves(eqn), operands, strict=True)
+                )
             elif compat.is_placement(eqn):
                 # Ignored: the plan decides where arrays lie, and the step may have been written for
                 # other devices.

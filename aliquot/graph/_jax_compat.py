@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.extend import source_info_util
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 # Since 0.11 one class stands for open and closed jaxprs; its other name is deprecated.
 _CLOSED_JAXPR: Any = getattr(jex, "ClosedJaxpr", jex.Jaxpr)
@@ -41,6 +42,9 @@ ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wra
 _CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 # New enough for all kinds of attention that JAX knows.
 _CUDNN_VERSION = 91_500
+PINNED_HOST = "pinned_host"
+HOST_MEMORY_KINDS = (PINNED_HOST, "unpinned_host")
+"""JAX's names for the memory of hosts. Devices copy from and to pinned memory only."""
 # Not annotated in JAX.
 _shape_struct: Any = jax.ShapeDtypeStruct
 _HIGH_LEVEL = frozenset({"call_hi_primitive", "call_hi_primitive_linearized"})
@@ -83,17 +87,67 @@ def _any_cudnn() -> Iterator[None]:
 
 
 def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array, with its weak type: JAX treats an array that was made from a
-    Python number like the number.
+    """Shape, dtype and memory of an array, with its weak type: JAX treats an array that was made
+    from a Python number like the number.
     """
     dtype = leaf.dtype
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         # As for arrays, 64 bits become 32 unless `jax_enable_x64` is set.
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     struct: jax.ShapeDtypeStruct = _shape_struct(
-        leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False)
+        leaf.shape,
+        dtype,
+        weak_type=getattr(leaf, "weak_type", False),
+        sharding=_in_host_memory() if lies_on_host(leaf) else None,
     )
     return struct
+
+
+def lies_on_host(leaf: Any) -> bool:
+    """True if an array, or a shape with a sharding, lies in the memory of its devices' hosts."""
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) in HOST_MEMORY_KINDS
+
+
+@functools.cache
+def _in_host_memory() -> NamedSharding:
+    """A sharding that says nothing but where an array lies; its mesh has no devices."""
+    mesh = AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=PINNED_HOST)
+
+
+def memory_kind(array: Any) -> str | None:
+    """JAX's name for the memory of a value; None for device memory, which is JAX's default."""
+    return PINNED_HOST if array.memory == "host" else None
+
+
+def is_on_host(aval: Any) -> bool:
+    """True if a traced array lies in host memory."""
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
+
+
+def memory_moves(eqn: Any) -> list[Any]:
+    """For each array of a `device_put`, the equation that moves it alone to another memory; None
+    for an array that stays in its memory.
+
+    Devices and splits are left out of them: the plan decides about these.
+    """
+    moves = []
+    for k, (before, after) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
+        target = after.aval.memory_space
+        moves.append(
+            None
+            if before.aval.memory_space is target
+            else eqn.replace(
+                invars=[before],
+                outvars=[after],
+                params={
+                    "devices": (target,),
+                    "srcs": (None,),
+                    "copy_semantics": (eqn.params["copy_semantics"][k],),
+                },
+            )
+        )
+    return moves
 
 
 def number_struct(number: int | float) -> jax.ShapeDtypeStruct:

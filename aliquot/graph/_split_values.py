@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ._types import Graph, Literal, Operand, Value, ValueId
@@ -44,9 +44,7 @@ class Pieces:
         like = self.graph.values[old]
         shape = like.shape if rows is None else (rows, *like.shape[1:])
         index = ValueId(len(self.values))
-        self.values.append(
-            Value(index=index, shape=shape, dtype=like.dtype, itemsize=like.itemsize)
-        )
+        self.values.append(replace(like, index=index, shape=shape))
         return index
 
     def declare(self, old: ValueId) -> tuple[ValueId, ...]:

@@ -60,6 +60,8 @@ class Traits:
         on_rows: makes the parameters for fewer rows (elements of the leading dim), if the operator
             can run on ranges of rows; `same_parameters` if they do not mention sizes. The rule says
             which operands are cut.
+        changes_memory: its result lies in another memory than its operand, to which a copy engine
+            brings it beside compute.
         numbers_rows: its result holds positions along `params["dimension"]`, so that for a range of
             rows its begin must be added.
     """
@@ -71,6 +73,7 @@ class Traits:
     runs_on_pieces: bool = False
     join: str = ""
     on_rows: Rewrite | None = None
+    changes_memory: bool = False
     numbers_rows: bool = False
 
 

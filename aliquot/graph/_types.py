@@ -36,6 +36,16 @@ class Role(enum.StrEnum):
     OTHER = "other"
 
 
+class Memory(enum.StrEnum):
+    """Memory in which an array lies: a device's own, or that of its host, from which devices copy.
+
+    The values are the names that plan files use.
+    """
+
+    DEVICE = "device"
+    HOST = "host"
+
+
 class Phase(enum.IntEnum):
     """Part of a training step to which an operator belongs.
 
@@ -57,6 +67,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
+    memory: Memory = Memory.DEVICE
 
     @property
     def num_bytes(self) -> int:
@@ -72,6 +83,7 @@ class Literal:
     value: Any
     shape: tuple[int, ...]
     dtype: str
+    memory: Memory = Memory.DEVICE
 
 
 Operand: TypeAlias = ValueId | Literal

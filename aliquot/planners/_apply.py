@@ -49,7 +49,13 @@ def apply_plan(
 
 def _interface(graph: Graph, path: str, operand: Any, role: str) -> ArrayInterface:
     value = graph.values[operand] if isinstance(operand, int) else operand
-    return ArrayInterface(path=path, shape=tuple(value.shape), dtype=value.dtype, role=role)
+    return ArrayInterface(
+        path=path,
+        shape=tuple(value.shape),
+        dtype=value.dtype,
+        role=role,
+        memory=value.memory.value,
+    )
 
 
 def _program(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) -> PlannedStep:

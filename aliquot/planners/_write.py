@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from ..cluster import Cluster
+from ..core import InfeasibleError, format_bytes
 from ..cost import encode_interior, predict
 from ..graph import Graph, Role, graph_fingerprint, interface_fingerprint
 from ..plans import (
@@ -51,6 +53,7 @@ def write_plan(
     if pipeline:
         _add_anywhere(full, shardings)
     prediction = _prediction(decision, task.limit_bytes)
+    _refuse_full_hosts(prediction, task.cluster)
     return Plan(
         model=model,
         inputs=tuple(_interface(full, i.path, i.value, i.role) for i in full.inputs),
@@ -126,6 +129,24 @@ def _prediction(decision: Decision, memory_limit_bytes: float) -> Prediction:
         )
     (stage,) = decision.stages
     return predict(stage.priced, stage.picks, memory_limit_bytes, stage.problem.graph)
+
+
+def _refuse_full_hosts(prediction: Prediction, cluster: Cluster) -> None:
+    """Raise `InfeasibleError` if the host memory that a plan needs is more than a host has."""
+    each_bytes = sum(prediction.host_memory_bytes.values())
+    needed_bytes, limit = each_bytes * cluster.devices_per_host, cluster.host.memory_bytes
+    if limit is not None and needed_bytes > limit:
+        parts = ", ".join(
+            f"{format_bytes(size)} {name}" for name, size in prediction.host_memory_bytes.items()
+        )
+        raise InfeasibleError(
+            f"the host memory of {cluster.name} does not hold what the step keeps there: it needs"
+            f" {format_bytes(needed_bytes)} on each host ({format_bytes(each_bytes)} for each of"
+            f" {cluster.devices_per_host} devices: {parts}), and a host has"
+            f" {format_bytes(limit)}.\n  Keep less there, use more hosts, or split what is kept"
+            " over more devices (for example method zero3). If the hosts have more, say so in a"
+            " cluster file: [host] memory."
+        )
 
 
 def _gap(decision: Decision) -> float | None:
@@ -224,5 +245,9 @@ def _inferred_rules(full: Graph, on_missing_rule: str) -> tuple[InferredRule, ..
 def _interface(graph: Graph, path: str, operand: Any, role: Role | None) -> ArrayInterface:
     value = graph.values[operand] if isinstance(operand, int) else operand
     return ArrayInterface(
-        path=path, shape=tuple(value.shape), dtype=value.dtype, role=role.value if role else ""
+        path=path,
+        shape=tuple(value.shape),
+        dtype=value.dtype,
+        role=role.value if role else "",
+        memory=value.memory.value,
     )

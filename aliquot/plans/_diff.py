@@ -185,6 +185,7 @@ def _predictions(plan: Plan) -> dict[str, Term]:
         **{name: getattr(p, name) for name in PREDICTED_FIGURES},
         "peak_moment": p.peak_moment,
         **{f"{part} memory_bytes": value for part, value in p.memory_bytes.items()},
+        **{f"{part} host_memory_bytes": value for part, value in p.host_memory_bytes.items()},
     }
     for index, stage in enumerate(plan.stages):
         if prediction := stage.prediction:

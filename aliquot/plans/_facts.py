@@ -5,7 +5,7 @@ memory, and the bound.
 from __future__ import annotations
 
 from ..core import counted, format_bytes, format_seconds
-from ._idle_hosts import idle_devices
+from ._idle_hosts import idle_devices, plan_devices
 from ._plan import Plan
 from ._stage_text import meshes
 from ._summary import summary_rows
@@ -77,6 +77,12 @@ def time_parts(plan: Plan) -> str:
     hidden = f" - {format_seconds(p.hidden_s)} hidden behind compute" if p.hidden_s else ""
     parts = [("communication", p.communication_s), ("gradient communication", p.gradient_s)]
     communicated = "".join(f" + {format_seconds(s)} {name}" for name, s in parts if s)
+    copied = ""
+    if p.host_transfer_s:
+        exposed_s = p.host_transfer_s - p.host_hidden_s
+        copied = f" + {format_seconds(exposed_s)} copies to and from host memory"
+        if p.host_hidden_s:
+            copied += f" ({format_seconds(p.host_hidden_s)} more beside compute)"
     transfers_s = idle_parts(plan)[0]
     sent = f" + {format_seconds(transfers_s)} transfers" if transfers_s else ""
     bubble = (
@@ -85,9 +91,10 @@ def time_parts(plan: Plan) -> str:
         else ""
     )
     whose = "stage" if plan.num_submeshes == len(plan.stages) else "submesh"
+    busiest = f" (of the busiest {whose})" if is_pipeline(plan) else ""
     return (
         f"{format_seconds(p.step_time_s)} = {format_seconds(p.compute_s)} compute"
-        f"{communicated}{hidden}{bubble}{f' (of the busiest {whose})' if is_pipeline(plan) else ''}"
+        f"{communicated}{hidden}{copied}{bubble}{busiest}"
     )
 
 
@@ -190,4 +197,31 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
             ),
         ),
         ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in memory_parts(plan))),
+        *_host_memory_rows(plan),
     ]
+
+
+def _host_memory_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What lies in host memory, if anything does."""
+    parts = plan.prediction.host_memory_bytes
+    if not parts:
+        return []
+    each = sum(parts.values())
+    hosts = plan.cluster.get("host")
+    limit = hosts.get("memory_bytes") if isinstance(hosts, dict) else None
+    per_host = each * devices_of_a_host(plan)
+    share = f", {per_host / limit:.0%} of {format_bytes(limit)}" if limit else ""
+    listed = " + ".join(f"{format_bytes(size)} {name}" for name, size in parts.items())
+    return [
+        (
+            "host memory",
+            f"{format_bytes(each)} for each device, {format_bytes(per_host)} on a host{share}",
+        ),
+        ("", listed),
+    ]
+
+
+def devices_of_a_host(plan: Plan) -> int:
+    """Devices of the plan on its fullest host."""
+    per_host = plan.cluster.get("devices_per_host")
+    return min(per_host, plan_devices(plan)) if isinstance(per_host, int) else 1

@@ -24,7 +24,7 @@ from ..core import (
     shortened,
     write_atomic,
 )
-from ._plan import PLAN_VERSION, SINGLE, Plan
+from ._plan import DEVICE_MEMORY, PLAN_VERSION, SINGLE, Plan
 from ._validate import violations
 
 
@@ -54,6 +54,7 @@ _MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 """Migrations by the version they start from: each converts the data of a file to the next one."""
 
+_OF_HOST_MEMORY = ("host_transfer_s", "host_hidden_s", "host_memory_bytes")
 _LINE_LENGTH = 120
 _MOST_BYTES = 256 * 2**20
 _DEEPEST = 32
@@ -71,9 +72,17 @@ def to_json(plan: Plan) -> str:
             each.
     """
     data = msgspec.to_builtins(plan)
-    # Left out where it is zero, so that releases that do not know the field can read the plan.
+    # Left out where they say nothing, so that releases that do not know them can read the plan.
     if not plan.idle_hosts:
         del data["idle_hosts"]
+    for array in (*data["inputs"], *data["outputs"]):
+        if array["memory"] == DEVICE_MEMORY:
+            del array["memory"]
+    stages = [stage["prediction"] for stage in data["stages"] if stage["prediction"]]
+    for predicted in (data["prediction"], *stages):
+        for name in _OF_HOST_MEMORY:
+            if not predicted.get(name, True):
+                del predicted[name]
     # Infinite numbers in a plan's provenance decide nothing, and are no reason to refuse it.
     data["provenance"] = _without_odd_numbers(data["provenance"])
     odd = [path for path, value in _leaves(data, "plan") if not math.isfinite(value)]

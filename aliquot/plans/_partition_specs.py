@@ -56,14 +56,19 @@ def sharding_tree(plan: Plan, tree: Any, mesh: Mesh, path: str | None = None) ->
         InputError: as `spec_tree`, or the plan is a pipeline.
     """
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding
+
+    from ..graph import memory_kind
 
     _refuse_pipelines(plan)
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        spec_tree(plan, tree, path),
-        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
-    )
+    specs = partition_specs(plan)
+    kinds = {array.path: memory_kind(array) for array in plan.inputs}
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    shardings = [
+        None if p is None else NamedSharding(mesh, specs[p], memory_kind=kinds[p])
+        for p in _paths_of(plan, leaves, path)
+    ]
+    return jax.tree_util.tree_unflatten(structure, shardings)
 
 
 def make_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 PLAN_VERSION = 3
+DEVICE_MEMORY, HOST_MEMORY = "device", "host"
+"""Values of `ArrayInterface.memory`."""
 SINGLE = "single"
 """The schedule of a plan of one program."""
 RECOMPUTE = ("none", "stage", "operators")
@@ -27,6 +29,8 @@ PREDICTED_FIGURES = (
     "communication_s",
     "gradient_s",
     "hidden_s",
+    "host_transfer_s",
+    "host_hidden_s",
     "bubble_s",
     "peak_memory_bytes",
     "memory_limit_bytes",
@@ -36,12 +40,15 @@ _HOW_FOUND = ("provenance", "compiled")
 
 
 class ArrayInterface(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One array that the step takes or returns: path, shape, dtype and, for inputs, role."""
+    """One array that the step takes or returns: path, shape, dtype and, for inputs, role; and the
+    memory in which it lies, "device" or "host".
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     role: str = ""
+    memory: str = DEVICE_MEMORY
 
 
 class ModelReference(
@@ -117,6 +124,7 @@ class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         in_flight: the most micro-batches whose residuals it keeps.
         peak_memory_bytes: the sum of `memory_bytes`, which are by part.
         collectives: those of a step.
+        host_memory_bytes: what a device's arrays take in the memory of its host, by part.
     """
 
     forward_s: float
@@ -130,6 +138,7 @@ class StagePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     memory_bytes: dict[str, float]
     collectives: tuple[CollectiveUse, ...]
     transfer_back_s: float | None = None
+    host_memory_bytes: dict[str, float] = {}
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -187,7 +196,9 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Estimated cost of the plan on each device.
 
-    The step takes `compute_s + communication_s + gradient_s - hidden_s + bubble_s`. For a pipeline,
+    The step takes `compute_s + communication_s + gradient_s - hidden_s + host_transfer_s -
+    host_hidden_s + bubble_s`. `host_transfer_s` are copies between device and host memory, of which
+    `host_hidden_s` run beside compute. For a pipeline,
     these are figures of its busiest submesh, and `bubble_s` is the time for which it waits for
     others and for transfers; memory is that of the submesh of its fullest stage. `memory_bytes` are
     the parts that are alive at the peak; they add up to `peak_memory_bytes`.
@@ -195,7 +206,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     A share `measured_share` of the seconds of compute and communication is based on measurements of
     operators of about the same sizes, and another share `measured_compute_share` on measurements of
     one device alone; `measured_error` is the mean relative error of both. The rest is modelled.
-    `memory_over_time` is the memory over the course of the step; None for a pipeline.
+    `host_memory_bytes` is what a device's arrays take in the memory of its host, by part; of a
+    pipeline, in the stage where this is most. `memory_over_time` is the memory over the course of
+    the step; None for a pipeline.
     """
 
     step_time_s: float
@@ -212,6 +225,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     measured_share: float = 0.0
     measured_error: float = 0.0
     measured_compute_share: float = 0.0
+    host_transfer_s: float = 0.0
+    host_hidden_s: float = 0.0
+    host_memory_bytes: dict[str, float] = {}
     memory_over_time: MemoryCurve | None = None
 
 

@@ -114,6 +114,7 @@ def _largest_costs(plan: Plan) -> str:
             p.gradient_s - p.hidden_s,
             _dearest(plan, of_gradients=True),
         ),
+        ("copies to and from host memory", p.host_transfer_s - p.host_hidden_s, ""),
         ("waiting for other stages", p.bubble_s, ""),
     ]
     largest = [

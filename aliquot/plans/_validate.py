@@ -12,7 +12,16 @@ from ..cluster import MOST_DEVICES, Cluster
 from ..core import ClusterError, PlanMismatchError, counted, nearest
 from ._arrays import unranged
 from ._idle_hosts import idle_devices, plan_devices
-from ._plan import PREDICTED_FIGURES, RECOMPUTE, ArrayInterface, Plan, Prediction, StagePlan
+from ._plan import (
+    DEVICE_MEMORY,
+    HOST_MEMORY,
+    PREDICTED_FIGURES,
+    RECOMPUTE,
+    ArrayInterface,
+    Plan,
+    Prediction,
+    StagePlan,
+)
 from ._validate_pipeline import pipeline_violations, process_violations
 
 _LISTED = 8
@@ -54,6 +63,7 @@ def violations(
     faults += _stages(plan)
     faults += pipeline_violations(plan)
     faults += _micro_batches(plan)
+    faults += _memories(plan)
     faults += _sums(plan)
     return faults
 
@@ -111,6 +121,11 @@ def _interface(
             yield f"{what} `{array.path}` {_form(array)} is not in the plan"
         elif (known.shape, known.dtype) != (array.shape, array.dtype):
             yield f"{what} `{array.path}` is {_form(array)}, planned as {_form(known)}"
+        elif known.memory != array.memory:
+            yield (
+                f"{what} `{array.path}` lies in {array.memory} memory, planned in"
+                f" {known.memory} memory (jax.device_put(tree, plan.shardings(tree)) moves it)"
+            )
     for array in planned:
         if array.path not in now:
             yield f"{what} `{array.path}` {_form(array)} is planned, and the step has none"
@@ -273,11 +288,21 @@ def _micro_batches(plan: Plan) -> Iterator[str]:
         yield f"combine names outputs that the step does not have: {_list(strangers)}"
 
 
+def _memories(plan: Plan) -> Iterator[str]:
+    for array in (*plan.inputs, *plan.outputs):
+        if array.memory not in (DEVICE_MEMORY, HOST_MEMORY):
+            yield (
+                f"`{array.path}` lies in the memory {array.memory!r}, and can lie in"
+                f" {DEVICE_MEMORY!r} or {HOST_MEMORY!r}"
+            )
+
+
 def _sums(plan: Plan) -> Iterator[str]:
     p = plan.prediction
     numbers = {
         **{name: getattr(p, name) for name in PREDICTED_FIGURES},
         **{f"memory_bytes.{part}": value for part, value in p.memory_bytes.items()},
+        **{f"host_memory_bytes.{part}": value for part, value in p.host_memory_bytes.items()},
     }
     for name, value in numbers.items():
         if not (math.isfinite(value) and value >= 0):
@@ -290,6 +315,7 @@ def _sums(plan: Plan) -> Iterator[str]:
         )
     yield from _memory_over_time(p)
     parts_s = p.compute_s + p.communication_s + p.gradient_s - p.hidden_s + p.bubble_s
+    parts_s += p.host_transfer_s - p.host_hidden_s
     if not math.isclose(parts_s, p.step_time_s, rel_tol=_TOLERANCE, abs_tol=1e-12):
         yield f"the parts of the step time add up to {parts_s:.6g} s, not to {p.step_time_s:.6g} s"
 

@@ -215,6 +215,7 @@ def _parts(plan: Plan) -> dict[str, float]:
         "compute": p.compute_s,
         "communication": p.communication_s,
         "gradient communication": p.gradient_s - p.hidden_s,
+        "copies to and from host memory": p.host_transfer_s - p.host_hidden_s,
         "waiting for other stages": p.bubble_s,
     }
 

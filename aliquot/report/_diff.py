@@ -24,6 +24,8 @@ _NAMES = {
     "num_submeshes": "submeshes",
     "gradient_s": "gradient communication",
     "hidden_s": "hidden behind compute",
+    "host_transfer_s": "copies to and from host memory",
+    "host_hidden_s": "copies to and from host memory beside compute",
 }
 
 

@@ -91,7 +91,9 @@ class AbstractRunner(abc.ABC):
 def interface_of(graph: Graph) -> tuple[ArrayInterface, ...]:
     """A step's inputs in the form in which plans store them."""
     return tuple(
-        ArrayInterface(path=i.path, shape=v.shape, dtype=v.dtype, role=i.role.value)
+        ArrayInterface(
+            path=i.path, shape=v.shape, dtype=v.dtype, role=i.role.value, memory=v.memory.value
+        )
         for i in graph.inputs
         for v in [graph.values[i.value]]
     )

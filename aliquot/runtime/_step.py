@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core import InputError
 from ..cost import PlannedStep
-from ..plans import Plan, Trace, headline, require_busy_processes
+from ..graph import memory_kind
+from ..plans import Plan, Trace, headline, require_busy_processes, unranged
 from ._arguments import Arguments
 from ._check import StepCheck, compare, plain_results
 from ._init import init_state
@@ -116,8 +117,13 @@ class Step:
         """
         if self._runner is not None:
             return self._runner.shardings
+        kinds = {array.path: memory_kind(array) for array in self.plan.inputs}
         return {
-            path: NamedSharding(mesh, PartitionSpec(*[axes or None for axes in dims]))
+            path: NamedSharding(
+                mesh,
+                PartitionSpec(*[axes or None for axes in dims]),
+                memory_kind=kinds.get(unranged(path)),
+            )
             # In reverse, so that the first stage wins where several read an input.
             for stage, mesh in reversed(list(zip(self.plan.stages, self.meshes, strict=True)))
             for path, dims in stage.shardings.items()

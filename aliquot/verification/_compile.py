@@ -20,7 +20,7 @@ from ._program import Dims, PortableProgram
 from ._targets import CompileTarget
 from ._wheels import require_compiler
 
-_FORMAT = "3"
+_FORMAT = "4"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
@@ -36,6 +36,7 @@ class CompiledProgram:
             instead of axes where the compiler's choice has no such form.
         live_bytes: the most that is in use at any moment, holes between buffers not counted; 0 if
             unknown.
+        host_bytes: what arguments, results and temporaries take in the memory of the device's host.
         collectives: every collective instruction; labels name causes.
         cycles: what a TPU's compiler expects a step to take; 0 for others.
         compile_s: seconds that the compiler took.
@@ -51,6 +52,7 @@ class CompiledProgram:
     temp_bytes: int = 0
     alias_bytes: int = 0
     live_bytes: int = 0
+    host_bytes: int = 0
     out_dims: tuple[Dims | None, ...] = ()
     out_bytes: tuple[int, ...] = ()
     needed_bytes: float | None = None
@@ -144,6 +146,8 @@ class Compiler:
             "axis_names": program.axis_names,
             "in_dims": program.in_dims,
             "out_dims": program.out_dims,
+            "in_kinds": program.in_kinds,
+            "out_kinds": program.out_kinds,
             "donated": program.donated,
             "x64": program.x64,
         }
@@ -216,6 +220,7 @@ def _compiled(
         temp_bytes=memory["temp_bytes"],
         alias_bytes=memory["alias_bytes"],
         live_bytes=memory["live_bytes"],
+        host_bytes=memory["host_bytes"],
         collectives=tuple(
             CompiledCollective(**{**c, "axes": tuple(c["axes"])}) for c in answer["collectives"]
         ),

@@ -67,7 +67,9 @@ def verify_pipeline(
 
     # Inputs as the stages keep them: arrays that are stacked over layers may lie in pieces.
     inputs = [
-        ArrayInterface(path=item.path, shape=value.shape, dtype=value.dtype)
+        ArrayInterface(
+            path=item.path, shape=value.shape, dtype=value.dtype, memory=value.memory.value
+        )
         for item in step.graph.inputs
         for value in [step.graph.values[item.value]]
     ]
@@ -192,6 +194,7 @@ def _stage(
     return StageVerification(
         predicted_bytes=predicted.peak_memory_bytes,
         predicted_parts=dict(predicted.memory_bytes),
+        predicted_host_bytes=sum(predicted.host_memory_bytes.values()),
         argument_bytes=sum(
             group.local_bytes for group in grouped_arrays(here, stage, stage.shardings)
         ),

@@ -38,6 +38,8 @@ class PortableProgram:
         mesh_shape, axis_names: of its mesh.
         in_dims, out_dims: mesh axes that split each dim of each input and output; None leaves one
             to the compiler.
+        in_kinds, out_kinds: for each input and output the memory that it lies in, by JAX's name;
+            None for device memory.
         donated: positions of donated inputs.
         x64: whether JAX keeps 64 bits.
     """
@@ -48,6 +50,8 @@ class PortableProgram:
     axis_names: tuple[str, ...]
     in_dims: tuple[Dims | None, ...]
     out_dims: tuple[Dims | None, ...]
+    in_kinds: tuple[str | None, ...]
+    out_kinds: tuple[str | None, ...]
     donated: tuple[int, ...]
     x64: bool
 
@@ -65,6 +69,8 @@ class PortableProgram:
             self.axis_names,
             self.in_dims,
             self.out_dims,
+            self.in_kinds,
+            self.out_kinds,
             self.donated,
             self.x64,
         )
@@ -100,6 +106,8 @@ def portable_program(step: PlannedStep, platform: str) -> PortableProgram:
         axis_names=tuple(stage.axis_names),
         in_dims=tuple(map(_dims, program.in_shardings)),
         out_dims=tuple(map(_dims, program.out_shardings)),
+        in_kinds=tuple(sharding.memory_kind for sharding in program.in_shardings),
+        out_kinds=tuple(sharding.memory_kind for sharding in program.out_shardings),
         donated=program.donated,
         x64=_keeps_64_bits(),
     )
@@ -119,6 +127,8 @@ def portable_stage(export: StageExport, stage: StagePlan, platform: str) -> Port
         axis_names=tuple(stage.axis_names),
         in_dims=tuple(None if s.sharding is None else _dims(s.sharding) for s in form.arguments),
         out_dims=tuple(None if sharding is None else _dims(sharding) for sharding in form.wanted),
+        in_kinds=tuple(getattr(s.sharding, "memory_kind", None) for s in form.arguments),
+        out_kinds=tuple(getattr(sharding, "memory_kind", None) for sharding in form.wanted),
         donated=form.donated,
         x64=_keeps_64_bits(),
     )

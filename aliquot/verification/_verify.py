@@ -11,7 +11,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..core import format_bytes, format_seconds
 from ..cost import PlannedStep
-from ..plans import Plan, StagePlan, grouped_arrays
+from ..plans import DEVICE_MEMORY, Plan, StagePlan, grouped_arrays
 from ._compare import (
     CollectiveComparison,
     UnintendedCollective,
@@ -58,6 +58,7 @@ class StageVerification:
     Attributes:
         predicted_bytes: the plan's peak.
         predicted_parts: what the peak is made of.
+        predicted_host_bytes: what the plan keeps in host memory for a device.
         argument_bytes: by the plan, what the step's inputs, state and batch, take on a device.
         compiled: the compiler's account; for a pipeline's stage, that of all its programs together,
             at the moment of a step when its devices hold most.
@@ -69,6 +70,7 @@ class StageVerification:
 
     predicted_bytes: float
     predicted_parts: dict[str, float]
+    predicted_host_bytes: float = 0.0
     argument_bytes: float
     compiled: CompiledProgram
     collectives: tuple[CollectiveComparison, ...]
@@ -87,6 +89,9 @@ class StageVerification:
         return {
             "predicted_bytes": self.predicted_bytes,
             "compiled_bytes": self.compiled_bytes,
+            "predicted_host_bytes": self.predicted_host_bytes,
+            # Of a pipeline's stage, the host memory of all programs together is not known.
+            "compiled_host_bytes": c.host_bytes or None,
             "parts": {
                 "predicted": {"arguments": self.argument_bytes, **self.predicted_parts},
                 "compiled": {**(self.held or _buffers(c)), "peak": self.compiled_bytes},
@@ -172,6 +177,11 @@ class Verification:
                 f" {format_bytes(stage.predicted_bytes)}), compiled in"
                 f" {format_seconds(stage.compiled.compile_s)}"
             )
+            if stage.compiled.host_bytes:
+                statements.append(
+                    f"{which}{format_bytes(stage.compiled.host_bytes)} in host memory for each"
+                    f" device (predicted {format_bytes(stage.predicted_host_bytes)})"
+                )
             statements += [f"not in the plan: {each}" for each in stage.unintended]
         head = f"{verdict} {self.num_devices} x {self.target.name}"
         lines = (
@@ -221,8 +231,14 @@ def _stage(plan: Plan, stage: StagePlan, compiled: CompiledProgram) -> StageVeri
     return StageVerification(
         predicted_bytes=plan.prediction.peak_memory_bytes,
         predicted_parts=dict(plan.prediction.memory_bytes),
+        predicted_host_bytes=sum(plan.prediction.host_memory_bytes.values()),
         argument_bytes=sum(
-            group.local_bytes for group in grouped_arrays(plan.inputs, stage, stage.shardings)
+            group.local_bytes
+            for group in grouped_arrays(
+                [array for array in plan.inputs if array.memory == DEVICE_MEMORY],
+                stage,
+                stage.shardings,
+            )
         ),
         compiled=compiled,
         collectives=compare_collectives(uses, collectives) if not compiled.refusal else (),

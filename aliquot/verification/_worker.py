@@ -81,20 +81,22 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
     exported = export.deserialize(bytearray(module))
     mesh = _mesh(request)
 
-    def shardings(arrays: Any) -> tuple[NamedSharding | None, ...]:
+    def shardings(arrays: Any, kinds: Any) -> tuple[NamedSharding | None, ...]:
         return tuple(
             (
                 None
                 if dims is None
-                else NamedSharding(mesh, PartitionSpec(*[tuple(axes) or None for axes in dims]))
+                else NamedSharding(
+                    mesh, PartitionSpec(*[tuple(axes) or None for axes in dims]), memory_kind=kind
+                )
             )
-            for dims in arrays
+            for dims, kind in zip(arrays, kinds, strict=True)
         )
 
     jitted = jax.jit(
         exported.call,
-        in_shardings=shardings(request["in_dims"]),
-        out_shardings=list(shardings(request["out_dims"])),
+        in_shardings=shardings(request["in_dims"], request["in_kinds"]),
+        out_shardings=list(shardings(request["out_dims"], request["out_kinds"])),
         donate_argnums=tuple(request["donated"]),
         # Arguments keep their positions, by which they are donated and named as causes.
         keep_unused=True,
@@ -114,6 +116,12 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
             "alias_bytes": int(memory.alias_size_in_bytes),
             "live_bytes": int(getattr(memory, "peak_memory_in_bytes", 0)),
             "code_bytes": int(memory.generated_code_size_in_bytes),
+            "host_bytes": int(
+                memory.host_argument_size_in_bytes
+                + memory.host_output_size_in_bytes
+                - memory.host_alias_size_in_bytes
+                + memory.host_temp_size_in_bytes
+            ),
         },
         "collectives": [
             {
@@ -129,7 +137,10 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
         ],
         "out_dims": [_dims(sharding) for sharding in compiled.output_shardings],
         "out_bytes": [
-            math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
+            # Host memory is counted by itself.
+            0
+            if sharding.memory_kind == "pinned_host"
+            else math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
             for sharding, aval in zip(compiled.output_shardings, exported.out_avals, strict=True)
         ],
         "cycles": estimated_cycles(text),

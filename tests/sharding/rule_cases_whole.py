@@ -56,7 +56,7 @@ case(
     floats(8, 4),
     floats(16),
 )
-case("device_put", "", jax.device_put, floats(8, 4))
+case("device_put", "", lambda x: jax.device_put(x, jax.memory.Space.Host), floats(8, 4))
 
 
 @custom_partitioning

@@ -5,6 +5,9 @@ from ._deferred import may_take_turns as may_take_turns
 from ._deferred import takes_turns as takes_turns
 from ._held import Held as Held
 from ._held import held_arrays as held_arrays
+from ._host import CopySpan as CopySpan
+from ._host import copy_spans as copy_spans
+from ._host import is_on_host as is_on_host
 from ._model import Conversion as Conversion
 from ._model import MemoryModel as MemoryModel
 from ._model import alive_over_time as alive_over_time

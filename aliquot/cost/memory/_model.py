@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ...graph import Phase
+from ...graph import Memory, Phase
 from ...sharding import Edge, NodeGraph, NodeId, Spec, num_shards
 from .._choices import shards
 from .._collectives import pieces
@@ -51,10 +51,11 @@ class MemoryModel:
     conversions: tuple[Conversion, ...]
 
 
-def memory_model(priced: Priced, *, in_turn: bool) -> MemoryModel:
+def memory_model(priced: Priced, *, in_turn: bool, memory: Memory = Memory.DEVICE) -> MemoryModel:
     """Residents and conversions of a priced problem.
 
     Args:
+        memory: the memory that is counted; arrays are resharded in device memory only.
         in_turn: whether collectives inside backward layers take turns with all-reduces. Fewer
             products are deferred then, so memory with it is a lower bound on memory without it.
             `takes_turns` tells for known choices.
@@ -67,6 +68,8 @@ def memory_model(priced: Priced, *, in_turn: bool) -> MemoryModel:
     # Cached, because many arrays are split alike.
     parts: dict[object, Floats] = {}
     for r in priced.residents:
+        if r.memory is not memory:
+            continue
         gradient = priced.repeats > 1 and r.category == "gradients"
         if r.node < 0:
             num_bytes = np.array([float(r.num_bytes)])
@@ -85,7 +88,7 @@ def memory_model(priced: Priced, *, in_turn: bool) -> MemoryModel:
         num_times=graph.num_ops + 1,
         residents=tuple(residents),
         local_bytes=tuple(local),
-        conversions=tuple(_conversions(priced, in_turn)),
+        conversions=tuple(_conversions(priced, in_turn)) if memory is Memory.DEVICE else (),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cluster import Target
-from ...graph import Input, Phase, Role, traits_of
+from ...graph import Input, Memory, Phase, Role, traits_of
 from ...sharding import NO_NODE, REPLICATED, NodeId, NodeIndex, Port, Projection
 from ._library import copied_kernels, indexed_maxima
 from ._operands import Casts, casts_of_parameters, only_multiplied
@@ -35,6 +35,7 @@ class Resident:
         num_bytes: of the whole, unsplit array.
         births, deaths: live range of each copy: the first and the last operator during which it is
             alive.
+        memory: the memory in which they lie.
         stacked: whether a loop fills the array, one row in each turn.
         late_deaths: end of the live range if the product `consumer_node`, which reads the array as
             split by `read_projection`, is deferred to the update; None if no such product can be.
@@ -50,6 +51,7 @@ class Resident:
     label: str
     births: NDArray[np.int64] = field(repr=False)
     deaths: NDArray[np.int64] = field(repr=False)
+    memory: Memory = Memory.DEVICE
     stacked: bool = False
     late_deaths: NDArray[np.int64] | None = field(default=None, repr=False)
     consumer_node: NodeId = NO_NODE
@@ -118,6 +120,7 @@ def _of_input(
         num_bytes=value.num_bytes,
         category=_CATEGORY_OF_ROLE[item.role] if item else "constants",
         label=item.path if item else index.label_of_value(value_class),
+        memory=value.memory,
         births=births,
         deaths=np.full(len(members), len(index.cuts.graph.ops), np.int64),
     )
@@ -175,6 +178,7 @@ def _of_stored_array(
         label=index.label_of_value(value_class),
         births=summed_at,
         deaths=np.maximum(np.maximum(deaths, births), summed_at),
+        memory=cuts.graph.values[members[0]].memory,
         stacked=maker.name == "scan_stack",
         late_deaths=late_deaths if late_reader else None,
         consumer_node=late_reader.node if late_reader else NO_NODE,

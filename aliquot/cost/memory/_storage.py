@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ...cluster import Target
 from ...graph import Op, Phase, traits_of
 from ...sharding import Cuts, rearranges, taken_by_regions
+from ._host import copy_spans, is_on_host, written_in_place
 from ._library import only_convolved
 
 # Links whose result is an array that another operator made, or a part of one.
@@ -54,14 +55,33 @@ def find_storage(cuts: Cuts, target: Target, *, sums_gradients: bool = False) ->
     if target.repeats_cheap_work:
         turned = only_convolved(cuts) if target.library_convolves else [False] * len(cuts.producer)
         stored = _stored_where_cheaper(cuts, sums_gradients, turned)
+    spans = list(copy_spans(cuts, target))
+    for span in spans:
+        # Outside of loops, a kernel may read an array in host memory without a copy of it.
+        if not span.to_host and span.begin < span.end:
+            stored[int(cuts.folding.value_class[span.result])] = True
+    in_place = written_in_place(cuts, spans, stored) if spans else {}
+    for value_class in in_place:
+        stored[value_class] = False
     in_order = _latest(cuts) if target.runs_latest else list(range(len(cuts.graph.ops)))
     late = _run_late(cuts) if target.delays_gradients else in_order
+    made_at = _made_at(cuts, target.zeroes_early)
+    last_use, late_use = _last_use(cuts, stored, in_order), _last_use(cuts, stored, late)
+    for span in spans:
+        if span.to_host:
+            last_use[span.source] = max(last_use[span.source], span.end)
+            late_use[span.source] = max(late_use[span.source], span.end)
+        else:
+            made_at[span.result] = min(made_at[span.result], span.begin)
+    for operand in in_place.values():
+        members = list(cuts.folding.value_members[operand])
+        last_use[members] = late_use[members] = len(cuts.graph.ops)
     return Storage(
         stored=tuple(stored),
-        made_at=_made_at(cuts, target.zeroes_early),
-        last_use=_last_use(cuts, stored, in_order),
+        made_at=made_at,
+        last_use=last_use,
         late_run=np.array(late, np.int64),
-        late_use=_last_use(cuts, stored, late),
+        late_use=late_use,
     )
 
 
@@ -82,6 +102,7 @@ def stored_by_fusion(cuts: Cuts) -> list[bool]:
             and not cuts.const_only[value_class]
             and (
                 maker.name == "scan_stack"
+                or _is_copied(cuts, value_class, readers[value_class])
                 or cuts.rules[producer[0]].contracts
                 or value_class in returned
                 or any(rule.contracts or _other_phase(maker, op) for op, rule in read_by)
@@ -152,6 +173,7 @@ def _stored_in_any_case(
         read_by_kernel = any(_is_kernel(cuts, r) for r in readers[value_class])
         stored.append(
             cuts.first[op_class].name == "scan_stack"
+            or _is_copied(cuts, value_class, readers[value_class])
             or _is_kernel(cuts, op_class)
             or bool(cuts.rules[op_class].reduced)
             or value_class in returned
@@ -160,6 +182,16 @@ def _stored_in_any_case(
             or (sums_gradients and enters_update(value_class, cuts.first[op_class]))
         )
     return stored
+
+
+def _is_copied(cuts: Cuts, value_class: int, readers: set[int]) -> bool:
+    """True if an array is copied to another memory, or is such a copy. A copy to the host that a
+    loop stacks is made into the stack.
+    """
+    names = [cuts.first[r].name for r in readers]
+    if is_on_host(cuts, value_class):
+        return names != ["scan_stack"]
+    return any(traits_of(name).changes_memory for name in names)
 
 
 def _kernels_that_need(

@@ -10,7 +10,6 @@ from .._traits import Traits
 from ._factors import Factors
 
 
-@register_dim_rule("optimization_barrier", "device_put")
 def _pass_all(
     operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
 ) -> DimRule:
@@ -18,6 +17,11 @@ def _pass_all(
     f = Factors()
     dims = tuple(f.splits(o.shape) for o in operands)
     return f.rule(dims, dims, linear=(1,) * len(operands))
+
+
+register_dim_rule("optimization_barrier")(_pass_all)
+# Recomputed, an array would lie in device memory after all; so it counts as costly.
+register_dim_rule("device_put", traits=Traits(changes_memory=True, costly=True))(_pass_all)
 
 
 def _opaque(

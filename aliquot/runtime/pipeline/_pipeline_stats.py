@@ -101,6 +101,8 @@ def _slot_bytes(compiled: CompiledPipeline) -> dict[int, int]:
 
 
 def bytes_on_device(struct: Any) -> int:
-    """Bytes of one shard of an array."""
+    """Bytes of one shard of an array in device memory."""
+    if struct.sharding.memory_kind == "pinned_host":
+        return 0
     shard = struct.sharding.shard_shape(struct.shape)
     return int(math.prod(shard) * struct.dtype.itemsize)

@@ -172,7 +172,14 @@ def _out_sharding(
             return NamedSharding(context.mesh, _result_spec(context, key.value, shape))
     if key.form is Form.PACKED:
         return NamedSharding(context.mesh, PartitionSpec())
-    return None
+    # A sharding also says in which memory an array lies. If one result's is left to the compiler,
+    # JAX takes no account of memories when it puts results in the place of donated arguments.
+    if not any(k.value >= 0 and context.memory_kind(k.value) for k in function.gives):
+        return None
+    if key.form in (Form.SENT, Form.LOCAL):
+        return context.sent_sharding(key.value, shape)
+    spec = _result_spec(context, key.value, shape) if key.form is Form.LATE else PartitionSpec()
+    return NamedSharding(context.mesh, spec, memory_kind=context.memory_kind(key.value))
 
 
 def _result_spec(context: StageContext, value: ValueId, shape: Sequence[int]) -> PartitionSpec:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...graph import NO_VALUE, StageId, ValueId
+from ...graph import NO_VALUE, StageId, ValueId, memory_kind
 from ...sharding import Layout, MicroBatchGraphs, MicroBatchPlan, Part, Pins, StageProgram, TimeKind
 from ..spmd import ConstraintLowering, Totals, partition
 
@@ -109,7 +109,12 @@ class StageContext:
 
     def given_sharding(self, value: ValueId) -> NamedSharding:
         """Sharding of an input of the step."""
-        return NamedSharding(self.mesh, self.given_specs.get(value, PartitionSpec()))
+        spec = self.given_specs.get(value, PartitionSpec())
+        return NamedSharding(self.mesh, spec, memory_kind=self.memory_kind(value))
+
+    def memory_kind(self, value: ValueId) -> str | None:
+        """JAX's name for the memory of a value; None for device memory."""
+        return memory_kind(self.parts.body.values[value])
 
     def sent_sharding(self, value: ValueId, shape: Sequence[int]) -> NamedSharding:
         """Sharding of a value of a micro-batch that comes from another stage, or goes to one."""
@@ -134,7 +139,7 @@ class StageContext:
             ):
                 dims[kind.dim] = self.data_axes
             spec = PartitionSpec(*dims)
-        return NamedSharding(self.mesh, spec)
+        return NamedSharding(self.mesh, spec, memory_kind=self.memory_kind(value))
 
     def total_sharding(self, value: ValueId) -> NamedSharding:
         """Sharding of a running total."""

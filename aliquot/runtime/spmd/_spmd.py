@@ -16,8 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from ...graph import Graph, Role, ValueId
-from ...sharding import Layout, MicroBatchPlan, Pins, TimeKind, cut_graph, dims_of, sizes_of
+from ...graph import Graph, Literal, Role, Value, ValueId, memory_kind
+from ...sharding import (
+    Layout,
+    MicroBatchPlan,
+    Pins,
+    Spec,
+    TimeKind,
+    cut_graph,
+    dims_of,
+    sizes_of,
+)
 from ._lowering import AbstractLowering, ConstraintLowering, partition
 from ._totals import Totals
 
@@ -59,11 +68,15 @@ def build_program(
     """
     lowering = ConstraintLowering(mesh=mesh, pins=pins)
     in_shardings = tuple(
-        NamedSharding(mesh, partition(mesh, spec, graph.values[item.value].shape))
+        _sharding(mesh, spec, graph.values[item.value])
         for item, spec in zip(graph.inputs, pins.inputs, strict=True)
     )
     out_shardings = tuple(
-        NamedSharding(mesh, partition(mesh, spec, _shape(graph, output.value)))
+        _sharding(
+            mesh,
+            spec,
+            graph.values[output.value] if isinstance(output.value, int) else output.value,
+        )
         for output, spec in zip(graph.outputs, pins.outputs, strict=True)
     )
     run: Callable[..., list[Any]]
@@ -96,11 +109,10 @@ def build_program(
     )
 
 
-def _shape(graph: Graph, operand: Any) -> tuple[int, ...]:
-    shape: tuple[int, ...] = (
-        graph.values[operand].shape if isinstance(operand, int) else operand.shape
-    )
-    return shape
+def _sharding(mesh: Mesh, spec: Spec, array: Value | Literal) -> NamedSharding:
+    """The sharding of an input or output, in the memory in which it lies."""
+    dims = partition(mesh, spec, array.shape)
+    return NamedSharding(mesh, dims, memory_kind=memory_kind(array))
 
 
 def _alike(graph: Graph, value: ValueId, successor: Any) -> bool:

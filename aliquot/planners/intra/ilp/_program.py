@@ -19,7 +19,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cost import Conversion, MemoryModel, Priced, Resident, over_time
+from ....cost import (
+    Conversion,
+    MemoryModel,
+    Priced,
+    Resident,
+    copy_seconds,
+    over_time,
+    queues,
+)
+from ....graph import Phase
 from ._layout import Choices, Layouts, Prices, lay_out
 from ._sharing import Groups
 
@@ -147,7 +156,44 @@ def build_program(
             program.global_rows.append(
                 (row, np.bincount(columns[mine], values[mine], program.num_columns).astype(float))
             )
+    _add_exposed_copies(program, layout.choices, priced)
     return program, layout.choices
+
+
+def _add_exposed_copies(program: Program, choices: Choices, priced: Priced) -> None:
+    """For each stretch of copies between device and host memory a variable `e`: the seconds for
+    which it waits, `e >= copies - compute beside them`; and for each phase the seconds for which
+    the step waits, at least those of the stretches of either direction.
+    """
+    seconds = copy_seconds(priced) if priced.copies else []
+    of_phase: dict[Phase, int] = {}
+    of_direction: dict[tuple[Phase, bool], int] = {}
+    for group in queues(priced.copies):
+        (column,) = program.add_columns(np.zeros(1))
+        phase, direction = group[0].phase, (group[0].phase, group[0].to_host)
+        if phase not in of_phase:
+            of_phase[phase] = int(program.add_columns(np.ones(1))[0])
+        if direction not in of_direction:
+            of_direction[direction] = program.add_rows(1, -np.inf, 0.0)
+            ends = np.array([of_phase[phase]])
+            program.add_entries(np.array([of_direction[direction]]), ends, -1.0)
+        program.add_entries(np.array([of_direction[direction]]), np.array([column]), 1.0)
+        for queue in group:
+            waits: list[Floats | float] = [0.0] * len(choices.columns)
+            fixed = 0.0
+            for k in queue.members:
+                node = priced.copies[k].node
+                if node < 0:
+                    fixed += float(seconds[k][0])
+                else:
+                    waits[node] = waits[node] + seconds[k]
+            room = np.array(queue.room)
+            row = program.add_rows(1, -np.inf, -fixed)
+            program.add_entries(np.array([row]), np.array([column]), -1.0)
+            for n, (columns, kept) in enumerate(zip(choices.columns, choices.allowed, strict=True)):
+                values = (waits[n] - room @ priced.nodes[n].compute)[kept]
+                some = np.flatnonzero(values)
+                program.add_entries(np.full(len(some), row), columns[some], values[some])
 
 
 def add_memory_row(
