@@ -13,6 +13,7 @@ from runtime.strangers import Target, new_secret, strangers
 from aliquot.runtime.transport import _line, _meeting
 from aliquot.runtime.transport._line import Greeting, framed, open_line
 from aliquot.runtime.transport._meeting import Hello, gather_in, join
+from aliquot.runtime.transport._messages import MessageError
 from aliquot.runtime.transport._reception import LOGGER, Reception, listen
 
 # Each kind once, at some port, moment and number of processes.
@@ -133,6 +134,22 @@ def test_a_message_that_the_other_end_did_not_send_ends_the_line(reception, chan
     line.socket.sendall(changed)
     with pytest.raises(OSError, match="did not send|bytes|too slow|timed out"):
         arrived[0][1].receive(int, 0.2)
+    line.close()
+
+
+def test_long_messages_pass_on_a_line_but_not_before(reception):
+    opened, arrived, address = reception
+    with pytest.raises(MessageError, match="at most 65536 can be sent"):
+        open_line(*address, key=b"key", purpose="meeting", hello="x" * 70_000)
+    line = open_line(*address, key=b"key", purpose="meeting", hello=5)
+    wait_for(lambda: arrived)
+    text = "x" * 2**20
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(line.send, text)
+        assert arrived[0][1].receive(str, 5) == text
+        sending.result()
+    with pytest.raises(MessageError, match="at most 16777216 can be sent"):
+        line.send("x" * 2**24)
     line.close()
 
 

@@ -22,8 +22,8 @@ from ._secret import digest
 
 #: Of the protocol. A change of any message or proof needs another one.
 VERSION = 1
-#: The longest message on a line, and while one is made.
-MOST_BYTES = 64 * 1024
+#: The longest message while a line is made, by who may be anybody, and on one.
+MOST_BYTES, MOST_LINE_BYTES = 64 * 1024, 16 * 2**20
 #: Time for the proofs of both ends, all in all.
 PROOFS_S = 10
 
@@ -89,7 +89,7 @@ class Line:
         Raises:
             OSError: the connection has ended, or takes nothing.
         """
-        data = encode(value, MOST_BYTES)
+        data = encode(value, MOST_LINE_BYTES)
         with self._lock:
             proof = digest(self._sends, self._sent, data)
             self._sent += 1
@@ -107,7 +107,7 @@ class Line:
         deadline = time.monotonic() + timeout_s
         try:
             size = int.from_bytes(receive_exactly(self.socket, 4, deadline), "big")
-            if size > MOST_BYTES:
+            if size > MOST_LINE_BYTES:
                 raise ConnectionError(f"a message of {size} bytes")
             data = receive_exactly(self.socket, size, deadline)
             proof = receive_exactly(self.socket, _PROOF_BYTES, deadline)
@@ -117,7 +117,7 @@ class Line:
             raise ConnectionError("a message that the other process did not send")
         self._heard += 1
         try:
-            return decode(data, kind, MOST_BYTES)
+            return decode(data, kind, MOST_LINE_BYTES)
         except MessageError as error:
             raise ConnectionError(str(error)) from None
 
@@ -262,7 +262,7 @@ def receive_exactly(connection: socket.socket, size: int, deadline: float) -> by
     Raises:
         OSError: they do not, or the connection ended.
     """
-    data = b""
+    data = bytearray()
     while len(data) < size:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
@@ -272,7 +272,7 @@ def receive_exactly(connection: socket.socket, size: int, deadline: float) -> by
         if not more:
             raise ConnectionError("the connection ended")
         data += more
-    return data
+    return bytes(data)
 
 
 def _hear(connection: socket.socket, kind: type[Value], deadline: float) -> Value:
