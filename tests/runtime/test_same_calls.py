@@ -329,5 +329,5 @@ def test_many_arrays_from_the_host_fit_into_one_report():
 
 
 def test_a_call_of_a_demo_costs_less_than_a_millisecond():
-    """On a quiet machine a quarter of it; other tests use the machine as well."""
+    """On a machine in use half of it; other tests use the machine as well."""
     assert min(call_cost(30)[0] for _ in range(3)) < 1e-3
