@@ -5,16 +5,18 @@ negatives, grouped rewards, patches, beams and losses in chunks, at real size an
 under data parallelism, ZeRO, the integer program and pipelines of two stages, on 8 and on 64 H100s:
 the share of the computing that every device does alike. On 64 the batch is eight times as large.
 
-    python benchmarks/joined_batches.py [--quick]
+    python benchmarks/joined_batches.py [--quick] [--cluster 8xH100] [--journal FILE]
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import sys
 from pathlib import Path
 from typing import Any
 
-from _results import Report, options, say
+from _results import Journal, Report, options
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -64,7 +66,8 @@ def row(name: str, method: str, cluster: str) -> dict[str, Any]:
 
 def main() -> int:
     """Run, and write or print the answer."""
-    chosen = options(__doc__)
+    chosen = options(__doc__, _more_options)
+    journal = Journal(chosen.journal)
     report = Report(
         name="joined_batches",
         question="Work that is replicated where a step joins or regroups its batch",
@@ -77,11 +80,11 @@ def main() -> int:
     )
     names = list(LOSSES)[:2] if chosen.quick else list(LOSSES)
     rows = []
-    for cluster in CLUSTERS:
+    for cluster in chosen.cluster or CLUSTERS:
         for name in names:
             for method in METHODS:
-                rows.append(row(name, method, cluster))
-                say(str(rows[-1]))
+                key = f"{cluster} {name} {method}"
+                rows.append(journal.row(key, functools.partial(row, name, method, cluster)))
     planned = [r for r in rows if r["replicated"] is not None]
     report.summary["plans"] = len(rows)
     report.summary["refused"] = len(rows) - len(planned)
@@ -90,6 +93,13 @@ def main() -> int:
     report.tables["Plans"] = rows
     met = len(planned) == len(rows) and report.summary["above the bar"] == 0
     return report.finish(chosen, met=met)
+
+
+def _more_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", action="append", choices=list(CLUSTERS), help="only this one")
+    parser.add_argument(
+        "--journal", type=Path, help="keeps rows, so that a run that was cut off can go on"
+    )
 
 
 if __name__ == "__main__":
