@@ -135,11 +135,10 @@ class LoneOperator:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress warnings and checks of a trial run."""
+    """Suppress warnings, checks and the caller's mesh in a trial run."""
     with (
+        compat.plain_context(),
         warnings.catch_warnings(),
-        jax.debug_nans(False),
-        jax.debug_infs(False),
         jax.transfer_guard("allow"),
     ):
         warnings.simplefilter("ignore")
@@ -181,18 +180,10 @@ def _floats(random: np.random.Generator, shape: Shape, draw: int) -> NDArray[Any
 
 def _typed(array: Any, dtype: Any) -> Any:
     return (
-        jax.random.wrap_key_data(array, impl=_kind_of_key(dtype))
+        jax.random.wrap_key_data(array, impl=compat.key_generator(dtype))
         if _is_key(dtype)
         else array.astype(dtype)
     )
-
-
-def _kind_of_key(dtype: Any) -> Any:
-    kinds: list[Any] = []
-    jax.eval_shape(
-        lambda key: kinds.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype)
-    )
-    return kinds[0]
 
 
 def _plain(array: Any) -> Any:

@@ -59,7 +59,14 @@ class Inliner:
         index = ValueId(len(self.values))
         memory = Memory.HOST if compat.is_on_host(aval) else Memory.DEVICE
         self.values.append(
-            Value(index=index, shape=shape, dtype=dtype, itemsize=itemsize, memory=memory)
+            Value(
+                index=index,
+                shape=shape,
+                dtype=dtype,
+                itemsize=itemsize,
+                memory=memory,
+                key_dtype=aval.dtype if dtype.startswith("key<") else None,
+            )
         )
         return index
 

@@ -52,10 +52,58 @@ _PLACEMENTS = frozenset({"layout_constraint", "relayout", "reshard", "sharding_c
 _REMAT_NAMES = frozenset({"remat", "remat2", "checkpoint"})
 
 
+@contextlib.contextmanager
+def plain_context() -> Iterator[None]:
+    """JAX as if the caller had neither set a mesh (`jax.set_mesh`), nor disabled `jit`, nor asked
+    for checks of numbers: a plan's programs name their meshes themselves, and are compiled.
+    """
+    settings: Any = jax.config
+    with contextlib.ExitStack() as stack:
+        if settings.jax_disable_jit:
+            stack.enter_context(jax.disable_jit(False))
+        if settings.jax_debug_nans:
+            stack.enter_context(jax.debug_nans(False))
+        if settings.jax_debug_infs:
+            stack.enter_context(jax.debug_infs(False))
+        if not jax.sharding.get_abstract_mesh().empty:
+            # Inside a trace the mesh stays, which refuses the call for other reasons.
+            with contextlib.suppress(ValueError):
+                stack.enter_context(jax.set_mesh(None))
+        yield
+
+
 def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-    """The jaxpr of `fn(*leaves)`; leaves are arrays or shapes."""
-    with _any_cudnn():
-        return jax.make_jaxpr(fn)(*leaves)
+    """The jaxpr of `fn(*leaves)`; leaves are arrays or shapes.
+
+    The caller's mesh is hidden from `fn`, since a plan chooses its own, unless `fn` needs it to
+    understand names of axes: then all its axes are automatic, and JAX takes its constraints as
+    hints, which plans do not follow.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    with _any_cudnn(), plain_context():
+        try:
+            return jax.make_jaxpr(fn)(*leaves)
+        except Exception:
+            if mesh.empty:
+                raise
+    automatic = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    with _any_cudnn(), plain_context(), jax.sharding.use_abstract_mesh(automatic):
+        try:
+            return jax.make_jaxpr(fn)(*leaves)
+        except Exception as error:
+            error.add_note(
+                f"The step was traced with the axes {mesh.axis_names} of jax.set_mesh as automatic"
+                " ones, since a plan decides how arrays are split. Take explicit shardings out of"
+                " it (`jax.sharding.reshard`, `out_sharding=`), or plan it without jax.set_mesh."
+            )
+            raise
+
+
+def equations(fn: Callable[..., Any], structs: Sequence[Any]) -> Sequence[Any]:
+    """The equations that JAX writes for a function of ours."""
+    with plain_context():
+        eqns: Sequence[Any] = jax.make_jaxpr(fn)(*structs).jaxpr.eqns
+    return eqns
 
 
 @contextlib.contextmanager
@@ -156,6 +204,14 @@ def number_struct(number: int | float) -> jax.ShapeDtypeStruct:
         (), jax.numpy.result_type(type(number)), weak_type=True
     )
     return struct
+
+
+def key_generator(dtype: Any) -> Any:
+    """The generator of random keys of a dtype, as `jax.random.key(..., impl=...)` takes it."""
+    found: list[Any] = []
+    # It can only be read from an array or a tracer.
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), _shape_struct((), dtype))
+    return found[0]
 
 
 def static_arguments(fn: Any) -> tuple[frozenset[int], frozenset[str]]:
@@ -283,7 +339,7 @@ def loop_like(eqn: Any, num_carry: int) -> Any:
             unroll=params["unroll"],
         )
 
-    (made,) = jax.make_jaxpr(loop)(*[number_struct(0)] * num_carry).jaxpr.eqns
+    (made,) = equations(loop, [number_struct(0)] * num_carry)
     return made.replace(source_info=eqn.source_info)
 
 
@@ -354,9 +410,23 @@ def bind(eqn: Any, operands: Sequence[Any], name_stack: Any = None) -> list[Any]
     info = eqn.source_info
     if name_stack is None:
         name_stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
+    context = eqn.ctx.manager
+    if not eqn.ctx.cur_abstract_mesh.empty:
+        context = _under_this_mesh(context)
+    with source_info_util.user_context(info.traceback, name_stack=name_stack), context:
         out = eqn.primitive.bind(*functions, *operands, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def _under_this_mesh(context: Any) -> Iterator[None]:
+    """The context of an equation, but for the mesh under which it was traced: that of its plan is
+    another.
+    """
+    mesh, none = jax.sharding.get_abstract_mesh(), jax.sharding.AbstractMesh((), ())
+    # JAX goes from one mesh to another of another size only through none.
+    with context, jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def attention_on_piece(eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -61,13 +61,16 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One array of the step. `dtype` is NumPy's name of the type, or `key<...>` for random keys."""
+    """One array of the step. `dtype` is NumPy's name of the type, or `key<...>` for random keys,
+    which have a type of JAX besides: their generator cannot be told from the name.
+    """
 
     index: ValueId
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
     memory: Memory = Memory.DEVICE
+    key_dtype: Any = field(default=None, repr=False, compare=False)
 
     @property
     def num_bytes(self) -> int:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import InputError, reuse_freed_memory
+from ..graph import key_generator
 from ._database import Measurement, failed
 from ._programs import CompiledPart, is_out_of_memory
 
@@ -169,7 +170,8 @@ def _filled(shape: jax.ShapeDtypeStruct) -> Any:
     slower, than in training.
     """
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-        return jax.device_put(jnp.broadcast_to(jax.random.key(0), shape.shape), shape.sharding)
+        key = jax.random.key(0, impl=key_generator(shape.dtype))
+        return jax.device_put(jnp.broadcast_to(key, shape.shape), shape.sharding)
     return _fill_program(shape.shape, shape.dtype, shape.sharding)()
 
 

@@ -87,6 +87,41 @@ def compare(paths: Sequence[str], results: Sequence[Any], wanted: Sequence[Any])
     return StepCheck(leaves=tuple(leaves))
 
 
+def check_numbers(graph: Graph, results: Sequence[Any]) -> None:
+    """The check of `jax_debug_nans` and `jax_debug_infs` on a step's results; waits for them.
+
+    Raises:
+        FloatingPointError: names the results, and says how to find the operator.
+    """
+    settings: Any = jax.config
+    checks: dict[str, Any] = {"nan": np.isnan} if settings.jax_debug_nans else {}
+    checks |= {"inf": np.isinf} if settings.jax_debug_infs else {}
+    for kind, test in checks.items():
+        found = [
+            output.path or "the result"
+            for output, result in zip(graph.outputs, results, strict=True)
+            if jnp.issubdtype(result.dtype, jnp.inexact)
+            and any(test(block).any() for block in _local_blocks(result))
+        ]
+        if found:
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            raise FloatingPointError(
+                f"invalid value ({kind}) in {', '.join(found[:3])}{more}, which {graph.name}"
+                f" returned; jax_debug_{kind}s asks for this check. To find the operator, call the"
+                " step as you wrote it with the arguments of this call: JAX then runs it operator"
+                " by operator. The state was donated, so keep a copy of it before each call."
+            )
+
+
+def _local_blocks(array: Any) -> list[Any]:
+    """The parts of an array that this process holds."""
+    if isinstance(array, PiecedArray):
+        return [block for piece in array.pieces for block in _local_blocks(piece)]
+    if isinstance(array, jax.Array):
+        return [np.asarray(shard.data) for shard in array.addressable_shards]
+    return [array]
+
+
 def _difference(path: str, result: Any, wanted: Any) -> LeafDifference:
     # Compared in double precision at least, so that the difference itself is not rounded.
     a, b = (

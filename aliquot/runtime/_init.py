@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ..core import CaptureError, PlanMismatchError
-from ..graph import SplitGraph, calling_of, capture, evaluate, split_rows
+from ..graph import SplitGraph, calling_of, capture, evaluate, plain_context, split_rows
 from ..plans import ArrayInterface, Plan
 from .transport import Rows, agree_on_init, joined, stub
 
@@ -68,16 +68,37 @@ def init_state(
         return [leaf for k, leaf in enumerate(results) if k not in kept["statics"]]
 
     arrays = [leaves[position] for position in dynamic]
-    if compared_with is not None:
-        named = [(f"argument {keystr(path[1:])} of step.init", leaf) for path, leaf in given]
-        agree_on_init(
-            compared_with,
-            jax.make_jaxpr(run)(*arrays),
-            {name: leaf for name, leaf in named if _is_array(leaf)},
-            {name: leaf for name, leaf in named if not _is_array(leaf)},
-        )
-    shapes = jax.eval_shape(run, *arrays)
-    wanted = _places(fn, inputs, places, kept, shapes)
+    if jax.sharding.get_abstract_mesh().empty:
+        make = run
+    else:
+        # It may name axes of the caller's mesh; captured, it needs no mesh.
+        graph = capture(lambda _, *dynamic: run(*dynamic), _NOTHING, *arrays)
+
+        def make(*dynamic: Any) -> list[Any]:
+            return evaluate(graph, [_NOTHING, *dynamic])
+
+    with plain_context():
+        if compared_with is not None:
+            named = [(f"argument {keystr(path[1:])} of step.init", leaf) for path, leaf in given]
+            agree_on_init(
+                compared_with,
+                jax.make_jaxpr(make)(*arrays),
+                {name: leaf for name, leaf in named if _is_array(leaf)},
+                {name: leaf for name, leaf in named if not _is_array(leaf)},
+            )
+        shapes = jax.eval_shape(make, *arrays)
+        wanted = _places(fn, inputs, places, kept, shapes)
+        return _create(make, arrays, shapes, kept, wanted)
+
+
+def _create(
+    run: Callable[..., list[Any]],
+    arrays: Sequence[Any],
+    shapes: Sequence[Any],
+    kept: Mapping[str, Any],
+    wanted: Sequence[Sequence[Rows]],
+) -> Any:
+    """The user's result, each array created where it is wanted."""
     stacks = _stacks(run, arrays, wanted)
     arrays_made: dict[tuple[int, Rows], Any] = {}
     # One program for each mesh, so that no array crosses between meshes.

@@ -217,10 +217,15 @@ class PipelineRunner(AbstractRunner):
         by_value = {item.value: array for item, array in zip(graph.inputs, first, strict=True)}
         fetched = []
         for output, result in zip(graph.outputs, results, strict=True):
-            # A result that is an input or a literal is made by no stage.
-            if result is None:
-                value = output.value
-                result = np.asarray(value.value) if isinstance(value, Literal) else by_value[value]
+            # A result that is an input, a constant or a literal is made by no stage.
+            value = output.value
+            if result is None and isinstance(value, Literal):
+                result = np.asarray(value.value, value.dtype)
+            elif result is None and value in graph.constants:
+                constant = graph.constants[value]
+                result = place(constant, self._anywhere(), constant.shape)
+            elif result is None:
+                result = by_value[value]
             fetched.append(result)
         if self._same is not None:
             remember(self._same, fetched)

@@ -11,10 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core import InputError
 from ..cost import PlannedStep
-from ..graph import memory_kind
+from ..graph import memory_kind, plain_context
 from ..plans import Plan, Trace, headline, require_busy_processes, unranged
 from ._arguments import Arguments
-from ._check import StepCheck, compare, plain_results
+from ._check import StepCheck, check_numbers, compare, plain_results
 from ._init import init_state
 from ._pipeline_runner import PipelineRunner
 from ._program_runner import ProgramRunner
@@ -170,7 +170,8 @@ class Step:
                 planned = self._trace_and_plan(args, kwargs)
                 self._plan = planned.plan
                 kind = PipelineRunner if planned.plan.is_pipeline else ProgramRunner
-                self._set_runner(kind.build(planned, self._devices))
+                with plain_context():
+                    self._set_runner(kind.build(planned, self._devices))
         return self
 
     def _set_runner(self, runner: AbstractRunner) -> None:
@@ -188,9 +189,13 @@ class Step:
             PlanMismatchError: the arguments are not those that were planned for; lists every
                 difference.
             CaptureError: the call has other arguments than the traced one.
+            FloatingPointError: a result is not a number, or not finite, and `jax_debug_nans` or
+                `jax_debug_infs` asks for this check.
         """
         runner, arguments = self.prepare(*args, **kwargs)._require_traced("call")
-        results = runner.run(arguments.leaves(args, kwargs), keep=False)
+        with plain_context():
+            results = runner.run(arguments.leaves(args, kwargs), keep=False)
+        check_numbers(runner.graph, results)
         return runner.graph.calling.finish(results, args, kwargs)
 
     def check(self, *args: Any, **kwargs: Any) -> StepCheck:
@@ -202,7 +207,8 @@ class Step:
         """
         runner, arguments = self.prepare(*args, **kwargs)._require_traced("check()")
         call = arguments.call(args, kwargs)
-        results = runner.run(call.leaves, keep=True)
+        with plain_context():
+            results = runner.run(call.leaves, keep=True)
         return compare(
             [o.path for o in runner.graph.outputs],
             results,
@@ -218,10 +224,9 @@ class Step:
         runner, arguments = self.prepare(*args, **kwargs)._require_traced("place()")
         call = arguments.call(args, kwargs)
         # Leaves that are no arrays of the step, such as flags, come back as they are.
-        by_leaf = {
-            id(leaf): placed
-            for leaf, placed in zip(call.leaves, runner.place(call.leaves), strict=True)
-        }
+        with plain_context():
+            arrays = runner.place(call.leaves)
+        by_leaf = {id(leaf): array for leaf, array in zip(call.leaves, arrays, strict=True)}
         return tuple(
             jax.tree.map(lambda leaf: by_leaf.get(id(leaf), leaf), (*args, *kwargs.values()))
         )
@@ -235,7 +240,8 @@ class Step:
         """
         runner, arguments = self.prepare(*args, **kwargs)._require_traced("trace()")
         title = headline(self._plan) if self._plan is not None else self.__name__
-        return runner.trace(arguments.leaves(args, kwargs), title)
+        with plain_context():
+            return runner.trace(arguments.leaves(args, kwargs), title)
 
     def local_part(self, batch: Any, argument: str | None = None) -> Any:
         """The part of a batch (a tree of whole host arrays) that this process must feed.
@@ -268,18 +274,21 @@ class Step:
         Raises:
             InputError: neither a call nor `prepare` came before.
         """
-        return self._require_traced("stats()")[0].stats()
+        with plain_context():
+            return self._require_traced("stats()")[0].stats()
 
     def lower(self) -> Any:
         """The program before the compiler's optimizations, as `jax.jit(...).lower(...)` returns it.
 
         For a pipeline, a dict of its programs by name. Raises as `stats` does.
         """
-        return self._require_traced("lower()")[0].lower()
+        with plain_context():
+            return self._require_traced("lower()")[0].lower()
 
     def as_text(self) -> str:
         """The optimized programs, as the compiler prints them. Raises as `stats` does."""
-        return self._require_traced("as_text()")[0].as_text()
+        with plain_context():
+            return self._require_traced("as_text()")[0].as_text()
 
     @property
     def runner(self) -> AbstractRunner:

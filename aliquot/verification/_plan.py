@@ -7,7 +7,7 @@ from pathlib import Path
 from ..cluster import Cluster
 from ..core import InputError
 from ..cost import PlannedStep
-from ..graph import missing_kernels
+from ..graph import missing_kernels, plain_context
 from ._pipeline import verify_pipeline
 from ._process import Progress
 from ._targets import resolve_target
@@ -39,4 +39,5 @@ def verify_plan(
             " --target, or plan a step without them: for a model of the zoo, --attention plain."
         )
     verify = verify_pipeline if step.plan.is_pipeline else verify_program
-    return verify(step, target=target, progress=progress, cache=cache)
+    with plain_context():
+        return verify(step, target=target, progress=progress, cache=cache)

@@ -20,6 +20,7 @@ from ..transport import (
     end_in_order,
     exchange,
     is_key,
+    place,
     plan_broadcast,
     plan_move,
     struct,
@@ -117,8 +118,10 @@ class Issuer:
                 self._slots[slot] = _put(np.int32(number), whole)
             for value, slot in instructions.given.get(stage, {}).items():
                 if value in pipeline.graph.constants:
-                    array = pipeline.graph.constants[value]
-                    self._constants.append((slot, _put(array, context.given_sharding(value))))
+                    constant = pipeline.graph.constants[value]
+                    array = constant if is_key(constant) else np.asarray(constant)
+                    sharding = context.given_sharding(value)
+                    self._constants.append((slot, place(array, sharding, array.shape)))
 
     def _action(self, number: int, step: Run | Send) -> _Action | None:
         """The action of an instruction; None if this process takes no part in it."""

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
+from ...graph import key_generator
+
 
 def struct(shape: Sequence[int], dtype: Any, sharding: Any) -> Any:
     """Shape, dtype and sharding of an array."""
@@ -58,10 +60,4 @@ def keys_from(words: Any, wanted: Any) -> Any:
     """
     if not is_key(wanted):
         return words
-    names: list[Any] = []
-    # The implementation of keys can only be read from an array or a tracer.
-    jax.eval_shape(
-        lambda key: names.append(jax.random.key_impl(key)),
-        jax.ShapeDtypeStruct(wanted.shape, wanted.dtype),
-    )
-    return jax.random.wrap_key_data(words, impl=names[0])
+    return jax.random.wrap_key_data(words, impl=key_generator(wanted.dtype))

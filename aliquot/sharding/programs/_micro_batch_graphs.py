@@ -28,6 +28,7 @@ from ...graph import (
     Role,
     Value,
     ValueId,
+    equations,
     scan_counts,
 )
 from ..micro_batches import Action, Conversion, MicroBatchPlan, TimeKind, indexed_dims
@@ -163,7 +164,7 @@ class _Rewriter:
         structs = [struct_of(i if isinstance(i, Literal) else self.values[i]) for i in inputs]
         # JAX itself writes the equation, so that dtypes and shapes are checked as in the user's own
         # code.
-        (eqn,) = jax.make_jaxpr(jax.jit(fn))(*structs).jaxpr.eqns
+        (eqn,) = equations(jax.jit(fn), structs)
         # A new operator takes phase and scope from the one that needs it.
         base = like or self.plan.whole.ops[0]
         index = OpId(len(self.ops))
@@ -204,7 +205,10 @@ class _Rewriter:
 
     def _like(self, index: ValueId, shape: Sequence[int] | None = None) -> ValueId:
         value = self.values[index]
-        return self._value(value.shape if shape is None else shape, value.dtype, value.itemsize)
+        new = ValueId(len(self.values))
+        whole = value.shape if shape is None else tuple(shape)
+        self.values.append(replace(value, index=new, shape=whole))
+        return new
 
     def _shift(self, plain: ValueId, target: ValueId, op: Op, out: list[OpId | Call]) -> None:
         dim, layout = self.plan.specs[target].dim, self.layout
@@ -349,15 +353,7 @@ def _look(operand: Operand, values: Sequence[Value]) -> tuple[tuple[int, ...], s
 
 def struct_of(value: Literal | Value) -> jax.ShapeDtypeStruct:
     """JAX's description of a value."""
-    if value.dtype.startswith("key<"):
-        # JAX names the default generator by a short form in the dtype's name.
-        name = {"fry": "threefry2x32"}.get(value.dtype[4:-1], value.dtype[4:-1])
-        key: Any = jax.eval_shape(lambda: jax.random.key(0, impl=name))
-        return _shape_struct(value.shape, key.dtype)
-    return _shape_struct(value.shape, jnp.dtype(value.dtype))
-
-
-def _shape_struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    key_dtype = None if isinstance(value, Literal) else value.key_dtype
     make: Any = jax.ShapeDtypeStruct
-    struct: jax.ShapeDtypeStruct = make(shape, dtype)
+    struct: jax.ShapeDtypeStruct = make(value.shape, key_dtype or jnp.dtype(value.dtype))
     return struct

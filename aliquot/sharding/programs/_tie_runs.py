@@ -20,6 +20,7 @@ from ...graph import (
     RecomputedRun,
     Value,
     ValueId,
+    equations,
 )
 from ._micro_batch_graphs import struct_of
 
@@ -99,7 +100,7 @@ class _Tied:
         `taken`.
         """
         structs = [struct_of(self.values[v]) for v in taken]
-        (eqn,) = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*structs).jaxpr.eqns
+        (eqn,) = equations(lambda *xs: jax.lax.optimization_barrier(xs), structs)
         passed = []
         for v in taken:
             passed.append(ValueId(len(self.values)))
