@@ -13,9 +13,11 @@ from ._errors import PlanFileError as PlanFileError
 from ._errors import PlanMismatchError as PlanMismatchError
 from ._errors import TimeLimitError as TimeLimitError
 from ._errors import nearest as nearest
+from ._files import read_file as read_file
 from ._files import write_atomic as write_atomic
 from ._garbage import collect_seldom as collect_seldom
 from ._garbage import collecting_seldom as collecting_seldom
+from ._schema import faults_of as faults_of
 from ._text import broken as broken
 from ._text import counted as counted
 from ._text import fitting_widths as fitting_widths

@@ -1,13 +1,51 @@
-"""Atomic writes of files that a user keeps."""
+"""Reading of whole files that a user gives, and atomic writes of those that a user keeps."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+import select
+import stat
 from pathlib import Path
 
 from ._errors import InputError
+from ._units import format_bytes
+
+_WAIT_S = 10.0
+
+
+def read_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """All of a file. Pipes and devices can be read too, but never without end: neither what they
+    hold nor the time until they say something.
+
+    Args:
+        most_bytes: the longest that such a file can sensibly be.
+
+    Raises:
+        InputError: what is wrong, such as "it is a folder", to be put into a sentence.
+    """
+    try:
+        # Without waiting: a pipe into which nothing writes would never open.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with open(descriptor, "rb", buffering=0) as stream:
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise InputError("it is a folder")
+            poll, data = select.poll(), bytearray()
+            poll.register(descriptor, select.POLLIN)
+            while len(data) <= most_bytes:
+                if not poll.poll(_WAIT_S * 1000):
+                    raise InputError(f"nothing came out of it for {_WAIT_S:g} s")
+                # One byte more than allowed shows that a file is too long, without reading all.
+                part = stream.read(min(most_bytes + 1 - len(data), 2**20))
+                if part == b"":
+                    return bytes(data)
+                data += part or b""
+    except OSError as error:
+        raise InputError(error.strerror or str(error)) from error
+    except ValueError as error:
+        raise InputError("that is not the name of a file") from error
+    raise InputError(f"it has more than {format_bytes(most_bytes)}")
 
 
 def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> None:
@@ -22,7 +60,13 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> None:
     Raises:
         InputError: The folder is missing or not writable, or `path` is a folder.
     """
-    target = Path(os.path.realpath(path))
+    try:
+        target = Path(os.path.realpath(path))
+    except OSError as error:
+        raise InputError(
+            f"cannot write {os.fspath(path)!r}: the working folder is gone. Change to another, or"
+            " give a full path."
+        ) from error
     payload = data.encode("utf-8") if isinstance(data, str) else data
     if target.is_dir():
         raise InputError(

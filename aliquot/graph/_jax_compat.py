@@ -86,7 +86,9 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         except Exception:
             if mesh.empty:
                 raise
-    automatic = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    # Said, because the default differs between releases.
+    kinds = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    automatic = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
     with _any_cudnn(), plain_context(), jax.sharding.use_abstract_mesh(automatic):
         try:
             return jax.make_jaxpr(fn)(*leaves)

@@ -4,11 +4,9 @@ when it is read.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
-import typing
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +16,10 @@ import msgspec
 from ..core import (
     InputError,
     PlanFileError,
-    format_bytes,
+    faults_of,
     listing,
     printable,
+    read_file,
     shortened,
     write_atomic,
 )
@@ -103,7 +102,7 @@ def from_json(text: str, *, source: str = "the plan") -> Plan:
     try:
         plan: Plan = msgspec.convert(data, Plan)
     except msgspec.ValidationError as error:
-        raise _invalid(source, list(_type_errors(data, Plan, "plan")) or [str(error)]) from None
+        raise _invalid(source, list(faults_of(data, Plan, "plan")) or [str(error)]) from None
     wrong = violations(plan)
     if wrong:
         raise _invalid(source, wrong)
@@ -128,24 +127,13 @@ def load(path: str | os.PathLike[str]) -> Plan:
     """
     source = f"plan file {shortened(os.fspath(path))!r}"
     try:
-        with open(path, "rb") as stream:
-            # One byte more than allowed shows that a file is too long, without reading all of it.
-            read = stream.read(_MOST_BYTES + 1)
-        if len(read) > _MOST_BYTES:
-            raise PlanFileError(
-                f"{source} is no plan: it has more than {format_bytes(_MOST_BYTES)}. {_AGAIN}"
-            )
-        text = read.decode()
+        text = read_file(path, _MOST_BYTES).decode()
     except UnicodeDecodeError as error:
         raise PlanFileError(
             f"{source} is not text (byte {error.start} is not UTF-8). {_AGAIN}"
         ) from None
-    except OSError as error:
-        raise PlanFileError(
-            f"{source} cannot be read: {error.strerror or error}. {_AGAIN}"
-        ) from None
-    except ValueError:
-        raise PlanFileError(f"{source} cannot be read: that is not the name of a file.") from None
+    except InputError as error:
+        raise PlanFileError(f"{source} cannot be read: {error}. {_AGAIN}") from None
     return from_json(text, source=source)
 
 
@@ -289,47 +277,6 @@ def _current(data: dict[str, Any], source: str) -> dict[str, Any]:
 
 def _invalid(source: str, wrong: list[str]) -> PlanFileError:
     return PlanFileError(listing(f"{source} is not valid", wrong, _AGAIN))
-
-
-def _type_errors(data: Any, kind: Any, path: str) -> Iterator[str]:
-    """Every field that is unknown, missing or of the wrong type. (msgspec alone stops at the
-    first.)
-    """
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        yield from _struct_errors(data, kind, path)
-    elif typing.get_origin(kind) is tuple and _holds_structs(kind) and isinstance(data, list):
-        for index, item in enumerate(data):
-            yield from _type_errors(item, typing.get_args(kind)[0], f"{path}[{index}]")
-    else:
-        try:
-            msgspec.convert(data, kind)
-        except msgspec.ValidationError as error:
-            reason, _, inner = str(error).partition(" - at `$")
-            yield f"`{path}{inner.rstrip('`')}`: {reason[0].lower()}{reason[1:]}"
-
-
-def _struct_errors(data: Any, kind: type[msgspec.Struct], path: str) -> Iterator[str]:
-    if not isinstance(data, dict):
-        yield f"`{path}`: expected an object, got {shortened(repr(data), 40)}"
-        return
-    fields = _fields(kind)
-    for name in data.keys() - fields.keys():
-        yield f"`{path}.{name}`: there is no such field"
-    for name, field in fields.items():
-        if name in data:
-            yield from _type_errors(data[name], field.type, f"{path}.{name}")
-        elif field.required:
-            yield f"`{path}.{name}`: is missing"
-
-
-@functools.cache
-def _fields(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
-    return {field.encode_name: field for field in msgspec.structs.fields(kind)}
-
-
-def _holds_structs(kind: Any) -> bool:
-    item = typing.get_args(kind)[0]
-    return isinstance(item, type) and issubclass(item, msgspec.Struct)
 
 
 def _laid_out(value: Any, margin: str) -> str:

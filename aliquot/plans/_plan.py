@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -318,7 +318,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     scan_bounds: tuple[int, ...] = ()
     stages: tuple[StagePlan, ...]
     inferred_rules: tuple[InferredRule, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: Annotated[tuple[str, ...], msgspec.Meta(max_length=10_000)] = ()
     prediction: Prediction
     provenance: Provenance
     compiled: CompiledFigures | None = None

@@ -2,6 +2,9 @@
 
 It is an SQLite file in WAL mode. Every measurement is a transaction of its own, so a run that is
 killed loses none of its finished measurements and can be continued, and readers never wait.
+
+What a file holds is checked row by row when it is read (`_Row`): rows that cannot be measurements
+are named in a warning, and the others are used.
 """
 
 from __future__ import annotations
@@ -10,14 +13,20 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Meta
 
 from ..cluster import MEASURED
-from ..core import InputError
+from ..core import InputError, counted, faults_of, listing, printable, shortened
 
 _FORMAT = 1
 _TABLES = """
@@ -38,13 +47,32 @@ CREATE TABLE IF NOT EXISTS measurements (
     outcome TEXT NOT NULL
 );
 """
-_COLUMNS = (
-    "key, program, device, num_devices, mesh, jax_version, label, grade, seconds, spread, repeats,"
-    " memory_bytes, outcome"
-)
 _WAIT_S = 10.0
-_FAILED = "failed: "
+_MOST_NAMED = 5
+_FAILED, _OUT_OF_MEMORY = "failed: ", "out of memory"
+_RAN = ("ok", "stopped early")
 _LONGEST_ERROR = 200
+
+
+class _Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A row as the file holds it, in the order of its columns, with what each may be."""
+
+    key: str
+    program: str
+    device: str
+    num_devices: Annotated[int, Meta(ge=1, le=1_000_000)]
+    mesh: str
+    jax_version: str
+    label: str
+    grade: Literal["measured", "measured-compute"]
+    seconds: Annotated[float, Meta(ge=1e-9, le=1e6)] | None
+    spread: Annotated[float, Meta(ge=0, le=1e9)]
+    repeats: Annotated[int, Meta(ge=0, le=1_000_000_000)]
+    memory_bytes: Annotated[float, Meta(ge=0, le=1e18)]
+    outcome: str
+
+
+_COLUMNS = ", ".join(field.name for field in msgspec.structs.fields(_Row))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +152,8 @@ class ProfileDatabase:
     `close` it.
 
     Args:
-        path: path of the file, which is created if it is missing, unless `must_exist`.
+        path: path of the file, which is created if it is missing, unless `must_exist`. A file that
+            must exist need not be writable, nor its folder.
 
     Raises:
         InputError: the file is no profile database, is damaged, or has another format; or it is
@@ -133,36 +162,62 @@ class ProfileDatabase:
 
     def __init__(self, path: str | os.PathLike[str], *, must_exist: bool = False) -> None:
         self.path = Path(path)
-        if must_exist and not self.path.exists():
+        if must_exist and not os.path.exists(self.path):
             raise InputError(
                 f"There is no profile database {self.path}. Make one of operators with: aliquot"
                 f" profile run MODEL --database {self.path}, or of segments with: aliquot blocks"
                 f" profile MODEL --database {self.path}"
             )
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise InputError(f"{self.path} is no profile database: it is no file.")
+        folder = self.path.parent
+        self._is_read_only = must_exist and not (
+            os.access(self.path, os.W_OK) and os.access(folder, os.W_OK)
+        )
         with self._named_faults():
             # Without Python's implicit transactions: every statement is a transaction of its own,
             # committed when it returns.
-            self._connection = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None)
+            self._connection = sqlite3.connect(
+                self._address(), timeout=_WAIT_S, isolation_level=None, uri=True
+            )
+        # Bytes that are no text spoil one row, not the reading of all.
+        self._connection.text_factory = lambda data: data.decode(errors="replace")
         try:
             self._prepare()
         except BaseException:
             self.close()
             raise
 
+    def _address(self) -> str:
+        name = f"file:{quote(os.fspath(self.path))}"
+        if not self._is_read_only:
+            return name
+        # Where nothing can be written, SQLite cannot make the files that share a log among
+        # processes. Without a log, it need not.
+        log = self.path.with_name(f"{self.path.name}-wal")
+        has_log = log.exists() and log.stat().st_size > 0
+        return f"{name}?mode=ro" if has_log else f"{name}?mode=ro&immutable=1"
+
     def _prepare(self) -> None:
         """Create the tables of a new file, and check the format of an existing one."""
         with self._named_faults():
-            # Readers are not blocked while a run writes.
-            self._connection.execute("PRAGMA journal_mode=WAL")
-            self._connection.executescript(_TABLES)
+            # A file may bring views and triggers, which are programs. Measurements need none.
+            self._connection.execute("PRAGMA trusted_schema=OFF")
+            kinds = {kind for (kind,) in self._connection.execute("SELECT type FROM sqlite_master")}
+            if not kinds.isdisjoint({"view", "trigger"}):
+                raise InputError(f"{self.path} is no profile database: it has views or triggers.")
+            if not self._is_read_only:
+                # Readers are not blocked while a run writes.
+                self._connection.execute("PRAGMA journal_mode=WAL")
+                self._connection.executescript(_TABLES)
             versions = self._connection.execute("SELECT version FROM format").fetchall()
-            if not versions:
+            if not versions and not self._is_read_only:
                 self._connection.execute("INSERT INTO format VALUES (?)", (_FORMAT,))
         if versions and versions[0][0] != _FORMAT:
             raise InputError(
-                f"{self.path} has format {versions[0][0]}, and this version of aliquot reads"
-                f" {_FORMAT}. Read it with the version that wrote it, or measure again into another"
-                " file."
+                f"{self.path} has format {shortened(repr(versions[0][0]), 40)}, and this version of"
+                f" aliquot reads {_FORMAT}. Read it with the version that wrote it, or measure"
+                " again into another file."
             )
 
     def __enter__(self) -> ProfileDatabase:
@@ -181,17 +236,16 @@ class ProfileDatabase:
         self._connection.close()
 
     def get(self, key: ProgramKey) -> Measurement | None:
-        """The measurement of a program, or None."""
+        """The measurement of a program, or None; also if its row is no measurement."""
         with self._named_faults():
             row = self._connection.execute(
-                "SELECT seconds, spread, repeats, memory_bytes, outcome, grade, label FROM"
-                " measurements WHERE key = ?",
-                (key.digest,),
+                f"SELECT {_COLUMNS} FROM measurements WHERE key = ?", (key.digest,)
             ).fetchone()
         if row is None:
             return None
-        names = ("seconds", "spread", "repeats", "memory_bytes", "outcome", "grade", "label")
-        return Measurement(**dict(zip(names, row, strict=True)))
+        found = _read(row)
+        # The index of a damaged file may lead to another program's row.
+        return None if isinstance(found, str) or found[0] != key else found[1]
 
     def put(self, key: ProgramKey, measurement: Measurement) -> None:
         """Store a measurement, in place of an earlier one of the same program.
@@ -219,62 +273,64 @@ class ProfileDatabase:
         Raises:
             InputError: `other` is missing or is no profile database.
         """
-        # ATTACH would create a missing file, so check first.
-        check_database(other)
+        with ProfileDatabase(other, must_exist=True) as theirs:
+            found = list(theirs.rows())
+        copied = 0
         with self._named_faults():
-            self._connection.execute("ATTACH DATABASE ? AS other", (os.fspath(other),))
-            try:
+            self._connection.execute("BEGIN")
+        try:
+            for key, measurement in found:
+                mine = self.get(key)
                 # A failure is only a reason to try again, so a measurement replaces it.
-                return self._connection.execute(
-                    f"INSERT OR REPLACE INTO measurements SELECT {_COLUMNS} FROM"
-                    " other.measurements AS new WHERE NOT EXISTS (SELECT 1 FROM main.measurements"
-                    " AS old WHERE old.key = new.key AND NOT (old.outcome LIKE :failed AND"
-                    " new.outcome NOT LIKE :failed))",
-                    {"failed": f"{_FAILED}%"},
-                ).rowcount
-            finally:
-                self._connection.execute("DETACH DATABASE other")
+                if mine is None or (mine.has_failed and not measurement.has_failed):
+                    self.put(key, measurement)
+                    copied += 1
+        finally:
+            with self._named_faults():
+                self._connection.execute("COMMIT")
+        return copied
 
     def __len__(self) -> int:
         with self._named_faults():
             return int(self._connection.execute("SELECT COUNT(*) FROM measurements").fetchone()[0])
 
     def rows(self) -> Iterator[tuple[ProgramKey, Measurement]]:
-        """All measurements, by label."""
+        """All measurements, by label. Rows that are none are left out, with a warning that names
+        them.
+        """
+        found: list[tuple[ProgramKey, Measurement]] = []
+        refused = []
         with self._named_faults():
-            found = self._connection.execute(
-                f"SELECT {_COLUMNS} FROM measurements ORDER BY label, key"
-            ).fetchall()
-        for (
-            _,
-            program,
-            device,
-            count,
-            mesh,
-            version,
-            label,
-            grade,
-            seconds,
-            spread,
-            repeats,
-            memory,
-            outcome,
-        ) in found:
-            key = ProgramKey(
-                program=program, device=device, num_devices=count, mesh=mesh, jax_version=version
-            )
-            yield (
-                key,
-                Measurement(
-                    seconds=seconds,
-                    spread=spread,
-                    repeats=repeats,
-                    memory_bytes=memory,
-                    outcome=outcome,
-                    grade=grade,
-                    label=label,
+            # Sorted here: without an order, what lies before damage to the file can be read.
+            cursor = self._connection.execute(f"SELECT {_COLUMNS} FROM measurements")
+            while True:
+                try:
+                    row = cursor.fetchone()
+                except sqlite3.DatabaseError as error:
+                    if not found:
+                        raise
+                    refused.append(f"the file is damaged behind these: {error}")
+                    break
+                if row is None:
+                    break
+                read = _read(row)
+                if isinstance(read, str):
+                    refused.append(read)
+                else:
+                    found.append(read)
+        if refused:
+            more = len(refused) - _MOST_NAMED
+            shown = [*refused[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]
+            warnings.warn(
+                listing(
+                    f"{self.path} has rows that are no measurements",
+                    shown,
+                    f"They are left out; the other {counted(len(found), 'row')} are used. Measure"
+                    " these programs again, or restore the file.",
                 ),
+                stacklevel=2,
             )
+        yield from sorted(found, key=lambda row: (row[1].label, row[0].digest))
 
     @contextmanager
     def _named_faults(self) -> Iterator[None]:
@@ -301,3 +357,35 @@ class ProfileDatabase:
                 f"{self.path} is no profile database, or it is damaged ({error}). Give another"
                 " file, or move this one away."
             ) from error
+
+
+def _read(row: Sequence[Any]) -> tuple[ProgramKey, Measurement] | str:
+    """What a row says, or what is wrong with it."""
+    fields = dict(zip(_Row.__struct_fields__, row, strict=True))
+    name = shortened(printable(str(fields["label"] or fields["key"]), keep=""), 60)
+    if faults := list(faults_of(fields, _Row, "")):
+        return f"row {name!r}: {'; '.join(faults)}"
+    r = msgspec.convert(fields, _Row)
+    key = ProgramKey(
+        program=r.program,
+        device=r.device,
+        num_devices=r.num_devices,
+        mesh=r.mesh,
+        jax_version=r.jax_version,
+    )
+    if key.digest != r.key:
+        return f"row {name!r}: its key is that of another program"
+    ran = r.outcome in _RAN
+    if not ran and r.outcome != _OUT_OF_MEMORY and not r.outcome.startswith(_FAILED):
+        return f"row {name!r}: outcome is {shortened(printable(r.outcome, keep=''), 40)!r}"
+    if ran != (r.seconds is not None):
+        return f"row {name!r}: outcome is {r.outcome!r}, with {r.seconds} seconds"
+    return key, Measurement(
+        seconds=r.seconds,
+        spread=r.spread,
+        repeats=r.repeats,
+        memory_bytes=r.memory_bytes,
+        outcome=r.outcome,
+        grade=r.grade,
+        label=r.label,
+    )

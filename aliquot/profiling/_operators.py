@@ -90,6 +90,8 @@ class Operator(NamedTuple):
             return None
         try:
             sizes = tuple(int(size) for size in rest[1].split("x"))
+            if len(sizes) != (4 if kind == _PRODUCT else 1) or min(sizes) < 1:
+                return None
             return Operator(
                 kind, rest[0], sizes, tuple(int(axis) for axis in along.split(",")) if along else ()
             )

@@ -219,13 +219,14 @@ class PipelineRunner(AbstractRunner):
         for output, result in zip(graph.outputs, results, strict=True):
             # A result that is an input, a constant or a literal is made by no stage.
             value = output.value
-            if result is None and isinstance(value, Literal):
-                result = np.asarray(value.value, value.dtype)
-            elif result is None and value in graph.constants:
-                constant = graph.constants[value]
-                result = place(constant, self._anywhere(), constant.shape)
-            elif result is None:
-                result = by_value[value]
+            if result is None:
+                if isinstance(value, Literal):
+                    result = np.asarray(value.value, value.dtype)
+                elif value in graph.constants:
+                    constant = graph.constants[value]
+                    result = place(constant, self._anywhere(), constant.shape)
+                else:
+                    result = by_value[value]
             fetched.append(result)
         if self._same is not None:
             remember(self._same, fetched)

@@ -6,11 +6,54 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ..core import AliquotError, write_atomic
+import msgspec
+from msgspec import Meta
+
+from ..core import AliquotError, InputError, read_file, write_atomic
 
 _MOST_ENTRIES = 500
+_MOST_BYTES = 64 * 2**20
+
+Whole = Annotated[int, Meta(ge=0, le=2**60)]
+Number = Annotated[float, Meta(ge=0.0, le=1e18)]
+
+
+class _Memory(msgspec.Struct, frozen=True, kw_only=True):
+    argument_bytes: Whole
+    output_bytes: Whole
+    temp_bytes: Whole
+    alias_bytes: Whole
+    live_bytes: Whole
+
+
+class _Collective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kind: str
+    axes: list[str]
+    count: Number
+    num_bytes: Number
+    dtype: str
+    in_loop: bool
+    label: str
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What the worker writes about a program that it has compiled."""
+
+    memory: _Memory
+    collectives: list[_Collective]
+    out_dims: list[list[list[str]] | None]
+    out_bytes: list[Whole]
+    cycles: Number
+    compile_s: Number
+
+
+class _Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands for a program that is too big for its device."""
+
+    refusal: str
+    needed_bytes: Number
 
 
 def default_cache() -> Path:
@@ -20,11 +63,15 @@ def default_cache() -> Path:
 
 
 def read_answer(folder: Path, key: str) -> dict[str, Any] | None:
-    """The answer cached under a key; None if there is none that can be read."""
+    """The answer cached under a key; None if there is none, or if what is there is no answer: it is
+    then asked for again.
+    """
     try:
-        answer: dict[str, Any] = json.loads((folder / f"{key}.json").read_text())
-    except (OSError, ValueError):
+        data = msgspec.json.decode(read_file(folder / f"{key}.json", _MOST_BYTES), type=dict)
+        msgspec.convert(data, _Refusal if "refusal" in data else _Answer)
+    except (InputError, msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
+    answer: dict[str, Any] = data
     return answer
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cluster import DEVICES, Cluster, target_for
-from ..core import InputError, nearest
+from ..core import InputError, nearest, read_file
 
 _LIMITS = {
     "threads_per_block_limit": 1024,
@@ -218,8 +218,8 @@ def resolve_target(
 def _from_file(path: Path) -> CompileTarget:
     """The target that a file with a GPU's description describes."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_file(path, 2**20).decode()
+    except (InputError, UnicodeDecodeError) as error:
         raise InputError(f"the target description {str(path)!r} cannot be read: {error}.") from None
     size = re.search(r"\bdevice_memory_size\s*:\s*(\d+)", text)
     if "gpu_device_info" not in text or size is None:

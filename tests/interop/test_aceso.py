@@ -135,7 +135,7 @@ def test_built_in_chains_have_as_many_operators_as_acesos(family, sizes, count):
                 " devices"
             ],
         ),
-        ({"micro_batch_size": 0}, ["micro_batch_size must be a positive number, got 0"]),
+        ({"micro_batch_size": 0}, ["`micro_batch_size`: expected `int` >= 1, got 0"]),
         (
             {"num_stages": 3},
             ["num_gpus must be a list of 3", "algo_of_each_op must be a list of 3"],

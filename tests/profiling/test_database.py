@@ -103,7 +103,7 @@ with ProfileDatabase(sys.argv[1]) as database:
     for k in range(10**6):
         key = ProgramKey(program=f"p{k}", device="cpu", num_devices=1, mesh="1", jax_version="0")
         if database.get(key) is None:
-            database.put(key, Measurement(seconds=float(k)))
+            database.put(key, Measurement(seconds=float(k + 1)))
             print(k, flush=True)
 """
 
@@ -120,7 +120,7 @@ def test_killed_at_any_moment_it_keeps_what_was_finished(tmp_path):
             reported |= {int(line) for line in [first, *writer.stdout] if line.endswith("\n")}
         with ProfileDatabase(path, must_exist=True) as database:
             held = {int(k.program[1:]): m.seconds for k, m in database.rows()}
-        assert reported <= set(held) and all(seconds == k for k, seconds in held.items())
+        assert reported <= set(held) and all(seconds == k + 1 for k, seconds in held.items())
     assert reported
 
 

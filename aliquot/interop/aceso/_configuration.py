@@ -9,17 +9,64 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ...core import InputError, shortened, write_atomic
+import msgspec
+from msgspec import Meta
+
+from ...core import InputError, faults_of, read_file, shortened, write_atomic
 
 _MOST_SHOWN = 12
+_MOST_BYTES = 64 * 2**20
 _LISTS = {
     "tensor": "model_parallel_size_of_each_op",
     "data": "data_parallel_size_of_each_op",
     "recompute": "recompute_ops",
     "algorithm": "algo_of_each_op",
 }
+
+
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Entry = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Flag = Annotated[int, Meta(ge=0, le=1)] | bool
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    """What Aceso's JSON holds, besides settings of the model."""
+
+    model_name: Any
+    model_size: Any
+    global_batch_size: Positive
+    micro_batch_size: Positive
+    num_stages: Positive
+    num_gpus: list[Positive]
+    num_ops_in_each_stage: list[Positive]
+    model_parallel_size_of_each_op: list[list[Entry]]
+    data_parallel_size_of_each_op: list[list[Entry]]
+    recompute_ops: list[list[Flag]]
+    algo_of_each_op: list[list[Entry]]
+
+    def faults(self, k: int) -> list[str]:
+        """What does not go together in a stage."""
+        devices, operators = self.num_gpus[k], self.num_ops_in_each_stage[k]
+        faults = [
+            f"{key} of stage {k} has {len(getattr(self, key)[k])} entries, and the stage"
+            f" {operators} operators"
+            for key in _LISTS.values()
+            if len(getattr(self, key)[k]) != operators
+        ]
+        if faults:
+            return faults
+        tensor, data = self.model_parallel_size_of_each_op[k], self.data_parallel_size_of_each_op[k]
+        wrong = [i for i in range(operators) if tensor[i] * data[i] != devices]
+        return [
+            f"operator {i} of stage {k} has tensor degree {tensor[i]} times data degree {data[i]},"
+            f" and the stage {devices} devices"
+            for i in wrong[:3]
+        ]
+
+
+_KNOWN = {*_File.__struct_fields__, "checkpoint_activations", "resharding_stages"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,50 +126,39 @@ def read_configuration(path: Path) -> Configuration:
         return dict(pairs)
 
     try:
-        content = json.loads(path.read_text(), object_pairs_hook=unique)
+        text = read_file(path, _MOST_BYTES).decode()
+        content = json.loads(text, object_pairs_hook=unique)
     except RecursionError:
         raise InputError(
             f"{path} is no configuration of Aceso's: it has lists or objects too deep in each"
             " other."
         ) from None
-    except OSError as error:
-        raise InputError(f"The configuration {path} cannot be read: {error.strerror}.") from None
+    except InputError as error:
+        raise InputError(f"The configuration {path} cannot be read: {error}.") from None
     except ValueError as error:
         raise InputError(f"The configuration {path} is no JSON: {error}.") from None
-    faults = repeated or _faults(content)
+    faults = repeated or list(faults_of(content, _File, ""))
+    if not faults:
+        file = msgspec.convert(content, _File)
+        faults = _length_faults(file) or [f for k in range(file.num_stages) for f in file.faults(k)]
     if faults:
         raise InputError(f"{path} is no configuration of Aceso's:\n" + "\n".join(_shown(faults)))
-    stages = tuple(
-        StageConfiguration(
-            num_devices=content["num_gpus"][k],
-            tensor=tuple(content[_LISTS["tensor"]][k]),
-            data=tuple(content[_LISTS["data"]][k]),
-            algorithm=tuple(content[_LISTS["algorithm"]][k]),
-            recompute=tuple(map(bool, content[_LISTS["recompute"]][k])),
-        )
-        for k in range(content["num_stages"])
-    )
-    known_keys = {
-        "model_name",
-        "model_size",
-        "global_batch_size",
-        "micro_batch_size",
-        "num_stages",
-        "num_gpus",
-    }
-    known_keys |= {
-        "num_ops_in_each_stage",
-        "checkpoint_activations",
-        "resharding_stages",
-        *_LISTS.values(),
-    }
     return Configuration(
-        model_name=str(content["model_name"]),
-        model_size=str(content["model_size"]),
-        global_batch=content["global_batch_size"],
-        micro_batch=content["micro_batch_size"],
-        stages=stages,
-        settings={key: value for key, value in content.items() if key not in known_keys},
+        model_name=str(file.model_name),
+        model_size=str(file.model_size),
+        global_batch=file.global_batch_size,
+        micro_batch=file.micro_batch_size,
+        stages=tuple(
+            StageConfiguration(
+                num_devices=file.num_gpus[k],
+                tensor=tuple(file.model_parallel_size_of_each_op[k]),
+                data=tuple(file.data_parallel_size_of_each_op[k]),
+                algorithm=tuple(file.algo_of_each_op[k]),
+                recompute=tuple(map(bool, file.recompute_ops[k])),
+            )
+            for k in range(file.num_stages)
+        ),
+        settings={key: value for key, value in content.items() if key not in _KNOWN},
     )
 
 
@@ -159,66 +195,9 @@ def _shown(faults: list[str]) -> list[str]:
     return [f"  - {fault}" for fault in faults[:_MOST_SHOWN]] + more
 
 
-def _faults(content: Any) -> list[str]:
-    if not isinstance(content, dict):
-        return ["it must be an object"]
-    needed = (
-        "model_name",
-        "model_size",
-        "global_batch_size",
-        "micro_batch_size",
-        "num_stages",
-        "num_gpus",
-    )
-    missing = [
-        key for key in (*needed, "num_ops_in_each_stage", *_LISTS.values()) if key not in content
+def _length_faults(file: _File) -> list[str]:
+    return [
+        f"{key} must be a list of {file.num_stages}, one for each stage"
+        for key in ("num_gpus", "num_ops_in_each_stage", *_LISTS.values())
+        if len(getattr(file, key)) != file.num_stages
     ]
-    if missing:
-        return [f"{key} is missing" for key in missing]
-    numbers = ("global_batch_size", "micro_batch_size", "num_stages")
-    faults = [
-        f"{key} must be a positive number, got {content[key]!r}"
-        for key in numbers
-        if type(content[key]) is not int or content[key] < 1
-    ]
-    if faults:
-        return faults
-    count = content["num_stages"]
-    for key in ("num_gpus", "num_ops_in_each_stage", *_LISTS.values()):
-        if not isinstance(content[key], list) or len(content[key]) != count:
-            faults.append(f"{key} must be a list of {count}, one for each stage")
-    if faults:
-        return faults
-    for k in range(count):
-        faults += _stage_faults(content, k)
-    return faults
-
-
-def _stage_faults(content: Mapping[str, Any], k: int) -> list[str]:
-    devices, operators = content["num_gpus"][k], content["num_ops_in_each_stage"][k]
-    if type(devices) is not int or type(operators) is not int or min(devices, operators) < 1:
-        return [
-            f"stage {k} needs at least one device and one operator, got {devices!r} and"
-            f" {operators!r}"
-        ]
-    faults = []
-    for key in _LISTS.values():
-        entries = content[key][k]
-        if not isinstance(entries, list) or len(entries) != operators:
-            length = len(entries) if isinstance(entries, list) else repr(entries)
-            faults.append(
-                f"{key} of stage {k} has {length} entries, and the stage {operators} operators"
-            )
-        elif not all(type(x) in (int, bool) and x >= 0 for x in entries):
-            faults.append(f"{key} of stage {k} must hold numbers of at least 0")
-        elif key == _LISTS["recompute"] and not all(x in (0, 1) for x in entries):
-            faults.append(f"{key} of stage {k} must hold 0 or 1")
-    if not faults:
-        degrees = zip(content[_LISTS["tensor"]][k], content[_LISTS["data"]][k], strict=True)
-        wrong = [(i, t, d) for i, (t, d) in enumerate(degrees) if t * d != devices]
-        faults += [
-            f"operator {i} of stage {k} has tensor degree {t} times data degree {d}, and the stage"
-            f" {devices} devices"
-            for i, t, d in wrong[:3]
-        ]
-    return faults

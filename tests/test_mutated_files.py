@@ -1,0 +1,116 @@
+"""Whatever is in a file, it is used within its bounds, used in part, or refused with a message."""
+
+import os
+import sqlite3
+import sys
+import time
+
+import pytest
+from mutated_files import make_database, outcome
+from sample_plans import sample_plan
+
+from aliquot.cluster import Cluster
+from aliquot.core import ClusterError, InputError, PlanFileError
+from aliquot.plans import Plan
+from aliquot.profiling import ProfileDatabase, check_database
+from aliquot.verification._cache import read_answer
+
+
+@pytest.mark.parametrize("kind", ["database", "cluster", "answer", "plan"])
+def test_mutated_files_are_used_within_bounds_or_refused(kind, tmp_path):
+    make_database(tmp_path / "original.sqlite")
+    originals = [sample_plan().to_json()]
+    found = {outcome(kind, seed, tmp_path, originals) for seed in range(1000, 1040)}
+    assert len(found) > 1
+
+
+def test_rows_that_are_no_measurements_are_named_and_left_out(tmp_path):
+    path = tmp_path / "p.sqlite"
+    make_database(path)
+    connection = sqlite3.connect(path)
+    odd = (-1.0, 0.0, float("inf"), "fast", 1e300, None)
+    for number, seconds in enumerate(odd):
+        connection.execute(
+            "UPDATE measurements SET seconds = ?, label = ? WHERE rowid = ?",
+            (seconds, f"row {number}", number + 1),
+        )
+    connection.execute("UPDATE measurements SET program = 'other', label = 'moved' WHERE rowid = 7")
+    connection.commit()
+    connection.close()
+    with (
+        ProfileDatabase(path, must_exist=True) as database,
+        pytest.warns(UserWarning, match="rows that are no measurements") as said,
+    ):
+        rows = list(database.rows())
+    assert len(rows) == 12 - 7
+    text = str(said[0].message)
+    assert "row 'row 0': `seconds`: expected" in text and "got -1.0" in text and "2 more" in text
+
+
+def test_databases_that_cannot_be_written_are_read(tmp_path, monkeypatch):
+    path = tmp_path / "p.sqlite"
+    make_database(path)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    before = path.read_bytes()
+    with ProfileDatabase(path, must_exist=True) as database:
+        assert len(list(database.rows())) == 12
+        with pytest.raises(InputError, match="readonly"):
+            database.put(*next(database.rows()))
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["p.sqlite"]
+
+
+def test_databases_with_programs_in_them_are_refused(tmp_path):
+    path = tmp_path / "p.sqlite"
+    make_database(path)
+    connection = sqlite3.connect(path)
+    connection.execute("ALTER TABLE measurements RENAME TO m")
+    connection.execute("CREATE VIEW measurements AS SELECT * FROM m")
+    connection.commit()
+    connection.close()
+    with pytest.raises(InputError, match="views or triggers"):
+        check_database(path)
+
+
+READERS = {
+    "plan": (Plan.load, PlanFileError),
+    "cluster": (Cluster.load, ClusterError),
+    "database": (check_database, InputError),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_folders_pipes_and_devices_are_refused_soon(reader, tmp_path, monkeypatch):
+    read, error = READERS[reader]
+    monkeypatch.setattr("aliquot.core._files._WAIT_S", 0.05)
+    os.mkfifo(tmp_path / "pipe")
+    started_s = time.monotonic()
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        if (reader, path) != ("plan", "/dev/zero"):
+            with pytest.raises(error):
+                read(path)
+    assert time.monotonic() - started_s < 30
+    assert read_answer(tmp_path, "pipe") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the folder")
+def test_a_working_folder_that_is_gone_is_said(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(InputError, match="working folder is gone"):
+        sample_plan().save("plan.json")
+    with pytest.raises(PlanFileError, match="cannot be read"):
+        Plan.load("plan.json")
+    with pytest.raises(InputError):
+        ProfileDatabase("p.sqlite")
+
+
+def test_a_plan_with_a_million_notes_is_read_or_refused_soon():
+    text = sample_plan().to_json()
+    notes = ", ".join(['"note"'] * 1_000_000)
+    at = text.index('"notes": [') + len('"notes": [')
+    started_s = time.process_time()
+    with pytest.raises(PlanFileError, match="notes"):
+        Plan.from_json(text[:at] + notes + text[text.index("]", at) :])
+    assert time.process_time() - started_s < 10
