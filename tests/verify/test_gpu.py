@@ -138,6 +138,21 @@ def test_a_pipeline_on_gpus_that_are_not_here(tmp_path):
         )
 
 
+def test_fused_attention_in_a_model_of_the_zoo(tmp_path):
+    """Key heads that queries share, in the kernel that the GPU has; no scores in memory."""
+    where = Cluster.preset("8xA100-40GB")
+    sizes = {"num_layers": 2, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2}
+    sizes |= {"head_size": 64, "seq_len": 2048, "vocab_size": 512}
+    work = build("llama-7b", 16, overrides=sizes, scan=True, device=where.device)
+    assert work.settings["attention"] == "cudnn"
+    step = (work.train_step, work.state, work.batch)
+    plan = aq.plan(*step, cluster=where, method=aq.Zero3Parallel())
+    (stage,) = aq.verify(plan, *step, cache=tmp_path).stages
+    scores_bytes = 16 // 8 * 4 * 2048**2 * 2
+    assert 0 < stage.compiled.temp_bytes < scores_bytes
+    assert plan.prediction.peak_memory_bytes == pytest.approx(stage.compiled.peak_bytes, rel=0.3)
+
+
 def test_a_model_of_the_zoo_in_a_loop(tmp_path):
     sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "seq_len": 64, "vocab_size": 512}
     work = build("llama-7b", 16, overrides=sizes, scan=True)
