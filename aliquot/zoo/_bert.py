@@ -24,7 +24,7 @@ class Block(nnx.Module):
     """One layer: attention, then feed-forward, each added to its input and then normalised."""
 
     def __init__(
-        self, config: ModelConfig, precision: Precision, *, attention: str, rngs: nnx.Rngs
+        self, config: ModelConfig, precision: Precision, *, attention: str = "plain", rngs: nnx.Rngs
     ) -> None:
         self.attn = _gpt.Attention(config, precision, is_causal=False, kernel=attention, rngs=rngs)
         self.norm1 = _gpt.norm(config, precision, rngs)

@@ -32,7 +32,7 @@ class Attention(nnx.Module):
         precision: Precision,
         *,
         is_causal: bool = True,
-        kernel: str,
+        kernel: str = "plain",
         rngs: nnx.Rngs,
     ) -> None:
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
@@ -74,7 +74,7 @@ class Block(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, precision: Precision, *, attention: str, rngs: nnx.Rngs
+        self, config: ModelConfig, precision: Precision, *, attention: str = "plain", rngs: nnx.Rngs
     ) -> None:
         self.norm1 = norm(config, precision, rngs)
         self.attn = Attention(config, precision, kernel=attention, rngs=rngs)

@@ -24,7 +24,7 @@ class Attention(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, precision: Precision, *, kernel: str, rngs: nnx.Rngs
+        self, config: ModelConfig, precision: Precision, *, kernel: str = "plain", rngs: nnx.Rngs
     ) -> None:
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.theta, self.kernel = config.rope_theta, kernel
@@ -60,7 +60,7 @@ class Block(nnx.Module):
     """One layer: attention, then feed-forward, each added to its normalised input's origin."""
 
     def __init__(
-        self, config: ModelConfig, precision: Precision, *, attention: str, rngs: nnx.Rngs
+        self, config: ModelConfig, precision: Precision, *, attention: str = "plain", rngs: nnx.Rngs
     ) -> None:
         self.norm1 = _norm(config, precision, rngs)
         self.attn = Attention(config, precision, kernel=attention, rngs=rngs)

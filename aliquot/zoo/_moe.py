@@ -65,7 +65,7 @@ class ExpertBlock(nnx.Module):
     """
 
     def __init__(
-        self, config: MoEConfig, precision: Precision, *, attention: str, rngs: nnx.Rngs
+        self, config: MoEConfig, precision: Precision, *, attention: str = "plain", rngs: nnx.Rngs
     ) -> None:
         self.norm1 = _gpt.norm(config.dense, precision, rngs)
         self.attn = _gpt.Attention(config.dense, precision, kernel=attention, rngs=rngs)
@@ -82,7 +82,7 @@ class DenseBlock(_gpt.Block):
     """GPT's layer, for the layers without experts."""
 
     def __init__(
-        self, config: MoEConfig, precision: Precision, *, attention: str, rngs: nnx.Rngs
+        self, config: MoEConfig, precision: Precision, *, attention: str = "plain", rngs: nnx.Rngs
     ) -> None:
         super().__init__(config.dense, precision, attention=attention, rngs=rngs)
 

@@ -28,7 +28,7 @@ class EncoderBlock(nnx.Module):
     """
 
     def __init__(
-        self, config: T5Config, precision: Precision, *, attention: str, rngs: nnx.Rngs
+        self, config: T5Config, precision: Precision, *, attention: str = "plain", rngs: nnx.Rngs
     ) -> None:
         self.norm1 = _gpt.norm(config, precision, rngs)
         self.attn = _gpt.Attention(config, precision, is_causal=False, kernel=attention, rngs=rngs)
@@ -46,7 +46,7 @@ class DecoderBlock(nnx.Module):
     """
 
     def __init__(
-        self, config: T5Config, precision: Precision, *, attention: str, rngs: nnx.Rngs
+        self, config: T5Config, precision: Precision, *, attention: str = "plain", rngs: nnx.Rngs
     ) -> None:
         self.norm1 = _gpt.norm(config, precision, rngs)
         self.attn = _gpt.Attention(config, precision, kernel=attention, rngs=rngs)

@@ -8,7 +8,7 @@ from importlib import resources
 
 import pytest
 
-from aliquot.cluster import DEVICES, TARGETS, Products, target_for
+from aliquot.cluster import DEVICES, TARGETS, Products, attention_of, target_for
 from aliquot.core import ClusterError
 
 FILES = sorted(
@@ -34,22 +34,22 @@ def test_changes_of_a_backend_apply_to_its_calibrated_devices(monkeypatch):
     assert v100.matmul_efficiency > 0.5
 
 
+def of_backend(device, **known):
+    """The figures of a device's backend, with the attention of the device."""
+    return dataclasses.replace(TARGETS[device.kind], attention=attention_of(device), **known)
+
+
 def test_other_devices_keep_the_figures_of_their_backend():
-    assert (
-        target_for(DEVICES["A100-40GB"]) == TARGETS["gpu"]
-        and target_for(DEVICES["v5e"]) == TARGETS["tpu"]
-    )
     renamed = dataclasses.replace(DEVICES["V100-16GB"], name="my card")
-    assert target_for(renamed) == TARGETS["gpu"]
+    for device in (DEVICES["A100-40GB"], DEVICES["v5e"], renamed):
+        assert target_for(device) == of_backend(device)
+    assert attention_of(renamed) is None
 
 
 @pytest.mark.parametrize("name", ["H100", "H200", "B200"])
 def test_some_gpus_are_scheduled_to_hide_latency(name):
-    assert (
-        target_for(DEVICES[name])
-        == dataclasses.replace(TARGETS["gpu"], hides_latency=True)
-        != TARGETS["gpu"]
-    )
+    device = DEVICES[name]
+    assert target_for(device) == of_backend(device, hides_latency=True) != of_backend(device)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
