@@ -27,7 +27,7 @@ def faults_of(data: Any, kind: Any, path: str, hook: Hook | None = None) -> Iter
         kind: what they may be: a `msgspec.Struct`, or anything that `msgspec.convert` takes.
         path: how messages call the data; empty for a file as a whole.
 
-    >>> class Link(msgspec.Struct):
+    >>> class Link(msgspec.Struct, forbid_unknown_fields=True):
     ...     seconds: float
     >>> list(faults_of({"second": 1}, Link, "link"))  # doctest: +NORMALIZE_WHITESPACE
     ["`link.second`: there is no such field: did you mean 'seconds'? Known: seconds.",
@@ -62,7 +62,8 @@ def _struct_faults(
         return
     fields = _fields(kind)
     stem = f"{path}." if path else ""
-    for name in data.keys() - fields.keys():
+    unknown = data.keys() - fields.keys() if kind.__struct_config__.forbid_unknown_fields else ()
+    for name in unknown:
         known = nearest(str(name), fields)
         shown = shortened(printable(str(name), keep=""), 60)
         yield f"`{stem}{shown}`: there is no such field: {known}"
