@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from ._options import Json, read_cluster
 from ._session import session
 
 if TYPE_CHECKING:
-    from ..cluster import Cluster
+    from ..cluster import Cluster, ReportedSteps, Target
 
 
 def cluster(
@@ -27,7 +28,7 @@ def cluster(
     """Show a cluster's devices, its links, and the sources of their figures."""
     with session(as_json) as say:
         described = read_cluster(spec)
-        from ..cluster import logical_mesh_shapes, target_for
+        from ..cluster import logical_mesh_shapes, reported_steps, target_for
         from ..report import Facts
 
         target = target_for(described.device)
@@ -36,13 +37,40 @@ def cluster(
         usable = f"{format_bytes(usable_bytes)} of each device's memory for a plan"
         if target.memory_advice:
             usable += f" ({target.memory_advice})"
+        facts = [*described.facts(), ("usable", usable), ("meshes", ", ".join(meshes))]
+        facts += [("reaches", _reaches(target))]
+        known = None if described.device.calibration else reported_steps(described.device.name)
+        if known is not None:
+            facts.append(("checked with", str(known)))
         say.show(described.headline())
-        say.show(Facts([*described.facts(), ("usable", usable), ("meshes", ", ".join(meshes))]))
-        say.finish(_data(described, usable_bytes, meshes))
+        say.show(Facts(facts))
+        say.finish(_data(described, target, known, usable_bytes, meshes))
 
 
-def _data(cluster: Cluster, usable_bytes: float, meshes: list[str]) -> dict[str, Any]:
+def _reaches(target: Target) -> str:
+    """The shares of its peaks that the cost model assumes a device to reach."""
+    products = f"large products {target.matmul_efficiency:.0%} of the peak"
+    if target.sustained_share < 1:
+        products += f", of which whole steps sustain {target.sustained_share:.0%}"
+    beside = f"{target.overlap_fraction:.0%} of gradient sums and parameter gathers beside compute"
+    return (
+        f"{products}; elementwise code {target.bandwidth_efficiency:.0%} of the memory bandwidth;"
+        f" collectives {target.collective_efficiency:.0%} of the links; {beside}"
+    )
+
+
+def _data(
+    cluster: Cluster,
+    target: Target,
+    known: ReportedSteps | None,
+    usable_bytes: float,
+    meshes: list[str],
+) -> dict[str, Any]:
+    from ..cluster import CALIBRATED
+
     return {
+        "calibration": {name: target.figure(name) for name in CALIBRATED},
+        "reported_steps": None if known is None else dataclasses.asdict(known),
         **cluster.to_dict(),
         "num_devices": cluster.num_devices,
         "usable_memory_bytes_per_device": usable_bytes,

@@ -5,6 +5,8 @@ called.
 from ._attention import Attention as Attention
 from ._attention import attention_of as attention_of
 from ._calibration import Products as Products
+from ._calibration import ReportedSteps as ReportedSteps
+from ._calibration import reported_steps as reported_steps
 from ._cluster import MOST_DEVICES as MOST_DEVICES
 from ._cluster import Cluster as Cluster
 from ._cluster import Host as Host

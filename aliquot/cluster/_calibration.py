@@ -2,8 +2,9 @@
 source.
 
 A device without a file has the figures of its backend (`_target.py`). `benchmarks/calibrate_gpu.py`
-writes these files from published measurements of operators and collectives, never from whole
-models.
+and `calibrate_operators.py` write these files from published measurements of operators and
+collectives; `benchmarks/public_steps.py` adds what only whole steps show, such as the share of a
+single kernel's speed that long steps sustain.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from typing import Any
 from ..core import ClusterError
 
 # The file of each device. Devices that differ in the size of their memory alone share one.
-_FILES = {"V100-16GB": "v100", "V100-32GB": "v100"}
+_FILES = {
+    "V100-16GB": "v100",
+    "V100-32GB": "v100",
+    "A100-40GB": "a100",
+    "A100-80GB": "a100",
+    "H100": "h100",
+    "H200": "h100",
+    "B200": "b200",
+    "v5e": "v5e",
+    "v5p": "v5p",
+    "v6e": "v6e",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +75,61 @@ class Products:
             raise ClusterError(problems, asked="products")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedSteps:
+    """How far predicted step times of a device were from those that others reported, on rows that
+    no figure was fitted to; see `docs/accuracy.md`.
+
+    Attributes:
+        rows: number of reported steps.
+        median_error, error_of_90_percent: relative errors, 0.1 for 10 %.
+    """
+
+    rows: int
+    median_error: float
+    error_of_90_percent: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} reported steps that were not fitted: off by {self.median_error:.0%} in"
+            f" the median, {self.error_of_90_percent:.0%} at the 90th percentile"
+        )
+
+
+def reported_steps(device_name: str) -> ReportedSteps | None:
+    """What comparisons with reported steps say of a device's predictions; None without any."""
+    found = _entries(device_name).get("reported_steps")
+    if found is None:
+        return None
+    rows, median, most = found["value"]
+    return ReportedSteps(rows=rows, median_error=median, error_of_90_percent=most)
+
+
 @lru_cache(maxsize=64)
 def measured_figures(device_name: str) -> MappingProxyType[str, Any]:
     """Contents of a device's file, as fields of `Target`; empty for a device that has none."""
-    name = _FILES.get(device_name)
-    if name is None:
+    entries = _entries(device_name)
+    if not entries:
         return MappingProxyType({})
-    text = (
-        resources.files(__package__)
-        .joinpath("calibration", f"{name}.toml")
-        .read_text(encoding="utf-8")
-    )
-    figures = {key: _frozen(entry["value"]) for key, entry in tomllib.loads(text).items()}
+    figures = {
+        key: _frozen(entry["value"]) for key, entry in entries.items() if key != "reported_steps"
+    }
     products = {
         key.removeprefix("product_"): figures.pop(key)
         for key in list(figures)
         if key.startswith("product_")
     }
     return MappingProxyType({**figures, "products": Products(**products)})
+
+
+@lru_cache(maxsize=64)
+def _entries(device_name: str) -> dict[str, Any]:
+    """A device's file: figures by name, each with `value` and `source`."""
+    name = _FILES.get(device_name)
+    if name is None:
+        return {}
+    file = resources.files(__package__).joinpath("calibration", f"{name}.toml")
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def _frozen(value: Any) -> Any:

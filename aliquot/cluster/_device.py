@@ -7,6 +7,7 @@ the target (`_target.py`), and how devices are joined is a matter of the machine
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from ..core import ClusterError
 KINDS = ("gpu", "tpu", "cpu")
 CALIBRATED = (
     "matmul_efficiency",
+    "sustained_share",
     "product_tile",
     "product_depth",
     "product_traffic",
@@ -29,7 +31,8 @@ CALIBRATED = (
 """Figures of a target that a device may have values of its own for; see `Target` and `Products` for
 what they mean.
 """
-DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
+DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64", "float8")
+_NARROW = re.compile(r"bool|u?int[248]|float[48]_.*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,8 @@ class Device:
         name: As users write it, e.g. `"A100-80GB"`.
         kind: `"gpu"`, `"tpu"` or `"cpu"`: which compiler target it belongs to.
         peak_flops_per_s: Dense peak by dtype in FLOP/s. `"float32"` is required and means full
-            float32 precision; `"tf32"` is what float32 products may run in instead.
+            float32 precision; `"tf32"` is what float32 products may run in instead; `"float8"`
+            stands for all types of 8-bit floats.
         memory_bytes: Device memory.
         memory_bandwidth_bytes_per_s: Peak of reading and writing together.
         source: Where the figures come from.
@@ -102,17 +106,23 @@ class Device:
     def peak(self, dtype: str) -> float:
         """Peak in FLOP/s for arithmetic in `dtype`.
 
-        A dtype without a figure of its own (integers, booleans, narrower floats) counts as float32,
-        and float64 as half of it.
+        A dtype without a figure of its own counts as float32, float64 as half of it. Types narrower
+        than 16 bits count as the faster 16-bit float unless the device has a figure for 8-bit
+        floats.
         """
-        if dtype in self.peak_flops_per_s:
-            return self.peak_flops_per_s[dtype]
-        return self.peak_flops_per_s["float32"] * (0.5 if dtype == "float64" else 1.0)
+        peaks = self.peak_flops_per_s
+        if dtype in peaks:
+            return peaks[dtype]
+        if dtype.startswith("float8_") and "float8" in peaks:
+            return peaks["float8"]
+        if _NARROW.fullmatch(dtype):
+            return max(self.peak("bfloat16"), self.peak("float16"))
+        return peaks["float32"] * (0.5 if dtype == "float64" else 1.0)
 
 
 def _gpu(
     name: str,
-    peaks_tflops: tuple[float, float | None, float, float, float],
+    peaks_tflops: tuple[float, float | None, float, float, float, float | None],
     memory_bytes: int,
     gb_per_s: float,
     source: str,
@@ -164,40 +174,51 @@ _HOPPER = (
 )
 _GEFORCE_F64 = "; float64 at 1/64 of float32"
 
-# GPUs: (float32, tf32, bfloat16, float16, float64) in TFLOP/s, memory in bytes, bandwidth in GB/s.
+# GPUs: (float32, tf32, bfloat16, float16, float64, float8) in TFLOP/s, memory in bytes, bandwidth
+# in GB/s.
 _CATALOGUE = (
-    _gpu("V100-16GB", (15.7, None, 15.7, 125.0, 7.8), 16_935_682_048, 900, _VOLTA),
-    _gpu("V100-32GB", (15.7, None, 15.7, 125.0, 7.8), 34_089_730_048, 900, _VOLTA),
-    _gpu("A100-40GB", (19.5, 156.0, 312.0, 312.0, 19.5), 42_331_013_120, 1555, _AMPERE),
-    _gpu("A100-80GB", (19.5, 156.0, 312.0, 312.0, 19.5), 85_100_068_864, 2039, _AMPERE),
-    _gpu("H100", (67.0, 494.7, 989.4, 989.4, 67.0), 84_942_979_072, 3350, "NVIDIA H100 " + _HOPPER),
+    _gpu("V100-16GB", (15.7, None, 15.7, 125.0, 7.8, None), 16_935_682_048, 900, _VOLTA),
+    _gpu("V100-32GB", (15.7, None, 15.7, 125.0, 7.8, None), 34_089_730_048, 900, _VOLTA),
+    _gpu("A100-40GB", (19.5, 156.0, 312.0, 312.0, 19.5, None), 42_331_013_120, 1555, _AMPERE),
+    _gpu("A100-80GB", (19.5, 156.0, 312.0, 312.0, 19.5, None), 85_100_068_864, 2039, _AMPERE),
     _gpu(
-        "H200", (67.0, 494.7, 989.4, 989.4, 67.0), 151_397_597_184, 4800, "NVIDIA H200 " + _HOPPER
+        "H100",
+        (67.0, 494.7, 989.4, 989.4, 67.0, 1978.9),
+        84_942_979_072,
+        3350,
+        "NVIDIA H100 " + _HOPPER,
+    ),
+    _gpu(
+        "H200",
+        (67.0, 494.7, 989.4, 989.4, 67.0, 1978.9),
+        151_397_597_184,
+        4800,
+        "NVIDIA H200 " + _HOPPER,
     ),
     _gpu(
         "B200",
-        (75.0, 1125.0, 2250.0, 2250.0, 37.0),
+        (75.0, 1125.0, 2250.0, 2250.0, 37.0, 4500.0),
         191_514_411_008,
         7700,
         "NVIDIA HGX B200 " + _HOPPER,
     ),
     _gpu(
         "A10G",
-        (35.0, 35.0, 70.0, 70.0, 0.55),
+        (35.0, 35.0, 70.0, 70.0, 0.55, None),
         24 * 10**9,
         600,
         "NVIDIA A10G data sheet (dense)" + _GEFORCE_F64,
     ),
     _gpu(
         "L4",
-        (30.3, 60.0, 121.0, 121.0, 0.47),
+        (30.3, 60.0, 121.0, 121.0, 0.47, 242.5),
         24 * 10**9,
         300,
         "NVIDIA L4 data sheet (dense)" + _GEFORCE_F64,
     ),
     _gpu(
         "RTX-4090",
-        (82.6, 82.6, 165.2, 165.2, 1.29),
+        (82.6, 82.6, 165.2, 165.2, 1.29, 330.3),
         24 * 10**9,
         1008,
         "NVIDIA Ada GPU architecture paper (dense, float32 accumulation)" + _GEFORCE_F64,

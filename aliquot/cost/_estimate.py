@@ -22,6 +22,7 @@ from ._choices import can_split
 from ._collectives import (
     collective_corrections,
     collective_line,
+    combined_share,
     move_line,
     pieces,
     rounded_bytes,
@@ -185,11 +186,21 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
                 reshard(before, after, sizes, sum_collective(edge, target, total=once)) or ()
             ):
                 entering, leaving = move.fraction * whole, result_fraction(move, sizes) * whole
-                line = move_line(
+                latency_s, s_per_byte = move_line(
                     move, through_copies(move, before, after, target), mesh, target, priced_bytes
                 )
+                if edge.beside_compute and edge.kind != "alias":
+                    latency_s *= float(combined_share(whole, target))
                 yield _Collective(
-                    move.kind, move.axes, move.group, edge.label, count, entering, leaving, *line
+                    move.kind,
+                    move.axes,
+                    move.group,
+                    edge.label,
+                    count,
+                    entering,
+                    leaving,
+                    latency_s,
+                    s_per_byte,
                 )
     for node, p, pick in zip(priced.graph.nodes, priced.nodes, picks.tolist(), strict=True):
         choice = tuple(int(f) for f in p.choices[pick])
@@ -205,9 +216,21 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
                 local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)
                 # Of an all-gather, the result on each device is that much larger than what enters.
                 grown = math.prod(sizes[a] for a in these_axes) if c.kind == "all-gather" else 1
-                line = collective_line(c.kind, these_axes, mesh, target, near_bytes=local)
+                latency_s, s_per_byte = collective_line(
+                    c.kind, these_axes, mesh, target, near_bytes=local
+                )
+                if c.gradient:
+                    latency_s *= float(combined_share(local, target))
                 yield _Collective(
-                    c.kind, these_axes, None, c.label, count, local, local * float(grown), *line
+                    c.kind,
+                    these_axes,
+                    None,
+                    c.label,
+                    count,
+                    local,
+                    local * float(grown),
+                    latency_s,
+                    s_per_byte,
                 )
 
 

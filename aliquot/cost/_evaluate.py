@@ -14,8 +14,9 @@ class StepTime:
 
     Attributes:
         compute_s: arithmetic and memory traffic.
-        communication_s: collectives that compute waits for.
-        gradient_s: collectives on gradients; `hidden_s` of it is hidden behind the backward pass.
+        communication_s: collectives other than those on gradients.
+        gradient_s: collectives on gradients.
+        hidden_s: the part of both that runs beside compute.
         host_transfer_s: copies between device and host memory; `host_hidden_s` of it run beside
             compute.
     """
@@ -37,21 +38,24 @@ class StepTime:
 def evaluate(priced: Priced, picks: Ints) -> StepTime:
     """Step time under a choice for every node. Equal conversions of one array are paid once.
 
-    Gradient collectives hide behind the backward pass up to the share that the target's compiler
-    overlaps, and for at most the time of the pass's compute.
+    Sums of gradients and gathers of parameters run beside the compute of the forward and backward
+    pass: up to the share that the target's compiler overlaps, and at most as long as that compute
+    takes.
     """
-    compute = communication = gradient = backward = 0.0
+    compute = communication = gradient = gathers = beside = 0.0
     for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
         compute += float(node.compute_s[pick])
-        backward += float(node.backward_s[pick])
+        beside += float(node.beside_s[pick])
         communication += float(node.communication_s[pick])
         gradient += float(node.gradient_s[pick])
     for (edge_index, _, _), seconds in conversions(priced, picks).items():
-        if priced.graph.edges[edge_index].gradient:
+        edge = priced.graph.edges[edge_index]
+        if edge.gradient:
             gradient += seconds
         else:
             communication += seconds
-    hidden = hidden_seconds(gradient, backward, priced.target.overlap_fraction)
+            gathers += seconds if edge.beside_compute else 0.0
+    hidden = hidden_seconds(gradient + gathers, beside, priced.target.overlap_fraction)
     copied, exposed = copy_times(priced, picks)
     return StepTime(
         compute_s=compute,
@@ -63,9 +67,9 @@ def evaluate(priced: Priced, picks: Ints) -> StepTime:
     )
 
 
-def hidden_seconds(gradient_s: float, backward_s: float, overlap_fraction: float) -> float:
-    """Seconds of gradient communication that are hidden behind the backward pass."""
-    return min(overlap_fraction * gradient_s, backward_s)
+def hidden_seconds(collectives_s: float, compute_s: float, overlap_fraction: float) -> float:
+    """Seconds of collectives that are hidden beside compute, of those that can be."""
+    return min(overlap_fraction * collectives_s, compute_s)
 
 
 def conversions(priced: Priced, picks: Ints) -> dict[tuple[int, int, int], float]:

@@ -28,7 +28,8 @@ class PhaseCosts:
         forward_s, backward_s: for one micro-batch; `deferrable_s` is the part of the backward pass
             whose results no other layer needs, only the update.
         once_s: once a step: gradient synchronisation and the update.
-        compute_s, communication_s, gradient_s: the same seconds by kind, for a whole step.
+        compute_s, communication_s, gradient_s: the same seconds by kind, for a whole step, without
+            the gathers of parameters that run beside compute.
         host_transfer_s: copies between device and host memory in a whole step; the passes above
             wait for those that do not run beside compute, as `host_hidden_s` of it do.
         host_state_bytes, host_in_flight_bytes: the same as the next two, in host memory.
@@ -71,7 +72,7 @@ def phase_costs(
         graph: the graph from which the node graph was built.
         model: memory under the choices, as `known_memory` gives it; computed if None.
     """
-    compute, communication = np.zeros((2, len(Phase)))
+    compute, communication, gathers = np.zeros((3, len(Phase)))
     # Gradients are summed after the last micro-batch only over data axes; other sums run in every
     # backward pass.
     waits = bool(priced.data_axes) or priced.repeats == 1
@@ -94,8 +95,12 @@ def phase_costs(
         partial = edge.gradient and min(table.sources[source]) <= PARTIAL
         phase = Phase.BACKWARD if partial else edge.phase
         communication[phase] += paid - once
+        if edge.beside_compute and not edge.gradient:
+            gathers[phase] += paid
         if phase is Phase.BACKWARD and edge.deferrable:
             deferrable += paid - once
+    # Parameters are gathered ahead of the layers that read them, beside compute of the same task.
+    communication -= np.minimum(priced.target.overlap_fraction * gathers, compute)
     copied, exposed = copy_times(priced, picks)
     seconds = compute + communication + exposed
     model = known_memory(priced, picks) if model is None else model

@@ -35,6 +35,7 @@ from ._choices import distinct_specs, enumerate_choices, joined_axes, shards
 from ._collectives import (
     collective_corrections,
     collective_line,
+    combined_share,
     move_line,
     pieces,
     rounded_bytes,
@@ -64,7 +65,7 @@ class PricedNode:
         gradient_s: collectives that sum gradients; not part of `communication`.
         deferrable_s: the part of `compute` and `communication` in deferrable operators; see `Op`.
         compute_s, communication_s: sums over phases.
-        backward_s: `compute` in the backward phase.
+        beside_s: `compute` before the update, beside which collectives can run.
     """
 
     choices: Ints
@@ -73,12 +74,12 @@ class PricedNode:
     gradient_s: Floats
     deferrable_s: Floats
     compute_s: Floats = field(init=False)
-    backward_s: Floats = field(init=False)
+    beside_s: Floats = field(init=False)
     communication_s: Floats = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compute_s", self.compute.sum(axis=0))
-        object.__setattr__(self, "backward_s", self.compute[Phase.BACKWARD])
+        object.__setattr__(self, "beside_s", self.compute_s - self.compute[Phase.UPDATE])
         object.__setattr__(self, "communication_s", self.communication.sum(axis=0))
 
 
@@ -239,7 +240,8 @@ class _Pricer:
                 entering = local[rows] * widening(
                     collective.dtype, self.target, total=once and self.repeats > 1
                 )
-                each = latency + per_byte * entering
+                share = combined_share(entering, self.target) if collective.gradient else 1.0
+                each = latency * share + per_byte * entering
                 if self.mesh.cluster.measured is not None and latency + per_byte:
                     each = (
                         each
@@ -260,6 +262,8 @@ class _Pricer:
             latency = latency * np.array(
                 [[pieces(edge, p, q, self.target) for q in targets] for p in sources]
             )
+        elif edge.beside_compute:
+            latency = latency * combined_share(whole, self.target)
         times = edge.count * self.times(edge.phase)
         seconds = (latency + per_byte * whole) * times
         # Without micro-batches, every gradient is summed once in a step anyway.
@@ -369,10 +373,11 @@ class _Pricer:
     def conversion_seconds(
         self, source: Spec, target: Spec, sums: SumCollective, whole_bytes: float
     ) -> float:
-        """Seconds of one conversion of an array of `whole_bytes`."""
+        """Seconds of one conversion of a gradient of `whole_bytes`."""
         near_bytes = rounded_bytes(whole_bytes, self.mesh)
         latency, per_byte = self.conversion_line(source, target, sums, near_bytes)
-        return latency + per_byte * whole_bytes
+        share = float(combined_share(whole_bytes, self.target))
+        return latency * share + per_byte * whole_bytes
 
     def times(self, phase: Phase) -> int:
         """Number of runs of a phase in a step."""

@@ -128,9 +128,10 @@ class Inliner:
                     self._op(moved, (operand,), inner)[0] if moved else operand
                     for moved, operand in zip(compat.memory_moves(eqn), operands, strict=True)
                 )
-            elif compat.is_placement(eqn):
-                # Ignored: the plan decides where arrays lie, and the step may have been written for
-                # other devices.
+            elif compat.is_placement(eqn) or eqn.primitive.name == "name":
+                # Placements are ignored: the plan decides where arrays lie, and the step may have
+                # been written for other devices. Names have served: `jax.checkpoint` reads them
+                # when the step is differentiated, which has happened.
                 results = operands
             else:
                 results = self._structured(eqn, operands, inner)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cluster import AXIS_NAMES, LogicalMesh, logical_mesh_shapes
+from ..cluster import AXIS_NAMES, Cluster, LogicalMesh, logical_mesh_shapes
 from ..core import InputError
 from ..cost import Problem, price
 from ._base import AbstractMethod, Decision, Progress, Task
@@ -37,10 +37,10 @@ class Zero2Parallel(AbstractMethod):
     """Data parallelism with optimizer state and gradients split over devices.
 
     With `shard_within="host"` they are split over the devices of a host and replicated across
-    hosts.
+    hosts; with a number, over that many neighbouring devices and replicated over the groups.
     """
 
-    shard_within: str | None = None
+    shard_within: str | int | None = None
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
@@ -53,10 +53,11 @@ class Zero3Parallel(AbstractMethod):
     where they are used.
 
     With `shard_within="host"` they are split over the devices of a host and replicated across
-    hosts.
+    hosts; with a number, over that many neighbouring devices and replicated over the groups (hybrid
+    FSDP).
     """
 
-    shard_within: str | None = None
+    shard_within: str | int | None = None
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
@@ -286,21 +287,16 @@ def _shard_entries(
 
 
 def _fixed_entries(
-    problem: Problem, name: str, intra: Fixed, shard_within: str | None
+    problem: Problem, name: str, intra: Fixed, shard_within: str | int | None
 ) -> list[Entry]:
     cluster = problem.cluster
-    if shard_within not in (None, "host"):
-        raise InputError(f'shard_within={shard_within!r}: pass "host", or None for all devices.')
-    splits_in_host = (
-        shard_within == "host" and cluster.num_hosts > 1 and cluster.devices_per_host > 1
-    )
-    shape = (
-        (cluster.num_hosts, cluster.devices_per_host) if splits_in_host else (cluster.num_devices,)
-    )
+    group = _devices_that_share_a_state(shard_within, cluster)
+    splits_in_group = 1 < group < cluster.num_devices
+    shape = (cluster.num_devices // group, group) if splits_in_group else (cluster.num_devices,)
     mesh = _mesh(problem, shape)
     all_axes = frozenset(range(len(mesh.shape)))
-    # With `shard_within="host"` only the second axis, the devices of a host, splits the state.
-    rule = replace(intra, first_shard_axis=1 if splits_in_host else 0)
+    # Of a group, only the second axis splits the state.
+    rule = replace(intra, first_shard_axis=1 if splits_in_group else 0)
     # Reducing once means accumulating whole gradients until the last micro-batch. If these do not
     # fit, ZeRO adds the gradients of each micro-batch to sharded accumulators.
     deferring = (
@@ -325,8 +321,26 @@ def _fixed_entries(
     return entries
 
 
+def _devices_that_share_a_state(shard_within: str | int | None, cluster: Cluster) -> int:
+    """Number of devices over which ZeRO splits one copy of the state."""
+    if shard_within is None:
+        return cluster.num_devices
+    if shard_within == "host":
+        return cluster.devices_per_host
+    if not isinstance(shard_within, int):
+        raise InputError(
+            f'shard_within={shard_within!r}: pass "host", a number of devices, or None for all.'
+        )
+    if shard_within < 1 or cluster.num_devices % shard_within:
+        raise InputError(
+            f"shard_within={shard_within}: the state is split over groups of that many devices,"
+            f" which must divide the {cluster.num_devices} devices of {cluster.name}."
+        )
+    return shard_within
+
+
 def _fixed(
-    problem: Problem, progress: Progress | None, name: str, intra: Fixed, within: str | None
+    problem: Problem, progress: Progress | None, name: str, intra: Fixed, within: str | int | None
 ) -> Decision:
     return race(
         problem,

@@ -99,6 +99,9 @@ def method_by_name(
         return _layout(name, mesh_shape, pipeline)
     if name in PIPELINES:
         return _pipeline(name, mesh_shape, pipeline)
+    hybrid, colon, size = name.partition(":")
+    if hybrid == "hsdp" and colon and size.isdecimal() and len(size) < 7 and mesh_shape is None:
+        return Zero3Parallel(shard_within=int(size))
     if name not in METHODS and name not in SYNONYMS:
         known = [*METHODS, *SYNONYMS, *PIPELINES, *LAYOUTS.values()]
         raise InputError(f"Unknown method {name!r}: {nearest(name, known)}")

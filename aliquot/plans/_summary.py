@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ..cluster import ReportedSteps, reported_steps
 from ..core import format_seconds
 from ._axis_roles import axis_roles, uses_of_stage
 from ._plan import Plan
@@ -38,6 +39,8 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("attention", attends))
     if speed := throughput(plan):
         rows.append(("throughput", f"{speed}; {_basis(plan)}"))
+    if error := expected_error(plan):
+        rows.append(("expected error", f"step times of {error}"))
     if costs := _largest_costs(plan):
         rows.append(("largest costs", costs))
     if second := runner_up(plan):
@@ -74,9 +77,23 @@ def _recomputation(plan: Plan) -> str:
     if told:
         return f"{' and '.join(told)} in the backward pass"
     how = plan.model.settings.get("recompute") if plan.model.kind == "zoo" else None
-    if how == "block":
-        return "each block is worked out again in the backward pass"
-    return "none" if how == "none" else ""
+    if not isinstance(how, str):
+        return ""
+    name, _, every = how.partition(":")
+    which = f"every block of {every}" if every not in ("", "1") else "each block"
+    if name == "block":
+        return f"{which} is recomputed in the backward pass (full activation checkpointing)"
+    return how if name == "none" else f"{which} is recomputed but for what policy {name} keeps"
+
+
+def expected_error(plan: Plan) -> ReportedSteps | None:
+    """How far predictions for the plan's devices were from reported steps; None if nothing is
+    known, or if the plan rests on other figures than those of the catalogue.
+    """
+    device = plan.cluster.get("device")
+    if plan.provenance.profiles or not isinstance(device, dict) or device.get("calibration"):
+        return None
+    return reported_steps(str(device.get("name", "")))
 
 
 def _basis(plan: Plan) -> str:

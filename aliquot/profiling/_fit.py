@@ -80,7 +80,7 @@ def fit_profiles(database: ProfileDatabase, cluster: Cluster) -> Fit:
             " MODEL."
         )
     fitted = _with_figures(plain, {name: value for name, (value, _) in figures.items()})
-    before = {name: _figure(target, name) for name in figures}
+    before = {name: target.figure(name) for name in figures}
     return Fit(
         cluster=fitted,
         figures={
@@ -157,12 +157,6 @@ def _raised(name: str, value: float, source: str) -> str:
     if name not in _PEAKS or value <= 1:
         return source
     return f"{source}; {_PEAKS[name]} was raised, to {value:.3g} times what the cluster said"
-
-
-def _figure(target: Any, name: str) -> float:
-    if name.startswith("product_"):
-        return float(getattr(target.products, name.removeprefix("product_")))
-    return float(getattr(target, name))
 
 
 def _fit_products(

@@ -266,6 +266,7 @@ class EdgeBuilder:
                 masked=self._is_masked(value_class),
                 on_pieces=self.naming.on_pieces(value_class),
                 deferrable=deferrable,
+                parameter=self.naming.cuts.param_only[value_class],
             )
         )
 

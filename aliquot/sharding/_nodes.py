@@ -111,6 +111,7 @@ class Edge:
         on_pieces: whether its partial sums are those of a product that each device can run on its
             own pieces, so that the runtime reduce-scatters them where a compiler does not.
         deferrable: whether the operators that read it are; see `Op`.
+        parameter: whether it is a parameter, or made of parameters alone, such as a cast.
     """
 
     index: int
@@ -133,6 +134,14 @@ class Edge:
     masked: bool = False
     on_pieces: bool = False
     deferrable: bool = False
+    parameter: bool = False
+
+    @property
+    def beside_compute(self) -> bool:
+        """Whether its conversions can run beside compute: sums of gradients behind the products
+        that make them, and gathers of parameters ahead of those that read them.
+        """
+        return self.gradient or (self.parameter and self.phase is not Phase.UPDATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

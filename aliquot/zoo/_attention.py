@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 # Largest blocks of queries and of keys: of these sizes the kernel is fastest on v5e and v5p, as in
 # the defaults of MaxText.
@@ -55,6 +56,20 @@ def _plain(q_bshe: jax.Array, k_btke: jax.Array, v_btke: jax.Array, is_causal: b
     """Products run in the dtype of the operands, the softmax in float32 or wider. Query heads that
     share a key head are grouped.
     """
+    # The names by which policies of recomputation keep arrays; see `_recompute.py`.
+    q_bshe, k_btke, v_btke = (
+        checkpoint_name(x, name)
+        for x, name in ((q_bshe, "query"), (k_btke, "key"), (v_btke, "value"))
+    )
+    out: jax.Array = checkpoint_name(
+        _attention(q_bshe, k_btke, v_btke, is_causal=is_causal), "attention"
+    )
+    return out
+
+
+def _attention(
+    q_bshe: jax.Array, k_btke: jax.Array, v_btke: jax.Array, *, is_causal: bool
+) -> jax.Array:
     seq_len, num_heads, head_dim = q_bshe.shape[1:]
     num_kv_heads = k_btke.shape[2]
     softmax = _causal_softmax if is_causal else _softmax

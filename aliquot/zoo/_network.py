@@ -22,6 +22,7 @@ from flax import nnx
 from . import _bert, _gpt, _llama, _moe
 from ._config import AbstractTextConfig, MoEConfig
 from ._precision import Precision, abstract
+from ._recompute import recompute_every, recomputed
 
 Tree = Any
 
@@ -147,8 +148,8 @@ class Network(AbstractNetwork):
         """Activations after the last layer, and the figures that layers of experts report."""
         reports: list[jax.Array] = []
         if not self.scan:
-            for kind, layer in zip(self._turns(), layers, strict=True):
-                x, report = kind.apply(layer, x)
+            for number, (kind, layer) in enumerate(zip(self._turns(), layers, strict=True)):
+                x, report = kind.apply(layer, x, number=number)
                 reports += report
             return x, reports
 
@@ -181,7 +182,17 @@ class _Kind:
         self, make: Callable[[jax.Array], nnx.Module], *, recompute: str, scan: bool
     ) -> None:
         self._definition, self.shapes, self.init = _module(make)
-        self.apply = _once(self._block, recompute=recompute, scan=scan)
+        self._every = recompute_every(recompute)
+        self._applied = _once(self._block, recompute=recompute, scan=scan)
+        self._kept = _once(self._block, recompute="none", scan=scan)
+
+    def apply(
+        self, layer: Tree, *inputs: jax.Array, number: int = 0
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Results of the layer with this number, of which every n-th recomputes."""
+        run = self._kept if number % self._every else self._applied
+        results: tuple[jax.Array, list[jax.Array]] = run(layer, *inputs)
+        return results
 
     def _block(self, layer: Tree, *inputs: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         outputs = nnx.merge(self._definition, layer)(*inputs)
@@ -212,10 +223,9 @@ def _once(block: Callable[..., Any], *, recompute: str, scan: bool) -> Callable[
     """The function of a block as every layer calls it. If layers are unrolled, `jit` makes JAX
     trace and differentiate it once for all of them.
     """
-    if recompute == "block":
-        # Without a loop, only barriers keep the compiler from merging the recomputation with the
-        # forward pass.
-        block = jax.checkpoint(block, prevent_cse=not scan)
+    # Without a loop, only barriers keep the compiler from merging the recomputation with the
+    # forward pass.
+    block = recomputed(block, recompute, prevent_cse=not scan)
     return block if scan else jax.jit(block)
 
 

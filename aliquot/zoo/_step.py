@@ -18,6 +18,7 @@ from ._config import LARGEST, AbstractConfig, AbstractTextConfig
 from ._fused import choose_attention
 from ._image_config import WideResNetConfig
 from ._precision import PRECISIONS, Precision, abstract, precision, precision_name
+from ._recompute import recompute_faults
 from ._sizes import MODELS, as_fields, configure, from_fields
 from ._t5_config import T5Config
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from ._update import Update
 
 _OPTIMIZERS = ("adamw", "sgd")
-_RECOMPUTE = ("none", "block")
 _LOSS_SCALING = ("none", "dynamic")
 
 
@@ -84,8 +84,10 @@ def build(
         dtype: Dtype in which the model computes: `"bf16"`, `"float16"` or `"float32"`, with float32
             parameters; or `"float64"` throughout, for comparisons. Other usual names, such as
             `"bfloat16"` and `"fp16"`, are understood. By default bf16, and float32 for Wide-ResNet.
-        recompute: `"block"` keeps only the input of each block and recomputes its inside in the
-            backward pass; `"none"` keeps everything.
+        recompute: What each block keeps for its backward pass, which computes all else again:
+            `"block"` only its input, `"none"` everything; `"minimal"`, `"save_qkv"`,
+            `"save_attention"`: see `RECOMPUTE`. With a number, such as `"block:2"`, only every
+            second layer recomputes.
         scan: Whether to stack the layers and scan over them instead of unrolling them; not for
             Wide-ResNet.
         optimizer: `"adamw"`, or `"sgd"` without momentum.
@@ -213,7 +215,6 @@ def faults_of_step(
         device: that the step is for; None for any.
     """
     known = {
-        "recompute": _RECOMPUTE,
         "optimizer": _OPTIMIZERS,
         "loss_scaling": _LOSS_SCALING,
         "dtype": PRECISIONS,
@@ -223,6 +224,11 @@ def faults_of_step(
         for option, names in known.items()
         if settings.get(option) is not None and precision_name(settings[option]) not in names
     ]
+    faults += recompute_faults(
+        settings.get("recompute", "block"),
+        scan=bool(settings.get("scan")),
+        has_attention=config is None or not isinstance(config, WideResNetConfig),
+    )
     global_batch, learning_rate = (
         settings.get("global_batch", 1),
         settings.get("learning_rate", 1.0),

@@ -107,6 +107,6 @@ class T5Network(AbstractNetwork):
                 lambda x, layer: (kind.apply(layer, x, *others)[0], None), x, layers
             )
             return x
-        for layer in layers:
-            x, _ = kind.apply(layer, x, *others)
+        for number, layer in enumerate(layers):
+            x, _ = kind.apply(layer, x, *others, number=number)
         return x

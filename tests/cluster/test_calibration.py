@@ -22,15 +22,16 @@ def test_a_measured_device_has_its_own_figures_and_its_backends_habits():
     gpu, v100 = TARGETS["gpu"], target_for(DEVICES["V100-16GB"])
     assert v100 == target_for(DEVICES["V100-32GB"]) != gpu
     assert v100.products.processors == 80
-    habits = ("reduce_scatter", "overlap_fraction", "usable_memory_fraction")
+    assert v100.overlap_fraction < gpu.overlap_fraction
+    habits = ("reduce_scatter", "combined_bytes", "usable_memory_fraction")
     assert all(getattr(v100, name) == getattr(gpu, name) for name in habits)
 
 
 def test_changes_of_a_backend_apply_to_its_calibrated_devices(monkeypatch):
-    changed = dataclasses.replace(TARGETS["gpu"], overlap_fraction=0.0, matmul_efficiency=0.1)
+    changed = dataclasses.replace(TARGETS["gpu"], combined_bytes=7, matmul_efficiency=0.1)
     monkeypatch.setitem(TARGETS, "gpu", changed)
     v100 = target_for(DEVICES["V100-16GB"])
-    assert (v100.overlap_fraction, target_for(DEVICES["H100"]).matmul_efficiency) == (0.0, 0.1)
+    assert (v100.combined_bytes, target_for(DEVICES["A10G"]).matmul_efficiency) == (7, 0.1)
     assert v100.matmul_efficiency > 0.5
 
 
@@ -41,15 +42,41 @@ def of_backend(device, **known):
 
 def test_other_devices_keep_the_figures_of_their_backend():
     renamed = dataclasses.replace(DEVICES["V100-16GB"], name="my card")
-    for device in (DEVICES["A100-40GB"], DEVICES["v5e"], renamed):
+    for device in (DEVICES["A10G"], DEVICES["v4"], renamed):
         assert target_for(device) == of_backend(device)
     assert attention_of(renamed) is None
 
 
 @pytest.mark.parametrize("name", ["H100", "H200", "B200"])
 def test_some_gpus_are_scheduled_to_hide_latency(name):
-    device = DEVICES[name]
-    assert target_for(device) == of_backend(device, hides_latency=True) != of_backend(device)
+    assert target_for(DEVICES[name]).hides_latency
+    assert not target_for(DEVICES["A100-80GB"]).hides_latency
+
+
+@pytest.mark.parametrize(("first", "second"), [("A100-40GB", "A100-80GB"), ("H100", "H200")])
+def test_cards_with_the_same_chip_share_their_figures(first, second):
+    assert target_for(DEVICES[first]) == target_for(DEVICES[second]) != TARGETS["gpu"]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "uint4", "float4_e2m1fn"]
+)
+def test_narrow_types_are_never_slower_than_16_bits(dtype):
+    for device in DEVICES.values():
+        assert device.peak(dtype) >= max(device.peak("bfloat16"), device.peak("float16"))
+
+
+def test_8_bit_floats_have_the_peaks_of_the_data_sheets():
+    assert DEVICES["H100"].peak("float8_e4m3fn") == pytest.approx(1978.9e12)
+    assert DEVICES["A100-80GB"].peak("float8_e4m3fn") == DEVICES["A100-80GB"].peak("bfloat16")
+
+
+def test_a_sustained_share_slows_all_products():
+    device = DEVICES["H100"]
+    whole = dataclasses.replace(device, calibration={"sustained_share": 1.0})
+    half = dataclasses.replace(device, calibration={"sustained_share": 0.5})
+    speeds = [target_for(d).product_flops_per_s(d, "bfloat16") for d in (whole, half)]
+    assert speeds[0] == pytest.approx(2 * speeds[1])
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)

@@ -36,7 +36,7 @@ def affordable(priced: Priced, allowed: Masks, ceiling_s: float) -> tuple[Priced
     """
     if not np.isfinite(ceiling_s):
         return priced, allowed
-    # The share of gradient communication that is exposed even if the backward pass hides it.
+    # The share of a collective that is exposed even if it runs beside compute.
     # The program prices it the same way: see `Layout.overlap`.
     share = 1 - priced.target.overlap_fraction
     costs = [
@@ -53,7 +53,9 @@ def affordable(priced: Priced, allowed: Masks, ceiling_s: float) -> tuple[Priced
     ]
     prices = [
         np.where(
-            np.isfinite(table.seconds), (share if edge.gradient else 1.0) * table.seconds, np.inf
+            np.isfinite(table.seconds),
+            (share if edge.beside_compute else 1.0) * table.seconds,
+            np.inf,
         )
         for edge, table in zip(priced.graph.edges, priced.edges, strict=True)
     ]

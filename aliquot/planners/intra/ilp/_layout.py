@@ -49,7 +49,7 @@ class Prices:
 
     plain: Floats
     gradient: Floats
-    backward: Floats
+    beside: Floats
     conversions: Floats
 
     @classmethod
@@ -62,7 +62,7 @@ class Prices:
         return cls(
             plain=plain if priced.target.overlap_fraction else plain + gradient,
             gradient=gradient,
-            backward=np.concatenate([node.backward_s for node in priced.nodes]),
+            beside=np.concatenate([node.beside_s for node in priced.nodes]),
             conversions=np.concatenate(
                 [*(table.seconds.ravel() for table in priced.edges), [1.0, 0.0]]
             ),
@@ -81,7 +81,7 @@ class Layout:
         other_shares: the share of this price that each of these columns pays.
         lower, upper: bounds of rows.
         rows, columns, values: coefficients that do not depend on prices.
-        hidden: for conversions that the backward pass may hide, their columns, the positions of
+        hidden: for conversions that may run beside compute, their columns, the positions of
             their prices, and the shares of these that they pay.
         groups: flows of several edges that share a conversion.
         overlap_row: the first of the two rows of overlap; -1 without overlap.
@@ -101,22 +101,24 @@ class Layout:
     overlap_row: int
 
     def overlap(self, prices: Prices, fraction: float) -> tuple[Ints, Ints, Floats]:
-        """Coefficients of `z >= (1 - fraction) gradient` and `z >= gradient - backward`."""
+        """Coefficients of `z >= (1 - fraction) collectives` and `z >= collectives -
+        compute`, of the collectives that run beside compute.
+        """
         hidden, places, shares = self.hidden
         columns = np.concatenate((np.arange(len(self.node_prices)), hidden))
-        gradient = np.concatenate(
+        seconds = np.concatenate(
             (prices.gradient[self.node_prices], prices.conversions[places] * shares)
         )
-        some = gradient != 0
-        columns, gradient = columns[some], gradient[some]
-        backward = prices.backward[self.node_prices]
-        hiding = np.flatnonzero(backward)
+        some = seconds != 0
+        columns, seconds = columns[some], seconds[some]
+        beside = prices.beside[self.node_prices]
+        hiding = np.flatnonzero(beside)
         first = self.overlap_row
         counts = (len(columns), len(columns), len(hiding))
         return (
             np.repeat([first, first + 1, first + 1], counts),
             np.concatenate((columns, columns, hiding)),
-            np.concatenate((-(1 - fraction) * gradient, -gradient, backward[hiding])),
+            np.concatenate((-(1 - fraction) * seconds, -seconds, beside[hiding])),
         )
 
 
@@ -202,8 +204,8 @@ class _Draft:
                 self.shared[share] = self._add_shared(edges)
         overlap_row = -1
         if self.overlaps:
-            # The exposed part of gradient communication: a column that costs one second for each
-            # second.
+            # The exposed part of the collectives beside compute: a column that costs one second for
+            # each second.
             exposed = self._add_columns(np.array([_ONE]))
             overlap_row = self._add_rows(2, 0.0, np.inf)
             self.entries.add(overlap_row + np.arange(2), np.repeat(exposed, 2), 1.0)
@@ -252,14 +254,14 @@ class _Draft:
         return first
 
     def _is_hidden(self, index: int) -> bool:
-        """True if the backward pass may hide an edge's conversions."""
-        return self.overlaps and self.priced.graph.edges[index].gradient
+        """True if an edge's conversions may run beside compute."""
+        return self.overlaps and self.priced.graph.edges[index].beside_compute
 
     def _add_single(self, index: int) -> None:
         """Add the flows of an edge whose conversions are its own."""
         sides = self._sides(index)
         places = sides.places
-        # Conversions of gradients cost nothing by themselves: the two rows of overlap price them.
+        # Conversions beside compute cost nothing by themselves: the two rows of overlap price them.
         flow = self._add_columns(np.full(len(places), _ZERO) if self._is_hidden(index) else places)
         self.single[index] = (flow, sides.sources[sides.p], sides.targets[sides.q])
         if self._is_hidden(index):

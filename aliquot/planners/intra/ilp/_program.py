@@ -3,7 +3,7 @@
 Variables: `x[n, k]`, node n takes choice k; `y[e, p, q]`, edge e converts split p to split q. Flow
 constraints tie `y` to the `x` on both sides: the local-polytope form, whose relaxation is integral
 for most of these problems. Edges that share conversions pay for each once; see `_sharing.py`. With
-an overlapping target, `z` is the part of gradient communication that the backward pass cannot hide.
+an overlapping target, `z` is the part of the collectives beside compute that compute cannot hide.
 Only `x` need be integer; the others then are, too.
 
 Reference: L. Zheng et al., "Alpa", OSDI 2022, section 4 (choices per operator, costs per edge); M.

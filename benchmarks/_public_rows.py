@@ -1,0 +1,190 @@
+"""Publicly reported training steps as steps of the zoo: the model, cluster, method and
+recomputation of a row, or the reason why it cannot be expressed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from aliquot.cluster import Cluster, Link
+from aliquot.core import InputError
+from aliquot.planners import AbstractMethod, DataParallel, Megatron, Zero2Parallel, Zero3Parallel
+
+DEVICES = {
+    "A100-40GB": "A100-40GB",
+    "A100-80GB": "A100-80GB",
+    "B200": "B200",
+    "H100": "H100",
+    "H100-80GB-SXM": "H100",
+    "H100-96GB-HBM2e-500W": "H100",
+    "H200": "H200",
+    "TPU v5e": "v5e",
+    "TPU v5p": "v5p",
+    "TPU v6e": "v6e",
+    "V100-16GB-SXM2": "V100-16GB",
+}
+# The words of a row before the first bracket, and what the zoo calls it.
+_RECOMPUTE = {
+    "none": "none",
+    "no": "none",
+    "full": "block",
+    "remat_policy full": "block",
+    "remat_policy minimal": "minimal",
+    "remat_policy minimal_flash": "minimal",
+    "selective op": "minimal",
+    "selective layer": "block:2",
+    "save_dot_with_context_except_mlp": "save_attention",
+    # What is offloaded is kept; the transfers beside compute are not part of these steps here.
+    "remat_policy qkv_proj_offloaded": "save_qkv",
+    "custom: offload decoder_layer_input": "block",
+    "custom: offload decoder_layer_input, query/key/value/out_proj": "save_qkv",
+}
+_NETWORKS_GBPS = {
+    "1600 Gbps RoCE node to node": 1600.0,
+    "Selene: 8 x 200 Gbps HDR InfiniBand per host": 1600.0,
+    "400 Gb/s RDMA per GPU": 3200.0,
+    "400 Gbps per GPU RoCE (Arista 7800) ": 3200.0,
+}
+_CUBE_MESH_GBPS = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A reported step that the zoo can express.
+
+    `group` names source and model family; rows of one group are fitted together or held out
+    together. `tensor` is the degree of tensor parallelism.
+    """
+
+    id: str
+    device: str
+    framework: str
+    group: str
+    tensor: int
+    seq_len: int
+    measured_s: float
+    measured_bytes: float | None
+    settings: dict[str, Any]
+    cluster: Cluster
+    method: AbstractMethod
+    num_micro_batches: int
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether figures may be fitted to this row: half of the groups, by a hash of their
+        names.
+        """
+        return zlib.crc32(self.group.encode()) % 2 == 0
+
+
+def express(row: dict[str, Any]) -> Case:
+    """The step of a row.
+
+    Raises:
+        InputError: it cannot be expressed, with the reason.
+    """
+    model, where, degrees, batch = (
+        row[key] for key in ("model", "cluster", "parallelism", "batch")
+    )
+    measured = row["measured"]
+    reasons = []
+    if model["experts"]:
+        reasons.append("experts")
+    for degree, what in (("pp", "pipeline"), ("cp", "context parallelism"), ("ep", "experts")):
+        if (degrees[degree] or 1) > 1:
+            reasons.append(what)
+    precision = row["precision"].lower()
+    if "fp8" in precision or "fp4" in precision or "float8" in precision:
+        reasons.append("products of 8 bits or fewer")
+    if where["device"] not in DEVICES:
+        reasons.append(f"no preset for {where['device']}")
+    if measured["step_s"] is None:
+        reasons.append("no step time")
+    said = (row["recompute"] or "").partition("(")[0].strip()
+    recompute = _RECOMPUTE.get(said)
+    if recompute is None:
+        reasons.append(f"recomputation: {row['recompute'] or 'not stated'}")
+    if reasons:
+        raise InputError("; ".join(dict.fromkeys(reasons)))
+    cluster = _cluster(where)
+    count = batch["num_micro_batches"]
+    if count is None and batch["micro_batch_sequences"]:
+        ranks = (degrees["dp"] or 1) * (degrees["fsdp"] or 1)
+        count = max(1, batch["global_sequences"] // (ranks * batch["micro_batch_sequences"]))
+    source = row["source"].get("repo") or str(row["source"].get("title") or row["id"].split("-")[0])
+    return Case(
+        id=row["id"],
+        device=cluster.device.name,
+        framework=row["framework"].split(",")[0],
+        group=f"{source} {model['name']}",
+        tensor=degrees["tp"] or 1,
+        seq_len=model["seq"],
+        measured_s=measured["step_s"],
+        measured_bytes=(measured["peak_memory_gib"] or 0) * 2**30 or None,
+        settings=_settings(row, recompute or "none"),
+        cluster=cluster,
+        method=_method(degrees, cluster.num_devices),
+        num_micro_batches=count or 1,
+    )
+
+
+def _settings(row: dict[str, Any], recompute: str) -> dict[str, Any]:
+    """Arguments of `zoo.build`."""
+    model = row["model"]
+    heads = model["heads"]
+    fields = {
+        "name": model["name"],
+        "family": "llama" if model["mlp"] == "swiglu" else "gpt",
+        "num_layers": model["layers"],
+        "hidden_size": model["hidden"],
+        "num_heads": heads,
+        "num_kv_heads": model["kv_heads"] or heads,
+        "ffn_size": model["ffn"],
+        "vocab_size": -(-model["vocab"] // 128) * 128,
+        "seq_len": model["seq"],
+        "tied_embedding": bool(model["tied_embeddings"]),
+    }
+    head = model["head_dim"]
+    if head and head * heads != model["hidden"]:
+        fields["head_size"] = head
+    half = "float16" if row["precision"].lower().startswith("fp16") else "bf16"
+    attention = "plain" if "unfused" in (row["attention"] or "unfused") else "auto"
+    return {
+        "model": fields,
+        "global_batch": row["batch"]["global_sequences"],
+        "dtype": half,
+        "recompute": recompute,
+        "scan": ":" not in recompute,
+        "attention": attention,
+    }
+
+
+def _cluster(where: dict[str, Any]) -> Cluster:
+    device = DEVICES[where["device"]]
+    count = where["devices"]
+    if device.startswith("v"):
+        per_host = count if count <= 8 and device != "v5p" else 4
+    else:
+        per_host = min(where["devices_per_host"] or 8, count)
+    cluster = Cluster.preset(f"{count // per_host}x{per_host}x{device}")
+    gbps = _NETWORKS_GBPS.get(where["network"] or "")
+    if (where["network"] or "").startswith("hybrid cube mesh"):
+        gbps = _CUBE_MESH_GBPS
+    if gbps is None:
+        return cluster
+    link = Link(latency_s=cluster.inter.latency_s, bandwidth_bytes_per_s=gbps * 1e9 / 8)
+    return dataclasses.replace(cluster, inter=link)
+
+
+def _method(degrees: dict[str, Any], num_devices: int) -> AbstractMethod:
+    tensor, zero = degrees["tp"] or 1, degrees["zero"] or 0
+    replicas, sharded = degrees["dp"] or 1, degrees["fsdp"] or 1
+    if tensor > 1:
+        stage = 3 if sharded > 1 else zero
+        return Megatron(data=num_devices // tensor, tensor=tensor, zero_stage=stage)
+    if sharded > 1:
+        return Zero3Parallel(shard_within=sharded if replicas > 1 else None)
+    return Zero2Parallel() if zero else DataParallel()

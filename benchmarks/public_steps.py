@@ -1,0 +1,305 @@
+"""Do predicted step times hold for the accelerators that people own?
+
+Plans publicly reported training steps (GPT and Llama on A100, H100, H200, B200, TPU v5e, v5p, v6e,
+V100) with the model, cluster, method, recomputation and number of micro-batches of each row, and
+compares predicted with reported step times. Rows are split in halves by source and model family:
+the sustained share of each device is fitted to one half (`--fit`), the other half is never fitted.
+
+    python benchmarks/public_steps.py FOLDER [--quick] [--fit] [--only TEXT]
+
+FOLDER holds `public-steps.json`. Rows that cannot be expressed are listed with their reason. Also
+writes `docs/accuracy.md`. `--quick` takes every tenth row.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _calibration_files import update
+from _public_rows import Case, express
+from _results import Report, options, say
+
+import aliquot as aq
+from aliquot.cluster import Cluster
+from aliquot.core import AliquotError, InputError
+from aliquot.cost import make_problem, predict, price
+from aliquot.zoo import build
+
+UNLIMITED_BYTES = 1e15
+SHARES = (0.55, 0.7, 0.85, 1.0)
+FILES = {
+    "A100-40GB": "a100",
+    "A100-80GB": "a100",
+    "H100": "h100",
+    "H200": "h100",
+    "B200": "b200",
+    "v5e": "v5e",
+    "v5p": "v5p",
+    "v6e": "v6e",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A case with its predictions.
+
+    `by_share` are step times with each of `SHARES` as the device's sustained share.
+    """
+
+    case: Case
+    step_s: float
+    by_share: tuple[float, ...]
+    parts: dict[str, float]
+    memory_bytes: float
+    cpu_s: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over reported, less 1."""
+        return self.step_s / self.case.measured_s - 1
+
+
+def main() -> int:
+    """Run, and write or print the answer."""
+    chosen = options(
+        __doc__,
+        lambda parser: parser.add_argument("folder", type=Path),
+        lambda parser: parser.add_argument("--fit", action="store_true"),
+        lambda parser: parser.add_argument("--only", default=""),
+    )
+    reported = json.loads((chosen.folder / "public-steps.json").read_text())["rows"]
+    cases, left_out = [], collections.Counter[str]()
+    for each in reported:
+        try:
+            cases.append(express(each))
+        except InputError as error:
+            left_out[str(error)] += 1
+    cases = [case for case in cases if chosen.only in case.id + case.device]
+    if chosen.quick:
+        cases = cases[::10]
+    rows = []
+    for number, case in enumerate(cases):
+        try:
+            rows.append(_predict(case))
+        except AliquotError as error:
+            left_out[f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"] += 1
+            say(f"{case.id}: {error}")
+            continue
+        say(f"{number + 1}/{len(cases)} {case.id}: {rows[-1].error:+.0%}")
+    if chosen.fit:
+        _fit(rows)
+    report = _report(rows, left_out)
+    if not (chosen.quick or chosen.only):
+        _write_page(rows, left_out)
+    return report.finish(chosen, met=None)
+
+
+def _predict(case: Case) -> Row:
+    start = time.process_time()
+    workload = build(**case.settings, device=case.cluster.device)
+    whole = aq.capture(workload.train_step, workload.state, workload.batch)
+    count = case.num_micro_batches
+    graph = whole
+    if count > 1:
+        settings = {**case.settings, "global_batch": case.settings["global_batch"] // count}
+        smaller = build(**settings, device=case.cluster.device)
+        graph = aq.capture(smaller.train_step, smaller.state, smaller.batch)
+    problem = make_problem(
+        graph,
+        case.cluster,
+        num_micro_batches=count,
+        memory_limit_bytes=UNLIMITED_BYTES,
+        whole=whole if count > 1 else None,
+    )
+    decision = case.method.solve(problem)
+    found = predict(decision.priced, decision.picks, UNLIMITED_BYTES, graph)
+    choices = [
+        node.choices[pick : pick + 1]
+        for node, pick in zip(decision.priced.nodes, decision.picks.tolist(), strict=True)
+    ]
+    by_share = []
+    for share in SHARES:
+        cluster = _with_share(case.cluster, share)
+        again = price(
+            problem,
+            dataclasses.replace(decision.priced.mesh, cluster=cluster),
+            repeats=count,
+            data_axes=decision.priced.data_axes,
+            choices=choices,
+        )
+        picks = np.zeros(len(choices), np.int64)
+        by_share.append(predict(again, picks, UNLIMITED_BYTES, graph).step_time_s)
+    return Row(
+        case=case,
+        step_s=found.step_time_s,
+        by_share=tuple(by_share),
+        parts={
+            "compute": found.compute_s,
+            "collectives": found.communication_s + found.gradient_s,
+            "hidden": found.hidden_s,
+        },
+        memory_bytes=found.peak_memory_bytes,
+        cpu_s=time.process_time() - start,
+    )
+
+
+def _with_share(cluster: Cluster, share: float) -> Cluster:
+    calibration = {**cluster.device.calibration, "sustained_share": share}
+    return dataclasses.replace(
+        cluster, device=dataclasses.replace(cluster.device, calibration=calibration)
+    )
+
+
+def _fit(rows: Sequence[Row]) -> None:
+    """Write the sustained share of each device, the one with the least median error on the rows
+    that may be fitted.
+    """
+    shares = np.linspace(SHARES[0], SHARES[-1], 91)
+    for file in dict.fromkeys(FILES.values()):
+        some = [row for row in rows if FILES.get(row.case.device) == file and row.case.is_fitted]
+        if not some:
+            continue
+        # Products take a time that is in inverse proportion to the share.
+        errors = [
+            np.median(
+                [
+                    abs(
+                        np.interp(1 / share, 1 / np.array(SHARES[::-1]), row.by_share[::-1])
+                        / row.case.measured_s
+                        - 1
+                    )
+                    for row in some
+                ]
+            )
+            for share in shares
+        ]
+        share = float(shares[int(np.argmin(errors))])
+        origin = f"{len(some)} publicly reported steps: benchmarks/public_steps.py"
+        update(file, {"sustained_share": (share, f"least median error over {origin}")})
+        say(f"{file}: sustained share {share:.3f}, {len(some)} rows, error {min(errors):.1%}")
+
+
+def _figures(rows: Iterable[Row]) -> dict[str, Any]:
+    errors = np.array([row.error for row in rows])
+    if not len(errors):
+        return {"rows": 0}
+    return {
+        "rows": len(errors),
+        "signed median": f"{np.median(errors):+.0%}",
+        "median": f"{np.median(np.abs(errors)):.0%}",
+        "90 %": f"{np.quantile(np.abs(errors), 0.9):.0%}",
+        "worst": f"{errors[np.argmax(np.abs(errors))]:+.0%}",
+    }
+
+
+def _by(rows: Sequence[Row], what: str, key: Callable[[Row], str]) -> list[dict[str, Any]]:
+    table = []
+    for name in sorted({key(row) for row in rows}):
+        mine = [row for row in rows if key(row) == name]
+        for half, fitted in (("fitted", True), ("held out", False)):
+            some = [row for row in mine if row.case.is_fitted is fitted]
+            if some:
+                table.append({what: name, "half": half, **_figures(some)})
+    return table
+
+
+def _tables(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
+    flat = [row for row in rows if row.case.tensor == 1 and not row.case.device.startswith("V100")]
+    return {
+        "Data parallel and FSDP, without V100": [
+            {"half": half, **_figures(r for r in flat if r.case.is_fitted is fitted)}
+            for half, fitted in (("fitted", True), ("held out", False))
+        ],
+        "By device": _by(rows, "device", lambda r: r.case.device),
+        "By framework": _by(rows, "framework", lambda r: r.case.framework),
+        "By parallelism": _by(
+            rows, "parallelism", lambda r: "tensor" if r.case.tensor > 1 else "data, FSDP"
+        ),
+        "By sequence": _by(rows, "tokens", lambda r: f"{r.case.seq_len:>7,}"),
+    }
+
+
+def _report(rows: Sequence[Row], left_out: collections.Counter[str]) -> Report:
+    report = Report(
+        name="public_steps",
+        question="Do predicted step times hold for the accelerators that people own?",
+        bar="held out: signed within 6 %, median 10 %, 90th percentile 25 %",
+        method=(__doc__ or "").split("\n\n")[1],
+    )
+    report.tables.update(_tables(rows))
+    report.tables["Memory, where it was reported"] = [
+        {
+            "row": row.case.id,
+            "predicted GiB": row.memory_bytes / 2**30,
+            "reported GiB": row.case.measured_bytes / 2**30,
+            "error": f"{row.memory_bytes / row.case.measured_bytes - 1:+.0%}",
+        }
+        for row in rows
+        if row.case.measured_bytes
+    ]
+    report.tables["Rows"] = [
+        {
+            "row": row.case.id,
+            "half": "fitted" if row.case.is_fitted else "held out",
+            "method": row.case.method.name if hasattr(row.case.method, "name") else "",
+            "recompute": row.case.settings["recompute"],
+            "reported s": row.case.measured_s,
+            "predicted s": row.step_s,
+            "error": f"{row.error:+.1%}",
+            **{f"{name} s": seconds for name, seconds in row.parts.items()},
+            "CPU s": row.cpu_s,
+        }
+        for row in sorted(rows, key=lambda r: -abs(r.error))
+    ]
+    report.tables["Left out"] = [{"reason": why, "rows": n} for why, n in left_out.most_common()]
+    return report
+
+
+def _write_page(rows: Sequence[Row], left_out: collections.Counter[str]) -> None:
+    page = Path(__file__).parent.parent / "docs" / "accuracy.md"
+    lines = [
+        "# How far predictions are from reported steps",
+        "",
+        "Step times of training runs that others reported, beside what aliquot predicts for the"
+        " same model, cluster, parallelism, recomputation and batch. Rows are split in halves by"
+        " source and model family; the one figure of each device that comes from whole steps, the"
+        " share of single products' speed that they sustain, was fitted to one half. The other half"
+        " was never fitted. Made by `benchmarks/public_steps.py`; nothing here was measured by"
+        " aliquot.",
+    ]
+    for title, table in _tables(rows).items():
+        lines += ["", f"## {title}", "", *_markdown(table)]
+    worst = sorted(rows, key=lambda r: -abs(r.error))[:12]
+    lines += ["", "## The worst rows", ""]
+    lines += _markdown(
+        [
+            {
+                "row": r.case.id,
+                "reported s": f"{r.case.measured_s:.3g}",
+                "predicted s": f"{r.step_s:.3g}",
+                "error": f"{r.error:+.0%}",
+            }
+            for r in worst
+        ]
+    )
+    lines += ["", "## Rows that were left out", ""]
+    lines += _markdown([{"reason": why, "rows": n} for why, n in left_out.most_common()])
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _markdown(table: Sequence[dict[str, Any]]) -> list[str]:
+    columns = list(dict.fromkeys(key for row in table for key in row))
+    head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return head + [f"| {' | '.join(str(row.get(c, '')) for c in columns)} |" for row in table]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
