@@ -159,10 +159,26 @@ def test_tensor_parallelism_takes_the_other_devices_for_data():
 
 
 @pytest.mark.parametrize(
-    "name", ["tp:2", "tp:4", "tp:8", "megatron:dp2,tp4,zero1", "megatron:dp4,tp2,fsdp", "hsdp"]
+    "name", ["tp:2", "tp:4", "tp:8", "megatron:dp2,tp4,zero1", "megatron:dp4,tp2,fsdp", "hsdp:4"]
 )
 def test_auto_is_never_slower(name):
     assert planned("auto").prediction.step_time_s <= planned(name).prediction.step_time_s * 1.002
+
+
+def test_hybrid_fsdp_shards_over_a_part_and_replicates_over_the_rest():
+    plan = planned("hsdp:4", "2x8xH100")
+    assert plan.stages[0].mesh_shape == (4, 4)
+    kernel = plan.stages[0].shardings["state.params.layers[0].mlp.up.kernel"]
+    axes = {axis for dims in kernel for axis in dims}
+    assert axes == {plan.stages[0].axis_names[1]}
+    whole, parts = planned("fsdp", "2x8xH100"), planned("hsdp:16", "2x8xH100")
+    assert parts.prediction.step_time_s == whole.prediction.step_time_s
+
+
+@pytest.mark.parametrize("size", [0, 3, 32])
+def test_hybrid_fsdp_refuses_groups_that_do_not_divide_the_devices(size):
+    with pytest.raises(InputError, match=f"shard_within={size}.*must divide the 16 devices"):
+        planned(f"hsdp:{size}", "2x8xH100")
 
 
 @pytest.mark.parametrize(
