@@ -27,6 +27,7 @@ FLOORS = {
     "_plan_graph": 9,
     "zoo": 9,
     "_api": 10,
+    "_fit_steps": 10,
     "_variants": 10,
     "_questions": 11,
     "_remedies": 11,

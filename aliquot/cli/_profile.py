@@ -192,8 +192,19 @@ def check(
 
 
 def fit(
-    database: DatabaseFile,
     out: Annotated[Path, typer.Option(help="The cluster file to write.", show_default=False)],
+    database: Annotated[
+        Path | None,
+        typer.Argument(metavar="DATABASE", help="What was measured.", show_default=False),
+    ] = None,
+    steps: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Fit to measured steps instead: a JSON list of models of the zoo, each with"
+            " global_batch, method and step_s.",
+        ),
+    ] = None,
     cluster: Annotated[
         str, typer.Option(help="Whose figures to fit: a preset, a TOML file, or detect.")
     ] = "detect",
@@ -202,14 +213,28 @@ def fit(
     """Fit the figures of the cost model to measurements, and write a cluster file with them."""
     with session(as_json) as say:
         check_destination(out)
+        if (database is None) == (steps is None):
+            raise InputError(
+                "aliquot profile fit needs either a DATABASE of measured operators, or --steps FILE"
+                " with measured steps."
+            )
         if cluster != "detect":
             use_host_only()
         where = read_cluster(cluster)
         from ..profiling import ProfileDatabase, fit_profiles, to_toml
         from ..report import fit_text
 
-        with ProfileDatabase(database, must_exist=True) as known:
-            fitted = fit_profiles(known, where)
+        if steps is not None:
+            from .._fit_steps import fit_steps, read_steps
+
+            with measuring_progress() as report:
+                fitted = fit_steps(
+                    read_steps(steps), where, load_cluster=read_cluster, progress=report
+                )
+        else:
+            assert database is not None
+            with ProfileDatabase(database, must_exist=True) as known:
+                fitted = fit_profiles(known, where)
         write_atomic(out, to_toml(fitted))
         answer = {"figures": dict(fitted.figures), "errors": list(fitted.errors), "file": str(out)}
         say.show(fit_text(answer))

@@ -49,27 +49,20 @@ def attention(
         kernel: `"plain"`, which writes all scores; `"cudnn"` or `"splash"`, which compute them
             block by block.
     """
-    return _KERNELS[kernel](q_bshe, k_btke, v_btke, is_causal)
+    # The names by which policies of recomputation keep arrays; see `_recompute.py`.
+    q_bshe, k_btke, v_btke = (
+        checkpoint_name(x, name)
+        for x, name in ((q_bshe, "query"), (k_btke, "key"), (v_btke, "value"))
+    )
+    out = _KERNELS[kernel](q_bshe, k_btke, v_btke, is_causal)
+    named: jax.Array = checkpoint_name(out, "attention")
+    return named
 
 
 def _plain(q_bshe: jax.Array, k_btke: jax.Array, v_btke: jax.Array, is_causal: bool) -> jax.Array:
     """Products run in the dtype of the operands, the softmax in float32 or wider. Query heads that
     share a key head are grouped.
     """
-    # The names by which policies of recomputation keep arrays; see `_recompute.py`.
-    q_bshe, k_btke, v_btke = (
-        checkpoint_name(x, name)
-        for x, name in ((q_bshe, "query"), (k_btke, "key"), (v_btke, "value"))
-    )
-    out: jax.Array = checkpoint_name(
-        _attention(q_bshe, k_btke, v_btke, is_causal=is_causal), "attention"
-    )
-    return out
-
-
-def _attention(
-    q_bshe: jax.Array, k_btke: jax.Array, v_btke: jax.Array, *, is_causal: bool
-) -> jax.Array:
     seq_len, num_heads, head_dim = q_bshe.shape[1:]
     num_kv_heads = k_btke.shape[2]
     softmax = _causal_softmax if is_causal else _softmax
