@@ -30,9 +30,9 @@ Recompute = Annotated[
     str | None,
     typer.Option(
         "--recompute",
-        help="none, block, minimal, save_qkv, save_attention, or auto, the faster of none and block;"
-        " block:2 recomputes every second layer. By default auto; block in verbs that do not search"
-        " for a plan.",
+        help="none, block, minimal, save_qkv, save_attention, or auto, the faster of none and"
+        " block; block:2 recomputes every second layer. By default auto; block in verbs that do not"
+        " search for a plan.",
     ),
 ]
 Attention = Annotated[
