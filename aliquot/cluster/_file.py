@@ -116,6 +116,7 @@ class _Peaks(_Table, frozen=True):
     bfloat16: _Peak | None = None
     float16: _Peak | None = None
     float64: _Peak | None = None
+    float8: _Peak | None = None
 
 
 class _PlainPeaks(_Table, frozen=True):
@@ -124,10 +125,12 @@ class _PlainPeaks(_Table, frozen=True):
     bfloat16: Speed | None = None
     float16: Speed | None = None
     float64: Speed | None = None
+    float8: Speed | None = None
 
 
 class _Calibration(_Table, frozen=True):
     matmul_efficiency: Figure | None = None
+    sustained_share: Figure | None = None
     product_tile: Figure | None = None
     product_depth: Figure | None = None
     product_traffic: Figure | None = None
