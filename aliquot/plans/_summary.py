@@ -80,7 +80,7 @@ def _recomputation(plan: Plan) -> str:
     if not isinstance(how, str):
         return ""
     name, _, every = how.partition(":")
-    which = f"every block of {every}" if every not in ("", "1") else "each block"
+    which = f"one block in {every}" if every not in ("", "1") else "each block"
     if name == "block":
         return f"{which} is recomputed in the backward pass (full activation checkpointing)"
     return how if name == "none" else f"{which} is recomputed but for what policy {name} keeps"
@@ -125,11 +125,10 @@ def _largest_costs(plan: Plan) -> str:
     p = plan.prediction
     parts = [
         ("compute", p.compute_s, ""),
-        ("communication", p.communication_s, _dearest(plan, of_gradients=False)),
         (
-            "gradient communication that is not hidden",
-            p.gradient_s - p.hidden_s,
-            _dearest(plan, of_gradients=True),
+            "communication that is not hidden" if p.hidden_s else "communication",
+            p.communication_s + p.gradient_s - p.hidden_s,
+            _dearest(plan),
         ),
         ("copies to and from host memory", p.host_transfer_s - p.host_hidden_s, ""),
         ("waiting for other stages", p.bubble_s, ""),
@@ -145,14 +144,9 @@ def _largest_costs(plan: Plan) -> str:
     )
 
 
-def _dearest(plan: Plan, *, of_gradients: bool) -> str:
-    uses = [
-        use
-        for use in plan.prediction.collectives
-        if use.label.startswith("gradient") == of_gradients
-    ]
+def _dearest(plan: Plan) -> str:
     sums: dict[tuple[str, tuple[str, ...]], float] = {}
-    for use in uses:
+    for use in plan.prediction.collectives:
         sums[use.kind, use.axes] = sums.get((use.kind, use.axes), 0.0) + use.seconds
     if not sums:
         return ""

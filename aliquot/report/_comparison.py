@@ -205,7 +205,7 @@ def _loss(plan: Plan, best: Plan) -> str:
     said = [f"+{format_seconds(s)} {name}" for s, name in more[:_MOST_PARTS] if s > extra_s / 20]
     less = [f"-{format_seconds(-s)} {name}" for s, name in reversed(more) if -s > extra_s / 20]
     ratio = plan.prediction.step_time_s / best.prediction.step_time_s
-    worst = _dearest(plan) if more[0][1] in ("communication", "gradient communication") else ""
+    worst = _dearest(plan) if more[0][1] == "communication" else ""
     return f"{ratio:.2f}x: {', '.join([*said, *less])}{f' (most: {worst})' if worst else ''}"
 
 
@@ -213,8 +213,8 @@ def _parts(plan: Plan) -> dict[str, float]:
     p = plan.prediction
     return {
         "compute": p.compute_s,
-        "communication": p.communication_s,
-        "gradient communication": p.gradient_s - p.hidden_s,
+        # What is hidden may be sums of gradients or gathers of parameters.
+        "communication": p.communication_s + p.gradient_s - p.hidden_s,
         "copies to and from host memory": p.host_transfer_s - p.host_hidden_s,
         "waiting for other stages": p.bubble_s,
     }

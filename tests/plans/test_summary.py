@@ -103,14 +103,22 @@ def test_throughput_is_of_the_model_and_says_what_it_rests_on():
     assert mfu(plan) == pytest.approx(1e12 / (0.011 * 8 * 989.4e12))
     rows = dict(summary_rows(plan))
     assert rows["throughput"] == "MFU 1.1%, 11.6k tokens/s; predicted from NVIDIA H100 data sheet"
-    assert rows["recomputation"] == "each block is worked out again in the backward pass"
+    assert rows["recomputation"] == (
+        "each block is recomputed in the backward pass (full activation checkpointing)"
+    )
     assert mfu(sample_plan()) is None
 
 
 def test_the_two_largest_costs():
     assert dict(summary_rows(sample_plan()))["largest costs"].startswith(
-        "compute 73%; communication 18%"
+        "compute 73%; communication that is not hidden 27%"
     )
+
+
+def test_hidden_gathers_of_parameters_are_not_taken_off_sums_of_gradients():
+    gathers = replace(PREDICTION, communication_s=0.006, gradient_s=0.001, hidden_s=0.004)
+    costs = dict(summary_rows(sample_plan(prediction=gathers)))["largest costs"]
+    assert costs.startswith("compute 73%; communication that is not hidden 27%")
 
 
 def test_the_runner_up_is_the_best_that_was_not_taken():
