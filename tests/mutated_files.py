@@ -75,6 +75,7 @@ ANSWER = {
         "temp_bytes": 512,
         "alias_bytes": 1024,
         "live_bytes": 4608,
+        "host_bytes": 0,
         "code_bytes": 0,
     },
     "collectives": [

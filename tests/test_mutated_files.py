@@ -1,12 +1,13 @@
 """Whatever is in a file, it is used within its bounds, used in part, or refused with a message."""
 
+import json
 import os
 import sqlite3
 import sys
 import time
 
 import pytest
-from mutated_files import make_database, outcome
+from mutated_files import ANSWER, make_database, outcome
 from sample_plans import sample_plan
 
 from aliquot.cluster import Cluster
@@ -90,6 +91,15 @@ def test_folders_pipes_and_devices_are_refused_soon(reader, tmp_path, monkeypatc
                 read(path)
     assert time.monotonic() - started_s < 30
     assert read_answer(tmp_path, "pipe") is None
+
+
+@pytest.mark.parametrize("name", ["temp_bytes", "live_bytes", "host_bytes"])
+def test_cached_answers_that_lack_a_figure_are_asked_for_again(name, tmp_path):
+    (tmp_path / "key.json").write_text(json.dumps(ANSWER))
+    assert read_answer(tmp_path, "key") == ANSWER
+    memory = {key: value for key, value in ANSWER["memory"].items() if key != name}
+    (tmp_path / "key.json").write_text(json.dumps({**ANSWER, "memory": memory}))
+    assert read_answer(tmp_path, "key") is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the folder")

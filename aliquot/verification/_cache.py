@@ -26,6 +26,7 @@ class _Memory(msgspec.Struct, frozen=True, kw_only=True):
     temp_bytes: Whole
     alias_bytes: Whole
     live_bytes: Whole
+    host_bytes: Whole
 
 
 class _Collective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
