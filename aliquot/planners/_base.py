@@ -287,7 +287,8 @@ def _that_decomposes(error: InfeasibleError, task: Task) -> InfeasibleError:
     kept = []
     for change in error.advice:
         number, _, unit = change.partition(" ")
-        if not unit.startswith("micro-batches") or runs_in_groups(
+        counts = number.isdecimal() and unit.startswith("micro-batches")
+        if not counts or runs_in_groups(
             task.graph,
             int(number),
             1,

@@ -336,6 +336,11 @@ def _devices_that_share_a_state(shard_within: str | int | None, cluster: Cluster
             f"shard_within={shard_within}: the state is split over groups of that many devices,"
             f" which must divide the {cluster.num_devices} devices of {cluster.name}."
         )
+    if shard_within == 1 < cluster.num_devices:
+        raise InputError(
+            "shard_within=1: groups of one device split nothing. Give a larger number, or use"
+            " method dp, in which every device holds the whole state."
+        )
     return shard_within
 
 

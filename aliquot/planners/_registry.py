@@ -99,10 +99,9 @@ def method_by_name(
         return _layout(name, mesh_shape, pipeline)
     if name in PIPELINES:
         return _pipeline(name, mesh_shape, pipeline)
-    hybrid, colon, size = name.partition(":")
-    if hybrid == "hsdp" and colon and size.isdecimal() and len(size) < 7 and mesh_shape is None:
-        return Zero3Parallel(shard_within=int(size))
-    if name not in METHODS and name not in SYNONYMS:
+    hybrid, _, size = name.partition(":")
+    has_size = hybrid == "hsdp" and size.isdecimal() and len(size) < 7
+    if not has_size and name not in METHODS and name not in SYNONYMS:
         known = [*METHODS, *SYNONYMS, *PIPELINES, *LAYOUTS.values()]
         raise InputError(f"Unknown method {name!r}: {nearest(name, known)}")
     if pipeline.given:
@@ -111,6 +110,8 @@ def method_by_name(
             f"{', '.join(pipeline.given)}: only for pipelines, and {name} {makes}. Add --method"
             " pipeshard."
         )
+    if mesh_shape is None and has_size:
+        return Zero3Parallel(shard_within=int(size))
     if mesh_shape is None:
         return {**METHODS, **SYNONYMS}[name]()
     if name not in _ON_MESH:

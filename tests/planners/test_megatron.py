@@ -181,6 +181,15 @@ def test_hybrid_fsdp_refuses_groups_that_do_not_divide_the_devices(size):
         planned(f"hsdp:{size}", "2x8xH100")
 
 
+def test_hybrid_fsdp_refuses_groups_of_one_device_and_options_of_pipelines():
+    with pytest.raises(InputError, match="groups of one device split nothing.*method dp"):
+        planned("hsdp:1", "2x8xH100")
+    with pytest.raises(InputError, match="--stages: only for pipelines, and hsdp:8"):
+        method_by_name("hsdp:8", pipeline=PipelineOptions(stages=2))
+    with pytest.raises(InputError, match="--mesh"):
+        method_by_name("hsdp:8", (4, 4))
+
+
 @pytest.mark.parametrize(
     ("name", "micro_batches"), [("megatron:dp2,tp2,pp2", 4), ("megatron:tp4,pp2,zero1", 2)]
 )
