@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cluster import Cluster, target_for
-from .core import AliquotError, InputError, shortened
+from .core import AliquotError, InputError, faults_of, read_file, shortened
 from .cost import Problem, evaluate, make_problem, price
 from .graph import capture
-from .planners import Decision, Progress, method_by_name
+from .planners import Decision, PipeshardParallel, Progress, method_by_name
 from .profiling import Fit
 from .zoo import build
 
@@ -30,6 +30,7 @@ _OVERLAPS = (0.0, 0.25, 0.5, 0.75, 0.9, 0.98)
 _UNLIMITED_BYTES = 1e15
 _FEWEST = 4
 _MOST_ROWS = 10_000
+_MOST_BYTES = 64 * 2**20
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,9 +60,9 @@ def read_steps(path: Path) -> list[MeasuredStep]:
         InputError: the file cannot be read, or what is wrong with each of its rows.
     """
     try:
-        rows = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}.") from error
+        rows = msgspec.json.decode(read_file(path, _MOST_BYTES))
+    except InputError as error:
+        raise InputError(f"{path} cannot be read: {error}.") from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise InputError(f"{path} is no JSON: {error}.") from error
     if not isinstance(rows, list) or not 0 < len(rows) <= _MOST_ROWS:
@@ -69,15 +70,14 @@ def read_steps(path: Path) -> list[MeasuredStep]:
             f"{path} must hold a list of 1 to {_MOST_ROWS} steps, such as"
             ' [{"model": "gpt-1.3b", "global_batch": 64, "method": "zero3", "step_s": 0.61}].'
         )
-    steps, faults = [], []
-    for number, row in enumerate(rows, 1):
-        try:
-            steps.append(msgspec.convert(row, MeasuredStep))
-        except msgspec.ValidationError as error:
-            faults.append(f"row {number}: {error}")
+    faults = [
+        fault
+        for number, row in enumerate(rows, 1)
+        for fault in faults_of(row, MeasuredStep, f"row {number}")
+    ]
     if faults:
         raise InputError(f"{path}: {'; '.join(faults[:20])}.")
-    return steps
+    return msgspec.convert(rows, list[MeasuredStep])
 
 
 def fit_steps(
@@ -174,8 +174,18 @@ def step_times(
 
 
 def _planned(step: MeasuredStep, cluster: Cluster) -> NDArray[np.float64]:
-    """`step_times` of a measured step."""
+    """`step_times` of a measured step.
+
+    Raises:
+        InputError: the micro-batches do not divide the batch, or the method makes pipelines.
+    """
     method = method_by_name(step.method)
+    if isinstance(method, PipeshardParallel):
+        raise InputError(f"{step.method} makes pipelines, and steps of one program are fitted.")
+    if step.global_batch % step.micro_batches:
+        raise InputError(
+            f"{step.micro_batches} micro-batches do not divide its batch of {step.global_batch}."
+        )
     graphs = []
     for batch in dict.fromkeys((step.global_batch, step.global_batch // step.micro_batches)):
         workload = build(

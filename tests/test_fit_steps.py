@@ -61,10 +61,14 @@ def test_faults_of_all_rows_are_listed(tmp_path):
         {"model": "gpt-125m", "global_batch": 8, "step_s": 0.1},
         {"model": "gpt-125m", "global_batch": 8, "step_s": -1},
         {"model": "gpt-125m", "batch": 8, "step_s": 1},
+        7,
     ]
     file.write_text(json.dumps(rows))
-    with pytest.raises(InputError, match=r"(?s)row 2: .*step_s.*row 3: .*batch"):
+    wanted = r"row 2\.step_s.*row 3\.batch.*row 3\.global_batch`: is missing.*row 4"
+    with pytest.raises(InputError, match=wanted):
         read_steps(file)
+    file.write_text(json.dumps(rows[:1]))
+    assert [s.global_batch for s in read_steps(file)] == [8]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[" * 50_000, "nonsense"])
@@ -73,6 +77,20 @@ def test_files_without_steps_are_refused(tmp_path, text):
     file.write_text(text)
     with pytest.raises(InputError, match=r"rows\.json"):
         read_steps(file)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"micro_batches": 3}, "3 micro-batches do not divide its batch of 64"),
+        ({"method": "pipeshard"}, "pipeshard makes pipelines"),
+        ({"method": "megatron:dp4,pp2"}, "makes a pipeline"),
+        ({"method": "zero4"}, "Unknown method"),
+    ],
+)
+def test_steps_that_cannot_be_fitted_are_named(fields, why):
+    with pytest.raises(InputError, match=rf"row 1 \(gpt-125m\): .*{why}"):
+        fit_steps([step(64, **fields)] * 4, CLUSTER)
 
 
 def test_too_few_steps_and_other_devices_are_refused():
