@@ -25,9 +25,8 @@ class MethodOptions:
         str,
         typer.Option(
             help=(
-                "dp (ddp), zero2, zero3 (fsdp), hsdp, shard, auto, pipeshard, grid, or a layout:"
-                " tp:8, "
-                "megatron:dp4,tp8,pp2."
+                "dp (ddp), zero2, zero3 (fsdp), hsdp or hsdp:8 (hybrid FSDP in hosts, in groups of"
+                " 8), shard, auto, pipeshard, grid, or a layout: tp:8, megatron:dp4,tp8,pp2."
             )
         ),
     ] = "auto"

@@ -90,9 +90,7 @@ class Attention:
         return 1.0 / (peak_flops_per_s * share)
 
 
-_FITTED = (
-    "fitted to half of the publicly reported training steps of this device (dense models, bf16); "
-)
+_FITTED = "fitted to half of the publicly reported training steps of this device (dense, bfloat16)"
 _BY_ROWS = (
     "rows: measured by SimuMax (configs/system, 2026), 4 to 128 heads of 4,096 tokens; keys: half a"
     " block of 128"
@@ -100,9 +98,9 @@ _BY_ROWS = (
 # Share, rows, and origin. Shares are those of many rows of many keys; the fitted ones are larger by
 # 11 to 23 % than the mean share in steps of 2,048 tokens, where 1,024 keys count.
 _GPU_FIGURES = {
-    "A100-40GB": (0.43, 24_000, _FITTED + _BY_ROWS),
-    "A100-80GB": (0.43, 24_000, _FITTED + _BY_ROWS),
-    "H100": (0.25, 34_000, _FITTED + "rows: two blocks of 128 for each processor, assumed"),
+    "A100-40GB": (0.43, 24_000, f"{_FITTED}; {_BY_ROWS}"),
+    "A100-80GB": (0.43, 24_000, f"{_FITTED}; {_BY_ROWS}"),
+    "H100": (0.25, 34_000, f"{_FITTED}; rows: two blocks of 128 for each processor, assumed"),
     "H200": (0.25, 34_000, "as H100"),
     "B200": (0.55, 78_000, _BY_ROWS),
 }

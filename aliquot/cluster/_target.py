@@ -253,10 +253,10 @@ _CPU = Target(
 # al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
 # section 5: 44 to 52 % end to end). Memory: STREAM-like kernels reach 80 to 90 %. Collectives:
 # NCCL's own tests report about 80 % of one-way NVLink bandwidth in large all-reduces (A100: 235 of
-# 300 GB/s). Overlap: reported steps of 8 to 2,048
-# devices take the same time, with 90 % of the collectives of ZeRO-3 beside compute the median error
-# is least. Launch: about 2 us within a CUDA graph, more outside. Memory: CUDA
-# context, NCCL buffers and fragmentation take the rest; JAX by itself preallocates only 75 %.
+# 300 GB/s). Overlap: reported steps on 8 to 2,048 devices take about the same time, and the median
+# error is least with 90 % of ZeRO-3's collectives beside compute. Launch: about 2 us within a CUDA
+# graph, more outside. Usable memory: CUDA context, NCCL buffers and fragmentation take the rest;
+# JAX by itself preallocates only 75 %.
 # Memory: repeated work, zeroes, transposed copies, what convolutions and maxima hold, and what
 # waits, as in the buffers that XLA assigns for H100 and A100 (JAX 0.10,
 # benchmarks/memory_deviceless.py; Wide-ResNet by `aliquot verify`). Combined: XLA's default
