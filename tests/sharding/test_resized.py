@@ -7,9 +7,9 @@ import pytest
 from aliquot.core import CaptureError
 from aliquot.graph import capture
 from aliquot.sharding import layer_step, trace_part, traces_in_groups
-from aliquot.sharding.micro_batches import _micro_batches
-from aliquot.sharding.micro_batches._micro_batches import _align, _trace
+from aliquot.sharding.micro_batches import _micro_batches, _traces
 from aliquot.sharding.micro_batches._resized import resized
+from aliquot.sharding.micro_batches._traces import _trace, align
 from aliquot.zoo import build
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "seq_len": 16, "vocab_size": 64}
@@ -47,7 +47,7 @@ def test_operators_are_those_of_a_trace(step, parts):
 
 def test_layers_at_another_size_need_no_trace(step, monkeypatch):
     known = trace_part(step, 8)
-    monkeypatch.setattr(_micro_batches, "build_graph", lambda *args: pytest.fail("traced again"))
+    monkeypatch.setattr(_traces, "build_graph", lambda *args: pytest.fail("traced again"))
     assert layer_step(step, 8).part.values == known.values
     assert layer_step(step, 16).micro_batch_size == 2
     assert trace_part(step, 1) is step
@@ -55,9 +55,9 @@ def test_layers_at_another_size_need_no_trace(step, monkeypatch):
 
 @pytest.mark.parametrize("parts", [2, 4, 16, 32])
 def test_whether_a_step_runs_in_groups_is_known_without_its_program(step, parts, monkeypatch):
-    assert _align(step, resized(trace_part(step, 8), step, 32 // parts))
-    monkeypatch.setattr(_micro_batches, "_align", lambda *args: pytest.fail("compared again"))
-    monkeypatch.setattr(_micro_batches, "_of_size", lambda *args: pytest.fail("worked out"))
+    assert align(step, resized(trace_part(step, 8), step, 32 // parts))
+    monkeypatch.setattr(_micro_batches, "align", lambda *args: pytest.fail("compared again"))
+    monkeypatch.setattr(_traces, "_of_size", lambda *args: pytest.fail("worked out"))
     monkeypatch.setattr(_micro_batches, "_is_same_program", lambda *args: True)
     assert traces_in_groups(step, parts, 1)
 
