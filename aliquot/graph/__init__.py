@@ -41,7 +41,6 @@ from ._jax_compat import coordination_client as coordination_client
 from ._jax_compat import detect_processes as detect_processes
 from ._jax_compat import equations as equations
 from ._jax_compat import key_generator as key_generator
-from ._jax_compat import lies_on_host as lies_on_host
 from ._jax_compat import memory_kind as memory_kind
 from ._jax_compat import plain_context as plain_context
 from ._jax_compat import scan_counts as scan_counts

@@ -57,7 +57,7 @@ def what_may_fit(
         priced, picks: the smallest plan.
         spaces: all in which plans were looked for.
     """
-    parts, limit_bytes = _parts(problem, priced, picks), problem.memory_limit_bytes
+    parts, limit_bytes = _parts(priced, picks), problem.memory_limit_bytes
     times = problem.nodes.num_ops + 1
 
     def needed_bytes(of_batch: float, of_split: float, more: float = 0.0) -> float:
@@ -114,7 +114,7 @@ def what_may_fit(
     return advice, remark
 
 
-def _parts(problem: Problem, priced: Priced, picks: NDArray[np.int64]) -> list[_Part]:
+def _parts(priced: Priced, picks: NDArray[np.int64]) -> list[_Part]:
     """All that the devices hold under known choices."""
     model, nodes = known_memory(priced, picks), priced.graph
     parts = []
