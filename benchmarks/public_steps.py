@@ -81,7 +81,7 @@ def main() -> int:
         try:
             cases.append(express(each))
         except InputError as error:
-            left_out[str(error)] += 1
+            left_out.update(str(error).split("; "))
     cases = [case for case in cases if chosen.only in case.id + case.device]
     if chosen.quick:
         cases = cases[::10]
@@ -294,7 +294,13 @@ def _write_page(rows: Sequence[Row], left_out: collections.Counter[str]) -> None
             for r in worst
         ]
     )
-    lines += ["", "## Rows that were left out", ""]
+    lines += [
+        "",
+        "## Rows that were left out",
+        "",
+        "A row may be left out for several reasons.",
+        "",
+    ]
     lines += _markdown([{"reason": why, "rows": n} for why, n in left_out.most_common()])
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
