@@ -91,8 +91,8 @@ class ReportedSteps:
 
     def __str__(self) -> str:
         return (
-            f"{self.rows} reported steps that were not fitted: off by {self.median_error:.0%} in"
-            f" the median, {self.error_of_90_percent:.0%} at the 90th percentile"
+            f"{self.median_error:.0%} in the median and {self.error_of_90_percent:.0%} at the 90th"
+            f" percentile of {self.rows} reported steps that were not fitted"
         )
 
 
