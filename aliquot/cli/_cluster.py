@@ -41,7 +41,7 @@ def cluster(
         facts += [("reaches", _reaches(target))]
         known = None if described.device.calibration else reported_steps(described.device.name)
         if known is not None:
-            facts.append(("expected error", f"{known}, of step times"))
+            facts.append(("expected error", f"of step times: {known}"))
         say.show(described.headline())
         say.show(Facts(facts))
         say.finish(_data(described, target, known, usable_bytes, meshes))

@@ -40,7 +40,7 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     if speed := throughput(plan):
         rows.append(("throughput", f"{speed}; {_basis(plan)}"))
     if error := expected_error(plan):
-        rows.append(("expected error", f"{error}, of the step time"))
+        rows.append(("expected error", f"of step times: {error}"))
     if costs := _largest_costs(plan):
         rows.append(("largest costs", costs))
     if second := runner_up(plan):
