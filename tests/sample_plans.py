@@ -93,8 +93,15 @@ PROVENANCE = Provenance(
 
 
 def _cluster(preset: str) -> dict[str, Any]:
-    """A cluster as plans of the first release describe it: without its hosts' memory."""
-    return {k: v for k, v in Cluster.preset(preset).to_dict().items() if k != "host"}
+    """A cluster as plans of the first release describe it: without its hosts' memory, and without
+    a peak for 8-bit floats.
+    """
+    described = {k: v for k, v in Cluster.preset(preset).to_dict().items() if k != "host"}
+    device = dict(described["device"])
+    device["peak_flops_per_s"] = {
+        dtype: peak for dtype, peak in device["peak_flops_per_s"].items() if dtype != "float8"
+    }
+    return {**described, "device": device}
 
 
 def sample_plan(**changes: Any) -> Plan:

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "aliquot"
-MAX_LINES = 500
+MAX_LINES = 700
 
 # Written so that this file does not match itself.
 LEFTOVERS = {

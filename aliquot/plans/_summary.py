@@ -87,11 +87,13 @@ def _recomputation(plan: Plan) -> str:
 
 
 def expected_error(plan: Plan) -> ReportedSteps | None:
-    """How far predictions for the plan's devices were from reported steps; None if nothing is
-    known, or if the plan rests on other figures than those of the catalogue.
+    """How far predictions for the plan's devices were from reported steps of one program; None for
+    pipelines, if nothing is known, or if the plan rests on other figures than the catalogue's.
     """
     device = plan.cluster.get("device")
-    if plan.provenance.profiles or not isinstance(device, dict) or device.get("calibration"):
+    if len(plan.stages) > 1 or plan.provenance.profiles:
+        return None
+    if not isinstance(device, dict) or device.get("calibration"):
         return None
     return reported_steps(str(device.get("name", "")))
 
