@@ -182,18 +182,18 @@ def test_options_that_only_the_zoo_has(factory):
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_ctrl_c_keeps_the_best_so_far(complete, tmp_path, monkeypatch):
-    import aliquot._api
+    import aliquot._variants
     from aliquot.planners import Interrupted
 
     path = tmp_path / "plan.json"
-    whole = aliquot._api.plan
+    whole = aliquot._variants.plan_graph
 
     def stop(*args, **kwargs):
         error = Interrupted(None)
         error.plan = whole(*args, **kwargs) if complete else None
         raise error
 
-    monkeypatch.setattr(aliquot._api, "plan", stop)
+    monkeypatch.setattr(aliquot._variants, "plan_graph", stop)
     found = run("plan", *TINY, "--method", "dp", "--out", path)
     assert found.exit_code == 130
     assert "interrupted" in found.stderr
