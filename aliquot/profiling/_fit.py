@@ -125,10 +125,11 @@ _PEAKS = {
 
 
 def _with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
-    """The cluster with fitted figures. Where more than a peak was measured, the peak is raised and
-    the share becomes 1.
+    """The cluster with fitted figures beside those that it has. Where more than a peak was
+    measured, the peak is raised and the share becomes 1.
     """
     scale = {name: max(figures.get(name, 1.0), 1.0) for name in _PEAKS}
+    shares = {name: value / scale.get(name, 1.0) for name, value in figures.items()}
     device = replace(
         cluster.device,
         peak_flops_per_s={
@@ -136,7 +137,7 @@ def _with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
         },
         memory_bandwidth_bytes_per_s=scale["bandwidth_efficiency"]
         * cluster.device.memory_bandwidth_bytes_per_s,
-        calibration={name: value / scale.get(name, 1.0) for name, value in figures.items()},
+        calibration={**cluster.device.calibration, **shares},
     )
     links = scale["collective_efficiency"]
     intra = replace(
@@ -144,11 +145,9 @@ def _with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
     )
     if "all_to_all_efficiency" in figures:
         # This share refers to the bandwidth of the same links, which was raised.
-        shares = {
-            "all_to_all_efficiency": float(
-                np.clip(figures["all_to_all_efficiency"] / links, _LEAST, _MOST)
-            )
-        }
+        shares["all_to_all_efficiency"] = float(
+            np.clip(figures["all_to_all_efficiency"] / links, _LEAST, _MOST)
+        )
         device = replace(device, calibration={**device.calibration, **shares})
     return replace(cluster, device=device, intra=intra)
 

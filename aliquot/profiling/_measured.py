@@ -235,7 +235,9 @@ def fit_line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
 def modelled_operator(
     operator: Operator, key: ProgramKey, cluster: Cluster
 ) -> tuple[str, Floats, float]:
-    """The table and the point of an operator, and its seconds by a cluster's cost model."""
+    """The table and the point of an operator, and its seconds by a cluster's cost model where it
+    runs alone: products of whole steps are slower, by `Target.sustained_share`.
+    """
     if operator.kind in COLLECTIVES:
         part = part_of(cluster, key.num_devices) or cluster
         mesh = LogicalMesh(shape=tuple(int(size) for size in key.mesh.split("x")), cluster=part)
@@ -248,7 +250,8 @@ def modelled_operator(
         return collective_kind(operator.kind, crosses), points[0], latency + per_byte * num_bytes
     work = _work(operator)
     mesh = LogicalMesh(shape=(cluster.num_devices,), cluster=cluster)
-    seconds = float(work_seconds(work, operator.sizes, _WHOLE, mesh, target_for(cluster.device))[0])
+    target = replace(target_for(cluster.device), sustained_share=1.0)
+    seconds = float(work_seconds(work, operator.sizes, _WHOLE, mesh, target)[0])
     table = f"product {operator.dtype}" if operator.kind == "product" else "traffic"
     return table, np.log2(np.array(operator.sizes, np.float64)), seconds
 

@@ -31,6 +31,7 @@ from aliquot.profiling._programs import host_device
 
 CLUSTER = Cluster.preset("4xH100")
 H100 = "NVIDIA H100 80GB HBM3"
+LAUNCH_S = 1e-9
 LARGE = (
     STEP[0],
     {
@@ -56,9 +57,9 @@ def measured_as(path, of_model, *, device=H100, version=None, of=CLUSTER, spread
                 jax_version=version or jax.__version__,
             )
             if operator.kind in ("launch", "transfer"):
-                seconds = 0.0 if operator == LAUNCH else 1e-3 + operator.sizes[0] / 2 / 1e9
+                seconds = LAUNCH_S if operator == LAUNCH else 1e-3 + operator.sizes[0] / 2 / 1e9
             else:
-                seconds = of_model(operator, modelled_operator(operator, key, of)[2])
+                seconds = of_model(operator, modelled_operator(operator, key, of)[2]) + LAUNCH_S
             database.put(key, Measurement(seconds=seconds, spread=spread, repeats=5))
     return path
 
@@ -237,9 +238,9 @@ def on_one_device(path, *, factor, device=H100):
                 mesh="1",
                 jax_version=jax.__version__,
             )
-            seconds = (
-                0.0 if operator == LAUNCH else factor * modelled_operator(operator, key, CLUSTER)[2]
-            )
+            seconds = LAUNCH_S
+            if operator != LAUNCH:
+                seconds += factor * modelled_operator(operator, key, CLUSTER)[2]
             database.put(key, Measurement(seconds=seconds, spread=0.02, grade=MEASURED_COMPUTE))
     return path
 
@@ -407,6 +408,25 @@ def test_a_fit_finds_the_figures_that_measurements_were_made_with(tmp_path):
     plan = aq.plan(*LARGE, cluster=read)
     assert Cluster.from_dict(plan.cluster) == read and aq.estimate(plan, *LARGE) == plan.prediction
     assert plan.prediction.step_time_s > aq.plan(*LARGE, cluster=CLUSTER).prediction.step_time_s
+
+
+def test_a_fit_to_operators_keeps_what_whole_steps_sustain(tmp_path):
+    """Operators run alone, at the speed of which steps sustain a share."""
+    figures = {**FIGURES, "matmul_efficiency": 0.9, "sustained_share": 0.5}
+    sustained = {"sustained_share": 0.5, "overlap_fraction": 0.75}
+    truth, cluster = (
+        replace(CLUSTER, device=replace(CLUSTER.device, calibration=calibration))
+        for calibration in (figures, sustained)
+    )
+    profiles = measured_as(
+        tmp_path / "p.sqlite", lambda operator, seconds: seconds, of=truth, step=LARGE
+    )
+    with ProfileDatabase(profiles) as database:
+        fit = fit_profiles(database, cluster)
+    assert sustained.items() <= fit.cluster.device.calibration.items()
+    assert fit.cluster.device.peak_flops_per_s == CLUSTER.device.peak_flops_per_s
+    assert fit.figures["matmul_efficiency"]["value"] == pytest.approx(0.9, rel=0.05)
+    assert not sustained.keys() & fit.figures.keys()
 
 
 def test_more_than_a_peak_raises_the_peak(tmp_path):
