@@ -3,7 +3,7 @@
 Plans publicly reported training steps (GPT and Llama on A100, H100, H200, B200, TPU v5e, v5p, v6e,
 V100) with the model, cluster, method, recomputation and number of micro-batches of each row, and
 compares predicted with reported step times. Rows are split in halves by source and model family:
-the sustained share of each device is fitted to one half (`--fit`), the other half is never fitted.
+the sustained share of each device is fitted to one half (`--fit`), the other half is held out.
 
     python benchmarks/public_steps.py FOLDER [--quick] [--fit] [--only TEXT]
 
@@ -274,10 +274,12 @@ def _write_page(rows: Sequence[Row], left_out: collections.Counter[str]) -> None
         "",
         "Step times of training runs that others reported, beside what aliquot predicts for the"
         " same model, cluster, parallelism, recomputation and batch. Rows are split in halves by"
-        " source and model family; the one figure of each device that comes from whole steps, the"
-        " share of single products' speed that they sustain, was fitted to one half. The other half"
-        " was never fitted. Made by `benchmarks/public_steps.py`; nothing here was measured by"
-        " aliquot.",
+        " source and model family. To one half a figure of each device was fitted, the share of"
+        " single products' speed that whole steps sustain; the other half was held out. Two more"
+        " figures come from reported steps, and were chosen before this split: the share of the"
+        " peak that fused attention reaches, and the share of collectives that runs beside compute"
+        " (one for all GPUs, one for all TPUs). Made by `benchmarks/public_steps.py`; nothing here"
+        " was measured by aliquot.",
     ]
     for title, table in _tables(rows).items():
         lines += ["", f"## {title}", "", *_markdown(table)]

@@ -78,7 +78,7 @@ class Products:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedSteps:
     """How far predicted step times of a device were from those that others reported, on rows that
-    no figure was fitted to; see `docs/accuracy.md`.
+    its sustained share was not fitted to; see `docs/accuracy.md`.
 
     Attributes:
         rows: number of reported steps.
