@@ -45,10 +45,8 @@ _QUICK = {
     "shard": set(_FORMS),
     "pipeline": {"four halves", "both seconds", "in four", "last"},
 }
-# What no part of a batch can follow, or no share of a part.
-_REFUSED = {*(("written down", method) for method in _METHODS)} | {
-    ("two halves", m) for m in ("dp", "zero2", "zero3")
-}
+# What no part of a batch can follow.
+_REFUSED = {("written down", method) for method in _METHODS}
 
 
 def _step(form):

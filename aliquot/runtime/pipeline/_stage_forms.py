@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...graph import ValueId
+from ...graph import ValueId, memory_kind
 from ...sharding import Part, TimeKind, struct_of
 from ._pipeline import Pipeline
 from ._stage_functions import Form, Key, StageContext, StageFunction
@@ -174,12 +174,14 @@ def _out_sharding(
         return NamedSharding(context.mesh, PartitionSpec())
     # A sharding also says in which memory an array lies. If one result's is left to the compiler,
     # JAX takes no account of memories when it puts results in the place of donated arguments.
-    if not any(k.value >= 0 and context.memory_kind(k.value) for k in function.gives):
+    values = function.program.graph.values
+    if not any(k.value >= 0 and memory_kind(values[k.value]) for k in function.gives):
         return None
-    if key.form in (Form.SENT, Form.LOCAL):
+    # What the halves of a loop hand on is known to the programs alone.
+    if key.form in (Form.SENT, Form.LOCAL) and key.value < len(context.parts.body.values):
         return context.sent_sharding(key.value, shape)
     spec = _result_spec(context, key.value, shape) if key.form is Form.LATE else PartitionSpec()
-    return NamedSharding(context.mesh, spec, memory_kind=context.memory_kind(key.value))
+    return NamedSharding(context.mesh, spec, memory_kind=memory_kind(values[key.value]))
 
 
 def _result_spec(context: StageContext, value: ValueId, shape: Sequence[int]) -> PartitionSpec:

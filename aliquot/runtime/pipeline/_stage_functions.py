@@ -318,7 +318,9 @@ def _replay_part(
 
 def _slice(context: StageContext, array: Any, value: ValueId, dim: int, number: Any) -> Any:
     """One micro-batch's part of an array of the whole batch."""
-    cut = jax.lax.dynamic_index_in_dim(context.layout.cut(array, dim), number, keepdims=False)
+    blocks = context.plan.specs[value].blocks if context.plan is not None else 1
+    parts = context.layout.cut(array, dim, blocks)
+    cut = jax.lax.dynamic_index_in_dim(parts, number, keepdims=False)
     if context.layout.groups == 1:
         return cut
     # The dim of the groups is split over the data axes, so that each group's devices hold its part
@@ -334,12 +336,13 @@ def _joined(context: StageContext, value: ValueId, array: Any) -> Any:
     assert context.plan is not None
     spec = context.plan.specs[value]
     if spec.kind is TimeKind.CONCATENATE:
-        # The groups' examples follow one another, as each has a contiguous share of the batch.
-        front = jnp.moveaxis(array, 0, spec.dim)
-        shape = front.shape
-        return front.reshape(
-            *shape[: spec.dim], shape[spec.dim] * shape[spec.dim + 1], *shape[spec.dim + 2 :]
-        )
+        # The groups' examples follow one another in each block, as each has a contiguous share of
+        # it.
+        (groups, *shape), dim, blocks = array.shape, spec.dim, spec.blocks or 1
+        rest = (shape[dim] // blocks, *shape[dim + 1 :])
+        apart = array.reshape(groups, *shape[:dim], blocks, *rest)
+        joined = (*shape[:dim], groups * shape[dim], *shape[dim + 1 :])
+        return jnp.moveaxis(apart, 0, dim + 1).reshape(joined)
     # Values that are equal in all groups are taken from the first.
     return _REDUCE[spec.kind](array, axis=0) if spec.kind in _REDUCE else array[0]
 
@@ -357,9 +360,11 @@ def _take_apart(
     assert context.plan is not None
     spec, groups = context.plan.specs[value], context.layout.groups
     if spec.kind is TimeKind.CONCATENATE:
-        shape, dim = array.shape, spec.dim
-        apart = array.reshape(*shape[:dim], groups, shape[dim] // groups, *shape[dim + 1 :])
-        mapped[value] = jnp.moveaxis(apart, dim, 0)
+        shape, dim, blocks = array.shape, spec.dim, spec.blocks or 1
+        rest = (shape[dim] // (blocks * groups), *shape[dim + 1 :])
+        apart = array.reshape(*shape[:dim], blocks, groups, *rest)
+        own = (groups, *shape[:dim], shape[dim] // groups, *shape[dim + 1 :])
+        mapped[value] = jnp.moveaxis(apart, dim + 1, 0).reshape(own)
     elif array.ndim > len(context.parts.body.values[value].shape):
         mapped[value] = _for_groups(array, groups, spec.kind)
     elif spec.kind in _NEUTRAL:

@@ -8,6 +8,7 @@ groups once, after the last micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -223,7 +224,7 @@ class _Loop:
         return results
 
     def _cut(self, array: Any, value: ValueId, dim: int) -> Any:
-        cut = self._layout.cut(array, dim)
+        cut = self._layout.cut(array, dim, self._plan.specs[value].blocks)
         leading = 2 if self._layout.groups > 1 else 1
         spec = self._specs.get(value)
         if spec is None:
@@ -257,12 +258,14 @@ def _layout(plan: MicroBatchPlan, pins: Pins, mesh: Mesh, without: frozenset[str
             == tuple(n for n in batch_axes if n in without)
             and shape[0] % count == 0
         ):
-            shards = max(shards, count)
-    split = (
-        (v, spec.dim) for v, spec in enumerate(plan.specs) if spec.kind is TimeKind.CONCATENATE
-    )
+            # Each chunk of the batch lies on some of the shards.
+            shards = max(shards, count // math.gcd(count, plan.specs[item.value].blocks))
     # An array that the shards do not divide would be cut elsewhere than the batch.
-    even = all(plan.part.values[v].shape[dim] % shards == 0 for v, dim in split)
+    even = all(
+        plan.part.values[v].shape[spec.dim] % (shards * (spec.blocks or 1)) == 0
+        for v, spec in enumerate(plan.specs)
+        if spec.kind is TimeKind.CONCATENATE
+    )
     return Layout(
         groups=plan.num_groups, shards=shards if even else 1, micro_batches=plan.num_micro_batches
     )

@@ -112,7 +112,7 @@ class Totals:
         spec = self.plan.specs[value]
         lead = (0, 1) if self.layout.groups > 1 else (0,)
         if spec.kind is TimeKind.CONCATENATE:
-            return self.layout.join(stack, spec.dim)
+            return self.layout.join(stack, spec.dim, spec.blocks or 1)
         if spec.kind in _REDUCE:
             return _REDUCE[spec.kind](stack, axis=lead)
         # Values that are equal on all parts are taken from the last.

@@ -8,8 +8,19 @@ from dataclasses import dataclass, field
 from ...graph import Call, DimRule, Graph, Literal, Op, Operand, Phase
 from .._dim_rule import dim_rule
 from . import _micro_calls as calls
+from ._blocks import finer_chunks, move_blocks
 from ._micro_calls import first_op, ops_of
-from ._time_specs import EQUAL, Action, Conversion, Followed, Shape, TimeKind, TimeSpec, follow
+from ._time_specs import (
+    EQUAL,
+    Action,
+    Conversion,
+    Followed,
+    Shape,
+    TimeKind,
+    TimeSpec,
+    follow,
+    spec_by_shape,
+)
 
 TOP, REMAT, LOOP = 0, 1, 2
 """Depth at which an operator stands: in the step itself, in remat regions, or in a loop."""
@@ -22,6 +33,7 @@ class Findings:
     Attributes:
         whole, part, specs, actions, conversions, early_calls, late_calls: see `MicroBatchPlan`.
         parts: number of parts of a batch.
+        chunks: see `spec_by_shape`.
         violations: operators that do not decompose, with the reason.
         conflicts: operators that run after the last part although the backward pass of each part
             needs their results, with the reason.
@@ -31,12 +43,14 @@ class Findings:
         positions: index arrays, with a flag for each component of the last dim (or one for all):
             True if it holds each example's own position in the batch.
         always_false: values that are false everywhere.
+        finer: for each refused reshape, how many times as many chunks it needs.
         has_backward: True if any operator belongs to a backward pass.
     """
 
     whole: Graph
     part: Graph
     parts: int
+    chunks: int = 1
     on_missing_rule: str
     specs: list[TimeSpec | None] = field(init=False)
     actions: dict[int, Action] = field(default_factory=dict)
@@ -50,6 +64,7 @@ class Findings:
     origin: dict[int, int] = field(default_factory=dict)
     positions: dict[int, tuple[bool, ...]] = field(default_factory=dict)
     always_false: set[int] = field(default_factory=set)
+    finer: dict[int, int] = field(default_factory=dict)
     has_backward: bool = field(init=False)
     _rules: dict[tuple[int, int], DimRule] = field(default_factory=dict)
     _outcomes: dict[tuple[object, ...], Followed | str] = field(default_factory=dict)
@@ -90,6 +105,10 @@ class Findings:
         """Shape of a value on the whole batch and on a part."""
         return self.whole.values[index].shape, self.part.values[index].shape
 
+    def spec_by_shape(self, index: int) -> TimeSpec | None:
+        """The spec that a value's shapes allow; see `spec_by_shape`."""
+        return spec_by_shape(*self.shapes_of(index), self.parts, self.chunks)
+
     def _result_shapes(self, op: Op) -> list[tuple[Shape, Shape]]:
         other = self.part.ops[op.index].eqn.outvars
         return [
@@ -127,7 +146,11 @@ class Findings:
         key = self._equations(op), tuple(specs), positions
         if key not in self._outcomes:
             shapes = self._result_shapes(op)
-            self._outcomes[key] = follow(op, self._rule(op), specs, shapes, self.parts, positions)
+            # Blocks are moved whatever the rule says, which speaks of one split alone.
+            own = self.part.ops[op.index].params
+            self._outcomes[key] = move_blocks(op, own, specs, shapes, self.parts) or follow(
+                op, self._rule(op), specs, shapes, self.parts, positions, self.chunks
+            )
         return self._outcomes[key]
 
     def follow(self, op: Op, specs: list[TimeSpec], depth: int) -> Followed | str:
@@ -155,7 +178,7 @@ class Findings:
             if not places:
                 continue
             tried = [EQUAL if k in places else spec for k, spec in enumerate(specs)]
-            again = follow(op, rule, tried, shapes, self.parts)
+            again = follow(op, rule, tried, shapes, self.parts, chunks=self.chunks)
             if isinstance(again, Followed):
                 added = tuple((k, Conversion.EARLY) for k in sorted(places))
                 kept = tuple((k, how) for k, how in again.conversions if k not in places)
@@ -191,6 +214,14 @@ class Findings:
         for operand, spec in zip(op.inputs, specs, strict=True):
             if spec.kind is kind and isinstance(operand, int):
                 self.conflicts.setdefault(self.origin.get(operand, op.index), reason)
+
+    def note_refused(self, op: Op, specs: Sequence[TimeSpec], reason: str) -> None:
+        """Note an operator that does not decompose, and what it would need."""
+        self.violations[op.index] = reason
+        if op.name == "reshape":
+            (shapes,) = self._result_shapes(op)
+            whole = tuple(op.eqn.invars[0].aval.shape)
+            self.finer[op.index] = finer_chunks(specs[0], whole, shapes, self.parts)
 
     def drop_decisions(self, call: Call) -> None:
         """Drop what was decided for the operators inside a call that runs once, as it is."""

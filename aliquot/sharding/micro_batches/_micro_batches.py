@@ -11,6 +11,7 @@ whether a loss is a mean or a sum.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +111,7 @@ def plan_micro_batches(
         return _independent(graph, num_micro_batches, num_groups, on_missing_rule)
     parts = num_micro_batches * num_groups
     part, eqns = align(graph, trace_part(graph, num_micro_batches, num_groups))
-    findings = analyse(graph, part, parts, on_missing_rule=on_missing_rule)
+    findings = _of_chunks(graph, part, parts, on_missing_rule)
     if findings.violations or findings.conflicts:
         raise _refusal(graph, findings, num_micro_batches, on_missing_rule)
     return MicroBatchPlan(
@@ -130,6 +131,29 @@ def plan_micro_batches(
             for output in graph.outputs
         },
     )
+
+
+def _of_chunks(graph: Graph, part: Graph, parts: int, on_missing_rule: str) -> Findings:
+    """Findings on parts of the batch; if the step cuts the batch into chunks, on parts that have an
+    equal share of each chunk.
+    """
+    first = findings = analyse(graph, part, parts, on_missing_rule=on_missing_rule)
+    size, chunks = batch_size(graph) // parts, 1
+    while findings.violations or findings.conflicts:
+        finer = math.lcm(*findings.finer.values())
+        if finer == 1:
+            return first
+        chunks *= finer
+        if size % chunks:
+            reason = (
+                f"it cuts the batch into {chunks} chunks, of which {parts} parts have an equal"
+                f" share only if it is a multiple of {parts * chunks} examples"
+            )
+            cutting = [k for k in first.violations if first.finer.get(k, 1) > 1]
+            first.violations |= dict.fromkeys(cutting, reason)
+            return first
+        findings = analyse(graph, part, parts, chunks=chunks, on_missing_rule=on_missing_rule)
+    return findings
 
 
 def _independent(

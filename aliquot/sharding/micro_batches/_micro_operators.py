@@ -18,7 +18,6 @@ from ._time_specs import (
     Followed,
     TimeKind,
     TimeSpec,
-    spec_by_shape,
 )
 
 
@@ -68,7 +67,7 @@ def walk_operator(findings: Findings, op: Op, depth: int) -> None:
         findings.note_conflict(op, specs, TimeKind.WHOLE, reason)
         _go_on(findings, op, depth)
     else:
-        findings.violations[op.index] = reason
+        findings.note_refused(op, specs, reason)
         _go_on(findings, op, depth)
 
 
@@ -93,9 +92,7 @@ def _run_early(findings: Findings, op: Op) -> None:
     # A value that cannot be sliced for the parts exists only as a whole.
     for out in op.outputs:
         if out >= 0:
-            findings.set_spec(
-                out, spec_by_shape(*findings.shapes_of(out), findings.parts) or WHOLE, True, TOP
-            )
+            findings.set_spec(out, findings.spec_by_shape(out) or WHOLE, True, TOP)
             findings.origin[out] = op.index
 
 
@@ -120,8 +117,7 @@ def _go_on(findings: Findings, op: Op, depth: int) -> None:
     findings.actions.pop(op.index, None)
     for out in op.outputs:
         if out >= 0:
-            seen = spec_by_shape(*findings.shapes_of(out), findings.parts)
-            findings.set_spec(out, seen or EQUAL, False, depth)
+            findings.set_spec(out, findings.spec_by_shape(out) or EQUAL, False, depth)
 
 
 def _note_positions(findings: Findings, op: Op, outcome: Followed) -> None:

@@ -11,7 +11,7 @@ from ...graph import Block, Call, Operand, OpId, Phase, any_effects, is_check, s
 from ._findings import LOOP, REMAT, TOP, Findings
 from ._micro_calls import NOT_LINEAR, first_op, phase_of
 from ._micro_operators import walk_operator
-from ._time_specs import LATE, WHOLE, TimeKind, TimeSpec, join, spec_by_shape, split_at
+from ._time_specs import LATE, WHOLE, TimeKind, TimeSpec, join
 
 
 def walk_items(findings: Findings, items: Iterable[OpId | Call], depth: int) -> None:
@@ -65,7 +65,7 @@ def _run_early(findings: Findings, call: Call) -> None:
     findings.drop_decisions(call)
     for out in call.outputs:
         if out >= 0:
-            spec = spec_by_shape(*findings.shapes_of(out), findings.parts) or WHOLE
+            spec = findings.spec_by_shape(out) or WHOLE
             findings.set_spec(out, spec, True, TOP)
             findings.origin[out] = first_op(call, findings.whole).index
 
@@ -100,9 +100,9 @@ def _walk_scan(findings: Findings, call: Call, specs: Sequence[TimeSpec], depth:
     for outer, inner in zip(specs[split:], block.inputs[split:], strict=True):
         assert isinstance(inner, int)
         # The dim that the loop runs over is gone inside its body.
-        spec = split_at(outer.dim - 1) if outer.kind is TimeKind.CONCATENATE else outer
+        spec = outer.at(outer.dim - 1) if outer.kind is TimeKind.CONCATENATE else outer
         # Each iteration continues from the example before, whereas each part would begin anew.
-        if outer == split_at(0):
+        if outer.kind is TimeKind.CONCATENATE and outer.dim == 0:
             findings.note_violation(call, "it loops over the examples of a batch")
         findings.set_spec(inner, spec, free, LOOP)
     _walk_until_settled(
@@ -122,7 +122,7 @@ def _walk_scan(findings: Findings, call: Call, specs: Sequence[TimeSpec], depth:
             findings.set_spec(
                 out,
                 # Outside the body the stacked dim comes first again.
-                split_at(spec.dim + 1) if spec.kind is TimeKind.CONCATENATE else spec,
+                spec.at(spec.dim + 1) if spec.kind is TimeKind.CONCATENATE else spec,
                 free,
                 depth,
             )
@@ -137,7 +137,9 @@ def _walk_while(findings: Findings, call: Call, specs: Sequence[TimeSpec], depth
     walk_items(findings, condition.items, LOOP)
     ends = findings.spec(condition.outputs[0])
     # Under `vmap` each example ends by itself, and keeps its carries until the others are done.
-    alone = ends.kind is TimeKind.CONCATENATE and all(findings.spec(c) == ends for c in carried)
+    alone = ends.kind is TimeKind.CONCATENATE and all(
+        join(findings.spec(c), ends) is not None for c in carried
+    )
     if ends.kind is not TimeKind.EQUAL and not alone:
         findings.note_violation(call, "it ends when the batch says so")
     free = findings.is_free(call.inputs)
@@ -177,8 +179,8 @@ def _walk_until_settled(
     """
     free = findings.is_free(call.inputs)
     specs = list(init)
-    # Each carried value can change twice: from equal to a sum, and from that to a mean.
-    for _ in range(2 * len(specs) + 2):
+    # Each carried value can change once: from equal to a sum, or from any blocks to so many.
+    for _ in range(len(specs) + 2):
         for inner, spec in zip(carried, specs, strict=True):
             assert isinstance(inner, int)
             findings.set_spec(inner, spec, free, LOOP)

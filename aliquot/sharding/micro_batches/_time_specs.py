@@ -9,6 +9,7 @@ walks a step with it.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -44,11 +45,24 @@ REDUCTIONS = frozenset({TimeKind.MAX, TimeKind.MIN, TimeKind.PROD, TimeKind.AND,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpec:
-    """A kind and, for `CONCATENATE`, the dim; -1 for all others."""
+    """A kind and, for `CONCATENATE`, the dim (-1 for all others) and its blocks.
+
+    A dim may hold several blocks of examples one after another, each as long as the others, of
+    which each part has an equal share: two batches that were joined are two blocks. With `ANY`, the
+    array is the same all along the dim, so that it may be read as any number of blocks.
+    """
 
     kind: TimeKind
     dim: int = -1
+    blocks: int = 1
 
+    def at(self, dim: int) -> TimeSpec:
+        """The same spec where the dim lies elsewhere."""
+        return TimeSpec(kind=self.kind, dim=dim, blocks=self.blocks)
+
+
+ANY = 0
+"""Any number of blocks."""
 
 EQUAL = TimeSpec(kind=TimeKind.EQUAL)
 SUM = TimeSpec(kind=TimeKind.SUM)
@@ -57,9 +71,9 @@ LATE = TimeSpec(kind=TimeKind.LATE)
 WHOLE = TimeSpec(kind=TimeKind.WHOLE)
 
 
-def split_at(dim: int) -> TimeSpec:
-    """The spec of an array of which each part has a slice of `dim`."""
-    return TimeSpec(kind=TimeKind.CONCATENATE, dim=dim)
+def split_at(dim: int, blocks: int = 1) -> TimeSpec:
+    """The spec of an array of which each part has a slice of each block of `dim`."""
+    return TimeSpec(kind=TimeKind.CONCATENATE, dim=dim, blocks=blocks)
 
 
 class Conversion(enum.StrEnum):
@@ -104,16 +118,22 @@ class Followed:
     action: Action = Action.RUN
 
 
-def spec_by_shape(whole: Shape, part: Shape, parts: int) -> TimeSpec | None:
+def spec_by_shape(whole: Shape, part: Shape, parts: int, chunks: int = 1) -> TimeSpec | None:
     """`EQUAL` for equal shapes, `CONCATENATE` where one dim is `parts` times as long; None
     otherwise.
+
+    Args:
+        chunks: of the batch, of which each part has a share. Dims before the one that is cut count
+            them, too, so that the rest of them are its blocks.
     """
     differing = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
     if not differing:
         return EQUAL
-    if len(differing) == 1 and whole[differing[0]] == parts * part[differing[0]]:
-        return split_at(differing[0])
-    return None
+    (dim, *others) = differing
+    if others or whole[dim] != parts * part[dim]:
+        return None
+    blocks, rest = divmod(chunks, math.prod(whole[:dim]) or 1)
+    return split_at(dim, blocks if blocks and not rest and part[dim] % blocks == 0 else 1)
 
 
 def join(a: TimeSpec, b: TimeSpec) -> TimeSpec | None:
@@ -124,6 +144,8 @@ def join(a: TimeSpec, b: TimeSpec) -> TimeSpec | None:
     # A total that starts as a constant and grows by summands is a sum.
     if kinds == {TimeKind.EQUAL, TimeKind.SUM}:
         return SUM
+    if kinds == {TimeKind.CONCATENATE} and a.dim == b.dim and ANY in (a.blocks, b.blocks):
+        return split_at(a.dim, a.blocks or b.blocks)
     return None
 
 
@@ -134,6 +156,7 @@ def follow(
     shapes: Sequence[tuple[Shape, Shape]],
     parts: int,
     positions: bool = False,
+    chunks: int = 1,
 ) -> Followed | str:
     """Results of an operator that runs on each part, or why it cannot.
 
@@ -144,6 +167,7 @@ def follow(
         shapes: of each result, with the whole batch and with a part.
         parts: number of parts.
         positions: whether the indices of a lookup along the batch are each row's own position.
+        chunks: see `spec_by_shape`.
     """
     kinds = {spec.kind for spec in specs}
     if shapes and all(0 in whole for whole, _ in shapes):
@@ -166,7 +190,7 @@ def follow(
     elif TimeKind.CONCATENATE in kinds:
         outcome = _of_slices(op, rule, specs, positions)
     else:
-        return _of_equals(op, specs, shapes, parts)
+        return _of_equals(op, specs, shapes, parts, chunks)
     return outcome if isinstance(outcome, str) else _checked(outcome, shapes, parts)
 
 
@@ -209,8 +233,10 @@ def _checked(
     """Check what the rule says of the results against their shapes in the two traces."""
     for spec, (whole, part) in zip(outcome.results, shapes, strict=True):
         seen = spec_by_shape(whole, part, parts)
-        expected = spec if spec.kind is TimeKind.CONCATENATE else EQUAL
-        if seen != expected:
+        cut = spec.kind is TimeKind.CONCATENATE
+        if seen != (split_at(spec.dim) if cut else EQUAL) or (
+            cut and part[spec.dim] % (spec.blocks or 1)
+        ):
             return (
                 f"its rule does not explain why its result is {whole} for the batch and {part} for"
                 " a micro-batch"
@@ -248,8 +274,21 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
     for k, spec in enumerate(specs):
         if spec.kind is TimeKind.CONCATENATE:
             letters[k] = rule.operands[k][spec.dim][0]
+    known = {specs[k].blocks for k in letters} - {ANY}
+    if len(known) > 1:
+        return "it meets examples of joined batches, or of chunks of a batch, in another order"
+    blocks = next(iter(known), ANY)
+    if blocks != 1 and any(
+        len(names) > 1 and names[0] in letters.values()
+        for dims in (*rule.operands, *rule.results)
+        for names in dims
+    ):
+        # A dim of several factors is read in the order of its elements.
+        if blocks != ANY or op.name == "reshape":
+            return "it needs the examples of joined batches, or of chunks of a batch, in order"
+        blocks = 1
     if positions:
-        return _of_own_rows(op, rule, specs, letters)
+        return _of_own_rows(op, rule, specs, letters, blocks)
     # Operands that are cut along different dims meet every example of one with every example of the
     # other.
     if len(set(letters.values())) > 1:
@@ -264,7 +303,7 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
     for position, dims in enumerate(rule.results):
         dim = next((d for d, names in enumerate(dims) if names[0] == letter), -1)
         if dim >= 0:
-            results.append(split_at(dim))
+            results.append(split_at(dim, blocks))
         elif position in rule.summed:
             results.append(SUM)
         elif letter in rule.reduced and (rule.reduce == "sum" or op.name.startswith("reduce_")):
@@ -292,7 +331,7 @@ def _looks_up(op: Op, rule: DimRule, specs: Sequence[TimeSpec], letter: str) -> 
 
 
 def _of_own_rows(
-    op: Op, rule: DimRule, specs: Sequence[TimeSpec], letters: dict[int, str]
+    op: Op, rule: DimRule, specs: Sequence[TimeSpec], letters: dict[int, str], blocks: int
 ) -> Followed | str:
     """A lookup in which each index stands for its own example: local, once the positions are those
     in the part.
@@ -307,33 +346,36 @@ def _of_own_rows(
         return "it looks up examples by their position in the batch"
     if op.name == "gather":
         dim = next((d for d, names in enumerate(rule.results[0]) if names[0] == row), -1)
-        return Followed(results=(split_at(dim),), conversions=((1, Conversion.LOCAL),))
-    return Followed(results=(specs[0],), conversions=((1, Conversion.LOCAL),))
+        return Followed(results=(split_at(dim, blocks),), conversions=((1, Conversion.LOCAL),))
+    results = (split_at(specs[0].dim, blocks),)
+    return Followed(results=results, conversions=((1, Conversion.LOCAL),))
 
 
 def _of_equals(
-    op: Op, specs: Sequence[TimeSpec], shapes: Sequence[tuple[Shape, Shape]], parts: int
+    op: Op,
+    specs: Sequence[TimeSpec],
+    shapes: Sequence[tuple[Shape, Shape]],
+    parts: int,
+    chunks: int,
 ) -> Followed | str:
     """Equal operands give equal results, unless the size of the batch stands in the operator
     itself.
     """
     results = []
     for whole, part in shapes:
-        seen = spec_by_shape(whole, part, parts)
+        seen = spec_by_shape(whole, part, parts, chunks)
         if seen is None:
             return "it makes an array of which more than one dim is the batch's"
         results.append(seen)
     # Their elements are equal along the batch, or not written yet, so that a part may make them at
     # its own size.
-    if all(spec.kind is not TimeKind.CONCATENATE for spec in results) or op.name in (
-        "broadcast_in_dim",
-        "empty",
-        "empty2",
-    ):
+    if all(spec.kind is not TimeKind.CONCATENATE for spec in results):
         return Followed(results=tuple(results))
-    if op.name == "iota":
-        shifted = op.params["dimension"] == results[0].dim
-        return Followed(results=tuple(results), action=Action.SHIFT if shifted else Action.RUN)
+    counts = op.name == "iota" and op.params["dimension"] == results[0].dim
+    if op.name in ("broadcast_in_dim", "empty", "empty2", "iota") and not counts:
+        return Followed(results=(split_at(results[0].dim, ANY),))
+    if counts:
+        return Followed(results=tuple(results), action=Action.SHIFT)
     # Random bits depend on the position in the batch: made for the whole and sliced, they are the
     # plain step's own numbers.
     return Followed(results=tuple(results), action=Action.SLICE)

@@ -31,7 +31,7 @@ from ...graph import (
     equations,
     scan_counts,
 )
-from ..micro_batches import Action, Conversion, MicroBatchPlan, TimeKind, indexed_dims
+from ..micro_batches import Action, Conversion, MicroBatchPlan, TimeKind, TimeSpec, indexed_dims
 from ._layout import Layout
 from ._needs import Needs
 
@@ -211,10 +211,12 @@ class _Rewriter:
         return new
 
     def _shift(self, plain: ValueId, target: ValueId, op: Op, out: list[OpId | Call]) -> None:
-        dim, layout = self.plan.specs[target].dim, self.layout
+        spec, layout = self.plan.specs[target], self.layout
 
         def shift(array: Any, group: Any, micro_batch: Any) -> Any:
-            offsets = layout.offsets(array.shape, dim, group, micro_batch, jnp.int32)
+            offsets = layout.offsets(
+                array.shape, spec.dim, group, micro_batch, jnp.int32, spec.blocks
+            )
             return array + offsets.astype(array.dtype)
 
         self._add(shift, [plain, self.group, self.micro_batch], target, op, out)
@@ -237,12 +239,16 @@ class _Rewriter:
         self.ops[index] = replace(whole, inputs=tuple(inputs), outputs=tuple(outputs))
         out.append(index)
         for full, target in cuts:
-            dim, layout = self.plan.specs[target].dim, self.layout
+            spec, layout = self.plan.specs[target], self.layout
 
             def take(
-                array: Any, group: Any, micro_batch: Any, dim: int = dim, layout: Layout = layout
+                array: Any,
+                group: Any,
+                micro_batch: Any,
+                spec: TimeSpec = spec,
+                layout: Layout = layout,
             ) -> Any:
-                return layout.take(array, dim, group, micro_batch)
+                return layout.take(array, spec.dim, group, micro_batch, spec.blocks)
 
             self._add(take, [full, self.group, self.micro_batch], target, whole, out)
 
@@ -278,10 +284,12 @@ class _Rewriter:
         """Indices by position in the batch, as positions in the part."""
         assert isinstance(operand, int) and isinstance(op.inputs[0], int)
         component = indexed_dims(op).index(self.plan.specs[op.inputs[0]].dim)
-        dim, layout = self.plan.specs[operand].dim, self.layout
+        spec, layout = self.plan.specs[operand], self.layout
 
         def local(array: Any, group: Any, micro_batch: Any) -> Any:
-            offsets = layout.offsets(array.shape, dim, group, micro_batch, jnp.int32)
+            offsets = layout.offsets(
+                array.shape, spec.dim, group, micro_batch, jnp.int32, spec.blocks
+            )
             # Only the component that counts examples is shifted; others index other dims.
             chosen = jnp.arange(array.shape[-1]) == component
             return array - jnp.where(chosen, offsets, 0).astype(array.dtype)
