@@ -36,7 +36,7 @@ def move_blocks(
     cuts = {(spec.kind, spec.dim) for spec in given}
     if op.name == "reshape":
         found = _reshaped(op, specs[0], whole[0], shapes[0], parts)
-        return found and Followed(results=(found,))
+        return Followed(results=(found,)) if found else None
     if len(cuts) != 1 or given[0].kind is not TimeKind.CONCATENATE:
         return None
     dim = given[0].dim
