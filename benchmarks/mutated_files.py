@@ -30,7 +30,7 @@ def main() -> int:
     """Run, and write or print the answer."""
     chosen = options(__doc__)
     use_eight_devices()
-    from mutated_files import make_database, outcome
+    from file_mutations import make_database, outcome
 
     report = Report(
         name="mutated_files",

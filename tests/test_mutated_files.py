@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from mutated_files import ANSWER, make_database, outcome
+from file_mutations import ANSWER, make_database, outcome
 from sample_plans import sample_plan
 
 from aliquot.cluster import Cluster
