@@ -54,14 +54,14 @@ def test_float32_products_run_narrower_where_the_backend_does_so():
     speeds = {
         name: (
             target_for(device).product_flops_per_s(device, "float32")
-            / target_for(device).matmul_efficiency
+            / (target_for(device).matmul_efficiency * target_for(device).sustained_share)
         )
         for name, device in DEVICES.items()
     }
-    assert speeds["A100-80GB"] == 156e12  # tf32
-    assert speeds["V100-16GB"] == 15.7e12  # has none
-    assert speeds["v5e"] == 197e12  # one bfloat16 pass
-    assert speeds["cpu"] == DEVICES["cpu"].peak("float32")
+    assert speeds["A100-80GB"] == pytest.approx(156e12)  # tf32
+    assert speeds["V100-16GB"] == pytest.approx(15.7e12)  # has none
+    assert speeds["v5e"] == pytest.approx(197e12)  # one bfloat16 pass
+    assert speeds["cpu"] == pytest.approx(DEVICES["cpu"].peak("float32"))
 
 
 def test_targets_differ_where_compiled_programs_do():
