@@ -430,7 +430,8 @@ def corrected_work(
             launches_s = work.kernels * target.kernel_overhead_s
             # Measurements of products and of elementwise code tell nothing about it.
             return np.maximum(seconds, arithmetic_s) + launches_s, None
-        if len(work.arrays) == 3 and (target.products.tile > 1 or measured is not None):
+        is_product = len(work.arrays) == 3 and not work.is_kernel
+        if is_product and (target.products.tile > 1 or measured is not None):
             points = _product_points(work, flops, sizes, choices, mesh)
         # Slowdowns by shape hold for operators that read two arrays and write one.
         slowdown = _product_slowdown(points, target.products)
@@ -479,7 +480,9 @@ def _product_slowdown(points: Floats | None, products: Products) -> Floats | flo
     tiles = batch * np.ceil(rows / products.tile) * np.ceil(columns / products.tile)
     # Fewer tiles than processors take as long as one tile for each processor.
     covered = np.maximum(tiles, products.processors) * products.tile**2
-    return np.asarray(covered / (batch * rows * columns) * (1 + products.depth / depth), np.float64)
+    slowdown = covered / (batch * rows * columns) * (1 + products.depth / depth)
+    # Compilers make no tiles of products with a vector: they multiply and sum as elementwise code.
+    return np.where((rows > 1) & (columns > 1), slowdown, 1.0)
 
 
 def _positions(work: Work, sizes: Sequence[int], result: NDArray[np.bool_]) -> float:

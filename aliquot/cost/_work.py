@@ -17,7 +17,8 @@ class Work:
 
     `arrays` are the bytes read and written, each with the factors that divide them; `kernels` is
     the number of kernels that a device launches, however the work is split. `scores` are those of
-    fused attention. For `deferrable` see `Op`.
+    fused attention; `is_kernel` is true of kernels that users wrote, which are no products whatever
+    they read and write. For `deferrable` see `Op`.
     """
 
     phase: Phase
@@ -28,6 +29,7 @@ class Work:
     kernels: float = 0.0
     deferrable: bool = False
     scores: Scores | None = None
+    is_kernel: bool = False
 
 
 def count_work(index: NodeIndex, stored: Sequence[bool]) -> tuple[tuple[Work, ...], ...]:
@@ -88,6 +90,7 @@ def _product_work(index: NodeIndex, op_class: int) -> tuple[Work, ...]:
             kernels=float(times),
             deferrable=op.deferrable,
             scores=rule.scores,
+            is_kernel=op.name == "pallas_call",
         ),
     )
 

@@ -170,7 +170,7 @@ def test_the_demo_tells_the_whole_story(tmp_path, text, plain, quick):
     found = demo(tmp_path, text)
     assert found.exit_code == 0, found.output
     for part in (
-        "gpt-10m: dp on mesh",
+        "of 8xcpu",
         "Memory on each device",
         "One step, predicted beside compiled",
         "loss on 8 devices   o loss on 1 device",

@@ -12,7 +12,7 @@ import pytest
 from offloaded import BATCH, HIDDEN, WIDTH, batch_of, offloaded_step, shapes_of
 
 import aliquot as aq
-from aliquot.cluster import Host, LogicalMesh
+from aliquot.cluster import Host, LogicalMesh, target_for
 from aliquot.core import InfeasibleError, PlanFileError
 from aliquot.cost import copy_seconds, evaluate, make_problem, price, queues
 from aliquot.graph import capture
@@ -48,7 +48,7 @@ def test_copies_take_the_time_of_their_bytes(target):
     cluster = aq.Cluster.preset(target)
     p = planned("names", cluster=cluster).prediction
     num_bytes = 2 * LAYERS * BATCH * HIDDEN * 4
-    efficiency = {"1xH100": 0.8, "v5p-2": 0.85}[target]
+    efficiency = target_for(cluster.device).bandwidth_efficiency
     assert p.host_transfer_s == pytest.approx(
         num_bytes / (cluster.host.copy_bytes_per_s * efficiency)
     )
@@ -81,7 +81,7 @@ def test_moments_in_host_memory():
     assert kept.memory_bytes["optimizer state"] == num_bytes
     assert "optimizer state" not in moved.memory_bytes
     assert moved.host_memory_bytes == {"optimizer state": num_bytes}
-    rate = GPU.host.copy_bytes_per_s * 0.8
+    rate = GPU.host.copy_bytes_per_s * target_for(GPU.device).bandwidth_efficiency
     # Kernels read the moments while those of others are copied back.
     assert moved.host_transfer_s == pytest.approx(2 * num_bytes / rate)
     assert moved.host_hidden_s == pytest.approx(num_bytes / rate, rel=0.05)
@@ -130,7 +130,7 @@ def test_the_solver_counts_what_the_judge_counts():
     assert len(copy_seconds(priced)) == len(priced.copies)
     assert sum(len(group[-1].members) for group in queues(priced.copies)) == len(priced.copies)
     plan = planned("names", "host", cluster, aq.ShardParallel())
-    assert plan.provenance.status == "optimal"
+    assert plan.provenance.status.startswith("optimal")
     assert plan.provenance.lower_bound_s == pytest.approx(plan.prediction.step_time_s, rel=1e-4)
     picks = np.zeros(len(priced.nodes), np.int64)
     assert evaluate(priced, picks).host_transfer_s > 0

@@ -163,7 +163,7 @@ def test_terms_of_a_sum_run_on_pieces_where_it_is_scattered_in_part(split, expec
         jax.ShapeDtypeStruct((128, 256), jnp.float32),
     )
     last = jax.ShapeDtypeStruct((128, 64), jnp.float32)
-    problem = make_problem(capture(step, weight, weight, last, rows), Cluster.preset("8xH100"))
+    problem = make_problem(capture(step, weight, weight, last, rows), Cluster.preset("8xV100-16GB"))
     specs = {
         "up": (("x", "y"), None),
         "gate": (("x", "y"), None),

@@ -12,7 +12,7 @@ from .._rule import DimRule, DimRuleFn, HasShape, register_dim_rule
 from .._traits import Moves, Traits, same_parameters
 
 # How linear the result is in the operands; see `DimRule.linear`.
-_JOINTLY_LINEAR = "complex conj imag name real stop_gradient sub tie".split()
+_JOINTLY_LINEAR = "complex conj imag real stop_gradient sub tie".split()
 _BILINEAR = ("mul",)
 _LINEAR_IN_FIRST = ("div",)
 _NONLINEAR = (
