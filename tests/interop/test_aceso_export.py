@@ -52,7 +52,9 @@ def test_a_pipeline_of_data_and_tensor_parallelism_is_written(tmp_path):
 
 
 def test_one_program_is_one_stage_and_layers_that_recompute_are_marked(tmp_path):
-    config = exported(tmp_path, "--method", "megatron:dp4,tp2", "--micro-batches", 2)
+    config = exported(
+        tmp_path, "--method", "megatron:dp4,tp2", "--micro-batches", 2, "--recompute", "block"
+    )
     assert config["num_gpus"] == [8] and config["checkpoint_activations"] == [True]
     assert set(config["model_parallel_size_of_each_op"][0]) == {2}
     assert set(config["data_parallel_size_of_each_op"][0]) == {4}
