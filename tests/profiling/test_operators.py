@@ -129,16 +129,21 @@ def test_a_step_needs_the_products_of_all_its_splits():
 
 
 def test_what_may_save_most_comes_first():
-    problem = make_problem(capture(*STEP), Cluster.preset("4xH100"))
+    # So large that a quarter of a product takes less time than all of it.
+    step, *arguments = STEP
+    large = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(tuple(16 * size for size in a.shape), a.dtype), arguments
+    )
+    problem = make_problem(capture(step, *large), Cluster.preset("4xH100"))
     products = [
         operator
         for operator, _ in required_operators(problem, [(4,)])
         if operator.kind == "product"
     ]
-    whole = products.index(Operator("product", "float32", (1, 128, 256, 64)))
+    whole = products.index(Operator("product", "float32", (1, 2048, 4096, 1024)))
     assert all(
         products.index(Operator("product", "float32", split)) < whole
-        for split in [(1, 32, 256, 64), (1, 128, 64, 64)]
+        for split in [(1, 512, 4096, 1024), (1, 2048, 1024, 1024)]
     )
 
 
