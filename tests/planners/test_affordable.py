@@ -91,4 +91,5 @@ def test_a_race_passes_incumbents_to_later_meshes_as_ceilings(problem, monkeypat
     ]
     assert told[0] == (1, np.inf)
     several = [ceiling for axes, ceiling in told if axes > 1]
-    assert len(several) == 2 and set(several) == {min(single)}
+    # The second of them may begin with what the first has found.
+    assert len(several) == 2 and several[0] == min(single) and several[1] <= several[0]
