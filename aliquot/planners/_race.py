@@ -32,6 +32,7 @@ from ._neighbourhood import FEW_AXES
 from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space
 
 _CANNOT_BEAT = "cannot beat the best found"
+_AS_FAST = "as fast as the best found"
 _BEST = "best of one program"
 _GAVE_UP = "work limit reached"
 
@@ -288,6 +289,18 @@ class _Runner:
         return self.improved
 
 
+def _outcome(runner: _Runner, winner: _Runner, step_time_s: float) -> str:
+    """What became of an entry. Neither the winner nor its equals are listed as unable to beat the
+    best.
+    """
+    if runner.outcome != _CANNOT_BEAT:
+        return runner.outcome
+    if runner is winner:
+        return _BEST
+    is_equal = runner.solution is not None and runner.solution.step_time_s == step_time_s
+    return _AS_FAST if is_equal else _CANNOT_BEAT
+
+
 def _decision(
     best: tuple[_Runner, IntraSolution],
     runners: Sequence[_Runner],
@@ -340,8 +353,7 @@ def _decision(
                 mesh=_mesh_name(r.entry.mesh),
                 lower_bound_s=r.bound_s,
                 step_time_s=r.solution.step_time_s if r.solution else None,
-                # The winner itself is not listed as unable to beat the best.
-                outcome=_BEST if r is runner and r.outcome == _CANNOT_BEAT else r.outcome,
+                outcome=_outcome(r, runner, solution.step_time_s),
             )
             for r in runners
         ),
