@@ -102,11 +102,12 @@ def test_what_is_planned_runs(form, method, x64, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["dp", "zero3"])
-def test_gradients_are_summed_in_each_micro_batch_where_groups_cannot_wait(method):
+def test_gradients_wait_for_the_last_micro_batch_where_devices_divide_its_parts(method):
     shapes = [jax.ShapeDtypeStruct((_WIDTH, _WIDTH), jnp.float32)] * 2
     batch = {"x": jax.ShapeDtypeStruct((_ROWS, *_SHAPE), jnp.float32)}
-    for form, waits in (("in four", False), ("in a row", True)):
-        plan = aq.plan(
+
+    def planned(form):
+        return aq.plan(
             _step(_FORMS[form]),
             shapes,
             batch,
@@ -114,7 +115,11 @@ def test_gradients_are_summed_in_each_micro_batch_where_groups_cannot_wait(metho
             method=_METHODS[method],
             num_micro_batches=2,
         )
-        assert bool(plan.stages[0].data_axes) == waits
+
+    assert planned("in a row").stages[0].data_axes
+    # Each of the four parts has two rows of a micro-batch, for four devices.
+    with pytest.raises(aq.InputError, match="makes 2 rows or groups of it"):
+        planned("in four")
 
 
 def test_independent_micro_batches_sum_their_gradients_each():
