@@ -109,20 +109,23 @@ class _Judge:
         return found[::-1]
 
     def __call__(self, picks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        compute, backward, communication, gradient = (
+        compute, beside, communication, gradient = (
             sum(parts[k][pick] for parts, pick in zip(self.seconds, picks, strict=True))
             for k in range(4)
         )
         use = sum(table[pick] for table, pick in zip(self.memory, picks, strict=True))
+        gathers = 0.0
         for share in self.shares:
             paid = share.cost(picks)
             if share.gradient:
                 gradient = gradient + paid
             else:
                 communication = communication + paid
+            if share.gather:
+                gathers = gathers + paid
         for copies in self.copies:
             use = use + copies.held(picks)[:, None] * copies.alive[None, :]
-        hidden = np.minimum(self.target.overlap_fraction * gradient, backward)
+        hidden = np.minimum(self.target.overlap_fraction * (gradient + gathers), beside)
         return compute + communication + gradient - hidden, use.max(axis=1)
 
     def _shares(self) -> list["_Share"]:
@@ -156,7 +159,7 @@ class _Judge:
         return tuple(projection[f] if f >= 0 else REPLICATED for f in self.choices[node][pick])
 
 
-_PARTS = ("compute_s", "backward_s", "communication_s", "gradient_s")
+_PARTS = ("compute_s", "beside_s", "communication_s", "gradient_s")
 
 
 class _Share:
@@ -164,6 +167,7 @@ class _Share:
 
     def __init__(self, judge: _Judge, edges: list[Any]) -> None:
         self.gradient = edges[0].gradient
+        self.gather = edges[0].beside_compute and not self.gradient
         self.edges = edges
         numbers: dict[Any, int] = {}
         self.codes = []
@@ -248,6 +252,10 @@ def _conversion_s(
     num_bytes = edge.num_bytes * (
         _WIDE.get(edge.dtype, 1.0) if judge.target.widened_dtypes else 1.0
     )
+    # Of a collective that is combined with others, an array pays a part of the start.
+    starts = 1.0
+    if edge.beside_compute and edge.kind != "alias" and judge.target.combined_bytes:
+        starts = min(num_bytes / judge.target.combined_bytes, 1.0)
     seconds = 0.0
     for move in moves:
         latency, per_byte = collective_line(
@@ -261,6 +269,6 @@ def _conversion_s(
             per_byte += (2 + 2 * leaves) / judge.target.memory_bytes_per_s(
                 judge.mesh.cluster.device
             )
-        seconds += latency + per_byte * num_bytes * move.fraction
+        seconds += starts * latency + per_byte * num_bytes * move.fraction
     waits = edge.gradient and PARTIAL in source and judge.repeats == 1
     return seconds * edge.count * (1 if waits or edge.phase is Phase.UPDATE else judge.repeats)

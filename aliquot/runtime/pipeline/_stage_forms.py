@@ -174,14 +174,15 @@ def _out_sharding(
         return NamedSharding(context.mesh, PartitionSpec())
     # A sharding also says in which memory an array lies. If one result's is left to the compiler,
     # JAX takes no account of memories when it puts results in the place of donated arguments.
-    values = function.program.graph.values
-    if not any(k.value >= 0 and memory_kind(values[k.value]) for k in function.gives):
-        return None
     # What the halves of a loop hand on is known to the programs alone.
+    values = function.program.graph.values
+    kinds = {k: memory_kind(values[k.value]) for k in function.gives if 0 <= k.value < len(values)}
+    if not any(kinds.values()):
+        return None
     if key.form in (Form.SENT, Form.LOCAL) and key.value < len(context.parts.body.values):
         return context.sent_sharding(key.value, shape)
     spec = _result_spec(context, key.value, shape) if key.form is Form.LATE else PartitionSpec()
-    return NamedSharding(context.mesh, spec, memory_kind=memory_kind(values[key.value]))
+    return NamedSharding(context.mesh, spec, memory_kind=kinds.get(key))
 
 
 def _result_spec(context: StageContext, value: ValueId, shape: Sequence[int]) -> PartitionSpec:

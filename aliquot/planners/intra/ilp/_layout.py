@@ -85,6 +85,7 @@ class Layout:
             their prices, and the shares of these that they pay.
         groups: flows of several edges that share a conversion.
         overlap_row: the first of the two rows of overlap; -1 without overlap.
+        exposed: position of the exposed part among the columns that are no choices.
     """
 
     choices: Choices
@@ -99,6 +100,7 @@ class Layout:
     hidden: tuple[Ints, Ints, Floats]
     groups: Groups
     overlap_row: int
+    exposed: int
 
     def overlap(self, prices: Prices, fraction: float) -> tuple[Ints, Ints, Floats]:
         """Coefficients of `z >= (1 - fraction) collectives` and `z >= collectives -
@@ -235,6 +237,8 @@ class _Draft:
             ),
             groups=Groups.of(self.shared),
             overlap_row=overlap_row,
+            # The last column that was added.
+            exposed=self.num_columns - self.num_integer - 1,
         )
 
     def _add_columns(self, places: Ints, shares: Floats | None = None) -> Ints:

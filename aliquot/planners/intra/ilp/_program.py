@@ -150,6 +150,11 @@ def build_program(
     )
     if layout.overlap_row >= 0:
         rows, columns, values = layout.overlap(prices, priced.target.overlap_fraction)
+        # The solver's tolerances are absolute, and a second is long. The exposed part counts in
+        # units of the largest price.
+        unit_s = float(np.abs(values).max(initial=0.0)) or 1.0
+        values = values / unit_s
+        program.cost[1][layout.exposed] = unit_s
         program.add_entries(rows, columns, values)
         for row in (layout.overlap_row, layout.overlap_row + 1):
             mine = rows == row
@@ -166,13 +171,15 @@ def _add_exposed_copies(program: Program, choices: Choices, priced: Priced) -> N
     the step waits, at least those of the stretches of either direction.
     """
     seconds = copy_seconds(priced) if priced.copies else []
+    # As above, in units of the longest copy.
+    unit_s = max([float(np.max(s)) for s in seconds], default=0.0) or 1.0
     of_phase: dict[Phase, int] = {}
     of_direction: dict[tuple[Phase, bool], int] = {}
     for group in queues(priced.copies):
         (column,) = program.add_columns(np.zeros(1))
         phase, direction = group[0].phase, (group[0].phase, group[0].to_host)
         if phase not in of_phase:
-            of_phase[phase] = int(program.add_columns(np.ones(1))[0])
+            of_phase[phase] = int(program.add_columns(np.full(1, unit_s))[0])
         if direction not in of_direction:
             of_direction[direction] = program.add_rows(1, -np.inf, 0.0)
             ends = np.array([of_phase[phase]])
@@ -188,10 +195,10 @@ def _add_exposed_copies(program: Program, choices: Choices, priced: Priced) -> N
                 else:
                     waits[node] = waits[node] + seconds[k]
             room = np.array(queue.room)
-            row = program.add_rows(1, -np.inf, -fixed)
+            row = program.add_rows(1, -np.inf, -fixed / unit_s)
             program.add_entries(np.array([row]), np.array([column]), -1.0)
             for n, (columns, kept) in enumerate(zip(choices.columns, choices.allowed, strict=True)):
-                values = (waits[n] - room @ priced.nodes[n].compute)[kept]
+                values = (waits[n] - room @ priced.nodes[n].compute)[kept] / unit_s
                 some = np.flatnonzero(values)
                 program.add_entries(np.full(len(some), row), columns[some], values[some])
 
