@@ -61,7 +61,9 @@ def test_the_relaxation_is_that_of_all_shared_conversions(priced, limits):
 def test_few_shared_conversions_matter(priced, limits):
     search = Search(priced, everything(priced), limit_bytes=limits[1])
     search.bound()
-    assert 0 < len(search.program.excess) < 0.1 * len(search.program.groups.counts)
+    # Where most conversions run beside compute, it may be none.
+    least = 0 if priced.target.overlap_fraction else 1
+    assert least <= len(search.program.excess) < 0.1 * len(search.program.groups.counts)
     assert len(search.program.lower) < 0.5 * len(all_paid(search)[0].lower)
 
 

@@ -25,7 +25,7 @@ from jax.extend.core import Primitive
 print(json.dumps(sorted({p.name for p in gc.get_objects() if isinstance(p, Primitive)})))
 """
 OPENED = (
-    {"scan", "while", "cond", "custom_linear_solve"}
+    {"scan", "while", "cond", "custom_linear_solve", "name"}
     | compat._INLINED_CALLS
     | compat._HIGH_LEVEL
     | compat._PLACEMENTS
