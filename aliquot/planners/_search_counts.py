@@ -199,7 +199,9 @@ def _search_counts(
         )
         best = _fastest(decisions) or best
     leaves_out_one = method.num_micro_batches is None and 1 not in priced
-    if leaves_out_one and _one_micro_batch_may_do(task, least_s, best.step_time_s):
+    if leaves_out_one and (
+        _is_small(first.chains[0]) or _one_micro_batch_may_do(task, least_s, best.step_time_s)
+    ):
         try:
             decisions += _with_one_micro_batch(method, task, price([1]), best, helper)
         except KeyboardInterrupt as stopped:

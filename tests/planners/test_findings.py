@@ -40,12 +40,14 @@ def test_megatron_splits_columns_then_rows():
 
 
 def test_many_rows_are_split_by_rows():
+    """Nothing is sent but gradients, parameters and the loss."""
     plan = best(mlp((512, 512, 512), 65536))
     found = splits(plan)
     assert found["batch.x"] == found["batch.y"] == ("x", "")
-    assert found["state.params[0]"] == found["state.params[1]"] == ("", "")
+    labels = {c.label for c in plan.prediction.collectives if c.num_bytes > 1000}
+    assert labels <= {"gradient of state.params[*]", "state.params[0]", "state.params[1]"}
     dp = aq.plan(*mlp((512, 512, 512), 65536), cluster=CLUSTER, method=DataParallel())
-    assert plan.prediction.step_time_s == pytest.approx(dp.prediction.step_time_s, rel=0.05)
+    assert 0.95 < plan.prediction.step_time_s / dp.prediction.step_time_s < 1
 
 
 def test_a_large_vocabulary_is_split():
@@ -64,27 +66,22 @@ def test_experts_are_split_by_expert():
     assert max((c.num_bytes for c in plan.prediction.collectives), default=0) < 1000
 
 
-def test_zero_emerges_where_memory_is_tight():
-    """The same step under less and less memory: moments are split, then all of them and parameters;
-    none is faster.
+def test_zero_emerges_where_updates_take_longer_than_gathers():
+    """Parameters and moments are split as ZeRO-3 splits them: most of their gathers run beside
+    compute, and each device updates an eighth. The least memory that fits takes no more time.
     """
     step = mlp((1024, 1024, 1024, 1024), 32768)
-    free = best(step)
     whole = 4 * 3 * 1024 * 1024
-    assert splits(free)["batch.x"] == ("x", "")
-    last, peak = free.prediction.step_time_s, free.prediction.peak_memory_bytes
-    found = []
-    for spared in (1.0, 3.6):
-        plan = best(step, memory_limit_bytes=peak - spared * whole)
-        assert plan.prediction.peak_memory_bytes <= plan.prediction.memory_limit_bytes
-        assert plan.prediction.step_time_s >= last * (1 - 1e-3)
-        assert splits(plan)["batch.x"] == ("x", "")
-        last = plan.prediction.step_time_s
+    dp = aq.plan(*step, cluster=CLUSTER, method=DataParallel()).prediction
+    free = best(step)
+    tight = best(step, memory_limit_bytes=free.prediction.peak_memory_bytes)
+    for plan in (free, tight):
         parts = plan.prediction.memory_bytes
-        found.append((parts["optimizer state"], parts["parameters"]))
-    assert found[0][0] < whole / 2
-    assert found[1][0] < whole / 4 and found[1][1] < whole
-    assert last < 2 * free.prediction.step_time_s
+        assert splits(plan)["batch.x"] == ("x", "")
+        assert parts["optimizer state"] == whole / 8 and parts["parameters"] < whole
+        assert plan.prediction.peak_memory_bytes < dp.peak_memory_bytes - 2 * whole
+        assert plan.prediction.step_time_s < dp.step_time_s
+    assert tight.prediction.step_time_s == pytest.approx(free.prediction.step_time_s, rel=1e-3)
 
 
 def test_one_device_needs_no_communication():

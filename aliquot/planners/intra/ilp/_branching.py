@@ -65,6 +65,7 @@ def improve(search: Search, cutoff_s: float = np.inf) -> IntraSolution | None:
         rounds += 1
         if search.work.is_spent or rounds > _MOST_BRANCHINGS:
             search.gave_up = True
+            best = best or solution_of(search, least_memory(search), LIMIT)
             return best and with_status(search, best, LIMIT)
         program, choices = without_costly_choices(search, ceiling)
         outcome = _branch(search, program, choices, ceiling, search.work.left)
