@@ -207,7 +207,12 @@ def _exchanges(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
         projection = naming.slot_port(part.slot).projection
         if part.dim not in projection:
             continue
-        rows, of_rows = (cuts.shape(p.value_class)[p.dim] for p in (part, whole))
+        rows, of_rows, result_rows = (
+            cuts.shape(p.value_class)[p.dim] for p in (part, whole, results[0])
+        )
+        if not rows or not result_rows:
+            # Nothing is sent of an empty array.
+            continue
         value = cuts.graph.values[cuts.folding.value_members[part.value_class][0]]
         num_bytes, pieces = float(value.num_bytes), 1
         kinds: tuple[str, ...] = ("collective-permute",)
@@ -220,7 +225,6 @@ def _exchanges(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
         elif op.name in ("reshape", "tile"):
             kinds = ("all-to-all", "collective-permute")
         elif op.name == "slice":
-            result_rows = cuts.shape(results[0].value_class)[results[0].dim]
             num_bytes *= result_rows / rows
             pieces = max(1, round(rows / result_rows))
         else:
