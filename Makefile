@@ -11,12 +11,13 @@ BROWSER := $(VENV)/browser
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all verify-test page-test pictures lint bench docs clean versions
+.PHONY: help demo test test-all version-test verify-test page-test pictures lint bench docs clean versions
 
 help:
 	@echo "make demo         plan and train a small GPT on 8 virtual devices (DATA=path for your own text)"
 	@echo "make test         the tests, without those marked slow"
 	@echo "make test-all     every test, full tables of combinations included"
+	@echo "make version-test the tests that a version of Python or JAX can change"
 	@echo "make verify-test  real compilations for GPUs that are not here (downloads 0.3 GB once)"
 	@echo "make page-test    pages of plans in a real browser (downloads 0.3 GB once)"
 	@echo "make pictures     the pictures of the documentation"
@@ -47,6 +48,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
+
+# Planners, costs and texts are the same for every version: they read graphs, which are tested here.
+version-test: $(INSTALLED)
+	$(PYTEST) -m "not slow" tests/graph tests/runtime tests/sharding tests/verify tests/test_package.py tests/test_quickstart.py
 
 test-all: $(INSTALLED)
 	$(PYTEST)

@@ -6,6 +6,7 @@ import functools
 import json
 
 import jax
+import pytest
 from command_line import refused, run
 
 from aliquot.cli import _bench_cfp, _blocks
@@ -60,6 +61,7 @@ def test_analyze_lists_blocks_segments_and_programs(tmp_path):
     assert json.loads((tmp_path / "found" / "segments.json").read_text()) == answer["segments"]
 
 
+@pytest.mark.slow
 def test_profile_goes_on_where_it_was_and_search_plans_from_it(tmp_path, monkeypatch):
     database, out = tmp_path / "p.sqlite", tmp_path / "plan.json"
     here = [*MODEL, "--devices", "4", "--database", database]
@@ -118,6 +120,7 @@ def test_bad_input_is_refused(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_cases_of_the_paper_are_planned_and_run(monkeypatch):
     monkeypatch.setattr(_bench_cfp, "_CASES", (_bench_cfp._Case("BERT", "bert-base", 2, 8, 4, 32),))
     found = run("bench", "cfp", "--only", "bert", "--run", "--json")

@@ -41,6 +41,7 @@ def test_what_a_plan_loses_in_communication_names_its_dearest_collective():
     assert said.startswith("1.27x: +3.0 ms communication (most: all-reduce over x, ")
 
 
+@pytest.mark.slow
 def test_layouts_are_compared_by_name():
     found = run(
         "compare",
@@ -92,6 +93,7 @@ def test_odd_questions_are_refused():
     refused(run("plan", *TINY, "--seq-len", "64", "--set", "seq_len=32"), "leave one out")
 
 
+@pytest.mark.slow
 def test_memory_limit_and_sequence_length_are_plain_options():
     found = json.loads(
         run("plan", *ONE_LAYER, "--seq-len", "64", "--memory-limit", "1GiB", "--json").stdout

@@ -60,6 +60,7 @@ def profiles(tmp_path_factory):
     return folder / "p.sqlite"
 
 
+@pytest.mark.slow
 def test_two_shares_are_all_there_is(profiles):
     again = answer_of(
         "profile", "run", *MODEL, "--devices", "8", "--mesh", "8", "--database", profiles

@@ -141,6 +141,7 @@ def test_the_largest_batch_is_where_one_more_does_not_fit(tmp_path):
     assert aq.Plan.load(path).inputs[-1].shape[0] == answer["fastest_batch"]
 
 
+@pytest.mark.slow
 def test_batches_hold_whole_groups_of_tokens():
     sizes = (
         "num_layers=2 hidden_size=16 num_heads=2 vocab_size=32 seq_len=8 num_experts=4"

@@ -155,7 +155,7 @@ IMPORTED = {
     "layers that differ": [(40, 4, layers_by_turns), (15, 4, degrees(2))],
 }
 # The others combine what these hold one by one.
-QUICK = {"one stage", "cut anywhere", "algorithm 1", "three degrees", "recomputed"}
+QUICK = {"algorithm 1", "three degrees", "recomputed"}
 
 
 def imported(folder, stages, *options, num_layers=4, **settings):
@@ -309,6 +309,7 @@ def test_recomputed_runs_wait_for_their_gradients(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_recomputation_takes_time_and_keeps_less(tmp_path):
     kept, again = (
         imported(

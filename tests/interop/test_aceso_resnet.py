@@ -79,7 +79,7 @@ IMPORTED = {
     "recomputed": (ONE, [(20, 4, blocks_again), (18, 4, first_block_of_stage_again)]),
 }
 """For each the blocks of each section, and the stages; see `configuration`."""
-QUICK = {"mixed", "recomputed"}
+QUICK = {"recomputed"}
 
 
 def imported(folder, blocks, stages, *options, micro=8, **changes):

@@ -51,7 +51,7 @@ IMPORTED = {
     "mixed, recomputed": [(24, 4, attention_finer), (15, 4, degrees(2, again=1))],
     "cut in both halves": [(12, 2, degrees(1)), (26, 2, degrees(2)), (35, 4, first_layers_again)],
 }
-QUICK = {"mixed, recomputed", "cut in both halves"}
+QUICK = {"mixed, recomputed"}
 
 
 def imported(folder, stages, **changes):

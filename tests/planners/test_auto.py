@@ -39,7 +39,11 @@ def deep(rows, width, layers):
 
 @pytest.mark.parametrize("count", [None, 1, 2])
 @pytest.mark.parametrize("cluster", [CLUSTER, SLOW_LINKS], ids=["2x4xH100", "2x1xV100"])
-@pytest.mark.parametrize("step", [STEP, deep(1024, 4096, 4)], ids=["small", "heavy weights"])
+@pytest.mark.parametrize(
+    "step",
+    [STEP, pytest.param(deep(1024, 4096, 4), marks=pytest.mark.slow)],
+    ids=["small", "heavy weights"],
+)
 def test_auto_is_no_slower_than_one_program_or_pipelines(step, cluster, count):
     seconds = [
         aq.plan(
@@ -67,6 +71,7 @@ def test_one_micro_batch_is_searched_for_where_computing_takes_little_of_the_ste
     assert free.prediction.step_time_s == one.prediction.step_time_s < two.prediction.step_time_s
 
 
+@pytest.mark.slow
 def test_fewer_stages_are_tried_with_one_micro_batch():
     def layer(x, w):
         return x + jnp.tanh(x @ w[0]) @ w[1], None

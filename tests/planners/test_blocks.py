@@ -19,6 +19,7 @@ from aliquot.planners.intra.blocks._options import allowed_by, restrict_blocks
 from aliquot.planners.intra.fixed import everything
 
 CLUSTER = Cluster.preset("4xH100")
+_MLP, _EXPERTS = mlp((64, 256, 64), 64), experts(4, 64, 32, 64)
 
 
 def task(
@@ -53,9 +54,16 @@ def test_every_block_follows_one_option(problem, shape, factors):
     )
 
 
-@pytest.mark.parametrize("memory_share", [1.0, 0.8, pytest.param(0.6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "step", [mlp((64, 256, 64), 64), experts(4, 64, 32, 64)], ids=["mlp", "experts"]
+    ("step", "memory_share"),
+    [
+        (_MLP, 1.0),
+        (_EXPERTS, 1.0),
+        (_EXPERTS, 0.8),
+        pytest.param(_MLP, 0.8, marks=pytest.mark.slow),
+        pytest.param(_MLP, 0.6, marks=pytest.mark.slow),
+        pytest.param(_EXPERTS, 0.6, marks=pytest.mark.slow),
+    ],
 )
 def test_no_combination_of_options_is_better(step, memory_share):
     problem = make_problem(capture(*step), CLUSTER)
@@ -83,7 +91,7 @@ def test_no_combination_of_options_is_better(step, memory_share):
         ("gpt-350m", "8xH100", 64, 1),
         ("gpt-1.3b", "2x4xV100-16GB", 64, 4),
         ("moe-380m", "8xH100", 64, 1),
-        ("moe-7.1b", "8x8xH100", 256, 4),
+        pytest.param("moe-7.1b", "8x8xH100", 256, 4, marks=pytest.mark.slow),
         ("llama-7b", "8xA100-40GB", 32, 4),
         ("wide-resnet-250m", "4xV100-16GB", 64, 1),
         # Its backward pass exchanges the two axes.

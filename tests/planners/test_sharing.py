@@ -75,6 +75,7 @@ def test_a_relaxation_takes_few_pivots(priced, limits):
     assert lazily < 0.4 * Relaxation(program).solve().work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "priced",
     [pytest.param("2x4xV100-16GB", marks=pytest.mark.slow), "8xH100"],

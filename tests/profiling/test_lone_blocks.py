@@ -32,6 +32,7 @@ MODELS = {
     "t5-770m": {**SMALL, "target_len": 16, "ffn_size": 128, "head_size": 16},
     "wide-resnet-250m": {},
 }
+QUICK = {"gpt-10m", "bert-base", "moe-380m"}
 NUM_DEVICES = 4
 # A product that sums over a split dim ends in an all-reduce, or in a reduce-scatter where its
 # result leaves the block and may be split anew. Behind the entry the gradient of the result is then
@@ -156,7 +157,10 @@ def expected(
     return OF_A_SUM if any(sums(product) for product in products) else set()
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in MODELS],
+)
 def test_a_split_passes_through_a_lone_block(model):
     step = Step(model, MODELS[model])
     blocks, rng, seen = find_blocks(step.graph, step.nodes), random.Random(0), 0

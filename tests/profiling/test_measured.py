@@ -350,6 +350,7 @@ def test_databases_that_cannot_serve_are_refused(tmp_path):
         aq.plan(*STEP, cluster=CLUSTER, profiles=tmp_path / "less.sqlite", require_measured=0.9)
 
 
+@pytest.mark.slow
 def test_measuring_ends_when_the_best_plan_needs_nothing_more(tmp_path):
     profiles = tmp_path / "p.sqlite"
     plan = aq.plan(*STEP, profiles=profiles, measure=True)

@@ -116,6 +116,7 @@ def test_no_segment_ends_inside_the_attention_of_a_layer():
     assert segments.sequence == (0, 0, 1, 2, 3, 4)
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder_composed_are_as_good_as_the_integer_program():
     # Segments are added up, while what runs beside compute depends on the whole step.
     cluster = Cluster.preset("4xV100-16GB")
@@ -176,7 +177,7 @@ def test_of_very_many_combinations_the_most_promising_are_found(monkeypatch):
         np.testing.assert_allclose(found[: len(hopeful)], hopeful, rtol=0.02)
 
 
-@pytest.mark.parametrize("model", ["gpt-350m", "moe-380m"])
+@pytest.mark.parametrize("model", ["gpt-350m", pytest.param("moe-380m", marks=pytest.mark.slow)])
 def test_the_best_composed_step_is_among_the_best_of_whole_steps(model):
     step = segmented(model, 4)
     combinations = [

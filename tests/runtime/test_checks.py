@@ -64,7 +64,7 @@ def test_a_check_that_fails(num_micro_batches):
     "name",
     [
         "equinox_checked",
-        "equinox_checkpointed_loop",
+        pytest.param("equinox_checkpointed_loop", marks=pytest.mark.slow),
         "equinox_bounded_loop",
         "functions_with_rules_of_their_own",
         "sparse_weights",
@@ -78,7 +78,11 @@ def test_primitives_of_libraries_in_micro_batches(name, method):
     assert check.largest < 5e-5, str(check)
 
 
-@pytest.mark.parametrize("method", [aq.DataParallel(), aq.ShardParallel()], ids=["dp", "shard"])
+@pytest.mark.parametrize(
+    "method",
+    [aq.DataParallel(), pytest.param(aq.ShardParallel(), marks=pytest.mark.slow)],
+    ids=["dp", "shard"],
+)
 def test_loops_that_end_when_all_examples_are_done(method):
     """Under "independent" semantics each micro-batch ends when its own are; examples that are done
     keep what they have.

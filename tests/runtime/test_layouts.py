@@ -59,11 +59,11 @@ def plain(model: str, scan: bool) -> tuple[Any, Any, Any, float]:
 @pytest.mark.parametrize(
     ("name", "model", "micro_batches", "scan"),
     [
-        ("tp:4", "gpt", 1, False),
+        pytest.param("tp:4", "gpt", 1, False, marks=pytest.mark.slow),
         ("megatron:dp2,tp4", "llama", 2, True),
         ("megatron:dp2,tp4,zero1", "gpt", 2, False),
-        ("megatron:dp4,tp2,fsdp", "llama", 1, False),
-        ("megatron:dp2,tp4", "moe", 1, False),
+        pytest.param("megatron:dp4,tp2,fsdp", "llama", 1, False, marks=pytest.mark.slow),
+        pytest.param("megatron:dp2,tp4", "moe", 1, False, marks=pytest.mark.slow),
         ("megatron:ep4,tp2", "moe", 1, False),
         ("megatron:dp2,ep2,tp2,zero2", "moe", 2, False),
         ("megatron:dp2,tp2,pp2", "gpt", 4, False),

@@ -61,7 +61,7 @@ def test_loss_starts_near_a_uniform_guess_and_falls():
     assert losses[-1] < losses[0] - 0.5
 
 
-@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "block"])
 def test_scanned_and_unrolled_forms_agree(recompute, x64):
     def work(**form):
         return build(

@@ -292,7 +292,7 @@ METHODS = {
         pytest.param("wide-resnet-250m", "zero3", 1, marks=pytest.mark.slow),
         pytest.param("moe-690m", "zero3", 1, marks=pytest.mark.slow),
         # One group in each micro-batch: JAX writes another program for it.
-        ("moe-690m", "dp 1", 8),
+        pytest.param("moe-690m", "dp 1", 8, marks=pytest.mark.slow),
         pytest.param("moe-690m", "shard 4x2", 4, marks=pytest.mark.slow),
         ("bert-base", "zero3", 2),
         pytest.param("moe-690m", "pipeline", 4, marks=pytest.mark.slow),
@@ -300,10 +300,10 @@ METHODS = {
         ("bert-base", "pipeline", 4),
         pytest.param("bert-base", "shard 4x2", 2, marks=pytest.mark.slow),
         pytest.param("t5-770m", "zero3", 2, marks=pytest.mark.slow),
-        ("t5-770m", "pipeline", 4),
+        pytest.param("t5-770m", "pipeline", 4, marks=pytest.mark.slow),
         pytest.param("t5-770m", "dp", 1, marks=pytest.mark.slow),
         pytest.param("t5-770m", "shard 4x2", 2, marks=pytest.mark.slow),
-        ("wide-resnet-250m", "shard 2", 1),
+        pytest.param("wide-resnet-250m", "shard 2", 1, marks=pytest.mark.slow),
         pytest.param("wide-resnet-250m", "shard 4x2", 1, marks=pytest.mark.slow),
     ],
 )
@@ -319,6 +319,7 @@ def test_a_plan_computes_the_numbers_of_the_plain_step(name, method, micro_batch
     assert_same(jax.device_get(state), wanted, start)
 
 
+@pytest.mark.slow
 def test_a_scanned_encoder_and_decoder_composed_of_segments_run_as_the_plain_step(x64, monkeypatch):
     monkeypatch.setattr("aliquot.profiling._segments._MOST", 6)
     work = tiny("t5-770m", dtype="float64", learning_rate=1.0, scan=True)

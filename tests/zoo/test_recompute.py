@@ -11,6 +11,7 @@ from aliquot.zoo import RECOMPUTE, build
 
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "seq_len": 16}
 WAYS = [*RECOMPUTE, "block:2", "minimal:3"]
+QUICK = {"save_attention", "minimal:3"}
 
 
 def tiny(recompute, *, scan=False, **options):
@@ -25,7 +26,10 @@ def after_a_step(workload):
     return [np.asarray(x) for x in jax.tree.leaves((state["params"], metrics))]
 
 
-@pytest.mark.parametrize("recompute", WAYS)
+@pytest.mark.parametrize(
+    "recompute",
+    [w if w in QUICK else pytest.param(w, marks=pytest.mark.slow) for w in WAYS],
+)
 def test_every_way_gives_the_same_numbers(recompute):
     wanted = after_a_step(tiny("none"))
     for got, want in zip(after_a_step(tiny(recompute)), wanted, strict=True):
