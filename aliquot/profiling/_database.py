@@ -49,6 +49,7 @@ CREATE TABLE IF NOT EXISTS measurements (
 """
 _WAIT_S = 10.0
 _MOST_NAMED = 5
+_LEAST_S = 1e-9
 _FAILED, _OUT_OF_MEMORY = "failed: ", "out of memory"
 _RAN = ("ok", "stopped early")
 _LONGEST_ERROR = 200
@@ -65,7 +66,7 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
     jax_version: str
     label: str
     grade: Literal["measured", "measured-compute"]
-    seconds: Annotated[float, Meta(ge=1e-9, le=1e6)] | None
+    seconds: Annotated[float, Meta(ge=_LEAST_S, le=1e6)] | None
     spread: Annotated[float, Meta(ge=0, le=1e9)]
     repeats: Annotated[int, Meta(ge=0, le=1_000_000_000)]
     memory_bytes: Annotated[float, Meta(ge=0, le=1e18)]
@@ -255,8 +256,10 @@ class ProfileDatabase:
                 locks it; earlier measurements are not lost.
         """
         m = measurement
+        # A launch may take less than the clock resolves.
+        seconds = m.seconds if m.seconds is None else max(m.seconds, _LEAST_S)
         of_key = (key.digest, key.program, key.device, key.num_devices, key.mesh, key.jax_version)
-        row = (*of_key, m.label, m.grade, m.seconds, m.spread, m.repeats, m.memory_bytes, m.outcome)
+        row = (*of_key, m.label, m.grade, seconds, m.spread, m.repeats, m.memory_bytes, m.outcome)
         with self._named_faults():
             marks = ", ".join("?" * len(row))
             self._connection.execute(

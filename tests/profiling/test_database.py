@@ -42,6 +42,13 @@ def test_what_is_put_is_got(tmp_path):
         assert dict(again.rows()) == {key(1): found, key(2): lost}
 
 
+def test_a_launch_shorter_than_the_clock_resolves_is_kept(tmp_path):
+    with ProfileDatabase(tmp_path / "p.sqlite") as database:
+        database.put(key(1), Measurement(seconds=0.0))
+    with ProfileDatabase(tmp_path / "p.sqlite", must_exist=True) as again:
+        assert again.get(key(1)).seconds == 1e-9 and len(list(again.rows())) == 1
+
+
 @pytest.mark.parametrize(
     "change", [{"device": "H100"}, {"num_devices": 4}, {"mesh": "4x2"}, {"jax_version": "0.10.2"}]
 )

@@ -80,6 +80,13 @@ def test_short_secrets_are_refused(monkeypatch):
         known_secret()
 
 
+def test_of_two_secrets_the_one_that_is_read_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("ALIQUOT_SECRET_FILE", str(tmp_path / "secret"))
+    monkeypatch.setenv("ALIQUOT_SECRET", "password")
+    with pytest.raises(InputError, match="in ALIQUOT_SECRET has 8 characters"):
+        known_secret()
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1", "127.3.4.5"])
 def test_on_one_machine_no_secret_is_needed(address):
     assert require_secret(address) == b""

@@ -165,6 +165,28 @@ def test_code_that_looks_at_the_size():
         plan(loss)
 
 
+@pytest.mark.parametrize(
+    ("of_size", "said"),
+    [
+        (lambda h, n: jax.lax.integer_pow(h, n), "y=8 on the whole batch and y=2"),
+        (lambda h, n: jnp.tile(h, (1, 8))[:, n : n + 3], r"start_indices=\(0, 8\) on the whole"),
+        (lambda h, n: jnp.pad(h, ((0, 0), (n, 9 - n)))[:, 1:5], r"padding_config=\(.* \(8, 1, 0\)"),
+        (lambda h, n: jax.lax.cumsum(h, axis=1, reverse=n > 4), "reverse=True on the whole batch"),
+        (lambda h, n: jnp.flip(h, 1 if n > 4 else 0), r"dimensions=\(1\) on the whole batch"),
+    ],
+    ids=["power", "cut", "pad", "order", "flip"],
+)
+def test_other_parameters_on_a_micro_batch_are_refused(of_size, said):
+    """Shapes are the same, but each micro-batch would compute something else."""
+
+    def loss(w, b):
+        h = of_size(b["x"] @ w, b["x"].shape[0])
+        return jnp.mean(h * jnp.arange(h.shape[1]))
+
+    with pytest.raises(CaptureError, match=said):
+        plan(loss)
+
+
 def test_code_that_writes_the_size_down():
     with pytest.raises(CaptureError, match="cannot be traced on a micro-batch"):
         plan(lambda w, b: losses(w, b).reshape(8, 1).mean())

@@ -42,14 +42,15 @@ def known_secret() -> bytes | None:
     """
     text = os.environ.get(SECRET, "")
     file = os.environ.get(SECRET_FILE, "")
-    if file and not text:
+    source = SECRET if text or not file else file
+    if source == file:
         text = _read(Path(file))
     text = text.strip()
     if not text and not file:
         return None
     if len(text) < _FEWEST_CHARACTERS:
         raise InputError(
-            f"the secret in {SECRET if not file else file} has {len(text)} characters: whoever"
+            f"the secret in {source} has {len(text)} characters: whoever"
             f" guesses it can join this run, so it needs {_FEWEST_CHARACTERS}. {_HOW}"
         )
     return text.encode()

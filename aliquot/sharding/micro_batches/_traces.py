@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from ...core import CaptureError, InputError
 from ...graph import Call, Graph, Literal, Op, Role, build_graph, source_line, split_scans
@@ -180,6 +183,8 @@ def align(whole: Graph, part: Graph, *, own: bool = False) -> tuple[Graph, dict[
             or not _same_operands(a, b)
         ):
             raise _different(whole, a, b)
+        if not own and (change := _other_parameter(a, b)):
+            raise _different(whole, a, b, change)
     if len(whole.ops) != len(part.ops) or len(whole.values) != len(part.values):
         raise _different(whole, whole.ops[-1], part.ops[-1])
     others = calls_of(part.body)
@@ -212,9 +217,60 @@ def _same_operands(a: Op, b: Op) -> bool:
     )
 
 
-def _different(graph: Graph, a: Op, b: Op) -> CaptureError:
+# Parameters that follow from the shapes of operands and results, and those with an entry for each
+# dim that do so where the dim has another size.
+_OF_SHAPES = frozenset({"shape", "new_sizes", "sizes", "out_sharding"})
+_OF_DIMS = frozenset({"slice_sizes", "start_indices", "limit_indices", "padding_config", "reps"})
+
+
+def _other_parameter(a: Op, b: Op) -> str:
+    """A parameter that differs although no shape makes it differ, in words; "" if there is none.
+
+    Functions and traced programs are not compared.
+    """
+    if a.params is b.params or a.eqn is None or b.eqn is None:
+        return ""
+    for key, x in a.params.items():
+        y = b.params.get(key)
+        if key in _OF_SHAPES or not (_is_plain(x) and _is_plain(y)) or _is_equal(x, y):
+            continue
+        if key in _OF_DIMS and x is not None and y is not None and len(x) == len(y):
+            pairs = [(a.eqn.invars[0].aval.shape, b.eqn.invars[0].aval.shape)]
+            pairs.append((a.eqn.outvars[0].aval.shape, b.eqn.outvars[0].aval.shape))
+            cut = {
+                d for m, n in pairs for d, (i, j) in enumerate(zip(m, n, strict=False)) if i != j
+            }
+            if all(d in cut or x[d] == y[d] for d in range(len(x))):
+                continue
+        return (
+            f"{describe(a)} has {key}={_written(x)} on the whole batch and {key}={_written(y)} on a"
+            " micro-batch"
+        )
+    return ""
+
+
+def _is_plain(value: Any) -> bool:
+    """True for numbers, texts and sequences of these."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(each) for each in value)
+    return value is None or isinstance(value, bool | int | float | str | np.number | enum.Enum)
+
+
+def _written(value: Any) -> str:
+    """A plain value as a user would write it."""
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_written, value))})"
+    return str(value)
+
+
+def _is_equal(x: Any, y: Any) -> bool:
+    """True if two plain values are the same, NaN included."""
+    return bool(x == y) or (x != x and y != y)
+
+
+def _different(graph: Graph, a: Op, b: Op, change: str = "") -> CaptureError:
     sizes = [graph.values[item.value].shape[0] for item in graph.inputs if item.role is Role.BATCH]
-    change = f"{describe(a)} becomes {describe(b)}"
+    change = change or f"{describe(a)} becomes {describe(b)}"
     if a.trips != b.trips and a.name == b.name:
         change = f"the loop with {describe(a)} runs {b.trips} instead of {a.trips} times"
     return CaptureError(
