@@ -6,11 +6,12 @@ a model of 175 billion parameters is built in about a second on a laptop.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ..cluster import Device
 from ..core import InputError, MissingExtraError, nearest, shortened
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ._network import AbstractNetwork
     from ._update import Update
 
+P, R = ParamSpec("P"), TypeVar("R")
 _OPTIMIZERS = ("adamw", "sgd")
 _LOSS_SCALING = ("none", "dynamic")
 
@@ -124,12 +126,17 @@ def build(
         raise InputError(f"This training step cannot be built: {' '.join(faults)}")
     dtypes = precision(dtype)
     _require_extra()
+    import jax
+
     from ._update import OPTIMIZERS, Update
 
     attends = choose_attention(attention, config, dtype, device)
-    network = _network(config, dtypes, recompute=recompute, scan=scan, attention=attends.kernel)
-    update = Update(OPTIMIZERS[optimizer](learning_rate), dynamic_scale=loss_scaling == "dynamic")
-    state, num_parameters = _abstract_state(network, update)
+    with jax.numpy_dtype_promotion("standard"):
+        network = _network(config, dtypes, recompute=recompute, scan=scan, attention=attends.kernel)
+        update = Update(
+            OPTIMIZERS[optimizer](learning_rate), dynamic_scale=loss_scaling == "dynamic"
+        )
+        state, num_parameters = _abstract_state(network, update)
     name, changed = _named(config)
     settings = {
         "model": name,
@@ -145,8 +152,8 @@ def build(
     }
     return Workload(
         config=config,
-        train_step=_train_step(network, update),
-        init=_init(network, update),
+        train_step=_promoting(_train_step(network, update)),
+        init=_promoting(_init(network, update)),
         state=state,
         batch=_abstract_batch(config, global_batch, dtypes),
         settings=settings,
@@ -274,6 +281,20 @@ def _abstract_batch(
     return {
         name: abstract(*array) for name, array in config.batch(global_batch, dtypes.params).items()
     }
+
+
+def _promoting(function: Callable[P, R]) -> Callable[P, R]:
+    """A function in which types are promoted as Flax and Optax expect, whatever
+    `jax_numpy_dtype_promotion` is outside.
+    """
+    import jax
+
+    @functools.wraps(function)
+    def promoting(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return promoting
 
 
 def _init(network: AbstractNetwork, update: Update) -> Callable[[jax.Array], dict[str, Any]]:

@@ -93,7 +93,7 @@ def test_no_combination_of_options_is_better(step, memory_share):
         ("moe-380m", "8xH100", 64, 1),
         pytest.param("moe-7.1b", "8x8xH100", 256, 4, marks=pytest.mark.slow),
         ("llama-7b", "8xA100-40GB", 32, 4),
-        ("wide-resnet-250m", "4xV100-16GB", 64, 1),
+        pytest.param("wide-resnet-250m", "4xV100-16GB", 64, 1, marks=pytest.mark.slow),
         # Its backward pass exchanges the two axes.
         pytest.param("wide-resnet-6.8b", "8x8xH100", 256, 1, marks=pytest.mark.slow),
     ],

@@ -51,7 +51,11 @@ def task_of(width, rows, cluster):
 
 @pytest.mark.parametrize(
     ("width", "rows", "cluster"),
-    [(1024, 1024, "2x4xA100-40GB"), (512, 8192, "7xA100-40GB"), (2048, 256, "4x8xA100-80GB")],
+    [
+        (1024, 1024, "2x4xA100-40GB"),
+        (512, 8192, "7xA100-40GB"),
+        pytest.param(2048, 256, "4x8xA100-80GB", marks=pytest.mark.slow),
+    ],
 )
 def test_a_free_number_of_micro_batches_is_never_slower_than_a_given_one(width, rows, cluster):
     free = planned(width, rows, cluster)

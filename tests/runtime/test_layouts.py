@@ -68,9 +68,9 @@ def plain(model: str, scan: bool) -> tuple[Any, Any, Any, float]:
         ("megatron:dp2,ep2,tp2,zero2", "moe", 2, False),
         ("megatron:dp2,tp2,pp2", "gpt", 4, False),
         ("megatron:tp4,pp2,zero1", "llama", 4, True),
-        ("megatron:dp2,pp4", "deep gpt", 4, False),
+        pytest.param("megatron:dp2,pp4", "deep gpt", 4, False, marks=pytest.mark.slow),
         ("tp:4", "t5", 1, False),
-        ("megatron:dp2,tp4,zero1", "t5", 2, True),
+        pytest.param("megatron:dp2,tp4,zero1", "t5", 2, True, marks=pytest.mark.slow),
         pytest.param("megatron:tp2,pp4", "deep t5", 4, False, marks=pytest.mark.slow),
     ],
 )

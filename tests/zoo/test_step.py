@@ -51,6 +51,16 @@ def batch_of(workload, seed=0):
     return {"inputs": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bf16", "float16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_no_type_is_promoted_silently(name, dtype, optimizer):
+    with jax.numpy_dtype_promotion("strict"):
+        workload = tiny(name, dtype=dtype, optimizer=optimizer)
+        jax.eval_shape(workload.init, jax.random.key(0))
+        state, _ = jax.eval_shape(workload.train_step, workload.state, workload.batch)
+    assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, workload.state)
+
+
 @functools.cache
 def first_params(name):
     return jax.jit(tiny(name, optimizer="sgd").init)(jax.random.key(0))["params"]
