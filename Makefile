@@ -49,9 +49,12 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
 
-# Planners, costs and texts are the same for every version: they read graphs, which are tested here.
+# Planners, costs, texts and messages between processes are the same for every version: they read graphs, which are tested here.
+OF_VERSIONS := tests/graph tests/sharding tests/verify tests/test_package.py tests/test_quickstart.py \
+    $(addprefix tests/runtime/test_,$(addsuffix .py,checks effects every_step hlo host_memory independent_micro_batches inferred \
+    kernels loops mapped pipeline pipeline_scan plan_pipeline random_steps scattered split_stages step surroundings))
 version-test: $(INSTALLED)
-	$(PYTEST) -m "not slow" tests/graph tests/runtime tests/sharding tests/verify tests/test_package.py tests/test_quickstart.py
+	$(PYTEST) -m "not slow" $(OF_VERSIONS)
 
 test-all: $(INSTALLED)
 	$(PYTEST)

@@ -60,7 +60,7 @@ def test_one_program(method, micro_batches):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "block"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pipelines(schedule, recompute, scan):
     work = workload(scan, recompute)
