@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from ._network import AbstractNetwork
     from ._update import Update
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 _OPTIMIZERS = ("adamw", "sgd")
 _LOSS_SCALING = ("none", "dynamic")
 
