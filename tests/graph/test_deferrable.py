@@ -135,10 +135,10 @@ def test_arrays_kept_for_weight_gradients_are_priced_as_the_runtime_keeps_them(s
     [
         (2, "2xcpu", False, "none"),
         (4, "4xcpu", True, "block"),
-        # Data-parallel groups in each stage.
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                # Data-parallel groups in each stage.
                 (2, "4xcpu", False, "block"),
                 (2, "2xcpu", False, "block"),
                 (2, "2xcpu", True, "none"),

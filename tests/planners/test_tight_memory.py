@@ -53,14 +53,14 @@ def test_a_tight_search_takes_few_relaxations_and_integer_programs(graph):
 
 
 def test_too_little_memory_is_proved_without_seconds(graph):
-    priced = priced_on(graph, (2, 4))
+    priced = priced_on(graph, (8,))
     free = Search(priced, everything(priced), limit_bytes=1e15)
     picks = free.least_memory()
     use = timeline(model_of(free, picks), priced, picks)
     moment, peak = int(np.argmax(use)), float(use.max())
-    for share, expected in ((0.3, True), (1.01, False)):
+    for share, expected in ((0.5, True), (1.01, False)):
         least = LeastPeak(priced, everything(priced), share * peak)
         least.add(model_of(free, picks), moment)
         assert least.exceeds_limit() is expected
-    search = Search(priced, everything(priced), limit_bytes=0.3 * peak)
+    search = Search(priced, everything(priced), limit_bytes=0.5 * peak)
     assert search.bound() is None and not search.gave_up

@@ -219,7 +219,7 @@ def _same_operands(a: Op, b: Op) -> bool:
 
 # Parameters that follow from the shapes of operands and results, and those with an entry for each
 # dim that do so where the dim has another size.
-_OF_SHAPES = frozenset({"shape", "new_sizes", "sizes", "out_sharding"})
+_OF_SHAPES = frozenset({"shape", "new_sizes", "sizes"})
 _OF_DIMS = frozenset({"slice_sizes", "start_indices", "limit_indices", "padding_config", "reps"})
 
 

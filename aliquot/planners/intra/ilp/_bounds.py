@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ....cost import MemoryModel, timeline
+from ....cost import timeline
 from .._base import IntraSolution
 from ._highs import LIMIT, nothing_solved
 from ._judging import bound_s, model_in_turn, model_of, solution_of
-from ._layout import Choices
 from ._least import LeastPeak
 from ._program import MIXED, alive_bytes, decode, is_mixed, least_timeline, mixed_timeline
 from ._rows import add_rows
@@ -128,22 +127,16 @@ def incumbent(search: Search) -> IntraSolution | None:
 
 
 def _lightest_picks(search: Search) -> Ints:
-    """The rounded choices, the lightest where the relaxation mixes those of a node."""
-    assert search.rounded is not None and search.values is not None
-    model = model_in_turn(search, search.in_turn)
-    return _lightest(search.choices, model, search.times, search.values, search.rounded)
-
-
-def _lightest(
-    choices: Choices, model: MemoryModel, times: Sequence[int], values: Floats, rounded: Ints
-) -> Ints:
-    """The choices of a rounded solution, but where the solution mixes choices of a node, the one of
-    them that needs the least memory at the moments of memory rows.
+    """The rounded choices, but where the relaxation mixes choices of a node, the one of them that
+    needs the least memory at the moments of memory rows.
     """
-    picks = rounded.copy()
-    use = [alive_bytes(choices, model, time)[1] for time in times]
-    for node, (columns, kept) in enumerate(zip(choices.columns, choices.allowed, strict=True)):
-        mixed = np.flatnonzero(values[columns] > MIXED)
+    assert search.rounded is not None and search.values is not None
+    picks, model = search.rounded.copy(), model_in_turn(search, search.in_turn)
+    use = [alive_bytes(search.choices, model, time)[1] for time in search.times]
+    for node, (columns, kept) in enumerate(
+        zip(search.choices.columns, search.choices.allowed, strict=True)
+    ):
+        mixed = np.flatnonzero(search.values[columns] > MIXED)
         if len(mixed) > 1 and use:
             picks[node] = kept[mixed[np.argmin(sum(at[node][mixed] for at in use))]]
     return picks
@@ -151,33 +144,27 @@ def _lightest(
 
 def least_memory(search: Search) -> Ints:
     """See `AbstractSearch.least_memory`: found by relaxations that minimise memory, in turn at the
-    moments of up to six peaks. Of their solutions, rounded in two ways, the one with the lowest
-    peak counts.
+    moments of up to six peaks.
     """
     least = LeastPeak(search.priced, search.allowed, search.limit_bytes)
     first = np.array([int(np.flatnonzero(m)[0]) for m in search.allowed])
     use = timeline(model_of(search, first), search.priced, first)
     alone = alive_bytes(least.choices, model_of(search, first), int(np.argmax(use)))[1]
-    best = np.array(
+    picks = np.array(
         [
             int(kept[np.argmin(sizes)])
             for kept, sizes in zip(least.choices.allowed, alone, strict=True)
         ]
     )
-    least_use = timeline(model_of(search, best), search.priced, best)
-    seen: list[int] = []
+    seen: set[int] = set()
     while (moment := int(np.argmax(use))) not in seen and len(seen) < 6:
-        seen.append(moment)
-        model = model_in_turn(search, search.in_turn)
-        least.add(model, moment)
+        seen.add(moment)
+        least.add(model_in_turn(search, search.in_turn), moment)
         search.num_solves += 1
         outcome = least.solve()
         assert outcome.status != "infeasible", "some choice always exists when memory is unlimited"
         if outcome.values is None:
             break
-        rounded = decode(least.choices, outcome.values)
-        for picks in (_lightest(least.choices, model, seen, outcome.values, rounded), rounded):
-            use = timeline(model_of(search, picks), search.priced, picks)
-            if use.max() < least_use.max():
-                best, least_use = picks, use
-    return best
+        picks = decode(least.choices, outcome.values)
+        use = timeline(model_of(search, picks), search.priced, picks)
+    return picks

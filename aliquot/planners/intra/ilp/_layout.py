@@ -20,8 +20,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 # The splits of an array before and after a conversion.
 Conversion: TypeAlias = tuple[Hashable, Hashable]
-# Positions of the constants 1 and 0, which end `Prices.conversions`.
-_ONE, _ZERO = -2, -1
+# Position of the constant 0, which ends `Prices.conversions`.
+_ZERO = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,9 +63,7 @@ class Prices:
             plain=plain if priced.target.overlap_fraction else plain + gradient,
             gradient=gradient,
             beside=np.concatenate([node.beside_s for node in priced.nodes]),
-            conversions=np.concatenate(
-                [*(table.seconds.ravel() for table in priced.edges), [1.0, 0.0]]
-            ),
+            conversions=np.concatenate([*(table.seconds.ravel() for table in priced.edges), [0.0]]),
         )
 
 
@@ -206,9 +204,8 @@ class _Draft:
                 self.shared[share] = self._add_shared(edges)
         overlap_row = -1
         if self.overlaps:
-            # The exposed part of the collectives beside compute: a column that costs one second for
-            # each second.
-            exposed = self._add_columns(np.array([_ONE]))
+            # The exposed part of the collectives beside compute, whose price `build_program` sets.
+            exposed = self._add_columns(np.array([_ZERO]))
             overlap_row = self._add_rows(2, 0.0, np.inf)
             self.entries.add(overlap_row + np.arange(2), np.repeat(exposed, 2), 1.0)
         starts = np.cumsum([0, *(len(node.choices) for node in self.priced.nodes)])
