@@ -217,9 +217,10 @@ def _same_operands(a: Op, b: Op) -> bool:
     )
 
 
-# Parameters that follow from the shapes of operands and results, and those with an entry for each
-# dim that do so where the dim has another size.
-_OF_SHAPES = frozenset({"shape", "new_sizes", "sizes"})
+# Parameters that follow from the shapes of operands and results, as a convolution's groups follow
+# from the features of its operands, and those with an entry for each dim that do so where the dim
+# has another size.
+_OF_SHAPES = frozenset({"shape", "new_sizes", "sizes", "feature_group_count", "batch_group_count"})
 _OF_DIMS = frozenset({"slice_sizes", "start_indices", "limit_indices", "padding_config", "reps"})
 
 
