@@ -4,12 +4,11 @@ recomputation of a row, or the reason why it cannot be expressed.
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from aliquot.cluster import Cluster, Link
+from aliquot.cluster import Cluster
 from aliquot.core import InputError
 from aliquot.planners import AbstractMethod, DataParallel, Megatron, Zero2Parallel, Zero3Parallel
 
@@ -175,8 +174,7 @@ def _cluster(where: dict[str, Any]) -> Cluster:
         gbps = _CUBE_MESH_GBPS
     if gbps is None:
         return cluster
-    link = Link(latency_s=cluster.inter.latency_s, bandwidth_bytes_per_s=gbps * 1e9 / 8)
-    return dataclasses.replace(cluster, inter=link)
+    return cluster.with_network(gbps)
 
 
 def _method(degrees: dict[str, Any], num_devices: int) -> AbstractMethod:

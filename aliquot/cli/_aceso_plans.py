@@ -26,7 +26,7 @@ from ._model_options import (
     Settings,
     read_memory_limit,
 )
-from ._options import DescribedCluster, Json, PlanFile, read_cluster
+from ._options import DescribedCluster, Json, NetworkGbps, PlanFile, read_cluster
 from ._session import session
 
 
@@ -105,6 +105,7 @@ def import_plan(
     out: Annotated[
         Path, typer.Option(metavar="PLAN.json", help="The plan to write.", show_default=False)
     ],
+    network_gbps: NetworkGbps = None,
     seq_len: SeqLen = None,
     dtype: Dtype = None,
     settings: Settings = None,
@@ -115,7 +116,7 @@ def import_plan(
     degrees of each operator.
     """
     with session(as_json) as say:
-        where = read_cluster(cluster)
+        where = read_cluster(cluster, network_gbps)
         if cluster != "detect":
             use_host_only()
         from importlib.metadata import version

@@ -17,7 +17,14 @@ from ._bench_aceso import PublishedTables, accuracy_rows
 from ._devices import use_host_only
 from ._groups import takes_groups
 from ._model_options import SeqLen, Settings
-from ._options import DescribedCluster, Json, ProfilesOfAny, read_cluster, read_settings
+from ._options import (
+    DescribedCluster,
+    Json,
+    NetworkGbps,
+    ProfilesOfAny,
+    read_cluster,
+    read_settings,
+)
 from ._session import Session, session
 
 if TYPE_CHECKING:
@@ -52,6 +59,7 @@ class _DatabaseOptions:
             )
         ),
     ] = None
+    network_gbps: NetworkGbps = None
     seq_len: SeqLen = None
     settings: Settings = None
 
@@ -105,7 +113,7 @@ def _write(
     from ..interop.aceso import built_in_chains, modelled_database, write_database
     from ..zoo import configure
 
-    where, out = read_cluster(options.cluster), options.out
+    where, out = read_cluster(options.cluster, options.network_gbps), options.out
     overrides: dict[str, Any] = read_settings(options.settings or [])
     if options.seq_len is not None:
         overrides["seq_len"] = str(options.seq_len)

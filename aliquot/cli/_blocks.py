@@ -24,6 +24,7 @@ from ._options import (
     Devices,
     Json,
     ModelName,
+    NetworkGbps,
     check_destination,
     read_cluster,
     read_mesh,
@@ -75,6 +76,7 @@ def analyze(
     cluster: DescribedCluster,
     model_options: ModelOptions,
     segments: SegmentOptions,
+    network_gbps: NetworkGbps = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for blocks.json and segments.json.")
     ] = None,
@@ -86,7 +88,7 @@ def analyze(
     with session(as_json) as say:
         use_host_only()
         check_destination(out)
-        asked = _ask(model, read_cluster(cluster), model_options, segments)
+        asked = _ask(model, read_cluster(cluster, network_gbps), model_options, segments)
         from ..profiling import describe_blocks
         from ..report import blocks_text
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import format_bytes
-from ._options import Json, read_cluster
+from ._options import Json, NetworkGbps, read_cluster
 from ._session import session
 
 if TYPE_CHECKING:
@@ -23,11 +23,12 @@ def cluster(
             show_default=False,
         ),
     ],
+    network_gbps: NetworkGbps = None,
     as_json: Json = False,
 ) -> None:
     """Show a cluster's devices, its links, and the sources of their figures."""
     with session(as_json) as say:
-        described = read_cluster(spec)
+        described = read_cluster(spec, network_gbps)
         from ..cluster import logical_mesh_shapes, reported_steps, target_for
         from ..report import Facts
 

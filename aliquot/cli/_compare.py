@@ -10,7 +10,7 @@ from ..core import InputError
 from ._devices import use_host_only
 from ._groups import takes_groups
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
-from ._options import Json, ModelName, read_cluster, read_micro_batches
+from ._options import Json, ModelName, NetworkGbps, read_cluster, read_micro_batches
 from ._progress import search_progress
 from ._session import session
 
@@ -43,6 +43,7 @@ def compare(
             ),
         ),
     ] = None,
+    network_gbps: NetworkGbps = None,
     memory_limit: MemoryLimit = None,
     as_json: Json = False,
 ) -> None:
@@ -55,7 +56,7 @@ def compare(
             raise InputError("compare needs --cluster C, or --clusters C1,C2 to compare several.")
         if "detect" not in names:
             use_host_only()
-        where = [read_cluster(name) for name in names]
+        where = [read_cluster(name, network_gbps) for name in names]
         parts = "auto" if micro_batches == "auto" else read_micro_batches(micro_batches)
         from .._questions import compare_built
         from ..planners import method_names

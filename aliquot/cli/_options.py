@@ -30,6 +30,17 @@ ClusterName = Annotated[
 DescribedCluster = Annotated[
     str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)
 ]
+NetworkGbps = Annotated[
+    str | None,
+    typer.Option(
+        "--network-gbps",
+        metavar="N",
+        help=(
+            "What each host sends to the others in Gbit/s, all its devices together, such as 1600;"
+            " by default what the cluster says."
+        ),
+    ),
+]
 Devices = Annotated[
     int | None,
     typer.Option(
@@ -61,19 +72,32 @@ TrustPlan = Annotated[
 ]
 
 
-def read_cluster(spec: str) -> Cluster:
-    """A cluster from a preset's name, the path of a TOML file, or `detect`.
+def read_cluster(spec: str, network_gbps: str | None = None) -> Cluster:
+    """A cluster from a preset's name, the path of a TOML file, or `detect`; with another network
+    between its hosts if that is given.
 
     Raises:
         ClusterError: Everything that is wrong with it.
+        InputError: The network is no number.
     """
     from ..cluster import Cluster
 
     if spec == "detect":
-        return Cluster.detect(use_seen_devices())
-    if spec.endswith(".toml") or os.sep in spec or os.path.isfile(spec):
-        return Cluster.load(spec)
-    return Cluster.preset(spec)
+        cluster = Cluster.detect(use_seen_devices())
+    elif spec.endswith(".toml") or os.sep in spec or os.path.isfile(spec):
+        cluster = Cluster.load(spec)
+    else:
+        cluster = Cluster.preset(spec)
+    if network_gbps is None:
+        return cluster
+    try:
+        gbps = float(network_gbps)
+    except ValueError:
+        raise InputError(
+            f"--network-gbps {shortened(network_gbps, 60)!r} is no number: write what a host sends"
+            " to the others in Gbit/s, such as --network-gbps 1600."
+        ) from None
+    return cluster.with_network(gbps)
 
 
 def read_plan(path: Path) -> Plan:

@@ -19,6 +19,7 @@ from ._options import (
     ClusterName,
     Json,
     ModelName,
+    NetworkGbps,
     check_destination,
     read_cluster,
     read_time_limit,
@@ -44,6 +45,7 @@ def plan(
     method_options: MethodOptions,
     profile_options: ProfileOptions,
     search_options: SearchOptions,
+    network_gbps: NetworkGbps = None,
     memory_limit: MemoryLimit = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     as_json: Json = False,
@@ -57,7 +59,7 @@ def plan(
         method_options.check(model_options.global_batch)
         if cluster != "detect":
             use_host_only()
-        where = read_cluster(cluster)
+        where = read_cluster(cluster, network_gbps)
         from ._model import find_factory
 
         if ":" in model:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import InputError, parse_bytes, write_atomic
+from ..core import InputError, parse_bytes, shortened, write_atomic
 from ._devices import use_devices, use_host_only, virtual_flag
 from ._groups import takes_groups
 from ._measuring import Database, MeasuringOptions, measuring_progress, read_share, show_run
@@ -18,6 +18,7 @@ from ._options import (
     Json,
     ModelName,
     ModelOfPlan,
+    NetworkGbps,
     PlanFile,
     TrustPlan,
     check_destination,
@@ -59,6 +60,7 @@ def run(
             show_default=False,
         ),
     ] = None,
+    network_gbps: NetworkGbps = None,
     mesh: Annotated[
         str | None, typer.Option(help="Only this logical mesh, such as 4x2; by default all.")
     ] = None,
@@ -89,7 +91,8 @@ def run(
         from ._model import resolve, user_code
 
         here = Cluster.detect(seen)
-        where = here if cluster is None else _cluster_of_this_device(cluster, here)
+        asked = _cluster_of_this_device(cluster, network_gbps, here)
+        where = here if asked is None else asked
         built = resolve(model, model_options.read(), where)
         with user_code(built.name):
             graph = capture(built.step, built.state, built.batch)
@@ -120,21 +123,40 @@ def run(
         answer = show_run(say, done, "operators")
         if not done.num_missing:
             virtual = "" if devices is None or cluster else f"XLA_FLAGS={virtual_flag(devices)} "
+            network = "" if network_gbps is None else f" --network-gbps {network_gbps}"
             say.show(
                 f"Plan from them, with the same options of the model: {virtual}aliquot plan"
-                f" {built.name} --cluster {cluster or 'detect'} --profiles {database}"
+                f" {built.name} --cluster {cluster or 'detect'}{network} --profiles {database}"
             )
         say.finish(answer)
 
 
-def _cluster_of_this_device(spec: str, here: Cluster) -> Cluster:
-    """A cluster of which this process has one device at least.
+def _cluster_if_asked(spec: str | None, network_gbps: str | None) -> Cluster | None:
+    """`read_cluster` where naming a cluster is optional.
+
+    Raises:
+        InputError: A network without a cluster that it joins.
+    """
+    if spec is not None:
+        return read_cluster(spec, network_gbps)
+    if network_gbps is not None:
+        raise InputError(
+            f"--network-gbps {shortened(network_gbps, 60)} is of a cluster, and none is named: add"
+            " --cluster, such as --cluster 4x8xA100-80GB."
+        )
+    return None
+
+
+def _cluster_of_this_device(
+    spec: str | None, network_gbps: str | None, here: Cluster
+) -> Cluster | None:
+    """A cluster of which this process has one device at least; None if none is asked for.
 
     Raises:
         InputError: its devices are of another kind.
     """
-    asked = read_cluster(spec)
-    if asked.device.name != here.device.name:
+    asked = _cluster_if_asked(spec, network_gbps)
+    if asked is not None and asked.device.name != here.device.name:
         raise InputError(
             f"--cluster {spec} is made of {asked.device.name}, and this process has {here.name}."
             " One device can only stand for others of its kind: run this where there is a"
@@ -146,6 +168,7 @@ def _cluster_of_this_device(spec: str, here: Cluster) -> Cluster:
 def show(
     database: DatabaseFile,
     cluster: OfCluster = None,
+    network_gbps: NetworkGbps = None,
     plots: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Draw the curves into this folder.")
     ] = None,
@@ -158,7 +181,7 @@ def show(
         from ..profiling import ProfileDatabase, describe_profiles, measured_curves
         from ..report import draw_profiles, profiles_text
 
-        where = None if cluster is None else read_cluster(cluster)
+        where = _cluster_if_asked(cluster, network_gbps)
         with ProfileDatabase(database, must_exist=True) as known:
             answer = describe_profiles(known, where)
             curves = measured_curves(known)
@@ -208,6 +231,7 @@ def fit(
     cluster: Annotated[
         str, typer.Option(help="Whose figures to fit: a preset, a TOML file, or detect.")
     ] = "detect",
+    network_gbps: NetworkGbps = None,
     as_json: Json = False,
 ) -> None:
     """Fit the figures of the cost model to measurements, and write a cluster file with them."""
@@ -220,7 +244,7 @@ def fit(
             )
         if cluster != "detect":
             use_host_only()
-        where = read_cluster(cluster)
+        where = read_cluster(cluster, network_gbps)
         from ..profiling import ProfileDatabase, fit_profiles, to_toml
         from ..report import fit_text
 

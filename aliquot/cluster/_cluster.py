@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core import (
@@ -23,6 +23,9 @@ from ..core import (
 from ._device import Device
 from ._measured import AbstractMeasured
 from ._wires import Wires
+
+# Figures beyond these are mistakes, such as bytes for bits.
+_FEWEST_GBPS, _MOST_GBPS = 0.001, 1e6
 
 MOST_DEVICES = 1_000_000
 """The most devices that a cluster may have: several times those of the largest in existence."""
@@ -183,6 +186,37 @@ class Cluster:
         from ._file import load
 
         return load(path)
+
+    def with_network(self, gbps: float) -> Cluster:
+        """The cluster with another network between its hosts, which has the same latency.
+
+        Args:
+            gbps: What one host sends to the others, in Gbit/s, while it receives as much; its
+                devices share it.
+
+        Raises:
+            ClusterError: No such bandwidth can be, or the hosts are joined by their devices' own
+                links.
+
+        >>> Cluster.preset("4x8xA100-80GB").with_network(1600).inter.bandwidth_bytes_per_s
+        200000000000.0
+        """
+        problems, advice = [], ""
+        if not _FEWEST_GBPS <= gbps <= _MOST_GBPS:
+            problems.append(
+                f"a host sends between {_FEWEST_GBPS:g} and {_MOST_GBPS:,.0f} Gbit/s, not {gbps}"
+            )
+            advice = "Give the sum of a host's network cards, such as 1600 for eight of 200 Gbit/s."
+        if self.device.kind == "tpu":
+            problems.append(
+                f"hosts of {self.device.name} are joined by the links of their chips (ICI), which"
+                " are not a network that they share"
+            )
+            advice = "Describe a network between slices in the table [inter] of a TOML file."
+        if problems:
+            raise ClusterError(problems, asked=f"network of {self.name!r}", advice=advice)
+        link = Link(latency_s=self.inter.latency_s, bandwidth_bytes_per_s=gbps * 1e9 / 8)
+        return replace(self, inter=link, topology=f"network of {gbps:g} Gbps per host, as given")
 
     @staticmethod
     def detect(devices: Sequence[Any] | None = None) -> Cluster:

@@ -1,7 +1,7 @@
 """Clusters by short name, and the links that usually join each kind of device.
 
-A device does not determine its network, so each default is that of one named machine; another
-network is one TOML file away.
+A device does not determine its network, so each default is that of one named machine;
+`Cluster.with_network` gives another.
 """
 
 from __future__ import annotations

@@ -5,8 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from command_line import refused, run
+import typer
+from command_line import TINY, refused, run
 from sample_plans import sample_plan
+
+from aliquot.cli._app import app
 
 
 @pytest.fixture
@@ -55,6 +58,52 @@ def test_cluster():
     assert data["num_devices"] == 8
     assert data["mesh_shapes"] == ["8", "4x2", "2x4"]
     assert data["usable_memory_bytes_per_device"] < data["device"]["memory_bytes"]
+
+
+def _verbs(group, path=()):
+    for name, verb in getattr(group, "commands", {}).items():
+        yield (*path, name), verb
+        yield from _verbs(verb, (*path, name))
+
+
+def test_a_network_goes_with_every_option_that_names_a_cluster():
+    options = {
+        verb: {option for parameter in command.params for option in parameter.opts}
+        for verb, command in _verbs(typer.main.get_command(app))
+    }
+    named = {verb for verb, known in options.items() if known & {"--cluster", "--clusters"}}
+    assert {("plan",), ("compare",), ("profile", "fit"), ("blocks", "analyze")} < named
+    assert named == {verb for verb, known in options.items() if "--network-gbps" in known} - {
+        ("cluster",)
+    }
+
+
+def test_a_network_of_ones_own():
+    data = json.loads(run("cluster", "4x8xA100-80GB", "--network-gbps", "1600", "--json").stdout)
+    assert data["inter"]["bandwidth_bytes_per_s"] == 200e9
+    steps = {}
+    for gbps in (25, 1600):
+        # One sequence a device: a sum of gradients that compute cannot hide.
+        args = [*TINY, "--method", "dp", "--network-gbps", gbps, "--json"]
+        args[args.index("8xH100")] = "2x4xH100"
+        found = run("plan", *args)
+        assert found.exit_code == 0, found.stderr
+        steps[gbps] = json.loads(found.stdout)["step_time_s"]
+    assert steps[1600] < steps[25]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("cluster 4x8xA100-80GB --network-gbps fast", "'fast' is no number: write what a host"),
+        ("compare gpt-10m --cluster 2x8xH100 --network-gbps 0", "Gbit/s, not 0.0"),
+        ("plan gpt-10m --cluster 2x8xH100 --network-gbps=-3", "Gbit/s, not -3.0"),
+        ("cluster v5e-16 --network-gbps 1600", "(ICI)"),
+        ("profile show none.sqlite --network-gbps 1600", "add --cluster"),
+    ],
+)
+def test_networks_that_cannot_be_read(args, message):
+    refused(run(*args.split()), message)
 
 
 def test_cluster_from_a_file(tmp_path):

@@ -60,6 +60,27 @@ def test_bad_presets(spec, message):
     assert repr(spec) in str(caught.value)
 
 
+def test_another_network():
+    preset = Cluster.preset("4x8xA100-80GB")
+    selene = preset.with_network(1600)
+    assert selene.inter == Link(latency_s=preset.inter.latency_s, bandwidth_bytes_per_s=200e9)
+    assert (selene.intra, selene.device, selene.name) == (preset.intra, preset.device, preset.name)
+    # The preset's note names another network.
+    assert "400 Gbps" not in selene.describe() and "1600 Gbps" in selene.describe()
+    assert Cluster.from_dict(selene.to_dict()) == selene
+
+
+@pytest.mark.parametrize("gbps", [0, -1600, float("nan"), float("inf"), 1e9])
+def test_networks_that_cannot_be(gbps):
+    with pytest.raises(ClusterError, match=rf"(?s)not {gbps}.*such as 1600"):
+        Cluster.preset("4x8xA100-80GB").with_network(gbps)
+
+
+def test_chips_that_join_their_hosts_have_no_network():
+    with pytest.raises(ClusterError, match=r"(?s)ICI.*\[inter\]"):
+        Cluster.preset("v5e-16").with_network(1600)
+
+
 def test_a_file(tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text('[cluster]\ndevice = "H100"\nhosts = 2\ndevices_per_host = 8\n')
