@@ -6,7 +6,7 @@ speed that whole steps sustain, and the share of collectives that runs beside co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -149,28 +149,21 @@ def step_times(
     """Step times of a planned step in seconds, `(SUSTAINED_SHARES, overlaps)`."""
     priced, picks = decision.priced, decision.picks.tolist()
     choices = [n.choices[p : p + 1] for n, p in zip(priced.nodes, picks, strict=True)]
-    first = np.zeros(len(choices), np.int64)
-    rows = []
-    for share in SUSTAINED_SHARES:
-        device = priced.mesh.cluster.device
-        figures: Mapping[str, float] = {**device.calibration, "sustained_share": share}
-        cluster = replace(priced.mesh.cluster, device=replace(device, calibration=figures))
+    cluster = priced.mesh.cluster
+
+    def step_s(share: float, overlap: float) -> float:
+        figures = {"sustained_share": share, "overlap_fraction": overlap}
+        device = replace(cluster.device, calibration={**cluster.device.calibration, **figures})
         again = price(
             problem,
-            replace(priced.mesh, cluster=cluster),
+            replace(priced.mesh, cluster=replace(cluster, device=device)),
             repeats=priced.repeats,
             data_axes=priced.data_axes,
             choices=choices,
         )
-        rows.append(
-            [
-                evaluate(
-                    replace(again, target=replace(again.target, overlap_fraction=overlap)), first
-                ).total_s
-                for overlap in overlaps
-            ]
-        )
-    return np.array(rows)
+        return evaluate(again, np.zeros(len(choices), np.int64)).total_s
+
+    return np.array([[step_s(s, overlap) for overlap in overlaps] for s in SUSTAINED_SHARES])
 
 
 def _planned(step: MeasuredStep, cluster: Cluster) -> NDArray[np.float64]:

@@ -69,6 +69,8 @@ class Target:
             copies its operand and its result, so that this dim comes first.
         overlap_fraction: Share of the time of collectives that sum gradients or gather parameters
             that can hide behind compute, 0 to 1.
+        activation_overlap: The same share of collectives that sum activations, as of tensor
+            parallelism.
         matmul_efficiency: Reached share of the peak in large products, 0 to 1.
         sustained_share: Share of the speed of single products that the products of a whole step
             sustain, 0 to 1: clocks fall under load, and layouts differ.
@@ -109,6 +111,7 @@ class Target:
     overlaps_all_reduces: bool
     copies_inner_dims: bool
     overlap_fraction: float
+    activation_overlap: float
     matmul_efficiency: float
     bandwidth_efficiency: float
     collective_efficiency: float
@@ -139,7 +142,7 @@ class Target:
             for name in shares
             if not 0 < getattr(self, name) <= 1
         ]
-        for name in ("overlap_fraction", "gathered_ahead"):
+        for name in ("overlap_fraction", "activation_overlap", "gathered_ahead"):
             if not 0 <= getattr(self, name) <= 1:
                 problems.append(f"{name} must be from 0 to 1")
         if self.combined_bytes < 0:
@@ -161,6 +164,11 @@ class Target:
     def delays_gradients(self) -> bool:
         """True if the compiler may defer products that only the update needs."""
         return self.hides_latency or self.combined_bytes > 0
+
+    @property
+    def hides_collectives(self) -> bool:
+        """True if any collective can run beside compute."""
+        return self.overlap_fraction > 0 or self.activation_overlap > 0
 
     @property
     def rows_above_bytes(self) -> float:
@@ -233,6 +241,7 @@ _CPU = Target(
     overlaps_all_reduces=True,
     copies_inner_dims=True,
     overlap_fraction=0.0,
+    activation_overlap=0.0,
     matmul_efficiency=0.75,
     bandwidth_efficiency=0.8,
     collective_efficiency=0.5,
@@ -282,6 +291,7 @@ _GPU = Target(
     overlaps_all_reduces=True,
     copies_inner_dims=False,
     overlap_fraction=0.9,
+    activation_overlap=0.0,
     matmul_efficiency=0.6,
     bandwidth_efficiency=0.8,
     collective_efficiency=0.8,
@@ -325,6 +335,7 @@ _TPU = Target(
     overlaps_all_reduces=False,
     copies_inner_dims=False,
     overlap_fraction=0.9,
+    activation_overlap=0.0,
     matmul_efficiency=0.7,
     bandwidth_efficiency=0.85,
     collective_efficiency=0.9,

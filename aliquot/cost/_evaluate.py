@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..graph import Phase
 from ._host_copies import copy_times
 from ._priced import Ints, Priced
 
@@ -38,24 +39,29 @@ class StepTime:
 def evaluate(priced: Priced, picks: Ints) -> StepTime:
     """Step time under a choice for every node. Equal conversions of one array are paid once.
 
-    Sums of gradients and gathers of parameters run beside the compute of the forward and backward
-    pass: up to the share that the target's compiler overlaps, and at most as long as that compute
-    takes.
+    Gathers of parameters, sums of gradients and, in part, sums of activations run beside the
+    compute of the forward and backward pass: as far as the target's compiler overlaps them, and at
+    most as long as that compute takes. What is summed once in a step hides behind the backward pass
+    of the last micro-batch alone.
     """
-    compute = communication = gradient = gathers = beside = 0.0
+    compute = communication = gradient = hideable = once = beside = last = 0.0
     for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
         compute += float(node.compute_s[pick])
         beside += float(node.beside_s[pick])
+        last += float(node.compute[Phase.BACKWARD, pick]) / priced.repeats
         communication += float(node.communication_s[pick])
         gradient += float(node.gradient_s[pick])
-    for (edge_index, _, _), seconds in conversions(priced, picks).items():
-        edge = priced.graph.edges[edge_index]
-        if edge.gradient:
+        hideable += float(node.hideable_s[pick])
+        once += float(node.once_hideable_s[pick])
+    for (edge_index, source, target), seconds in conversions(priced, picks).items():
+        table = priced.edges[edge_index]
+        hideable += float(table.hideable_s[source, target])
+        once += float(table.once_hideable_s[source, target])
+        if priced.graph.edges[edge_index].gradient:
             gradient += seconds
         else:
             communication += seconds
-            gathers += seconds if edge.beside_compute else 0.0
-    hidden = hidden_seconds(gradient + gathers, beside, priced.target.overlap_fraction)
+    hidden = hidden_seconds(hideable - once, once, beside_s=beside, last_s=last)
     copied, exposed = copy_times(priced, picks)
     return StepTime(
         compute_s=compute,
@@ -67,9 +73,16 @@ def evaluate(priced: Priced, picks: Ints) -> StepTime:
     )
 
 
-def hidden_seconds(collectives_s: float, compute_s: float, overlap_fraction: float) -> float:
-    """Seconds of collectives that are hidden beside compute, of those that can be."""
-    return min(overlap_fraction * collectives_s, compute_s)
+def hidden_seconds(hideable_s: float, once_s: float, *, beside_s: float, last_s: float) -> float:
+    """Seconds of collectives that are hidden beside compute.
+
+    Args:
+        hideable_s: of those in every micro-batch, what can hide.
+        once_s: of those after the last micro-batch, what can hide.
+        beside_s: compute of all forward and backward passes.
+        last_s: compute of the backward pass of the last micro-batch.
+    """
+    return min(hideable_s + min(once_s, last_s), beside_s)
 
 
 def conversions(priced: Priced, picks: Ints) -> dict[tuple[int, int, int], float]:

@@ -29,7 +29,7 @@ class PhaseCosts:
             whose results no other layer needs, only the update.
         once_s: once a step: gradient synchronisation and the update.
         compute_s, communication_s, gradient_s: the same seconds by kind, for a whole step, without
-            the gathers of parameters that run beside compute.
+            the collectives that run beside compute.
         host_transfer_s: copies between device and host memory in a whole step; the passes above
             wait for those that do not run beside compute, as `host_hidden_s` of it do.
         host_state_bytes, host_in_flight_bytes: the same as the next two, in host memory.
@@ -72,35 +72,40 @@ def phase_costs(
         graph: the graph from which the node graph was built.
         model: memory under the choices, as `known_memory` gives it; computed if None.
     """
-    compute, communication, gathers = np.zeros((3, len(Phase)))
-    # Gradients are summed after the last micro-batch only over data axes; other sums run in every
-    # backward pass.
-    waits = bool(priced.data_axes) or priced.repeats == 1
-    gradient = deferrable = 0.0
+    compute, communication, hideable = np.zeros((3, len(Phase)))
+    gradient = hideable_once = deferrable = 0.0
     for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
         compute += node.compute[:, pick]
         communication += node.communication[:, pick]
-        deferrable += float(node.deferrable_s[pick])
-        if waits:
-            gradient += float(node.gradient_s[pick])
-        else:
-            communication[Phase.BACKWARD] += float(node.gradient_s[pick])
-            deferrable += float(node.gradient_s[pick])
+        hideable += node.hideable[:, pick]
+        hideable_once += float(node.once_hideable_s[pick])
+        once = float(node.gradient_once_s[pick])
+        gradient += once
+        # Other sums of gradients run in every backward pass.
+        in_passes = float(node.gradient_s[pick]) - once
+        communication[Phase.BACKWARD] += in_passes
+        deferrable += float(node.deferrable_s[pick]) + in_passes
     for (index, source, target), paid in conversions(priced, picks).items():
         edge, table = priced.graph.edges[index], priced.edges[index]
         once = float(table.once_s[source, target])
         gradient += once
+        hideable_once += float(table.once_hideable_s[source, target])
         # A gradient's partial sums are reduced in the backward pass, even where the edge belongs to
         # the update.
         partial = edge.gradient and min(table.sources[source]) <= PARTIAL
         phase = Phase.BACKWARD if partial else edge.phase
         communication[phase] += paid - once
-        if edge.beside_compute and not edge.gradient:
-            gathers[phase] += paid
+        hideable[phase] += float(
+            table.hideable_s[source, target] - table.once_hideable_s[source, target]
+        )
         if phase is Phase.BACKWARD and edge.deferrable:
             deferrable += paid - once
-    # Parameters are gathered ahead of the layers that read them, beside compute of the same task.
-    communication -= np.minimum(priced.target.overlap_fraction * gathers, compute)
+    # Collectives run beside compute of the same task, and those after the last micro-batch behind
+    # what is left of its backward pass.
+    hidden = np.minimum(hideable, compute)
+    communication -= hidden
+    last = (compute - hidden)[Phase.BACKWARD] / priced.repeats
+    gradient -= min(hideable_once, float(last))
     copied, exposed = copy_times(priced, picks)
     seconds = compute + communication + exposed
     model = known_memory(priced, picks) if model is None else model

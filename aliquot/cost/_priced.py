@@ -63,24 +63,35 @@ class PricedNode:
         choices: `(choices, axes)`.
         compute, communication: a row for each phase, in the order of `Phase`.
         gradient_s: collectives that sum gradients; not part of `communication`.
+        gradient_once_s: the part of them that is paid once in a step, after the last micro-batch.
+        hideable: a row for each phase: the part of `communication`, and of sums of gradients in
+            every micro-batch, that the compiler can run beside compute.
+        once_hideable_s: the same part of `gradient_once_s`.
         deferrable_s: the part of `compute` and `communication` in deferrable operators; see `Op`.
         compute_s, communication_s: sums over phases.
         beside_s: `compute` before the update, beside which collectives can run.
+        hideable_s: what can run beside compute, of all of the node's collectives.
     """
 
     choices: Ints
     compute: Floats
     communication: Floats
     gradient_s: Floats
+    gradient_once_s: Floats
+    hideable: Floats
+    once_hideable_s: Floats
     deferrable_s: Floats
     compute_s: Floats = field(init=False)
     beside_s: Floats = field(init=False)
     communication_s: Floats = field(init=False)
+    hideable_s: Floats = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compute_s", self.compute.sum(axis=0))
         object.__setattr__(self, "beside_s", self.compute_s - self.compute[Phase.UPDATE])
         object.__setattr__(self, "communication_s", self.communication.sum(axis=0))
+        hideable_s = self.hideable.sum(axis=0) + self.once_hideable_s
+        object.__setattr__(self, "hideable_s", hideable_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,6 +105,8 @@ class PricedEdge:
         seconds: `(sources, targets)`; infinite where no conversion exists.
         once_s: the part of `seconds` that is paid once in a step, for sums of gradients after the
             last micro-batch.
+        hideable_s, once_hideable_s: the parts of `seconds` and of `once_s` that the compiler can
+            run beside compute.
         moves: True where a conversion takes a collective.
     """
 
@@ -103,6 +116,8 @@ class PricedEdge:
     target_index: Ints
     seconds: Floats
     once_s: Floats
+    hideable_s: Floats
+    once_hideable_s: Floats
     moves: NDArray[np.bool_]
 
 
@@ -203,8 +218,8 @@ class _Pricer:
     cache: _Cache = field(default_factory=_Cache)
 
     def node(self, node: Node, node_work: Sequence[Work], choices: Ints) -> PricedNode:
-        compute, communication = np.zeros((2, len(Phase), len(choices)))
-        gradient, deferrable = np.zeros((2, len(choices)))
+        compute, communication, hideable = np.zeros((3, len(Phase), len(choices)))
+        gradient, gradient_once, deferrable = np.zeros((3, len(choices)))
         sizes = [factor.size for factor in node.factors]
         for work in node_work:
             seconds = work_seconds(work, sizes, choices, self.mesh, self.target) * self.times(
@@ -214,11 +229,15 @@ class _Pricer:
             if work.deferrable:
                 deferrable += seconds
         for collective in node.collectives:
-            seconds = self.collective(collective, choices)
+            seconds, once = self.collective(collective, choices)
             if collective.gradient:
                 gradient += seconds
+                gradient_once += once
+                hideable[collective.phase] += self.target.overlap_fraction * (seconds - once)
             else:
                 communication[collective.phase] += seconds
+                if collective.kind != "all-to-all" and collective.phase is not Phase.UPDATE:
+                    hideable[collective.phase] += self.target.activation_overlap * seconds
                 if collective.deferrable:
                     deferrable += seconds
         return PricedNode(
@@ -226,13 +245,18 @@ class _Pricer:
             compute=compute,
             communication=communication,
             gradient_s=gradient,
+            gradient_once_s=gradient_once,
+            hideable=hideable,
+            once_hideable_s=self.target.overlap_fraction * gradient_once,
             deferrable_s=deferrable,
         )
 
-    def collective(self, collective: NodeCollective, choices: Ints) -> Floats:
-        """Seconds of a node's own collective under each choice."""
+    def collective(self, collective: NodeCollective, choices: Ints) -> tuple[Floats, Floats]:
+        """Seconds of a node's own collective under each choice, and the part of them that is paid
+        once in a step, for sums of gradients.
+        """
         local = collective.num_bytes / shards(choices, collective.split_by, self.mesh.shape)
-        seconds = np.zeros(len(choices))
+        seconds, paid_once = np.zeros((2, len(choices)))
         for axes, rows in joined_axes(choices, collective.factors):
             for summed, once in split_deferred_axes(collective, axes, self.data_axes):
                 latency, per_byte = collective_line(collective.kind, summed, self.mesh, self.target)
@@ -250,7 +274,9 @@ class _Pricer:
                         ).ratios
                     )
                 seconds[rows] += times * each
-        return seconds
+                if collective.gradient and (once or self.repeats == 1):
+                    paid_once[rows] += times * each
+        return seconds, paid_once
 
     def edge(self, edge: Edge, nodes: Sequence[PricedNode]) -> PricedEdge:
         sources, source_index = self.splits(edge.source, edge.source_projection, nodes)
@@ -272,6 +298,7 @@ class _Pricer:
         )
         if edge.gradient and self.repeats > 1 and edge.phase is not Phase.UPDATE:
             seconds, once = self.with_deferred_sums(edge, sources, targets, seconds)
+        hideable, once_hideable = self.hideable(edge, sources, seconds, once)
         return PricedEdge(
             sources=sources,
             targets=targets,
@@ -279,8 +306,27 @@ class _Pricer:
             target_index=target_index,
             seconds=seconds,
             once_s=once,
+            hideable_s=hideable,
+            once_hideable_s=once_hideable,
             moves=moves,
         )
+
+    def hideable(
+        self, edge: Edge, sources: _Specs, seconds: Floats, once: Floats
+    ) -> tuple[Floats, Floats]:
+        """The parts of an edge's `seconds` and `once_s` that the compiler can run beside compute:
+        a share of sums of gradients and gathers of parameters, and one of sums of activations, as
+        of tensor parallelism.
+        """
+        finite = np.where(np.isfinite(seconds), seconds, 0.0)
+        if edge.beside_compute:
+            share = self.target.overlap_fraction
+            return share * finite, share * np.where(np.isfinite(once), once, 0.0)
+        none = np.broadcast_to(0.0, seconds.shape)
+        if edge.phase is Phase.UPDATE or not self.target.activation_overlap:
+            return none, none
+        summed = np.array([min(source) <= PARTIAL for source in sources])
+        return self.target.activation_overlap * np.where(summed[:, None], finite, 0.0), none
 
     def splits(
         self, node: int, projection: Projection, nodes: Sequence[PricedNode]

@@ -106,12 +106,13 @@ def _seconds(priced: Priced, picks: Ints, share: Mapping[NodeId, float]) -> floa
     seconds = 0.0
     for node, part in share.items():
         table, pick = priced.nodes[node], picks[node]
-        seconds += part * float((table.compute + table.communication)[Phase.FORWARD, pick])
+        exposed = table.compute + table.communication - table.hideable
+        seconds += part * float(exposed[Phase.FORWARD, pick])
     for (index, source, target), paid in conversions(priced, picks).items():
         edge = priced.graph.edges[index]
         part = max(share.get(edge.source, 0.0), share.get(edge.target, 0.0))
         if edge.phase is Phase.FORWARD and not edge.gradient:
-            seconds += part * (paid - float(priced.edges[index].once_s[source, target]))
+            seconds += part * (paid - float(priced.edges[index].hideable_s[source, target]))
     return seconds / priced.repeats
 
 

@@ -163,11 +163,13 @@ def test_roofline():
 
 
 @pytest.mark.parametrize(
-    ("gradient", "backward", "overlap", "hidden"),
-    [(4, 10, 0.5, 2), (4, 1, 0.5, 1), (4, 10, 0, 0), (4, 10, 1, 4)],
+    ("in_passes", "once", "beside", "last", "hidden"),
+    [(0, 4, 20, 10, 4), (0, 4, 20, 1, 1), (3, 4, 20, 1, 4), (9, 4, 8, 3, 8), (30, 0, 20, 10, 20)],
 )
-def test_gradients_hide_behind_the_backward_pass(gradient, backward, overlap, hidden):
-    assert hidden_seconds(gradient, backward, overlap) == hidden
+def test_what_is_summed_once_hides_behind_the_last_backward_pass(
+    in_passes, once, beside, last, hidden
+):
+    assert hidden_seconds(in_passes, once, beside_s=beside, last_s=last) == hidden
 
 
 def test_groups_of_measured_sizes_reach_their_own_share():

@@ -92,7 +92,9 @@ class _Judge:
             assert set(rows) == set(mine)
             order = [rows[c] for c in mine]
             orders.append(np.array(order))
-            self.seconds.append([getattr(table, name)[order] for name in _PARTS])
+            last_s = table.compute[Phase.BACKWARD] / self.repeats
+            self.seconds.append([*(getattr(table, name)[order] for name in _PARTS[:-1])])
+            self.seconds[-1].append(last_s[order])
         self.shares = self._shares()
         self.memory = self._memory()
         self.copies = [
@@ -109,23 +111,26 @@ class _Judge:
         return found[::-1]
 
     def __call__(self, picks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        compute, beside, communication, gradient = (
+        compute, beside, communication, gradient, hideable, once, last = (
             sum(parts[k][pick] for parts, pick in zip(self.seconds, picks, strict=True))
-            for k in range(4)
+            for k in range(len(_PARTS))
         )
         use = sum(table[pick] for table, pick in zip(self.memory, picks, strict=True))
-        gathers = 0.0
         for share in self.shares:
-            paid = share.cost(picks)
+            paid, summed = share.cost(picks)
             if share.gradient:
                 gradient = gradient + paid
+                # Without micro-batches every sum of gradients comes once in a step.
+                once = once + self.target.overlap_fraction * (paid if self.repeats == 1 else 0.0)
             else:
                 communication = communication + paid
-            if share.gather:
-                gathers = gathers + paid
+            if share.beside:
+                hideable = hideable + self.target.overlap_fraction * paid
+            elif share.in_passes:
+                hideable = hideable + self.target.activation_overlap * summed
         for copies in self.copies:
             use = use + copies.held(picks)[:, None] * copies.alive[None, :]
-        hidden = np.minimum(self.target.overlap_fraction * (gradient + gathers), beside)
+        hidden = np.minimum(hideable - once + np.minimum(once, last), beside)
         return compute + communication + gradient - hidden, use.max(axis=1)
 
     def _shares(self) -> list["_Share"]:
@@ -159,7 +164,15 @@ class _Judge:
         return tuple(projection[f] if f >= 0 else REPLICATED for f in self.choices[node][pick])
 
 
-_PARTS = ("compute_s", "beside_s", "communication_s", "gradient_s")
+_PARTS = (
+    "compute_s",
+    "beside_s",
+    "communication_s",
+    "gradient_s",
+    "hideable_s",
+    "once_hideable_s",
+    "last backward pass",
+)
 
 
 class _Share:
@@ -167,7 +180,8 @@ class _Share:
 
     def __init__(self, judge: _Judge, edges: list[Any]) -> None:
         self.gradient = edges[0].gradient
-        self.gather = edges[0].beside_compute and not self.gradient
+        self.beside = edges[0].beside_compute
+        self.in_passes = edges[0].phase is not Phase.UPDATE
         self.edges = edges
         numbers: dict[Any, int] = {}
         self.codes = []
@@ -188,13 +202,17 @@ class _Share:
             )
         pairs = list(numbers)
         self.paid = np.array([_conversion_s(judge, edges[0], p, q) for p, q in pairs])
+        self.summed = np.where([min(p) <= PARTIAL for p, _ in pairs], self.paid, 0.0)
 
-    def cost(self, picks: list[np.ndarray]) -> np.ndarray:
-        """Seconds of each combination."""
+    def cost(self, picks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of each combination, and the part of them that goes to sums."""
         codes = [
             c[picks[e.source], picks[e.target]] for e, c in zip(self.edges, self.codes, strict=True)
         ]
-        return _sum_distinct(codes, [self.paid[c] for c in codes])
+        return (
+            _sum_distinct(codes, [self.paid[c] for c in codes]),
+            _sum_distinct(codes, [self.summed[c] for c in codes]),
+        )
 
 
 class _Copies:

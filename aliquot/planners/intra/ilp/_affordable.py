@@ -36,11 +36,13 @@ def affordable(priced: Priced, allowed: Masks, ceiling_s: float) -> tuple[Priced
     """
     if not np.isfinite(ceiling_s):
         return priced, allowed
-    # The share of a collective that is exposed even if it runs beside compute.
-    # The program prices it the same way: see `Layout.overlap`.
-    share = 1 - priced.target.overlap_fraction
+    # What can run beside compute may cost nothing.
     costs = [
-        np.where(mask, node.compute_s + node.communication_s + share * node.gradient_s, np.inf)
+        np.where(
+            mask,
+            node.compute_s + node.communication_s + node.gradient_s - node.hideable_s,
+            np.inf,
+        )
         for node, mask in zip(priced.nodes, allowed, strict=True)
     ]
     least = [float(seconds.min(initial=np.inf)) for seconds in costs]
@@ -51,14 +53,7 @@ def affordable(priced: Priced, allowed: Masks, ceiling_s: float) -> tuple[Priced
         seconds - low if np.isfinite(low) else seconds
         for seconds, low in zip(costs, least, strict=True)
     ]
-    prices = [
-        np.where(
-            np.isfinite(table.seconds),
-            (share if edge.beside_compute else 1.0) * table.seconds,
-            np.inf,
-        )
-        for edge, table in zip(priced.graph.edges, priced.edges, strict=True)
-    ]
+    prices = [table.seconds - table.hideable_s for table in priced.edges]
     affordable_choices = [
         seconds <= room for seconds in _with_conversions(priced, prices, above, room)
     ]

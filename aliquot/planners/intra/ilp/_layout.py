@@ -6,21 +6,22 @@ prices. So the program is laid out once, and each problem only fills in its pric
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cost import Priced
+from ....cost import Priced, PricedEdge, PricedNode
+from ....graph import Phase
 from ._sharing import Groups
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 # The splits of an array before and after a conversion.
 Conversion: TypeAlias = tuple[Hashable, Hashable]
-# Position of the constant 0, which ends `Prices.conversions`.
+# Position of the constant 0, which ends the prices of conversions.
 _ZERO = -1
 
 
@@ -45,25 +46,46 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prices:
-    """All prices of a problem as flat arrays: those of choices and those of conversions."""
+    """All prices of a problem as flat arrays: those of choices and those of conversions.
 
-    plain: Floats
-    gradient: Floats
+    Attributes:
+        exposed: seconds that nothing can hide.
+        hideable: seconds that hide behind compute where there is enough of it.
+        once: the part of these after the last micro-batch.
+        beside, last: compute of all forward and backward passes, and of the last micro-batch's
+            backward pass.
+    """
+
+    exposed: Floats
+    hideable: Floats
+    once: Floats
     beside: Floats
-    conversions: Floats
+    last: Floats
+    exposed_conversions: Floats
+    hideable_conversions: Floats
+    once_conversions: Floats
 
     @classmethod
     def of(cls, priced: Priced) -> Prices:
-        """The prices of a problem; without overlap, those of gradients are added to the plain
-        ones.
-        """
-        gradient = np.concatenate([node.gradient_s for node in priced.nodes])
-        plain = np.concatenate([node.compute_s + node.communication_s for node in priced.nodes])
+        """The prices of a problem."""
+
+        def choices(prices: Callable[[PricedNode], Floats]) -> Floats:
+            return np.concatenate([prices(node) for node in priced.nodes])
+
+        def conversions(prices: Callable[[PricedEdge], Floats]) -> Floats:
+            return np.concatenate([*(prices(edge).ravel() for edge in priced.edges), [0.0]])
+
         return cls(
-            plain=plain if priced.target.overlap_fraction else plain + gradient,
-            gradient=gradient,
-            beside=np.concatenate([node.beside_s for node in priced.nodes]),
-            conversions=np.concatenate([*(table.seconds.ravel() for table in priced.edges), [0.0]]),
+            exposed=choices(
+                lambda n: n.compute_s + n.communication_s + n.gradient_s - n.hideable_s
+            ),
+            hideable=choices(lambda n: n.hideable_s),
+            once=choices(lambda n: n.once_hideable_s),
+            beside=choices(lambda n: n.beside_s),
+            last=choices(lambda n: n.compute[Phase.BACKWARD] / priced.repeats),
+            exposed_conversions=conversions(lambda e: e.seconds - e.hideable_s),
+            hideable_conversions=conversions(lambda e: e.hideable_s),
+            once_conversions=conversions(lambda e: e.once_hideable_s),
         )
 
 
@@ -75,15 +97,14 @@ class Layout:
         choices: the meaning of columns.
         node_prices: for each column of a choice, the position of its prices in the arrays of
             `Prices` for choices.
-        other_prices: for each other column, the position of its price in `Prices.conversions`.
+        other_prices: for each other column, the position of its price in those of conversions.
         other_shares: the share of this price that each of these columns pays.
         lower, upper: bounds of rows.
         rows, columns, values: coefficients that do not depend on prices.
-        hidden: for conversions that may run beside compute, their columns, the positions of
-            their prices, and the shares of these that they pay.
         groups: flows of several edges that share a conversion.
         overlap_row: the first of the two rows of overlap; -1 without overlap.
-        exposed: position of the exposed part among the columns that are no choices.
+        unhidden: position, among the columns that are no choices, of the time for which
+            collectives that can hide find no compute.
     """
 
     choices: Choices
@@ -95,30 +116,26 @@ class Layout:
     rows: Ints
     columns: Ints
     values: Floats
-    hidden: tuple[Ints, Ints, Floats]
     groups: Groups
     overlap_row: int
-    exposed: int
+    unhidden: int
 
-    def overlap(self, prices: Prices, fraction: float) -> tuple[Ints, Ints, Floats]:
-        """Coefficients of `z >= (1 - fraction) collectives` and `z >= collectives -
-        compute`, of the collectives that run beside compute.
-        """
-        hidden, places, shares = self.hidden
-        columns = np.concatenate((np.arange(len(self.node_prices)), hidden))
-        seconds = np.concatenate(
-            (prices.gradient[self.node_prices], prices.conversions[places] * shares)
-        )
-        some = seconds != 0
-        columns, seconds = columns[some], seconds[some]
-        beside = prices.beside[self.node_prices]
-        hiding = np.flatnonzero(beside)
-        first = self.overlap_row
-        counts = (len(columns), len(columns), len(hiding))
+    def overlap(self, prices: Prices) -> tuple[Floats, Floats]:
+        """Coefficients of all columns in `z >= hideable - beside` and `z >= once - last`."""
+        nodes, others = self.node_prices, self.other_prices
         return (
-            np.repeat([first, first + 1, first + 1], counts),
-            np.concatenate((columns, columns, hiding)),
-            np.concatenate((-(1 - fraction) * seconds, -seconds, beside[hiding])),
+            np.concatenate(
+                (
+                    (prices.beside - prices.hideable)[nodes],
+                    -prices.hideable_conversions[others] * self.other_shares,
+                )
+            ),
+            np.concatenate(
+                (
+                    (prices.last - prices.once)[nodes],
+                    -prices.once_conversions[others] * self.other_shares,
+                )
+            ),
         )
 
 
@@ -131,7 +148,7 @@ class Layouts:
     def of(self, priced: Priced, allowed: Sequence[NDArray[np.bool_]]) -> Layout:
         """The layout of a problem; `allowed[n][k]` is true if node n may take choice k."""
         key = (
-            priced.target.overlap_fraction > 0,
+            priced.target.hides_collectives,
             # Choices, masks and possible conversions determine the layout; prices do not.
             tuple([(node.choices.shape, node.choices.tobytes()) for node in priced.nodes]),
             tuple([mask.tobytes() for mask in allowed]),
@@ -175,7 +192,7 @@ class _Draft:
 
     def __init__(self, priced: Priced, allowed: Sequence[NDArray[np.bool_]]) -> None:
         self.priced = priced
-        self.overlaps = bool(priced.target.overlap_fraction)
+        self.overlaps = priced.target.hides_collectives
         self.kept = [np.flatnonzero(mask) for mask in allowed]
         ends = np.cumsum([0, *(len(kept) for kept in self.kept)])
         self.columns = [np.arange(a, b) for a, b in zip(ends, ends[1:])]
@@ -185,7 +202,6 @@ class _Draft:
         self.entries = _Entries()
         self.prices: list[Ints] = []
         self.shares: list[Floats] = []
-        self.hidden: list[tuple[Ints, Ints, Floats]] = []
         self.single: dict[int, tuple[Ints, Ints, Ints]] = {}
         self.shared: dict[int, dict[Conversion, list[int]]] = {}
         self.places = np.cumsum([0, *(table.seconds.size for table in priced.edges)])
@@ -204,10 +220,10 @@ class _Draft:
                 self.shared[share] = self._add_shared(edges)
         overlap_row = -1
         if self.overlaps:
-            # The exposed part of the collectives beside compute, whose price `build_program` sets.
-            exposed = self._add_columns(np.array([_ZERO]))
+            # Its price is set by `build_program`.
+            unhidden = self._add_columns(np.array([_ZERO]))
             overlap_row = self._add_rows(2, 0.0, np.inf)
-            self.entries.add(overlap_row + np.arange(2), np.repeat(exposed, 2), 1.0)
+            self.entries.add(overlap_row + np.arange(2), np.repeat(unhidden, 2), 1.0)
         starts = np.cumsum([0, *(len(node.choices) for node in self.priced.nodes)])
         rows, columns, values = self.entries.joined()
         none = np.zeros(0, np.int64)
@@ -227,15 +243,10 @@ class _Draft:
             rows=rows,
             columns=columns,
             values=values,
-            hidden=(
-                np.concatenate([*(columns for columns, _, _ in self.hidden), none]),
-                np.concatenate([*(places for _, places, _ in self.hidden), none]),
-                np.concatenate([*(shares for _, _, shares in self.hidden), np.zeros(0)]),
-            ),
             groups=Groups.of(self.shared),
             overlap_row=overlap_row,
             # The last column that was added.
-            exposed=self.num_columns - self.num_integer - 1,
+            unhidden=self.num_columns - self.num_integer - 1,
         )
 
     def _add_columns(self, places: Ints, shares: Floats | None = None) -> Ints:
@@ -254,19 +265,11 @@ class _Draft:
         self.upper += [upper] * count
         return first
 
-    def _is_hidden(self, index: int) -> bool:
-        """True if an edge's conversions may run beside compute."""
-        return self.overlaps and self.priced.graph.edges[index].beside_compute
-
     def _add_single(self, index: int) -> None:
         """Add the flows of an edge whose conversions are its own."""
         sides = self._sides(index)
-        places = sides.places
-        # Conversions beside compute cost nothing by themselves: the two rows of overlap price them.
-        flow = self._add_columns(np.full(len(places), _ZERO) if self._is_hidden(index) else places)
+        flow = self._add_columns(sides.places)
         self.single[index] = (flow, sides.sources[sides.p], sides.targets[sides.q])
-        if self._is_hidden(index):
-            self.hidden.append((flow, places, np.ones(len(places))))
         self._tie(index, sides, flow)
 
     def _add_shared(self, edges: Sequence[int]) -> dict[Conversion, list[int]]:
@@ -293,11 +296,7 @@ class _Draft:
                 column += 1
         places = np.array([price.get(key, _ZERO) for key in keys], np.int64)
         shares = np.array([1 / len(flows[key]) if key in flows else 1.0 for key in keys])
-        hidden = self._is_hidden(edges[0])
-        added = self._add_columns(np.full(len(places), _ZERO) if hidden else places, shares)
-        if hidden:
-            is_costly = places != _ZERO
-            self.hidden.append((added[is_costly], places[is_costly], shares[is_costly]))
+        added = self._add_columns(places, shares)
         ends = np.cumsum([len(sides.places) for sides in by_edge])[:-1]
         for index, sides, flow in zip(edges, by_edge, np.split(added, ends), strict=True):
             self._tie(index, sides, flow)

@@ -3,7 +3,8 @@
 Variables: `x[n, k]`, node n takes choice k; `y[e, p, q]`, edge e converts split p to split q. Flow
 constraints tie `y` to the `x` on both sides: the local-polytope form, whose relaxation is integral
 for most of these problems. Edges that share conversions pay for each once; see `_sharing.py`. With
-an overlapping target, `z` is the part of the collectives beside compute that compute cannot hide.
+an overlapping target, choices and conversions pay what nothing can hide, and `z` is the rest of the
+collectives for which there is not enough compute to hide them.
 Only `x` need be integer; the others then are, too.
 
 Reference: L. Zheng et al., "Alpa", OSDI 2022, section 4 (choices per operator, costs per edge); M.
@@ -137,8 +138,8 @@ def build_program(
     prices = Prices.of(priced)
     program = Program(
         cost=[
-            prices.plain[layout.node_prices],
-            prices.conversions[layout.other_prices] * layout.other_shares,
+            prices.exposed[layout.node_prices],
+            prices.exposed_conversions[layout.other_prices] * layout.other_shares,
         ],
         num_columns=len(layout.node_prices) + len(layout.other_prices),
         lower=list(layout.lower),
@@ -149,18 +150,15 @@ def build_program(
         groups=layout.groups,
     )
     if layout.overlap_row >= 0:
-        rows, columns, values = layout.overlap(prices, priced.target.overlap_fraction)
-        # The solver's tolerances are absolute, and a second is long. The exposed part counts in
+        seconds = layout.overlap(prices)
+        # The solver's tolerances are absolute, and a second is long. What does not hide counts in
         # units of the largest price.
-        unit_s = float(np.abs(values).max(initial=0.0)) or 1.0
-        values = values / unit_s
-        program.cost[1][layout.exposed] = unit_s
-        program.add_entries(rows, columns, values)
-        for row in (layout.overlap_row, layout.overlap_row + 1):
-            mine = rows == row
-            program.global_rows.append(
-                (row, np.bincount(columns[mine], values[mine], program.num_columns).astype(float))
-            )
+        unit_s = float(np.abs(seconds).max(initial=0.0)) or 1.0
+        program.cost[1][layout.unhidden] = unit_s
+        for row, values in enumerate(seconds, layout.overlap_row):
+            columns = np.flatnonzero(values)
+            program.add_entries(np.full(len(columns), row), columns, values[columns] / unit_s)
+            program.global_rows.append((row, values / unit_s))
     _add_exposed_copies(program, layout.choices, priced)
     return program, layout.choices
 

@@ -1,0 +1,67 @@
+"""What runs beside compute, and how much of it: in one program and in a stage of a pipeline."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import aliquot as aq
+from aliquot.cluster import Cluster, Link, LogicalMesh
+from aliquot.cost import evaluate, make_problem, phase_costs, price
+from aliquot.graph import Phase
+
+WIDTH, ROWS, OVERLAP = 256, 512, 0.9
+
+
+def train_step(state, batch):
+    """Two products, one after the other."""
+
+    def loss(params):
+        return jnp.mean((jnp.tanh(batch @ params["first"]) @ params["second"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def priced_step(bandwidth, repeats, sums):
+    """The step on four devices, with the batch split and then the width, or neither at all."""
+    state = {name: jnp.zeros((WIDTH, WIDTH)) for name in ("first", "second")}
+    graph = aq.capture(train_step, state, jnp.zeros((ROWS, WIDTH)))
+    cluster = Cluster.preset("4xH100")
+    device = dataclasses.replace(cluster.device, calibration={"overlap_fraction": OVERLAP})
+    link = Link(latency_s=1e-7, bandwidth_bytes_per_s=bandwidth)
+    cluster = dataclasses.replace(cluster, device=device, intra=link)
+    mesh = LogicalMesh(shape=(4,), axis_names=("x",), cluster=cluster)
+    axes = frozenset({0}) if sums == "gradients" else frozenset()
+    problem = make_problem(graph, cluster, num_micro_batches=repeats)
+    priced = price(problem, mesh, repeats=repeats, data_axes=axes)
+    method = {"gradients": aq.DataParallel(), "activations": aq.TensorParallel(degree=4)}[sums]
+    decision = method.solve(problem)
+    choices = [
+        tuple(n.choices[p]) for n, p in zip(decision.priced.nodes, decision.picks, strict=True)
+    ]
+    picks = [
+        [tuple(c) for c in node.choices].index(choice)
+        for node, choice in zip(priced.nodes, choices, strict=True)
+    ]
+    return priced, np.array(picks), graph
+
+
+@pytest.mark.parametrize("repeats", [1, 8])
+@pytest.mark.parametrize("bandwidth", [1e8, 1e14])
+def test_gradients_that_are_summed_once_hide_behind_the_last_backward_pass(repeats, bandwidth):
+    priced, picks, graph = priced_step(bandwidth, repeats, "gradients")
+    time = evaluate(priced, picks)
+    backward = sum(n.compute[Phase.BACKWARD, k] for n, k in zip(priced.nodes, picks, strict=True))
+    # On slow links all of the last pass hides something, on fast ones all that can be is hidden.
+    can_hide = OVERLAP * time.gradient_s
+    behind_last = min(can_hide, float(backward) / repeats)
+    assert (behind_last < can_hide) == (bandwidth == 1e8)
+    assert time.hidden_s == pytest.approx(behind_last, rel=1e-2)
+    # A stage of a pipeline hides as much.
+    costs = phase_costs(priced, picks, graph)
+    assert costs.gradient_s == pytest.approx(time.gradient_s - behind_last, rel=1e-2)
+    passes = repeats * (costs.forward_s + costs.backward_s) + costs.once_s
+    assert passes == pytest.approx(time.total_s, rel=1e-2)
