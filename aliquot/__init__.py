@@ -47,6 +47,7 @@ _MODULE_OF = {
     "PlanFileError": "core",
     "PlanMismatchError": "core",
     "TimeLimitError": "core",
+    "Checkpoints": "runtime",
     "register_dim_rule": "sharding",
 }
 _FOLDERS = ("cluster", "core", "cost", "graph", "planners", "plans", "runtime", "sharding", "zoo")

@@ -46,6 +46,7 @@ from .planners import Zero2Parallel as Zero2Parallel
 from .planners import Zero3Parallel as Zero3Parallel
 from .planners import plan_chain as plan_chain
 from .plans import Plan as Plan
+from .runtime import Checkpoints as Checkpoints
 from .sharding import register_dim_rule as register_dim_rule
 
 __version__: str

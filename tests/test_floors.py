@@ -40,7 +40,7 @@ FLOORS = {
 ROOMS = {
     "sharding": ("micro_batches", "programs"),
     "cost": ("memory",),
-    "runtime": ("transport", "compiled", "spmd", "pipeline"),
+    "runtime": ("transport", "compiled", "spmd", "pipeline", "checkpoints"),
 }
 
 # Where a library that not everybody has, or that may change under us, can be imported.
@@ -50,7 +50,8 @@ CONFINED = {
     "matplotlib": ("report/",),
     "equinox": (),
     "ray": ("runtime/_ray.py",),
-    "orbax": ("runtime/transport/_state.py",),
+    "orbax": ("runtime/checkpoints/",),
+    "tensorstore": ("runtime/checkpoints/",),
     "jax._src": ("graph/_jax_compat.py",),
     "jaxlib": ("graph/_jax_compat.py",),
     "typer": ("cli/",),

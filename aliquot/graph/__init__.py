@@ -3,6 +3,7 @@
 from . import rules as rules
 from ._alone import LoneOperator as LoneOperator
 from ._alone import Shape as Shape
+from ._calling import Calling as Calling
 from ._calling import FlatCall as FlatCall
 from ._calling import calling_of as calling_of
 from ._calling import path_parts as path_parts

@@ -225,6 +225,11 @@ class Calling:
         self.out_paths = tuple(paths)
         return arrays
 
+    def arguments(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """The arguments of the example call with other arrays, by name; NNX objects are new."""
+        values, _ = _rebuild(self.call, self.names, self.modules, leaves)
+        return dict(zip(self.names, values, strict=True))
+
     def finish(self, outputs: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Flat results to the user's result; NNX objects among the arguments take their new
         state.

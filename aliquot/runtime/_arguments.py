@@ -72,7 +72,7 @@ class Arguments:
         for item, leaf, (shape, dtype) in zip(self._graph.inputs, leaves, self.types, strict=True):
             path = item.path
             # JAX converts 64-bit NumPy arrays to 32 bits, unless its 64-bit types are enabled.
-            if leaf.dtype != dtype and _canonical(leaf.dtype) != dtype:
+            if leaf.dtype != dtype and canonical(leaf.dtype) != dtype:
                 wrong.append(f"{path} is {leaf.dtype}, planned {dtype}")
             if tuple(leaf.shape) != shape and not (self._takes_parts and _may_be_part(leaf, shape)):
                 wrong.append(f"{path} is {tuple(leaf.shape)}, planned {shape}")
@@ -93,7 +93,7 @@ class Arguments:
                 " programs on several devices; call it outside, or plan the function around it."
             )
         gone = [
-            i.path for i, leaf in zip(self._graph.inputs, leaves, strict=True) if _is_deleted(leaf)
+            i.path for i, leaf in zip(self._graph.inputs, leaves, strict=True) if is_deleted(leaf)
         ]
         if gone:
             more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
@@ -121,19 +121,20 @@ def types_of(graph: Graph) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def _type_of(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    return tuple(leaf.shape), _canonical(leaf.dtype)
+    return tuple(leaf.shape), canonical(leaf.dtype)
 
 
-def _canonical(dtype: Any) -> Any:
-    # Random keys have dtypes of their own, which are not canonicalised.
+def canonical(dtype: Any) -> Any:
+    """The dtype that JAX makes of one; random keys have dtypes of their own, which stay."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
-def _is_deleted(leaf: Any) -> bool:
+def is_deleted(leaf: Any) -> bool:
+    """True if a call has donated an array."""
     if isinstance(leaf, PiecedArray):
-        return any(map(_is_deleted, leaf.pieces))
+        return any(map(is_deleted, leaf.pieces))
     # A tracer has no buffer that could be deleted.
     return (
         isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()

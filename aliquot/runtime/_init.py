@@ -15,6 +15,7 @@ from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_unf
 from ..core import CaptureError, PlanMismatchError
 from ..graph import SplitGraph, calling_of, capture, evaluate, plain_context, split_rows
 from ..plans import ArrayInterface, Plan
+from ._state_call import argument_of, by_argument
 from .transport import Rows, agree_on_init, joined, stub
 
 _NOTHING = np.zeros((), np.int32)
@@ -208,10 +209,7 @@ def _places(
     which gives its arrays the paths by which `places` knows them.
     """
     result = _rebuild(kept, shapes)
-    stateful = _state_arguments(arrays)
-    several = len(stateful) > 1 and isinstance(result, tuple) and len(result) == len(stateful)
-    parts = list(result) if several else [result]
-    given = dict(zip(stateful[: len(parts)], parts, strict=True))
+    given = by_argument(arrays, result)
     call = calling_of(fn, (), given).call
     inputs = {i.path: i for i in arrays if argument_of(i.path) in given}
     problems = []
@@ -246,14 +244,3 @@ def _places(
             " step."
         )
     return [rows_of[id(leaf)] for leaf in shapes]
-
-
-def argument_of(path: str) -> str:
-    """The name of the argument that a path begins with."""
-    return path.split(".")[0].split("[")[0]
-
-
-def _state_arguments(inputs: Sequence[ArrayInterface]) -> list[str]:
-    """Arguments of the step that hold anything but a batch, in order."""
-    held = ("parameter", "optimizer_state", "state")
-    return list(dict.fromkeys(argument_of(i.path) for i in inputs if i.role in held))

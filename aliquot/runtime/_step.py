@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core import InputError
 from ..cost import PlannedStep
 from ..graph import memory_kind, plain_context
-from ..plans import Plan, Trace, headline, require_busy_processes, unranged
+from ..plans import ArrayInterface, Plan, Trace, headline, require_busy_processes, unranged
 from ._arguments import Arguments
 from ._check import StepCheck, check_numbers, compare, plain_results
 from ._init import init_state
@@ -20,6 +21,8 @@ from ._pipeline_runner import PipelineRunner
 from ._program_runner import ProgramRunner
 from ._runner import AbstractRunner
 from ._same_calls import remember
+from ._state_call import StateCall, argument_of, name_of, state_arguments, state_call
+from .checkpoints import SavedArray
 from .compiled import Stats
 from .spmd import make_mesh
 from .transport import local_part, places_of, spans_processes
@@ -146,7 +149,7 @@ class Step:
         shared = self._plan is not None and spans_processes(
             [d for mesh in self.meshes for d in mesh.devices.flat]
         )
-        inputs = self._runner.interface if self._runner is not None else self.plan.inputs
+        inputs = self._interface()
         state = init_state(
             self._fn,
             inputs,
@@ -159,6 +162,85 @@ class Step:
         if shared:
             remember(self, jax.tree.leaves(state))
         return state
+
+    def save(
+        self,
+        state: Any,
+        folder: str | os.PathLike[str],
+        *,
+        number: int = 0,
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save a state as a checkpoint, and wait for it. Within a training run use `Checkpoints`,
+        which does not wait.
+
+        Args:
+            state: the step's state argument, or a tuple of several in order.
+            folder: holds the checkpoint under its number, and perhaps others.
+            number: a checkpoint of this number is replaced.
+            meta: plain data to be kept with it.
+
+        Raises:
+            InputError: it cannot be written, or is not the step's state.
+        """
+        from ._checkpoints import Checkpoints
+
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.save(self, state, number, meta=meta, force=True)
+
+    def restore(self, folder: str | os.PathLike[str], number: int | None = None) -> Any:
+        """The state of a checkpoint, under this step's plan, whatever plan it was saved under.
+
+        Each process reads what its devices need. The step must have been called, or prepared with
+        shapes.
+
+        Args:
+            folder: as for `save`.
+            number: of the checkpoint; by default the newest.
+
+        Raises:
+            InputError: there is none, it is incomplete, or it is of another state: then it lists
+                both shapes of the first arrays that differ.
+        """
+        from ._checkpoints import Checkpoints
+
+        with Checkpoints(folder) as checkpoints:
+            restored = checkpoints.restore(self, number)
+        if restored is None:
+            raise InputError(f"there is no checkpoint in {os.fspath(folder)!r}.")
+        return restored.state
+
+    def flat_state(self, state: Any = None) -> StateCall:
+        """The arrays of a state, with their places; by default the shapes that the step takes.
+
+        Raises:
+            InputError: without a state, and neither a call nor `prepare` came before.
+        """
+        if state is not None:
+            return state_call(self._fn, self._interface(), state)
+        calling = self._require_traced("restore()")[0].graph.calling
+        example = calling.arguments(calling.call.leaves)
+        names = state_arguments(self._interface())
+        state = tuple(example[name] for name in names)
+        return state_call(self._fn, self._interface(), state if len(names) > 1 else state[0])
+
+    def state_arrays(self) -> list[SavedArray]:
+        """The arrays of the step's state as a checkpoint lists them."""
+        names = state_arguments(self._interface())
+        return [
+            SavedArray(path=name_of(item.path, names), shape=item.shape, dtype=item.dtype)
+            for item in self._interface()
+            if argument_of(item.path) in names
+        ]
+
+    def remember(self, state: Any) -> None:
+        """Note a state that this process has made as the others have, so that they need not compare
+        it.
+        """
+        remember(self, jax.tree.leaves(state))
+
+    def _interface(self) -> Sequence[ArrayInterface]:
+        return self._runner.interface if self._runner is not None else self.plan.inputs
 
     def prepare(self, *args: Any, **kwargs: Any) -> Step:
         """Trace and, if it has no plan yet, plan the step for these arguments (arrays or shapes),

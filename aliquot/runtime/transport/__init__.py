@@ -2,11 +2,15 @@
 and watch each other.
 """
 
+from ._agreement import Rendezvous as Rendezvous
 from ._agreement import exchange as exchange
 from ._agreement import spans_processes as spans_processes
 from ._arrays import is_key as is_key
+from ._arrays import keys_from as keys_from
 from ._arrays import struct as struct
 from ._arrays import stub as stub
+from ._arrays import words as words
+from ._arrays import words_of as words_of
 from ._calls import Call as Call
 from ._comparison import agree_on_arrays as agree_on_arrays
 from ._comparison import agree_on_init as agree_on_init

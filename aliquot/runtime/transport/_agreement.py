@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 from ._messages import Value
 from ._secret import digest, known_secret
-from ._service import exchange_by
+from ._service import exchange_by, exchange_under
 from ._watchdog import watched
 
 
@@ -35,3 +36,25 @@ def exchange(value: Value, kind: type[Value]) -> list[Value]:
 def spans_processes(devices: Iterable[Any]) -> bool:
     """True if devices belong to several processes."""
     return len({device.process_index for device in devices}) > 1
+
+
+class Rendezvous:
+    """Exchanges among all processes that do not mix with those of `exchange` or of another
+    `Rendezvous`, and so may happen in a thread of their own.
+
+    Args:
+        name: the same in all processes; no two objects of a run share one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._numbers = name, itertools.count(1)
+
+    def exchange(self, value: Value, kind: type[Value], timeout_s: float) -> list[Value]:
+        """The value that each process passes, in order of the processes; see `exchange`.
+
+        Raises:
+            ConnectionError: a process does not come in time.
+        """
+        peers = watched()
+        key = peers.key if peers is not None else digest(known_secret() or b"", "exchange")
+        return exchange_under(key, f"{self._name}, {next(self._numbers)}", value, kind, timeout_s)

@@ -39,9 +39,10 @@ def words_of(described: Any) -> Any:
     words = jax.eval_shape(
         jax.random.key_data, jax.ShapeDtypeStruct(described.shape, described.dtype)
     )
-    return struct(
-        words.shape, words.dtype, NamedSharding(described.sharding.mesh, described.sharding.spec)
-    )
+    sharding = described.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, sharding.spec)
+    return struct(words.shape, words.dtype, sharding)
 
 
 def words(array: Any) -> Any:

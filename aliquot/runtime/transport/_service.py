@@ -23,17 +23,24 @@ _WAIT_S = 24 * 3600
 
 def exchange_by(key: bytes, value: Value, kind: type[Value]) -> list[Value]:
     """See `exchange`."""
+    if coordination_client() is None:
+        return [value]
+    # Numbered, as all processes call it in the same order.
+    return exchange_under(key, f"exchange {next(_numbers())}", value, kind, _WAIT_S)
+
+
+def exchange_under(
+    key: bytes, name: str, value: Value, kind: type[Value], timeout_s: float
+) -> list[Value]:
+    """The value that each process passes under a name, which is used once."""
     joined = coordination_client()
     if joined is None:
         return [value]
     _, _, process, count = joined
-    # Numbered, as all processes call it in the same order.
-    number = next(_numbers())
-    leave_value(key, f"exchange {number} of {count}, process {process}", value)
-    deadline = time.monotonic() + _WAIT_S
+    leave_value(key, f"{name} of {count}, process {process}", value)
+    deadline = time.monotonic() + timeout_s
     return [
-        find_value(key, f"exchange {number} of {count}, process {k}", kind, deadline)
-        for k in range(count)
+        find_value(key, f"{name} of {count}, process {k}", kind, deadline) for k in range(count)
     ]
 
 

@@ -1,0 +1,474 @@
+"""Checkpoints of a step's state: saved in the background, restored under any plan."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from ..core import InputError, listing
+from ._arguments import canonical, is_deleted
+from ._state_call import PlainState, StateCall, plain_state
+from ._step import Step
+from .checkpoints import (
+    FORMAT,
+    NewerError,
+    Record,
+    SavedArray,
+    Target,
+    as_json,
+    differences,
+    known,
+    leaf_of,
+    load_orbax,
+    missing_parts,
+    numbers,
+    read_record,
+    reason,
+    unfinished,
+)
+from .transport import PiecedArray, Rows, exchange, places_of, struct
+
+_PROBE = ".writable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A checkpoint that was read.
+
+    Attributes:
+        state: as the step takes it.
+        number: of the checkpoint.
+        meta: what the caller saved with it.
+        skipped: one sentence for each newer checkpoint that is not complete.
+        read_bytes: what this process has read.
+    """
+
+    state: Any
+    number: int
+    meta: dict[str, Any]
+    skipped: tuple[str, ...] = ()
+    read_bytes: int = 0
+
+
+class Checkpoints:
+    """Checkpoints in one folder. A checkpoint holds each array of the state as the user knows it,
+    whatever plan and however many processes wrote it, and is restored under any other.
+
+    With several processes all must make the same calls. Nothing is touched before the first one.
+    Use it in a `with` statement, or call `close` at the end.
+
+        with aq.Checkpoints("run/checkpoints", every=100, keep=3) as checkpoints:
+            restored = checkpoints.restore(step)
+            first = restored.number if restored else 0
+            state = restored.state if restored else step.init(init, key)
+            for number in range(first, 1000):
+                state, metrics = step(state, batch_at(number))
+                checkpoints.save(step, state, number + 1)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        keep: int | None = None,
+        on_error: Callable[[str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            folder: is made if need be, within one that exists.
+            every: `save` skips numbers that this does not divide.
+            keep: how many checkpoints stay, the newest; all if None.
+            on_error: is told why a checkpoint could not be saved, and the run goes on; `close`
+                raises nevertheless if the last one is missing. Without it, the next call raises.
+        """
+        if every < 1 or (keep is not None and keep < 1):
+            raise InputError(f"every and keep must be at least 1, got every={every}, keep={keep}.")
+        self._folder = Path(os.path.abspath(folder))
+        self._every, self._keep, self._on_error = every, keep, on_error
+        self._manager: Any = None
+        self._pending: int | None = None
+        self._failed: str | None = None
+        self.failures: tuple[str, ...] = ()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # The error that ends the block is the one to be seen.
+        with contextlib.suppress(*(() if error is None else (InputError,))):
+            self.close()
+
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+        return self._folder
+
+    def numbers(self) -> tuple[int, ...]:
+        """The complete checkpoints, ascending. Waits for one that is being written."""
+        self.wait()
+        return tuple(numbers(self._folder))
+
+    def unfinished(self) -> tuple[str, ...]:
+        """Names of checkpoints whose writing was broken off. The next save removes them."""
+        self.wait()
+        return tuple(unfinished(self._folder))
+
+    def record(self, number: int) -> Record:
+        """What a checkpoint says of itself. Raises `InputError` if there is none of that number."""
+        self._require(number, numbers(self._folder))
+        return read_record(self._folder, number)
+
+    def save(
+        self,
+        step: Step | None,
+        state: Any,
+        number: int,
+        *,
+        meta: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Save a state in the background. Returns once its arrays are copied to the host, so that
+        the next step may replace them; waits for an earlier save first.
+
+        Args:
+            step: whose state it is. None for any tree of arrays.
+            state: as `step` takes it; its state argument, or a tuple of several.
+            number: by which it is restored, mostly of the next step. One that exists is replaced.
+            meta: plain data to be kept with it, such as the position in the training data.
+            force: save a number that `every` does not divide.
+
+        Returns:
+            Whether saving began.
+
+        Raises:
+            InputError: it could not be saved, or an earlier save has failed since the last call
+                (see `on_error`); there are later checkpoints, see `drop_later`; the state is not
+                that of the step, or gone; `meta` is no JSON.
+        """
+        if number < 0:
+            raise InputError(f"A checkpoint's number must not be negative, got {number}.")
+        if not force and number % self._every:
+            return False
+        flat = plain_state(state) if step is None else step.flat_state(state)
+        _require_there(flat)
+        leaves = flat.leaves if step is None else tuple(map(_as_step_takes_it, flat.leaves))
+        arrays = tuple(map(_saved, flat.names, leaves))
+        if step is not None:
+            _require_whole(step, arrays)
+        plain = _plain(meta)
+        self.wait()
+        if self._cannot_write(number):
+            return False
+        later = [n for n in self._agreed_numbers() if n > number]
+        if later:
+            raise InputError(
+                f"cannot save checkpoint {number}: {str(self._folder)!r} holds later ones"
+                f" ({', '.join(map(str, later))}), which would be restored instead of it. Remove"
+                f" them with checkpoints.drop_later({number}), or save to another folder."
+            )
+        stored = [leaf_of(leaf, turn) for turn, leaf in enumerate(leaves)]
+        record = Record(
+            format=FORMAT,
+            number=number,
+            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=_versions(),
+            processes=jax.process_count(),
+            writers=tuple(sorted(set().union(*(leaf.writers for leaf in stored)))),
+            arrays=arrays,
+            meta=plain,
+        )
+        try:
+            if self._manager is None:
+                self._manager = load_orbax().Manager(self._folder, self._keep)
+            self._manager.save(number, flat.tree(stored), as_json(record))
+        except (OSError, ValueError, RuntimeError) as error:
+            self._fail(number, error)
+            return False
+        self._pending = number
+        return True
+
+    def wait(self) -> None:
+        """Until nothing is being written.
+
+        Raises:
+            InputError: what was being written could not be, unless `on_error` is told instead.
+        """
+        if self._pending is None:
+            return
+        number, self._pending = self._pending, None
+        try:
+            self._manager.wait()
+        except Exception as error:
+            # Whatever Orbax's threads met, a checkpoint is missing.
+            self._fail(number, error)
+        else:
+            self._failed = None
+
+    def close(self) -> None:
+        """Wait, and end the threads that write.
+
+        Raises:
+            InputError: the last checkpoint could not be saved.
+        """
+        self.wait()
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise InputError(f"the last checkpoint is missing: {failed}")
+
+    def restore(self, into: Step | Any = None, number: int | None = None) -> Restored | None:
+        """The newest complete checkpoint, or that of a number.
+
+        Args:
+            into: the step whose state it becomes, called or prepared before: each process reads
+                what its devices need. Or a tree of arrays or shapes: arrays get their `sharding`;
+                those without one come as arrays of NumPy. None for arrays of NumPy in dicts and
+                lists, with random keys as their words.
+
+        Returns:
+            The checkpoint, or None if there is none yet and no number was asked for.
+
+        Raises:
+            InputError: there is none of this number, or it is of another state; it lists both
+                shapes of the first arrays that differ. It was written by a newer release, or is
+                not complete.
+        """
+        self.wait()
+        record, skipped = self._choose(number)
+        if record is None:
+            return None
+        if into is None:
+            state, read_bytes = self._read(record, None)
+        else:
+            state, read_bytes = self._read_into(record, into)
+        return Restored(
+            state=state,
+            number=record.number,
+            meta=record.meta,
+            skipped=skipped,
+            read_bytes=read_bytes,
+        )
+
+    def drop_later(self, number: int) -> tuple[int, ...]:
+        """Remove the checkpoints after a number, from which a run was taken back to that one.
+
+        Returns:
+            The numbers that were removed.
+        """
+        self.wait()
+        later = tuple(n for n in self._agreed_numbers() if n > number)
+        if later and self._manager is None:
+            self._manager = load_orbax().Manager(self._folder, self._keep)
+        for n in later:
+            self._manager.delete(n)
+        return later
+
+    def _read_into(self, record: Record, into: Any) -> tuple[Any, int]:
+        """The arrays of a checkpoint for a step, or in a tree. Raises `InputError` if it needs
+        others.
+        """
+        if isinstance(into, Step):
+            flat: StateCall | PlainState = into.flat_state()
+            places = places_of(into.shardings)
+            targets = [
+                Target(
+                    described=struct(leaf.shape, canonical(leaf.dtype), None), places=places[path]
+                )
+                for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+            ]
+        else:
+            flat = plain_state(into)
+            targets = list(map(_target, flat.leaves))
+        wanted = map(_saved, flat.names, [target.described for target in targets])
+        differing = differences(record.arrays, wanted)
+        if differing:
+            raise InputError(
+                listing(
+                    f"checkpoint {record.number} in {str(self._folder)!r} is of another state",
+                    differing,
+                    "Restore it into the model that it was saved from, or choose another folder.",
+                )
+            )
+        tree, read_bytes = self._read(record, flat.tree(targets))
+        # A tree has its arrays in another order than the step's arguments, as dicts are sorted.
+        order = jax.tree.leaves(flat.tree(range(len(targets))))
+        arrays = dict(zip(order, jax.tree.leaves(tree), strict=True))
+        state = flat.value([arrays[k] for k in range(len(targets))])
+        if isinstance(into, Step):
+            into.remember(state)
+        return state, read_bytes
+
+    def _read(self, record: Record, wanted: Any) -> tuple[Any, int]:
+        """The arrays of a checkpoint. Raises `InputError` if they cannot be read."""
+        try:
+            read: tuple[Any, int] = load_orbax().read_tree(self._folder, record.number, wanted)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"checkpoint {record.number} in {str(self._folder)!r} cannot be read:"
+                f" {reason(error)}. {known(self._folder, numbers(self._folder))}: restore another"
+                " one by its number."
+            ) from error
+        return read
+
+    def _choose(self, number: int | None) -> tuple[Record | None, tuple[str, ...]]:
+        """The record of the checkpoint to be restored, and why newer ones are not."""
+        found = self._agreed_numbers()
+        if number is not None:
+            self._require(number, found)
+            record = read_record(self._folder, number)
+            missing = missing_parts(self._folder, record)
+            if missing:
+                raise InputError(_incomplete(self._folder, number, missing))
+            return record, ()
+        skipped = [
+            f"{name} in {str(self._folder)!r} was not written to its end, and is skipped."
+            for name in unfinished(self._folder)
+            if not found or int(name.split(".")[0]) > found[-1]
+        ]
+        for candidate in reversed(found):
+            try:
+                record = read_record(self._folder, candidate)
+            except NewerError:
+                raise
+            except InputError as error:
+                skipped.append(f"{error} It is skipped.")
+                continue
+            missing = missing_parts(self._folder, record)
+            if not missing:
+                return record, tuple(skipped)
+            skipped.append(f"{_incomplete(self._folder, candidate, missing)} It is skipped.")
+        if found:
+            raise InputError(listing("no checkpoint can be restored", skipped))
+        return None, tuple(skipped)
+
+    def _agreed_numbers(self) -> list[int]:
+        """The complete checkpoints as process 0 sees them, in every process."""
+        found, fault = [], ""
+        if jax.process_index() == 0:
+            try:
+                found = numbers(self._folder)
+            except InputError as error:
+                fault = str(error)
+        found, fault = exchange((found, fault), tuple[list[int], str])[0]
+        if fault:
+            raise InputError(fault)
+        return found
+
+    def _require(self, number: int, found: Sequence[int]) -> None:
+        if number not in found:
+            raise InputError(f"there is no checkpoint {number}: {known(self._folder, found)}.")
+
+    def _cannot_write(self, number: int) -> bool:
+        """True, with a failure, if nothing can be written into the folder, which is made."""
+        fault = ""
+        if jax.process_index() == 0:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                probe = self._folder / _PROBE
+                probe.write_bytes(bytes(4096))
+                probe.unlink()
+            except FileExistsError:
+                fault = "it is a file"
+            except OSError as error:
+                fault = reason(error)
+        fault = exchange(fault, str)[0]
+        if fault:
+            self._fail(number, OSError(fault))
+        return bool(fault)
+
+    def _fail(self, number: int, error: Exception) -> None:
+        """Keep a failure, and tell it. Raises `InputError` if nobody else is told."""
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.drop()
+        text = f"cannot save checkpoint {number} in {str(self._folder)!r}: {reason(error)}."
+        self.failures, self._failed = (*self.failures, text), text
+        if self._on_error is None:
+            self._failed = None
+            raise InputError(
+                f"{text} Free space or choose another folder; the checkpoints that were complete"
+                " are still there."
+            ) from error
+        self._on_error(text)
+
+
+def _require_there(flat: StateCall | PlainState) -> None:
+    """Raises `InputError` for arrays that a call has donated."""
+    gone = [name for name, leaf in zip(flat.names, flat.leaves, strict=True) if is_deleted(leaf)]
+    if gone:
+        raise InputError(
+            f"cannot save a state that no longer exists: a call has replaced"
+            f" {', '.join(gone[:3])}{', ...' * (len(gone) > 3)}. Save the state that the last call"
+            " returned."
+        )
+    if not flat.leaves:
+        raise InputError("there is nothing to save: the state holds no array.")
+
+
+def _require_whole(step: Step, arrays: Sequence[SavedArray]) -> None:
+    """Raises `InputError` if a state is not what a step takes."""
+    differing = differences(arrays, step.state_arrays())
+    if differing:
+        swapped = [line.replace("in the checkpoint", "in this state") for line in differing]
+        raise InputError(
+            listing(
+                f"cannot save a state that {step.__name__} does not take",
+                swapped,
+                "Pass its state argument, or a tuple of several in order.",
+            )
+        )
+
+
+def _saved(name: str, leaf: Any) -> SavedArray:
+    return SavedArray(path=name, shape=tuple(leaf.shape), dtype=str(leaf.dtype))
+
+
+def _as_step_takes_it(leaf: Any) -> Any:
+    """An array of the host in the precision in which the step takes it."""
+    return leaf if isinstance(leaf, jax.Array | PiecedArray) else leaf.astype(canonical(leaf.dtype))
+
+
+def _target(leaf: Any) -> Target:
+    """An array of a tree: with its sharding, if it has one, and else of NumPy."""
+    sharding = getattr(leaf, "sharding", None)
+    described = struct(leaf.shape, leaf.dtype, None)
+    return Target(described=described, places=() if sharding is None else (Rows(sharding),))
+
+
+def _incomplete(folder: Path, number: int, missing: Sequence[str]) -> str:
+    return f"checkpoint {number} in {str(folder)!r} is not complete: {missing[0]} is missing."
+
+
+def _plain(meta: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The caller's data as JSON gives them back. Raises `InputError` if it cannot."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(meta or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"the meta of a checkpoint must be plain data, as JSON holds it: {error}."
+        ) from error
+    return plain
+
+
+def _versions() -> dict[str, str]:
+    packages = ("aliquot", "jax", "orbax-checkpoint")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}

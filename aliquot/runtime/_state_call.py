@@ -1,0 +1,140 @@
+"""A step's state, flat: its arrays with their places, and the way back to the user's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.tree_util import tree_flatten_with_path, tree_unflatten
+
+from ..core import InputError, listing
+from ..graph import Calling, FlatCall, calling_of, path_parts
+from ..plans import ArrayInterface
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCall:
+    """A state as if the step were called with nothing else.
+
+    Attributes:
+        call: the flat call: the arrays of the state and their paths in the step's arguments.
+        calling: its calling convention.
+    """
+
+    call: FlatCall
+    calling: Calling
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        """The arrays."""
+        return self.call.leaves
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Place of each array in the step's arguments."""
+        return self.call.paths
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Place of each array in the state: without the argument's name if there is only one."""
+        return tuple(name_of(path, self.calling.names) for path in self.call.paths)
+
+    def tree(self, leaves: Sequence[Any]) -> Any:
+        """Something for each array, in a tree that holds nothing else: what is no array is None,
+        and NNX objects are dicts. Of several arguments, a dict by their names.
+        """
+        flat = list(leaves)
+        for position, _ in self.call.statics:
+            flat.insert(position, None)
+        names = [name for name in self.calling.names if name not in self.calling.modules]
+        arguments: dict[str, Any] = {}
+        for k, tree in enumerate(self.call.trees):
+            part = tree_unflatten(tree, flat[: tree.num_leaves])
+            del flat[: tree.num_leaves]
+            # The last tree is that of all NNX objects, by the names of their arguments.
+            arguments |= {names[k]: part} if k < len(names) else part
+        return arguments if len(arguments) > 1 else next(iter(arguments.values()))
+
+    def value(self, leaves: Sequence[Any]) -> Any:
+        """The user's state with these arrays: the step's state argument, or a tuple of several."""
+        arguments = tuple(self.calling.arguments(leaves).values())
+        return arguments if len(arguments) > 1 else arguments[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainState:
+    """A tree of arrays that belongs to no step; as `StateCall`."""
+
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    structure: Any
+
+    def tree(self, leaves: Sequence[Any]) -> Any:
+        """Something for each array, in the user's tree."""
+        return tree_unflatten(self.structure, leaves)
+
+    value = tree
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The same as `names`."""
+        return self.names
+
+
+def plain_state(state: Any) -> PlainState:
+    """A tree of arrays and numbers. Raises `InputError` for other leaves."""
+    pairs, structure = tree_flatten_with_path(state)
+    names = tuple("".join(path_parts(keys)).removeprefix(".") or "state" for keys, _ in pairs)
+    others = [
+        f"{name} is a {type(leaf).__name__}"
+        for name, (_, leaf) in zip(names, pairs, strict=True)
+        if not isinstance(leaf, int | float) and not hasattr(leaf, "dtype")
+    ]
+    if others:
+        raise InputError(
+            listing("a checkpoint holds arrays and numbers", others, "Save the rest as its `meta`.")
+        )
+    leaves = tuple(leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for _, leaf in pairs)
+    return PlainState(names=names, leaves=leaves, structure=structure)
+
+
+def state_call(fn: Callable[..., Any], inputs: Sequence[ArrayInterface], state: Any) -> StateCall:
+    """A state of a step: its state argument, or a tuple of several in order.
+
+    Args:
+        inputs: the step's.
+    """
+    calling = calling_of(fn, (), by_argument(inputs, state))
+    return StateCall(call=calling.flatten((), by_argument(inputs, state)), calling=calling)
+
+
+def by_argument(inputs: Sequence[ArrayInterface], state: Any) -> dict[str, Any]:
+    """A state by the names of the step's arguments: of its state argument, or of several whose
+    tuple it is.
+    """
+    stateful = state_arguments(inputs)
+    several = len(stateful) > 1 and isinstance(state, tuple) and len(state) == len(stateful)
+    parts = list(state) if several else [state]
+    return dict(zip(stateful[: len(parts)], parts, strict=True))
+
+
+def argument_of(path: str) -> str:
+    """The name of the argument that a path begins with."""
+    return path.split(".")[0].split("[")[0]
+
+
+def state_arguments(inputs: Sequence[ArrayInterface]) -> list[str]:
+    """Arguments of the step that hold anything but a batch, in order."""
+    held = ("parameter", "optimizer_state", "state")
+    return list(dict.fromkeys(argument_of(i.path) for i in inputs if i.role in held))
+
+
+def name_of(path: str, arguments: Sequence[str]) -> str:
+    """Place of an array in the state, which consists of these arguments: without the argument's
+    name if there is only one.
+    """
+    if len(arguments) > 1:
+        return path
+    return path.removeprefix(arguments[0]).removeprefix(".") or path

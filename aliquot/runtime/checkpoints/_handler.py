@@ -1,0 +1,195 @@
+"""How Orbax writes and reads one leaf of ours.
+
+Orbax's own handler refuses arrays that lie on one process alone while there are several, and knows
+no arrays in pieces. This one, added by Orbax's interface for types of one's own, writes each as a
+plain array, so that what it wrote is read by Orbax's own handler as well. Asynchronous writing,
+atomic ends, numbers and metadata are Orbax's.
+
+Only this file and `_orbax.py` import Orbax.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from jax.sharding import SingleDeviceSharding
+from numpy.typing import NDArray
+
+from ..transport import PiecedArray, Rows, keys_from, stub, words_of
+from ._leaves import Block, Leaf, Target, devices_by_block
+from ._record import reason
+
+
+@dataclasses.dataclass
+class Wanted(ocp.RestoreArgs):  # type: ignore[misc]
+    """How one array is to be restored, as Orbax passes it on."""
+
+    target: Target | None = None
+
+
+class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
+    """Writes each leaf from the processes that hold it, and reads for each process its own blocks.
+
+    Attributes:
+        read_bytes: what this process has read so far, as arrays in memory.
+        failure: why it could not write, if it could not.
+    """
+
+    def __init__(self) -> None:
+        self.read_bytes, self.failure = 0, ""
+
+    def typestr(self) -> str:
+        """The name of JAX's own arrays, so that Orbax reads them without this handler."""
+        return "jax.Array"
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        """As Orbax's own handler gives it."""
+        plain = ocp.type_handlers.get_type_handler(jax.Array)
+        found: Sequence[Any] = await plain.metadata(infos)
+        return found
+
+    async def serialize(
+        self, values: Sequence[Leaf], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        """Copy what this process holds to the host, and write it in the background."""
+        for leaf in values:
+            for _, data in leaf.blocks:
+                if isinstance(data, jax.Array):
+                    data.copy_to_host_async()
+        copied = [[(block, _host_copy(data)) for block, data in leaf.blocks] for leaf in values]
+        writing = self._write(values, infos, copied)
+        return [ocp.future.CommitFutureAwaitingContractedSignals(writing, name="aliquot_leaves")]
+
+    async def _write(
+        self,
+        values: Sequence[Leaf],
+        infos: Sequence[Any],
+        copied: Sequence[Sequence[tuple[Block, NDArray[Any]]]],
+    ) -> None:
+        # With one transaction all chunks come into one file.
+        transaction = ts.Transaction(atomic=True)
+        try:
+            await asyncio.gather(
+                *(
+                    _write_one(leaf, info, blocks, transaction)
+                    for leaf, info, blocks in zip(values, infos, copied, strict=True)
+                    if blocks
+                )
+            )
+            await transaction.commit_async()
+        except Exception as error:
+            self.failure = reason(error)
+            raise
+
+    async def deserialize(
+        self, infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        """The arrays as `Wanted` says."""
+        found: Sequence[Any] = await asyncio.gather(
+            *(self._read(info, arg) for info, arg in zip(infos, args or (), strict=True))
+        )
+        return found
+
+    async def _read(self, info: Any, wanted: Any) -> Any:
+        spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
+        stored = await ts.open(ts.Spec(spec), open=True, read=True, context=info.ts_context)
+        target = wanted.target if isinstance(wanted, Wanted) else None
+        if target is None or not target.places:
+            return await self._take(stored, ())
+        pieces = []
+        for rows in target.places:
+            piece = _rows_of(target.described, rows)
+            plain = words_of(piece)
+            blocks = devices_by_block(plain.sharding, plain.shape, local=True)
+            parts = await asyncio.gather(
+                *(self._take(stored, _shifted(block, rows.start)) for block in blocks)
+            )
+            array = _assembled(plain, zip(blocks.values(), parts, strict=True))
+            pieces.append(
+                keys_from(array, piece)
+                if blocks
+                else stub(piece.shape, piece.sharding, piece.dtype)
+            )
+        return pieces[0] if target.places[0].stop is None else PiecedArray(pieces)
+
+    async def _take(self, stored: Any, block: Block) -> NDArray[Any]:
+        part = stored[tuple(slice(*ends) for ends in block)] if block else stored
+        host: NDArray[Any] = await part.read()
+        self.read_bytes += host.nbytes
+        return host
+
+
+def _host_copy(data: Any) -> NDArray[Any]:
+    """The numbers as they are now: on CPUs `np.asarray` shares memory that the next step may
+    overwrite.
+    """
+    shares = not isinstance(data, jax.Array) or next(iter(data.devices())).platform == "cpu"
+    return np.array(data, copy=True) if shares else np.asarray(data)
+
+
+async def _write_one(
+    leaf: Leaf, info: Any, blocks: Sequence[tuple[Block, Any]], transaction: Any
+) -> None:
+    await info.await_path_creation()
+    spec = ocp.type_handlers.get_json_tspec_write(
+        info,
+        use_ocdbt=info.is_ocdbt_checkpoint,
+        global_shape=leaf.shape,
+        local_shape=leaf.chunks,
+        dtype=leaf.dtype,
+        process_index=jax.process_index(),
+    )
+    stored: Any = await ts.open(
+        ts.Spec(spec), create=True, open=True, context=info.ts_context, transaction=transaction
+    )
+    if leaf.nbytes == 0:
+        # An array without elements has no chunk, and Orbax takes one for an array that is missing.
+        name = ".".join("0" for _ in leaf.shape)
+        await stored.kvstore.write(name, b"")
+        return
+    await asyncio.gather(
+        *(
+            stored[tuple(slice(*ends) for ends in block)].write(
+                host, can_reference_source_data_indefinitely=True
+            )
+            for block, host in blocks
+        )
+    )
+
+
+def _rows_of(described: Any, rows: Rows) -> Any:
+    """The description of some rows of an array."""
+    shape = tuple(described.shape)
+    if rows.stop is not None:
+        shape = (rows.stop - rows.start, *shape[1:])
+    make: Any = jax.ShapeDtypeStruct
+    return make(shape, described.dtype, sharding=rows.sharding)
+
+
+def _shifted(block: Block, rows: int) -> Block:
+    if not block:
+        return block
+    (first, last), *others = block
+    return ((first + rows, last + rows), *others)
+
+
+def _assembled(described: Any, parts: Iterable[tuple[Sequence[Any], NDArray[Any]]]) -> jax.Array:
+    """An array from the blocks of this process."""
+    kind = described.sharding.memory_kind
+    shards = [
+        # The numbers of the host's memory are not shared: a step will be given this array to keep.
+        jax.device_put(host, SingleDeviceSharding(device, memory_kind=kind), may_alias=False)
+        for devices, host in parts
+        for device in devices
+    ]
+    array: jax.Array = jax.make_array_from_single_device_arrays(
+        described.shape, described.sharding, shards, dtype=described.dtype
+    )
+    return array

@@ -1,0 +1,61 @@
+"""Checkpoints that two processes write and read together, and killing one that writes."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from runtime import processes
+from runtime.pipeline_worker import batch_of, init, train_step
+from runtime.pipelines import pipeline
+
+import aliquot as aq
+
+WORKER = Path(__file__).parent / "worker.py"
+TIMEOUT_S = 240
+
+
+def found(folder, task, count=2):
+    with processes.started(WORKER, count, folder, task) as running:
+        return processes.last_lines(running, TIMEOUT_S)
+
+
+def test_two_processes_save_one_checkpoint_that_any_number_of_them_restores(tmp_path, x64):
+    folder = tmp_path / "saved"
+    wanted = found(folder, "save")
+    table = np.arange(24.0).reshape(8, 3)
+    for k, said in enumerate(wanted):
+        np.testing.assert_array_equal(np.concatenate(said["rows"]), table[4 * k : 4 * k + 4])
+        np.testing.assert_array_equal(said["host"], table)
+    # Both wrote, in few files.
+    assert sum(path.is_file() for path in (folder / "2").rglob("*")) <= 2 * 2 + 10
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    step = pipeline(train_step, shapes, batch_of(0), sizes=(1, 1, 1), layers=4)
+    checkpoints = aq.Checkpoints(folder)
+    restored = checkpoints.restore(step)
+    assert checkpoints.record(2).writers == (0, 1)
+    assert restored.number == 2 and restored.meta == {"seen": 2}
+    target = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes | {"key": np.zeros(2, "I")})
+    stock = ocp.CheckpointManager(folder, item_names=("state",))
+    plain = stock.restore(2, args=ocp.args.Composite(state=ocp.args.StandardRestore(target))).state
+    stock.close()
+    mine, theirs = ({**state, "key": 0} for state in (restored.state, plain))
+    jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+    losses, state = [], restored.state
+    for number in (2, 3):
+        state, metrics = step(state, batch_of(number))
+        losses.append(float(metrics["loss"]))
+    assert losses == pytest.approx(wanted[0]["losses"], rel=1e-12)
+    for said in found(folder, "resume"):
+        assert said["losses"] == pytest.approx(losses, rel=1e-12)
+        # Besides the words of the key.
+        assert 0 < said["read"] <= said["owned"] + 8
+        assert said["owned"] < sum(x.nbytes for x in jax.tree.leaves(plain)) / 1.2
+
+
+def test_what_fails_in_one_process_is_said_in_all_and_the_run_goes_on(tmp_path):
+    for said in found(tmp_path / "failed", "fail"):
+        assert said["numbers"] == [1, 3]
+        (text,) = said["said"]
+        assert "cannot save checkpoint 2" in text and "process 1: No space left on device" in text

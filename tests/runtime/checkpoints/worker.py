@@ -1,0 +1,128 @@
+"""One of several processes that save and restore together. Run by `test_processes.py`.
+
+Usage: worker.py PROCESS COUNT PORT FOLDER TASK. What a process finds is its last line, as JSON.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+
+if __name__ == "__main__":
+    process, count, port = map(int, sys.argv[1:4])
+    folder, task = sys.argv[4:6]
+    faulthandler.dump_traceback_later(150, exit=True)
+    devices = f"--xla_force_host_platform_device_count={4 // count}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from runtime.pipeline_worker import batch_of, init, train_step
+from runtime.pipelines import pipeline
+
+from aliquot.runtime import Checkpoints, initialize, shutdown
+
+
+def trained(step, state, first, stop):
+    """The state after some steps, and their losses."""
+    losses = []
+    for number in range(first, stop):
+        state, metrics = step(state, batch_of(number))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def step_of(**kind):
+    """The pipeline that a task runs."""
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    return pipeline(train_step, shapes, batch_of(0), layers=4, micro_batches=2, **kind)
+
+
+def save():
+    """Two stages, one in each process, and an array over both: saved after two steps; the losses of
+    two more.
+    """
+    step = step_of(sizes=(2, 2))
+    state, _ = trained(step, step.init(init, jax.random.key(0)), 0, 2)
+    mesh = Mesh(np.array(jax.devices()), ("x",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("x"))
+    spread = jax.make_array_from_callback((8, 3), rows, lambda index: table()[index])
+    with Checkpoints(folder, keep=2) as checkpoints:
+        for number in (1, 2):
+            checkpoints.save(step, state, number, meta={"seen": number})
+    with Checkpoints(f"{folder}-spread") as checkpoints:
+        checkpoints.save(None, {"rows": spread, "host": table()}, 0)
+        restored = checkpoints.restore(
+            {"rows": spread, "host": jax.ShapeDtypeStruct((8, 3), float)}
+        )
+    mine = [np.asarray(s.data).tolist() for s in restored.state["rows"].addressable_shards]
+    _, losses = trained(step, state, 2, 4)
+    return {"losses": losses, "rows": mine, "host": restored.state["host"].tolist()}
+
+
+def resume():
+    """What was saved, with each stage on the other process: losses, and the bytes that this process
+    read and owns.
+    """
+    step = step_of(sizes=(2, 2), backwards=True)
+    with Checkpoints(folder) as checkpoints:
+        restored = checkpoints.restore(step)
+    owned = sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(restored.state)
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        for shard in leaf.addressable_shards
+        if shard.replica_id == 0
+    )
+    _, losses = trained(step, restored.state, 2, 4)
+    return {"losses": losses, "read": restored.read_bytes, "owned": owned}
+
+
+def fail():
+    """The folder of process 1 breaks while it writes; process 0 finds nothing wrong itself."""
+    from aliquot.runtime.checkpoints import _handler
+
+    step, said = step_of(sizes=(2, 2)), []
+    state = step.init(init, jax.random.key(0))
+    written = _handler._write_one
+
+    async def breaks(*_):
+        raise OSError(28, "No space left on device")
+
+    checkpoints = Checkpoints(folder, on_error=said.append)
+    checkpoints.save(step, state, 1)
+    checkpoints.wait()
+    if process == 1:
+        _handler._write_one = breaks
+    checkpoints.save(step, state, 2)
+    checkpoints.wait()
+    _handler._write_one = written
+    checkpoints.save(step, state, 3)
+    checkpoints.close()
+    return {"said": said, "numbers": checkpoints.numbers()}
+
+
+def table():
+    """Numbers, the same in every process."""
+    return np.arange(24.0).reshape(8, 3)
+
+
+def main():
+    """Join, do the task, and print what came out."""
+    jax.config.update("jax_enable_x64", True)
+    initialize(
+        f"127.0.0.1:{port}",
+        count,
+        process,
+        initialization_timeout_s=100,
+        cpu_collectives=None,
+    )
+    print(json.dumps({"save": save, "resume": resume, "fail": fail}[task]()), flush=True)
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()
