@@ -49,6 +49,8 @@ _MODULE_OF = {
     "TimeLimitError": "core",
     "Checkpoints": "runtime",
     "register_dim_rule": "sharding",
+    "LaunchError": "launching",
+    "launch": "launching",
 }
 _FOLDERS = ("cluster", "core", "cost", "graph", "planners", "plans", "runtime", "sharding", "zoo")
 

@@ -28,6 +28,8 @@ from .core import MissingRuleError as MissingRuleError
 from .core import PlanFileError as PlanFileError
 from .core import PlanMismatchError as PlanMismatchError
 from .core import TimeLimitError as TimeLimitError
+from .launching import LaunchError as LaunchError
+from .launching import launch as launch
 from .planners import ILP as ILP
 from .planners import Auto as Auto
 from .planners import Blocks as Blocks

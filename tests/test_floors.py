@@ -22,6 +22,7 @@ FLOORS = {
     "profiling": 7,
     "verification": 7,
     "interop": 7,
+    "launching": 7,
     "_profiles": 8,
     "_time_limit": 8,
     "_plan_graph": 9,
@@ -49,7 +50,7 @@ CONFINED = {
     "optax": ("zoo/",),
     "matplotlib": ("report/",),
     "equinox": (),
-    "ray": ("runtime/_ray.py",),
+    "ray": ("launching/_ray.py",),
     "orbax": ("runtime/checkpoints/",),
     "tensorstore": ("runtime/checkpoints/",),
     "jax._src": ("graph/_jax_compat.py",),
@@ -58,7 +59,7 @@ CONFINED = {
     "highspy": ("planners/",),
     "sqlite3": ("cost/", "profiling/", "interop/"),
 }
-JAX_FREE_AT_IMPORT = ("core/", "cluster/", "plans/", "cli/", "__init__.py", "__main__.py")
+JAX_FREE_AT_IMPORT = ("core/", "cluster/", "plans/", "launching/", "cli/", "__init__.py", "__main__.py")
 
 
 def package_files() -> list[str]:

@@ -22,6 +22,7 @@ from ._compare import compare
 from ._demo import demo
 from ._diff import diff
 from ._explain import explain
+from ._launch import launch
 from ._plan import plan
 from ._profile import check, fit, merge, run
 from ._profile import show as show_profiles
@@ -49,7 +50,9 @@ def _add(group: typer.Typer, name: str, verb: Callable[..., None]) -> None:
     group.command(name, short_help=sentence.rstrip(".") + ".")(verb)
 
 
-for _verb in (demo, models, clusters, cluster, plan, compare, size, explain, diff, verify, train):
+for _verb in (
+    *(demo, models, clusters, cluster, plan, compare, size, explain, diff, verify, train, launch),
+):
     _add(app, _verb.__name__, _verb)
 _aceso = typer.Typer(
     help="Plan from Aceso's measured databases, and judge its configurations.", no_args_is_help=True

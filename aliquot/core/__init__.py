@@ -17,6 +17,11 @@ from ._files import read_file as read_file
 from ._files import write_atomic as write_atomic
 from ._garbage import collect_seldom as collect_seldom
 from ._garbage import collecting_seldom as collecting_seldom
+from ._launched import SECRET as SECRET
+from ._launched import SECRET_FILE as SECRET_FILE
+from ._launched import LaunchedProcess as LaunchedProcess
+from ._launched import make_secret as make_secret
+from ._ports import reserved_port as reserved_port
 from ._schema import faults_of as faults_of
 from ._text import broken as broken
 from ._text import counted as counted

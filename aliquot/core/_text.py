@@ -61,7 +61,7 @@ def counted(count: int, noun: str) -> str:
     >>> counted(1, "stage"), counted(2, "stage"), counted(4, "micro-batch")
     ('1 stage', '2 stages', '4 micro-batches')
     """
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    plural = f"{noun}es" if noun.endswith(("ch", "ss")) else f"{noun}s"
     return f"{count} {noun if count == 1 else plural}"
 
 

@@ -2,6 +2,7 @@
 and watch each other.
 """
 
+from ...core import make_secret as make_secret
 from ._agreement import Rendezvous as Rendezvous
 from ._agreement import exchange as exchange
 from ._agreement import spans_processes as spans_processes
@@ -30,7 +31,6 @@ from ._pieces import joined as joined
 from ._pieces import original_of as original_of
 from ._pieces import output_pieces as output_pieces
 from ._pieces import places_of as places_of
-from ._secret import make_secret as make_secret
 from ._state import gather as gather
 from ._state import local_part as local_part
 from ._state import place as place

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import socket
 from collections.abc import Sequence
 
 import jax
 
-from ...core import InputError, num_cores
+from ...core import InputError, LaunchedProcess, num_cores, reserved_port
 from ...graph import detect_processes
 from ._calls import END, Call
 from ._endings import end_in_order, finish_work, part
@@ -37,11 +36,11 @@ def initialize(
 ) -> None:
     """Join the processes that run a step together. Call it first, before anything touches a device.
 
-    On a cluster that JAX knows (SLURM, Open MPI, Cloud TPU, Kubernetes) no argument is needed.
-    Afterwards `jax.devices()` lists the devices of all processes, a plan for that many devices runs
-    on them, and each process calls the step: with its own part of the batch (`Step.local_part`) or
-    with the whole. When a process dies, the others say what they were doing and end with exit code
-    3. At the end all call `shutdown`.
+    Started by `aliquot launch`, or on a cluster that JAX knows (SLURM, Open MPI, Cloud TPU,
+    Kubernetes), it needs no argument. Afterwards `jax.devices()` lists the devices of all
+    processes, a plan for that many devices runs on them, and each process calls the step: with its
+    own part of the batch (`Step.local_part`) or with the whole. When a process dies, the others say
+    what they were doing and end with exit code 3. At the end all call `shutdown`.
 
     Processes on several machines need a secret: `ALIQUOT_SECRET` in the environment of each, or
     `ALIQUOT_SECRET_FILE` with the name of a file that holds it; see `make_secret`.
@@ -61,8 +60,8 @@ def initialize(
             hosts. By default "host" for CPUs, whose transfers in JAX lose data, and "device"
             elsewhere.
         run_id: a name that only the processes of this run share: a process of another run that
-            comes to the same address is turned away. By default the number of the launcher's job,
-            if there is one.
+            comes to the same address is turned away. By default the launcher's name or number of
+            the job, if there is one.
         listen_address: of the interface at which process 0 awaits the others, "0.0.0.0" for all; by
             default that of `coordinator_address`.
 
@@ -76,6 +75,10 @@ def initialize(
     _spare_threads()
     # Only CPU backends read this option.
     jax.config.update("jax_cpu_collectives_implementation", cpu_collectives)
+    launched = LaunchedProcess.of()
+    if launched and (coordinator_address, num_processes, process_id) == (None, None, None):
+        coordinator_address, num_processes = launched.address, launched.num_processes
+        process_id, run_id = launched.process_id, run_id or launched.run_id
     address, count, process, devices = _known_processes(
         coordinator_address, num_processes, process_id, local_device_ids, initialization_timeout_s
     )
@@ -181,26 +184,3 @@ def _spare_threads() -> None:
     needed, wanted = 2 * num_devices + 2, os.environ.get("PJRT_NPROC", "")
     if needed > (int(wanted) if wanted.isdecimal() else num_cores()):
         os.environ["PJRT_NPROC"] = str(needed)
-
-
-def reserved_port(address: str, process: int, count: int) -> socket.socket:
-    """A socket at a port that no other program can take while it is open, except one that asks the
-    system to share it, as JAX does.
-
-    Two programs that share a port would get each other's connections. Only ports below 32768 are
-    tried, since systems hand out the others by themselves, and each process of a run tries ports of
-    its own.
-    """
-    ports = list(range(16384 + process, 32768, count))
-    random.SystemRandom().shuffle(ports)
-    for port in ports:
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        try:
-            listener.bind((address, port))
-        except OSError:
-            listener.close()
-            continue
-        # Set only now: with it, `bind` would have succeeded at a port that another program shares.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        return listener
-    raise OSError(f"no port from 16384 to 32767 is free at {address}")

@@ -9,14 +9,11 @@ import hashlib
 import hmac
 import ipaddress
 import os
-import secrets
 import socket
 import stat
 from pathlib import Path
 
-from ...core import InputError
-
-SECRET, SECRET_FILE = "ALIQUOT_SECRET", "ALIQUOT_SECRET_FILE"
+from ...core import SECRET, SECRET_FILE, InputError
 
 _FEWEST_CHARACTERS = 16
 _MOST_BYTES = 4096
@@ -25,13 +22,6 @@ _HOW = (
     " that only you can read. To make one: python -c 'from aliquot.runtime import make_secret;"
     " print(make_secret())'"
 )
-
-
-def make_secret() -> str:
-    """A new secret for the processes of one run: 43 random characters, for `ALIQUOT_SECRET` in the
-    environment of each process or for the file that `ALIQUOT_SECRET_FILE` names.
-    """
-    return secrets.token_urlsafe(32)
 
 
 def known_secret() -> bytes | None:

@@ -1,0 +1,58 @@
+"""`aliquot launch`: start a command in several processes that train together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ._groups import takes_groups
+from ._launch_options import LaunchOptions
+from ._session import session
+
+
+@takes_groups
+def launch(
+    engine: Annotated[
+        str,
+        typer.Argument(
+            help="local:N for N processes of this machine, or ray for one on each host.",
+            show_default=False,
+        ),
+    ],
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND",
+            help="What each process runs, such as: -- python my_script.py --steps 100",
+            show_default=False,
+        ),
+    ],
+    how: LaunchOptions,
+    logs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Also keep what each process prints.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Start a command in several processes that train together, and again when one fails.
+
+    The command calls aliquot.runtime.initialize() without arguments. Exit code: that of the process
+    that failed first, 128 + n if signal n ended it.
+    """
+    with session() as say:
+        from ..launching import launch as launch_processes
+
+        launch_processes(
+            command,
+            engine,
+            max_restarts=how.max_restarts or 0,
+            num_hosts=how.num_hosts,
+            num_devices_per_host=how.num_devices_per_host,
+            min_hosts=how.min_hosts,
+            address=how.address,
+            logs=logs,
+            note=lambda text: say.note(f"aliquot launch: {text}"),
+        )
