@@ -59,7 +59,15 @@ CONFINED = {
     "highspy": ("planners/",),
     "sqlite3": ("cost/", "profiling/", "interop/"),
 }
-JAX_FREE_AT_IMPORT = ("core/", "cluster/", "plans/", "launching/", "cli/", "__init__.py", "__main__.py")
+JAX_FREE_AT_IMPORT = (
+    "core/",
+    "cluster/",
+    "plans/",
+    "launching/",
+    "cli/",
+    "__init__.py",
+    "__main__.py",
+)
 
 
 def package_files() -> list[str]:

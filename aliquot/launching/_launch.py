@@ -145,8 +145,8 @@ def _run(
             left = max_restarts - len(failures) + 1
             if left and not failure.ending.advice:
                 note(
-                    f"{failure}\naliquot launch: all are started again from their last checkpoint"
-                    f" (attempt {attempt + 1} of {max_restarts + 1})."
+                    f"{failure}\n  All are started again from their last checkpoint (attempt"
+                    f" {attempt + 1} of {max_restarts + 1})."
                 )
                 time.sleep(_PAUSE_S)
                 continue

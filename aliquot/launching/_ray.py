@@ -147,7 +147,7 @@ class RayEngine(AbstractEngine):
             )
         self._note(
             f"Ray: {counted(count, 'process')} with"
-            f" {_described(resources, self._num_devices)} each, on"
+            f" {_described(resources, self._num_devices or 1)} each, on"
             f" {', '.join(host.ip for host, _, _ in found)}"
         )
         return [
@@ -192,20 +192,17 @@ class RayEngine(AbstractEngine):
             )
             self._num_hosts = len(usable)
             return len(usable), resources
-        there = [
-            f"{host.ip} has {host.num_cpus} CPUs, {host.num_gpus} GPUs and {host.num_tpus} TPU"
-            " cores"
+        there = "".join(
+            f"\n  - {host.ip} has {host.num_cpus} CPUs, {host.num_gpus} GPUs,"
+            f" {host.num_tpus} TPU cores"
             for host in hosts
-        ]
+        )
+        less = "--num-hosts" if is_first else "--min-hosts"
         raise InputError(
-            listing(
-                f"{counted(max(wanted, 1), 'host')} with {_described(resources)} each were asked"
-                f" for, and the Ray cluster at {self._cluster.address} has {len(usable)} of them",
-                there or ["no host is alive"],
-                f"On each missing host type: ray start --address={self._cluster.address}, or ask"
-                f" for less: --num-hosts {max(len(usable), 1)}"
-                + ("" if is_first or not usable else f" or --min-hosts {len(usable)}"),
-            )
+            f"{counted(max(wanted, 1), 'host')} with {_described(resources)} each were asked for,"
+            f" and the Ray cluster at {self._cluster.address} has {len(usable)} of them:{there}\n "
+            f" On each missing host type: ray start --address={self._cluster.address}"
+            + (f"; or ask for less: {less} {len(usable)}" if usable else "")
         )
 
     def release(self) -> None:
