@@ -17,6 +17,7 @@ from ._bench_cfp import cfp as bench_cfp
 from ._blocks import analyze, enumerate_, profile
 from ._blocks import search as search_blocks
 from ._catalog import clusters, models
+from ._checkpoint import show_checkpoint
 from ._cluster import cluster
 from ._compare import compare
 from ._demo import demo
@@ -88,6 +89,9 @@ for _name, _profile_verb in (
 ):
     _add(_profile, _name, _profile_verb)
 app.add_typer(_profile, name="profile", short_help=_profile.info.help)
+_checkpoint = typer.Typer(help="See what checkpoints hold.", no_args_is_help=True)
+_add(_checkpoint, "show", show_checkpoint)
+app.add_typer(_checkpoint, name="checkpoint", short_help=_checkpoint.info.help)
 _bench = typer.Typer(
     help="Draw the figures of papers, with our results beside the published ones.",
     no_args_is_help=True,

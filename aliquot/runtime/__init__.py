@@ -8,6 +8,7 @@ from ._pipeline_runner import PipelineRunner as PipelineRunner
 from ._program_runner import ProgramRunner as ProgramRunner
 from ._runner import AbstractRunner as AbstractRunner
 from ._step import Step as Step
+from .checkpoints import describe_checkpoints as describe_checkpoints
 from .compiled import CompiledCollective as CompiledCollective
 from .compiled import CompiledMemory as CompiledMemory
 from .compiled import StageStats as StageStats

@@ -100,14 +100,21 @@ def plain_state(state: Any) -> PlainState:
     return PlainState(names=names, leaves=leaves, structure=structure)
 
 
-def state_call(fn: Callable[..., Any], inputs: Sequence[ArrayInterface], state: Any) -> StateCall:
+def state_call(
+    fn: Callable[..., Any],
+    inputs: Sequence[ArrayInterface],
+    state: Any,
+    static_numbers: frozenset[str] = frozenset(),
+) -> StateCall:
     """A state of a step: its state argument, or a tuple of several in order.
 
     Args:
         inputs: the step's.
+        static_numbers: paths of numbers that are no arrays of the step.
     """
-    calling = calling_of(fn, (), by_argument(inputs, state))
-    return StateCall(call=calling.flatten((), by_argument(inputs, state)), calling=calling)
+    given = by_argument(inputs, state)
+    calling = calling_of(fn, (), given, static_numbers=static_numbers)
+    return StateCall(call=calling.flatten((), given), calling=calling)
 
 
 def by_argument(inputs: Sequence[ArrayInterface], state: Any) -> dict[str, Any]:

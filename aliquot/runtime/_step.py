@@ -216,13 +216,14 @@ class Step:
         Raises:
             InputError: without a state, and neither a call nor `prepare` came before.
         """
-        if state is not None:
-            return state_call(self._fn, self._interface(), state)
-        calling = self._require_traced("restore()")[0].graph.calling
-        example = calling.arguments(calling.call.leaves)
-        names = state_arguments(self._interface())
-        state = tuple(example[name] for name in names)
-        return state_call(self._fn, self._interface(), state if len(names) > 1 else state[0])
+        if state is None:
+            calling = self._require_traced("restore()")[0].graph.calling
+            example = calling.arguments(calling.call.leaves)
+            given = tuple(example[name] for name in state_arguments(self._interface()))
+            state = given if len(given) > 1 else given[0]
+        runner = self._runner
+        statics = frozenset() if runner is None else runner.graph.calling.static_numbers
+        return state_call(self._fn, self._interface(), state, statics)
 
     def state_arrays(self) -> list[SavedArray]:
         """The arrays of the step's state as a checkpoint lists them."""

@@ -26,7 +26,9 @@ def test_help_lists_the_verbs():
         assert f"  {verb} " in found.stdout
 
 
-@pytest.mark.parametrize("group", [[], ["aceso"], ["blocks"], ["profile"], ["bench"]])
+@pytest.mark.parametrize(
+    "group", [[], ["aceso"], ["blocks"], ["profile"], ["checkpoint"], ["bench"]]
+)
 def test_lists_of_verbs_cut_no_sentence(group):
     found = run(*group, "--help")
     assert found.exit_code == 0 and "..." not in found.stdout.split("Commands:")[1]

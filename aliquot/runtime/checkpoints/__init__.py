@@ -3,6 +3,7 @@
 Nothing here imports Orbax before `load_orbax` is called.
 """
 
+from ._describe import describe_checkpoints as describe_checkpoints
 from ._leaves import Leaf as Leaf
 from ._leaves import Target as Target
 from ._leaves import chunk_shape as chunk_shape

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -84,6 +85,8 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
                 )
             )
             await transaction.commit_async()
+            if jax.process_index() == 0:
+                await _name_generators(values, infos)
         except Exception as error:
             self.failure = reason(error)
             raise
@@ -162,6 +165,27 @@ async def _write_one(
             for block, host in blocks
         )
     )
+
+
+async def _name_generators(values: Sequence[Leaf], infos: Sequence[Any]) -> None:
+    """Write the file in which Orbax's own handler looks for the generators of random keys."""
+    named = [
+        {
+            "array_metadata": {
+                "param_name": info.name,
+                "write_shape": leaf.shape,
+                "chunk_shape": leaf.chunks,
+                "ext_metadata": {"random_key_impl": leaf.generator},
+            }
+        }
+        for leaf, info in zip(values, infos, strict=True)
+        if leaf.generator
+    ]
+    if named:
+        await infos[0].await_path_creation()
+        path = infos[0].parent_dir / "array_metadatas" / "process_0"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"array_metadatas": named}))
 
 
 def _rows_of(described: Any, rows: Rows) -> Any:

@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from ..transport import PiecedArray, Rows, words
+from ...graph import key_generator
+from ..transport import PiecedArray, Rows, is_key, words
 
 #: Where a block begins and ends along each dim.
 Block: TypeAlias = tuple[tuple[int, int], ...]
@@ -38,6 +39,7 @@ class Leaf:
         chunks: shape of the chunks in which it is stored.
         blocks: what this process writes of it: where, and an array of one device or of the host.
         writers: the processes that write.
+        generator: the generator of random keys; empty for other arrays.
     """
 
     shape: tuple[int, ...]
@@ -45,6 +47,7 @@ class Leaf:
     chunks: tuple[int, ...]
     blocks: tuple[tuple[Block, Any], ...]
     writers: frozenset[int]
+    generator: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +101,7 @@ def leaf_of(array: Any, turn: int = 0) -> Leaf:
         chunks=chunk_shape(shape, ends, np.dtype(stored.dtype).itemsize),
         blocks=tuple(blocks),
         writers=frozenset(writers),
+        generator=str(key_generator(array.dtype)) if is_key(array) else "",
     )
 
 

@@ -1,5 +1,7 @@
 """Checkpoints that two processes write and read together, and killing one that writes."""
 
+import json
+import time
 from pathlib import Path
 
 import jax
@@ -47,11 +49,29 @@ def test_two_processes_save_one_checkpoint_that_any_number_of_them_restores(tmp_
         state, metrics = step(state, batch_of(number))
         losses.append(float(metrics["loss"]))
     assert losses == pytest.approx(wanted[0]["losses"], rel=1e-12)
-    for said in found(folder, "resume"):
-        assert said["losses"] == pytest.approx(losses, rel=1e-12)
+    for said in wanted:
+        assert said["again"] == pytest.approx(losses, rel=1e-12)
         # Besides the words of the key.
         assert 0 < said["read"] <= said["owned"] + 8
         assert said["owned"] < sum(x.nbytes for x in jax.tree.leaves(plain)) / 1.2
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.03])
+def test_a_run_that_is_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path, late_s):
+    with processes.started(WORKER, 1, tmp_path, "endless") as (running,):
+        saving = 0
+        while saving < 2:
+            saving = json.loads(running.stdout.readline())["saving"]
+        time.sleep(late_s)
+        running.kill()
+    checkpoints = aq.Checkpoints(tmp_path, keep=2)
+    restored = checkpoints.restore()
+    assert restored.number >= saving - 1
+    assert all((array == restored.number).all() for array in restored.state.values())
+    # The next run removes what was left.
+    checkpoints.save(None, restored.state, 10**6)
+    checkpoints.close()
+    assert checkpoints.unfinished() == () and checkpoints.numbers()[-1] == 10**6
 
 
 def test_what_fails_in_one_process_is_said_in_all_and_the_run_goes_on(tmp_path):

@@ -42,34 +42,25 @@ def step_of(**kind):
 
 
 def save():
-    """Two stages, one in each process, and an array over both: saved after two steps; the losses of
-    two more.
+    """Two stages, one in each process, and an array over both: what is restored of the array, the
+    losses of two more steps, and those with each stage on the other process; the bytes that this
+    process read for these and owns.
     """
     step = step_of(sizes=(2, 2))
     state, _ = trained(step, step.init(init, jax.random.key(0)), 0, 2)
-    mesh = Mesh(np.array(jax.devices()), ("x",), axis_types=(AxisType.Auto,))
-    rows = NamedSharding(mesh, PartitionSpec("x"))
-    spread = jax.make_array_from_callback((8, 3), rows, lambda index: table()[index])
+    rows = spread("x")
     with Checkpoints(folder, keep=2) as checkpoints:
         for number in (1, 2):
             checkpoints.save(step, state, number, meta={"seen": number})
     with Checkpoints(f"{folder}-spread") as checkpoints:
-        checkpoints.save(None, {"rows": spread, "host": table()}, 0)
-        restored = checkpoints.restore(
-            {"rows": spread, "host": jax.ShapeDtypeStruct((8, 3), float)}
-        )
+        checkpoints.save(None, {"rows": rows, "host": table()}, 0)
+        restored = checkpoints.restore({"rows": rows, "host": jax.ShapeDtypeStruct((8, 3), float)})
     mine = [np.asarray(s.data).tolist() for s in restored.state["rows"].addressable_shards]
+    host = restored.state["host"].tolist()
     _, losses = trained(step, state, 2, 4)
-    return {"losses": losses, "rows": mine, "host": restored.state["host"].tolist()}
-
-
-def resume():
-    """What was saved, with each stage on the other process: losses, and the bytes that this process
-    read and owns.
-    """
-    step = step_of(sizes=(2, 2), backwards=True)
+    other = step_of(sizes=(2, 2), backwards=True)
     with Checkpoints(folder) as checkpoints:
-        restored = checkpoints.restore(step)
+        restored = checkpoints.restore(other)
     owned = sum(
         shard.data.nbytes
         for leaf in jax.tree.leaves(restored.state)
@@ -77,32 +68,46 @@ def resume():
         for shard in leaf.addressable_shards
         if shard.replica_id == 0
     )
-    _, losses = trained(step, restored.state, 2, 4)
-    return {"losses": losses, "read": restored.read_bytes, "owned": owned}
+    _, again = trained(other, restored.state, 2, 4)
+    found = {"losses": losses, "rows": mine, "host": host, "again": again}
+    return found | {"read": restored.read_bytes, "owned": owned}
 
 
 def fail():
-    """The folder of process 1 breaks while it writes; process 0 finds nothing wrong itself."""
+    """The disk of process 1 is full while it writes; process 0 finds nothing wrong itself."""
     from aliquot.runtime.checkpoints import _handler
 
-    step, said = step_of(sizes=(2, 2)), []
-    state = step.init(init, jax.random.key(0))
+    tree, said = {"rows": spread("x"), "whole": spread(None)}, []
     written = _handler._write_one
 
     async def breaks(*_):
         raise OSError(28, "No space left on device")
 
     checkpoints = Checkpoints(folder, on_error=said.append)
-    checkpoints.save(step, state, 1)
-    checkpoints.wait()
-    if process == 1:
-        _handler._write_one = breaks
-    checkpoints.save(step, state, 2)
-    checkpoints.wait()
-    _handler._write_one = written
-    checkpoints.save(step, state, 3)
+    for number in (1, 2, 3):
+        if process == 1:
+            _handler._write_one = breaks if number == 2 else written
+        checkpoints.save(None, tree, number)
+        checkpoints.wait()
     checkpoints.close()
     return {"said": said, "numbers": checkpoints.numbers()}
+
+
+def endless():
+    """Saves without end, of arrays of 2 MB that all hold the checkpoint's number."""
+    arrays = {name: np.zeros((500, 1000), np.float32) for name in "abcd"}
+    with Checkpoints(folder, keep=2) as checkpoints:
+        for number in range(10**6):
+            filled = {name: array + number for name, array in arrays.items()}
+            checkpoints.save(None, filled, number)
+            print(json.dumps({"saving": number}), flush=True)
+
+
+def spread(axis):
+    """The table over the devices of both processes."""
+    mesh = Mesh(np.array(jax.devices()), ("x",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec(axis))
+    return jax.make_array_from_callback((8, 3), rows, lambda index: table()[index])
 
 
 def table():
@@ -114,13 +119,10 @@ def main():
     """Join, do the task, and print what came out."""
     jax.config.update("jax_enable_x64", True)
     initialize(
-        f"127.0.0.1:{port}",
-        count,
-        process,
-        initialization_timeout_s=100,
-        cpu_collectives=None,
+        f"127.0.0.1:{port}", count, process, initialization_timeout_s=100, cpu_collectives=None
     )
-    print(json.dumps({"save": save, "resume": resume, "fail": fail}[task]()), flush=True)
+    tasks = {"save": save, "fail": fail, "endless": endless}
+    print(json.dumps(tasks[task]()), flush=True)
     shutdown()
 
 
