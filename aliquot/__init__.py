@@ -52,7 +52,18 @@ _MODULE_OF = {
     "LaunchError": "launching",
     "launch": "launching",
 }
-_FOLDERS = ("cluster", "core", "cost", "graph", "planners", "plans", "runtime", "sharding", "zoo")
+_FOLDERS = (
+    "cluster",
+    "core",
+    "cost",
+    "data",
+    "graph",
+    "planners",
+    "plans",
+    "runtime",
+    "sharding",
+    "zoo",
+)
 
 __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604
 

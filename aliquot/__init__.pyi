@@ -1,6 +1,7 @@
 from . import cluster as cluster
 from . import core as core
 from . import cost as cost
+from . import data as data
 from . import graph as graph
 from . import planners as planners
 from . import plans as plans

@@ -38,6 +38,7 @@ def test_every_public_name_is_in_the_api_reference():
         "cluster",
         "core",
         "cost",
+        "data",
         "graph",
         "planners",
         "plans",

@@ -13,6 +13,7 @@ FLOORS = {
     "core": 1,
     "graph": 2,
     "cluster": 2,
+    "data": 2,
     "sharding": 3,
     "plans": 4,
     "cost": 5,
@@ -56,12 +57,15 @@ CONFINED = {
     "jax._src": ("graph/_jax_compat.py",),
     "jaxlib": ("graph/_jax_compat.py",),
     "typer": ("cli/",),
+    "tokenizers": ("data/",),
+    "tensorboardX": ("cli/",),
     "highspy": ("planners/",),
     "sqlite3": ("cost/", "profiling/", "interop/"),
 }
 JAX_FREE_AT_IMPORT = (
     "core/",
     "cluster/",
+    "data/",
     "plans/",
     "launching/",
     "cli/",

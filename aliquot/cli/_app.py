@@ -20,6 +20,7 @@ from ._catalog import clusters, models
 from ._checkpoint import show_checkpoint
 from ._cluster import cluster
 from ._compare import compare
+from ._data import data
 from ._demo import demo
 from ._diff import diff
 from ._explain import explain
@@ -51,9 +52,22 @@ def _add(group: typer.Typer, name: str, verb: Callable[..., None]) -> None:
     group.command(name, short_help=sentence.rstrip(".") + ".")(verb)
 
 
-for _verb in (
-    *(demo, models, clusters, cluster, plan, compare, size, explain, diff, verify, train, launch),
-):
+_VERBS = (
+    demo,
+    models,
+    clusters,
+    cluster,
+    plan,
+    compare,
+    size,
+    explain,
+    diff,
+    verify,
+    data,
+    train,
+    launch,
+)
+for _verb in _VERBS:
     _add(app, _verb.__name__, _verb)
 _aceso = typer.Typer(
     help="Plan from Aceso's measured databases, and judge its configurations.", no_args_is_help=True

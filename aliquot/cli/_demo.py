@@ -18,7 +18,8 @@ from ._session import Session, session
 
 if TYPE_CHECKING:
     from ..plans import Plan
-    from ..zoo import ByteData, Workload
+    from ..data import Windows
+    from ..zoo import Workload
     from ._training import Run
 
 _MODEL = "gpt-10m"
@@ -47,15 +48,15 @@ def demo(
             raise InputError(f"--steps must be at least 2, so that the loss can fall; got {steps}.")
         check_destination(out)
         use_virtual_devices(_DEVICES)
-        from ..zoo import build, text_for
+        from ..zoo import build, text_for, tokens_of
 
         workload = build(
             _MODEL, _BATCH, dtype="float32", recompute="none", learning_rate=_LEARNING_RATE
         )
-        text = text_for(workload, paths=tuple(data) if data else None, seed=_SEED)
+        text = text_for(workload, tokens_of(data), seed=_SEED)
         say.show(
             f"{_MODEL}: {format_count(workload.num_parameters)} parameters, {_BATCH} sequences of"
-            f" {text.seq_len} bytes a step, from {format_count(len(text.text))} bytes of"
+            f" {text.seq_len} bytes a step, from {format_count(len(text.tokens))} bytes of"
             f" {_source(data)}\n"
         )
         plan = _plan(workload, out, say)
@@ -93,7 +94,7 @@ def _plan(workload: Workload, out: Path, say: Session) -> Plan:
 
 
 def _train_parallel(
-    workload: Workload, plan: Plan, text: ByteData, steps: int, say: Session
+    workload: Workload, plan: Plan, text: Windows, steps: int, say: Session
 ) -> tuple[dict[str, Any], Run]:
     import jax
 
@@ -110,7 +111,7 @@ def _train_parallel(
     return figures, done
 
 
-def _train_alone(workload: Workload, text: ByteData, steps: int) -> Run:
+def _train_alone(workload: Workload, text: Windows, steps: int) -> Run:
     """The plain step, compiled by plain `jax.jit`: nothing of this package takes part."""
     import jax
 

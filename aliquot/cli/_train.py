@@ -49,9 +49,9 @@ def train(
         else:
             _check_devices(plan, len(use_seen_devices()))
         workload = _workload(model, plan)
-        from ..zoo import text_for
+        from ..zoo import text_for, tokens_of
 
-        text = text_for(workload, paths=tuple(data), seed=seed)
+        text = text_for(workload, tokens_of(data), seed=seed)
         if model != plan.model.name:
             _check_interface(workload, plan)
         done = _run(workload, plan, text, steps, seed)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..zoo import ByteData
+from ..data import Windows
 from ._progress import training_progress
 
 
@@ -36,11 +36,11 @@ class Run:
         return times[len(times) // 2] if times else 0.0
 
 
-def run(step: Callable[..., Any], state: Any, data: ByteData, steps: int, *, label: str) -> Run:
+def run(step: Callable[..., Any], state: Any, data: Windows, steps: int, *, label: str) -> Run:
     """Train from `state` on; `step(state, batch)` returns the new state and metrics with a
     `loss`.
     """
-    tokens = data.tokens
+    tokens = data.tokens_per_step
     losses: list[float] = []
     times: list[float] = []
     interrupted = False

@@ -7,7 +7,9 @@ import os
 import secrets
 import select
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from ._errors import InputError
 from ._units import format_bytes
@@ -49,8 +51,19 @@ def read_file(path: str | os.PathLike[str], most_bytes: int) -> bytes:
 
 
 def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> None:
-    """Write `data` (text as UTF-8) to `path` so that a reader sees either the old content or all of
-    the new.
+    """Write `data` (text as UTF-8) to `path` as `open_atomic` does.
+
+    Raises:
+        InputError: The folder is missing or not writable, or `path` is a folder.
+    """
+    with open_atomic(path) as stream:
+        stream.write(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def open_atomic(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A stream to write a file with, so that a reader sees either the old content or all of the
+    new.
 
     The bytes are written to a temporary file in the same folder and flushed to the disk, and the
     file is then renamed. If this is interrupted, by Ctrl-C for example, the old file stays as it
@@ -67,7 +80,6 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> None:
             f"cannot write {os.fspath(path)!r}: the working folder is gone. Change to another, or"
             " give a full path."
         ) from error
-    payload = data.encode("utf-8") if isinstance(data, str) else data
     if target.is_dir():
         raise InputError(
             f"cannot write {os.fspath(path)!r}: it is a folder. Give the name of a file in it."
@@ -79,9 +91,11 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> None:
         )
     try:
         if target.exists() and not target.is_file():
-            target.write_bytes(payload)
+            with open(target, "wb") as stream:
+                yield stream
         else:
-            _replace(target, payload)
+            with _replacing(target) as stream:
+                yield stream
     except OSError as error:
         reason = error.strerror or str(error)
         raise InputError(
@@ -89,14 +103,15 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes) -> None:
         ) from error
 
 
-def _replace(target: Path, payload: bytes) -> None:
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[BinaryIO]:
     temporary = target.with_name(f".{target.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         # Not `tempfile`: it creates files that only their owner may read, and the final name would
         # inherit that.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with os.fdopen(descriptor, "wb") as stream:
-            stream.write(payload)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, target)

@@ -1,5 +1,5 @@
 """Models to plan, train and measure: GPT, BERT, Llama, MoE, T5 and Wide-ResNet of the usual sizes
-in Flax NNX, and text to train on.
+in Flax NNX, and text in the batches that they take.
 
 Importing this package needs neither Flax nor JAX; calling `build` does.
 """
@@ -9,8 +9,8 @@ from ._config import AbstractTextConfig as AbstractTextConfig
 from ._config import ModelConfig as ModelConfig
 from ._config import MoEConfig as MoEConfig
 from ._data import BYTE_VOCABULARY as BYTE_VOCABULARY
-from ._data import ByteData as ByteData
 from ._data import text_for as text_for
+from ._data import tokens_of as tokens_of
 from ._fused import AttentionChoice as AttentionChoice
 from ._fused import choose_attention as choose_attention
 from ._image_config import WideResNetConfig as WideResNetConfig

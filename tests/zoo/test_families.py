@@ -222,21 +222,24 @@ def test_a_batch_holds_whole_groups_of_tokens():
         build("moe-7.1b", 3, overrides={"group_size": 2048})
 
 
+TEXT = np.arange(5000, dtype=np.uint8)
+
+
 def test_text_is_not_given_to_models_of_images():
     with pytest.raises(
         InputError, match=r"wide-resnet-250m reads images.*\(images, labels\).*aliquot\.parallelize"
     ):
-        text_for(tiny("wide-resnet-250m"))
+        text_for(tiny("wide-resnet-250m"), TEXT)
     with pytest.raises(InputError, match=r"knows 40 tokens.*--set vocab_size=256"):
-        text_for(tiny("moe-380m"))
-    text = text_for(build("moe-380m", 4, overrides=MOE | {"vocab_size": 256}), seed=3)
+        text_for(tiny("moe-380m"), TEXT)
+    text = text_for(build("moe-380m", 4, overrides=MOE | {"vocab_size": 256}), TEXT, seed=3)
     assert (text.seq_len, text.batch, text.seed, text.masked_share) == (8, 4, 3, 0)
     with pytest.raises(
         InputError, match=r"text as bytes with a mask has 257.*--set vocab_size=257"
     ):
-        text_for(tiny("bert-base"))
-    assert text_for(build("bert-base", 4, overrides={"num_layers": 1})).masked_share == 0.15
-    assert text_for(build("t5-770m", 4, overrides={"num_layers": 1})).target_len == 512
+        text_for(tiny("bert-base"), TEXT)
+    assert text_for(build("bert-base", 4, overrides={"num_layers": 1}), TEXT).masked_share == 0.15
+    assert text_for(build("t5-770m", 4, overrides={"num_layers": 1}), TEXT).target_len == 512
 
 
 @functools.cache

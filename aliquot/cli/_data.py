@@ -1,0 +1,105 @@
+"""`aliquot data`: from text to a file of tokens."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..core import InputError, format_bytes, format_count, format_seconds
+from ._options import Json, check_destination
+from ._session import session
+
+if TYPE_CHECKING:
+    from ..data import Tokenizer
+
+
+def data(
+    texts: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TEXT...",
+            help="Files, or folders of files; each file is a document, and each line of *.jsonl.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="File to write the tokens to.", show_default=False)],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON file of the tokenizers library."),
+    ] = None,
+    vocab_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="GPT-2's vocab.json; with --merge-file.")
+    ] = None,
+    merge_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="GPT-2's merges.txt; with --vocab-file.")
+    ] = None,
+    end_of_text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN",
+            help="Token behind each document; by default the tokenizer's own, such as"
+            " <|endoftext|>.",
+        ),
+    ] = None,
+    json_key: Annotated[
+        str, typer.Option(metavar="KEY", help="Key of the text in the lines of *.jsonl.")
+    ] = "text",
+    as_json: Json = False,
+) -> None:
+    """Write the tokens of texts to one file, which training reads from the disk. Without a
+    tokenizer, tokens are bytes.
+    """
+    with session(as_json) as say:
+        check_destination(out)
+        from ..data import documents, write_tokens
+
+        chosen = _tokenizer(tokenizer, vocab_file, merge_file, end_of_text)
+        started = time.perf_counter()
+        written = write_tokens(out, documents(texts, json_key=json_key), chosen)
+        seconds = time.perf_counter() - started
+        count, dtype = len(written.tokens), written.tokens.dtype.name
+        say.show(
+            f"{out}: {format_count(count)} tokens of {format_count(written.documents)} documents by"
+            f" {written.tokenizer}, {format_count(written.vocabulary)} ids,"
+            f" {format_bytes(out.stat().st_size)} as {dtype}, in {format_seconds(seconds)}"
+        )
+        say.finish(
+            {
+                "file": str(out.resolve()),
+                "tokens": count,
+                "documents": written.documents,
+                "vocabulary": written.vocabulary,
+                "dtype": dtype,
+                "tokenizer": written.tokenizer,
+                "tokenizer_sha256": written.tokenizer_sha256,
+            }
+        )
+
+
+def _tokenizer(
+    file: Path | None, vocab: Path | None, merges: Path | None, end: str | None
+) -> Tokenizer:
+    """The tokenizer that is asked for.
+
+    Raises:
+        InputError: the options do not go together; or as reading it raises.
+    """
+    from ..data import byte_tokenizer, read_gpt2_tokenizer, read_tokenizer
+
+    if (vocab is None) != (merges is None):
+        raise InputError("--vocab-file and --merge-file make one tokenizer: give both, or neither.")
+    if file is not None and vocab is not None:
+        raise InputError("--tokenizer and --vocab-file each name a tokenizer: leave one out.")
+    if file is not None:
+        return read_tokenizer(file, end=end)
+    if vocab is not None and merges is not None:
+        return read_gpt2_tokenizer(vocab, merges, end=end)
+    if end is not None:
+        raise InputError(
+            f"--end-of-text {end!r}: tokens are bytes without a tokenizer, with a new line behind"
+            " each document. Leave it out, or add --tokenizer."
+        )
+    return byte_tokenizer()

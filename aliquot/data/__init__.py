@@ -1,0 +1,19 @@
+"""Training data: text to tokens, files of tokens that stay on the disk, windows of them as batches,
+and the position in any source of batches.
+
+Importing this package needs neither JAX nor a tokenizer's library.
+"""
+
+from ._feed import Feed as Feed
+from ._split import Split as Split
+from ._text import documents as documents
+from ._text import read_text as read_text
+from ._text import standard_library as standard_library
+from ._token_file import TokenFile as TokenFile
+from ._token_file import is_token_file as is_token_file
+from ._token_file import write_tokens as write_tokens
+from ._tokenizer import Tokenizer as Tokenizer
+from ._tokenizer import byte_tokenizer as byte_tokenizer
+from ._tokenizer import read_gpt2_tokenizer as read_gpt2_tokenizer
+from ._tokenizer import read_tokenizer as read_tokenizer
+from ._windows import Windows as Windows

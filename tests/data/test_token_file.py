@@ -1,0 +1,146 @@
+"""Files of tokens: what they hold, and what is said of those that are not whole."""
+
+import json
+
+import numpy as np
+import pytest
+
+from aliquot.core import InputError
+from aliquot.data import (
+    TokenFile,
+    Tokenizer,
+    byte_tokenizer,
+    documents,
+    is_token_file,
+    read_gpt2_tokenizer,
+    read_tokenizer,
+    write_tokens,
+)
+
+
+def counting(vocabulary):
+    """A tokenizer whose ids are those of the bytes, spread over its vocabulary."""
+    return Tokenizer(
+        encode=lambda text: np.frombuffer(text, np.uint8) * np.uint32(vocabulary // 256),
+        name="spread",
+        sha256="0" * 64,
+        vocabulary=vocabulary,
+        end=vocabulary - 1,
+    )
+
+
+def test_tokens_come_back(tmp_path):
+    path = tmp_path / "tokens.bin"
+    write_tokens(path, [b"one", b"two"], byte_tokenizer())
+    found = TokenFile.open(path)
+    assert isinstance(found.tokens, np.memmap) and found.tokens.tobytes() == b"one\ntwo\n"
+    assert (found.vocabulary, found.documents, found.tokenizer) == (256, 2, "bytes")
+    assert is_token_file(path) and not is_token_file(__file__) and not is_token_file(tmp_path)
+    header = json.loads(path.read_bytes().splitlines()[0])
+    assert header["count"] == 8 and header["dtype"] == "uint8"
+    assert len(header["tokenizer_sha256"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"), [(256, "uint8"), (257, "uint16"), (2**16, "uint16"), (2**17, "uint32")]
+)
+def test_ids_take_as_few_bytes_as_they_need(tmp_path, vocabulary, dtype):
+    found = write_tokens(tmp_path / "t", [bytes([0, 255])], counting(vocabulary))
+    assert found.tokens.dtype == dtype
+    assert found.tokens.tolist() == [0, 255 * (vocabulary // 256), vocabulary - 1]
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    def interrupted():
+        yield b"one"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_tokens(tmp_path / "t", interrupted(), byte_tokenizer())
+    with pytest.raises(InputError, match="no tokens"):
+        write_tokens(tmp_path / "t", [], byte_tokenizer())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_files_are_refused_with_what_to_type(tmp_path):
+    path = tmp_path / "tokens.bin"
+    write_tokens(path, [b"some text"], byte_tokenizer())
+    whole = path.read_bytes()
+    line, rest = whole[:1024], whole[1024:]
+    header = json.loads(line)
+
+    def refused(content, *parts):
+        path.write_bytes(content)
+        with pytest.raises(InputError) as error:
+            TokenFile.open(path)
+        for part in (str(path), *parts):
+            assert part in str(error.value)
+
+    def with_header(**changes):
+        return json.dumps(header | changes).encode().ljust(1023) + b"\n" + rest
+
+    again = f"aliquot data TEXT... --out {path}"
+    refused(whole[:-1], "cut short", "(1033 bytes)", "have 1034", again)
+    refused(whole + b"x", "too long", again)
+    refused(b"plain text", "is no file of tokens", again)
+    refused(b"\xff\xfe\x00", "is no file of tokens", again)
+    refused(b"", "is no file of tokens", again)
+    refused(with_header(count=-1), "header", again)
+    refused(with_header(dtype="float32"), "uint16", again)
+    refused(with_header(version=2), "of version 2", "Update aliquot")
+    with pytest.raises(InputError, match="No such file"):
+        TokenFile.open(tmp_path / "missing")
+
+
+def test_lines_of_json_are_documents(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "one", "id": 1}\n\n{"text": "zwölf"}\n')
+    assert list(documents([path])) == [b"one", "zwölf".encode()]
+    (tmp_path / "plain.txt").write_text("three")
+    assert len(list(documents([tmp_path]))) == 3
+    with pytest.raises(InputError, match=r"line 1 .*under 'body'.*text, id.*--json-key"):
+        list(documents([path], json_key="body"))
+    path.write_text("{'text'}")
+    with pytest.raises(InputError, match="line 1 is no JSON"):
+        list(documents([path]))
+
+
+@pytest.fixture
+def bpe(tmp_path):
+    """The files of a small tokenizer of GPT-2's kind: one JSON file, and the pair."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator(
+        ["the cat sat on the mat, the cat"] * 3,
+        vocab_size=270,
+        min_frequency=2,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+    )
+    made.save_model(str(tmp_path))
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_a_tokenizer_and_its_pair_of_files_give_the_same_ids(bpe, tmp_path):
+    whole = read_tokenizer(bpe / "tokenizer.json")
+    pair = read_gpt2_tokenizer(bpe / "vocab.json", bpe / "merges.txt")
+    text = "the cat sat\n\non a mät".encode()
+    assert whole.encode(text).tolist() == pair.encode(text).tolist()
+    assert len(whole.encode(text)) < len(text)
+    vocabulary = json.loads((bpe / "vocab.json").read_text())
+    assert whole.vocabulary == pair.vocabulary == len(vocabulary)
+    assert whole.end == pair.end == vocabulary["<|endoftext|>"]
+    assert len({whole.sha256, pair.sha256, byte_tokenizer().sha256}) == 3
+    found = write_tokens(tmp_path / "t", [text, text], pair)
+    assert (found.tokens == pair.end).sum() == 2 and found.tokens.dtype == "uint16"
+
+
+def test_files_that_are_no_tokenizer(bpe, tmp_path):
+    with pytest.raises(InputError, match=r"no token '<end>'.*--end-of-text"):
+        read_tokenizer(bpe / "tokenizer.json", end="<end>")
+    (tmp_path / "odd").write_text("{}")
+    with pytest.raises(InputError, match=r"not read as a tokenizer.*--vocab-file with --merge"):
+        read_tokenizer(tmp_path / "odd")
+    with pytest.raises(InputError, match=r"a cannot be read .*; .*b cannot be read"):
+        read_gpt2_tokenizer(tmp_path / "a", tmp_path / "b")
