@@ -18,6 +18,8 @@ _MODULE_OF = {
     "largest_batch": "_questions",
     "size": "_questions",
     "find_remedies": "_remedies",
+    "evaluator": "_evaluation",
+    "MetricsLog": "report",
     "Cluster": "cluster",
     "Plan": "plans",
     "DataParallel": "planners",

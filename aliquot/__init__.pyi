@@ -14,6 +14,7 @@ from ._api import explain as explain
 from ._api import parallelize as parallelize
 from ._api import plan as plan
 from ._api import verify as verify
+from ._evaluation import evaluator as evaluator
 from ._questions import compare as compare
 from ._questions import largest_batch as largest_batch
 from ._questions import size as size
@@ -49,6 +50,7 @@ from .planners import Zero2Parallel as Zero2Parallel
 from .planners import Zero3Parallel as Zero3Parallel
 from .planners import plan_chain as plan_chain
 from .plans import Plan as Plan
+from .report import MetricsLog as MetricsLog
 from .runtime import Checkpoints as Checkpoints
 from .sharding import register_dim_rule as register_dim_rule
 

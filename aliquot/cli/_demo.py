@@ -17,8 +17,8 @@ from ._progress import search_progress
 from ._session import Session, session
 
 if TYPE_CHECKING:
-    from ..plans import Plan
     from ..data import Windows
+    from ..plans import Plan
     from ..zoo import Workload
     from ._training import Run
 
@@ -99,12 +99,20 @@ def _train_parallel(
     import jax
 
     from .._api import parallelize
+    from ..data import Feed
     from ..report import compared, comparison
     from ._training import run
 
     step = parallelize(workload.train_step, plan)
     state = step.init(workload.init, jax.random.key(_SEED))
-    done = run(step, state, text, steps, label=f"{_DEVICES} devices")
+    done = run(
+        step,
+        state,
+        Feed(text),
+        steps,
+        label=f"{_DEVICES} devices",
+        tokens_per_step=text.tokens_per_step,
+    )
     stats = step.stats()
     figures = compared(plan, stats.memory, stats.collectives)
     say.show(comparison(figures))
@@ -115,15 +123,18 @@ def _train_alone(workload: Workload, text: Windows, steps: int) -> Run:
     """The plain step, compiled by plain `jax.jit`: nothing of this package takes part."""
     import jax
 
+    from ..data import Feed
     from ._training import run
 
     state = jax.jit(workload.init)(jax.random.key(_SEED))
     step = jax.jit(workload.train_step, donate_argnums=0)
-    return run(step, state, text, steps, label="1 device ")
+    return run(
+        step, state, Feed(text), steps, label="1 device ", tokens_per_step=text.tokens_per_step
+    )
 
 
 def _stop_if_interrupted(done: Run, steps: int, say: Session) -> None:
-    if done.interrupted:
+    if done.ended_by:
         say.note(f"interrupted; {len(done.losses)} of {steps} steps are done.")
         raise typer.Exit(INTERRUPTED)
 

@@ -12,9 +12,11 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 INTERRUPTED = 130
+TERMINATED = 143
 # Most of what Ctrl-C stops has ended by then, and says so itself.
 _PATIENCE_S = 0.3
 _IMPORTS = "<frozen importlib"
@@ -39,6 +41,50 @@ def raise_at_interrupts() -> None:
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     threading.Thread(target=_acknowledge, args=(reading,), daemon=True).start()
     signal.signal(signal.SIGINT, _raise)
+
+
+class Ending:
+    """By what a loop is to end before its time: "Ctrl-C" or "SIGTERM"; empty if it is not."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def asked(self, number: int) -> bool:
+        """Whether to end after step `number`, in all processes alike."""
+        import jax
+
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            # JAX takes SIGTERM, and lets all processes stop at one step.
+            if multihost_utils.reached_preemption_sync_point(number):
+                self.reason = "SIGTERM"
+        return bool(self.reason)
+
+
+@contextlib.contextmanager
+def ending_between_steps() -> Iterator[Ending]:
+    """Within, Ctrl-C and SIGTERM are noted, so that a loop can end when no step is under way. A
+    second Ctrl-C ends the process.
+    """
+    import jax
+
+    ending, before = Ending(), {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        ending.reason = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+
+    # Other threads than the first get no signals. Several processes must end at the same step,
+    # which JAX finds for SIGTERM.
+    if jax.process_count() == 1:
+        with contextlib.suppress(ValueError):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before[number] = signal.signal(number, note)
+    try:
+        yield ending
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def end_at_interrupts() -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..cluster import Cluster
@@ -40,7 +40,7 @@ class Model:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooOptions:
     """The options that shape a model of the zoo, as `aliquot.zoo.build` takes them. `dtype` and
-    `attention` None: by the device.
+    `attention` None: by the device. `update` has those of the optimizer.
     """
 
     global_batch: int | None
@@ -49,6 +49,7 @@ class ZooOptions:
     attention: str | None = None
     scan: bool = False
     overrides: Mapping[str, Any]
+    update: Mapping[str, Any] = field(default_factory=dict)
 
     def dtype_for(self, config: AbstractConfig, cluster: Cluster) -> str:
         """The model's usual one, else bf16, or float16 on devices whose float16 units are faster
@@ -95,6 +96,7 @@ def resolve(name: str, options: ZooOptions, cluster: Cluster) -> Model:
         scan=options.scan,
         attention=options.attention or "auto",
         device=cluster.device,
+        **options.update,
     )
     return from_workload(workload)
 
@@ -215,6 +217,7 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
             ("--recompute", options.recompute),
             ("--attention", options.attention),
             ("--scan", options.scan),
+            ("--optimizer and other options of the update", options.update),
         )
         if given
     ]

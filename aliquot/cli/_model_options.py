@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -79,8 +80,11 @@ class ModelOptions:
     scan: Scan = False
     settings: Settings = None
 
-    def read(self) -> ZooOptions:
+    def read(self, update: Mapping[str, Any] | None = None) -> ZooOptions:
         """The options with all settings by name.
+
+        Args:
+            update: arguments of the optimizer; see `OptimizerOptions.read`.
 
         Raises:
             InputError: Any of them cannot be read, or a size is given twice.
@@ -103,6 +107,7 @@ class ModelOptions:
             attention=self.attention,
             scan=self.scan,
             overrides=overrides,
+            update=update or {},
         )
 
 

@@ -15,6 +15,7 @@ from ._groups import takes_groups
 from ._interrupts import INTERRUPTED
 from ._max_batch import find_max_batch
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
+from ._optimizer_options import OptimizerOptions
 from ._options import (
     ClusterName,
     Json,
@@ -45,6 +46,11 @@ def plan(
     method_options: MethodOptions,
     profile_options: ProfileOptions,
     search_options: SearchOptions,
+    optimizer_options: OptimizerOptions,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Steps of the run, on which a schedule of the learning rate depends."),
+    ] = None,
     network_gbps: NetworkGbps = None,
     memory_limit: MemoryLimit = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
@@ -69,7 +75,7 @@ def plan(
             name=model,
             where=where,
             how=method_options.read(),
-            options=model_options.read(),
+            options=model_options.read(optimizer_options.read(steps)),
             memory_limit_bytes=read_memory_limit(memory_limit),
             method=method_options,
             profiles=profile_options,

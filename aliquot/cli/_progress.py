@@ -54,12 +54,16 @@ def training_progress(label: str, steps: int) -> Iterator[Callable[[int, float, 
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         every = max(1, steps // _LINES)
+        shown: int | None = None
 
         def print_line(step: int, loss: float, tokens_per_s: float) -> None:
-            if step == 1 or step % every == 0 or step == steps:
-                speed = f"{format_count(round(tokens_per_s))} tokens/s"
+            nonlocal shown
+            if shown is None or step - shown >= every or step == steps:
+                shown = step
+                # The first step compiles, which is no speed.
+                speed = f"{format_count(round(tokens_per_s))} tokens/s" if tokens_per_s else ""
                 print(
-                    f"{label}: step {step}/{steps}  loss {loss:.4f}  {speed}",
+                    f"{label}: step {step}/{steps}  loss {loss:.4f}  {speed}".rstrip(),
                     file=sys.stderr,
                     flush=True,
                 )

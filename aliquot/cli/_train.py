@@ -1,4 +1,4 @@
-"""`aliquot train`: run a plan on text."""
+"""`aliquot train`: plan a model of the zoo unless there is a plan, and train it on text."""
 
 from __future__ import annotations
 
@@ -7,27 +7,49 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import InputError, PlanMismatchError, format_count, format_seconds
-from ._devices import use_seen_devices, use_virtual_devices
-from ._interrupts import INTERRUPTED
-from ._options import Json, read_plan
-from ._session import session
+from ..core import InputError, format_count, format_seconds
+from ._devices import use_devices
+from ._groups import takes_groups
+from ._interrupts import INTERRUPTED, TERMINATED
+from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
+from ._optimizer_options import OptimizerOptions
+from ._options import Json
+from ._plan_options import MethodOptions
+from ._run_options import RunOptions
+from ._session import Session, session
 
 if TYPE_CHECKING:
+    from ..data import Windows
     from ..plans import Plan
     from ..zoo import Workload
     from ._training import Run
 
 
+@takes_groups
 def train(
     model: Annotated[str, typer.Argument(help="A name from the zoo.", show_default=False)],
     data: Annotated[
-        list[Path], typer.Option(help="A file or folder of text; repeatable.", show_default=False)
-    ],
-    plan_file: Annotated[
-        Path, typer.Option("--plan", metavar="PLAN", help="A plan file.", show_default=False)
+        list[Path],
+        typer.Option(
+            help="A file of tokens (see aliquot data), or files and folders of text; repeatable.",
+            show_default=False,
+        ),
     ],
     steps: Annotated[int, typer.Option(help="How many steps to train.", show_default=False)],
+    model_options: ModelOptions,
+    method_options: MethodOptions,
+    optimizer_options: OptimizerOptions,
+    run_options: RunOptions,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan", metavar="PLAN", help="A plan file; by default a plan is made first."
+        ),
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(help="What to plan for: detect, a preset such as 8xH100, or a TOML file.")
+    ] = "detect",
+    memory_limit: MemoryLimit = None,
     devices: Annotated[
         int | None, typer.Option(help="Run on this many virtual CPU devices.")
     ] = None,
@@ -36,109 +58,185 @@ def train(
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Train a model of the zoo on the bytes of your files, as a plan says."""
+    """Train a model of the zoo on your text, as a plan says. A run with --out goes on where it
+    stopped.
+    """
     with session(as_json) as say:
         if steps < 1:
             raise InputError(f"--steps must be at least 1, got {steps}.")
         if seed < 0:
             raise InputError(f"--seed must not be negative, got {seed}.")
-        plan = read_plan(plan_file)
-        if devices is not None:
-            _check_devices(plan, devices)
-            use_virtual_devices(devices)
+        run_options.check(steps)
+        method_options.check(model_options.global_batch)
+        update = optimizer_options.read(steps)
+        from ._train_plan import check_devices, find_plan, given_plan, has_same_inputs
+
+        here = use_devices(devices)
+        if plan_file is not None:
+            plan, workload = given_plan(model, plan_file, model_options, method_options, update)
+            check_devices(plan, len(here))
+            if model != plan.model.name:
+                has_same_inputs(workload, plan)
         else:
-            _check_devices(plan, len(use_seen_devices()))
-        workload = _workload(model, plan)
-        from ..zoo import text_for, tokens_of
-
-        text = text_for(workload, tokens_of(data), seed=seed)
-        if model != plan.model.name:
-            _check_interface(workload, plan)
-        done = _run(workload, plan, text, steps, seed)
-        say.show(_summary(done, plan))
-        say.finish(_data(done, plan))
-        if done.interrupted:
-            say.note(f"interrupted; {len(done.losses)} of {steps} steps are done.")
-            raise typer.Exit(INTERRUPTED)
-
-
-def _check_devices(plan: Plan, num_devices: int) -> None:
-    from ..plans import idle_devices, plan_devices
-
-    needed = plan_devices(plan)
-    if num_devices not in (needed, needed + idle_devices(plan)):
-        raise PlanMismatchError(
-            f"it is for {needed} devices ({plan.cluster.get('name')}), and there are {num_devices}",
-            asked="the plan does not fit these devices",
-            advice=(
-                f"Add --devices {needed} for virtual CPU devices, or make a plan with --cluster"
-                " detect."
-            ),
-        )
+            plan, workload = find_plan(
+                model,
+                cluster,
+                model_options.read(update),
+                method_options,
+                read_memory_limit(memory_limit),
+                run_options.out,
+                here,
+                say,
+            )
+        texts = _texts(workload, data, run_options, seed)
+        done = _train(plan, workload, texts, steps, seed, run_options, say)
+        _tell(done, plan, run_options, say)
+        if done.ended_by:
+            kept = (
+                ""
+                if run_options.out is None
+                else f" Go on with the same command ({run_options.out})."
+            )
+            say.note(f"interrupted; {done.done} of {steps} steps are done.{kept}")
+            raise typer.Exit(TERMINATED if done.ended_by == "SIGTERM" else INTERRUPTED)
 
 
-def _workload(name: str, plan: Plan) -> Workload:
-    """The model with the settings that the plan was made with."""
-    from ._model import named_model, workload_of
+def _texts(
+    workload: Workload, paths: list[Path], options: RunOptions, seed: int
+) -> dict[str, Windows]:
+    """The parts of the text that the run needs.
 
-    if plan.model.kind != "zoo":
-        raise InputError(
-            f"this plan is for {plan.model.name or 'a function'}, which is not of the zoo, so its"
-            " first state and data are not known here. Run it from Python:"
-            " aliquot.parallelize(train_step, plan)."
-        )
-    return workload_of(plan.model if name == plan.model.name else named_model(plan.model, name))
+    Raises:
+        InputError: a part is missing, or the text is not for this model.
+    """
+    from ..data import Split
+    from ..zoo import text_for, tokens_of
 
-
-def _check_interface(workload: Workload, plan: Plan) -> None:
-    """Another model than the plan's must have the same inputs."""
-    from ..graph import capture
-    from ..plans import ArrayInterface, require_match
-
-    graph = capture(workload.train_step, workload.state, workload.batch)
-    inputs = [
-        ArrayInterface(
-            path=item.path,
-            shape=graph.values[item.value].shape,
-            dtype=graph.values[item.value].dtype,
-        )
-        for item in graph.inputs
-    ]
-    require_match(
-        plan,
-        inputs=inputs,
-        asked=f"the plan is for {plan.model.name}, not for {workload.config.name}",
-    )
+    tokens, split = tokens_of(paths), Split.read(options.split)
+    parts = ["train", *(["validation"] if options.eval_every else [])]
+    made: dict[str, Windows] = {}
+    faults = []
+    for part in parts:
+        try:
+            made[part] = text_for(workload, tokens, seed=seed, split=split, part=part)
+        except InputError as error:
+            faults.append(str(error))
+    if faults:
+        raise InputError("\n  ".join(faults))
+    return made
 
 
-def _run(workload: Workload, plan: Plan, text: Any, steps: int, seed: int) -> Run:
+def _train(
+    plan: Plan,
+    workload: Workload,
+    texts: dict[str, Windows],
+    steps: int,
+    seed: int,
+    options: RunOptions,
+    say: Session,
+) -> Run:
+    """Go on from the newest checkpoint, or begin, and train to the end."""
     import jax
 
     from .._api import parallelize
+    from ..data import Feed
+    from ._resume import Resumed, begin, open_checkpoints
     from ._training import run
 
+    text = texts["train"]
     step = parallelize(workload.train_step, plan)
-    state = step.init(workload.init, jax.random.key(seed))
-    return run(step, state, text, steps, label=workload.config.name)
+    with open_checkpoints(options, say) as checkpoints:
+        begun: Resumed = begin(checkpoints, step, workload, text, options, seed, say)
+        if begun.done >= steps:
+            say.note(f"{options.out} holds all {steps} steps; nothing is left to do.")
+        if options.out is not None and jax.process_index() == 0:
+            plan.save(options.out / "plan.json")
+        rate = workload.settings["learning_rate"]
+        rows = None
+        if jax.process_count() > 1:
+            rows = step.prepare(workload.state, workload.batch).local_rows()
+        feed = Feed(text, step=begun.done, position=begun.position, rows=rows)
+
+        def save(number: int, state: Any) -> None:
+            assert checkpoints is not None
+            meta = begun.meta | {"position": feed.position}
+            checkpoints.save(step, state, number, meta=meta, force=True)
+
+        return run(
+            step,
+            begun.state,
+            feed,
+            steps,
+            label=workload.config.name,
+            tokens_per_step=text.tokens_per_step,
+            log={
+                "folder": options.out,
+                "plan": plan,
+                "every": options.log_every or max(1, min(10, steps // 10)),
+                "constants": {} if isinstance(rate, dict) else {"learning_rate": rate},
+            },
+            evaluate=_evaluation(step, workload, texts, begun.state, options),
+            eval_every=options.eval_every or 0,
+            save=None if checkpoints is None else save,
+            save_every=options.save_every,
+        )
 
 
-def _summary(done: Run, plan: Plan) -> str:
-    if not done.losses:
-        return "No step was done."
-    return (
-        f"{len(done.losses)} steps: loss {done.losses[0]:.4f} -> {done.losses[-1]:.4f},"
-        f" {format_count(round(done.tokens_per_s))} tokens/s (measured)\nstep time:"
-        f" {format_seconds(plan.prediction.step_time_s)} predicted for {plan.cluster.get('name')},"
-        f" {format_seconds(done.step_time_s)} measured here (median)"
+def _evaluation(
+    step: Any, workload: Workload, texts: dict[str, Windows], state: Any, options: RunOptions
+) -> Any:
+    """The mean loss of the first batches for validation, alike whenever it is asked; None if there
+    are none.
+    """
+    if "validation" not in texts:
+        return None
+    from .._evaluation import evaluator
+
+    text = texts["validation"]
+    most = min(options.eval_steps, max(1, text.num_windows // text.batch))
+    evaluate = evaluator(step, workload.evaluate, workload.state, workload.batch)
+
+    def mean_loss(state: Any) -> float:
+        losses = [evaluate(state, text.batch_at(k))["loss"] for k in range(most)]
+        return sum(map(float, losses)) / most
+
+    return mean_loss
+
+
+def _tell(done: Run, plan: Plan, options: RunOptions, say: Session) -> None:
+    """The summary: loss, speed, and what was predicted, with the curve of the loss."""
+    from ..report import loss_chart, read_metrics
+
+    rows = list(done.rows) if options.out is None else read_metrics(options.out)
+    curve = [float(row["loss"]) for row in rows if "loss" in row]
+    if len(curve) > 1:
+        say.show(loss_chart({"loss": curve}, steps=max(row["step"] for row in rows)))
+    if done.losses:
+        lines = [
+            f"{len(done.losses)} steps: loss {done.losses[0]:.4f} -> {done.losses[-1]:.4f},"
+            f" {format_count(round(done.tokens_per_s))} tokens/s (measured)",
+            f"step time: {format_seconds(plan.prediction.step_time_s)} predicted for"
+            f" {plan.cluster.get('name')}, {format_seconds(done.step_time_s)} measured here"
+            f" (median), {done.data_share:.1%} of it waiting for data",
+        ]
+        if done.validation_losses:
+            number, loss = list(done.validation_losses.items())[-1]
+            lines.append(f"validation loss: {loss:.4f} after step {number}")
+        if options.out is not None:
+            lines.append(f"written to {options.out}: metrics.jsonl, checkpoints, plan.json")
+        say.show("\n".join(lines))
+    else:
+        say.show("No step was done.")
+    say.finish(
+        {
+            "steps_done": done.done,
+            "interrupted": bool(done.ended_by),
+            "losses": list(done.losses),
+            "validation_losses": done.validation_losses,
+            "tokens_per_s_measured": done.tokens_per_s,
+            "step_time_s_measured": done.step_time_s,
+            "step_time_s_predicted": plan.prediction.step_time_s,
+            "data_share": done.data_share,
+            "run": None if options.out is None else str(options.out.resolve()),
+        }
     )
-
-
-def _data(done: Run, plan: Plan) -> dict[str, Any]:
-    return {
-        "steps_done": len(done.losses),
-        "interrupted": done.interrupted,
-        "losses": list(done.losses),
-        "tokens_per_s_measured": done.tokens_per_s,
-        "step_time_s_measured": done.step_time_s,
-        "step_time_s_predicted": plan.prediction.step_time_s,
-    }

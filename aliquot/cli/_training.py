@@ -1,64 +1,148 @@
-"""A training loop with progress, which Ctrl-C ends between two steps."""
+"""A training loop with a log, evaluation and checkpoints, which signals end between two steps."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..data import Windows
+from ..data import Feed
+from ..report import MetricsLog
+from ._interrupts import ending_between_steps
 from ._progress import training_progress
+
+# So many steps are given to the devices before the first of them has ended.
+_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Result of a training run: the loss of every step, and the speed once compiled.
+    """Result of a training run.
 
-    `interrupted` says that Ctrl-C ended it before its time.
+    Attributes:
+        losses: of each step of this attempt.
+        rows: the lines of its log.
+        done: steps that are done, with those of earlier attempts.
+        tokens_per_step: of the global batch.
+        ended_by: the signal that ended it before its time, such as "Ctrl-C"; empty if none did.
     """
 
     losses: tuple[float, ...]
-    step_times_s: tuple[float, ...]
+    rows: tuple[Mapping[str, Any], ...]
+    done: int
     tokens_per_step: int
-    interrupted: bool
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second over all steps but the first, which compiles."""
-        times = self.step_times_s[1:] or self.step_times_s
-        return self.tokens_per_step * len(times) / sum(times) if times else 0.0
+    ended_by: str
 
     @property
     def step_time_s(self) -> float:
         """Median measured time of a step, without the first; 0 if there is none."""
-        times = sorted(self.step_times_s[1:] or self.step_times_s)
+        times = sorted(row["step_s"] for row in self.rows if "step_s" in row)
         return times[len(times) // 2] if times else 0.0
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second over all steps but the first, which compiles."""
+        times = [row["step_s"] for row in self.rows if "step_s" in row]
+        return self.tokens_per_step * len(times) / sum(times) if times else 0.0
 
-def run(step: Callable[..., Any], state: Any, data: Windows, steps: int, *, label: str) -> Run:
-    """Train from `state` on; `step(state, batch)` returns the new state and metrics with a
-    `loss`.
+    @property
+    def data_share(self) -> float:
+        """Share of the time that was spent waiting for batches."""
+        waited = [
+            (row["data_share"] * row["step_s"], row["step_s"])
+            for row in self.rows
+            if "step_s" in row
+        ]
+        return sum(w for w, _ in waited) / sum(s for _, s in waited) if waited else 0.0
+
+    @property
+    def validation_losses(self) -> dict[int, float]:
+        """The loss on validation data, by the number of steps before it."""
+        return {
+            row["step"]: row["validation_loss"] for row in self.rows if "validation_loss" in row
+        }
+
+
+def run(
+    step: Callable[..., Any],
+    state: Any,
+    feed: Feed,
+    steps: int,
+    *,
+    label: str,
+    tokens_per_step: int,
+    log: Mapping[str, Any] | None = None,
+    evaluate: Callable[[Any], float] | None = None,
+    eval_every: int = 0,
+    save: Callable[[int, Any], None] | None = None,
+    save_every: int = 0,
+) -> Run:
+    """Train from `state` and the position of `feed` until `steps` steps are done.
+
+    Args:
+        step: `step(state, batch)` returns the new state and metrics with a `loss`.
+        label: what progress calls the run.
+        log: further arguments of `MetricsLog`.
+        evaluate: the loss of a state on other data; called every `eval_every` steps and at the end.
+        save: writes a checkpoint of `(steps done, state)`; called every `save_every` steps, and at
+            the end, however that comes.
     """
-    tokens = data.tokens_per_step
-    losses: list[float] = []
-    times: list[float] = []
-    interrupted = False
-    with training_progress(label, steps) as report:
+    import jax
+
+    from ..runtime import Step
+
+    first = feed.step
+    local_part = step.local_part if isinstance(step, Step) and jax.process_count() > 1 else None
+    waiting: deque[Any] = deque()
+    with training_progress(label, steps) as show, ending_between_steps() as ending:
+
+        def report(row: Mapping[str, Any]) -> None:
+            if "loss" in row:
+                show(row["step"], row["loss"], row.get("tokens_per_s", 0.0))
+
+        record = MetricsLog(
+            **{"every": 1, "done": first, "tokens_per_step": tokens_per_step, **(log or {})},
+            report=report,
+        )
         try:
-            for index in range(steps):
-                started = time.perf_counter()
-                state, metrics = step(state, data.batch_at(index))
-                loss = float(metrics["loss"])
-                times.append(time.perf_counter() - started)
-                losses.append(loss)
-                recent = times[1:] or times
-                report(index + 1, loss, tokens * len(recent) / sum(recent))
+            while feed.step < steps:
+                number = feed.step + 1
+                with record.timed("data"):
+                    batch = next(feed)
+                    if local_part is not None:
+                        batch = local_part(batch)
+                if number == first + 1:
+                    with record.timed("compilation"):
+                        state, metrics = step(state, batch)
+                        jax.block_until_ready(metrics)
+                else:
+                    state, metrics = step(state, batch)
+                waiting.append(metrics)
+                if len(waiting) > _AHEAD:
+                    jax.block_until_ready(waiting.popleft())
+                record.add(number, metrics)
+                if evaluate is not None and (number % eval_every == 0 or number == steps):
+                    jax.block_until_ready(metrics)
+                    with record.timed("evaluation"):
+                        loss = evaluate(state)
+                    record.validated(number, loss)
+                ends = number == steps or ending.asked(number)
+                if save is not None and (number % save_every == 0 or ends):
+                    jax.block_until_ready(metrics)
+                    with record.timed("checkpoint"):
+                        save(number, state)
+                if ends:
+                    break
         except KeyboardInterrupt:
-            interrupted = True
+            # Within a step, whose state may be gone.
+            ending.reason = "Ctrl-C"
+        record.close(feed.step)
+    done = first + len(record.losses)
     return Run(
-        losses=tuple(losses),
-        step_times_s=tuple(times),
-        tokens_per_step=tokens,
-        interrupted=interrupted,
+        losses=record.losses,
+        rows=record.rows,
+        done=done,
+        tokens_per_step=tokens_per_step,
+        ended_by=ending.reason if done < steps else "",
     )

@@ -93,6 +93,17 @@ class Windows:
         return self.batch * (self.seq_len + self.target_len)
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What decides the batches, as plain data, to be kept with checkpoints."""
+        return {
+            "source": self.source,
+            "tokens": len(self.tokens),
+            "seq_len": self.seq_len,
+            "batch": self.batch,
+            "seed": self.seed,
+        }
+
+    @property
     def num_windows(self) -> int:
         """Windows in the tokens: examples of an epoch."""
         overlap = self._window - self._stride
@@ -139,9 +150,7 @@ class Windows:
         is_chosen = random.random(tokens.shape) < self.masked_share
         fate = random.random(tokens.shape)
         others = random.integers(0, self.vocabulary, tokens.shape, np.int32)
-        replaced = np.where(
-            fate < 0.8, np.int32(self.mask), np.where(fate < 0.9, others, tokens)
-        )
+        replaced = np.where(fate < 0.8, np.int32(self.mask), np.where(fate < 0.9, others, tokens))
         return {
             "inputs": np.where(is_chosen, replaced, tokens),
             "targets": np.where(is_chosen, tokens, np.int32(-1)),
@@ -149,8 +158,8 @@ class Windows:
 
 
 @functools.lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, count: int) -> NDArray[np.uint32]:
+def _order(seed: int, epoch: int, count: int) -> NDArray[Any]:
     """The order of the windows of an epoch."""
-    order = np.arange(count, dtype=np.uint32 if count < 2**32 else np.uint64)
+    order: NDArray[Any] = np.arange(count, dtype=np.uint32 if count < 2**32 else np.uint64)
     np.random.default_rng((seed, epoch)).shuffle(order)
     return order

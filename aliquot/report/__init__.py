@@ -17,6 +17,9 @@ from ._diff import difference as difference
 from ._explain import Alternative as Alternative
 from ._explain import explained as explained
 from ._explain import explanation as explanation
+from ._metrics_log import METRICS_FILE as METRICS_FILE
+from ._metrics_log import MetricsLog as MetricsLog
+from ._metrics_log import read_metrics as read_metrics
 from ._page import page as page
 from ._profiles import check_text as check_text
 from ._profiles import draw_profiles as draw_profiles

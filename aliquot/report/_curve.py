@@ -12,7 +12,13 @@ _MARKS = "ox+*"
 _BRAILLE = 0x2800
 
 
-def loss_chart(series: Mapping[str, Sequence[float]], *, width: int = 64, height: int = 10) -> str:
+def loss_chart(
+    series: Mapping[str, Sequence[float]],
+    *,
+    steps: int | None = None,
+    width: int = 64,
+    height: int = 10,
+) -> str:
     """A chart of curves over the number of the step, all on one scale.
 
     The first curve is a fine line of braille dots; marks over it show each further curve, so two
@@ -20,6 +26,7 @@ def loss_chart(series: Mapping[str, Sequence[float]], *, width: int = 64, height
 
     Args:
         series: Values by name; numbers that are not finite are left out.
+        steps: The number of the last step, where values are not those of each step.
         width, height: Of the frame, in characters.
 
     Raises:
@@ -33,6 +40,7 @@ def loss_chart(series: Mapping[str, Sequence[float]], *, width: int = 64, height
     frame = _Frame(
         low=low, high=high if high > low else low + 1.0, length=length, width=width, height=height
     )
+    last = length - 1 if steps is None else steps
     names = list(series)
     frame.line(series[names[0]])
     for name, mark in zip(names[1:], _MARKS, strict=False):
@@ -44,7 +52,7 @@ def loss_chart(series: Mapping[str, Sequence[float]], *, width: int = 64, height
     return "\n".join(
         [
             *frame.rows(),
-            f"{'':>8}  {'step 0':<{max(width - 8, 6)}}{length - 1:>8}",
+            f"{'':>8}  {'step 0':<{max(width - 8, 6)}}{last:>8}",
             f"{'':>8}  {'   '.join(legend)}",
         ]
     )

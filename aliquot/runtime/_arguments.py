@@ -15,14 +15,11 @@ from .transport import PiecedArray
 
 class Arguments:
     """Flattens and checks the arguments of calls of one step. `types` holds each input's shape and
-    dtype.
-
-    Args:
-        takes_parts: whether each of several processes may pass its own rows alone.
+    dtype. Each of several processes may pass its own rows alone.
     """
 
-    def __init__(self, graph: Graph, *, takes_parts: bool = True) -> None:
-        self._graph, self._takes_parts = graph, takes_parts
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
         self._seen: tuple[Any, tuple[tuple[int, Any], ...]] | None = None
         self._expected = graph.calling.call.skeleton()
         self.types = types_of(graph)
@@ -74,7 +71,7 @@ class Arguments:
             # JAX converts 64-bit NumPy arrays to 32 bits, unless its 64-bit types are enabled.
             if leaf.dtype != dtype and canonical(leaf.dtype) != dtype:
                 wrong.append(f"{path} is {leaf.dtype}, planned {dtype}")
-            if tuple(leaf.shape) != shape and not (self._takes_parts and _may_be_part(leaf, shape)):
+            if tuple(leaf.shape) != shape and not _may_be_part(leaf, shape):
                 wrong.append(f"{path} is {tuple(leaf.shape)}, planned {shape}")
         if wrong:
             self._refuse(wrong)

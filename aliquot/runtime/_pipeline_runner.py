@@ -68,7 +68,7 @@ class PipelineRunner(AbstractRunner):
         self._stats: Stats | None = None
         self._compiled: CompiledPipeline | None = None
         self._is_agreed = plan is None or not pipeline.is_shared
-        self._same = None if self._is_agreed else SameCalls(self.graph, self.input_shardings())
+        self._same = None if self._is_agreed else SameCalls(self.graph, self.input_homes())
         self._lock = threading.RLock()
 
     @classmethod
@@ -94,10 +94,10 @@ class PipelineRunner(AbstractRunner):
         """See `AbstractRunner.interface`."""
         return interface_of(self.graph)
 
-    def input_shardings(self) -> list[NamedSharding]:
-        """See `AbstractRunner.input_shardings`."""
-        homes = self._homes()
-        return [homes[pieces[0].position] for pieces in self._inputs]
+    def input_homes(self) -> list[tuple[NamedSharding, ...]]:
+        """See `AbstractRunner.input_homes`. Of an input in pieces, they are those of the first."""
+        homes = [self._places[pieces[0].position].values() for pieces in self._inputs]
+        return [tuple(home for _, home in each) or (self._anywhere(),) for each in homes]
 
     def _homes(self) -> list[NamedSharding]:
         return [
@@ -212,7 +212,10 @@ class PipelineRunner(AbstractRunner):
                 )
                 given[slot] = arrays[-1]
             # An input that no stage reads is placed nevertheless, so that it can be returned.
-            first.append(arrays[0] if arrays else place(leaf, self._anywhere(), np.shape(leaf)))
+            if not arrays:
+                shape = graph.values[graph.inputs[position].value].shape
+                arrays = [place(leaf, self._anywhere(), shape)]
+            first.append(arrays[0])
         results = run(given)
         by_value = {item.value: array for item, array in zip(graph.inputs, first, strict=True)}
         fetched = []

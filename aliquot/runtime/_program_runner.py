@@ -36,7 +36,7 @@ class ProgramRunner(AbstractRunner):
         self._compiled: Any = None
         self._stats: Stats | None = None
         self._is_agreed = plan is None or not spans_processes(mesh.devices.flat)
-        self._same = None if self._is_agreed else SameCalls(graph, program.in_shardings)
+        self._same = None if self._is_agreed else SameCalls(graph, self.input_homes())
         self._number = 0
         self._lower_s = self._compile_s = 0.0
         self._lock = threading.Lock()
@@ -80,9 +80,9 @@ class ProgramRunner(AbstractRunner):
         """See `AbstractRunner.interface`."""
         return interface_of(self.graph)
 
-    def input_shardings(self) -> list[NamedSharding]:
-        """See `AbstractRunner.input_shardings`."""
-        return list(self.program.in_shardings)
+    def input_homes(self) -> list[tuple[NamedSharding, ...]]:
+        """See `AbstractRunner.input_homes`."""
+        return [(sharding,) for sharding in self.program.in_shardings]
 
     def compile(self) -> None:
         """See `AbstractRunner.compile`."""

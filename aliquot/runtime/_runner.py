@@ -62,10 +62,8 @@ class AbstractRunner(abc.ABC):
         """The inputs, moved to the devices and shardings that the step needs."""
 
     @abc.abstractmethod
-    def input_shardings(self) -> list[NamedSharding]:
-        """The sharding of each input. Of an input that lies on several stages, it is the one on the
-        first of these stages.
-        """
+    def input_homes(self) -> list[tuple[NamedSharding, ...]]:
+        """The shardings of each input on all stages that read it, the first stage's first."""
 
     @abc.abstractmethod
     def stats(self) -> Stats:

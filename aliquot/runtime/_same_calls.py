@@ -27,10 +27,10 @@ class SameCalls:
 
     Args:
         graph: the step.
-        homes: where it needs each of its inputs.
+        homes: where it needs each of its inputs, which may be on several stages.
     """
 
-    def __init__(self, graph: Graph, homes: Sequence[Sharding]) -> None:
+    def __init__(self, graph: Graph, homes: Sequence[tuple[Sharding, ...]]) -> None:
         self._name, self._number = graph.name, 0
         self._inputs = [
             (item.path, item.role, shape, dtype, home)

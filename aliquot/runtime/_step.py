@@ -25,7 +25,7 @@ from ._state_call import StateCall, argument_of, name_of, state_arguments, state
 from .checkpoints import SavedArray
 from .compiled import Stats
 from .spmd import make_mesh
-from .transport import local_part, places_of, spans_processes
+from .transport import local_part, own_block, places_of, spans_processes
 
 
 class Step:
@@ -259,7 +259,7 @@ class Step:
 
     def _set_runner(self, runner: AbstractRunner) -> None:
         """Take a runner, and the check of arguments that belongs to its graph."""
-        self._arguments = Arguments(runner.graph, takes_parts=len(runner.meshes) == 1)
+        self._arguments = Arguments(runner.graph)
         self._runner = runner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -298,6 +298,15 @@ class Step:
             plain_results(runner.graph, call.leaves),
         )
 
+    def dry_run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step, but donate nothing: the arguments stay usable, and their devices hold the
+        new state beside the old one. Raises as a call does.
+        """
+        runner, arguments = self.prepare(*args, **kwargs)._require_traced("dry_run()")
+        with plain_context():
+            results = runner.run(arguments.leaves(args, kwargs), keep=True)
+        return runner.graph.calling.finish(results, args, kwargs)
+
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The arguments with every array moved to the devices and sharding that the step needs, for
         loops that prepare their next batch early.
@@ -333,23 +342,42 @@ class Step:
             batch: one argument of the step.
             argument: its name; by default the last positional one.
         """
-        runner, _ = self._require_traced("local_part()")
-        if len(runner.meshes) > 1:
-            raise InputError(
-                f"{self.__name__} is a pipeline, whose processes each pass whole batches: leave"
-                " local_part() out."
-            )
+        leaves, tree = jax.tree.flatten(batch)
+        needed = self._needed("local_part()", argument)
+        return jax.tree.unflatten(
+            tree,
+            [local_part(leaf, *homes) for leaf, (homes, _) in zip(leaves, needed, strict=True)],
+        )
+
+    def local_rows(self, argument: str | None = None) -> slice:
+        """The rows of a batch of which this process needs anything, so that it need not read the
+        others: those that `local_part` cuts out of the whole. None of them, `slice(0, 0)`, for a
+        process whose stages read no batch.
+
+        Args:
+            argument: its name; by default the last positional one.
+
+        Raises:
+            InputError: neither a call nor `prepare` came before.
+        """
+        blocks = [
+            own_block(homes, shape)[0]
+            for homes, shape in self._needed("local_rows()", argument)
+            if shape
+        ]
+        rows = [block for block in blocks if block.start < block.stop]
+        first = min((block.start for block in rows), default=0)
+        return slice(first, max((block.stop for block in rows), default=0))
+
+    def _needed(
+        self, asked: str, argument: str | None
+    ) -> list[tuple[tuple[NamedSharding, ...], tuple[int, ...]]]:
+        """Where each array of an argument is needed, and its shape."""
+        runner, arguments = self._require_traced(asked)
         calling = runner.graph.calling
         name = argument or calling.names[calling.num_positional - 1]
-        shardings = [
-            sharding
-            for parts, sharding in zip(calling.call.parts, runner.input_shardings(), strict=True)
-            if parts[0] == name
-        ]
-        leaves, tree = jax.tree.flatten(batch)
-        return jax.tree.unflatten(
-            tree, [local_part(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)]
-        )
+        every = zip(calling.call.parts, runner.input_homes(), arguments.types, strict=True)
+        return [(homes, shape) for parts, homes, (shape, _) in every if parts[0] == name]
 
     def stats(self) -> Stats:
         """Memory on each device, collectives and compile time, stage by stage. Compiles if need be.

@@ -16,6 +16,8 @@ from ._fused import choose_attention as choose_attention
 from ._image_config import WideResNetConfig as WideResNetConfig
 from ._precision import precision_name as precision_name
 from ._recompute import RECOMPUTE as RECOMPUTE
+from ._schedule import DECAYS as DECAYS
+from ._schedule import learning_rate as learning_rate
 from ._settings import settings_faults as settings_faults
 from ._sizes import MODELS as MODELS
 from ._sizes import configure as configure

@@ -17,7 +17,11 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "recompute": ((str,), "a name"),
     "scan": ((bool,), "true or false"),
     "optimizer": ((str,), "a name"),
-    "learning_rate": ((int, float), "a number"),
+    "learning_rate": ((int, float, Mapping), "a number or the fields of a schedule"),
+    "weight_decay": ((int, float, type(None)), "a number"),
+    "momentum": ((int, float), "a number"),
+    "clip_norm": ((int, float, type(None)), "a number"),
+    "grad_norm": ((bool,), "true or false"),
     "loss_scaling": ((str, type(None)), "a name"),
     "attention": ((str,), "a name"),
 }

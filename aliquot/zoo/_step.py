@@ -20,6 +20,7 @@ from ._fused import choose_attention
 from ._image_config import WideResNetConfig
 from ._precision import PRECISIONS, Precision, abstract, precision, precision_name
 from ._recompute import recompute_faults
+from ._schedule import LearningRate, rate_faults, schedule
 from ._sizes import MODELS, as_fields, configure, from_fields
 from ._t5_config import T5Config
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_OPTIMIZERS = ("adamw", "sgd")
+_OPTIMIZERS = ("adamw", "adafactor", "sgd")
 _LOSS_SCALING = ("none", "dynamic")
 
 
@@ -40,20 +41,22 @@ class Workload:
     """A training step with everything that planning and running it takes.
 
     `train_step(state, batch)` returns `(new_state, metrics)` and is pure; the metrics are scalars,
-    `loss` and, with experts, `balance_loss`. `state` and `batch` are trees of
-    `jax.ShapeDtypeStruct`: the state holds `params`, `opt_state`, `step`, under dynamic loss
-    scaling `loss_scale`, and with BatchNorm `batch_stats`; the batch holds `inputs` and `targets`,
-    token ids of shape `(global_batch, seq_len)`, or `images` and `labels`; BERT's targets are -1
-    where nothing is to be predicted. `init(key)` makes a real state and may be jitted, so that its
-    arrays are created sharded. `build(**settings)` makes this workload again, and `settings` is
-    plain data. `num_parameters` counts elements, a tied embedding once. `flops_per_step` counts
-    forward and backward over the global batch, without recomputation and without the update; see
-    `flops_per_example` of the configuration. `attention` says which attention it has and
-    why; it is empty for models of images.
+    `loss` and, with experts, `balance_loss`; where the step needs them, also `learning_rate` and
+    `grad_norm`. `evaluate(state, batch)` returns the metrics of the model alone. `state` and
+    `batch` are trees of `jax.ShapeDtypeStruct`: the state holds `params`, `opt_state`, `step`,
+    under dynamic loss scaling `loss_scale`, and with BatchNorm `batch_stats`; the batch holds
+    `inputs` and `targets`, token ids of shape `(global_batch, seq_len)`, or `images` and `labels`;
+    BERT's targets are -1 where nothing is to be predicted. `init(key)` makes a real state and may
+    be jitted, so that its arrays are created sharded. `build(**settings)` makes this workload
+    again, and `settings` is plain data. `num_parameters` counts elements, a tied embedding once.
+    `flops_per_step` counts forward and backward over the global batch, without recomputation and
+    without the update; see `flops_per_example` of the configuration. `attention` says which
+    attention it has and why; it is empty for models of images.
     """
 
     config: AbstractConfig
     train_step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
+    evaluate: Callable[[Any, Any], dict[str, jax.Array]]
     init: Callable[[jax.Array], Any]
     state: Any
     batch: dict[str, jax.ShapeDtypeStruct]
@@ -72,7 +75,11 @@ def build(
     recompute: str = "block",
     scan: bool = False,
     optimizer: str = "adamw",
-    learning_rate: float = 3e-4,
+    learning_rate: LearningRate = 3e-4,
+    weight_decay: float | None = None,
+    momentum: float = 0.0,
+    clip_norm: float | None = None,
+    grad_norm: bool = False,
     loss_scaling: str | None = None,
     attention: str = "auto",
     device: Device | None = None,
@@ -93,8 +100,12 @@ def build(
             second layer recomputes.
         scan: Whether to stack the layers and scan over them instead of unrolling them; not for
             Wide-ResNet.
-        optimizer: `"adamw"`, or `"sgd"` without momentum.
-        learning_rate: Constant over the steps.
+        optimizer: `"adamw"`, `"adafactor"` or `"sgd"`.
+        learning_rate: Constant over the steps, or a schedule: see `aliquot.zoo.learning_rate`.
+        weight_decay: By default the optimizer's own: 0.1 for AdamW, none for the others.
+        momentum: Of `"sgd"`.
+        clip_norm: Gradients whose norm, over all arrays, is larger are scaled down to it.
+        grad_norm: Whether the metrics have that norm although nothing is clipped.
         loss_scaling: `"dynamic"` or `"none"`; by default dynamic for float16, where small gradients
             would vanish.
         attention: `"plain"` writes all scores to memory. `"fused"` computes them block by block, in
@@ -121,7 +132,18 @@ def build(
         "dtype": dtype,
         "attention": attention,
     }
-    numbers = {"global_batch": global_batch, "learning_rate": learning_rate, "scan": scan}
+    optional = {
+        "weight_decay": weight_decay,
+        "momentum": momentum,
+        "clip_norm": clip_norm,
+        "grad_norm": grad_norm,
+    }
+    numbers = {
+        "global_batch": global_batch,
+        "learning_rate": learning_rate,
+        "scan": scan,
+        **optional,
+    }
     faults = faults_of_step(config, {**chosen, **numbers}, device)
     if faults:
         raise InputError(f"This training step cannot be built: {' '.join(faults)}")
@@ -134,8 +156,13 @@ def build(
     attends = choose_attention(attention, config, dtype, device)
     with jax.numpy_dtype_promotion("standard"):
         network = _network(config, dtypes, recompute=recompute, scan=scan, attention=attends.kernel)
+        rate = schedule(learning_rate)
         update = Update(
-            OPTIMIZERS[optimizer](learning_rate), dynamic_scale=loss_scaling == "dynamic"
+            OPTIMIZERS[optimizer](rate, weight_decay, momentum),
+            dynamic_scale=loss_scaling == "dynamic",
+            rate=rate,
+            clip_norm=clip_norm,
+            reports_norm=grad_norm,
         )
         state, num_parameters = _abstract_state(network, update)
     name, changed = _named(config)
@@ -147,13 +174,22 @@ def build(
         "recompute": recompute,
         "scan": scan,
         "optimizer": optimizer,
-        "learning_rate": learning_rate,
+        "learning_rate": dict(learning_rate)
+        if isinstance(learning_rate, Mapping)
+        else learning_rate,
         "loss_scaling": loss_scaling,
         "attention": attends.kernel,
+        # What is not asked for is left out, as in plans that were made before there was any of it.
+        **{
+            name: value
+            for name, value in optional.items()
+            if value or (name == "weight_decay" and value is not None)
+        },
     }
     return Workload(
         config=config,
         train_step=_promoting(_train_step(network, update)),
+        evaluate=_promoting(_evaluate(network)),
         init=_promoting(_init(network, update)),
         state=state,
         batch=_abstract_batch(config, global_batch, dtypes),
@@ -237,10 +273,7 @@ def faults_of_step(
         scan=bool(settings.get("scan")),
         has_attention=config is None or not isinstance(config, WideResNetConfig),
     )
-    global_batch, learning_rate = (
-        settings.get("global_batch", 1),
-        settings.get("learning_rate", 1.0),
-    )
+    global_batch = settings.get("global_batch", 1)
     if global_batch < 1:
         faults.append(f"global_batch={global_batch} must be at least 1.")
     elif global_batch > LARGEST:
@@ -250,8 +283,8 @@ def faults_of_step(
             f"global_batch={global_batch} is not a multiple of {config.batch_multiple}, the"
             f" {config.examples} whose tokens choose their experts together (group_size / seq_len)."
         )
-    if not (math.isfinite(learning_rate) and learning_rate > 0):
-        faults.append(f"learning_rate={learning_rate} must be a positive number.")
+    faults += rate_faults(settings.get("learning_rate", 1.0))
+    faults += _optional_faults(settings)
     if settings.get("scan") and config is not None and not config.loops:
         faults.append(
             f"there is no scan for {config.family}: its layers differ in shape, so they cannot be"
@@ -260,6 +293,26 @@ def faults_of_step(
     dtype = precision_name(settings.get("dtype") or (config and config.usual_dtype) or "bf16")
     attends = choose_attention(settings.get("attention", "auto"), config, dtype, device)
     return [*faults, *attends.faults]
+
+
+def _optional_faults(settings: Mapping[str, Any]) -> list[str]:
+    weight_decay, momentum, clip_norm = (
+        settings.get(name) for name in ("weight_decay", "momentum", "clip_norm")
+    )
+    faults = []
+    if weight_decay is not None and not 0 <= weight_decay < math.inf:
+        faults.append(f"weight_decay={weight_decay} must be a number that is not negative.")
+    if momentum and not 0 <= momentum < 1:
+        faults.append(f"momentum={momentum} must be at least 0 and below 1.")
+    elif momentum and settings.get("optimizer") != "sgd":
+        faults.append(
+            f"momentum={momentum} is for sgd: {settings.get('optimizer')} has moments of its own."
+        )
+    if clip_norm is not None and not 0 < clip_norm < math.inf:
+        faults.append(
+            f"clip_norm={clip_norm} must be a positive number; leave it out to clip nothing."
+        )
+    return faults
 
 
 def _require_extra() -> None:
@@ -323,6 +376,16 @@ def _train_step(
             return update.scale(state, loss), ({"loss": loss, **figures}, kept)
 
         grads, (metrics, kept) = jax.grad(scaled_loss, has_aux=True)(state["params"])
-        return {**kept, **update(state, grads), "step": state["step"] + 1}, metrics
+        norm = update.norm(state, grads)
+        new = {**kept, **update(state, grads, norm), "step": state["step"] + 1}
+        return new, {**metrics, **update.figures(state, norm)}
 
     return train_step
+
+
+def _evaluate(network: AbstractNetwork) -> Callable[[Any, Any], dict[str, jax.Array]]:
+    def evaluate(state: dict[str, Any], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        loss, figures, _ = network.loss(state["params"], state, batch)
+        return {"loss": loss, **figures}
+
+    return evaluate

@@ -1,6 +1,7 @@
 """The update of a training step: optimizers, dynamic loss scaling, and their states.
 
-The optimizers here update every array independently of the others, so one traced function can
+The optimizers here update every array independently of the others (clipping needs only the norm of
+all), so one traced function can
 update the layers of an unrolled model one after another. Optax maps each of its operations over
 each array: for all layers at once, that would take half the time of tracing a step.
 """
@@ -20,38 +21,77 @@ INITIAL_LOSS_SCALE = 2.0**15
 GROWTH_STEPS = 2000
 
 
-def adamw(learning_rate: float) -> optax.GradientTransformation:
+Rate = float | Callable[[Any], Any]
+
+
+def adamw(rate: Rate, weight_decay: float | None, momentum: float) -> optax.GradientTransformation:
     """AdamW with the usual constants for language models: second moment over 20 steps, weight decay
-    0.1 on every array.
+    0.1, unless given, on every array.
 
     Reference: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2;
     the constants are those of Brown et al., "Language Models are Few-Shot Learners", 2020, appendix
     B.
     """
-    return optax.adamw(learning_rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    decay = 0.1 if weight_decay is None else weight_decay
+    return optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=decay)
 
 
-def sgd(learning_rate: float) -> optax.GradientTransformation:
-    """Plain gradient descent, without momentum and so without state."""
-    return optax.sgd(learning_rate)
+def sgd(rate: Rate, weight_decay: float | None, momentum: float) -> optax.GradientTransformation:
+    """Gradient descent, without state if it has no momentum. Decayed weights are added to the
+    gradients.
+    """
+    descent = optax.sgd(rate, momentum or None)
+    return (
+        optax.chain(optax.add_decayed_weights(weight_decay), descent) if weight_decay else descent
+    )
 
 
-OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
+def adafactor(
+    rate: Rate, weight_decay: float | None, momentum: float
+) -> optax.GradientTransformation:
+    """Adafactor with optax's constants: second moments of matrices by their rows and columns, and a
+    rate relative to the size of each array. The weight decay is a share of each weight per step.
+
+    Reference: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
+    2018, algorithms 4 and 5.
+    """
+    return optax.adafactor(rate, weight_decay_rate=weight_decay)
+
+
+OPTIMIZERS: dict[str, Callable[[Rate, float | None, float], optax.GradientTransformation]] = {
     "adamw": adamw,
     "sgd": sgd,
+    "adafactor": adafactor,
 }
 
 
 class Update:
     """Applies an optimizer to a tree of parameters with `layers`, after undoing the loss scale if
-    there is one.
+    there is one, and clipping the gradients if that is asked for.
     """
 
-    def __init__(self, optimizer: optax.GradientTransformation, *, dynamic_scale: bool) -> None:
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        *,
+        dynamic_scale: bool,
+        rate: Rate = 0.0,
+        clip_norm: float | None = None,
+        reports_norm: bool = False,
+    ) -> None:
+        """
+        Args:
+            rate: the learning rate of the optimizer; if it changes, figures tell it.
+            clip_norm: larger gradients, as a whole, are scaled down to this norm.
+            reports_norm: whether the norm of the gradients is a figure although nothing is clipped.
+        """
         self.optimizer, self.dynamic_scale = optimizer, dynamic_scale
+        self._rate, self._clip_norm = rate, clip_norm
+        self._needs_norm = reports_norm or clip_norm is not None
         self._update_part = jax.jit(self._plain_part)
         self._update_part_if = jax.jit(self._guarded_part)
         self._finite = jax.jit(_all_finite)
+        self._squares = jax.jit(_sum_of_squares)
 
     def init(self, params: Tree) -> dict[str, Tree]:
         """The training state apart from parameters and step number."""
@@ -71,8 +111,28 @@ class Update:
             loss * state["loss_scale"]["scale"].astype(loss.dtype) if self.dynamic_scale else loss
         )
 
-    def __call__(self, state: Tree, grads: Tree) -> dict[str, Tree]:
+    def norm(self, state: Tree, grads: Tree) -> jax.Array | None:
+        """The norm of all gradients together, without their scale; None if nothing needs it."""
+        if not self._needs_norm:
+            return None
+        unscale = 1 / state["loss_scale"]["scale"] if self.dynamic_scale else None
+        return jnp.sqrt(sum(self._squares(part, unscale) for part in _cut(grads)))
+
+    def figures(self, state: Tree, norm: jax.Array | None) -> dict[str, jax.Array]:
+        """What an update reports, given the state before it."""
+        found: dict[str, jax.Array] = {}
+        if norm is not None:
+            found["grad_norm"] = norm.astype(jnp.float32)
+        if callable(self._rate):
+            (count,) = _schedule_counts(state["opt_state"])
+            found["learning_rate"] = jnp.asarray(self._rate(count), jnp.float32)
+        return found
+
+    def __call__(self, state: Tree, grads: Tree, norm: jax.Array | None = None) -> dict[str, Tree]:
         """The state after the update, without its step number.
+
+        Args:
+            norm: of the gradients, where `norm` gives one.
 
         Under a dynamic loss scale, a step whose gradients are not all finite changes neither
         parameters nor moments, and halves the scale. After 2000 finite steps in a row the scale
@@ -81,12 +141,16 @@ class Update:
         Reference: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
         """
         if not self.dynamic_scale:
-            params, opt_state = self._by_parts(state, grads, self._update_part)
+            params, opt_state = self._by_parts(
+                state, grads, lambda *part: self._update_part(*part, norm)
+            )
             return {"params": params, "opt_state": opt_state}
         loss_scale = state["loss_scale"]
         finite = jnp.stack([self._finite(part) for part in _cut(grads)]).all()
         params, opt_state = self._by_parts(
-            state, grads, lambda *part: self._update_part_if(*part, 1 / loss_scale["scale"], finite)
+            state,
+            grads,
+            lambda *part: self._update_part_if(*part, norm, 1 / loss_scale["scale"], finite),
         )
         return {
             "params": params,
@@ -126,15 +190,29 @@ class Update:
         ]
         return _join([part for part, _ in new]), outer.unflatten(joined)
 
-    def _plain_part(self, grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def _plain_part(
+        self, grads: Tree, opt_state: Tree, params: Tree, norm: jax.Array | None
+    ) -> tuple[Tree, Tree]:
+        if self._clip_norm is not None and norm is not None:
+            most = self._clip_norm
+            # As `optax.clip_by_global_norm` does it, but the norm is that of all parts.
+            grads = jax.tree.map(
+                lambda g: jnp.where(norm < most, g, g / norm.astype(g.dtype) * most), grads
+            )
         updates, new_opt_state = self.optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), new_opt_state
 
     def _guarded_part(
-        self, grads: Tree, opt_state: Tree, params: Tree, unscale: jax.Array, finite: jax.Array
+        self,
+        grads: Tree,
+        opt_state: Tree,
+        params: Tree,
+        norm: jax.Array | None,
+        unscale: jax.Array,
+        finite: jax.Array,
     ) -> tuple[Tree, Tree]:
         new = self._plain_part(
-            jax.tree.map(lambda g: g * unscale.astype(g.dtype), grads), opt_state, params
+            jax.tree.map(lambda g: g * unscale.astype(g.dtype), grads), opt_state, params, norm
         )
         kept: tuple[Tree, Tree] = jax.tree.map(
             lambda a, b: jnp.where(finite, a, b), new, (params, opt_state)
@@ -157,6 +235,24 @@ def _join(parts: list[Tree]) -> Tree:
 
 def _all_finite(tree: Tree) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+
+
+def _sum_of_squares(tree: Tree, unscale: jax.Array | None) -> jax.Array:
+    """The sum over all elements of their squares, in the dtype of the parameters."""
+    if unscale is not None:
+        tree = jax.tree.map(lambda g: g * unscale.astype(g.dtype), tree)
+    squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)]
+    return sum(squares[1:], start=squares[0])
+
+
+def _schedule_counts(opt_state: Tree) -> list[jax.Array]:
+    """The number of updates that each schedule of an optimizer has seen."""
+
+    def is_schedule(node: Tree) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_schedule)
+    return [node.count for node in nodes if is_schedule(node)]
 
 
 def _next_scale(loss_scale: Tree, finite: jax.Array) -> Tree:

@@ -48,7 +48,7 @@ def call_cost(count):
     state = [jax.device_put(jnp.ones((8, 8)), home) for _ in range(100)]
     batch = {name: np.ones((16, 512), np.int32) for name in "xy"}
     graph = capture(train_step, state, batch)
-    same, sender = _same_calls.SameCalls(graph, [home] * len(graph.inputs)), _Sender()
+    same, sender = _same_calls.SameCalls(graph, [(home,)] * len(graph.inputs)), _Sender()
     leaves = [*state, batch["x"], batch["y"]]
     # The first call reads the state, and is compared otherwise.
     plain = _same_calls.watched, _same_calls.agree_on_arrays

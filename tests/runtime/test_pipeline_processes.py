@@ -132,7 +132,12 @@ GPT = {
     "steps": 8,
 }
 SHORT = [
-    (2, {"devices": 4}),
+    (2, {"devices": 4, "parts": True}),
+    pytest.param(
+        2,
+        {"devices": 6, "stages": 3, "layers": 3, "batch": 12, "parts": True},
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         2,
         {"devices": 8, "seq_len": 16, "schedule": "gpipe", "micro_batches": 4, "batch": 16},

@@ -196,7 +196,7 @@ def one_device(x=X):
 
 
 def given(x, *, is_state=False, in_full=False, dtype=np.float32, shape=X.shape):
-    return describe(x, shape, dtype, one_device(), is_state=is_state, in_full=in_full)
+    return describe(x, shape, dtype, (one_device(),), is_state=is_state, in_full=in_full)
 
 
 OTHER = X + (X == 11)
@@ -278,7 +278,7 @@ def test_a_state_from_the_host_is_passed_by_all_or_none():
     # What a call left on the devices is not read again.
     home = one_device()
     placed = jax.device_put(X, home)
-    assert describe(placed, X.shape, X.dtype, home, is_state=True, in_full=False) is None
+    assert describe(placed, X.shape, X.dtype, (home,), is_state=True, in_full=False) is None
 
 
 def noted(*calls):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from aliquot.core import InputError, MissingExtraError
-from aliquot.zoo import MODELS, build
+from aliquot.zoo import MODELS, build, learning_rate
 
 TINY = {
     "gpt-125m": {
@@ -236,6 +236,8 @@ def test_largest_model_is_built_without_an_array():
 def test_settings_rebuild_the_workload(name):
     for workload in (
         tiny(name, dtype="bf16", scan=True, optimizer="sgd", learning_rate=0.5),
+        tiny(name, learning_rate=learning_rate(0.1, steps=9, decay="linear"), weight_decay=0.0),
+        tiny(name, clip_norm=1.0, grad_norm=True, momentum=0.5, optimizer="sgd"),
         build("gpt-125m", 8, overrides={"hidden_size": 384, "num_heads": 6, "ffn_size": 3072}),
         build(dataclasses.replace(MODELS["gpt-10m"], name="mine", num_layers=1), 2),
     ):
@@ -254,6 +256,9 @@ def test_all_bad_options_are_listed():
             recompute="all",
             optimizer="adam",
             learning_rate=float("nan"),
+            weight_decay=-1,
+            momentum=0.9,
+            clip_norm=0,
         )
     for part in (
         "no dtype 'int8'",
@@ -261,6 +266,9 @@ def test_all_bad_options_are_listed():
         "no optimizer 'adam': did you mean 'adamw'",
         "global_batch=0",
         "learning_rate=nan",
+        "weight_decay=-1",
+        "momentum=0.9 is for sgd: adam has",
+        "clip_norm=0",
     ):
         assert part in str(error.value)
     with pytest.raises(InputError, match=r"float64.*JAX_ENABLE_X64"):

@@ -6,7 +6,10 @@ import numpy as np
 import optax
 import pytest
 
+from aliquot.zoo._schedule import schedule
 from aliquot.zoo._update import OPTIMIZERS, Update
+
+RATE = {"peak": 0.1, "end": 0.01, "warmup_steps": 2, "decay": "cosine", "steps": 10}
 
 
 def params_like(seed, scan):
@@ -27,18 +30,40 @@ def assert_equal(got, want):
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("dynamic_scale", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_update_by_layers_equals_update_at_once(name, dynamic_scale, scan):
-    optimizer = OPTIMIZERS[name](0.1)
-    update = Update(optimizer, dynamic_scale=dynamic_scale)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adamw", {}),
+        ("sgd", {}),
+        ("sgd", {"weight_decay": 0.1, "momentum": 0.9}),
+        ("adafactor", {"weight_decay": 0.1}),
+        ("adafactor", {"scheduled": True, "clip_norm": 2.0}),
+        ("adamw", {"scheduled": True, "clip_norm": 2.0}),
+    ],
+)
+def test_update_by_layers_equals_update_at_once(name, options, dynamic_scale, scan):
+    rate = schedule(RATE) if options.get("scheduled") else 0.1
+    made = OPTIMIZERS[name](rate, options.get("weight_decay"), options.get("momentum", 0.0))
+    clip_norm = options.get("clip_norm")
+    update = Update(made, dynamic_scale=dynamic_scale, rate=rate, clip_norm=clip_norm)
+    clip = optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity()
     params = params_like(0, scan)
     state = {"params": params, **update.init(params)}
-    opt_state = optimizer.init(params)
+    opt_state = made.init(params)
     for step in range(1, 4):
         grads = params_like(step, scan)
         scaled = jax.tree.map(lambda g: g * 2.0**15, grads) if dynamic_scale else grads
-        state = update(state, scaled)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        norm = update.norm(state, scaled)
+        figures = update.figures(state, norm)
+        state = update(state, scaled, norm)
+        if clip_norm:
+            assert figures["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-6)
+            assert figures["grad_norm"] > clip_norm
+            assert figures["learning_rate"] == pytest.approx(float(rate(step - 1)), rel=1e-6)
+        else:
+            assert not figures
+        grads, _ = clip.update(grads, None)
+        updates, opt_state = made.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         assert_equal(state["params"], params)
         assert_equal(state["opt_state"], opt_state)
@@ -46,7 +71,7 @@ def test_update_by_layers_equals_update_at_once(name, dynamic_scale, scan):
 
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
 def test_a_gradient_that_is_not_finite_anywhere_changes_nothing(bad):
-    update = Update(OPTIMIZERS["adamw"](0.1), dynamic_scale=True)
+    update = Update(OPTIMIZERS["adamw"](0.1, None, 0.0), dynamic_scale=True)
     params = params_like(0, scan=False)
     state = {"params": params, **update.init(params)}
     grads = params_like(1, scan=False)
@@ -58,7 +83,7 @@ def test_a_gradient_that_is_not_finite_anywhere_changes_nothing(bad):
 
 
 def test_scale_doubles_after_enough_finite_steps():
-    update = Update(OPTIMIZERS["sgd"](0.1), dynamic_scale=True)
+    update = Update(OPTIMIZERS["sgd"](0.1, None, 0.0), dynamic_scale=True)
     params = params_like(0, scan=True)
     state = {"params": params, **update.init(params)}
     state["loss_scale"]["good_steps"] = jnp.int32(1998)

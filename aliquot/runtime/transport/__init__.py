@@ -22,6 +22,7 @@ from ._endings import end_in_order as end_in_order
 from ._given import Given as Given
 from ._hosts import initialize as initialize
 from ._hosts import shutdown as shutdown
+from ._own_block import own_block as own_block
 from ._pieces import PiecedArray as PiecedArray
 from ._pieces import Rows as Rows
 from ._pieces import cut_leaves as cut_leaves

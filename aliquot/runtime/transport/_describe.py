@@ -14,6 +14,7 @@ from jax.sharding import Sharding
 
 from ._arrays import is_key, words
 from ._given import Given
+from ._own_block import own_block
 from ._pieces import PiecedArray
 
 # Of larger arrays some elements at even distances are read. 64 MiB take 60 ms.
@@ -25,14 +26,20 @@ _SHOWN = 3
 
 
 def describe(
-    leaf: Any, shape: Sequence[int], dtype: Any, home: Sharding, *, is_state: bool, in_full: bool
+    leaf: Any,
+    shape: Sequence[int],
+    dtype: Any,
+    homes: Sequence[Sharding],
+    *,
+    is_state: bool,
+    in_full: bool,
 ) -> Given | None:
     """The description of an array; None where nothing can be compared.
 
     Args:
         leaf: the array that was passed.
         shape, dtype: of the whole, as the step takes it.
-        home: where the step needs it.
+        homes: where the step needs it; a tuple.
         is_state: it belongs to the state: what lies on the devices that need it comes from the call
             before.
         in_full: read all of it, also from devices; otherwise what takes no noticeable time: host
@@ -48,7 +55,7 @@ def describe(
     if isinstance(leaf, jax.Array):
         if not leaf.is_fully_addressable:
             return _on_devices(leaf, most_bytes) if in_full else None
-        if is_committed and leaf.sharding.is_equivalent_to(home, leaf.ndim):
+        if is_committed and any(leaf.sharding.is_equivalent_to(h, leaf.ndim) for h in homes):
             # It lies on devices of this process alone, where the step needs it.
             return None
         devices: Any = leaf.sharding.device_set
@@ -60,7 +67,10 @@ def describe(
     if not is_key(leaf):
         # JAX converts 64 bits to 32: what counts is what the step gets.
         host = host.astype(dtype, copy=False)
-    place, rows, own = _whole(shape), "", _own_part(home, tuple(shape))
+    place, rows, own = _whole(shape), "", _own_part(homes, tuple(shape))
+    if 0 in leaf.shape and 0 not in shape:
+        # It needs nothing of the array, and passes none of it.
+        return None
     if own != place:
         rows = "all" if tuple(leaf.shape) == tuple(shape) else "own"
         place = place if rows == "all" else own
@@ -135,15 +145,10 @@ def _beginning(host: np.ndarray[Any, Any]) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _own_part(home: Sharding, shape: tuple[int, ...]) -> str:
-    """The place of the smallest block that holds all that this process's devices need."""
-    places = list(home.addressable_devices_indices_map(shape).values())
-    bounds = []
-    for dim, size in enumerate(shape):
-        ranges = [place[dim].indices(size)[:2] for place in places if place is not None]
-        first, last = min((a for a, _ in ranges), default=0), max((b for _, b in ranges), default=0)
-        bounds.append(slice(first, last))
-    return _place(bounds, shape) if places else _whole(shape)
+def _own_part(homes: Sequence[Sharding], shape: tuple[int, ...]) -> str:
+    """The place of the block that this process needs; all of the array if it needs nothing."""
+    block = own_block(homes, shape)
+    return _whole(shape) if any(b.start == b.stop for b in block) else _place(block, shape)
 
 
 def _whole(shape: Sequence[int]) -> str:

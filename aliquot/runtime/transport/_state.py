@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from ...core import PlanMismatchError
 from ._arrays import stub, words
+from ._own_block import own_block
 from ._transfer import lies_elsewhere, share_with_all
 
 
@@ -51,6 +52,8 @@ def place(
         there: jax.Array = leaf.copy() if keep else leaf
         return there
     if sharding.is_fully_addressable:
+        if tuple(leaf.shape) != tuple(shape):
+            raise _is_no_part(leaf, shape, path, "its devices hold all of it")
         moved: jax.Array = jax.device_put(leaf, sharding)
         # One of the new shards may still be the old buffer, even where aliasing is forbidden.
         return moved.copy() if keep else moved
@@ -88,13 +91,17 @@ def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path:
     try:
         array = jax.make_array_from_process_local_data(sharding, host, shape)
     except ValueError as error:
-        raise PlanMismatchError(
-            f"{path} has the shape {host.shape} in process {jax.process_index()}, which is neither"
-            f" all of {shape} nor the part of it that this process holds: {error}",
-            asked="a process passes another array than the step takes",
-            advice="`step.local_part(array)` cuts its part out of the whole.",
-        ) from None
+        raise _is_no_part(host, shape, path, str(error)) from None
     return array
+
+
+def _is_no_part(leaf: Any, shape: Sequence[int], path: str, why: str) -> PlanMismatchError:
+    return PlanMismatchError(
+        f"{path} has the shape {tuple(leaf.shape)} in process {jax.process_index()}, which is"
+        f" neither all of {tuple(shape)} nor the part of it that this process holds: {why}",
+        asked="a process passes another array than the step takes",
+        advice="`step.local_part(array)` cuts its part out of the whole.",
+    )
 
 
 def gather(array: Any) -> Any:
@@ -117,12 +124,9 @@ def gather(array: Any) -> Any:
     return np.asarray(array)
 
 
-def local_part(array: Any, sharding: NamedSharding) -> Any:
-    """The smallest block of a host array that holds all that this process's devices need."""
+def local_part(array: Any, *homes: NamedSharding) -> Any:
+    """The smallest block of a host array that holds all that this process's devices need, in all
+    the places where the array is needed.
+    """
     host = np.asarray(array)
-    pieces = sharding.addressable_devices_indices_map(host.shape).values()
-    bounds = []
-    for dim, size in enumerate(host.shape):
-        ranges = [piece[dim].indices(size)[:2] for piece in pieces if piece is not None]
-        bounds.append(slice(min(start for start, _ in ranges), max(stop for _, stop in ranges)))
-    return host[tuple(bounds)]
+    return host[own_block(homes, host.shape)]

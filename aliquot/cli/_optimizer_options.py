@@ -1,0 +1,110 @@
+"""Options of the optimizer and its learning rate, alike in verbs that plan and that train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from ..core import InputError, shortened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerOptions:
+    """The options that say how a model of the zoo is updated. They are part of its step, and so of
+    a plan.
+    """
+
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw, adafactor or sgd; by default adamw.")
+    ] = None
+    lr: Annotated[
+        float | None, typer.Option("--lr", help="Learning rate, at its peak; by default 3e-4.")
+    ] = None
+    min_lr: Annotated[
+        float | None, typer.Option("--min-lr", help="Learning rate in the end; by default 0.")
+    ] = None
+    warmup_steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|FRACTION",
+            help="Steps in which the learning rate rises from 0, or their share of all, below 1.",
+        ),
+    ] = None
+    decay: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cosine|linear|constant",
+            help="How the learning rate falls from its peak to --min-lr; by default constant.",
+        ),
+    ] = None
+    weight_decay: Annotated[
+        float | None,
+        typer.Option(help="By default 0.1 for adamw, and none for other optimizers."),
+    ] = None
+    momentum: Annotated[float | None, typer.Option(help="Momentum of sgd.")] = None
+    clip_grad: Annotated[
+        float | None,
+        typer.Option(
+            help="Scale gradients down to this norm, over all arrays, where it is larger."
+        ),
+    ] = None
+    grad_norm: Annotated[
+        bool,
+        typer.Option("--grad-norm", help="Log the norm of the gradients also without --clip-grad."),
+    ] = False
+
+    def read(self, steps: int | None) -> dict[str, Any]:
+        """The arguments of `aliquot.zoo.build` that are given.
+
+        Args:
+            steps: of the run, on which a schedule depends; None if that is not known.
+
+        Raises:
+            InputError: a schedule without steps, or all that is wrong with one.
+        """
+        given: dict[str, Any] = {
+            "optimizer": self.optimizer,
+            "weight_decay": self.weight_decay,
+            "momentum": self.momentum,
+            "clip_norm": self.clip_grad,
+            "grad_norm": self.grad_norm or None,
+        }
+        if self.min_lr is not None and self.decay in (None, "constant"):
+            raise InputError(
+                f"--min-lr {self.min_lr:g} is where a decay ends: add --decay cosine or --decay"
+                " linear."
+            )
+        if self.warmup_steps is not None or self.decay is not None:
+            if steps is None:
+                raise InputError(
+                    "--warmup-steps and --decay make a schedule, which depends on the length of"
+                    " the run: add --steps N."
+                )
+            from ..zoo import learning_rate
+
+            given["learning_rate"] = learning_rate(
+                3e-4 if self.lr is None else self.lr,
+                steps=steps,
+                end=self.min_lr or 0.0,
+                warmup_steps=_number(self.warmup_steps or "0"),
+                decay=self.decay or "constant",
+            )
+        elif self.lr is not None:
+            given["learning_rate"] = self.lr
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def _number(text: str) -> int | float:
+    """Steps, or their share below 1."""
+    try:
+        value = float(text)
+        if value >= 0 and (value < 1 or value.is_integer()):
+            return value if 0 < value < 1 else int(value)
+    except (ValueError, OverflowError):
+        pass
+    raise InputError(
+        f"--warmup-steps {shortened(text, 60)!r} is neither a number of steps nor a share below 1,"
+        " such as 0.02."
+    )

@@ -1,0 +1,179 @@
+"""Where a run begins: with a new state, with the weights of another, or where one stopped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core import InputError, listing
+from ._run_options import RunOptions
+from ._session import Session
+
+if TYPE_CHECKING:
+    from ..data import Windows
+    from ..runtime import Checkpoints, Step
+    from ..zoo import Workload
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """The state to train from, the steps that made it, the position in the data, and what each
+    checkpoint says besides that.
+    """
+
+    state: Any
+    done: int
+    position: dict[str, Any] | None
+    meta: dict[str, Any]
+
+
+@contextlib.contextmanager
+def open_checkpoints(options: RunOptions, say: Session) -> Iterator[Checkpoints | None]:
+    """The checkpoints of a run, closed at the end; None if it has no folder."""
+    if options.out is None:
+        yield None
+        return
+    from ..runtime import Checkpoints
+
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {options.out} cannot be made: {error.strerror}.") from None
+    with Checkpoints(
+        options.out / CHECKPOINTS, keep=options.keep, on_error=lambda text: say.note(text)
+    ) as opened:
+        yield opened
+
+
+def begin(
+    checkpoints: Checkpoints | None,
+    step: Step,
+    workload: Workload,
+    text: Windows,
+    options: RunOptions,
+    seed: int,
+    say: Session,
+) -> Resumed:
+    """The state that a run begins with, as `--resume` and `--init-from` say.
+
+    Raises:
+        InputError: there is no such checkpoint, or it is of another model.
+    """
+    import jax
+
+    meta = {"settings": workload.settings, "data": text.facts, "seed": seed}
+    source, number = _source(checkpoints, options)
+    if source is not None:
+        step.prepare(workload.state, workload.batch)
+        restored = source.restore(step, number)
+        if restored is not None:
+            for line in restored.skipped:
+                say.note(line)
+            if number is not None and source is checkpoints:
+                source.drop_later(number)
+            say.note(f"resuming after step {restored.number}, from {source.folder}")
+            for line in _changes(restored.meta, meta):
+                say.note(line)
+            return Resumed(
+                state=restored.state,
+                done=restored.number,
+                position=restored.meta.get("position"),
+                meta=meta,
+            )
+    state = step.init(workload.init, jax.random.key(seed))
+    if options.init_from is not None:
+        state = {**state, "params": _weights(options.init_from, workload)}
+        say.note(f"beginning with the weights in {options.init_from}")
+    return Resumed(state=state, done=0, position=None, meta=meta)
+
+
+def _source(
+    checkpoints: Checkpoints | None, options: RunOptions
+) -> tuple[Checkpoints | None, int | None]:
+    """The checkpoints to restore from, if there are any, and a number if one is asked for."""
+    if options.resume == "no":
+        if checkpoints is not None and (found := checkpoints.numbers()):
+            raise InputError(
+                f"--resume no: {options.out} holds checkpoints up to step {found[-1]}. Name another"
+                " folder for a new run, or remove this one."
+            )
+        return None, None
+    if options.resume.isdecimal():
+        return checkpoints, int(options.resume)
+    if checkpoints is not None and checkpoints.numbers():
+        # A run that has checkpoints of its own goes on from these, wherever it came from.
+        return checkpoints, None
+    if options.resume == "auto":
+        return checkpoints, None
+    return _opened(Path(options.resume), "--resume"), None
+
+
+def _opened(path: Path, option: str) -> Checkpoints:
+    """The checkpoints in the folder of a run, or in a folder of checkpoints."""
+    from ..runtime import Checkpoints
+
+    inner = path / CHECKPOINTS
+    found = Checkpoints(inner if inner.is_dir() else path)
+    if not path.is_dir() or not found.numbers():
+        raise InputError(
+            f"{option} {path}: there is no checkpoint. Name the folder of a run, or a folder of"
+            " checkpoints."
+        )
+    return found
+
+
+def _weights(path: Path, workload: Workload) -> Any:
+    """The parameters in the newest checkpoint of a folder, as arrays on the host.
+
+    Raises:
+        InputError: they are not those of the model; the first that differ are listed.
+    """
+    import jax
+
+    restored = _opened(path, "--init-from").restore()
+    assert restored is not None
+    params = restored.state.get("params") if isinstance(restored.state, dict) else None
+    wanted = _shapes(workload.state["params"])
+    found = {} if params is None else _shapes(params)
+    faults = [
+        f"{name} is {found.get(name, 'not in the checkpoint')}, the model has {form}"
+        for name, form in wanted.items()
+        if found.get(name) != form
+    ]
+    faults += [f"{name} is in the checkpoint alone" for name in found if name not in wanted]
+    if faults:
+        raise InputError(
+            listing(f"the weights in {path} are not those of {workload.config.name}", faults)
+        )
+    by_name = dict(zip(found, jax.tree.leaves(params), strict=True))
+    tree = jax.tree.structure(workload.state["params"])
+    return jax.tree.unflatten(tree, [by_name[name] for name in wanted])
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    import jax
+
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between the run that wrote a checkpoint and the one that goes on with it."""
+    lines = []
+    for part, what in (("settings", "the step"), ("data", "the data")):
+        old, new = before.get(part) or {}, now[part]
+        differing = [
+            f"{key} was {old.get(key)}, is {new.get(key)}"
+            for key in {**old, **new}
+            if old.get(key) != new.get(key)
+        ]
+        if old and differing:
+            lines.append(f"note: {what} changes here: {'; '.join(differing)}")
+    return lines

@@ -1,0 +1,260 @@
+"""The plan of a training run: given, kept from an earlier attempt, or made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from ..core import InputError, PlanFileError, PlanMismatchError, counted
+from ._model_options import ModelOptions
+from ._options import read_cluster, read_plan
+from ._plan_options import MethodOptions
+from ._progress import search_progress
+from ._session import Session
+
+if TYPE_CHECKING:
+    from ..plans import Plan
+    from ..zoo import Workload
+    from ._model import Model, ZooOptions
+
+
+def given_plan(
+    name: str,
+    path: Path,
+    model_options: ModelOptions,
+    method_options: MethodOptions,
+    update: Mapping[str, Any],
+) -> tuple[Plan, Workload]:
+    """The plan in a file, and its model with the settings that it was made with. What the optimizer
+    is given instead may change numbers, but no operators.
+
+    Raises:
+        InputError, PlanMismatchError: the plan is not for a model of the zoo, or for another step
+            than the options describe; all differences are listed.
+    """
+    from ._model import named_model, workload_of
+
+    plan = read_plan(path)
+    if plan.model.kind != "zoo":
+        raise InputError(
+            f"this plan is for {plan.model.name or 'a function'}, which is not of the zoo, so its"
+            " first state and data are not known here. Run it from Python:"
+            " aliquot.parallelize(train_step, plan)."
+        )
+    reference = plan.model if name == plan.model.name else named_model(plan.model, name)
+    faults = _contradictions(reference.settings, model_options, method_options)
+    if faults:
+        raise InputError(
+            f"--plan {path} decides how the step is built and run, and {'; '.join(faults)}. Leave"
+            " these options out, or leave --plan out: then a plan is made with them."
+        )
+    workload = workload_of(reference)
+    changed = {key: value for key, value in update.items() if workload.settings.get(key) != value}
+    if not changed:
+        return plan, workload
+    other = workload_of(structs.replace(reference, settings={**reference.settings, **changed}))
+    return _with_numbers(plan, path, workload, other, changed), other
+
+
+def _contradictions(
+    settings: Mapping[str, Any], model_options: ModelOptions, method_options: MethodOptions
+) -> list[str]:
+    from ..zoo import precision_name
+
+    asked = {
+        "global_batch": model_options.global_batch,
+        "dtype": model_options.dtype and precision_name(model_options.dtype),
+        "recompute": model_options.recompute,
+        "attention": model_options.attention,
+        "scan": model_options.scan or None,
+    }
+    faults = [
+        f"--{key.replace('_', '-')} says {value}, the plan {settings.get(key)}"
+        for key, value in asked.items()
+        if value is not None and settings.get(key) != value
+    ]
+    overrides = settings.get("overrides") or {}
+    sizes = dict(pair.split("=", 1) for pair in model_options.settings or () if "=" in pair)
+    if model_options.seq_len is not None:
+        sizes["seq_len"] = str(model_options.seq_len)
+    faults += [
+        f"{key}={value} is asked for, the plan has {overrides.get(key, 'the usual value')}"
+        for key, value in sizes.items()
+        if str(overrides.get(key)) != value
+    ]
+    faults += [
+        f"--{field.name.replace('_', '-')} says how to plan"
+        for field in dataclasses.fields(method_options)
+        if getattr(method_options, field.name) != field.default
+    ]
+    return faults
+
+
+def _with_numbers(
+    plan: Plan, path: Path, planned: Workload, asked: Workload, changed: Mapping[str, Any]
+) -> Plan:
+    """The plan for a step that differs only in numbers, such as the learning rate.
+
+    Raises:
+        PlanMismatchError: it differs in more.
+    """
+    from ..graph import capture, graph_fingerprint
+
+    graphs = [capture(w.train_step, w.state, w.batch) for w in (planned, asked)]
+    before, now = (
+        ([op.name for op in graph.ops], [item.path for item in graph.inputs]) for graph in graphs
+    )
+    if before != now:
+        raise PlanMismatchError(
+            [
+                f"{key} is {_shown(value)}, in the plan {_shown(planned.settings.get(key))}"
+                for key, value in changed.items()
+            ],
+            asked=f"{path} is for a step with another update",
+            advice=(
+                "A plan is for one step, and these options give it other operators. Make the plan"
+                " with them (aliquot plan takes the same ones, and --steps), or leave --plan out:"
+                " then a plan is made first."
+            ),
+        )
+    return structs.replace(
+        plan,
+        graph_fingerprint=graph_fingerprint(graphs[1]),
+        model=structs.replace(plan.model, settings=asked.settings),
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a schedule ({', '.join(f'{key} {part}' for key, part in value.items())})"
+    return "none" if value is None else str(value)
+
+
+def find_plan(
+    name: str,
+    cluster: str,
+    options: ZooOptions,
+    method_options: MethodOptions,
+    memory_limit_bytes: float | None,
+    run: Path | None,
+    here: Sequence[Any],
+    say: Session,
+) -> tuple[Plan, Workload]:
+    """A plan for the model on the devices that are here: that of an earlier attempt, if it is for
+    the same, or a new one.
+
+    Raises:
+        InputError: the model or an option is unknown, or the model is not of the zoo.
+        InfeasibleError: no plan fits.
+        PlanMismatchError: the cluster is not here.
+    """
+    from .._variants import plan_variants
+    from ..cluster import Cluster
+    from ..plans import headline
+    from ._model import tell_attention, user_code
+    from ._recomputation import variants_of, ways_to_build
+
+    if ":" in name:
+        raise InputError(
+            f"{name} is a function, and `aliquot train` needs to know its first state and data."
+            " Train it from Python: step = aliquot.parallelize(train_step, plan)."
+        )
+    where = Cluster.detect(here) if cluster == "detect" else read_cluster(cluster)
+    models = ways_to_build(name, options, where)
+    if run is not None and (kept := _kept(run, models, len(here))) is not None:
+        say.note(f"under the plan of {run / 'plan.json'}, which was made for the same.")
+        return kept
+    if where.num_devices != len(here):
+        raise PlanMismatchError(
+            f"--cluster {cluster} has {counted(where.num_devices, 'device')}, and there"
+            f" {'is' if len(here) == 1 else 'are'} {len(here)}",
+            asked="what is planned cannot be trained here",
+            advice=(
+                f"Leave --cluster out to plan for what is here, or add --devices"
+                f" {where.num_devices} for virtual CPU devices."
+            ),
+        )
+    say.note(f"no --plan: planning {name} for {where.name} first.")
+    tell_attention(models[0], where, say)
+    with user_code(name), search_progress(say) as report:
+        plan = plan_variants(
+            variants_of(models),
+            cluster=where,
+            method=method_options.read(),
+            num_micro_batches=method_options.wanted_micro_batches,
+            micro_batch_semantics=method_options.micro_batch_semantics,
+            memory_limit_bytes=memory_limit_bytes,
+            progress=report,
+        )
+    say.show(f"{headline(plan)}\n")
+    return plan, _workload_of(plan, models)
+
+
+def _workload_of(plan: Plan, models: tuple[Model, ...]) -> Workload:
+    """The model of those that a plan may be for, that it is for."""
+    (workload,) = (m.workload for m in models if m.reference.settings == plan.model.settings)
+    assert workload is not None
+    return workload
+
+
+def _kept(run: Path, models: tuple[Model, ...], num_devices: int) -> tuple[Plan, Workload] | None:
+    from ..plans import idle_devices, plan_devices
+
+    path = run / "plan.json"
+    if not path.exists():
+        return None
+    try:
+        plan = read_plan(path)
+    except PlanFileError:
+        return None
+    used = plan_devices(plan)
+    if num_devices not in (used, used + idle_devices(plan)):
+        return None
+    if all(model.reference.settings != plan.model.settings for model in models):
+        return None
+    return plan, _workload_of(plan, models)
+
+
+def check_devices(plan: Plan, num_devices: int) -> None:
+    """Refuse a plan for other devices than are here.
+
+    Raises:
+        PlanMismatchError: says what to type.
+    """
+    from ..plans import idle_devices, plan_devices
+
+    needed = plan_devices(plan)
+    if num_devices not in (needed, needed + idle_devices(plan)):
+        raise PlanMismatchError(
+            f"it is for {needed} devices ({plan.cluster.get('name')}), and there are {num_devices}",
+            asked="the plan does not fit these devices",
+            advice=(
+                f"Add --devices {needed} for virtual CPU devices, or leave --plan out: then a plan"
+                " is made for what is here."
+            ),
+        )
+
+
+def has_same_inputs(workload: Workload, plan: Plan) -> None:
+    """Refuse another model than the plan's, unless it has the same inputs."""
+    from ..graph import capture
+    from ..plans import ArrayInterface, require_match
+
+    graph = capture(workload.train_step, workload.state, workload.batch)
+    inputs = [
+        ArrayInterface(
+            path=item.path,
+            shape=graph.values[item.value].shape,
+            dtype=graph.values[item.value].dtype,
+        )
+        for item in graph.inputs
+    ]
+    require_match(
+        plan,
+        inputs=inputs,
+        asked=f"the plan is for {plan.model.name}, not for {workload.config.name}",
+    )

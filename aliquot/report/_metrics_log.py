@@ -1,0 +1,254 @@
+"""The log of a training run: a line of JSON for each interval, and TensorBoard where it is
+installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..core import InputError, write_atomic
+from ..plans import Plan, mfu, plan_devices
+
+METRICS_FILE = "metrics.jsonl"
+# Their seconds are those of no step.
+_ASIDE = ("checkpoint", "evaluation", "compilation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Interval:
+    """The steps of one line, whose metrics may still be computed."""
+
+    step: int
+    metrics: Sequence[Mapping[str, Any]]
+    wall_s: float
+    parts_s: Mapping[str, float]
+
+
+class MetricsLog:
+    """Metrics of a training run, one line for every few steps.
+
+    The numbers of an interval are read when the next one has ended, so that reading them does not
+    hold up the devices. Lines hold
+
+    * `step` (counted from 1), `loss`, `grad_norm`, `learning_rate` and whatever else the step
+      returns, of the last step of the interval; `mean_loss` of all;
+    * `step_s`, seconds of a step without compilation, evaluation and checkpoints, beside
+      `predicted_step_s`; `tokens_per_s`, `tflops_per_s_per_device` and `mfu`;
+    * `data_s`, seconds that the loop waited for a batch, and their share `data_share`;
+      `checkpoint_s` in the whole interval;
+    * `memory_bytes`, the most that a device of this process has used so far, where it says so,
+      beside `predicted_memory_bytes`.
+
+    A line of an evaluation holds `step` and `validation_loss`. Only process 0 writes.
+
+    Args:
+        folder: of the run; None to write nothing.
+        plan: that the step follows, for what is predicted.
+        tokens_per_step: of the global batch.
+        every: steps of an interval.
+        done: steps that were done before; later lines of an earlier attempt are removed.
+        constants: figures that are alike in all lines.
+        report: called with each line.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        plan: Plan | None = None,
+        tokens_per_step: int = 0,
+        every: int = 10,
+        done: int = 0,
+        constants: Mapping[str, float] | None = None,
+        report: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        if every < 1:
+            raise InputError(f"A log needs every to be at least 1, got {every}.")
+        self._plan, self._tokens, self._every = plan, tokens_per_step, every
+        self._constants, self._report = dict(constants or {}), report
+        self._losses: list[float] = []
+        self._rows: list[dict[str, Any]] = []
+        self._metrics: list[Mapping[str, Any]] = []
+        self._waiting: _Interval | None = None
+        self._parts_s: dict[str, float] = {}
+        self._since = self._began = time.perf_counter()
+        self._file: TextIO | None = None
+        self._board: Any = None
+        if folder is not None and _is_first_process():
+            path = Path(folder) / METRICS_FILE
+            _keep_until(path, done)
+            self._file = path.open("a", encoding="utf-8")
+            self._board = _board(Path(folder), done)
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The loss of each step whose metrics were read."""
+        return tuple(self._losses)
+
+    @property
+    def rows(self) -> tuple[Mapping[str, Any], ...]:
+        """The lines so far."""
+        return tuple(self._rows)
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Count the time within as "data", or as "checkpoint", "evaluation" or "compilation", which
+        are no part of a step.
+        """
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            passed_s = time.perf_counter() - started
+            self._parts_s[what] = self._parts_s.get(what, 0.0) + passed_s
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Note the metrics of a step, counted from 1, as the step returned them."""
+        self._metrics.append(metrics)
+        if step % self._every == 0:
+            self._end(step)
+
+    def validated(self, step: int, loss: float) -> None:
+        """Write the loss on validation data after a step."""
+        self._write({"step": step, "validation_loss": loss})
+
+    def close(self, step: int | None = None) -> None:
+        """Write what is left, up to the last step."""
+        if self._metrics and step is not None:
+            self._end(step)
+        self._write_waiting()
+        for stream in (self._file, self._board):
+            if stream is not None:
+                stream.close()
+        self._file = self._board = None
+
+    def _end(self, step: int) -> None:
+        now = time.perf_counter()
+        ended = _Interval(
+            step=step, metrics=self._metrics, wall_s=now - self._since, parts_s=self._parts_s
+        )
+        self._metrics, self._parts_s, self._since = [], {}, now
+        self._write_waiting()
+        self._waiting = ended
+
+    def _write_waiting(self) -> None:
+        done, self._waiting = self._waiting, None
+        if done is None:
+            return
+        losses = [float(metrics["loss"]) for metrics in done.metrics]
+        self._losses += losses
+        row: dict[str, Any] = {"step": done.step, **self._constants}
+        row |= {name: float(value) for name, value in done.metrics[-1].items()}
+        row["mean_loss"] = math.fsum(losses) / len(losses)
+        row |= self._speed(done)
+        row["elapsed_s"] = time.perf_counter() - self._began
+        self._write(row)
+
+    def _speed(self, done: _Interval) -> dict[str, Any]:
+        # A first step is no measure: it compiles. Its time stands apart.
+        compiled = "compilation" in done.parts_s
+        count = len(done.metrics) - compiled
+        aside_s = sum(done.parts_s.get(what, 0.0) for what in _ASIDE)
+        data_s = done.parts_s.get("data", 0.0)
+        found: dict[str, Any] = {}
+        if count:
+            loop_s = max(done.wall_s - aside_s, 1e-9)
+            step_s = loop_s / count
+            found = {"step_s": step_s, "data_s": data_s, "data_share": min(data_s / loop_s, 1.0)}
+            if self._tokens:
+                found["tokens_per_s"] = self._tokens / step_s
+            found |= self._of_plan(step_s)
+        for what in _ASIDE:
+            if what in done.parts_s:
+                found[f"{what}_s"] = done.parts_s[what]
+        if (most := _peak_memory()) is not None:
+            found["memory_bytes"] = most
+        return found
+
+    def _of_plan(self, step_s: float) -> dict[str, Any]:
+        """What the plan predicts, and the measured share of the devices' peak."""
+        if self._plan is None:
+            return {}
+        predicted = self._plan.prediction
+        found: dict[str, Any] = {
+            "predicted_step_s": predicted.step_time_s,
+            "predicted_memory_bytes": predicted.peak_memory_bytes,
+        }
+        share, devices = mfu(self._plan), plan_devices(self._plan)
+        if share is not None and devices and self._plan.model.flops_per_step:
+            flops_per_s = self._plan.model.flops_per_step / step_s
+            found["tflops_per_s_per_device"] = flops_per_s / devices / 1e12
+            found["mfu"] = share * predicted.step_time_s / step_s
+        return found
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        if self._file is not None:
+            self._file.write(json.dumps(_plain(row)) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, value in row.items():
+                if name != "step":
+                    self._board.add_scalar(name, value, row["step"])
+        if self._report is not None:
+            self._report(row)
+
+
+def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+    """The lines that a run has written so far. A last line that is cut off, as by a crash, is left
+    out.
+    """
+    path = Path(folder) / METRICS_FILE
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _keep_until(path: Path, done: int) -> None:
+    """Leave only the lines of steps up to a number: later ones are done again."""
+    rows = read_metrics(path.parent)
+    kept = [row for row in rows if row.get("step", 0) <= done]
+    if path.exists():
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    # JSON has no numbers that are not finite.
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
+
+
+def _board(folder: Path, done: int) -> Any:
+    """A writer for TensorBoard; None where it is not installed."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(os.fspath(folder / "tensorboard"), purge_step=done + 1 if done else None)
+
+
+def _is_first_process() -> bool:
+    import jax
+
+    return bool(jax.process_index() == 0)
+
+
+def _peak_memory() -> int | None:
+    """The most memory that any device of this process has used; None where they do not say."""
+    import jax
+
+    found = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [stats["peak_bytes_in_use"] for stats in found if "peak_bytes_in_use" in stats]
+    return max(peaks, default=None)

@@ -1,0 +1,36 @@
+"""What a process needs of an array that all processes know."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from jax.sharding import Sharding
+
+
+@functools.lru_cache(maxsize=4096)
+def own_block(homes: Sequence[Sharding], shape: Sequence[int]) -> tuple[slice, ...]:
+    """The smallest block of an array that holds all that this process's devices need; empty if they
+    need nothing.
+
+    Args:
+        homes: where the array is needed, such as on several stages. If this process needs other
+            blocks in one place than in another, it needs all of the array.
+        shape: of the whole; both must be tuples.
+    """
+    blocks = set()
+    for home in homes:
+        pieces = home.addressable_devices_indices_map(tuple(shape)).values()
+        # `None` where all of a dim is meant.
+        places = [piece for piece in pieces if piece is not None]
+        if not places:
+            continue
+        ranges = [
+            [place[dim].indices(size)[:2] for place in places] for dim, size in enumerate(shape)
+        ]
+        blocks.add(tuple((min(a for a, _ in each), max(b for _, b in each)) for each in ranges))
+    if not blocks:
+        return tuple(slice(0, size if dim else 0) for dim, size in enumerate(shape))
+    if len(blocks) > 1:
+        return tuple(slice(0, size) for size in shape)
+    return tuple(slice(first, last) for first, last in blocks.pop())

@@ -1,0 +1,216 @@
+"""`aliquot train` from planning to the end of a run: logs, checkpoints, going on."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+
+import pytest
+from command_line import refused, run
+
+from aliquot.data import Windows
+from aliquot.plans import Plan
+from aliquot.report import read_metrics
+from aliquot.zoo import MODELS
+
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "ffn_size": 32,
+    "vocab_size": 256,
+    "seq_len": 8,
+}
+STEP = (
+    "--global-batch 8 --dtype float64 --lr 1e-2 --warmup-steps 2 --decay cosine --min-lr 1e-3"
+    " --clip-grad 1".split()
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_model():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "gpt-10m", dataclasses.replace(MODELS["gpt-10m"], **SMALL))
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts") / "text.txt"
+    path.write_text("to be or not to be, that is the question. " * 50)
+    return path
+
+
+def train(text, *more, steps=6):
+    arguments = ("--data", text, "--devices", 8, "--steps", steps, "--log-every", 1)
+    return run("train", "gpt-10m", *arguments, *more)
+
+
+def losses(folder):
+    return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """A run that was never stopped."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    options = ("--save-every", 4, "--keep", 9, "--eval-every", 3, "--eval-steps", 2)
+    done = train(text, *STEP, "--method", "zero3", "--out", folder, *options)
+    assert done.exit_code == 0, done.output
+    return folder, done
+
+
+def test_a_run_plans_trains_and_keeps_all_of_it(whole):
+    folder, done = whole
+    assert "no --plan: planning gpt-10m for 8xcpu first." in done.stderr
+    for part in ("6 steps: loss", "waiting for data", "validation loss:", "⠒ loss"):
+        assert part in done.stdout
+    assert {path.name for path in folder.iterdir()} >= {"plan.json", "metrics.jsonl", "checkpoints"}
+    assert Plan.load(folder / "plan.json").model.settings["learning_rate"]["steps"] == 6
+    rows = read_metrics(folder)
+    trained = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in trained] == [1, 2, 3, 4, 5, 6]
+    assert trained[-1]["loss"] < trained[0]["loss"]
+    rates = [row["learning_rate"] for row in trained]
+    assert rates[:3] == pytest.approx([0, 5e-3, 1e-2]) and rates[-1] < rates[3]
+    assert {"grad_norm", "tokens_per_s", "mfu", "predicted_step_s", "data_share"} <= {*trained[-1]}
+    assert "compilation_s" in trained[0] and "step_s" not in trained[0]
+    assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["--method dp", "--method grid --stages 2 --micro-batches 2 --schedule 1f1b"],
+    ids=["data parallel", "pipeline"],
+)
+def test_a_run_goes_on_under_another_plan_with_equal_losses(whole, text, tmp_path, method):
+    folder, _ = whole
+    shutil.copytree(folder / "checkpoints" / "4", tmp_path / "checkpoints" / "4")
+    options = ("--eval-every", 3, "--eval-steps", 2, "--out", tmp_path)
+    done = train(text, *STEP, *method.split(), *options)
+    assert done.exit_code == 0, done.output
+    assert f"resuming after step 4, from {tmp_path}" in done.stderr
+    assert "changes here" not in done.stderr
+    found, expected = losses(tmp_path), losses(folder)
+    assert [*found] == [5, 6]
+    for step, loss in found.items():
+        assert loss == pytest.approx(expected[step], rel=1e-12)
+    here, there = (
+        [row["validation_loss"] for row in read_metrics(f) if "validation_loss" in row][-1]
+        for f in (tmp_path, folder)
+    )
+    assert here == pytest.approx(there, rel=1e-12)
+
+
+def test_sigterm_ends_a_run_between_steps_and_the_same_command_goes_on(
+    whole, text, tmp_path, monkeypatch
+):
+    batch_at = Windows.batch_at
+
+    def terminated(self, step, rows=None):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch_at(self, step, rows)
+
+    command = (*STEP, "--method", "zero3", "--out", tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Windows, "batch_at", terminated)
+        ended = train(text, *command)
+    assert ended.exit_code == 143, ended.output
+    assert "interrupted; 3 of 6 steps are done. Go on with the same command" in ended.stderr
+    done = train(text, *command)
+    assert "under the plan of" in done.stderr and "resuming after step 3" in done.stderr
+    assert done.exit_code == 0, done.output
+    expected = losses(whole[0])
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-12)
+    again = train(text, *command)
+    assert again.exit_code == 0 and "holds all 6 steps" in again.stderr
+
+
+def test_resuming_where_there_is_nothing_to_resume_from(whole, text, tmp_path):
+    folder, _ = whole
+    command = (*STEP, "--method", "zero3", "--out", folder)
+    refused(train(text, *command, "--resume", 3), "no checkpoint 3", "4, 6")
+    refused(train(text, *command, "--resume", "no"), "up to step 6", "Name another folder")
+    elsewhere = (*STEP, "--method", "zero3", "--out", tmp_path / "new")
+    refused(train(text, *elsewhere, "--resume", tmp_path), f"--resume {tmp_path}", "no checkpoint")
+    refused(
+        train(text, *elsewhere, "--init-from", folder, "--resume", "3"), "leave one of them out"
+    )
+    refused(train(text, *STEP, "--resume", "no"), "add --out RUN")
+    other = (*STEP, "--method", "dp", "--set", "hidden_size=32")
+    found = train(text, *other, "--out", folder)
+    refused(found, "is of another state", "[256, 16]", "[256, 32]", code=2)
+
+
+def test_weights_of_another_run_begin_a_new_one(whole, text, tmp_path):
+    folder, _ = whole
+    begin = ("--global-batch", 8, "--dtype", "float64", "--method", "zero3", "--init-from", folder)
+    done = train(text, *begin, "--json", steps=1)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["losses"][0] < losses(folder)[3]
+    refused(
+        train(text, *begin, "--set", "hidden_size=32", steps=1),
+        "are not those of gpt-10m",
+        "float64[256, 16]",
+    )
+
+
+def test_text_and_split_that_do_not_fit(text, tmp_path):
+    options = ("--global-batch", 8, "--method", "dp")
+    refused(
+        train(text, *options, "--split", "1", "--eval-every", 2),
+        "for validation (--split 1 of 2100 tokens) has 0 tokens",
+        "needs at least 9",
+    )
+    refused(train(text, *options, "--split", "1;2"), "--split '1;2' is no split")
+    tokens = tmp_path / "tokens.bin"
+    assert run("data", text, "--out", tokens).exit_code == 0
+    tokens.write_bytes(tokens.read_bytes()[:-100])
+    refused(train(tokens, *options), "cut short", "aliquot data TEXT...")
+    refused(
+        train(tokens, *options, "--data", text), "takes one file of tokens or any number of texts"
+    )
+
+
+def test_a_plan_takes_other_numbers_but_no_other_operators(text, tmp_path):
+    path = tmp_path / "plan.json"
+    options = "--cluster 8xcpu --global-batch 8 --dtype float32 --method dp --out".split()
+    schedule = "--lr 1e-2 --warmup-steps 0.5 --decay linear --steps 4".split()
+    assert run("plan", "gpt-10m", *options, path, *schedule).exit_code == 0
+    other = "--lr 1e-3 --warmup-steps 1 --decay linear --json".split()
+    done = train(text, "--plan", path, *other, "--out", tmp_path / "run", steps=2)
+    assert done.exit_code == 0, done.output
+    assert losses(tmp_path / "run") and "operators" not in done.stderr
+    row = read_metrics(tmp_path / "run")[-1]
+    assert row["learning_rate"] == pytest.approx(1e-3)
+    refused(
+        train(text, "--plan", path, "--clip-grad", 1, "--optimizer", "sgd"),
+        "with another update",
+        "optimizer is sgd, in the plan adamw",
+        "clip_norm is 1.0, in the plan none",
+        "leave --plan out",
+    )
+    refused(
+        train(text, "--plan", path, "--global-batch", 16, "--seq-len", 4, "--method", "dp"),
+        "--global-batch says 16, the plan 8",
+        "seq_len=4 is asked for",
+        "--method says how to plan",
+    )
+
+
+def test_impossible_options_are_listed(text):
+    refused(
+        train(text, "--save-every", 0, "--keep", 0, "--log-every", 0),
+        "--save-every must be at least 1, got 0; --keep must be",
+    )
+    options = ("--global-batch", 8, "--method", "dp")
+    refused(train(text, *options, "--min-lr", 1e-5), "add --decay cosine")
+    refused(train(text, *options, "--warmup-steps", "1.5"), "neither a number of steps nor a share")
+    refused(train(text, *options, "--warmup-steps", 9, "--decay", "linear"), "leaves nothing")
+    refused(train(text, "--cluster", "8xH100", *options, "--devices", 4), "add --devices 8")
+    refused(
+        run("plan", "gpt-10m", "--cluster", "8xcpu", "--decay", "cosine", *options), "--steps N"
+    )
