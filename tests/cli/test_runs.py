@@ -82,7 +82,7 @@ def test_a_run_plans_trains_and_keeps_all_of_it(whole):
 
 @pytest.mark.parametrize(
     "method",
-    ["--method dp", "--method grid --stages 2 --micro-batches 2 --schedule 1f1b"],
+    ["--method dp", "--method pipeshard --stages 2 --micro-batches 2 --schedule 1f1b"],
     ids=["data parallel", "pipeline"],
 )
 def test_a_run_goes_on_under_another_plan_with_equal_losses(whole, text, tmp_path, method):
