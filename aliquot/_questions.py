@@ -4,6 +4,7 @@ how many hosts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -30,6 +31,8 @@ _MOST_HOSTS = 1024
 # Batches that fit in more micro-batches are tried in larger steps, until one raises the throughput
 # by less than this share.
 _TIMES_WITH_MICRO_BATCHES = 4
+# Share of a batch that does not fit once compiled at which the next is compiled.
+_NEXT_SMALLER = 0.93
 _LEAST_GAIN = 0.02
 
 
@@ -161,6 +164,7 @@ def largest_batch(
     memory_limit_bytes: float | None = None,
     on_missing_rule: str = "infer",
     model: Callable[[int], ModelReference] | None = None,
+    verify: bool = False,
     progress: Progress | None = None,
 ) -> BatchSearch:
     """The largest global batch that fits, and the one of highest throughput among those tried.
@@ -177,6 +181,8 @@ def largest_batch(
         first: the batch to begin with; by default one `unit`.
         most: the largest batch to try.
         model: makes the reference to the step of a batch that plan files hold.
+        verify: whether to compile what is answered. Batches that do not fit by their compiler's
+            account are refused, and smaller ones compiled until one fits.
         cluster, method, num_micro_batches, micro_batch_semantics, memory_limit_bytes,
         on_missing_rule, progress:
             as for `aliquot.plan`.
@@ -196,6 +202,7 @@ def largest_batch(
         unit=unit,
         first=first,
         most=most,
+        verify=verify,
         progress=progress,
         method=method,
         num_micro_batches=num_micro_batches,
@@ -212,6 +219,7 @@ def largest_batch_built(
     unit: int = 1,
     first: int | None = None,
     most: int = 1 << _MOST_DOUBLINGS,
+    verify: bool = False,
     progress: Progress | None = None,
     **options: Any,
 ) -> BatchSearch:
@@ -227,14 +235,14 @@ def largest_batch_built(
     name = "step"
     searches = not isinstance(options.get("num_micro_batches"), int)
 
-    def fits(size: int) -> bool:
+    def fits(size: int, *, verify: bool = False) -> bool:
         nonlocal name
         if progress:
-            progress(f"batch {size}", 0, 0)
+            progress(f"batch {size}, compiled" if verify else f"batch {size}", 0, 0)
         variants = build(size)
         name = variants[0].title
         try:
-            found = plan_variants(variants, cluster=cluster, **options)
+            found = plan_variants(variants, cluster=cluster, verify=verify, **options)
             trials[size] = BatchTrial(global_batch=size, plan=found)
         except InfeasibleError as error:
             trials[size] = BatchTrial(
@@ -254,19 +262,41 @@ def largest_batch_built(
                 _TIMES_WITH_MICRO_BATCHES if searches and trials[size].num_micro_batches > 1 else 2
             )
             good, size = size, size * times
+    good, bad = _bisected(good, bad, unit, fits)
+    if verify:
+        # Compiling takes long: only what is answered is compiled.
+        while good and not fits(good, verify=True):
+            bad, good = good, int(_NEXT_SMALLER * good) // unit * unit
+        good, bad = _bisected(good, bad, unit, functools.partial(fits, verify=True))
+
+    def answer() -> BatchSearch:
+        return BatchSearch(
+            model=name,
+            cluster=cluster.name,
+            # Larger than what was compiled and fits, a prediction is no answer.
+            trials=tuple(
+                trials[size]
+                for size in sorted(trials)
+                if not (verify and size > good and trials[size].plan)
+            ),
+            unit=unit,
+            is_limited=bad == good + unit,
+        )
+
+    while verify and (best := answer().fastest) and best.plan and best.plan.compiled is None:
+        fits(best.global_batch, verify=True)
+    return answer()
+
+
+def _bisected(good: int, bad: int, unit: int, fits: Callable[[int], bool]) -> tuple[int, int]:
+    """The largest batch that fits and the smallest that does not, between such batches."""
     while bad and bad - good > unit:
         middle = max((good + bad) // 2 // unit * unit, unit)
         if fits(middle):
             good = middle
         else:
             bad = middle
-    return BatchSearch(
-        model=name,
-        cluster=cluster.name,
-        trials=tuple(trials[size] for size in sorted(trials)),
-        unit=unit,
-        is_limited=bad == good + unit,
-    )
+    return good, bad
 
 
 def _only_more_micro_batches(smaller: BatchTrial, larger: BatchTrial) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from planners.small_steps import mlp
+from verify.verdicts import verified
 
 import aliquot as aq
 from aliquot.cluster import Cluster
@@ -75,6 +78,32 @@ def test_a_batch_that_fits_in_micro_batches_fits():
     assert found.largest.num_micro_batches > 1 and not found.is_limited
     assert found.largest.global_batch > found.largest.micro_batch >= 1024
     assert f"in micro-batches of {found.largest.micro_batch}" in str(found)
+
+
+@pytest.mark.parametrize("needed_more", [1.0, 1.3, 100.0])
+def test_compiled_answers(monkeypatch, needed_more):
+    """A compiler that needs more memory than is predicted refuses the largest batches."""
+
+    def verdict(step, **options):
+        prediction = step.plan.prediction
+        needed, limit = needed_more * prediction.peak_memory_bytes, prediction.memory_limit_bytes
+        return verified(step.plan, int(needed), limit)
+
+    monkeypatch.setattr(sys.modules["aliquot.verification"], "verify_plan", verdict)
+    asked = {"cluster": Cluster.preset("4xcpu"), "unit": 512, "most": 1 << 13}
+    asked |= {"method": DataParallel()}
+    asked |= {"num_micro_batches": 1, "memory_limit_bytes": 900_000}
+    predicted = aq.largest_batch(lambda batch: mlp(SIZES, batch), **asked)
+    found = aq.largest_batch(lambda batch: mlp(SIZES, batch), verify=True, **asked)
+    if needed_more == 100:
+        assert found.largest is None and found.fastest is None
+        return
+    assert (found.largest.global_batch == predicted.largest.global_batch) == (needed_more == 1)
+    for trial in (found.largest, found.fastest):
+        assert trial.plan.compiled.fits and trial.plan.compiled.peak_memory_bytes <= 900_000
+    assert found.is_limited and found.largest.global_batch + 512 in [
+        trial.global_batch for trial in found.trials
+    ]
 
 
 @pytest.mark.parametrize("limit", [None, 300_000])

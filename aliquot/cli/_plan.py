@@ -120,6 +120,7 @@ def _find_max_batch(request: _Request, out: Path | None, say: Session) -> None:
         of_plan.pop("num_micro_batches"),
         out,
         say,
+        verify=request.search.verify,
         **of_plan,
     )
 

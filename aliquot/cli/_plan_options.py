@@ -173,7 +173,10 @@ class SearchOptions:
         bool,
         typer.Option(
             "--verify",
-            help="Compile the plan for the cluster's devices, and keep searching until one fits.",
+            help=(
+                "Compile the plan for the cluster's devices, and keep searching until one fits;"
+                " with --max-batch, compile the batches that are answered."
+            ),
         ),
     ] = False
     time_limit: Annotated[

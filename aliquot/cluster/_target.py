@@ -82,6 +82,8 @@ class Target:
         kernel_overhead_s: Least time that any operator takes.
         collective_overhead_s: Time to start any collective, on top of its links' latencies.
         usable_memory_fraction: Share of device memory that a program may plan with, 0 to 1.
+        compact_above: Share of device memory above which the compiler orders operators so that they
+            take less memory, and computes some of them again, 0 to 1; 1 if it never does.
         memory_advice: What to set so that the program really gets that share, or empty.
         source: Where the figures come from.
         products: How much slower products of other shapes are than large ones.
@@ -120,6 +122,7 @@ class Target:
     kernel_overhead_s: float
     collective_overhead_s: float
     usable_memory_fraction: float
+    compact_above: float
     memory_advice: str
     source: str
     products: Products = Products()
@@ -136,6 +139,7 @@ class Target:
             "all_to_all_efficiency",
             "scatter_gather_share",
             "usable_memory_fraction",
+            "compact_above",
         )
         problems = [
             f"{name} must be above 0 and at most 1"
@@ -250,6 +254,7 @@ _CPU = Target(
     kernel_overhead_s=2e-6,
     collective_overhead_s=50e-6,
     usable_memory_fraction=0.8,
+    compact_above=1.0,
     memory_advice="",
     source=(
         "XLA CPU as of JAX 0.10: compiled programs; shares fitted by benchmarks/calibrate_steps.py"
@@ -270,7 +275,8 @@ _CPU = Target(
 # waits, as in the buffers that XLA assigns for H100 and A100 (JAX 0.10,
 # benchmarks/memory_deviceless.py; Wide-ResNet by `aliquot verify`). Combined: XLA's default
 # threshold for all-reduces, all-gathers and reduce-scatters, 30 MiB. Ahead: fitted to one half of
-# that benchmark's plans. Latency: by default it is hidden only where XLA has a model of kernels and
+# that benchmark's plans. Compact: XLA's default aim, 0.95 of the 80 % of memory that it is told of.
+# Latency: by default it is hidden only where XLA has a model of kernels and
 # collectives (`_HIDE_LATENCY`).
 _GPU = Target(
     kind="gpu",
@@ -300,6 +306,7 @@ _GPU = Target(
     kernel_overhead_s=3.7e-6,
     collective_overhead_s=10e-6,
     usable_memory_fraction=0.9,
+    compact_above=0.76,
     memory_advice="set XLA_CLIENT_MEM_FRACTION=0.9: JAX preallocates 75 % of a GPU otherwise",
     source=(
         "XLA GPU as of JAX 0.10: compiled programs; Megatron-LM (2021), NCCL tests; overlap:"
@@ -344,6 +351,7 @@ _TPU = Target(
     kernel_overhead_s=1e-6,
     collective_overhead_s=2e-6,
     usable_memory_fraction=0.95,
+    compact_above=1.0,
     memory_advice="",
     source=(
         "JAX and Google Cloud TPU documentation, MaxText; XLA TPU as of JAX 0.10: compiled"

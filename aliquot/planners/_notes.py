@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from ..cluster import Cluster
+from ..cluster import Cluster, target_for
 from ..core import counted, format_bytes, format_seconds
 from ..cost import collective_uses, work_alike
 from ..graph import Phase, Role, source_line
@@ -74,6 +74,19 @@ def idle_note(decision: Decision, cluster: Cluster) -> Iterator[str]:
         f" {'is' if idle == 1 else 'are'} idle: the step is faster on {counted(used, 'host')},"
         f" {format_seconds(decision.step_time_s)}{less}. MFU counts all {total * each} devices."
     )
+
+
+def crowded_note(peak_bytes: float, cluster: Cluster) -> Iterator[str]:
+    """A note on so much memory in use that the compiler saves it."""
+    device = cluster.device
+    most = target_for(device).compact_above * device.memory_bytes
+    if peak_bytes > most < device.memory_bytes:
+        yield (
+            f"Above {format_bytes(most)} of a device's memory, XLA orders operators so that they"
+            " take less, and computes some again: the step may take longer than predicted, and need"
+            " more or less memory. --verify, or verify=True, compiles the plan and looks for"
+            " another if it does not fit."
+        )
 
 
 def _multiples(size: int, devices: int) -> str:

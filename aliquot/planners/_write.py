@@ -23,7 +23,7 @@ from ..plans import (
 )
 from ..sharding import Spec, StagedStep, dims_of, inferred_rules, project, without_partial
 from ._base import Decision, StageDecision, Task
-from ._notes import idle_note, notes
+from ._notes import crowded_note, idle_note, notes
 
 _Dims = tuple[tuple[str, ...], ...]
 _Shardings = tuple[dict[str, _Dims], dict[str, _Dims]]
@@ -94,7 +94,11 @@ def write_plan(
             )
         ),
         inferred_rules=_inferred_rules(full, task.on_missing_rule),
-        notes=(*idle_note(decision, task.cluster), *notes(decision.stages)),
+        notes=(
+            *idle_note(decision, task.cluster),
+            *crowded_note(prediction.peak_memory_bytes, task.cluster),
+            *notes(decision.stages),
+        ),
         prediction=prediction,
         provenance=Provenance(
             planner=decision.planner,

@@ -11,6 +11,8 @@ from ..plans import CompiledFigures, Plan
 from ._verify import Verification
 
 _TRIES = 3
+# Predictions are rarely too high by more than this factor.
+_WORTH_COMPILING = 1.5
 
 
 def first_that_fits(
@@ -23,10 +25,12 @@ def first_that_fits(
 
     After a plan that does not fit, the next is planned with a memory limit that is lowered in the
     ratio by which the prediction fell short. The notes of the chosen plan name the plans that did
-    not fit.
+    not fit. If nothing is predicted to fit, the plan that is predicted to need the least is
+    compiled, unless that is far more than there is.
 
     Args:
-        propose: makes the best plan within a memory limit in bytes; None for the usual one.
+        propose: makes the best plan within a memory limit in bytes; None for the usual one, which
+            is also that of the plans' predictions.
         check: compiles a plan.
         tries: how many plans to compile at most.
 
@@ -40,7 +44,7 @@ def first_that_fits(
             plan = propose(limit)
         except InfeasibleError as error:
             if not failed:
-                raise
+                return _smallest_if_it_fits(propose, check, error)
             raise _none(
                 failed,
                 f"With a limit corrected by that, none is left: {str(error).partition(chr(10))[0]}",
@@ -54,6 +58,34 @@ def first_that_fits(
         # Below this plan's own prediction, so that it is not proposed again.
         limit = plan.prediction.peak_memory_bytes * min(available / compiled, 0.99)
     raise _none(failed, f"No more than {tries} were compiled.")
+
+
+def _smallest_if_it_fits(
+    propose: Callable[[float | None], Plan],
+    check: Callable[[Plan], Verification],
+    refusal: InfeasibleError,
+) -> Plan:
+    """The plan that is predicted to need the least, if it fits by its compiler's account although
+    it was predicted not to. Raises the refusal otherwise, with what the compiler said.
+    """
+    needed, limit = refusal.required_bytes, refusal.available_bytes
+    if not needed or not limit or needed > _WORTH_COMPILING * limit:
+        raise refusal
+    try:
+        # Room for rounding in the search.
+        plan = propose(needed * (1 + 1e-6) + 1)
+    except InfeasibleError:
+        raise refusal from None
+    verified = check(plan)
+    if not verified.fits:
+        raise refusal.reworded(
+            f"{refusal.message}\n  Compiled for {verified.target.name}, the smallest needs"
+            f" {format_bytes(verified.compiled_bytes)}.",
+            refusal.advice,
+        )
+    noted = _noted(plan, verified, [])
+    note = "It was predicted not to fit, and fits by its compiler's account."
+    return msgspec.structs.replace(noted, notes=(note, *noted.notes))
 
 
 def compiled_figures(verified: Verification) -> CompiledFigures:

@@ -239,7 +239,7 @@ def held(cluster: str, method, **settings):
     """What a plan holds in more than one split, or for longer than it is used: conversions, their
     bytes, and their edges.
     """
-    work = workload(recompute="block", hidden_size=256, **settings)
+    work = workload(**({"recompute": "block", "hidden_size": 256} | settings))
     plan = aq.plan(
         work.train_step, work.state, work.batch, cluster=Cluster.preset(cluster), method=method
     )
@@ -387,12 +387,13 @@ def test_every_device_sums_whole_gradients_over_micro_batches(scan):
     assert (stacks > 0.5 * totals) is scan
 
 
-def test_products_run_when_their_results_are_needed_where_latency_is_hidden():
+@pytest.mark.parametrize("scan", [False, True], ids=["written out", "scanned"])
+def test_products_run_when_their_results_are_needed_where_latency_is_hidden(scan):
     """The gradient of attention's values waits, and the weights for it, until the other product's
     way has gone on.
     """
 
-    work = workload(recompute="block", sequences=16)
+    work = workload(recompute="block", sequences=16, scan=scan)
     scores = 4 * 16 * 4 * 32 * 32
 
     def most_at_once(cluster: str) -> int:
@@ -401,3 +402,32 @@ def test_products_run_when_their_results_are_needed_where_latency_is_hidden():
         return max(sum(b <= moment <= d for b, d in lives) for moment, _ in lives)
 
     assert most_at_once("2xH100") == most_at_once("2xA100-80GB") + 1
+
+
+def test_little_waits_where_products_take_long_compared_with_gathers():
+    """Of parameters that are split over all devices, products for gradients wait for about four
+    layers at 2,400 tokens a device, and for fewer with more tokens.
+    """
+
+    def usual_wait(sequences: int) -> float:
+        waits = [
+            (c.deaths - c.births).max()
+            for c, _, edge in held("4xH100", Zero3Parallel(), sequences=sequences)
+            if edge.kind == "result" and edge.gradient
+        ]
+        return float(np.median(waits))
+
+    assert usual_wait(8192) < 0.5 * usual_wait(64)
+
+
+def test_less_is_gathered_ahead_where_products_take_long_compared_with_gathers():
+    sizes = {"hidden_size": 2048, "optimizer": "sgd"}
+
+    def gathered_at_the_start(sequences: int) -> float:
+        return sum(
+            b
+            for c, b, edge in held("4xH100", Zero3Parallel(), sequences=sequences, **sizes)
+            if edge.parameter and edge.kind == "operand" and c.births.min() == 0
+        )
+
+    assert gathered_at_the_start(4096) < gathered_at_the_start(4)

@@ -9,49 +9,18 @@ import msgspec
 import pytest
 from planners.small_steps import tanh
 from sample_plans import PREDICTION, sample_plan
+from verify.verdicts import TARGET, verified
 
 import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import InfeasibleError
 from aliquot.plans import Plan
-from aliquot.verification import (
-    CompiledProgram,
-    CompileTarget,
-    StageVerification,
-    UnintendedCollective,
-    Verification,
-    first_that_fits,
-)
-
-TARGET = CompileTarget(name="H100", kind="gpu", limit_bytes=1000.0)
-ODD = UnintendedCollective(
-    kind="all-to-all", axes=("x",), count=2, num_bytes=64, dtype="f32", cause="dot at a.py:3 (f)"
-)
+from aliquot.verification import Verification, first_that_fits
 
 
 def planned(predicted_bytes: float, method: str) -> Plan:
     prediction = msgspec.structs.replace(PREDICTION, peak_memory_bytes=predicted_bytes)
     return sample_plan(prediction=prediction, method=method)
-
-
-def verified(plan: Plan, compiled_bytes: int) -> Verification:
-    compiled = CompiledProgram(target=TARGET, temp_bytes=compiled_bytes, compile_s=1.0)
-    stage = StageVerification(
-        predicted_bytes=plan.prediction.peak_memory_bytes,
-        predicted_parts={},
-        argument_bytes=0.0,
-        compiled=compiled,
-        collectives=(),
-        unintended=(ODD,),
-    )
-    return Verification(
-        target=TARGET,
-        num_devices=8,
-        limit_bytes=TARGET.limit_bytes,
-        predicted_step_time_s=1.0,
-        predicted_compute_s=1.0,
-        stages=(stage,),
-    )
 
 
 class Search:
@@ -67,7 +36,10 @@ class Search:
         for number, (predicted, _) in enumerate(self.sizes):
             if predicted <= (TARGET.limit_bytes if limit is None else limit):
                 return planned(predicted, f"method{number}")
-        raise InfeasibleError("nothing fits", required_bytes=1, available_bytes=0)
+        least = min(predicted for predicted, _ in self.sizes)
+        raise InfeasibleError(
+            "nothing fits", required_bytes=least, available_bytes=TARGET.limit_bytes
+        )
 
     def check(self, plan: Plan) -> Verification:
         return verified(plan, self.sizes[int(plan.method[-1])][1])
@@ -112,8 +84,19 @@ def test_none_fits(sizes, message):
 
 
 def test_none_is_predicted_to_fit():
+    search = Search((2000, 1))
     with pytest.raises(InfeasibleError, match="^nothing fits"):
-        Search((2000, 1)).run()
+        search.run()
+    assert search.limits == [None]
+
+
+def test_the_smallest_is_compiled_where_none_is_predicted_to_fit():
+    plan = Search((1800, 900), (1400, 950)).run()
+    assert plan.method == "method1" and plan.compiled.fits
+    assert plan.notes[0] == "It was predicted not to fit, and fits by its compiler's account."
+    with pytest.raises(InfeasibleError) as refusal:
+        Search((1400, 1100)).run()
+    assert "Compiled for H100, the smallest needs 1.1 KiB." in str(refusal.value)
 
 
 def test_planning_with_the_compiler(tmp_path, monkeypatch):

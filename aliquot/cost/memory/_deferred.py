@@ -17,12 +17,16 @@ be reduce-scattered together with others. When a product runs depends on the sch
     about halfway between its operands and the end. With sums over the batch, as in normalisations,
     there are more collectives, and products run nearer to the end; products whose results are
     all-reduced then run beside these sums, too, except one for each all-reduce.
+  * Where products take long compared with gathers, they run fewer layers behind their operands
+    (`compute_per_gather`). Small results then wait for each other, up to what is combined, and only
+    a device's own piece of them waits for the update.
   * Where nothing runs beside all-reduces (`Target.overlaps_all_reduces`), products whose results
     are all-reduced run at once, and the others about halfway to the end.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,6 +37,7 @@ from numpy.typing import NDArray
 from ...graph import Phase
 from ...sharding import PARTIAL, Edge, NodeId, Projection
 from .._choices import shards
+from ._pace import LAYERS_MOVED, compute_per_gather
 
 if TYPE_CHECKING:
     from ...cluster import Target
@@ -81,7 +86,9 @@ def deferred_arrays(priced: Priced, in_turn: bool) -> Iterator[DeferredArray]:
         gradient_sum = sums.get(resident.producer_node)
         if resident.unreduced_from is not None and gradient_sum is not None:
             reads = operands.get(resident.producer_node, [])
-            yield _deferred_result(resident, gradient_sum, reads, in_turn, paces, priced.target)
+            yield from _deferred_result(
+                resident, gradient_sum, reads, in_turn, paces, priced.target
+            )
 
 
 def _deferred_operand(
@@ -110,8 +117,10 @@ def _deferred_result(
     in_turn: bool,
     paces: _Paces,
     target: Target,
-) -> DeferredArray:
-    """The result of a product, from when it is computed until it is summed over devices."""
+) -> Iterator[DeferredArray]:
+    """The result of a product, from when it is computed until it is summed over devices; then a
+    device's own piece of the sum, until the update.
+    """
     assert resident.unreduced_from is not None
     # A product that runs last is summed at once.
     runs_last = np.zeros_like(gradient_sum.scattered)
@@ -127,12 +136,21 @@ def _deferred_result(
     made_at = resident.unreduced_from
     if target.hides_latency and target.overlaps_all_reduces:
         made_at = paces.scattered.runs_at(made_at)
-    return DeferredArray(
+    births, until = np.minimum(made_at, resident.births), resident.births - 1
+    summed = np.minimum(made_at + paces.combined_after, until)
+    yield DeferredArray(
         edge=gradient_sum.edge,
         local_bytes=local,
-        births=np.minimum(made_at, resident.births),
-        deaths=resident.births - 1,
+        births=births,
+        deaths=np.maximum(summed, births - 1),
     )
+    if (summed < until).any():
+        yield DeferredArray(
+            edge=gradient_sum.edge,
+            local_bytes=local * gradient_sum.pieces_before / gradient_sum.shards_left,
+            births=summed + 1,
+            deaths=until,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,17 +160,19 @@ class _Pace:
 
     Products whose operands are made within the last `at_end` operators run at the end. A product
     whose operands are made `n` operators earlier than that runs `share * n` operators before the
-    end.
+    end, but no more than `most` operators after its operands.
     """
 
     end: int
     share: float
     at_end: float = 0.0
+    most: float = math.inf
 
     def runs_at(self, times: Ints) -> Ints:
         """Positions at which products run whose operands are made at `times`."""
         distance = np.maximum(self.end - times - self.at_end, 0.0)
-        positions: Ints = np.maximum((self.end - distance * self.share).astype(np.int64), times)
+        latest = np.minimum(self.end - distance * self.share, times + self.most)
+        positions: Ints = np.maximum(latest.astype(np.int64), times)
         return positions
 
 
@@ -163,10 +183,13 @@ class _Paces:
     Attributes:
         scattered: of products whose results are reduce-scattered.
         reduced: of products whose results are all-reduced; None if all run last.
+        combined_after: number of operators after which results that are reduce-scattered are so
+            many that they are combined no further.
     """
 
     scattered: _Pace
     reduced: _Pace | None
+    combined_after: int
 
 
 def _paces(priced: Priced, sums: dict[NodeId, _GradientSum]) -> _Paces:
@@ -174,7 +197,12 @@ def _paces(priced: Priced, sums: dict[NodeId, _GradientSum]) -> _Paces:
     waits = [r for r in priced.residents if r.late_deaths is not None]
     update = min((int(r.late_deaths.min()) for r in waits if r.late_deaths is not None), default=0)
     if not _sums_inside(priced) or not waits:
-        return _Paces(scattered=_Pace(end=update, share=0.5), reduced=None)
+        most, combined_after = _moved_at_most(priced, waits, update)
+        return _Paces(
+            scattered=_Pace(end=update, share=0.5, most=most),
+            reduced=None,
+            combined_after=combined_after,
+        )
     inside = priced.graph.batch_sums
     edges = [gradient_sum.edge for gradient_sum in sums.values()]
     products = sum(e.count for e in edges)
@@ -189,7 +217,28 @@ def _paces(priced: Priced, sums: dict[NodeId, _GradientSum]) -> _Paces:
         reduced=_Pace(
             end=end, share=products / inside, at_end=all_reduces / products * (end - begin)
         ),
+        combined_after=update,
     )
+
+
+def _moved_at_most(priced: Priced, waits: list[Resident], update: int) -> tuple[float, int]:
+    """Operators by which products move at most, and after which their small results are summed."""
+    target, edges = priced.target, [e for e in priced.graph.edges if e.gradient]
+    if not (target.hides_latency and target.overlaps_all_reduces and edges):
+        return math.inf, update
+    layers = max(e.count for e in edges if e.kind == "result")
+    begin = min(int(r.deaths.min()) for r in waits)
+    layer = (update - begin) / layers
+    most = LAYERS_MOVED / compute_per_gather(priced) * layer
+    devices = math.prod(priced.axis_sizes)
+    small = sum(
+        e.num_bytes * e.count / devices
+        for e in edges
+        if e.kind == "result" and 2 * e.num_bytes / devices <= target.combined_bytes
+    )
+    # Until as much as is combined has come together.
+    share = min(target.combined_bytes / small, 1.0) if small else 1.0
+    return most, int(share * (update - begin))
 
 
 class _GradientSum:
@@ -203,7 +252,7 @@ class _GradientSum:
         total: whether gradients are summed over micro-batches first.
         scattered, reduced: whether partial sums are reduce-scattered, or all-reduced.
         over_whole_mesh: whether every device of the mesh holds a summand.
-        shards_left: number of pieces into which the sum is split.
+        pieces_before, shards_left: number of pieces into which the summands and the sum are split.
         combined: whether the sum is reduce-scattered together with others, because two of its
             pieces are within the limit `Target.combined_bytes`.
     """
@@ -227,6 +276,7 @@ class _GradientSum:
         self._result_bytes = self.local_bytes(edge.num_bytes, edge.source_projection)
         pieces = [np.where(specs >= 0, sizes, 1).prod(axis=1) for specs in (sources, targets)]
         self.shards_left: Floats = pieces[1][None, :].astype(np.float64)
+        self.pieces_before: Floats = pieces[0][:, None].astype(np.float64)
         left = self._result_bytes * pieces[0][:, None] / pieces[1][None, :]
         self.combined: Flags = self.scattered & (2 * left <= priced.target.combined_bytes)
 

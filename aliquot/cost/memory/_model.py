@@ -20,6 +20,7 @@ from ...sharding import Edge, NodeGraph, NodeId, Spec, num_shards
 from .._choices import shards
 from .._collectives import pieces
 from ._deferred import deferred_arrays, takes_turns
+from ._pace import compute_per_gather
 from ._residents import Resident
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
         if edge.kind == "operand":
             by_share.setdefault(edge.share, []).append(edge.index)
     parameters = {(r.node, r.num_bytes) for r in priced.residents if r.category == "parameters"}
+    gathered_ahead = _gathered_ahead(priced)
     conversions = []
     pieces: dict[tuple[Spec, ...], Floats] = {}
     for share, indices in by_share.items():
@@ -132,8 +134,8 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
         if len(edges) > 1 and all(len(e.starts) == len(births) for e in edges):
             births = np.minimum.reduce([e.starts for e in edges])
             deaths = np.maximum.reduce([e.ends for e in edges])
-        if any(_waits_for_nothing(e, parameters, priced) for e in edges):
-            ahead = births <= np.quantile(births, priced.target.gathered_ahead)
+        if gathered_ahead and any(_waits_for_nothing(e, priced) for e in edges):
+            ahead = births <= np.quantile(births, gathered_ahead)
             births = np.where(ahead, 0, births)
         tables = []
         for i in indices:
@@ -229,18 +231,27 @@ def _gathers_inner(source: Spec, target: Spec) -> bool:
     return any(s > 0 and t != s for s, t in zip(source, target, strict=True))
 
 
-def _waits_for_nothing(edge: Edge, parameters: set[tuple[NodeId, int]], priced: Priced) -> bool:
+def _gathered_ahead(priced: Priced) -> float:
+    """Share of the parameters that are gathered before anything else happens: less where products
+    take long compared with gathers, if the scheduler hides latency.
+    """
+    share = priced.target.gathered_ahead
+    if share and priced.target.hides_latency:
+        share = min(share, max(1.0 - compute_per_gather(priced), 0.0))
+    return share
+
+
+def _waits_for_nothing(edge: Edge, priced: Priced) -> bool:
     """True if a conversion can run at the start of the step: the forward pass converts a large
-    parameter itself, outside of loops.
+    parameter, or its cast, itself, outside of loops.
 
     Small parameters are gathered together with others, and conversions of the backward pass wait
     behind a remat region's barrier.
     """
     # Two of this size would still be gathered together.
-    if not priced.target.gathered_ahead or 2 * edge.num_bytes <= priced.target.combined_bytes:
+    if 2 * edge.num_bytes <= priced.target.combined_bytes:
         return False
-    is_parameter = (edge.source, edge.num_bytes) in parameters
-    return is_parameter and edge.phase is Phase.FORWARD and edge.count == len(edge.starts)
+    return edge.parameter and edge.phase is Phase.FORWARD and edge.count == len(edge.starts)
 
 
 def timeline(model: MemoryModel, priced: Priced, picks: NDArray[np.int64]) -> Floats:

@@ -262,8 +262,8 @@ def _other_phase(maker: Op, reader: Op) -> bool:
 
 
 def _latest(cuts: Cuts) -> list[int]:
-    """Positions of operators if each backward product outside of loops runs right before the first
-    reader of its result.
+    """Positions of operators if each backward product runs right before the first reader of its
+    result.
 
     Of two products that read the same array, such as those for the values and for the weights of
     attention, the one whose reader is further from the end runs first.
@@ -275,11 +275,7 @@ def _latest(cuts: Cuts) -> list[int]:
     for op in reversed(graph.ops):
         used = min((first_use[o] for o in op.outputs if o >= 0), default=len(graph.ops))
         moves = rearranges(op)
-        if (
-            op.phase is Phase.BACKWARD
-            and op.trips == 1
-            and (moves or cuts.rules[classes[op.index]].contracts)
-        ):
+        if op.phase is Phase.BACKWARD and (moves or cuts.rules[classes[op.index]].contracts):
             if used < len(graph.ops) and graph.ops[used].phase is Phase.BACKWARD:
                 # An operator that only rearranges elements runs with its reader, a product right
                 # before it, but never earlier than in program order.
