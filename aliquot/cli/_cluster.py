@@ -7,28 +7,54 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import format_bytes
-from ._options import Json, NetworkGbps, read_cluster
+from ..core import InputError, format_bytes
+from ._options import Json, NetworkGbps, read_cluster, with_network
 from ._session import session
 
 if TYPE_CHECKING:
     from ..cluster import Cluster, ReportedSteps, Target
+    from ..launching import RayHosts
 
 
 def cluster(
     spec: Annotated[
         str,
         typer.Argument(
-            help="A preset such as 8xH100 or 4x8xA100-80GB, a TOML file, or detect.",
+            help="A preset such as 8xH100 or 4x8xA100-80GB, a TOML file, detect, or ray.",
             show_default=False,
         ),
     ],
     network_gbps: NetworkGbps = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="ray: host:port of the head; by default RAY_ADDRESS, or the one that runs here.",
+            show_default=False,
+        ),
+    ] = None,
+    num_devices_per_host: Annotated[
+        int | None,
+        typer.Option(
+            help="ray: by default all GPUs, or one CPU device.", min=1, show_default=False
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show a cluster's devices, its links, and the sources of their figures."""
     with session(as_json) as say:
-        described = read_cluster(spec, network_gbps)
+        hosts: RayHosts | None = None
+        if spec == "ray":
+            from ..launching import cluster_of, find_ray_hosts
+
+            hosts = find_ray_hosts(address)
+            described = with_network(cluster_of(hosts, num_devices_per_host), network_gbps)
+        elif address is not None or num_devices_per_host is not None:
+            raise InputError(
+                f"--address and --num-devices-per-host are for a Ray cluster, and {spec!r} is none."
+                " Type: aliquot cluster ray"
+            )
+        else:
+            described = read_cluster(spec, network_gbps)
         from ..cluster import logical_mesh_shapes, reported_steps, target_for
         from ..report import Facts
 
@@ -43,9 +69,14 @@ def cluster(
         known = None if described.device.calibration else reported_steps(described.device.name)
         if known is not None:
             facts.append(("expected error", f"of step times: {known}"))
+        if hosts is not None:
+            facts += [(f"host {host.ip}", str(host)) for host in hosts.hosts]
         say.show(described.headline())
         say.show(Facts(facts))
-        say.finish(_data(described, target, known, usable_bytes, meshes))
+        answer = _data(described, target, known, usable_bytes, meshes)
+        if hosts is not None:
+            answer["ray"] = dataclasses.asdict(hosts)
+        say.finish(answer)
 
 
 def _reaches(target: Target) -> str:

@@ -73,8 +73,8 @@ TrustPlan = Annotated[
 
 
 def read_cluster(spec: str, network_gbps: str | None = None) -> Cluster:
-    """A cluster from a preset's name, the path of a TOML file, or `detect`; with another network
-    between its hosts if that is given.
+    """A cluster from a preset's name, the path of a TOML file, `detect`, or `ray`; with another
+    network between its hosts if that is given.
 
     Raises:
         ClusterError: Everything that is wrong with it.
@@ -84,10 +84,23 @@ def read_cluster(spec: str, network_gbps: str | None = None) -> Cluster:
 
     if spec == "detect":
         cluster = Cluster.detect(use_seen_devices())
+    elif spec == "ray":
+        from ..launching import cluster_of, find_ray_hosts
+
+        cluster = cluster_of(find_ray_hosts())
     elif spec.endswith(".toml") or os.sep in spec or os.path.isfile(spec):
         cluster = Cluster.load(spec)
     else:
         cluster = Cluster.preset(spec)
+    return with_network(cluster, network_gbps)
+
+
+def with_network(cluster: Cluster, network_gbps: str | None) -> Cluster:
+    """The cluster, with another network between its hosts if that is given.
+
+    Raises:
+        InputError: The network is no number.
+    """
     if network_gbps is None:
         return cluster
     try:

@@ -5,6 +5,16 @@ One loop starts them again when one fails; engines only know how to place proces
 
 from ._attempt import Failure as Failure
 from ._engine import Ending as Ending
+from ._hosts import RayHost as RayHost
+from ._hosts import RayHosts as RayHosts
+from ._hosts import cluster_of as cluster_of
 from ._launch import Launched as Launched
 from ._launch import LaunchError as LaunchError
 from ._launch import launch as launch
+
+
+def find_ray_hosts(address: str | None = None) -> RayHosts:
+    """See `_ray.find_hosts`; imports Ray."""
+    from ._ray import find_hosts
+
+    return find_hosts(address)

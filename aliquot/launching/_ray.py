@@ -12,12 +12,12 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..core import InputError, MissingExtraError, counted, listing, num_cores
 from . import _child, _host
 from ._engine import STOPPED, AbstractEngine, AbstractProcess, Ending, Job, News
+from ._hosts import RayHost, RayHosts
 from ._local import virtual_devices
 
 # How long hosts that are missing have to appear, at the start and after a failure.
@@ -32,23 +32,6 @@ _TRIES = 3
 # Variables of this process that the others get as well.
 _PASSED_ON = ("ALIQUOT_", "JAX_", "LIBTPU_", "NCCL_", "XLA_")
 _ACCELERATOR_TYPE = "accelerator_type:"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayHost:
-    """A host of a Ray cluster, with what Ray may place there.
-
-    `kind` is Ray's name of its accelerators, such as "H100"; empty if it has none, or if Ray does
-    not know.
-    """
-
-    node: str
-    ip: str
-    num_cpus: int
-    num_gpus: int
-    num_tpus: int
-    memory_bytes: int
-    kind: str
 
 
 class RayEngine(AbstractEngine):
@@ -192,11 +175,7 @@ class RayEngine(AbstractEngine):
             )
             self._num_hosts = len(usable)
             return len(usable), resources
-        there = "".join(
-            f"\n  - {host.ip} has {host.num_cpus} CPUs, {host.num_gpus} GPUs,"
-            f" {host.num_tpus} TPU cores"
-            for host in hosts
-        )
+        there = "".join(f"\n  - {host.ip} has {host}" for host in hosts)
         less = "--num-hosts" if is_first else "--min-hosts"
         raise InputError(
             f"{counted(max(wanted, 1), 'host')} with {_described(resources)} each were asked for,"
@@ -225,12 +204,15 @@ class RayCluster:
     """A connection to a Ray cluster: one that this process has joined already, one at an address,
     one that runs on this machine, or else one that is started here.
 
+    Args:
+        note: is told that a cluster is started; without it, none is.
+
     Raises:
         MissingExtraError: Ray is not installed.
         InputError: there is no cluster at that address, or it has other versions.
     """
 
-    def __init__(self, address: str | None, note: Callable[[str], None]) -> None:
+    def __init__(self, address: str | None, note: Callable[[str], None] | None) -> None:
         try:
             import ray
             import ray.cloudpickle
@@ -246,16 +228,17 @@ class RayCluster:
         self.address: str = ray.get_runtime_context().gcs_address
         self._looked = self._answered = time.monotonic()
 
-    def _join(self, address: str | None, note: Callable[[str], None]) -> None:
+    def _join(self, address: str | None, note: Callable[[str], None] | None) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         try:
             self.ray.init(address=address or "auto", **options)
         except ConnectionError as error:
-            if address is not None:
+            if address is not None or note is None:
+                where = f"answers at {address}: {_first_line(error)}" if address else "runs here"
                 raise InputError(
-                    f"no Ray cluster answers at {address}: {_first_line(error)}. Start one there"
-                    " with: ray start --head --port=6379, and on each other host: ray start"
-                    f" --address={address}"
+                    f"no Ray cluster {where}. Start one with: ray start --head --port=6379, and on"
+                    " each other host: ray start --address="
+                    + (address or "ADDRESS:6379, or say where it is with --address")
                 ) from None
             note("no Ray cluster runs here: starting one on this machine")
             self.ray.init(
@@ -317,6 +300,21 @@ class RayCluster:
             atexit.unregister(self.ray.shutdown)
         elif self._joined_here:
             self.ray.shutdown()
+
+
+def find_hosts(address: str | None = None) -> RayHosts:
+    """The hosts of the Ray cluster at an address; by default that of `RAY_ADDRESS`, or one that
+    runs on this machine.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        InputError: there is no cluster.
+    """
+    cluster = RayCluster(address, None)
+    try:
+        return RayHosts(address=cluster.address, hosts=tuple(cluster.hosts()))
+    finally:
+        cluster.leave()
 
 
 class _RayProcess(AbstractProcess):
