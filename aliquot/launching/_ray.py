@@ -284,8 +284,10 @@ class RayCluster:
         """The end of all processes, once the head is lost."""
         return Ending(
             code=None,
-            why=f"goes on without the head of the Ray cluster ({self.address}), which has not"
-            f" answered for {_HEAD_SILENCE_S} s and which all of Ray ends with",
+            why=(
+                f"has lost the head of the Ray cluster ({self.address}, silent for"
+                f" {_HEAD_SILENCE_S} s)"
+            ),
             advice=(
                 "Start the head again (ray start --head), join the other hosts again (ray stop;"
                 " ray start --address=...), and type the same command: it goes on from its last"

@@ -5,6 +5,7 @@ Usage: launch_worker.py CASES, as JSON: launches, each with its engine, its comm
     happens to each attempt. What came of each launch is the last line, as JSON.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -57,26 +58,50 @@ def launched(cluster: Cluster | None, case: dict) -> dict:
         found["num_processes"] = done.num_processes
     except aq.AliquotError as error:
         found["error"] = f"{type(error).__name__}: {error}"
+        tell(found["error"])
     found["seconds"] = time.monotonic() - started
     return found
 
 
 def do_harm(cluster: Cluster | None, what: str, tell) -> None:
     """Send a signal to one of the processes, or take a host away."""
-    if what in ("remove", "replace"):
-        if what == "replace":
-            cluster.add_node(num_cpus=2)
-        tell(f"HARM: {what} a host")
-        cluster.remove_node(sorted(cluster.worker_nodes, key=lambda node: node.node_id)[0])
+    if what == "remove":
+        parents = {parent for pid in workers() for parent in ancestors(pid)}
+        used = [node for node in cluster.worker_nodes if raylet(node) in parents]
+        tell(f"HARM: 1 of {len(cluster.worker_nodes) + 1} hosts is removed")
+        cluster.remove_node(used[0])
         return
-    pids = sorted(filter(is_worker, map(int, filter(str.isdigit, os.listdir("/proc")))))
+    if what == "head":
+        tell("HARM: the head is killed")
+        cluster.head_node.kill_gcs_server(check_alive=False)
+        return
+    pids = workers()
     pid = random.choice(pids)
     tell(f"HARM: {what} to {pid}, one of {len(pids)}")
     os.kill(pid, getattr(signal, what))
 
 
+def raylet(node) -> int:
+    """The process that is this host to Ray."""
+    return node.all_processes["raylet"][0].process.pid
+
+
+def ancestors(pid: int) -> list[int]:
+    """The processes that have started a process, the nearest first."""
+    found = []
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        found.append(pid)
+    return found
+
+
+def workers() -> list[int]:
+    """The processes that this launch has started."""
+    return sorted(filter(is_worker, map(int, filter(str.isdigit, os.listdir("/proc")))))
+
+
 def is_worker(pid: int) -> bool:
-    """True for a process that this launch has started."""
+    """True for a process whose environment this one has told."""
     try:
         told = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -90,10 +115,13 @@ if __name__ == "__main__":
     if any(case["engine"] == "ray" for case in cases):
         head = {"num_cpus": 2, "include_dashboard": False}
         hosts = Cluster(initialize_head=True, head_node_args=head)
-        hosts.add_node(num_cpus=2)
+        for _ in range(max(case.get("hosts", 2) for case in cases) - 1):
+            hosts.add_node(num_cpus=2)
     try:
         results = [launched(hosts, case) for case in cases]
     finally:
         if hosts is not None:
-            hosts.shutdown()
+            # Refused while the head is lost; its processes end with this one.
+            with contextlib.suppress(ValueError):
+                hosts.shutdown()
     print(json.dumps(results))
