@@ -28,10 +28,15 @@ METHODS = {
 def train(folder: Path, case: dict) -> None:
     """Train from the last checkpoint on."""
     work = zoo.build("gpt-10m", 8, overrides=SIZES, dtype="float64", optimizer="adamw")
-    cluster = aq.Cluster.preset(f"{jax.device_count()}xcpu")
-    method = METHODS[case["method"]]
-    plan = aq.plan(work.train_step, work.state, work.batch, cluster=cluster, method=method)
+    if "plan" in case:
+        plan = aq.Plan.load(case["plan"])
+    else:
+        cluster = aq.Cluster.preset(f"{jax.device_count()}xcpu")
+        method = METHODS[case["method"]]
+        plan = aq.plan(work.train_step, work.state, work.batch, cluster=cluster, method=method)
+        plan.save(folder / "plan.json")
     step = aq.parallelize(work.train_step, plan)
+    step.prepare(work.state, work.batch)
     with aq.Checkpoints(folder / "checkpoints", keep=2) as checkpoints:
         restored = checkpoints.restore(step)
         first = restored.number if restored else 0
