@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 PIPELINE = "5_pipeline_with_a_trace.py"
 TPU = "6_verify_for_a_tpu.py"
+RAY = "9_two_hosts_under_ray.py"
 
 
 def run(name, folder):
@@ -54,7 +55,14 @@ def test_scripts_have_at_most_eighty_lines(name):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 80
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != TPU])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == RAY else ())
+        for name in SCRIPTS
+        if name != TPU
+    ],
+)
 def test_training_examples_train(name, tmp_path):
     finished = run(name, tmp_path)
     assert finished.returncode == 0, finished.stderr[-3000:]

@@ -2,7 +2,7 @@
 makes the cluster itself, of two hosts that are both this machine. On a cluster of your own (`ray
 start --head` on one machine, `ray start --address=...` on the others) type
 
-aliquot launch ray --num-devices-per-host 2 --max-restarts 1 -- python 8_two_hosts_under_ray.py
+aliquot launch ray --num-devices-per-host 2 --max-restarts 1 -- python 9_two_hosts_under_ray.py
 """
 
 import os
