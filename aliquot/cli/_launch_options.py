@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ..core import InputError, LaunchedProcess
+from ._session import Session
+
+#: Processes that others have started: see `initialize`.
+EXTERNAL = "external"
+
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        "--launch",
+        metavar="ENGINE",
+        help=(
+            "Train in several processes: local:N of this machine, or ray for one on each host;"
+            " external if SLURM, MPI, Kubernetes or Cloud TPU has started this one of several."
+        ),
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,3 +77,99 @@ class LaunchOptions:
             show_default=False,
         ),
     ] = None
+
+    def check(self, engine: str | None, *, devices: int | None, has_plan: bool) -> None:
+        """Check that these options go with the others of a verb.
+
+        Args:
+            engine, devices: `--launch` and `--devices`.
+            has_plan: whether a plan is given, which is for one number of devices.
+
+        Raises:
+            InputError: everything that does not.
+        """
+        names = ("max_restarts", "num_devices_per_host", "num_hosts", "min_hosts", "address")
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+        faults = []
+        if given and engine in (None, EXTERNAL):
+            faults.append(
+                f"{', '.join(given)}: say what starts the processes, with --launch local:2 or"
+                " --launch ray"
+            )
+        if engine not in (None, EXTERNAL) and devices is not None:
+            faults.append(
+                f"--devices {devices} is for one process: with --launch {engine} type"
+                f" --num-devices-per-host {devices} for as many in each"
+            )
+        if self.min_hosts is not None and has_plan:
+            faults.append(
+                "--min-hosts lets a run go on on fewer devices, and --plan is for one number of"
+                " them: leave --plan out, so that each attempt plans for its hosts"
+            )
+        if faults:
+            raise InputError("\n  ".join(f"{fault}." for fault in faults))
+
+
+def starts_others(engine: str) -> bool:
+    """Whether this process is to start others that run its verb, rather than to run it."""
+    return engine != EXTERNAL and LaunchedProcess.of() is None
+
+
+def has_been_restarted() -> bool:
+    """Whether this process goes on for another that has failed."""
+    place = LaunchedProcess.of()
+    return place is not None and place.attempt > 1
+
+
+def launch_again(engine: str, how: LaunchOptions, run: Path | None, say: Session) -> None:
+    """Run this process's command in several processes, and show what process 0 says. What the
+    others say is in the folder of the run, if there is one.
+
+    Raises:
+        LaunchError: a process failed, and no restarts are left.
+        InputError: they cannot be started.
+    """
+    from ..launching import launch
+
+    def show(process: int, is_error: bool, line: str) -> None:
+        if is_error:
+            if process == 0 or run is None:
+                say.note(f"[{process}] {line}" if process else line)
+        elif process == 0 and say.as_json:
+            say.finish(json.loads(line))
+        elif process == 0:
+            say.show(line)
+
+    restarts = 0 if run is None else 3
+    launch(
+        ["python", "-m", "aliquot", *sys.argv[1:]],
+        engine,
+        max_restarts=restarts if how.max_restarts is None else how.max_restarts,
+        num_hosts=how.num_hosts,
+        num_devices_per_host=how.num_devices_per_host,
+        min_hosts=how.min_hosts,
+        address=how.address,
+        logs=None if run is None else run / "logs",
+        # All processes stop at one step then.
+        interrupt=signal.SIGTERM,
+        note=lambda text: say.note(f"aliquot launch: {text}"),
+        show=show,
+    )
+
+
+@contextlib.contextmanager
+def joined(engine: str | None) -> Iterator[None]:
+    """Within, this process has joined the others that run its verb, if there are any."""
+    if engine != EXTERNAL and LaunchedProcess.of() is None:
+        yield
+        return
+    from ..runtime import initialize, shutdown
+
+    initialize()
+    try:
+        yield
+    except typer.Exit:
+        # All end at one step.
+        shutdown()
+        raise
+    shutdown()

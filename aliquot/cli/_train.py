@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,14 @@ from ..core import InputError, format_count, format_seconds
 from ._devices import use_devices
 from ._groups import takes_groups
 from ._interrupts import INTERRUPTED, TERMINATED
+from ._launch_options import (
+    Engine,
+    LaunchOptions,
+    has_been_restarted,
+    joined,
+    launch_again,
+    starts_others,
+)
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
 from ._optimizer_options import OptimizerOptions
 from ._options import Json
@@ -40,6 +49,7 @@ def train(
     method_options: MethodOptions,
     optimizer_options: OptimizerOptions,
     run_options: RunOptions,
+    launch_options: LaunchOptions,
     plan_file: Annotated[
         Path | None,
         typer.Option(
@@ -53,6 +63,7 @@ def train(
     devices: Annotated[
         int | None, typer.Option(help="Run on this many virtual CPU devices.")
     ] = None,
+    launch: Engine = None,
     seed: Annotated[
         int, typer.Option(help="Seed of the initial weights and of the order of the text.")
     ] = 0,
@@ -69,36 +80,44 @@ def train(
         run_options.check(steps)
         method_options.check(model_options.global_batch)
         update = optimizer_options.read(steps)
+        launch_options.check(launch, devices=devices, has_plan=plan_file is not None)
+        if launch is not None and starts_others(launch):
+            launch_again(launch, launch_options, run_options.out, say)
+            return
+        if has_been_restarted() and (run_options.resume == "no" or run_options.resume.isdecimal()):
+            # That was said of the run as it was before.
+            run_options = dataclasses.replace(run_options, resume="auto")
         from ._train_plan import check_devices, find_plan, given_plan, has_same_inputs
 
-        here = use_devices(devices)
-        if plan_file is not None:
-            plan, workload = given_plan(model, plan_file, model_options, method_options, update)
-            check_devices(plan, len(here))
-            if model != plan.model.name:
-                has_same_inputs(workload, plan)
-        else:
-            plan, workload = find_plan(
-                model,
-                cluster,
-                model_options.read(update),
-                method_options,
-                read_memory_limit(memory_limit),
-                run_options.out,
-                here,
-                say,
-            )
-        texts = _texts(workload, data, run_options, seed)
-        done = _train(plan, workload, texts, steps, seed, run_options, say)
-        _tell(done, plan, run_options, say)
-        if done.ended_by:
-            kept = (
-                ""
-                if run_options.out is None
-                else f" Go on with the same command ({run_options.out})."
-            )
-            say.note(f"interrupted; {done.done} of {steps} steps are done.{kept}")
-            raise typer.Exit(TERMINATED if done.ended_by == "SIGTERM" else INTERRUPTED)
+        with joined(launch):
+            here = use_devices(devices)
+            if plan_file is not None:
+                plan, workload = given_plan(model, plan_file, model_options, method_options, update)
+                check_devices(plan, len(here))
+                if model != plan.model.name:
+                    has_same_inputs(workload, plan)
+            else:
+                plan, workload = find_plan(
+                    model,
+                    cluster,
+                    model_options.read(update),
+                    method_options,
+                    read_memory_limit(memory_limit),
+                    run_options.out,
+                    here,
+                    say,
+                )
+            texts = _texts(workload, data, run_options, seed)
+            done = _train(plan, workload, texts, steps, seed, run_options, say)
+            _tell(done, plan, run_options, say)
+            if done.ended_by:
+                kept = (
+                    ""
+                    if run_options.out is None
+                    else f" Go on with the same command ({run_options.out})."
+                )
+                say.note(f"interrupted; {done.done} of {steps} steps are done.{kept}")
+                raise typer.Exit(TERMINATED if done.ended_by == "SIGTERM" else INTERRUPTED)
 
 
 def _texts(

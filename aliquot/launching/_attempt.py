@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 import time
 from collections import deque
@@ -50,7 +51,8 @@ def follow(
     processes: Sequence[AbstractProcess],
     show: Callable[[int, bool, str], None],
     logs: Path | None,
-    signals: Sequence[int] = (),
+    signals: Sequence[int],
+    interrupt: int,
 ) -> Failure | None:
     """Pass on what processes print until all have ended, and say which one failed first; None if
     all ended with exit code 0. Once one has failed, the others have some seconds to end by
@@ -61,6 +63,7 @@ def follow(
         logs: a folder for a file of each process's lines.
         signals: grows while this runs. They are passed on, and the processes then have some time
             to end; a second one ends them at once.
+        interrupt: the signal as which Ctrl-C is passed on.
     """
     started, count, passed = time.monotonic(), len(processes), 0
     heard: queue.Queue[tuple[int, News]] = queue.Queue()
@@ -86,7 +89,7 @@ def follow(
         while len(ended) < count and time.monotonic() < until and len(signals) < 2:
             for number in signals[passed:]:
                 for process in processes:
-                    process.send(number)
+                    process.send(interrupt if number == signal.SIGINT else number)
                 passed, until = passed + 1, time.monotonic() + _GRACE_S
             with suppress(queue.Empty):
                 k, news = heard.get(timeout=min(1.0, max(0.0, until - time.monotonic())))

@@ -58,6 +58,7 @@ def launch(
     min_hosts: int | None = None,
     address: str | None = None,
     logs: str | Path | None = None,
+    interrupt: int = signal.SIGINT,
     note: Callable[[str], None] | None = None,
     show: Callable[[int, bool, str], None] | None = None,
 ) -> Launched:
@@ -80,6 +81,8 @@ def launch(
         address: of the Ray cluster's head; by default that of `RAY_ADDRESS`, else of a cluster that
             runs on this machine, which is started if there is none.
         logs: a folder for `attempt-1/process-0.log` and so on.
+        interrupt: the signal as which Ctrl-C is passed on. After SIGTERM, JAX can let all processes
+            of a command stop at one step.
         note: gets remarks; by default they go to standard error.
         show: gets each line: the process, whether it is of standard error, and the text; by default
             lines are printed with the process's number.
@@ -107,7 +110,10 @@ def launch(
             raise InputError(
                 f"logs cannot be written to {str(folder)!r}: {error.strerror}."
             ) from None
-    return _run(chosen, words, max_restarts, folder, note or _note, show or _show)
+    try:
+        return _run(chosen, words, max_restarts, folder, interrupt, note or _note, show or _show)
+    finally:
+        chosen.close()
 
 
 def _run(
@@ -115,46 +121,46 @@ def _run(
     command: tuple[str, ...],
     max_restarts: int,
     logs: Path | None,
+    interrupt: int,
     note: Callable[[str], None],
     show: Callable[[int, bool, str], None],
 ) -> Launched:
     """The loop of attempts."""
     settings = {SECRET: os.environ.get(SECRET) or make_secret()}
     name, failures = make_secret()[:8], list[Failure]()
-    with _signals() as signals, contextlib.ExitStack() as stack:
-        stack.callback(engine.close)
-        while True:
-            attempt = len(failures) + 1
-            job = Job(
-                command=command,
-                settings=settings,
-                folder=os.getcwd(),
-                run_id=f"{name} attempt {attempt}",
-                attempt=attempt,
+    while True:
+        attempt = len(failures) + 1
+        job = Job(
+            command=command,
+            settings=settings,
+            folder=os.getcwd(),
+            run_id=f"{name} attempt {attempt}",
+            attempt=attempt,
+        )
+        processes = engine.start(job)
+        folder = logs / f"attempt-{attempt}" if logs else None
+        with _signals() as signals:
+            failure = follow(processes, show, folder, signals, interrupt)
+        engine.release()
+        if signals:
+            ended = "interrupted" if signals[0] == signal.SIGINT else "asked to end (SIGTERM)"
+            raise LaunchError(f"{ended}; all processes have ended.", 128 + signals[0])
+        if failure is None:
+            return Launched(num_processes=len(processes), failures=tuple(failures))
+        failures.append(failure)
+        left = max_restarts - len(failures) + 1
+        if left and not failure.ending.advice:
+            note(
+                f"{failure}\n  All are started again from their last checkpoint (attempt"
+                f" {attempt + 1} of {max_restarts + 1})."
             )
-            processes = engine.start(job)
-            folder = logs / f"attempt-{attempt}" if logs else None
-            failure = follow(processes, show, folder, signals)
-            engine.release()
-            if signals:
-                ended = "interrupted" if signals[0] == signal.SIGINT else "asked to end (SIGTERM)"
-                raise LaunchError(f"{ended}; all processes have ended.", 128 + signals[0])
-            if failure is None:
-                return Launched(num_processes=len(processes), failures=tuple(failures))
-            failures.append(failure)
-            left = max_restarts - len(failures) + 1
-            if left and not failure.ending.advice:
-                note(
-                    f"{failure}\n  All are started again from their last checkpoint (attempt"
-                    f" {attempt + 1} of {max_restarts + 1})."
-                )
-                time.sleep(_PAUSE_S)
-                continue
-            advice = failure.ending.advice
-            if not advice and max_restarts:
-                advice = f"It has been started {attempt} times (--max-restarts {max_restarts})."
-            advice = advice or "To start again from the last checkpoint: --max-restarts 3."
-            raise LaunchError(f"{failure}\n  {advice}", failure.ending.exit_code)
+            time.sleep(_PAUSE_S)
+            continue
+        advice = failure.ending.advice
+        if not advice and max_restarts:
+            advice = f"It has been started {attempt} times (--max-restarts {max_restarts})."
+        advice = advice or "To start again from the last checkpoint: --max-restarts 3."
+        raise LaunchError(f"{failure}\n  {advice}", failure.ending.exit_code)
 
 
 def _words(command: Sequence[str]) -> tuple[str, ...]:

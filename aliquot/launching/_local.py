@@ -56,7 +56,12 @@ class LocalEngine(AbstractEngine):
                 settings["CUDA_VISIBLE_DEVICES"] = ",".join(own)
             elif self._num_devices:
                 settings |= virtual_devices(self._num_devices)
-            started.append(_LocalProcess(Child(job.command, settings, job.folder)))
+            try:
+                started.append(_LocalProcess(Child(job.command, settings, job.folder)))
+            except OSError as error:
+                for process in started:
+                    process.kill()
+                raise InputError(f"process {k} cannot be started: {error}") from None
         return started
 
     def release(self) -> None:
