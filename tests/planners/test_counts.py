@@ -187,7 +187,7 @@ def test_numbers_are_at_least_doubled_on_many_devices():
     assert all(2 * low <= high for low, high in zip(counts, counts[1:], strict=False))
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_free_number_of_stages_is_no_slower_than_a_given_one(stages):
     free, fixed = (
         planned(

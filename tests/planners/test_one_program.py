@@ -152,7 +152,7 @@ def test_too_few_micro_batches_are_ruled_out_by_a_problem_with_more(limit_bytes)
     assert said[8] == (limit_bytes <= 4e6)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_search_for_stages_is_never_slower_than_auto(count):
     """Prices of single layers may say that stages are faster; one program is planned all the
     same.

@@ -203,7 +203,6 @@ _SAMPLE = covering(all_cases(["tiny"]))
 _MODELS = [
     Case(model="gpt", schedule="1f1b", stages=2, mesh="2"),
     Case(model="llama", schedule="zero-bubble", stages=2, mesh="unequal"),
-    Case(model="t5", schedule="1f1b", stages=2, mesh="2"),
 ]
 _REST = [case for case in all_cases() if case not in [*_SAMPLE, *_MODELS]]
 

@@ -76,7 +76,7 @@ FOUR = [
     [
         pytest.param(2, TWO, id="two"),
         pytest.param(3, THREE, id="three", marks=pytest.mark.slow),
-        pytest.param(4, FOUR, id="four"),
+        pytest.param(4, FOUR, id="four", marks=pytest.mark.slow),
     ],
 )
 def test_processes_train_as_one_device(count, cases, plain):
