@@ -22,7 +22,7 @@ from ._launch_options import (
 )
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
 from ._optimizer_options import OptimizerOptions
-from ._options import Json
+from ._options import Json, NetworkGbps
 from ._plan_options import MethodOptions
 from ._run_options import RunOptions
 from ._session import Session, session
@@ -59,6 +59,7 @@ def train(
     cluster: Annotated[
         str, typer.Option(help="What to plan for: detect, a preset such as 8xH100, or a TOML file.")
     ] = "detect",
+    network_gbps: NetworkGbps = None,
     memory_limit: MemoryLimit = None,
     devices: Annotated[
         int | None, typer.Option(help="Run on this many virtual CPU devices.")
@@ -100,6 +101,7 @@ def train(
                 plan, workload = find_plan(
                     model,
                     cluster,
+                    network_gbps,
                     model_options.read(update),
                     method_options,
                     read_memory_limit(memory_limit),

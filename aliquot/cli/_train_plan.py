@@ -11,7 +11,7 @@ from msgspec import structs
 
 from ..core import InputError, PlanFileError, PlanMismatchError, counted
 from ._model_options import ModelOptions
-from ._options import read_cluster, read_plan
+from ._options import read_cluster, read_plan, with_network
 from ._plan_options import MethodOptions
 from ._progress import search_progress
 from ._session import Session
@@ -137,6 +137,7 @@ def _shown(value: Any) -> str:
 def find_plan(
     name: str,
     cluster: str,
+    network_gbps: str | None,
     options: ZooOptions,
     method_options: MethodOptions,
     memory_limit_bytes: float | None,
@@ -164,6 +165,7 @@ def find_plan(
             " Train it from Python: step = aliquot.parallelize(train_step, plan)."
         )
     where = Cluster.detect(here) if cluster == "detect" else read_cluster(cluster)
+    where = with_network(where, network_gbps)
     models = ways_to_build(name, options, where)
     if run is not None and (kept := _kept(run, models, len(here))) is not None:
         say.note(f"under the plan of {run / 'plan.json'}, which was made for the same.")
