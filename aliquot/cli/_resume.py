@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ..zoo import Workload
 
 CHECKPOINTS = "checkpoints"
+# Settings that change how a step is computed, but not what.
+_SAME_NUMBERS = ("recompute", "attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +174,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         differing = [
             f"{key} was {old.get(key)}, is {new.get(key)}"
             for key in {**old, **new}
-            if old.get(key) != new.get(key)
+            if old.get(key) != new.get(key) and key not in _SAME_NUMBERS
         ]
         if old and differing:
             lines.append(f"note: {what} changes here: {'; '.join(differing)}")

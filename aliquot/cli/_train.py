@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import InputError, format_count, format_seconds
+from ..core import InputError, format_bytes, format_count, format_seconds
 from ._devices import use_devices
 from ._groups import takes_groups
 from ._interrupts import INTERRUPTED, TERMINATED
@@ -107,11 +107,11 @@ def train(
                     read_memory_limit(memory_limit),
                     run_options.out,
                     here,
+                    lambda built: _texts(built, data, run_options, seed),
                     say,
                 )
             texts = _texts(workload, data, run_options, seed)
             done = _train(plan, workload, texts, steps, seed, run_options, say)
-            _tell(done, plan, run_options, say)
             if done.ended_by:
                 kept = (
                     ""
@@ -156,7 +156,7 @@ def _train(
     options: RunOptions,
     say: Session,
 ) -> Run:
-    """Go on from the newest checkpoint, or begin, and train to the end."""
+    """Go on from the newest checkpoint, or begin, train to the end, and say how it went."""
     import jax
 
     from .._api import parallelize
@@ -183,7 +183,7 @@ def _train(
             meta = begun.meta | {"position": feed.position}
             checkpoints.save(step, state, number, meta=meta, force=True)
 
-        return run(
+        done = run(
             step,
             begun.state,
             feed,
@@ -201,6 +201,9 @@ def _train(
             save=None if checkpoints is None else save,
             save_every=options.save_every,
         )
+        # A last checkpoint that cannot be written is an error, which comes behind the summary.
+        _tell(done, plan, options, say)
+    return done
 
 
 def _evaluation(
@@ -229,6 +232,7 @@ def _tell(done: Run, plan: Plan, options: RunOptions, say: Session) -> None:
     from ..report import loss_chart, read_metrics
 
     rows = list(done.rows) if options.out is None else read_metrics(options.out)
+    compiled = [row["compiled_memory_bytes"] for row in rows if "compiled_memory_bytes" in row]
     curve = [float(row["loss"]) for row in rows if "loss" in row]
     if len(curve) > 1:
         say.show(loss_chart({"loss": curve}, steps=max(row["step"] for row in rows)))
@@ -243,6 +247,11 @@ def _tell(done: Run, plan: Plan, options: RunOptions, say: Session) -> None:
         if done.validation_losses:
             number, loss = list(done.validation_losses.items())[-1]
             lines.append(f"validation loss: {loss:.4f} after step {number}")
+        if compiled:
+            lines.append(
+                f"memory: {format_bytes(plan.prediction.peak_memory_bytes)} on each device"
+                f" predicted, {format_bytes(compiled[-1])} compiled"
+            )
         if options.out is not None:
             lines.append(f"written to {options.out}: metrics.jsonl, checkpoints, plan.json")
         say.show("\n".join(lines))

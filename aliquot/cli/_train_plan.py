@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,10 +143,14 @@ def find_plan(
     memory_limit_bytes: float | None,
     run: Path | None,
     here: Sequence[Any],
+    check: Callable[[Workload], Any],
     say: Session,
 ) -> tuple[Plan, Workload]:
     """A plan for the model on the devices that are here: that of an earlier attempt, if it is for
     the same, or a new one.
+
+    Args:
+        check: refuses a model before the search.
 
     Raises:
         InputError: the model or an option is unknown, or the model is not of the zoo.
@@ -167,6 +171,8 @@ def find_plan(
     where = Cluster.detect(here) if cluster == "detect" else read_cluster(cluster)
     where = with_network(where, network_gbps)
     models = ways_to_build(name, options, where)
+    if models[0].workload is not None:
+        check(models[0].workload)
     if run is not None and (kept := _kept(run, models, len(here))) is not None:
         say.note(f"under the plan of {run / 'plan.json'}, which was made for the same.")
         return kept
@@ -192,7 +198,7 @@ def find_plan(
             memory_limit_bytes=memory_limit_bytes,
             progress=report,
         )
-    say.show(f"{headline(plan)}\n")
+    say.note(headline(plan))
     return plan, _workload_of(plan, models)
 
 

@@ -116,6 +116,8 @@ def run(
                     with record.timed("compilation"):
                         state, metrics = step(state, batch)
                         jax.block_until_ready(metrics)
+                        if isinstance(step, Step):
+                            record.note(compiled_memory_bytes=step.stats().peak_bytes)
                 else:
                     state, metrics = step(state, batch)
                 waiting.append(metrics)

@@ -48,6 +48,7 @@ class Windows:
         vocabulary: Random tokens are below this number.
         target_len: Tokens after a sequence that are its target; 0 for other targets.
         source: What messages call the tokens.
+        tokenizer: Digest of what made the tokens, for `facts`.
 
     Raises:
         InputError: A size is out of range, or the tokens are fewer than one window.
@@ -63,6 +64,7 @@ class Windows:
     vocabulary: int = 256
     target_len: int = 0
     source: str = "the text"
+    tokenizer: str = ""
 
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.batch < 1 or self.seed < 0:
@@ -98,6 +100,7 @@ class Windows:
         return {
             "source": self.source,
             "tokens": len(self.tokens),
+            "tokenizer": self.tokenizer,
             "seq_len": self.seq_len,
             "batch": self.batch,
             "seed": self.seed,

@@ -45,7 +45,7 @@ class MetricsLog:
     * `data_s`, seconds that the loop waited for a batch, and their share `data_share`;
       `checkpoint_s` in the whole interval;
     * `memory_bytes`, the most that a device of this process has used so far, where it says so,
-      beside `predicted_memory_bytes`.
+      beside `predicted_memory_bytes` and what else `note` was given.
 
     A line of an evaluation holds `step` and `validation_loss`. Only process 0 writes.
 
@@ -109,6 +109,10 @@ class MetricsLog:
         finally:
             passed_s = time.perf_counter() - started
             self._parts_s[what] = self._parts_s.get(what, 0.0) + passed_s
+
+    def note(self, **figures: float) -> None:
+        """Figures that are alike in all later lines, such as `compiled_memory_bytes`."""
+        self._constants |= figures
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note the metrics of a step, counted from 1, as the step returned them."""

@@ -104,4 +104,5 @@ def text_for(
         vocabulary=vocabulary,
         target_len=config.target_len if isinstance(config, T5Config) else 0,
         source=source,
+        tokenizer=tokens.tokenizer_sha256 if isinstance(tokens, TokenFile) else "bytes",
     )

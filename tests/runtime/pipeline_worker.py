@@ -99,6 +99,7 @@ def equal(case):
     says.
     """
     key, is_checked = jax.random.key(0), case.pop("check", False)
+    gives_parts = case.pop("parts", False)
     shapes = jax.eval_shape(init, key)
     step = pipeline(train_step, shapes, batch_of(0), **case)
     state = step.init(init, key)
@@ -107,7 +108,8 @@ def equal(case):
     kept = sum(leaf.nbytes for leaf in leaves if leaf.sharding.addressable_devices)
     losses = []
     for number in range(NUM_STEPS):
-        state, metrics = step(state, batch_of(number))
+        batch = batch_of(number)
+        state, metrics = step(state, step.local_part(batch) if gives_parts else batch)
         losses.append(float(metrics["loss"]))
     checked = step.check(state, batch_of(NUM_STEPS)).largest if is_checked else 0.0
     wanted_losses, *wanted = np.load(truth).values()

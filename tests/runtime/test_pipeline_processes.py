@@ -58,10 +58,13 @@ TWO = [
     {"sizes": [1, 1, 2], "schedule": "gpipe", "micro_batches": 2},
     {"sizes": [2, 2], "chunks": 2, "schedule": "interleaved-1f1b", "check": True},
     # The stage in the middle has a device of either process.
-    {"sizes": [1, 2, 1]},
+    {"sizes": [1, 2, 1], "parts": True},
 ]
 # Stages of unequal size, one of them on two processes.
-THREE = [{"sizes": [4, 2], "micro_batches": 2}, {"sizes": [2, 4], "micro_batches": 2}]
+THREE = [
+    {"sizes": [4, 2], "micro_batches": 2, "parts": True},
+    {"sizes": [2, 4], "micro_batches": 2},
+]
 MISFIT = {"task": "refused", "sizes": [1, 1]}
 FOUR = [
     MISFIT,
@@ -134,7 +137,7 @@ GPT = {
 SHORT = [
     (2, {"devices": 4, "parts": True}),
     pytest.param(
-        2,
+        3,
         {"devices": 6, "stages": 3, "layers": 3, "batch": 12, "parts": True},
         marks=pytest.mark.slow,
     ),

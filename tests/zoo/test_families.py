@@ -2,6 +2,7 @@
 plans that are found for them.
 """
 
+import dataclasses
 import functools
 import json
 
@@ -13,10 +14,11 @@ import pytest
 import aliquot as aq
 from aliquot.core import CaptureError, InputError
 from aliquot.cost import make_problem
+from aliquot.data import byte_tokenizer, write_tokens
 from aliquot.graph import capture
 from aliquot.planners import Blocks, DataParallel, PipeshardParallel, ShardParallel, Zero3Parallel
 from aliquot.profiling import compose, priced_combinations, segment_step
-from aliquot.zoo import MODELS, MoEConfig, WideResNetConfig, build, configure, text_for
+from aliquot.zoo import MODELS, MoEConfig, WideResNetConfig, build, configure, text_for, tokens_of
 
 MOE = {
     "num_layers": 2,
@@ -223,6 +225,24 @@ def test_a_batch_holds_whole_groups_of_tokens():
 
 
 TEXT = np.arange(5000, dtype=np.uint8)
+
+
+def test_tokens_of_another_vocabulary_are_refused(tmp_path):
+    def tokens(vocabulary, mask=None):
+        made = dataclasses.replace(byte_tokenizer(), vocabulary=vocabulary, mask=mask)
+        return write_tokens(tmp_path / "tokens.bin", [bytes(9999)], made)
+
+    with pytest.raises(
+        InputError, match=r"knows 40 tokens, and .*tokens.bin by tokenizer bytes has 300.*another"
+    ):
+        text_for(tiny("moe-380m"), tokens(300))
+    bert = tiny("bert-base")
+    with pytest.raises(InputError, match=r"with a mask has 41\..*--set vocab_size=41"):
+        text_for(bert, tokens(40))
+    assert text_for(bert, tokens(40, mask=7)).mask == 7
+    assert tokens_of([tmp_path / "tokens.bin"]).vocabulary == 40
+    with pytest.raises(InputError, match=r"takes one file of tokens.*aliquot data TEXT"):
+        tokens_of([tmp_path / "tokens.bin", tmp_path])
 
 
 def test_text_is_not_given_to_models_of_images():
