@@ -170,6 +170,7 @@ def _conclude(
             "step_time_s_predicted": plan.prediction.step_time_s,
             "step_time_s_measured": many.step_time_s,
             "tokens_per_s_measured": many.tokens_per_s,
+            "data_share": many.data_share,
             "predicted_and_compiled": figures,
         }
     )
