@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -469,6 +470,7 @@ def _plain(meta: Mapping[str, Any] | None) -> dict[str, Any]:
     return plain
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     packages = ("aliquot", "jax", "orbax-checkpoint")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}

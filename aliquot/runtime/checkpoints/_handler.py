@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from ..transport import PiecedArray, Rows, keys_from, stub, words_of
 from ._leaves import Block, Leaf, Target, devices_by_block
 from ._record import reason
 
+_AT_ONCE = 32
+
 
 @dataclasses.dataclass
 class Wanted(ocp.RestoreArgs):  # type: ignore[misc]
@@ -39,7 +42,7 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
     """Writes each leaf from the processes that hold it, and reads for each process its own blocks.
 
     Attributes:
-        read_bytes: what this process has read so far, as arrays in memory.
+        read_bytes: what this process has read so far: whole chunks, as they are in memory.
         failure: why it could not write, if it could not.
     """
 
@@ -62,7 +65,7 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
         """Copy what this process holds to the host, and write it in the background."""
         for leaf in values:
             for _, data in leaf.blocks:
-                if isinstance(data, jax.Array):
+                if not _is_in_host_memory(data):
                     data.copy_to_host_async()
         copied = [[(block, _host_copy(data)) for block, data in leaf.blocks] for leaf in values]
         writing = self._write(values, infos, copied)
@@ -95,8 +98,15 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
         self, infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
         """The arrays as `Wanted` says."""
+        # Not all at once, as each is in the host's memory for a while.
+        limit = asyncio.Semaphore(_AT_ONCE)
+
+        async def read(info: Any, arg: Any) -> Any:
+            async with limit:
+                return await self._read(info, arg)
+
         found: Sequence[Any] = await asyncio.gather(
-            *(self._read(info, arg) for info, arg in zip(infos, args or (), strict=True))
+            *(read(info, arg) for info, arg in zip(infos, args or (), strict=True))
         )
         return found
 
@@ -105,27 +115,37 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
         stored = await ts.open(ts.Spec(spec), open=True, read=True, context=info.ts_context)
         target = wanted.target if isinstance(wanted, Wanted) else None
         if target is None or not target.places:
-            return await self._take(stored, ())
+            return await self._take(stored, tuple((0, size) for size in stored.shape))
         pieces = []
         for rows in target.places:
             piece = _rows_of(target.described, rows)
             plain = words_of(piece)
             blocks = devices_by_block(plain.sharding, plain.shape, local=True)
-            parts = await asyncio.gather(
-                *(self._take(stored, _shifted(block, rows.start)) for block in blocks)
-            )
-            array = _assembled(plain, zip(blocks.values(), parts, strict=True))
-            pieces.append(
-                keys_from(array, piece)
-                if blocks
-                else stub(piece.shape, piece.sharding, piece.dtype)
-            )
+            if not blocks:
+                pieces.append(stub(piece.shape, piece.sharding, piece.dtype))
+                continue
+            parts = await self._take_all(stored, [_shifted(b, rows.start) for b, _ in blocks])
+            holders = [devices for _, devices in blocks]
+            array = _assembled(plain, zip(holders, parts, strict=True))
+            pieces.append(keys_from(array, piece))
         return pieces[0] if target.places[0].stop is None else PiecedArray(pieces)
 
+    async def _take_all(self, stored: Any, blocks: Sequence[Block]) -> Sequence[NDArray[Any]]:
+        """Blocks of a stored array: each by itself or, where that reads no more, out of the
+        smallest block that holds them all.
+        """
+        around = tuple(
+            (min(first for first, _ in ends), max(last for _, last in ends))
+            for ends in zip(*blocks, strict=True)
+        )
+        if _chunk_bytes(stored, around) > sum(_chunk_bytes(stored, block) for block in blocks):
+            return await asyncio.gather(*(self._take(stored, block) for block in blocks))
+        host = await self._take(stored, around)
+        return [host[_index(_shifted_by(block, around))] for block in blocks]
+
     async def _take(self, stored: Any, block: Block) -> NDArray[Any]:
-        part = stored[tuple(slice(*ends) for ends in block)] if block else stored
-        host: NDArray[Any] = await part.read()
-        self.read_bytes += host.nbytes
+        host: NDArray[Any] = await stored[_index(block)].read()
+        self.read_bytes += _chunk_bytes(stored, block)
         return host
 
 
@@ -133,8 +153,12 @@ def _host_copy(data: Any) -> NDArray[Any]:
     """The numbers as they are now: on CPUs `np.asarray` shares memory that the next step may
     overwrite.
     """
-    shares = not isinstance(data, jax.Array) or next(iter(data.devices())).platform == "cpu"
-    return np.array(data, copy=True) if shares else np.asarray(data)
+    return np.array(data, copy=True) if _is_in_host_memory(data) else np.asarray(data)
+
+
+def _is_in_host_memory(data: Any) -> bool:
+    """True for arrays of NumPy, and for those of CPU devices."""
+    return not isinstance(data, jax.Array) or next(iter(data.devices())).platform == "cpu"
 
 
 async def _write_one(
@@ -159,9 +183,7 @@ async def _write_one(
         return
     await asyncio.gather(
         *(
-            stored[tuple(slice(*ends) for ends in block)].write(
-                host, can_reference_source_data_indefinitely=True
-            )
+            stored[_index(block)].write(host, can_reference_source_data_indefinitely=True)
             for block, host in blocks
         )
     )
@@ -195,6 +217,28 @@ def _rows_of(described: Any, rows: Rows) -> Any:
         shape = (rows.stop - rows.start, *shape[1:])
     make: Any = jax.ShapeDtypeStruct
     return make(shape, described.dtype, sharding=rows.sharding)
+
+
+def _chunk_bytes(stored: Any, block: Block) -> int:
+    """Bytes of all chunks that a block touches."""
+    chunks = stored.chunk_layout.read_chunk.shape or stored.shape
+    sizes = [
+        min(-(-last // chunk) * chunk, size) - first // chunk * chunk
+        for (first, last), chunk, size in zip(block, chunks, stored.shape, strict=True)
+    ]
+    return math.prod(sizes) * int(stored.dtype.numpy_dtype.itemsize)
+
+
+def _index(block: Block) -> tuple[slice, ...]:
+    return tuple(slice(*ends) for ends in block)
+
+
+def _shifted_by(block: Block, around: Block) -> Block:
+    """A block, as it lies in one that holds it."""
+    return tuple(
+        (first - start, last - start)
+        for (first, last), (start, _) in zip(block, around, strict=True)
+    )
 
 
 def _shifted(block: Block, rows: int) -> Block:

@@ -8,6 +8,7 @@ array into the same chunks, and no two write to one chunk.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,25 +115,26 @@ def _blocks(array: Any, turn: int) -> Iterator[tuple[Block, int, Any]]:
         yield whole, 0, array if jax.process_index() == 0 else None
         return
     data = {shard.device: shard.data for shard in array.addressable_shards}
-    for block, devices in devices_by_block(array.sharding, array.shape, local=False).items():
+    for block, devices in devices_by_block(array.sharding, array.shape, local=False):
         device = devices[turn % len(devices)]
         yield block, device.process_index, data.get(device)
 
 
+@functools.lru_cache(maxsize=4096)
 def devices_by_block(
-    sharding: Sharding, shape: Sequence[int], *, local: bool
-) -> dict[Block, list[Any]]:
+    sharding: Sharding, shape: tuple[int, ...], *, local: bool
+) -> tuple[tuple[Block, list[Any]], ...]:
     """The devices that hold each block of an array; with `local` those of this process alone."""
     indices = (
-        sharding.addressable_devices_indices_map(tuple(shape))
+        sharding.addressable_devices_indices_map(shape)
         if local
-        else sharding.devices_indices_map(tuple(shape))
+        else sharding.devices_indices_map(shape)
     )
     found: dict[Block, list[Any]] = {}
     for device, index in indices.items():
         ends = [part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True)]
         found.setdefault(tuple(ends), []).append(device)
-    return found
+    return tuple(found.items())
 
 
 def chunk_shape(
@@ -149,7 +151,14 @@ def chunk_shape(
     >>> chunk_shape((4096, 4096), [{0, 4096}, {0, 4096}], 4)
     (512, 512)
     """
-    chunks = [max(math.gcd(*of), 1) for of in ends]
+    return _cut(tuple(shape), tuple(max(math.gcd(*of), 1) for of in ends), itemsize)
+
+
+# A state has many arrays of few shapes, in every save.
+@functools.lru_cache(maxsize=4096)
+def _cut(shape: tuple[int, ...], largest: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Chunks that are cut from the largest ones that lie within one block."""
+    chunks = list(largest)
     closed: set[int] = set()
     while len(closed) < len(chunks):
         # The dim that is cut into the fewest chunks is the next to be cut.
