@@ -36,6 +36,7 @@ from .checkpoints import (
     numbers,
     read_record,
     reason,
+    require_orbax,
     unfinished,
 )
 from .transport import PiecedArray, Rows, exchange, places_of, struct
@@ -93,7 +94,12 @@ class Checkpoints:
             keep: how many checkpoints stay, the newest; all if None.
             on_error: is told why a checkpoint could not be saved, and the run goes on; `close`
                 raises nevertheless if the last one is missing. Without it, the next call raises.
+
+        Raises:
+            MissingExtraError: Orbax is not installed.
         """
+        # Said here, and not after hours of training.
+        require_orbax()
         if every < 1 or (keep is not None and keep < 1):
             raise InputError(f"every and keep must be at least 1, got every={every}, keep={keep}.")
         self._folder = Path(os.path.abspath(folder))

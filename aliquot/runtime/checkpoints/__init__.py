@@ -9,6 +9,7 @@ from ._leaves import Target as Target
 from ._leaves import chunk_shape as chunk_shape
 from ._leaves import leaf_of as leaf_of
 from ._load import load_orbax as load_orbax
+from ._load import require_orbax as require_orbax
 from ._record import FORMAT as FORMAT
 from ._record import NewerError as NewerError
 from ._record import Record as Record

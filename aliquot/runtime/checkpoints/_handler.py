@@ -222,11 +222,12 @@ def _rows_of(described: Any, rows: Rows) -> Any:
 def _chunk_bytes(stored: Any, block: Block) -> int:
     """Bytes of all chunks that a block touches."""
     chunks = stored.chunk_layout.read_chunk.shape or stored.shape
-    sizes = [
+    sizes: list[int] = [
         min(-(-last // chunk) * chunk, size) - first // chunk * chunk
         for (first, last), chunk, size in zip(block, chunks, stored.shape, strict=True)
     ]
-    return math.prod(sizes) * int(stored.dtype.numpy_dtype.itemsize)
+    itemsize: int = stored.dtype.numpy_dtype.itemsize
+    return math.prod(sizes) * itemsize
 
 
 def _index(block: Block) -> tuple[slice, ...]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from ...core import MissingExtraError
 
 
-def load_orbax() -> Any:
-    """The module that saves and restores with Orbax. Raises `MissingExtraError` without Orbax."""
+def require_orbax() -> None:
+    """Raises `MissingExtraError` without Orbax, which is not imported."""
     try:
-        import orbax.checkpoint  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("train", "orbax-checkpoint") from error
+        found = find_spec("orbax.checkpoint")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise MissingExtraError("train", "orbax-checkpoint")
+
+
+def load_orbax() -> Any:
+    """The module that saves and restores with Orbax."""
+    require_orbax()
     from . import _orbax
 
     return _orbax

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from runtime.planned import parallel
 from runtime.test_pipeline_scan import in_stages
 
 import aliquot as aq
-from aliquot.core import InputError
+from aliquot.core import InputError, MissingExtraError
 from aliquot.runtime import PiecedArray
 from aliquot.runtime.checkpoints import _handler, chunk_shape, leaf_of
 
@@ -375,6 +376,12 @@ def test_bad_arguments_of_save(tmp_path, given, message):
     with pytest.raises(InputError, match=message):
         aq.Checkpoints(tmp_path).save(None, {"w": np.zeros(3)}, **given)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_orbax_a_run_does_not_begin(monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'aliquot\[train\]'"):
+        aq.Checkpoints("x")
 
 
 def test_bad_arguments():
