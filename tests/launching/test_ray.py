@@ -10,6 +10,7 @@ import pytest
 from command_line import refused, run
 
 import aliquot as aq
+from aliquot.core import with_xla_flags
 from aliquot.launching import RayHost, RayHosts, cluster_of
 from aliquot.launching._ray import _require_equal_versions
 
@@ -17,11 +18,11 @@ HERE = Path(__file__).parent
 PLAIN = str(HERE / "plain_worker.py")
 
 
-def on_two_hosts(*cases, timeout_s=300):
+def on_two_hosts(*cases, timeout_s=300, settings=None):
     """What came of each launch."""
     done = subprocess.run(
         [sys.executable, str(HERE / "launch_worker.py"), json.dumps(cases)],
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), "RAY_DEDUP_LOGS": "0"},
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), **(settings or {})},
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -108,3 +109,64 @@ def test_the_command_line_shows_a_ray_cluster(monkeypatch):
     data = json.loads(run("cluster", "ray", "--json").stdout)
     assert data["num_devices"] == 2 and data["ray"]["hosts"][1]["ip"] == "10.0.0.2"
     refused(run("cluster", "8xH100", "--address", "10.0.0.1:6379"), "Type: aliquot cluster ray")
+
+
+# Processes that start again find what was compiled before.
+CACHE = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+
+
+def trained(folder, method, steps=20, **launch):
+    """The losses of a run by one process, or by a launch that is disturbed, and what came of it."""
+    folder.mkdir()
+    case = {"method": method, "steps": steps, "pause_s": 0.7 if launch else 0}
+    cache = {**CACHE, "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache")}
+    if launch:
+        command = [str(HERE / "train_worker.py"), str(folder), json.dumps(case)]
+        (found,) = on_two_hosts({"command": command, **launch}, timeout_s=1200, settings=cache)
+    else:
+        flags = with_xla_flags(
+            os.environ["XLA_FLAGS"], {"--xla_force_host_platform_device_count": "8"}
+        )
+        subprocess.run(
+            [sys.executable, str(HERE / "train_worker.py"), str(folder), json.dumps(case)],
+            env={
+                **os.environ,
+                **cache,
+                "PYTHONPATH": str(HERE.parents[1]),
+                "XLA_FLAGS": flags,
+            },
+            check=True,
+        )
+        found = None
+    lines = (folder / "losses.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["zero3", "pipeline"])
+@pytest.mark.parametrize(
+    ("launch", "num_processes"),
+    [
+        ({"engine": "local:2", "harms": [["SIGKILL", 8], ["SIGSTOP", 5]]}, 2),
+        ({"engine": "ray", "harms": [["SIGSTOP", 8], ["remove", 5], ["SIGKILL", 5]]}, 2),
+        ({"engine": "ray", "hosts": 2, "harms": [["remove", 8]]}, 1),
+    ],
+    ids=["local", "ray", "fewer"],
+)
+def test_a_disturbed_run_has_the_losses_of_one_process(launch, num_processes, method, tmp_path):
+    """Killed, stopped, its host removed: with another host in its place, or on fewer hosts."""
+    options = {"max_restarts": len(launch["harms"]), "num_devices_per_host": 4}
+    if launch["engine"] == "ray":
+        options |= {"num_hosts": 2, "min_hosts": num_processes}
+    (expected, _) = trained(tmp_path / "plain", method)
+    found, came = trained(
+        tmp_path / "disturbed", method, **{"hosts": 3, **launch, "options": options}
+    )
+    assert came["error"] == "" and came["num_processes"] == num_processes
+    assert len(came["failures"]) == len(launch["harms"])
+    assert {number for number, _ in found} == set(range(20))
+    for number, loss in found:
+        assert loss == pytest.approx(expected[number][1], rel=1e-12)
