@@ -113,6 +113,7 @@ def launch(
     try:
         return _run(chosen, words, max_restarts, folder, interrupt, note or _note, show or _show)
     finally:
+        chosen.release()
         chosen.close()
 
 

@@ -70,8 +70,10 @@ class RayEngine(AbstractEngine):
                 self.release()
                 if not left:
                     raise InputError(
-                        f"no process could be placed on {counted(count, 'host')} of the Ray cluster"
-                        f" at {self._cluster.address}: {_first_line(error)}. See: ray status"
+                        f"no process could be placed on {counted(count, 'host')} with"
+                        f" {_described(resources)} each of the Ray cluster at"
+                        f" {self._cluster.address}: {_first_line(error)}. See who uses them: ray"
+                        " status"
                     ) from None
         raise AssertionError
 
@@ -81,11 +83,7 @@ class RayEngine(AbstractEngine):
             [dict(resources)] * count, strategy="STRICT_SPREAD" if count > 1 else "STRICT_PACK"
         )
         if not self._group.wait(_PLACEMENT_S):
-            raise InputError(
-                f"{counted(count, 'host')} with {_described(resources)} each are in the Ray cluster"
-                f" at {self._cluster.address}, but not free: {_PLACEMENT_S} s have passed. See who"
-                " uses them: ray status"
-            )
+            raise TimeoutError(f"they have not been free for {_PLACEMENT_S} s")
         strategies = ray.util.scheduling_strategies
         self._actors = [
             _actor_class(ray)
@@ -221,7 +219,7 @@ class RayCluster:
             raise MissingExtraError("ray", error.name or "ray") from None
         self.ray: Any = ray
         #: What Ray raises when a host or an actor is gone.
-        self.errors = (ray.exceptions.RayError, ValueError, KeyError)
+        self.errors = (ray.exceptions.RayError, TimeoutError, ValueError, KeyError)
         self._joined_here = not ray.is_initialized()
         if self._joined_here:
             self._join(address or os.environ.get("RAY_ADDRESS"), note)
