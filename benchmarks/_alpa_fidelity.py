@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 from _alpa_chains import answer, described, make_chains, own_counts
 from _alpa_step import alpa_step
-from _alpa_suite import UNLIMITED, Case, judge_theirs
+from _alpa_suite import UNLIMITED, Case, judge_theirs, of_2022
 from _results import Journal
 
 import aliquot as aq
-from aliquot.cluster import TARGETS
 from aliquot.cost import UNIT_FIGURES, Chain, ChainPlan
 from aliquot.graph import Layers, cut_layers
 from aliquot.planners import PipeshardParallel
@@ -23,11 +22,6 @@ from aliquot.planners._solve_stages import _solve_stages
 from aliquot.planners._stage_cache import StageCache
 from aliquot.planners.inter import Grid, StageDP
 from aliquot.sharding import LayeredStep, layer_step
-
-# XLA's GPU backend of 2022 ran collectives one by one with everything else, and Alpa switches
-# asynchronous ones off besides.
-TODAYS_COMPILER = TARGETS["gpu"]
-COMPILER_OF_2022 = dataclasses.replace(TARGETS["gpu"], overlap_fraction=0.0)
 
 
 def _grouped(graph: Any, case: Case, groups: int) -> Layers:
@@ -69,7 +63,7 @@ class Fidelity:
     """
 
     def __init__(self, case: Case, groups: int | None) -> None:
-        self.case, self.cluster = case, case.cluster()
+        self.case, self.cluster = case, of_2022(case.cluster())
         self.batch = case.plan["batch_size"]
         step = alpa_step(
             {**case.spec, "batch": self.batch}, recompute=case.plan["use_remat"], groups=groups
@@ -201,7 +195,6 @@ _METHODS = ("megatron", "alpa.intra_only", "alpa.inter_only", "alpa.auto", "alpa
 def fidelity_rows(
     suite: Mapping[str, Any], journal: Journal, chosen: Sequence[Case]
 ) -> list[dict[str, Any]]:
-    TARGETS["gpu"] = COMPILER_OF_2022
     published = [
         r
         for name in ("e2e", "inter_ablation")
@@ -236,7 +229,6 @@ def fidelity_rows(
             table.append(journal.row(f"fidelity {case.name} {method}", make))
     if any(case.gpus == 8 for case in chosen):
         table.append(journal.row("fidelity regression", lambda: _regression(suite)))
-    TARGETS["gpu"] = TODAYS_COMPILER
     return table
 
 

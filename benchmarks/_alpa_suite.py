@@ -24,6 +24,15 @@ _LAYER_RE = re.compile(r"layers\[(\d+)\]")
 UNLIMITED = 1e15
 
 
+def of_2022(cluster: aq.Cluster) -> aq.Cluster:
+    """The cluster as the compiler of 2022 used it: XLA's GPU backend ran collectives one by one
+    with everything else, and Alpa switched asynchronous all-reduces off besides
+    (`alpa/global_env.py`).
+    """
+    figures = {**cluster.device.calibration, "overlap_fraction": 0.0}
+    return replace(cluster, device=replace(cluster.device, calibration=figures))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A model on so many GPUs, and the plan that Alpa found for it.

@@ -8,7 +8,7 @@ operators of other models: no row of this file was fitted.
     python benchmarks/published_steps.py FOLDER [--quick]
 
 FOLDER holds `published-steps.json`. What differs between the compiler that ran these rows and
-today's stands in `COMPILER_OF_2022` and `Alpa`, and nowhere else.
+today's stands in `of_2022` and `Alpa`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from typing import Any
 
 import numpy as np
 from _alpa_step import alpa_step
+from _alpa_suite import of_2022
 from _results import Report, options, say
 from numpy.typing import NDArray
 
 import aliquot as aq
-from aliquot.cluster import TARGETS, LogicalMesh
+from aliquot.cluster import LogicalMesh, target_for
 from aliquot.core import AliquotError
 from aliquot.cost import Priced, Problem, make_problem, predict, price
 from aliquot.cost._evaluate import conversions
@@ -38,10 +39,6 @@ from aliquot.planners._race import Entry, race
 from aliquot.planners.intra import ILP, Space, fixed
 from aliquot.sharding import PARTIAL
 
-# XLA's GPU backend of 2022 ran collectives one by one with everything else, and Alpa switches
-# asynchronous all-reduces off besides (`alpa/global_env.py`).
-TODAYS_COMPILER = TARGETS["gpu"]
-COMPILER_OF_2022 = dataclasses.replace(TARGETS["gpu"], overlap_fraction=0.0)
 UNLIMITED = 1e15
 
 
@@ -197,7 +194,7 @@ class Predicted:
 
 def _predict(row: dict[str, Any]) -> Predicted:
     step, state, batch = alpa_step(row["spec"], recompute=row["recompute"])
-    cluster = aq.Cluster.preset(f"{row['gpus']}xV100-16GB")
+    cluster = of_2022(aq.Cluster.preset(f"{row['gpus']}xV100-16GB"))
     problem = make_problem(aq.capture(step, state, batch), cluster, memory_limit_bytes=UNLIMITED)
     stage = {"dp": 0, "zero2": 2, "zero3": 3, "shard": 2, "shard-largest": 2}[row["method"]]
     decision = Alpa(mesh=tuple(row["mesh"]), zero_stage=stage).solve(problem)
@@ -209,16 +206,14 @@ def _predict(row: dict[str, Any]) -> Predicted:
         step_s=prediction.step_time_s,
         compute_s=prediction.compute_s,
         memory_bytes=memory,
-        fits=memory <= COMPILER_OF_2022.usable_bytes(cluster.device),
+        fits=memory <= target_for(cluster.device).usable_bytes(cluster.device),
     )
 
 
-def _best(spec: dict[str, Any], gpus: int) -> tuple[float, str]:
+def _best(spec: dict[str, Any], cluster: aq.Cluster) -> tuple[float, str]:
     """The best plan of the planner, in the memory that there is."""
     step, state, batch = alpa_step(spec, recompute=True)
-    plan = aq.plan(
-        step, state, batch, cluster=aq.Cluster.preset(f"{gpus}xV100-16GB"), method=Auto()
-    )
+    plan = aq.plan(step, state, batch, cluster=cluster, method=Auto())
     return plan.prediction.step_time_s, "x".join(map(str, plan.stages[0].mesh_shape))
 
 
@@ -245,7 +240,6 @@ def tau_b(measured: list[float], predicted: list[float], least: float = 0.02) ->
 def main() -> int:
     """Run, and write or print the answer."""
     chosen = options(__doc__, lambda parser: parser.add_argument("folder", type=Path))
-    TARGETS["gpu"] = COMPILER_OF_2022
     rows = json.loads((chosen.folder / "published-steps.json").read_text())
     if chosen.quick:
         rows = [row for row in rows if row["gpus"] <= 2]
@@ -326,10 +320,9 @@ def _judge(report: Report, rows: list[dict[str, Any]], table: list[dict[str, Any
     best = []
     for n, some in of_gpus.items():
         spec = some[0][0]["spec"]
-        step_s, mesh = _best(spec, n)
-        TARGETS["gpu"] = TODAYS_COMPILER
-        today_s, _ = _best(spec, n)
-        TARGETS["gpu"] = COMPILER_OF_2022
+        today = aq.Cluster.preset(f"{n}xV100-16GB")
+        step_s, mesh = _best(spec, of_2022(today))
+        today_s, _ = _best(spec, today)
         fastest = min(r["step_s"] for r in rows if r["gpus"] == n and r["step_s"])
         predicted = min(t["predicted s"] for _, t in some)
         best.append(

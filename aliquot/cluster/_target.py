@@ -65,6 +65,8 @@ class Target:
             whose results take more memory than their operands free.
         overlaps_all_reduces: Whether other work can run beside an all-reduce; otherwise only beside
             other collectives.
+        overlaps_transfers: Whether devices compute while they send and receive what crosses between
+            stages of a pipeline.
         copies_inner_dims: Whether a gather or reduce-scatter along another dim than the first
             copies its operand and its result, so that this dim comes first.
         overlap_fraction: Share of the time of collectives that sum gradients or gather parameters
@@ -111,6 +113,7 @@ class Target:
     reads_host_memory: bool
     hides_latency: bool
     overlaps_all_reduces: bool
+    overlaps_transfers: bool
     copies_inner_dims: bool
     overlap_fraction: float
     activation_overlap: float
@@ -243,6 +246,7 @@ _CPU = Target(
     reads_host_memory=True,
     hides_latency=False,
     overlaps_all_reduces=True,
+    overlaps_transfers=False,
     copies_inner_dims=True,
     overlap_fraction=0.0,
     activation_overlap=0.0,
@@ -268,9 +272,11 @@ _CPU = Target(
 # section 5: 44 to 52 % end to end). Memory: STREAM-like kernels reach 80 to 90 %. Collectives:
 # NCCL's own tests report about 80 % of one-way NVLink bandwidth in large all-reduces (A100: 235 of
 # 300 GB/s). Overlap: reported steps on 8 to 2,048 devices take about the same time, and the median
-# error is least with 90 % of ZeRO-3's collectives beside compute. Launch: about 2 us within a CUDA
-# graph, more outside. Usable memory: CUDA context, NCCL buffers and fragmentation take the rest;
-# JAX by itself preallocates only 75 %.
+# error is least with 90 % of ZeRO-3's collectives beside compute. Transfers between stages:
+# Megatron-LM sends while it computes (D. Narayanan et al., 2021), and its reported steps are
+# shorter than tasks and transfers one after the other. Launch: about 2 us within a CUDA graph, more
+# outside. Usable memory: CUDA context, NCCL buffers and fragmentation take the rest; JAX by itself
+# preallocates only 75 %.
 # Memory: repeated work, zeroes, transposed copies, what convolutions and maxima hold, and what
 # waits, as in the buffers that XLA assigns for H100 and A100 (JAX 0.10,
 # benchmarks/memory_deviceless.py; Wide-ResNet by `aliquot verify`). Combined: XLA's default
@@ -295,6 +301,7 @@ _GPU = Target(
     reads_host_memory=True,
     hides_latency=False,
     overlaps_all_reduces=True,
+    overlaps_transfers=True,
     copies_inner_dims=False,
     overlap_fraction=0.9,
     activation_overlap=0.0,
@@ -340,6 +347,7 @@ _TPU = Target(
     reads_host_memory=False,
     hides_latency=True,
     overlaps_all_reduces=False,
+    overlaps_transfers=True,
     copies_inner_dims=False,
     overlap_fraction=0.9,
     activation_overlap=0.0,

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster import Cluster, LogicalMesh, subcluster
+from ..cluster import Cluster, LogicalMesh, subcluster, target_for
 from ..cost import (
     Chain,
     PhaseCosts,
@@ -419,4 +419,5 @@ def _chain(
         devices_per_host=cluster.devices_per_host,
         intra=cluster.transfer_links[0],
         inter=cluster.transfer_links[1],
+        overlaps_transfers=target_for(cluster.device).overlaps_transfers,
     )

@@ -23,6 +23,7 @@ def test_a_measured_device_has_its_own_figures_and_its_backends_habits():
     assert v100 == target_for(DEVICES["V100-32GB"]) != gpu
     assert v100.products.processors == 80
     assert v100.overlap_fraction < gpu.overlap_fraction
+    assert gpu.overlaps_transfers and not v100.overlaps_transfers
     habits = ("reduce_scatter", "combined_bytes", "usable_memory_fraction")
     assert all(getattr(v100, name) == getattr(gpu, name) for name in habits)
 

@@ -34,8 +34,8 @@ def traced(scan: bool, recompute: str):
     return capture(work.train_step, work.state, work.batch)
 
 
-def planned(work, method, **options):
-    cluster = aq.Cluster.preset("2x2xV100-16GB")
+def planned(work, method, cluster="2x2xV100-16GB", **options):
+    cluster = aq.Cluster.preset(cluster)
     plan = aq.plan(
         work.train_step, work.state, work.batch, cluster=cluster, method=method, **options
     )
@@ -92,6 +92,18 @@ def test_an_edited_plan_is_judged_as_it_is(pipeline):
         work.batch,
     )
     assert beside.step_time_s <= plan.prediction.step_time_s
+
+
+@pytest.mark.parametrize("device", ["H100", "V100-16GB"])
+def test_stages_compute_during_transfers_where_the_target_can(device):
+    work, method = workload(scan=True), aq.PipeshardParallel(num_stages=2, schedule="1f1b")
+    plan = planned(work, method, f"1x2x{device}", num_micro_batches=4)
+    beside = device == "H100"
+    assert plan.overlaps_transfers is beside
+    assert aq.estimate(plan, work.train_step, work.state, work.batch) == plan.prediction
+    other = msgspec.structs.replace(plan, overlaps_transfers=not beside)
+    judged = aq.estimate(other, work.train_step, work.state, work.batch)
+    assert (judged.step_time_s > plan.prediction.step_time_s) is beside
 
 
 def test_another_step_is_refused(pipeline):

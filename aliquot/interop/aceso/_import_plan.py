@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ...cluster import Cluster, LogicalMesh, subcluster
+from ...cluster import Cluster, LogicalMesh, subcluster, target_for
 from ...core import InfeasibleError, InputError, format_bytes, listing, shortened
 from ...cost import (
     PipelinePrediction,
@@ -275,6 +275,7 @@ def _decide(
     solved = [_solve(split, choices, folded, task) for split, choices, folded in splits]
     first_devices = np.cumsum([0, *(stage.num_devices for stage in configuration.stages)]).tolist()
     schedule = make_schedule(_SCHEDULE, len(solved), layered.num_micro_batches)
+    overlaps = target_for(task.cluster.device).overlaps_transfers
     prediction = predict_stages(
         [
             replace(priced, first_device=first)
@@ -284,7 +285,7 @@ def _decide(
         task.cluster,
         crossing=staged.crossing,
         memory_limit_bytes=task.limit_bytes,
-        overlaps_transfers=False,
+        overlaps_transfers=overlaps,
     )
     _require_memory(prediction, task)
     stages = tuple(
@@ -309,7 +310,7 @@ def _decide(
                 layered=layered,
                 staged=staged,
                 schedule=schedule,
-                overlaps_transfers=False,
+                overlaps_transfers=overlaps,
                 prediction=prediction,
             ),
             combine=layered.combine,
