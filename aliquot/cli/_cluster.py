@@ -84,7 +84,10 @@ def _reaches(target: Target) -> str:
     products = f"large products {target.matmul_efficiency:.0%} of the peak"
     if target.sustained_share < 1:
         products += f", of which whole steps sustain {target.sustained_share:.0%}"
-    beside = f"{target.overlap_fraction:.0%} of gradient sums and parameter gathers beside compute"
+    beside = (
+        f"{target.overlap_fraction:.0%} of gradient sums and parameter gathers, and"
+        f" {target.activation_overlap:.0%} of sums of activations, beside compute"
+    )
     return (
         f"{products}; elementwise code {target.bandwidth_efficiency:.0%} of the memory bandwidth;"
         f" collectives {target.collective_efficiency:.0%} of the links; {beside}"

@@ -27,6 +27,7 @@ CALIBRATED = (
     "collective_overhead_s",
     "kernel_overhead_s",
     "overlap_fraction",
+    "activation_overlap",
 )
 """Figures of a target that a device may have values of its own for; see `Target` and `Products` for
 what they mean.

@@ -141,6 +141,7 @@ class _Calibration(_Table, frozen=True):
     collective_overhead_s: Figure | None = None
     kernel_overhead_s: Figure | None = None
     overlap_fraction: Figure | None = None
+    activation_overlap: Figure | None = None
 
 
 class _OwnDevice(_Table, frozen=True):

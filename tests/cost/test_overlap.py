@@ -12,7 +12,7 @@ from aliquot.cluster import Cluster, Link, LogicalMesh
 from aliquot.cost import evaluate, make_problem, phase_costs, price
 from aliquot.graph import Phase
 
-WIDTH, ROWS, OVERLAP = 256, 512, 0.9
+WIDTH, ROWS, OVERLAP, OF_SUMS = 256, 512, 0.9, 0.25
 
 
 def train_step(state, batch):
@@ -25,20 +25,24 @@ def train_step(state, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
 
 
-def priced_step(bandwidth, repeats, sums):
-    """The step on four devices, with the batch split and then the width, or neither at all."""
+def step_on(bandwidth, of_sums):
+    """The step and four devices, which hide this share of sums of activations."""
     state = {name: jnp.zeros((WIDTH, WIDTH)) for name in ("first", "second")}
     graph = aq.capture(train_step, state, jnp.zeros((ROWS, WIDTH)))
     cluster = Cluster.preset("4xH100")
-    device = dataclasses.replace(cluster.device, calibration={"overlap_fraction": OVERLAP})
+    figures = {"overlap_fraction": OVERLAP, "activation_overlap": of_sums}
+    device = dataclasses.replace(cluster.device, calibration=figures)
     link = Link(latency_s=1e-7, bandwidth_bytes_per_s=bandwidth)
-    cluster = dataclasses.replace(cluster, device=device, intra=link)
+    return graph, dataclasses.replace(cluster, device=device, intra=link)
+
+
+def with_batch_split(bandwidth, repeats):
+    """The step with its batch split."""
+    graph, cluster = step_on(bandwidth, 0.0)
     mesh = LogicalMesh(shape=(4,), axis_names=("x",), cluster=cluster)
-    axes = frozenset({0}) if sums == "gradients" else frozenset()
     problem = make_problem(graph, cluster, num_micro_batches=repeats)
-    priced = price(problem, mesh, repeats=repeats, data_axes=axes)
-    method = {"gradients": aq.DataParallel(), "activations": aq.TensorParallel(degree=4)}[sums]
-    decision = method.solve(problem)
+    priced = price(problem, mesh, repeats=repeats, data_axes=frozenset({0}))
+    decision = aq.DataParallel().solve(problem)
     choices = [
         tuple(n.choices[p]) for n, p in zip(decision.priced.nodes, decision.picks, strict=True)
     ]
@@ -52,7 +56,7 @@ def priced_step(bandwidth, repeats, sums):
 @pytest.mark.parametrize("repeats", [1, 8])
 @pytest.mark.parametrize("bandwidth", [1e8, 1e14])
 def test_gradients_that_are_summed_once_hide_behind_the_last_backward_pass(repeats, bandwidth):
-    priced, picks, graph = priced_step(bandwidth, repeats, "gradients")
+    priced, picks, graph = with_batch_split(bandwidth, repeats)
     time = evaluate(priced, picks)
     backward = sum(n.compute[Phase.BACKWARD, k] for n, k in zip(priced.nodes, picks, strict=True))
     # On slow links all of the last pass hides something, on fast ones all that can be is hidden.
@@ -65,3 +69,18 @@ def test_gradients_that_are_summed_once_hide_behind_the_last_backward_pass(repea
     assert costs.gradient_s == pytest.approx(time.gradient_s - behind_last, rel=1e-2)
     passes = repeats * (costs.forward_s + costs.backward_s) + costs.once_s
     assert passes == pytest.approx(time.total_s, rel=1e-2)
+
+
+@pytest.mark.parametrize("bandwidth", [1e4, 1e11])
+def test_a_part_of_the_sums_of_activations_hides_behind_compute(bandwidth):
+    graph, cluster = step_on(bandwidth, OF_SUMS)
+    decision = aq.TensorParallel(degree=4).solve(make_problem(graph, cluster))
+    priced, picks = decision.priced, decision.picks
+    time = evaluate(priced, picks)
+    assert time.communication_s > 10 * time.gradient_s
+    beside = sum(n.beside_s[k] for n, k in zip(priced.nodes, picks, strict=True))
+    can_hide = OF_SUMS * time.communication_s + OVERLAP * time.gradient_s
+    assert time.hidden_s == pytest.approx(min(can_hide, float(beside)))
+    costs = phase_costs(priced, picks, graph)
+    passes = costs.forward_s + costs.backward_s + costs.once_s
+    assert passes == pytest.approx(time.total_s, rel=1e-3)
