@@ -55,7 +55,7 @@ class Case:
     """A reported step that the zoo can express.
 
     `group` names source and model family; rows of one group are fitted together or held out
-    together. `tensor` is the degree of tensor parallelism.
+    together. `tensor` and `pipeline` are degrees of parallelism.
     """
 
     id: str
@@ -63,6 +63,7 @@ class Case:
     framework: str
     group: str
     tensor: int
+    pipeline: int
     seq_len: int
     measured_s: float
     measured_bytes: float | None
@@ -74,9 +75,9 @@ class Case:
     @property
     def is_fitted(self) -> bool:
         """Whether figures may be fitted to this row: half of the groups, by a hash of their
-        names.
+        names. Pipelines are never fitted.
         """
-        return zlib.crc32(self.group.encode()) % 2 == 0
+        return self.pipeline == 1 and zlib.crc32(self.group.encode()) % 2 == 0
 
 
 def express(row: dict[str, Any]) -> Case:
@@ -92,9 +93,18 @@ def express(row: dict[str, Any]) -> Case:
     reasons = []
     if model["experts"]:
         reasons.append("experts")
-    for degree, what in (("pp", "pipeline"), ("cp", "context parallelism"), ("ep", "experts")):
+    for degree, what in (
+        ("vp", "virtual stages"),
+        ("cp", "context parallelism"),
+        ("ep", "experts"),
+    ):
         if (degrees[degree] or 1) > 1:
             reasons.append(what)
+    if "interleaved" in (degrees["schedule"] or ""):
+        reasons.append("virtual stages")
+    pipeline = degrees["pp"] or 1
+    if model["layers"] % pipeline:
+        reasons.append("stages of unequal depth")
     precision = row["precision"].lower()
     if "fp8" in precision or "fp4" in precision or "float8" in precision:
         reasons.append("products of 8 bits or fewer")
@@ -113,6 +123,9 @@ def express(row: dict[str, Any]) -> Case:
     if count is None and batch["micro_batch_sequences"]:
         ranks = (degrees["dp"] or 1) * (degrees["fsdp"] or 1)
         count = max(1, batch["global_sequences"] // (ranks * batch["micro_batch_sequences"]))
+    if count is None and pipeline > 1:
+        # Where the size of micro-batches is not stated, one sequence for each data rank.
+        count = max(1, batch["global_sequences"] // ((degrees["dp"] or 1) * (degrees["fsdp"] or 1)))
     source = row["source"].get("repo") or str(row["source"].get("title") or row["id"].split("-")[0])
     return Case(
         id=row["id"],
@@ -120,12 +133,13 @@ def express(row: dict[str, Any]) -> Case:
         framework=row["framework"].split(",")[0],
         group=f"{source} {model['name']}",
         tensor=degrees["tp"] or 1,
+        pipeline=pipeline,
         seq_len=model["seq"],
         measured_s=measured["step_s"],
         measured_bytes=(measured["peak_memory_gib"] or 0) * 2**30 or None,
         settings=_settings(row, recompute or "none"),
         cluster=cluster,
-        method=_method(degrees, cluster.num_devices),
+        method=_method(degrees, cluster.num_devices, count or 1),
         num_micro_batches=count or 1,
     )
 
@@ -177,12 +191,17 @@ def _cluster(where: dict[str, Any]) -> Cluster:
     return cluster.with_network(gbps)
 
 
-def _method(degrees: dict[str, Any], num_devices: int) -> AbstractMethod:
-    tensor, zero = degrees["tp"] or 1, degrees["zero"] or 0
+def _method(degrees: dict[str, Any], num_devices: int, count: int) -> AbstractMethod:
+    tensor, pipeline, zero = degrees["tp"] or 1, degrees["pp"] or 1, degrees["zero"] or 0
     replicas, sharded = degrees["dp"] or 1, degrees["fsdp"] or 1
-    if tensor > 1:
-        stage = 3 if sharded > 1 else zero
-        return Megatron(data=num_devices // tensor, tensor=tensor, zero_stage=stage)
+    if tensor * pipeline > 1:
+        return Megatron(
+            data=num_devices // (tensor * pipeline),
+            tensor=tensor,
+            pipeline=pipeline,
+            zero_stage=3 if sharded > 1 else zero,
+            num_micro_batches=count if pipeline > 1 else None,
+        )
     if sharded > 1:
         return Zero3Parallel(shard_within=sharded if replicas > 1 else None)
     return Zero2Parallel() if zero else DataParallel()

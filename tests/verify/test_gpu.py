@@ -254,6 +254,7 @@ def uncalibrated(name, overlap_fraction=0.5):
         "collective_overhead_s": 10e-6,
         "kernel_overhead_s": 3e-6,
         "overlap_fraction": overlap_fraction,
+        "activation_overlap": 0.0,
     }
     device = dataclasses.replace(cluster.device, calibration=figures)
     return dataclasses.replace(cluster, device=device)
