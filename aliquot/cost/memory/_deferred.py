@@ -223,10 +223,11 @@ def _paces(priced: Priced, sums: dict[NodeId, _GradientSum]) -> _Paces:
 
 def _moved_at_most(priced: Priced, waits: list[Resident], update: int) -> tuple[float, int]:
     """Operators by which products move at most, and after which their small results are summed."""
-    target, edges = priced.target, [e for e in priced.graph.edges if e.gradient]
-    if not (target.hides_latency and target.overlaps_all_reduces and edges):
+    target = priced.target
+    edges = [e for e in priced.graph.edges if e.gradient and e.kind == "result"]
+    if not (target.hides_latency and target.overlaps_all_reduces and edges and waits):
         return math.inf, update
-    layers = max(e.count for e in edges if e.kind == "result")
+    layers = max(e.count for e in edges)
     begin = min(int(r.deaths.min()) for r in waits)
     layer = (update - begin) / layers
     most = LAYERS_MOVED / compute_per_gather(priced) * layer
@@ -234,7 +235,7 @@ def _moved_at_most(priced: Priced, waits: list[Resident], update: int) -> tuple[
     small = sum(
         e.num_bytes * e.count / devices
         for e in edges
-        if e.kind == "result" and 2 * e.num_bytes / devices <= target.combined_bytes
+        if 2 * e.num_bytes / devices <= target.combined_bytes
     )
     # Until as much as is combined has come together.
     share = min(target.combined_bytes / small, 1.0) if small else 1.0
