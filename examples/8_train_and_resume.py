@@ -30,10 +30,18 @@ def train(work, text, plan, folder, until):
 
 def main():
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_num_cpu_devices", 2)
     sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "seq_len": 32, "vocab_size": 256}
     rate = zoo.learning_rate(1e-2, steps=STEPS, warmup_steps=2, decay="cosine", end=1e-3)
-    work = zoo.build("gpt-10m", 8, overrides=sizes, learning_rate=rate, clip_norm=1.0)
+    work = zoo.build(
+        "gpt-10m",
+        8,
+        overrides=sizes,
+        dtype="float32",
+        recompute="none",
+        learning_rate=rate,
+        clip_norm=1.0,
+    )
     text = zoo.text_for(work, standard_library())
 
     def plan(method):

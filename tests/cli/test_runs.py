@@ -127,6 +127,10 @@ def test_sigterm_ends_a_run_between_steps_and_the_same_command_goes_on(
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-12)
     again = train(text, *command)
     assert again.exit_code == 0 and "holds all 6 steps" in again.stderr
+    back = train(text, *command, "--resume", 3)
+    assert back.exit_code == 0, back.output
+    assert "resuming after step 3" in back.stderr and "3 steps: loss" in back.stdout
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-12)
 
 
 def test_resuming_where_there_is_nothing_to_resume_from(whole, text, tmp_path):
