@@ -18,6 +18,7 @@ from ._aceso_models import (
     aceso_size,
 )
 from ._devices import use_host_only
+from ._groups import takes_groups
 from ._model_options import (
     Dtype,
     MemoryLimit,
@@ -26,6 +27,7 @@ from ._model_options import (
     Settings,
     read_memory_limit,
 )
+from ._optimizer_options import OptimizerOptions
 from ._options import DescribedCluster, Json, NetworkGbps, PlanFile, read_cluster
 from ._session import session
 
@@ -89,6 +91,7 @@ def export_plan(
         say.finish({"configuration": str(out), "config": configuration_to_dict(configuration)})
 
 
+@takes_groups
 def import_plan(
     config_file: Annotated[
         Path, typer.Argument(metavar="CONFIG", help="A configuration in Aceso's JSON.")
@@ -105,6 +108,11 @@ def import_plan(
     out: Annotated[
         Path, typer.Option(metavar="PLAN.json", help="The plan to write.", show_default=False)
     ],
+    optimizer_options: OptimizerOptions,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Steps of the run, on which a schedule of the learning rate depends."),
+    ] = None,
     network_gbps: NetworkGbps = None,
     seq_len: SeqLen = None,
     dtype: Dtype = None,
@@ -137,7 +145,7 @@ def import_plan(
             recompute="none",
             attention="plain",
             settings=settings,
-        ).read()
+        ).read(optimizer_options.read(steps))
         limit_bytes = read_memory_limit(memory_limit)
         known = resolve(model, options, where)
         assert known.workload is not None

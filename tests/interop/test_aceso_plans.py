@@ -223,6 +223,17 @@ def check_equal(plan):
     return work
 
 
+@pytest.mark.slow
+def test_an_imported_configuration_takes_the_whole_of_an_update(tmp_path):
+    update = "--lr 1e-2 --warmup-steps 0.25 --decay cosine --min-lr 1e-3 --steps 4 --clip-grad 0.1"
+    options = (*update.split(), "--weight-decay", 0.01, "--dtype", "float64")
+    plan = imported(tmp_path, IMPORTED["recomputed"], *options)
+    settings = plan.model.settings
+    assert (settings["clip_norm"], settings["weight_decay"]) == (0.1, 0.01)
+    assert settings["learning_rate"]["warmup_steps"] == 1
+    check_equal(plan)
+
+
 @pytest.mark.parametrize(
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in IMPORTED],
