@@ -228,9 +228,13 @@ class RayCluster:
 
     def _join(self, address: str | None, note: Callable[[str], None] | None) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        host, _, port = (address or "").rpartition(":")
         try:
+            if host and port.isdecimal() and "://" not in host:
+                # Ray itself would try for minutes, and then end this process.
+                socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
             self.ray.init(address=address or "auto", **options)
-        except ConnectionError as error:
+        except (OSError, OverflowError) as error:
             if address is not None or note is None:
                 where = f"answers at {address}: {_first_line(error)}" if address else "runs here"
                 raise InputError(

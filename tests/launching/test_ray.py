@@ -51,6 +51,18 @@ def test_processes_are_placed_on_hosts_and_started_again():
     assert "type: ray start --address=" in many["error"] and "--num-hosts 2" in many["error"]
 
 
+def test_an_address_without_a_cluster_is_refused():
+    done = subprocess.run(
+        [sys.executable, "-m", "aliquot", "cluster", "ray", "--address", "127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "no Ray cluster answers at 127.0.0.1:1: " in done.stderr
+    assert "ray start --head --port=6379" in done.stderr
+
+
 def test_hosts_with_other_versions_are_refused():
     own = {"python": "3.11", "aliquot": "0.1.0", "jax": "0.10.2", "jaxlib": "0.10.2"}
     others = {**own, "jax": "0.9.0", "aliquot": ""}
