@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import InputError, format_bytes, format_count, format_seconds
+from ..core import InputError, counted, format_bytes, format_count, format_seconds
 from ._devices import use_devices
 from ._groups import takes_groups
 from ._interrupts import INTERRUPTED, TERMINATED
@@ -237,12 +237,19 @@ def _tell(done: Run, plan: Plan, options: RunOptions, say: Session) -> None:
     if len(curve) > 1:
         say.show(loss_chart({"loss": curve}, steps=max(row["step"] for row in rows)))
     if done.losses:
+        # The first step compiles, so that one step alone has no time.
+        speed, measured = "", "too few steps to measure it here"
+        if done.step_time_s:
+            speed = f", {format_count(round(done.tokens_per_s))} tokens/s (measured)"
+            measured = (
+                f"{format_seconds(done.step_time_s)} measured here (median),"
+                f" {done.data_share:.1%} of it waiting for data"
+            )
         lines = [
-            f"{len(done.losses)} steps: loss {done.losses[0]:.4f} -> {done.losses[-1]:.4f},"
-            f" {format_count(round(done.tokens_per_s))} tokens/s (measured)",
+            f"{counted(len(done.losses), 'step')}: loss {done.losses[0]:.4f} ->"
+            f" {done.losses[-1]:.4f}{speed}",
             f"step time: {format_seconds(plan.prediction.step_time_s)} predicted for"
-            f" {plan.cluster.get('name')}, {format_seconds(done.step_time_s)} measured here"
-            f" (median), {done.data_share:.1%} of it waiting for data",
+            f" {plan.cluster.get('name')}, {measured}",
         ]
         if done.validation_losses:
             number, loss = list(done.validation_losses.items())[-1]
@@ -263,8 +270,9 @@ def _tell(done: Run, plan: Plan, options: RunOptions, say: Session) -> None:
             "interrupted": bool(done.ended_by),
             "losses": list(done.losses),
             "validation_losses": done.validation_losses,
-            "tokens_per_s_measured": done.tokens_per_s,
-            "step_time_s_measured": done.step_time_s,
+            # Not known after one step, which compiles.
+            "tokens_per_s_measured": done.tokens_per_s or None,
+            "step_time_s_measured": done.step_time_s or None,
             "step_time_s_predicted": plan.prediction.step_time_s,
             "data_share": done.data_share,
             "run": None if options.out is None else str(options.out.resolve()),
