@@ -92,6 +92,8 @@ ANSWER = {
     "out_dims": [[["x"], []], None],
     "out_bytes": [64, 4],
     "cycles": 100.0,
+    "modelled_compute_s": 0.01,
+    "unpriced_calls": 2.0,
     "lower_s": 0.1,
     "compile_s": 0.5,
 }

@@ -51,6 +51,7 @@ from ._pipeline import TransferTime as TransferTime
 from ._pipeline import simulate as simulate
 from ._planned_step import PlannedStage as PlannedStage
 from ._planned_step import PlannedStep as PlannedStep
+from ._planned_step import attention_s as attention_s
 from ._planned_step import estimate as estimate
 from ._planned_step import estimate_stages as estimate_stages
 from ._priced import Priced as Priced

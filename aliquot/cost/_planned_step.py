@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..cluster import Cluster, LogicalMesh
-from ..graph import Graph, OpId, StageId
+from ..graph import Graph, OpId, Phase, StageId
 from ..plans import SCHEDULES, Plan, Prediction, StagePlan, make_schedule
 from ..sharding import (
     Choice,
@@ -21,7 +21,7 @@ from ..sharding import (
     operators_of,
 )
 from ._estimate import check_choices, decode_interior, predict
-from ._priced import Ints, Priced, price
+from ._priced import Ints, Priced, price, work_seconds
 from ._problem import Problem
 from ._stages import PipelinePrediction, predict_stages, price_stage
 
@@ -128,6 +128,23 @@ def estimate(step: PlannedStep) -> Prediction:
     (stage,) = step.stages
     priced, picks = _priced(stage, step.plan.stages[0])
     return predict(priced, picks, step.plan.prediction.memory_limit_bytes, stage.problem.graph)
+
+
+def attention_s(step: PlannedStep) -> float:
+    """Seconds of fused attention in the compute of a plan of one program."""
+    (stage,) = step.stages
+    priced, _ = _priced(stage, step.plan.stages[0])
+    return sum(
+        float(
+            work_seconds(
+                work, [f.size for f in node.factors], each.choices, priced.mesh, priced.target
+            )[0]
+        )
+        * (1 if work.phase is Phase.UPDATE else priced.repeats)
+        for node, each, works in zip(priced.graph.nodes, priced.nodes, priced.work, strict=True)
+        for work in works
+        if work.scores is not None
+    )
 
 
 def estimate_stages(step: PlannedStep) -> PipelinePrediction:

@@ -69,6 +69,21 @@ def _facts(figures: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterable[tup
         yield "compiled in", f"{format_seconds(stage['compile_s'])}{again}"
     if stage["programs"]:
         yield "programs", "; ".join(_program(each) for each in stage["programs"])
+    elif stage["compiler_compute_s"]:
+        kernels_s, attention_s = stage["compiler_compute_s"], figures["predicted_attention_s"]
+        more = (
+            f" and the plan's {format_seconds(attention_s)} of cuDNN's attention, of which XLA has"
+            " no model"
+            if attention_s
+            else ""
+        )
+        yield (
+            "compute",
+            (
+                f"{format_seconds(kernels_s + attention_s)} at full clock by XLA's models of its"
+                f" kernels{more}; predicted {format_seconds(figures['predicted_compute_s'])}"
+            ),
+        )
     elif stage["compiler_cycles"]:
         cycles, seconds = stage["compiler_cycles"], figures["predicted_compute_s"]
         yield (

@@ -47,6 +47,8 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     out_dims: list[list[list[str]] | None]
     out_bytes: list[Whole]
     cycles: Number
+    modelled_compute_s: Number
+    unpriced_calls: Number
     compile_s: Number
 
 

@@ -20,7 +20,7 @@ from ._program import Dims, PortableProgram
 from ._targets import CompileTarget
 from ._wheels import require_compiler
 
-_FORMAT = "4"
+_FORMAT = "5"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
@@ -39,6 +39,8 @@ class CompiledProgram:
         host_bytes: what arguments, results and temporaries take in the memory of the device's host.
         collectives: every collective instruction; labels name causes.
         cycles: what a TPU's compiler expects a step to take; 0 for others.
+        modelled_compute_s: what XLA's models of a GPU's kernels expect a step's compute to take at
+            full clock, without calls of cuDNN, of which there are `unpriced_calls`; 0 for others.
         compile_s: seconds that the compiler took.
         refusal: the compiler's message if it found that the program does not fit. Then only
             `needed_bytes` is known.
@@ -58,6 +60,8 @@ class CompiledProgram:
     needed_bytes: float | None = None
     collectives: tuple[CompiledCollective, ...] = ()
     cycles: float = 0.0
+    modelled_compute_s: float = 0.0
+    unpriced_calls: float = 0.0
     compile_s: float = 0.0
     refusal: str = ""
     cached: bool = False
@@ -227,6 +231,8 @@ def _compiled(
         out_dims=tuple(_read_dims(dims) for dims in answer["out_dims"]),
         out_bytes=tuple(answer["out_bytes"]),
         cycles=answer["cycles"],
+        modelled_compute_s=answer["modelled_compute_s"],
+        unpriced_calls=answer["unpriced_calls"],
         compile_s=answer["compile_s"],
         cached=cached,
         remark=remark,

@@ -226,6 +226,8 @@ def _together(
         needed_bytes=max((c.needed_bytes or 0.0 for c in refused), default=None),
         collectives=tuple(used),
         cycles=sum(p.runs * p.compiled.cycles for p in programs),
+        modelled_compute_s=sum(p.runs * p.compiled.modelled_compute_s for p in programs),
+        unpriced_calls=sum(p.runs * p.compiled.unpriced_calls for p in programs),
         compile_s=sum(c.compile_s for c in compiled_programs),
         refusal=refused[0].refusal if refused else "",
         cached=all(c.cached for c in compiled_programs),

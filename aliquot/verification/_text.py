@@ -1,5 +1,5 @@
-"""Reader of compiled programs' texts beyond that of the runtime: causes of collectives, and a TPU's
-cycles.
+"""Reader of compiled programs' texts beyond that of the runtime: causes of collectives, and what a
+compiler expects a step to take.
 
 A collective that splits or gathers an array on its way to another split carries the runtime's own
 mark. Its cause is the operator that made the array: the nearest instruction up the chain of
@@ -8,8 +8,9 @@ operands that carries a mark of the user's code.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..runtime import CompiledCollective, find_collectives
@@ -193,7 +194,47 @@ def estimated_cycles(text: str) -> float:
     """Cycles that a TPU's compiler expects all instructions of a step to take, loops by their
     trips; 0 for others.
     """
-    cycles: dict[str, float] = {}
+
+    def cycles(line: str) -> float:
+        return sum(map(int, _CYCLES.findall(line))) if '"estimated_cycles"' in line else 0.0
+
+    return _over_trips(text, cycles)
+
+
+_COSTS = re.compile(r'"reification_cost":(\[.*?\])')
+_UNPRICED_CALL = re.compile(r'custom_call_target="__cudnn\$')
+
+
+def modelled_compute_s(text: str) -> float:
+    """Seconds at full clock that XLA's models of a GPU's kernels expect the kernels of a step to
+    take, loops by their trips, collectives and calls of cuDNN left out; 0 for others.
+
+    Each instruction has up to three figures. That of the model of indices is the most exact; that
+    of the tables of measured products is next. The one without a name knows no Triton kernels.
+    """
+
+    def seconds(line: str) -> float:
+        if '"reification_cost"' not in line or _COLLECTIVE.search(line):
+            return 0.0
+        found = _COSTS.search(line)
+        costs = {
+            each["name"]: float(each["exec_time_us"])
+            for each in (json.loads(found[1]) if found else ())
+        }
+        named = [costs[name] for name in ("indexing-cost-model", "sol", "") if name in costs]
+        return 1e-6 * named[0] if named else 0.0
+
+    return _over_trips(text, seconds)
+
+
+def unpriced_calls(text: str) -> float:
+    """Calls of cuDNN in a step, loops by their trips, of whose time XLA has no model."""
+    return _over_trips(text, lambda line: float(bool(_UNPRICED_CALL.search(line))))
+
+
+def _over_trips(text: str, figure: Callable[[str], float]) -> float:
+    """Sum of a figure of each instruction of a step, loops by their trips."""
+    figures: dict[str, float] = {}
     bodies: dict[str, list[tuple[str, int]]] = {}
     entry = current = ""
     for line in text.splitlines():
@@ -202,8 +243,7 @@ def estimated_cycles(text: str) -> float:
             current = header.group(2)
             entry = current if header.group(1) else entry
         elif current:
-            if '"estimated_cycles"' in line:
-                cycles[current] = cycles.get(current, 0.0) + sum(map(int, _CYCLES.findall(line)))
+            figures[current] = figures.get(current, 0.0) + figure(line)
             body = _BODY.search(line) if " while(" in line else None
             if body:
                 trips = _TRIPS.search(line)
@@ -212,7 +252,7 @@ def estimated_cycles(text: str) -> float:
                 )
 
     def total(name: str) -> float:
-        return cycles.get(name, 0.0) + sum(
+        return figures.get(name, 0.0) + sum(
             trips * total(body) for body, trips in bodies.get(name, ())
         )
 

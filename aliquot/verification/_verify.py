@@ -10,7 +10,7 @@ from typing import Any
 
 from ..cluster import Cluster
 from ..core import format_bytes, format_seconds
-from ..cost import PlannedStep
+from ..cost import PlannedStep, attention_s
 from ..plans import DEVICE_MEMORY, Plan, StagePlan, grouped_arrays
 from ._compare import (
     CollectiveComparison,
@@ -101,6 +101,8 @@ class StageVerification:
             "compile_s": c.compile_s,
             "cached": c.cached,
             "compiler_cycles": c.cycles or None,
+            "compiler_compute_s": c.modelled_compute_s or None,
+            "calls_without_a_time": c.unpriced_calls,
             "refusal": c.refusal or None,
             "programs": [each.to_dict() for each in self.programs],
         }
@@ -124,7 +126,8 @@ class Verification:
         target: what it was compiled for.
         num_devices: of all stages.
         limit_bytes: what a program may take on each device; None if unknown.
-        predicted_step_time_s, predicted_compute_s: of the plan.
+        predicted_step_time_s, predicted_compute_s: of the plan; `predicted_attention_s` of the
+            compute are fused attention.
         stages: in order.
         submesh_bytes: for a pipeline, the memory that must be free on the devices of each submesh,
             for all stages there together.
@@ -136,6 +139,7 @@ class Verification:
     limit_bytes: float | None
     predicted_step_time_s: float
     predicted_compute_s: float
+    predicted_attention_s: float = 0.0
     stages: tuple[StageVerification, ...]
     submesh_bytes: tuple[float, ...] = ()
     remarks: tuple[str, ...] = ()
@@ -161,6 +165,7 @@ class Verification:
             "limit_bytes": self.limit_bytes,
             "predicted_step_time_s": self.predicted_step_time_s,
             "predicted_compute_s": self.predicted_compute_s,
+            "predicted_attention_s": self.predicted_attention_s,
             "submesh_bytes": list(self.submesh_bytes),
             "stages": [stage.to_dict() for stage in self.stages],
             "remarks": list(self.remarks),
@@ -218,6 +223,7 @@ def verify_program(
         limit_bytes=chosen.limit_bytes,
         predicted_step_time_s=plan.prediction.step_time_s,
         predicted_compute_s=plan.prediction.compute_s,
+        predicted_attention_s=attention_s(step) if compiled.unpriced_calls else 0.0,
         stages=(_stage(plan, stage, compiled),),
         remarks=remarks_on(cluster, chosen, [compiled]),
     )

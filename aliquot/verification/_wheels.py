@@ -39,6 +39,10 @@ def require_compiler(target: CompileTarget) -> Mapping[str, str]:
 # Tuned, large products are mostly calls of cuBLAS, and this makes all of them that. Collectives
 # stay the same; memory grows by a workspace (22 MiB of 9.6 GiB for GPT-1.3B on 8 H100).
 _UNTUNED = {"--xla_gpu_enable_triton_gemm": "false"}
+# Writes what XLA expects each kernel to take into the program's text. It needs XLA's tables of
+# measured products, and ends the compilation for other GPUs.
+_MODELLED = {"--xla_gpu_collect_cost_model_stats": "true"}
+_WITH_TABLES = ("H100", "H200", "B200")
 
 
 def _require_gpu(target: CompileTarget) -> Mapping[str, str]:
@@ -63,7 +67,8 @@ def _require_gpu(target: CompileTarget) -> Mapping[str, str]:
         raise _missing(
             target, "the assembler of nvidia-cuda-nvcc-cu12", "verify-gpu", f"--no-deps {fitting}"
         )
-    return {"XLA_FLAGS": with_xla_flags(f"--xla_gpu_cuda_data_dir={folder}", _UNTUNED)}
+    flags = _UNTUNED | (_MODELLED if target.name in _WITH_TABLES else {})
+    return {"XLA_FLAGS": with_xla_flags(f"--xla_gpu_cuda_data_dir={folder}", flags)}
 
 
 def _missing(target: CompileTarget, what: str, extra: str, packages: str) -> CompilerMissingError:

@@ -17,7 +17,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ._text import compiled_collectives, estimated_cycles, reported_bytes
+from ._text import (
+    compiled_collectives,
+    estimated_cycles,
+    modelled_compute_s,
+    reported_bytes,
+    unpriced_calls,
+)
 
 _REPORT = "*.after_optimizations-memory-usage-report.txt"
 
@@ -144,6 +150,8 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
             for sharding, aval in zip(compiled.output_shardings, exported.out_avals, strict=True)
         ],
         "cycles": estimated_cycles(text),
+        "modelled_compute_s": modelled_compute_s(text),
+        "unpriced_calls": unpriced_calls(text),
         "lower_s": middle - started,
         "compile_s": compile_s,
     }

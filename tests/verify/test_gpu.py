@@ -139,18 +139,30 @@ def test_a_pipeline_on_gpus_that_are_not_here(tmp_path):
         )
 
 
-def test_fused_attention_in_a_model_of_the_zoo(tmp_path):
-    """Key heads that queries share, in the kernel that the GPU has; no scores in memory."""
-    where = Cluster.preset("8xA100-40GB")
+@pytest.mark.parametrize(("cluster", "has_tables"), [("8xA100-40GB", False), ("8xH100", True)])
+def test_fused_attention_in_a_model_of_the_zoo(cluster, has_tables, tmp_path):
+    """Key heads that queries share, in the kernel that the GPU has; no scores in memory. What its
+    kernels take is known where XLA has tables of products.
+    """
+    where = Cluster.preset(cluster)
     sizes = {"num_layers": 2, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 2}
     sizes |= {"head_size": 64, "seq_len": 2048, "vocab_size": 512}
     work = build("llama-7b", 16, overrides=sizes, scan=True, device=where.device)
     assert work.settings["attention"] == "cudnn"
     step = (work.train_step, work.state, work.batch)
     plan = aq.plan(*step, cluster=where, method=aq.Zero3Parallel())
-    (stage,) = aq.verify(plan, *step, cache=tmp_path).stages
+    found = aq.verify(plan, *step, cache=tmp_path)
+    (stage,) = found.stages
+    # Two layers, forward, once more for the backward pass, and backward.
+    assert stage.compiled.unpriced_calls == 6 and found.predicted_attention_s > 0
+    kernels_s = stage.compiled.modelled_compute_s
+    assert (kernels_s > 0) == has_tables
+    if has_tables:
+        kernels_s += found.predicted_attention_s
+        assert 0.4 < kernels_s / plan.prediction.compute_s < 1.2
     scores_bytes = 16 // 8 * 4 * 2048**2 * 2
-    assert 0 < stage.compiled.temp_bytes < scores_bytes
+    # Plain attention holds scores and their gradients at once.
+    assert 0 < stage.compiled.temp_bytes < 2 * scores_bytes
     assert plan.prediction.peak_memory_bytes == pytest.approx(stage.compiled.peak_bytes, rel=0.3)
 
 

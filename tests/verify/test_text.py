@@ -4,7 +4,12 @@ cycles.
 
 import pytest
 
-from aliquot.verification._text import compiled_collectives, estimated_cycles
+from aliquot.verification._text import (
+    compiled_collectives,
+    estimated_cycles,
+    modelled_compute_s,
+    unpriced_calls,
+)
 
 TABLES = """HloModule step, is_scheduled=true
 
@@ -78,3 +83,36 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 }
 """
     assert estimated_cycles(text) == 45
+
+
+def test_the_compute_of_a_gpu_is_what_its_kernels_are_expected_to_take():
+    """Of several figures that of the model of indices counts, then that of measured products;
+    collectives and calls of cuDNN are left out.
+    """
+
+    def costs(**named: float) -> str:
+        listed = ",".join(
+            f'{{"end_to_end_cycles":1.5,"exec_time_us":{us},"name":"{name}"}}'
+            for name, us in named.items()
+        )
+        return f'backend_config={{"queue":"0","reification_cost":[{listed}],"device":"X"}}'
+
+    exact = costs(**{"": 90, "sol": 80, "indexing-cost-model": 7})
+    text = f"""%fused (q: f32[8]) -> f32[8] {{
+  %inner = f32[8]{{0}} add(%q, %q), {costs(sol=1000)}
+}}
+
+%body (p: f32[8]) -> f32[8] {{
+  %a = f32[8]{{0}} fusion(%p), calls=%fused, {exact}
+  %c = f32[8]{{0}} custom-call(%a), custom_call_target="__cudnn$fmhaSoftmax", {costs()}
+  %g = f32[8]{{0}} all-reduce-start(%a), {costs(sol=500)}
+}}
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %b = f32[8]{{0}} custom-call(%p), custom_call_target="__cublas$gemm", {costs(**{"": 9, "sol": 3})}
+  %d = f32[8]{{0}} copy(%p), {costs(**{"": 2})}
+  %w = f32[8]{{0}} while(%b), body=%body, backend_config={{"known_trip_count":{{"n":"4"}}}}
+}}
+"""
+    assert modelled_compute_s(text) == pytest.approx((4 * 7 + 3 + 2) * 1e-6)
+    assert unpriced_calls(text) == 4
