@@ -13,7 +13,9 @@ import aliquot as aq
 from aliquot.verification import CompilerMissingError, require_compiler, resolve_target
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+SCRIPTS = sorted(
+    (path.name for path in EXAMPLES.glob("*.py")), key=lambda name: int(name.split("_")[0])
+)
 PIPELINE = "5_pipeline_with_a_trace.py"
 TPU = "6_verify_for_a_tpu.py"
 RAY = "9_two_hosts_under_ray.py"

@@ -70,6 +70,7 @@ class Checkpoints:
     With several processes all must make the same calls. Nothing is touched before the first one.
     Use it in a `with` statement, or call `close` at the end.
 
+        step = aq.parallelize(train_step, plan).prepare(state, batch)
         with aq.Checkpoints("run/checkpoints", every=100, keep=3) as checkpoints:
             restored = checkpoints.restore(step)
             first = restored.number if restored else 0
