@@ -162,7 +162,7 @@ def clipped(monkeypatch):
     from aliquot.zoo import _update
 
     chain = optax.chain(optax.clip_by_global_norm(1e6), optax.adamw(1e-3))
-    monkeypatch.setitem(_update.OPTIMIZERS, "adamw", lambda learning_rate: chain)
+    monkeypatch.setitem(_update.OPTIMIZERS, "adamw", lambda *_: chain)
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,8 @@ def tight_problem():
     """A problem whose program without a memory limit does not fit, and the problem without it."""
     cluster = Cluster.preset("2x2xH100")
     # Without overlap the relaxations of the free problem are integral: nothing is left to search.
-    device = replace(cluster.device, calibration={"overlap_fraction": 0.0})
+    calibration = {"overlap_fraction": 0.0, "activation_overlap": 0.0}
+    device = replace(cluster.device, calibration=calibration)
     problem = make_problem(aq.capture(*deep(1024, 4096, 4)), replace(cluster, device=device))
     free = WholeProgram().solve(problem)
     peak_bytes = timeline(known_memory(free.priced, free.picks), free.priced, free.picks).max()

@@ -45,8 +45,10 @@ def planned(width, rows, cluster, count=None, method=None):
     return aq.plan(step, *arguments(width, rows), cluster=Cluster.preset(cluster), method=method)
 
 
-def task_of(width, rows, cluster):
-    return Task(graph=aq.capture(step, *arguments(width, rows)), cluster=Cluster.preset(cluster))
+def task_of(width, rows, cluster, **calibration):
+    where = Cluster.preset(cluster)
+    where = replace(where, device=replace(where.device, calibration=calibration))
+    return Task(graph=aq.capture(step, *arguments(width, rows)), cluster=where)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +119,13 @@ def test_all_divisors_that_fill_a_host_are_tried_first():
     assert small == [24, 48]
 
 
-def test_chains_between_two_that_were_priced_are_near():
-    task, counts = task_of(512, 1024, "2x4xA100-40GB"), [2, 8, 64]
+@pytest.mark.parametrize(("overlap", "most"), [(False, 0.2), (True, 0.6)])
+def test_chains_between_two_that_were_priced_are_near(overlap, most):
+    """Where collectives hide, passes bend at the number of micro-batches from which they no longer
+    do, and figures between two numbers are less exact.
+    """
+    calibration = {} if overlap else {"overlap_fraction": 0.0, "activation_overlap": 0.0}
+    task, counts = task_of(512, 1024, "2x4xA100-40GB", **calibration), [2, 8, 64]
     price = functools.partial(
         price_layers, task, intra=aq.ILP(), helper=HelperProcess(wanted=False)
     )
@@ -134,7 +141,7 @@ def test_chains_between_two_that_were_priced_are_near():
         passes, wanted = (c.forward_s + c.backward_s for c in (chain, exact))
         return np.abs(np.log(passes / wanted[:, columns])).max()
 
-    assert error(drawn) < 0.2 < error(coarse.chains[1])
+    assert error(drawn) < most < error(coarse.chains[1])
 
 
 def test_figures_are_drawn_from_the_nearest_numbers_that_were_priced():

@@ -58,7 +58,8 @@ def test_a_large_vocabulary_is_split():
 
 
 def test_experts_are_split_by_expert():
-    plan = best(experts(8, 64, 512, 2048))
+    """With so many rows that each expert's products fill a device."""
+    plan = best(experts(8, 1024, 512, 2048))
     found = splits(plan)
     assert (
         found["state.params.up"] == found["state.params.down"] == found["batch.x"] == ("x", "", "")

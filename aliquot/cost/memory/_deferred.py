@@ -229,7 +229,9 @@ def _moved_at_most(priced: Priced, waits: list[Resident], update: int) -> tuple[
         return math.inf, update
     layers = max(e.count for e in edges)
     begin = min(int(r.deaths.min()) for r in waits)
-    layer = (update - begin) / layers
+    # Stages of a pipeline may have no update of their own.
+    span = max(update - begin, 0)
+    layer = span / layers
     most = LAYERS_MOVED / compute_per_gather(priced) * layer
     devices = math.prod(priced.axis_sizes)
     small = sum(
@@ -239,7 +241,7 @@ def _moved_at_most(priced: Priced, waits: list[Resident], update: int) -> tuple[
     )
     # Until as much as is combined has come together.
     share = min(target.combined_bytes / small, 1.0) if small else 1.0
-    return most, int(share * (update - begin))
+    return most, int(share * span)
 
 
 class _GradientSum:
