@@ -13,7 +13,7 @@ from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
 from aliquot.planners.intra.ilp._judging import model_of
 
-_CLUSTER = Cluster.preset("2x4xV100-16GB")
+_CLUSTER = Cluster.preset("8xV100-16GB")
 _UNLIMITED = 1e15
 
 
@@ -21,7 +21,7 @@ _UNLIMITED = 1e15
 def priced():
     work = zoo.build(zoo.configure("gpt-125m", num_layers=2), 8, scan=True)
     graph = aq.capture(work.train_step, work.state, work.batch)
-    return price(make_problem(graph, _CLUSTER), LogicalMesh(shape=(2, 4), cluster=_CLUSTER))
+    return price(make_problem(graph, _CLUSTER), LogicalMesh(shape=(8,), cluster=_CLUSTER))
 
 
 def peak(search, picks):
