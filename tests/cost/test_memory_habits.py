@@ -431,3 +431,21 @@ def test_less_is_gathered_ahead_where_products_take_long_compared_with_gathers()
         )
 
     assert gathered_at_the_start(4096) < gathered_at_the_start(4)
+
+
+@pytest.mark.parametrize("method", [DataParallel(), Zero3Parallel()], ids=["dp", "zero3"])
+def test_a_table_alone_is_trained_without_products_for_gradients(method):
+    def train_step(state, rows):
+        def loss(table):
+            hidden = jnp.take(table, rows, axis=0) @ state["up"] @ state["down"]
+            return jnp.mean(jnp.tanh(hidden) ** 2)
+
+        grad = jax.grad(loss)(state["table"])
+        return {**state, "table": state["table"] - 0.1 * grad}
+
+    sizes = {"table": (4096, 1024), "up": (1024, 512), "down": (512, 1024)}
+    state = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+    rows = jax.ShapeDtypeStruct((64, 8), jnp.int32)
+    plan = aq.plan(train_step, state, rows, cluster=Cluster.preset("8xH100"), method=method)
+    table_bytes = 4 * 4096 * 1024 / (8 if method == Zero3Parallel() else 1)
+    assert plan.prediction.peak_memory_bytes > table_bytes

@@ -232,7 +232,9 @@ def _moved_at_most(priced: Priced, waits: list[Resident], update: int) -> tuple[
     # Stages of a pipeline may have no update of their own.
     span = max(update - begin, 0)
     layer = span / layers
-    most = LAYERS_MOVED / compute_per_gather(priced) * layer
+    ratio = compute_per_gather(priced)
+    # Lookups are gradients without products.
+    most = LAYERS_MOVED * layer / ratio if ratio else math.inf
     devices = math.prod(priced.axis_sizes)
     small = sum(
         e.num_bytes * e.count / devices
