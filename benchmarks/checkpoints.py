@@ -177,10 +177,14 @@ def _start(
     """
     lines: queue.Queue[str] = queue.Queue()
     found: list[dict[str, Any]] = []
+
+    def read(stream: Any) -> None:
+        for line in stream:
+            lines.put(line)
+
     with processes.started(RUN, count, folder, json.dumps(case), port=coordinator_port()) as runs:
         readers = [
-            threading.Thread(target=lambda s=run.stdout: [lines.put(x) for x in s], daemon=True)  # type: ignore[misc]
-            for run in runs[:1]
+            threading.Thread(target=read, args=(run.stdout,), daemon=True) for run in runs[:1]
         ]
         # Pipes that nobody reads would stop those who write.
         readers += [

@@ -90,7 +90,7 @@ def main() -> int:
     if chosen.quick:
         cases = cases[::10]
     rows = _predict_all([case for case in cases if case.pipeline == 1], left_out)
-    shares = {}
+    shares: dict[str, float] = {}
     if chosen.fit:
         rows, shares = _fit(rows)
         _write_errors(rows)
