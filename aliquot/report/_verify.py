@@ -71,12 +71,12 @@ def _facts(figures: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterable[tup
         yield "programs", "; ".join(_program(each) for each in stage["programs"])
     elif stage["compiler_compute_s"]:
         kernels_s, attention_s = stage["compiler_compute_s"], figures["predicted_attention_s"]
-        more = (
-            f" and the plan's {format_seconds(attention_s)} of cuDNN's attention, of which XLA has"
-            " no model"
-            if attention_s
-            else ""
-        )
+        more = ""
+        if attention_s:
+            more = f" and the plan's {format_seconds(attention_s)} of cuDNN's attention"
+        elif stage["calls_without_a_time"]:
+            more = f", without {stage['calls_without_a_time']:.0f} calls of cuDNN"
+        more += ", of which XLA has no model" if more else ""
         yield (
             "compute",
             (

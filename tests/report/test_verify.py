@@ -1,0 +1,28 @@
+"""What `aliquot verify` says of the compute that a compiler expects."""
+
+from dataclasses import replace
+
+import pytest
+from sample_plans import sample_plan
+from verify.verdicts import verified
+
+from aliquot.report._verify import _facts
+
+
+@pytest.mark.parametrize(
+    ("calls", "attention_s", "said"),
+    [
+        (0, 0.0, "2.0 ms at full clock by XLA's models of its kernels; predicted 1.00 s"),
+        (4, 0.5e-3, "2.5 ms at full clock by XLA's models of its kernels and the plan's 500.0 us"),
+        (4, 0.0, "kernels, without 4 calls of cuDNN, of which XLA has no model"),
+    ],
+)
+def test_the_second_opinion_on_compute_says_what_it_leaves_out(calls, attention_s, said):
+    found = verified(sample_plan(), 500)
+    (stage,) = found.stages
+    compiled = replace(stage.compiled, modelled_compute_s=2e-3, unpriced_calls=calls)
+    found = replace(
+        found, predicted_attention_s=attention_s, stages=(replace(stage, compiled=compiled),)
+    )
+    figures = found.to_dict()
+    assert said in dict(_facts(figures, figures["stages"][0]))["compute"]
