@@ -9,6 +9,7 @@ its state on the same machine, and by its silence on others.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import selectors
 import signal
@@ -108,6 +109,7 @@ class Peers:
         self._failed: set[int] = set()
         self._gone = threading.Event()
         self._is_leaving = self._is_failing = False
+        self._ends_at_s: float | None = None
         self._machine = Hello.own(met.process, met.count, "").machine
         self._heard = dict.fromkeys(met.lines, time.monotonic())
         self._stopped: dict[int, float] = {}
@@ -117,7 +119,8 @@ class Peers:
         for line in met.lines.values():
             _probe(line.socket)
         _delay_aborts()
-        threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True)
+        self._watcher.start()
 
     @property
     def channels(self) -> Channels:
@@ -134,6 +137,9 @@ class Peers:
         """Tell process 0 what this process does next, without waiting. If another process does
         something else, process 0 ends all.
         """
+        if self._ends_at_s is not None:
+            # The watching thread ends this process.
+            threading.Event().wait()
         if self.process == 0:
             self._compare(0, call)
         else:
@@ -142,17 +148,25 @@ class Peers:
     def _compare(self, k: int, call: Call) -> None:
         """In process 0: compare the next call of process `k` with those of the others."""
         why = self._calls.note(k, call)
-        if why:
+        if why and self._ends_at_s is None:
             self._say_to_all(Differ(why[:_LONGEST]))
             self._end_all(why)
 
     def _end_all(self, why: str) -> None:
-        """Print in what processes differ, and end this one, unless it ends by itself."""
-        if self._is_failing:
-            self._is_leaving = True
-        else:
-            os.write(2, f"\naliquot: {why}\n  Exit code {EXIT_CODE}.\n".encode())
-            end_at_once(EXIT_CODE)
+        """Print in what processes differ, and end this one, unless it ends by itself.
+
+        Process 0 ends after the others, or `_LAST_S` later: one that is about to fail would be
+        aborted without JAX's service, which runs in process 0.
+        """
+        code = "" if self._is_failing else f"  Exit code {EXIT_CODE}.\n"
+        os.write(2, f"\naliquot: {why}\n{code}".encode())
+        if not self._is_failing:
+            if self.process:
+                end_at_once(EXIT_CODE)
+            self._ends_at_s = time.monotonic() + _LAST_S
+        self._is_leaving = True
+        if self._ends_at_s is not None and threading.current_thread() is not self._watcher:
+            threading.Event().wait()
 
     def leave(self, timeout_s: float | None = None) -> bool:
         """Wait until all processes call this; from then on the end of a connection is no failure.
@@ -215,7 +229,7 @@ class Peers:
         for k, line in self._met.lines.items():
             selector.register(line.socket, selectors.EVENT_READ, k)
         spoken = 0.0
-        while selector.get_map():
+        while selector.get_map() and time.monotonic() < (self._ends_at_s or math.inf):
             for event, _ in selector.select(_ROUND_S):
                 if not self._hear(event.data, self._met.lines[event.data]):
                     selector.unregister(event.fileobj)
@@ -224,6 +238,8 @@ class Peers:
                 self._say_to_all(Lives())
                 for k in self._met.lines:
                     self._look_at(k)
+        if self._ends_at_s is not None:
+            end_at_once(EXIT_CODE)
         self._gone.set()
 
     def _hear(self, k: int, line: Line) -> bool:
