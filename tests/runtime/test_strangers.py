@@ -1,6 +1,7 @@
 """Nobody who does not know the secret of a run takes part in it, ends it or holds it up."""
 
 import contextlib
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -178,6 +179,16 @@ def test_who_listens_at_the_address_must_prove_the_secret_too(answer, monkeypatc
         assert "process 1 found nobody of its run at 127.0.0.1:" in capsys.readouterr().err
     for connection in held:
         connection.close()
+
+
+def test_who_is_gone_before_it_is_turned_away_leaves_no_open_connection(reception):
+    _, arrived, address = reception
+    open_line(*address, key=b"key", purpose="meeting", hello=5).close()
+    wait_for(lambda: arrived)
+    line = arrived[0][1]
+    line.socket.shutdown(socket.SHUT_WR)
+    _meeting._turn_away(line, "all have come")
+    assert line.socket.fileno() == -1
 
 
 def test_process_0_says_at_the_end_that_another_secret_came(capsys):

@@ -264,7 +264,7 @@ def _turn_all_away(
 def _turn_away(line: Line, text: str) -> None:
     with suppress(OSError):
         line.send(Refused(text=text))
-        line.close()
+    line.close()
 
 
 def join(host: str, port: int, own_hello: Hello, secret: bytes, timeout_s: float) -> Met:
