@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sharding import rule_cases_shapes
 from sharding.rule_cases import RULE_CASES
 from sharding.rule_cases_elementwise import ABSENT
 from sharding.splitting import (
@@ -23,6 +24,7 @@ from aliquot.graph import _jax_compat as compat
 from aliquot.sharding import registered_primitives
 
 LINKS = {"scan_slice", "scan_stack", "tie"}
+EXCHANGING = {"concatenate", "pad", "reshape", "rev", "slice", "split", "tile"}
 RUN = [case for case in RULE_CASES if case.runs]
 
 
@@ -53,6 +55,31 @@ def test_every_split_computes_the_same_numbers(case, mesh):
             )
         for split, got in zip(alone + placed, results, strict=True):
             assert_same(got, want, case, split)
+
+
+@pytest.mark.parametrize("case", [c for c in RUN if c.primitive in EXCHANGING], ids=str)
+def test_elements_are_exchanged_along_the_named_dims_only(case):
+    for op, op_rule, operands in operators(case):
+        sizes = [np.size(operand) for operand in operands]
+        starts = np.cumsum([0, *sizes])
+        # Each element is its own number, by which it is found in the results.
+        numbered = [
+            (start + np.arange(size)).reshape(np.shape(operand)).astype(np.asarray(operand).dtype)
+            for start, size, operand in zip(starts, sizes, operands, strict=False)
+        ]
+        moved = frozenset().union(*op_rule.exchanged)
+        for result, dims in zip(compat.bind(op.eqn, numbered), op_rule.results, strict=True):
+            for place, number in np.ndenumerate(np.asarray(result)):
+                k = int(np.searchsorted(starts, number, side="right")) - 1
+                came_from = np.unravel_index(int(number) - starts[k], np.shape(numbered[k]))
+                for before, factors in enumerate(op_rule.operands[k]):
+                    if factors != "1" and not moved & set(factors) and factors in dims:
+                        assert came_from[before] == place[dims.index(factors)]
+
+
+def test_each_rule_that_exchanges_has_a_case():
+    shapes = [c for c in rule_cases_shapes.CASES if c.runs]
+    assert {c.primitive for c in shapes for _, r, _ in operators(c) if r.exchanged} == EXCHANGING
 
 
 @pytest.mark.parametrize("case", RUN, ids=str)
