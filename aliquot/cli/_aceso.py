@@ -79,6 +79,7 @@ def evaluate(
         evaluate_configuration,
         load_database,
         make_chain,
+        measured_size,
         read_chain,
         read_configuration,
     )
@@ -98,10 +99,11 @@ def evaluate(
                 f"Nothing is known of the operators of {read.model_name!r}; known are"
                 f" {', '.join(known)}. Describe them in a file and pass it with --chain."
             )
-        operators = make_chain(
-            read_chain(chain) if chain else known[read.model_name], read.settings
+        description = read_chain(chain) if chain else known[read.model_name]
+        operators = make_chain(description, read.settings)
+        measured = load_database(
+            database, f"{read.model_name}_{measured_size(description, read.model_size)}"
         )
-        measured = load_database(database, f"{read.model_name}_{read.model_size}")
 
         def judge(faults: Faults) -> Any:
             return evaluate_configuration(

@@ -101,15 +101,14 @@ class _Results:
 
 
 def _search_all(database: Path, say: Session) -> _Results:
-    from ..interop.aceso import built_in_chains, models_in
+    from ..interop.aceso import built_in_chains, measured_size, models_in
 
     known = models_in(database)
     by_case: dict[tuple[str, str], SearchResult] = {}
     missing = []
     for family, sizes in _SIZES.items():
         for size, (nodes, per_node) in zip(sizes, _DEVICES, strict=True):
-            measured_as = built_in_chains()[family]["sizes"][size].get("measured_as", size)
-            if f"{family}_{measured_as}" not in known:
+            if f"{family}_{measured_size(built_in_chains()[family], size)}" not in known:
                 missing.append(f"{family} {size}")
                 continue
             batches = _CONVOLUTIONS if family == "resnet" else _TRANSFORMER

@@ -74,7 +74,7 @@ def _option(step: SegmentedStep, node: int, choice: Choice) -> str:
 
 
 def _factor(step: SegmentedStep, node: int, factor: int) -> str:
-    """The role of a factor in a product: contraction, batch, expert, output or sequence."""
+    """The role of a factor in a product: contraction, batch, expert, head, output or sequence."""
     nodes = step.problem.nodes
     results = [e.source_projection[factor] for e in nodes.edges if e.source == node]
     if results and all(dim < 0 for dim in results):
@@ -91,7 +91,7 @@ def _factor(step: SegmentedStep, node: int, factor: int) -> str:
         if e.target == node and e.kind == "operand"
     )
     if all(dim >= 0 for dim in operands):
-        return "expert"
+        return "expert" if of_parameter else "head"
     return "output" if of_parameter else "sequence"
 
 

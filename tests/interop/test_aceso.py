@@ -18,6 +18,7 @@ from aliquot.interop.aceso import (
     evaluate_configuration,
     load_database,
     make_chain,
+    measured_size,
     models_in,
     read_chain,
     read_configuration,
@@ -208,6 +209,16 @@ def test_the_command_line_shows_and_evaluates(files):
     )
     found = run("aceso", "evaluate", configuration, *options, "--memory-limit-mb", 100)
     assert found.exit_code == 1 and "does not fit" in found.stdout
+
+
+def test_a_size_may_be_evaluated_by_the_measurements_of_another(files, tmp_path):
+    database, chain, configuration = files
+    chain.write_text(chain.read_text() + '\n[sizes]\n"2B" = { measured_as = "1B" }\n')
+    deeper = write_toy_configuration(tmp_path / "deeper.json", model_size="2B")
+    options = ("--database", database, "--chain", chain, "--gpus-per-node", 3, "--json")
+    own, other = (run("aceso", "evaluate", path, *options) for path in (configuration, deeper))
+    assert json.loads(own.stdout) == json.loads(other.stdout)
+    assert measured_size(built_in_chains()["t5"], "22B") == "11B"
 
 
 def test_a_model_without_a_built_in_chain_is_refused_with_advice(files):

@@ -153,9 +153,11 @@ IMPORTED = {
     "recomputed": [(27, 4, attention_again), (28, 4, degrees(2, again=1))],
     "some layers recomputed": [(27, 4, first_layers_again), (28, 4, degrees(1, again=1))],
     "layers that differ": [(40, 4, layers_by_turns), (15, 4, degrees(2))],
+    "micro-batches of one": [(15, 2, degrees(2)), (14, 2, degrees(2)), (26, 4, degrees(4))],
 }
+MICRO_BATCHES = {"three degrees": 8, "micro-batches of one": 1}
 # The others combine what these hold one by one.
-QUICK = {"algorithm 1", "three degrees", "recomputed"}
+QUICK = {"algorithm 1", "three degrees", "recomputed", "micro-batches of one"}
 
 
 def imported(folder, stages, *options, num_layers=4, **settings):
@@ -182,7 +184,7 @@ def case(tmp_path_factory):
     @functools.cache
     def make(name):
         folder = tmp_path_factory.mktemp("case")
-        micro = 8 if name == "three degrees" else 4
+        micro = MICRO_BATCHES.get(name, 4)
         return imported(folder, IMPORTED[name], "--dtype", "float64", micro=micro), folder
 
     return make
@@ -245,7 +247,7 @@ def test_imported_configurations_run_as_the_plain_step(case, name):
 
 
 def test_degrees_come_back_as_they_were(case):
-    for name in ("uniform", "algorithm 1", "mixed", "three degrees"):
+    for name in ("uniform", "algorithm 1", "mixed", "three degrees", "micro-batches of one"):
         _, folder = case(name)
         done = run("aceso", "export", folder / "plan.json", "--out", folder / "again.json")
         assert done.exit_code == 0, done.output

@@ -319,4 +319,8 @@ def test_blocks_are_described_with_the_plans_of_every_product():
     first, second = [p for p in experts["products"] if p["phase"] == "forward"]
     # Megatron's way: what splits the first product's output splits the second's sum.
     assert (first["plans"][3], second["plans"][3]) == ("output on x", "contraction on x")
+    # Attention multiplies two activations by heads, which no parameter has as experts do.
+    attention = next(b for b in answer["blocks"] if b is not experts)
+    plans = {plan for product in attention["products"] for plan in product["plans"]}
+    assert "head on x" in plans and "expert on x" not in plans
     assert answer["segments"]["sequence"] == [0, 1, 2, 3]

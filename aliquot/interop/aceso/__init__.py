@@ -11,6 +11,7 @@ from ._chain import Operator as Operator
 from ._chain import OperatorChain as OperatorChain
 from ._chain import built_in_chains as built_in_chains
 from ._chain import make_chain as make_chain
+from ._chain import measured_size as measured_size
 from ._chain import read_chain as read_chain
 from ._configuration import Configuration as Configuration
 from ._configuration import StageConfiguration as StageConfiguration

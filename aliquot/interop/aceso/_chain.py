@@ -113,6 +113,13 @@ def make_chain(description: Mapping[str, Any], sizes: Mapping[str, Any]) -> Oper
     )
 
 
+def measured_size(description: Mapping[str, Any], size: str) -> str:
+    """The size whose measurements hold for a size of this family: its own, if nothing else is
+    said.
+    """
+    return str(description.get("sizes", {}).get(size, {}).get("measured_as", size))
+
+
 def _groups(description: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     groups = description.get("groups")
     if not isinstance(groups, list) or not all(

@@ -57,7 +57,8 @@ class Product:
         node: its node.
         operators: the operators of the chain to which it belongs, one for each copy.
         batch: factors that count examples.
-        kinds: kinds of the other factors that tensor parallelism may split.
+        kinds: kinds of the other factors that tensor parallelism may split, in the order in which
+            these are considered.
         result: the port of its result, as the product splits it.
         landed: the port of its result where it is used; None if it is not used.
         sources: for each operand that is an activation, its port as the product splits it, and its
@@ -98,7 +99,12 @@ def products_of(problem: Problem, operators: OperatorMap, ops: Sequence[int]) ->
             node=result.node,
             operators=tuple(operators.of_op[ops[index]] for index in copies),
             batch=problem.nodes.batch_factors[result.node],
-            kinds=_kinds(site, is_weight, problem.nodes.batch_factors[result.node]),
+            kinds=_kinds(
+                site,
+                is_weight,
+                problem.nodes.batch_factors[result.node],
+                [factor.size for factor in problem.nodes.nodes[result.node].factors],
+            ),
             result=result,
             landed=landed[0] if landed and landed[0].node >= 0 else None,
             sources=tuple(
@@ -114,8 +120,14 @@ def products_of(problem: Problem, operators: OperatorMap, ops: Sequence[int]) ->
     return sorted(products, key=lambda product: product.node)
 
 
-def _kinds(site: Site, is_weight: Sequence[bool], batch: frozenset[int]) -> dict[int, str]:
-    """Kinds of the factors, other than those of the batch, that tensor parallelism may split."""
+def _kinds(
+    site: Site, is_weight: Sequence[bool], batch: frozenset[int], sizes: Sequence[int]
+) -> dict[int, str]:
+    """Kinds of the factors, other than those of the batch, that tensor parallelism may split.
+
+    Those of size 1 come last. The examples of a micro-batch of one are such a factor: the batch has
+    none then, and in a product of two activations it could pass for heads.
+    """
     of_result = _factors(site.results[0][0])
     weights, activations = set[int](), list[set[int]]()
     for port, weight in zip(site.operands, is_weight, strict=True):
@@ -124,7 +136,7 @@ def _kinds(site: Site, is_weight: Sequence[bool], batch: frozenset[int]) -> dict
         elif port is not None:
             activations.append(_factors(port))
     kinds = {}
-    for f in {*weights, *of_result} - batch:
+    for f in sorted({*weights, *of_result} - batch, key=lambda f: (sizes[f] == 1, f)):
         read = [f in factors for factors in activations]
         if not weights and all(read):
             kinds[f] = HEADS

@@ -191,9 +191,7 @@ class StageSplits:
             only = ", ".join(map(str, range(max(len(kinds), 1))))
             self._fault(operator, f"there is no algorithm {algorithm}, only {only}")
             return
-        factor = next(
-            (f for f, kind in sorted(product.kinds.items()) if kind in kinds[algorithm:][:1]), -1
-        )
+        factor = next((f for f, kind in product.kinds.items() if kind in kinds[algorithm:][:1]), -1)
         self._decide(operator, product.node, product.batch, factor, tensor)
 
     def _decide_arrays(self, product: Product) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ....core import InputError
-from .._chain import built_in_chains, make_chain, read_chain
+from .._chain import built_in_chains, make_chain, measured_size, read_chain
 from .._database import load_database
 from .._judge import Judge
 from ._problem import SearchProblem, require_measured
@@ -59,14 +59,14 @@ def read_problem(
     settings = dict(
         _settings(description, model, size, own=chain is not None or num_layers is not None)
     )
-    measured_as = settings.pop("measured_as", size)
+    settings.pop("measured_as", None)
     if num_layers is not None:
         settings["num_layers"] = num_layers
     elif not _repeats_known(description, settings):
         raise InputError(f"{model} {size} has no number of layers of its own. Give --num-layers.")
     problem = SearchProblem(
         chain=make_chain(description, settings),
-        database=load_database(folder, f"{model}_{measured_as}"),
+        database=load_database(folder, f"{model}_{measured_size(description, size)}"),
         model_name=model,
         model_size=size,
         settings=settings,
