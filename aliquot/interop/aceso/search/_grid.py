@@ -1,9 +1,11 @@
 """The grid: configurations whose stages all have the same number of devices, degrees and rule for
-recomputation, as an expert would set them by hand, with cuts that balance the stages.
+recomputation, as an expert would set them by hand, with cuts that balance the stages as far as
+their memory allows.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +15,12 @@ from numpy.typing import NDArray
 
 from .._configuration import Configuration, StageConfiguration
 from ._problem import Incumbents, OnProgress, Progress, SearchProblem, SearchResult, space_name
-from ._quotes import recompute_levels
+from ._quotes import recompute_levels, stage_memory_mb
 from ._space import Floats, StageSpace
 
 _LEVELS = 7
+# Bisections end when the slowest stage is known to this share.
+_CLOSE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +48,16 @@ class Grid:
         best = Incumbents(problem, lambda: time.perf_counter() - began, keep=self.keep)
         for configuration in start:
             best.offer(configuration)
-        points = sorted(_points(problem), key=lambda point: point[0])
-        for estimate_us, configuration in points[: self.best_of]:
-            # Balanced times leave out transfers and the filling of the pipeline, so no later point
-            # is faster.
-            if estimate_us >= best.worst_us:
+        points = sorted(_points(problem), key=lambda point: point.least_us)
+        for point in points[: self.best_of]:
+            # Times spread evenly leave out transfers and the filling of the pipeline, so no later
+            # point is faster.
+            if point.least_us >= best.worst_us:
                 break
-            best.offer(configuration)
+            cuts = point.cuts(problem)
+            if cuts is None:
+                continue
+            best.offer(point.configuration(problem, cuts))
             if on_progress is not None:
                 on_progress(
                     Progress(
@@ -71,63 +78,102 @@ class Grid:
         )
 
 
-def _points(problem: SearchProblem) -> Iterator[tuple[float, Configuration]]:
-    """All configurations of the grid, each with the time of its balanced stages in
-    microseconds.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Point:
+    """A point of the grid.
+
+    Attributes:
+        micro_batch, space, state, recompute: the same for all stages.
+        stages: their number.
+        times: time of each operator for one micro-batch.
+        least_us: time of a step if the times were spread evenly over the stages.
     """
+
+    micro_batch: int
+    space: StageSpace
+    state: int
+    recompute: NDArray[np.bool_]
+    stages: int
+    times: Floats
+    least_us: float
+
+    def cuts(self, problem: SearchProblem) -> list[int] | None:
+        """The cuts that minimise the longest stage and let each stage fit, by bisection over its
+        time; None if there are none.
+        """
+        sums = np.concatenate([[0.0], np.cumsum(self.times)])
+        best = self._greedy(problem, sums, np.inf)
+        if best is None:
+            return None
+        low, high = float(self.times.max()), float(np.diff(sums[best]).max())
+        while high > low * (1 + _CLOSE):
+            cuts = self._greedy(problem, sums, (low + high) / 2)
+            if cuts is None:
+                low = (low + high) / 2
+            else:
+                best, high = cuts, float(np.diff(sums[cuts]).max())
+        return best
+
+    def _greedy(self, problem: SearchProblem, sums: Floats, longest: float) -> list[int] | None:
+        """Cuts that give each stage as many operators as it has time and memory for, the first
+        stage first; None if operators are left over.
+
+        Later stages hold fewer micro-batches, so no other cuts leave less to them.
+        """
+        cuts, num = [0], len(self.times)
+        for behind in range(self.stages - 1, -1, -1):
+            first = cuts[-1]
+            in_flight = problem.in_flight(self.micro_batch, behind)
+            memory_mb = stage_memory_mb(self.space, self.state, self.recompute, first, in_flight)
+            fits = (sums[first + 1 :] - sums[first] <= longest * (1 + 1e-12)) & (
+                memory_mb <= problem.memory_limit_mb
+            )
+            # Every later stage needs an operator, too. A longer stage may need less memory: what
+            # its last operator keeps is not recomputed.
+            lengths = np.flatnonzero(fits[: num - behind - first])
+            if not len(lengths):
+                return None
+            cuts.append(first + int(lengths[-1]) + 1)
+        return cuts if cuts[-1] == num else None
+
+    def configuration(self, problem: SearchProblem, cuts: Sequence[int]) -> Configuration:
+        """The point's configuration with these cuts."""
+        tensor, data, algorithm = self.space.states[self.state]
+        return problem.configuration(
+            self.micro_batch,
+            tuple(
+                StageConfiguration(
+                    num_devices=self.space.num_devices,
+                    tensor=(tensor,) * (last - first),
+                    data=(data,) * (last - first),
+                    algorithm=(algorithm,) * (last - first),
+                    recompute=tuple(self.recompute[first:last].tolist()),
+                )
+                for first, last in itertools.pairwise(cuts)
+            ),
+        )
+
+
+def _points(problem: SearchProblem) -> Iterator[_Point]:
     for micro_batch in problem.micro_batches:
         for n, space in problem.spaces(micro_batch).items():
             if problem.num_devices % n or problem.num_devices // n > problem.max_stages:
                 continue
             stages = problem.num_devices // n
-            for state, (tensor, data, algorithm) in enumerate(space.states):
+            for state, (*_, algorithm) in enumerate(space.states):
                 if algorithm != space.states[0][2] or not space.valid[:, state].all():
                     continue
                 for recompute in recompute_levels(space, state, _LEVELS):
-                    cuts, slowest = balance(_times(space, state, recompute), stages)
-                    configured = tuple(
-                        StageConfiguration(
-                            num_devices=n,
-                            tensor=(tensor,) * (last - first),
-                            data=(data,) * (last - first),
-                            algorithm=(algorithm,) * (last - first),
-                            recompute=tuple(recompute[first:last].tolist()),
-                        )
-                        for first, last in zip(cuts, cuts[1:], strict=False)
+                    times = space.busy_us[space.kinds, state] + np.where(
+                        recompute, space.again_us[space.kinds, state], 0.0
                     )
-                    count = problem.num_micro_batches(micro_batch)
-                    yield slowest * count, problem.configuration(micro_batch, configured)
-
-
-def _times(space: StageSpace, state: int, recompute: NDArray[np.bool_]) -> Floats:
-    kinds = space.kinds
-    times: Floats = space.busy_us[kinds, state] + np.where(
-        recompute, space.again_us[kinds, state], 0.0
-    )
-    return times
-
-
-def balance(times: Floats, stages: int) -> tuple[list[int], float]:
-    """Cuts that minimise the longest stage, by bisection over its time; also that time."""
-    sums = np.concatenate([[0.0], np.cumsum(times)])
-    low, high = max(float(times.max()), float(sums[-1]) / stages), float(sums[-1])
-    for _ in range(40):
-        middle = (low + high) / 2
-        if len(_greedy(sums, middle)) <= stages + 1:
-            high = middle
-        else:
-            low = middle
-    cuts = _greedy(sums, high)
-    while len(cuts) < stages + 1:
-        widths = np.diff(cuts)
-        at = int(widths.argmax())
-        cuts.insert(at + 1, cuts[at] + int(widths[at]) // 2)
-    return cuts, high
-
-
-def _greedy(sums: Floats, longest: float) -> list[int]:
-    cuts, num = [0], len(sums) - 1
-    while cuts[-1] < num:
-        end = int(np.searchsorted(sums, sums[cuts[-1]] + longest * (1 + 1e-12), side="right")) - 1
-        cuts.append(max(min(end, num), cuts[-1] + 1))
-    return cuts
+                    slowest = max(float(times.max()), float(times.sum()) / stages)
+                    yield _Point(
+                        micro_batch=micro_batch,
+                        space=space,
+                        state=state,
+                        recompute=recompute,
+                        stages=stages,
+                        times=times,
+                        least_us=slowest * problem.num_micro_batches(micro_batch),
+                    )

@@ -192,6 +192,40 @@ def recompute_levels(space: StageSpace, state: int, count: int) -> list[NDArray[
     return levels
 
 
+def stage_memory_mb(
+    space: StageSpace, state: int, recompute: NDArray[np.bool_], first: int, in_flight: int
+) -> Floats:
+    """Memory of the uniform stages that begin with operator `first`, by their number of operators
+    less one.
+    """
+    kinds = space.kinds[first:]
+    weights = np.cumsum(space.weights_mb[kinds, state])
+    kept = space.kept_mb[kinds, state]
+    again = recompute[first:]
+    # The last operator of a stage saves nothing: the next one is in another stage.
+    dropped = np.append(again[:-1] & again[1:] & space.fused[first + 1 :], False)
+    saved = np.where(dropped, kept, 0.0)
+    activations = space.enters_mb[kinds[0], state] + np.cumsum(kept - saved) + saved
+    peak = _before(runs(saved, dropped))
+    reserved = [
+        np.maximum.accumulate(column[kinds, state])
+        if space.counts_last_reserved
+        else _before(column[kinds, state])
+        for column in (space.forward_reserved_mb, space.backward_reserved_mb)
+    ]
+    return (
+        space.state_copies * weights
+        + activations * in_flight
+        + peak
+        + np.maximum(sum(reserved), weights)
+    )
+
+
+def _before(values: Floats) -> Floats:
+    """For each place the maximum of all values before it; 0 for the first."""
+    return np.concatenate([[0.0], np.maximum.accumulate(values[:-1])])
+
+
 def _prefix(values: Floats) -> Floats:
     return np.concatenate([np.zeros_like(values[..., :1]), np.cumsum(values, axis=-1)], axis=-1)
 
