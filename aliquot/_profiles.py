@@ -157,11 +157,11 @@ def check_profiles(
         rows, _ = fitting_rows(database, cluster)
     # Operators that the launch of a program hides count as measured, though they keep their
     # modelled time.
-    held = {(str(operator), key.mesh if operator.axes else "") for operator, key, _ in rows}
+    held = {(str(operator), key.mesh_shape if operator.axes else ()) for operator, key, _ in rows}
     missing = [
         (operator, shape)
         for operator, shape in operators
-        if (str(operator), "x".join(map(str, shape)) if operator.axes else "") not in held
+        if (str(operator), shape if operator.axes else ()) not in held
         and not is_measured(operator, shape, cluster)
     ]
     return {

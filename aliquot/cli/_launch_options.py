@@ -25,7 +25,7 @@ Engine = Annotated[
         "--launch",
         metavar="ENGINE",
         help=(
-            "Train in several processes: local:N of this machine, or ray for one on each host;"
+            "Run in several processes: local:N of this machine, or ray for one on each host;"
             " external if SLURM, MPI, Kubernetes or Cloud TPU has started this one of several."
         ),
         show_default=False,
@@ -121,9 +121,22 @@ def has_been_restarted() -> bool:
     return place is not None and place.attempt > 1
 
 
-def launch_again(engine: str, how: LaunchOptions, run: Path | None, say: Session) -> None:
+def launch_again(
+    engine: str,
+    how: LaunchOptions,
+    run: Path | None,
+    say: Session,
+    *,
+    kept: str = "their last checkpoint",
+    all_say_the_same: bool = False,
+) -> None:
     """Run this process's command in several processes, and show what process 0 says. What the
-    others say is in the folder of the run, if there is one.
+    others say is in the folder of the run, or else shown as well.
+
+    Args:
+        kept: what the command goes on from when it is started again.
+        all_say_the_same: whether the others say nothing of their own. The last lines of one that
+            fails are in the error.
 
     Raises:
         LaunchError: a process failed, and no restarts are left.
@@ -133,7 +146,7 @@ def launch_again(engine: str, how: LaunchOptions, run: Path | None, say: Session
 
     def show(process: int, is_error: bool, line: str) -> None:
         if is_error:
-            if process == 0 or run is None:
+            if process == 0 or (run is None and not all_say_the_same):
                 say.note(f"[{process}] {line}" if process else line)
         elif process == 0 and say.as_json:
             say.finish(json.loads(line))
@@ -152,19 +165,29 @@ def launch_again(engine: str, how: LaunchOptions, run: Path | None, say: Session
         logs=None if run is None else run / "logs",
         # All processes stop at one step then.
         interrupt=signal.SIGTERM,
+        kept=kept,
         note=lambda text: say.note(f"aliquot launch: {text}"),
         show=show,
     )
 
 
 @contextlib.contextmanager
-def joined(engine: str | None) -> Iterator[None]:
-    """Within, this process has joined the others that run its verb, if there are any."""
+def joined(engine: str | None, *, ends_at_signals: bool = False) -> Iterator[None]:
+    """Within, this process has joined the others that run its verb, if there are any.
+
+    Args:
+        ends_at_signals: whether SIGTERM ends a process at once. Otherwise JAX takes it, so that
+            all can end at one step.
+    """
     if engine != EXTERNAL and LaunchedProcess.of() is None:
         yield
         return
     from ..runtime import initialize, shutdown
 
+    if ends_at_signals:
+        import jax
+
+        jax.config.update("jax_enable_preemption_service", False)
     initialize()
     try:
         yield

@@ -21,7 +21,7 @@ from ..core import InputError
 from ._session import Session
 
 if TYPE_CHECKING:
-    from ..profiling import ProfileRun, Timing
+    from ..profiling import ProfileDatabase, ProfileRun, Timing
 
 Database = Annotated[
     Path,
@@ -109,12 +109,35 @@ def read_share(text: str) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def measuring_progress() -> Iterator[Callable[[str, int, int], None]]:
+def database_of_all(path: Path) -> Iterator[ProfileDatabase | None]:
+    """The database, in process 0 of those that measure together; None in the others.
+
+    Raises:
+        InputError: it cannot be opened; in all processes.
+    """
+    from ..profiling import ProfileDatabase, leads, raised_in_all
+
+    with contextlib.ExitStack() as opened:
+        database = None
+        with raised_in_all():
+            if leads():
+                database = opened.enter_context(ProfileDatabase(path))
+        yield database
+
+
+@contextlib.contextmanager
+def measuring_progress(*, is_shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
     """A function to call as `report(what, done, of)` after each program, which shows what is done,
     what is left, and about how long that takes.
 
     A bar in a terminal; elsewhere a line every 15 seconds.
+
+    Args:
+        is_shown: False in processes that leave this to another.
     """
+    if not is_shown:
+        yield lambda what, done, of: None
+        return
     console, left = Console(file=sys.stderr), _Left()
     if not console.is_terminal:
         said_s = time.monotonic()

@@ -11,7 +11,15 @@ import typer
 from ..core import InputError, parse_bytes, shortened, write_atomic
 from ._devices import use_devices, use_host_only, virtual_flag
 from ._groups import takes_groups
-from ._measuring import Database, MeasuringOptions, measuring_progress, read_share, show_run
+from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
+from ._measuring import (
+    Database,
+    MeasuringOptions,
+    database_of_all,
+    measuring_progress,
+    read_share,
+    show_run,
+)
 from ._model_options import ModelOptions
 from ._options import (
     Devices,
@@ -48,7 +56,9 @@ def run(
     database: Database,
     model_options: ModelOptions,
     measuring: MeasuringOptions,
+    launch_options: LaunchOptions,
     devices: Devices = None,
+    launch: Engine = None,
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -78,55 +88,77 @@ def run(
     with session(as_json) as say:
         part, timing = read_share(measuring.share), measuring.timing()
         limits = parse_bytes(largest_in_host), parse_bytes(largest_between_hosts)
-        seen = use_devices(devices)
-        from ..cluster import MEASURED, MEASURED_COMPUTE, Cluster, logical_mesh_shapes
-        from ..cost import make_problem
-        from ..graph import capture
-        from ..profiling import (
-            ProfileDatabase,
-            alone_on_one_device,
-            profile_operators,
-            required_operators,
-        )
-        from ._model import resolve, user_code
-
-        here = Cluster.detect(seen)
-        asked = _cluster_of_this_device(cluster, network_gbps, here)
-        where = here if asked is None else asked
-        built = resolve(model, model_options.read(), where)
-        with user_code(built.name):
-            graph = capture(built.step, built.state, built.batch)
         shape = read_mesh(mesh)
-        if shape is not None and math.prod(shape) != where.num_devices:
+        launch_options.check(launch, devices=devices, has_plan=False)
+        if launch is not None and cluster is not None:
             raise InputError(
-                f"--mesh {mesh} has {math.prod(shape)} devices, {where.name} has"
-                f" {where.num_devices}."
+                f"--cluster {cluster} measures what one device would compute, and --launch {launch}"
+                " is for several that work together. Leave one of them out."
             )
-        operators = required_operators(
-            make_problem(graph, where),
-            [shape] if shape is not None else logical_mesh_shapes(where.num_devices),
-            largest_in_host_bytes=limits[0],
-            largest_between_hosts_bytes=limits[1],
-        )
-        if cluster is not None:
-            operators = alone_on_one_device(operators)
-        with ProfileDatabase(database) as known, measuring_progress() as report:
-            done = profile_operators(
-                operators,
-                known,
-                share=part,
-                timing=timing,
-                budget_s=measuring.budget_s,
-                grade=MEASURED if cluster is None else MEASURED_COMPUTE,
-                progress=report,
+        if launch is not None and starts_others(launch):
+            launch_again(
+                launch,
+                launch_options,
+                None,
+                say,
+                kept="what they have measured",
+                all_say_the_same=True,
             )
+            return
+        with joined(launch, ends_at_signals=True):
+            seen = use_devices(devices)
+            from ..cluster import MEASURED, MEASURED_COMPUTE, Cluster, logical_mesh_shapes
+            from ..cost import make_problem
+            from ..graph import capture
+            from ..profiling import (
+                alone_on_one_device,
+                leads,
+                profile_operators,
+                required_operators,
+            )
+            from ._model import resolve, user_code
+
+            here = Cluster.detect(seen)
+            asked = _cluster_of_this_device(cluster, network_gbps, here)
+            where = here if asked is None else asked
+            built = resolve(model, model_options.read(), where)
+            with user_code(built.name):
+                graph = capture(built.step, built.state, built.batch)
+            if shape is not None and math.prod(shape) != where.num_devices:
+                raise InputError(
+                    f"--mesh {mesh} has {math.prod(shape)} devices, {where.name} has"
+                    f" {where.num_devices}."
+                )
+            operators = required_operators(
+                make_problem(graph, where),
+                [shape] if shape is not None else logical_mesh_shapes(where.num_devices),
+                largest_in_host_bytes=limits[0],
+                largest_between_hosts_bytes=limits[1],
+            )
+            if cluster is not None:
+                operators = alone_on_one_device(operators)
+            with (
+                database_of_all(database) as known,
+                measuring_progress(is_shown=leads()) as report,
+            ):
+                done = profile_operators(
+                    operators,
+                    known,
+                    share=part,
+                    timing=timing,
+                    budget_s=measuring.budget_s,
+                    grade=MEASURED if cluster is None else MEASURED_COMPUTE,
+                    progress=report,
+                )
         answer = show_run(say, done, "operators")
         if not done.num_missing:
             virtual = "" if devices is None or cluster else f"XLA_FLAGS={virtual_flag(devices)} "
             network = "" if network_gbps is None else f" --network-gbps {network_gbps}"
+            # Later no process may see all hosts.
+            target = cluster or (where.name if where.num_hosts > 1 else "detect")
             say.show(
                 f"Plan from them, with the same options of the model: {virtual}aliquot plan"
-                f" {built.name} --cluster {cluster or 'detect'}{network} --profiles {database}"
+                f" {built.name} --cluster {target}{network} --profiles {database}"
             )
         say.finish(answer)
 

@@ -12,6 +12,7 @@ from ._cluster import Cluster as Cluster
 from ._cluster import Host as Host
 from ._cluster import Link as Link
 from ._detect import catalogue_name as catalogue_name
+from ._detect import num_hosts as num_hosts
 from ._detect import visible_devices as visible_devices
 from ._device import CALIBRATED as CALIBRATED
 from ._device import DEVICES as DEVICES

@@ -129,6 +129,11 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
+def num_hosts(devices: Sequence[Any]) -> int:
+    """How many hosts have some of these devices."""
+    return len({_host_key(device) for device in devices})
+
+
 def _host_key(device: Any) -> int:
     """A number that devices of the same host share."""
     shared = getattr(device, _HOST_ATTRIBUTES.get(device.platform, "process_index"), None)

@@ -59,6 +59,7 @@ def launch(
     address: str | None = None,
     logs: str | Path | None = None,
     interrupt: int = signal.SIGINT,
+    kept: str = "their last checkpoint",
     note: Callable[[str], None] | None = None,
     show: Callable[[int, bool, str], None] | None = None,
 ) -> Launched:
@@ -83,6 +84,7 @@ def launch(
         logs: a folder for `attempt-1/process-0.log` and so on.
         interrupt: the signal as which Ctrl-C is passed on. After SIGTERM, JAX can let all processes
             of a command stop at one step.
+        kept: what the command goes on from when it is started again, for messages.
         note: gets remarks; by default they go to standard error.
         show: gets each line: the process, whether it is of standard error, and the text; by default
             lines are printed with the process's number.
@@ -111,7 +113,9 @@ def launch(
                 f"logs cannot be written to {str(folder)!r}: {error.strerror}."
             ) from None
     try:
-        return _run(chosen, words, max_restarts, folder, interrupt, note or _note, show or _show)
+        return _run(
+            chosen, words, max_restarts, folder, interrupt, kept, note or _note, show or _show
+        )
     finally:
         chosen.release()
         chosen.close()
@@ -123,6 +127,7 @@ def _run(
     max_restarts: int,
     logs: Path | None,
     interrupt: int,
+    kept: str,
     note: Callable[[str], None],
     show: Callable[[int, bool, str], None],
 ) -> Launched:
@@ -152,15 +157,15 @@ def _run(
         left = max_restarts - len(failures) + 1
         if left and not failure.ending.advice:
             note(
-                f"{failure}\n  All are started again from their last checkpoint (attempt"
-                f" {attempt + 1} of {max_restarts + 1})."
+                f"{failure}\n  All are started again from {kept} (attempt {attempt + 1} of"
+                f" {max_restarts + 1})."
             )
             time.sleep(_PAUSE_S)
             continue
         advice = failure.ending.advice
         if not advice and max_restarts:
             advice = f"It has been started {attempt} times (--max-restarts {max_restarts})."
-        advice = advice or "To start again from the last checkpoint: --max-restarts 3."
+        advice = advice or f"To start again from {kept}: --max-restarts 3."
         raise LaunchError(f"{failure}\n  {advice}", failure.ending.exit_code)
 
 

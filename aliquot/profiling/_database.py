@@ -52,6 +52,7 @@ _MOST_NAMED = 5
 _LEAST_S = 1e-9
 _FAILED, _OUT_OF_MEMORY = "failed: ", "out of memory"
 _RAN = ("ok", "stopped early")
+_ON, _HOSTS = " on ", " hosts"
 _LONGEST_ERROR = 200
 
 
@@ -62,7 +63,9 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
     program: str
     device: str
     num_devices: Annotated[int, Meta(ge=1, le=1_000_000)]
-    mesh: str
+    mesh: Annotated[
+        str, Meta(pattern=rf"^[1-9]\d{{0,5}}(x[1-9]\d{{0,5}})*({_ON}[1-9]\d{{0,5}}{_HOSTS})?$")
+    ]
     jax_version: str
     label: str
     grade: Literal["measured", "measured-compute"]
@@ -84,7 +87,8 @@ class ProgramKey:
         program: a hash of the program and of the splits of its arrays; of a single operator, its
             text (see `Operator`).
         device: kind of the devices; for CPUs also how many cores they share.
-        num_devices, mesh: number of devices, and their arrangement, such as `"4x2"`.
+        num_devices, mesh: number of devices, and their arrangement, such as `"4x2"`, or `"4x2 on 2
+            hosts"`; see `mesh_text`.
         jax_version: its compiler compiled the program.
     """
 
@@ -98,6 +102,34 @@ class ProgramKey:
     def digest(self) -> str:
         """A hash of all fields."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The sizes of the mesh's axes."""
+        return tuple(int(size) for size in self.mesh.partition(_ON)[0].split("x"))
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts have these devices, equally many each."""
+        on = self.mesh.partition(_ON)[2].removesuffix(_HOSTS)
+        return int(on) if on else 1
+
+    @property
+    def devices(self) -> str:
+        """The devices in words."""
+        on = f"{self.num_hosts} hosts x " if self.num_hosts > 1 else ""
+        return f"{on}{self.num_devices // self.num_hosts} x {self.device}"
+
+
+def mesh_text(shape: Sequence[int], num_hosts: int) -> str:
+    """The mesh of a `ProgramKey`. What one host measured is no measurement of links between hosts,
+    so several hosts are named.
+
+    >>> mesh_text((4, 2), 1), mesh_text((4, 2), 2)
+    ('4x2', '4x2 on 2 hosts')
+    """
+    on = f"{_ON}{num_hosts}{_HOSTS}" if num_hosts > 1 else ""
+    return "x".join(map(str, shape)) + on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

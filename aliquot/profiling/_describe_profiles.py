@@ -65,7 +65,7 @@ def _each_once(outliers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _devices(key: ProgramKey) -> str:
-    return f"{key.num_devices} x {key.device}, JAX {key.jax_version}"
+    return f"{key.devices}, JAX {key.jax_version}"
 
 
 def _family(operator: Operator) -> str:
@@ -126,7 +126,7 @@ def measured_curves(database: ProfileDatabase) -> list[dict[str, Any]]:
         operator = Operator.parse(key.program)
         if operator is None or operator == LAUNCH or not measurement.seconds:
             continue
-        where = f"{key.num_devices} x {key.device}"
+        where = key.devices
         if operator.kind == "product":
             flops = 2.0 * math.prod(operator.sizes)
             series["products"][f"{operator.dtype}, {where}"][flops] = (

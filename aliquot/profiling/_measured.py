@@ -97,34 +97,35 @@ def fitting_rows(
         )
     fitting = [row for row in rows if of_any or _fits(row[1], row[2].grade, cluster)]
     if not fitting:
+        hosts = f"{cluster.num_hosts} hosts x " if cluster.num_hosts > 1 else ""
         device = host_device() if cluster.device.kind == "cpu" else cluster.device.name
         raise InputError(
             f"{database.path} holds measurements of {_devices_of(rows)}, and none of"
-            f" {cluster.num_devices} x {device} with JAX {jax.__version__}, which is asked for."
-            f" Measure there: aliquot profile run. {advice}"
+            f" {hosts}{cluster.devices_per_host} x {device} with JAX {jax.__version__}, which is"
+            f" asked for. Measure there: aliquot profile run. {advice}"
         )
     return fitting, _devices_of(fitting)
 
 
 def _devices_of(rows: Iterable[Row]) -> str:
-    return ", ".join(
-        sorted(
-            {f"{key.num_devices} x {key.device} with JAX {key.jax_version}" for _, key, _ in rows}
-        )
-    )
+    return ", ".join(sorted({f"{key.devices} with JAX {key.jax_version}" for _, key, _ in rows}))
 
 
 def _fits(key: ProgramKey, grade: str, cluster: Cluster) -> bool:
-    """True if a measurement applies to a cluster's devices. Virtual CPU devices share cores, so
-    their number must be equal, unless one device stands for many; accelerators compute
-    independently of each other.
+    """True if a measurement applies to a cluster's devices. Virtual CPU devices share the cores of
+    their host, so all of a host must have run, unless one device stands for many; accelerators
+    compute independently of each other.
     """
     if key.jax_version != jax.__version__:
         return False
     if cluster.device.kind == "cpu":
         stands_for_many = grade == MEASURED_COMPUTE
         return key.device == host_device() and (
-            key.num_devices == cluster.num_devices or stands_for_many
+            (
+                key.num_devices == key.num_hosts * cluster.devices_per_host
+                and key.num_hosts <= cluster.num_hosts
+            )
+            or stands_for_many
         )
     return _is_of(key.device, cluster.device.name)
 
@@ -193,7 +194,10 @@ def _grade(key: ProgramKey, measurement: Measurement, cluster: Cluster) -> str:
 def _runs_on(operator: Operator, key: ProgramKey, cluster: Cluster) -> bool:
     if operator.kind == TRANSFER:
         return False
-    return operator.kind not in COLLECTIVES or part_of(cluster, key.num_devices) is not None
+    if operator.kind not in COLLECTIVES:
+        return True
+    part = part_of(cluster, key.num_devices)
+    return part is not None and part.num_hosts == key.num_hosts
 
 
 def _transfer_link(rows: Sequence[Row], cluster: Cluster, crosses_hosts: bool) -> Link | None:
@@ -207,9 +211,10 @@ def _transfer_link(rows: Sequence[Row], cluster: Cluster, crosses_hosts: bool) -
         half = key.num_devices // 2
         if (
             operator.kind == TRANSFER
-            and (key.num_devices > cluster.devices_per_host) is crosses_hosts
+            and (key.num_hosts > 1) is crosses_hosts
+            and key.num_devices <= key.num_hosts * cluster.devices_per_host
         ):
-            lanes = max(half // cluster.devices_per_host, 1) if crosses_hosts else half
+            lanes = max(key.num_hosts // 2, 1) if crosses_hosts else half
             sizes.append(operator.sizes[0] / lanes)
             seconds.append(measurement.seconds)
     if len(set(sizes)) < 2:
@@ -240,7 +245,7 @@ def modelled_operator(
     """
     if operator.kind in COLLECTIVES:
         part = part_of(cluster, key.num_devices) or cluster
-        mesh = LogicalMesh(shape=tuple(int(size) for size in key.mesh.split("x")), cluster=part)
+        mesh = LogicalMesh(shape=key.mesh_shape, cluster=part)
         (num_bytes,) = operator.sizes
         latency, per_byte = collective_line(
             operator.kind, operator.axes, mesh, target_for(cluster.device)

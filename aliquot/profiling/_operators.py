@@ -18,9 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..cluster import AXIS_NAMES
 from ..core import format_bytes
-from ..runtime import make_mesh
+from ..runtime import make_mesh, plan_move
 from ._database import ProgramKey
-from ._programs import CompiledPart, compile_program, device_key
+from ._programs import CompiledPart, compile_program, device_key, idle_part, takes_part
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _FLOAT32_BYTES = 4
@@ -112,9 +112,7 @@ def operator_key(operator: Operator, mesh_shape: tuple[int, ...]) -> ProgramKey:
 
 
 def compile_operator(operator: Operator, mesh_shape: tuple[int, ...]) -> CompiledPart:
-    """Compile an operator for the first devices of this process. May be called in several
-    threads.
-    """
+    """Compile an operator for the first of all devices. May be called in several threads."""
     if operator.kind == TRANSFER:
         return _transfer(operator, math.prod(mesh_shape))
     names = AXIS_NAMES[: len(mesh_shape)]
@@ -140,24 +138,44 @@ def compile_operator(operator: Operator, mesh_shape: tuple[int, ...]) -> Compile
 
 
 def _transfer(operator: Operator, num_devices: int) -> CompiledPart:
-    """The transfer of an array that is split over one half of the devices to the other half."""
-    half, (num_bytes,) = num_devices // 2, operator.sizes
+    """The transfer of an array that is split over one half of the devices to the other half.
+
+    Between processes, as those of several hosts, one run moves it there and back: a sender does not
+    see when an array arrives.
+    """
+    half, (num_bytes,), label = num_devices // 2, operator.sizes, operator.described()
+    ends = (jax.devices()[:half], jax.devices()[half:num_devices])
     here, there = (
-        NamedSharding(make_mesh((half,), ("x",), devices), PartitionSpec("x"))
-        for devices in (jax.devices()[:half], jax.devices()[half:num_devices])
+        NamedSharding(make_mesh((half,), ("x",), devices), PartitionSpec("x")) for devices in ends
     )
-    argument = jax.ShapeDtypeStruct((num_bytes // _FLOAT32_BYTES,), jnp.float32, sharding=here)
+    on_this, on_that = (
+        jax.ShapeDtypeStruct((num_bytes // _FLOAT32_BYTES,), jnp.float32, sharding=sharding)
+        for sharding in (here, there)
+    )
+    if len({device.process_index for devices in ends for device in devices}) == 1:
+        if not takes_part(ends[0]):
+            return idle_part(label)
 
-    def move(x: Any) -> Any:
-        return jax.device_put(x, there)
+        def move(x: Any) -> Any:
+            return jax.device_put(x, there)
 
-    # JAX moves arrays without a program.
+        # JAX moves arrays without a program.
+        return CompiledPart(
+            arguments=(on_this,), successors={}, compiled=move, memory_bytes=0.0, label=label
+        )
+    go, come = plan_move([on_this], [there]), plan_move([on_that], [here])
+
+    def go_and_come(*arrays: Any) -> Any:
+        arrived = go(*arrays) if go is not None else ()
+        return [*arrived, *(come(*arrived) if come is not None else ())]
+
     return CompiledPart(
-        arguments=(argument,),
+        arguments=(on_this,) if takes_part(ends[0]) else (),
         successors={},
-        compiled=move,
+        compiled=go_and_come,
         memory_bytes=0.0,
-        label=operator.described(),
+        label=label,
+        times=2,
     )
 
 

@@ -14,12 +14,14 @@ from typing import Any
 
 import jax
 
+from ..cluster import num_hosts
 from ..core import num_cores
 from ..cost import Problem
 from ..graph import Graph, Input, graph_fingerprint
 from ..runtime import Program, build_program, compiled_stats, make_mesh
 from ..sharding import Choice, make_pins
-from ._database import Measurement, ProgramKey
+from ._database import Measurement, ProgramKey, mesh_text
+from ._together import from_all
 
 
 def program_key(graph: Graph, choices: Sequence[Choice], mesh_shape: tuple[int, ...]) -> ProgramKey:
@@ -33,13 +35,14 @@ def key_of(text: str, mesh_shape: tuple[int, ...]) -> ProgramKey:
 
 
 def device_key(program: str, mesh_shape: tuple[int, ...]) -> ProgramKey:
-    """The key of a program on this process's devices."""
-    device = jax.devices()[0]
+    """The key of a program on the first of all devices."""
+    devices = jax.devices()[: math.prod(mesh_shape)]
+    device = devices[0]
     return ProgramKey(
         program=program,
         device=host_device() if device.platform == "cpu" else device.device_kind,
         num_devices=math.prod(mesh_shape),
-        mesh="x".join(map(str, mesh_shape)),
+        mesh=mesh_text(mesh_shape, num_hosts(devices)),
         jax_version=jax.__version__,
     )
 
@@ -54,7 +57,7 @@ def host_device() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledPart:
-    """A program, compiled for the first devices of this process.
+    """A program, compiled for the first of all devices.
 
     Attributes:
         arguments: shapes, dtypes and shardings of its arguments.
@@ -63,6 +66,7 @@ class CompiledPart:
         memory_bytes: memory on each device.
         label: name for readers.
         failure: the compiler's message if it failed for another reason than memory.
+        times: how often one run does what is measured.
     """
 
     arguments: tuple[jax.ShapeDtypeStruct, ...]
@@ -71,6 +75,7 @@ class CompiledPart:
     memory_bytes: float
     label: str
     failure: str = ""
+    times: int = 1
 
 
 def compile_part(
@@ -111,11 +116,14 @@ def compile_program(
     successors: Mapping[int, int] | None = None,
     label: str = "",
 ) -> CompiledPart:
-    """Compile a jitted function. May be called in several threads.
+    """Compile a jitted function; for a process that has none of the devices, an empty one. May be
+    called in several threads.
 
     Args:
         arguments, successors, label: see `CompiledPart`.
     """
+    if not takes_part(jax.devices()[: math.prod(mesh_shape)]):
+        return idle_part(label)
     compiled, memory_bytes, failure = None, 0.0, ""
     try:
         compiled = jitted.lower(*arguments).compile()
@@ -133,6 +141,18 @@ def compile_program(
     )
 
 
+def takes_part(devices: Iterable[Any]) -> bool:
+    """Whether this process has one of these devices."""
+    return any(device.process_index == jax.process_index() for device in devices)
+
+
+def idle_part(label: str) -> CompiledPart:
+    """The part of a process that has no devices of a program, while others run it."""
+    return CompiledPart(
+        arguments=(), successors={}, compiled=lambda: (), memory_bytes=0.0, label=label
+    )
+
+
 def measure_in_turn(
     parts: Iterable[Callable[[], CompiledPart]], time_one: Callable[[CompiledPart], Measurement]
 ) -> Iterator[Measurement]:
@@ -146,7 +166,8 @@ def measure_in_turn(
         parts: functions that compile one program each.
         time_one: `time_part` with its options.
     """
-    workers = num_cores()
+    # As many in all processes, which must run the same programs in the same order.
+    workers = min(from_all(num_cores(), int))
     # On CPUs, compilation would take the cores that are timed.
     alone = jax.devices()[0].platform == "cpu"
     with ThreadPoolExecutor(max_workers=workers) as pool:

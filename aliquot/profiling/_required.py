@@ -151,11 +151,7 @@ def _listed(
             for shape in mesh_shapes
             for worth, op in _collectives(asked, shape, cluster, limits)
         ],
-        (
-            [(worth, operator, alone) for worth, operator in _transfers(cluster, limits)]
-            if transfers
-            else []
-        ),
+        _transfers(cluster, limits) if transfers else [],
     ]
     for some in found:
         some.sort(key=lambda each: (-each[0], str(each[1]), each[2]))
@@ -216,15 +212,19 @@ def _collectives(
     return found
 
 
-def _transfers(cluster: Cluster, limits: tuple[float, float]) -> list[tuple[float, Operator]]:
-    """Transfers from one half of the devices to the other, each with its size."""
-    if cluster.num_devices % 2:
-        return []
-    largest = limits[cluster.num_hosts > 1]
+def _transfers(
+    cluster: Cluster, limits: tuple[float, float]
+) -> list[tuple[float, Operator, tuple[int, ...]]]:
+    """Transfers from one half of all devices, and of those of a host, to the other, each with its
+    size and mesh.
+    """
+    # Between the hosts, and within one.
+    counts = dict.fromkeys((cluster.num_devices, cluster.devices_per_host))
     return [
-        (float(size), transfer_operator(size, cluster.num_devices))
+        (float(size), transfer_operator(size, count), (count,))
+        for count in counts
         for size in _TRANSFERS
-        if size <= largest
+        if count % 2 == 0 and size <= limits[count > cluster.devices_per_host]
     ]
 
 

@@ -5,6 +5,7 @@ step.
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import math
 import time
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..cluster import MEASURED
+from ..core import InputError
 from ..cost import resharding_seconds
 from ..planners import Progress
 from ._compose import MeasuredStep
@@ -30,6 +32,7 @@ from ._operators import Operator, compile_operator, operator_key
 from ._programs import CompiledPart, compile_part, measure_in_turn, program_key
 from ._segments import Combination, SegmentedStep
 from ._timing import Timing, time_part
+from ._together import from_all, from_first, leads, raised_in_all, say_if_lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +168,7 @@ def _jobs(step: SegmentedStep) -> list[_Job]:
 
 def profile_segments(
     step: SegmentedStep,
-    database: ProfileDatabase,
+    database: ProfileDatabase | None,
     *,
     share: tuple[int, int] = (1, 1),
     timing: Timing | None = None,
@@ -175,7 +178,11 @@ def profile_segments(
     """Measure the programs of a step's segments that a database does not hold yet, the most
     promising first. Each measurement is stored at once.
 
+    Where several processes work together, all must call this, and each runs its part of every
+    program. Process 0 alone has the database.
+
     Args:
+        database: where measurements are kept; None in other processes than process 0.
         share: with `(k, n)` only every n-th program is measured, starting with the k-th: the part
             of one of n hosts.
         timing: how often each program runs.
@@ -197,7 +204,7 @@ def profile_segments(
 
 def profile_operators(
     operators: Sequence[tuple[Operator, tuple[int, ...]]],
-    database: ProfileDatabase,
+    database: ProfileDatabase | None,
     *,
     share: tuple[int, int] = (1, 1),
     timing: Timing | None = None,
@@ -210,6 +217,7 @@ def profile_operators(
 
     Args:
         operators: each with the mesh to run it on; see `required_operators`.
+        database: as in `profile_segments`, also with several processes.
         share, timing, budget_s, progress: as in `profile_segments`. No two operators do the same
             work, so none is stopped early.
         grade: stored with each measurement; `MEASURED_COMPUTE` if one device alone stands for many.
@@ -239,7 +247,7 @@ def profile_operators(
 
 def _run_jobs(
     jobs: Sequence[_Job],
-    database: ProfileDatabase,
+    database: ProfileDatabase | None,
     *,
     share: tuple[int, int],
     timing: Timing,
@@ -252,24 +260,22 @@ def _run_jobs(
     start, (number, of) = time.perf_counter(), share
     # Every n-th program, not a block of them, so that all hosts begin with the most promising.
     jobs = jobs[number - 1 :: of]
-    held = [database.get(job.key) for job in jobs]
-    missing = [
-        job for job, found in zip(jobs, held, strict=True) if found is None or found.has_failed
-    ]
+    held = _held(jobs, database)
+    missing = [job for job, found in zip(jobs, held, strict=True) if found is None]
     known, best_s = len(jobs) - len(missing), defaultdict[int, float](lambda: math.inf)
     report = progress or (lambda what, done, of: None)
 
-    def note(job: _Job, measurement: Measurement) -> None:
-        if measurement.seconds is not None:
-            best_s[job.group] = min(best_s[job.group], measurement.seconds)
+    def note(job: _Job, seconds: float | None) -> None:
+        if seconds is not None:
+            best_s[job.group] = min(best_s[job.group], seconds)
 
-    for job, measurement in zip(jobs, held, strict=True):
-        if measurement is not None:
-            note(job, measurement)
+    for job, seconds in zip(jobs, held, strict=True):
+        note(job, seconds)
 
     def to_compile() -> Iterator[Callable[[], CompiledPart]]:
         for job in missing:
-            if time.perf_counter() - start > budget_s:
+            # Clocks differ: process 0 decides.
+            if budget_s < math.inf and from_first(time.perf_counter() - start > budget_s, bool):
                 return
             yield job.compile
 
@@ -277,14 +283,17 @@ def _run_jobs(
     failures: list[str] = []
 
     def time_one(part: CompiledPart) -> Measurement:
+        say_if_lost(part.label)
         return time_part(part, timing, best_s=best_s[missing[measured].group], evicts=evicts)
 
     report("measuring programs", known, len(jobs))
     for measurement in measure_in_turn(to_compile(), time_one):
         job = missing[measured]
         # Stored at once, so that a run that is killed loses nothing that it has measured.
-        database.put(job.key, replace(measurement, grade=grade))
-        note(job, measurement)
+        with raised_in_all():
+            if database is not None and leads():
+                database.put(job.key, replace(measurement, grade=grade))
+        note(job, measurement.seconds)
         measured += 1
         if measurement.has_failed:
             failures.append(f"{measurement.label} {measurement.outcome}")
@@ -296,3 +305,27 @@ def _run_jobs(
         seconds=time.perf_counter() - start,
         failures=tuple(failures),
     )
+
+
+def _held(jobs: Sequence[_Job], database: ProfileDatabase | None) -> list[float | None]:
+    """For each program the seconds that process 0's database has, infinite if it does not fit in
+    memory, and None if it is to be measured.
+
+    Raises:
+        InputError: the database cannot be read, or the processes have different programs.
+    """
+    lists = from_all(
+        hashlib.sha256(repr([job.key.program for job in jobs]).encode()).hexdigest(), str
+    )
+    if len(set(lists)) > 1:
+        other = next(k for k, one in enumerate(lists) if one != lists[0])
+        raise InputError(
+            f"processes 0 and {other} would measure different programs, so nothing was measured:"
+            " give all the same model, options and kind of machine."
+        )
+    held: list[float | None] = []
+    with raised_in_all():
+        if database is not None and leads():
+            found = [database.get(job.key) for job in jobs]
+            held = [None if m is None or m.has_failed else m.seconds or math.inf for m in found]
+    return from_first(held, list[float | None])

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,12 @@ from ..core import InputError, reuse_freed_memory
 from ..graph import key_generator
 from ._database import Measurement, failed
 from ._programs import CompiledPart, is_out_of_memory
+from ._together import NotRun, slowest
 
 _LARGER_THAN_CACHES_BYTES = 1 << 28
 _MOST_SETS = 64
+_LEAST_S = 1e-9
+_OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,16 @@ class Timing:
     retries: int = 1
     noisy: float = 0.3
 
+    def runs_left(self, times: Sequence[float]) -> int:
+        """How many timed runs are to follow those that took `times`, as far as these tell."""
+        if len(times) < self.repeats:
+            return self.repeats - len(times)
+        missing_s = self.least_s - sum(times)
+        if missing_s <= 0:
+            return 0
+        wanted = math.ceil(missing_s * len(times) / max(sum(times), _LEAST_S))
+        return max(min(wanted, self.most_repeats - len(times)), 0)
+
     def __post_init__(self) -> None:
         faults = [
             f"{name}={value!r} must be at least {least}"
@@ -78,8 +91,10 @@ def time_part(
 ) -> Measurement:
     """Run a program and time it.
 
-    If the program does not fit in memory, or fails, the measurement says so. On CPU devices the
-    process keeps the memory that programs free; see `aliquot.core.reuse_freed_memory`.
+    If the program does not fit in memory, or fails, the measurement says so. Where several
+    processes work together, all must call this for the same program, and get the same measurement.
+    On CPU devices the process keeps the memory that programs free; see
+    `aliquot.core.reuse_freed_memory`.
 
     Args:
         best_s: seconds of the fastest program so far that does the same work; see
@@ -106,13 +121,36 @@ def time_part(
 
 
 def _attempt(part: CompiledPart, timing: Timing, best_s: float, evicts: bool) -> Measurement:
-    """One measurement, without retries."""
-    if part.compiled is None:
-        outcome = failed(part.failure) if part.failure else "out of memory"
-        return Measurement(seconds=None, repeats=0, outcome=outcome, label=part.label)
+    """One measurement, without retries. Several processes each run their part of the program, and
+    the slowest of them counts.
+    """
+    turns: list[Iterator[list[Any]]] = []
+
+    def prepare() -> list[float]:
+        if part.compiled is None:
+            raise NotRun(failed(part.failure) if part.failure else _OUT_OF_MEMORY)
+        turns.append(_arguments_in_turn(part, evicts))
+        return []
+
+    def run(count: int, *, first: int = 0) -> list[float]:
+        seconds = [_run(part, next(turns[0])) for _ in range(first + count)][first:]
+        return [each / part.times for each in seconds]
+
+    def together(act: Callable[[], list[float]]) -> list[float]:
+        def named() -> list[float]:
+            try:
+                return act()
+            except jax.errors.JaxRuntimeError as error:
+                said = str(error)
+                raise NotRun(_OUT_OF_MEMORY if is_out_of_memory(error) else failed(said)) from None
+
+        return slowest(named, part.label)
+
+    # What processes exchange leaves them at different points; a first run brings them in step.
+    first = 1 if jax.process_count() > 1 else 0
     try:
-        turns = _arguments_in_turn(part, evicts)
-        before = [_run(part, next(turns)) for _ in range(timing.warm_up)]
+        together(prepare)
+        before = together(lambda: run(timing.warm_up))
         if min(before) > timing.early_stop * best_s:
             return Measurement(
                 seconds=min(before),
@@ -121,17 +159,14 @@ def _attempt(part: CompiledPart, timing: Timing, best_s: float, evicts: bool) ->
                 label=part.label,
             )
         times: list[float] = []
-        while len(times) < timing.repeats or (
-            sum(times) < timing.least_s and len(times) < timing.most_repeats
-        ):
-            times.append(_run(part, next(turns)))
-    except jax.errors.JaxRuntimeError as error:
-        outcome = "out of memory" if is_out_of_memory(error) else failed(str(error))
+        while count := timing.runs_left(times):
+            times += together(functools.partial(run, count, first=first))
+    except NotRun as error:
         return Measurement(
             seconds=None,
             repeats=0,
             memory_bytes=part.memory_bytes,
-            outcome=outcome,
+            outcome=error.outcome,
             label=part.label,
         )
     low, median, high = np.quantile(times, (0.25, 0.5, 0.75)).tolist()

@@ -30,9 +30,12 @@ from .spmd import build_plan_program as build_plan_program
 from .spmd import build_program as build_program
 from .spmd import make_mesh as make_mesh
 from .transport import PiecedArray as PiecedArray
+from .transport import Rendezvous as Rendezvous
 from .transport import gather as gather
 from .transport import initialize as initialize
 from .transport import local_part as local_part
 from .transport import make_secret as make_secret
 from .transport import place as place
+from .transport import plan_move as plan_move
 from .transport import shutdown as shutdown
+from .transport import watched as watched

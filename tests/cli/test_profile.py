@@ -158,3 +158,17 @@ def test_bad_input_is_refused(profiles, tmp_path):
         "name its devices, such as --cluster 4xcpu",
     )
     assert not (tmp_path / "c.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        (("--launch", "loal:2"), ["did you mean 'local:2'?"]),
+        (("--num-hosts", 2), ["--num-hosts: say what starts the processes"]),
+        (("--launch", "local:2", "--devices", 8), ["type --num-devices-per-host 8"]),
+        (("--launch", "ray", "--cluster", "8xH100"), ["--cluster 8xH100", "Leave one of them out"]),
+    ],
+)
+def test_bad_launches_are_refused_before_anything_starts(options, messages, tmp_path):
+    refused(run("profile", "run", *MODEL, "--database", tmp_path / "p.sqlite", *options), *messages)
+    assert not (tmp_path / "p.sqlite").exists()
