@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from ..core import InputError
-from ._devices import use_host_only, use_virtual_devices
+from ._devices import use_devices, use_host_only, use_virtual_devices
+from ._groups import takes_groups
+from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
 from ._options import Json, read_cluster
 from ._progress import search_progress
-from ._session import session
+from ._session import Session, session
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,9 @@ _SMALL = {"hidden_size": 64, "num_heads": 4, "seq_len": 32, "vocab_size": 256}
 _BATCH = 16
 
 
+@takes_groups
 def cfp(
+    launch_options: LaunchOptions,
     device: Annotated[
         str, typer.Option(help="Devices to plan for; the artifact's are A100-PCIe with 40 GB.")
     ] = "A100-40GB",
@@ -52,9 +57,14 @@ def cfp(
     run: Annotated[
         bool,
         typer.Option(
-            "--run", help="Also run every case at a very small size on virtual CPU devices."
+            "--run",
+            help=(
+                "Also run every case at a very small size on virtual CPU devices, or on those of"
+                " --launch."
+            ),
         ),
     ] = False,
+    launch: Engine = None,
     as_json: Json = False,
 ) -> None:
     """Search the cases of CFP's artifact: strategy, step time, memory, operations and TFLOP/s,
@@ -66,25 +76,58 @@ def cfp(
             raise InputError(
                 f"--only {only}: there are {', '.join(dict.fromkeys(c.title for c in _CASES))}."
             )
-        if run:
-            use_virtual_devices(max(c.num_devices for c in cases))
-        else:
-            use_host_only()
+        launch_options.check(launch, devices=None, has_plan=False)
+        if launch is not None and not run:
+            raise InputError(
+                f"--launch {launch}: only what runs needs several processes. Add --run."
+            )
+        if launch is not None and starts_others(launch):
+            launch_again(
+                launch, launch_options, None, say, kept="the beginning", all_say_the_same=True
+            )
+            return
+        with joined(launch, ends_at_signals=True):
+            needed = max(c.num_devices for c in cases)
+            if launch is not None:
+                _require(needed, len(use_devices(None)))
+            elif run:
+                use_virtual_devices(needed)
+            else:
+                use_host_only()
+            rows = _rows(cases, device, run, say)
         from ..report import cfp_text
 
-        rows = []
-        with search_progress(say) as report:
-            for done, case in enumerate(cases):
-                report(
-                    f"{case.title}, batch {case.global_batch}, {case.num_layers} layers",
-                    done,
-                    len(cases),
-                )
-                row = _predicted(case, device)
-                rows.append(row | (_measured(case) if run else {}))
         answer = {"device": device, "rows": rows}
-        say.show(cfp_text(answer))
+        if all("case" in row for row in rows):
+            say.show(cfp_text(answer))
         say.finish(answer)
+
+
+def _require(needed: int, found: int) -> None:
+    """Raise InputError if the processes have too few devices together."""
+    if found < needed:
+        raise InputError(
+            f"the cases need {needed} devices, and all processes together have {found}. Start more"
+            " of them, give each more (--num-devices-per-host), or choose cases for fewer, such as"
+            " --only MoE for 4."
+        )
+
+
+def _rows(cases: Sequence[_Case], device: str, run: bool, say: Session) -> list[dict[str, Any]]:
+    """What is predicted of each case, in process 0, and measured by all."""
+    from ..profiling import leads
+
+    rows = []
+    with search_progress(say) as report:
+        for done, case in enumerate(cases):
+            report(
+                f"{case.title}, batch {case.global_batch}, {case.num_layers} layers",
+                done,
+                len(cases),
+            )
+            row = _predicted(case, device) if leads() else {}
+            rows.append(row | (_measured(case) if run else {}))
+    return rows
 
 
 def _predicted(case: _Case, device: str) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from ._session import Session
 
 #: Processes that others have started: see `initialize`.
 EXTERNAL = "external"
+# So the library that connects CPUs tells standard output that they are connected.
+_REMARK = "[Gloo] Rank "
 
 Engine = Annotated[
     str | None,
@@ -145,13 +147,16 @@ def launch_again(
     from ..launching import launch
 
     def show(process: int, is_error: bool, line: str) -> None:
+        if line.startswith(_REMARK):
+            return
         if is_error:
             if process == 0 or (run is None and not all_say_the_same):
                 say.note(f"[{process}] {line}" if process else line)
-        elif process == 0 and say.as_json:
+        elif process == 0 and say.as_json and line.startswith("{"):
             say.finish(json.loads(line))
         elif process == 0:
-            say.show(line)
+            # With --json, what libraries below Python print is no part of the answer.
+            say.note(line) if say.as_json else say.show(line)
 
     restarts = 0 if run is None else 3
     launch(

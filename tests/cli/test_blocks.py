@@ -136,6 +136,11 @@ def test_cases_of_the_paper_are_planned_and_run(monkeypatch):
     refused(run("bench", "cfp", "--only", "resnet"), "--only resnet", "there are BERT")
 
 
+def test_cases_run_in_several_processes_only_if_they_run():
+    refused(run("bench", "cfp", "--launch", "local:2"), "--launch local:2", "Add --run")
+    refused(run("bench", "cfp", "--run", "--launch", "loal:2"), "did you mean 'local:2'?")
+
+
 def test_every_case_of_the_paper_is_a_model_of_the_zoo():
     for case in _bench_cfp._CASES:
         configure(case.model, num_layers=case.num_layers, seq_len=case.seq_len)
