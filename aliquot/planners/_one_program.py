@@ -8,6 +8,7 @@ needs less memory. Prices of single layers show neither, so programs are solved 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from ._base import (
     faster,
 )
 from ._methods import ShardParallel, WholeProgram
-from ._quick_bounds import cannot_fit
+from ._quick_bounds import cannot_fit, is_too_large
 
 # At most so many numbers of micro-batches are tried.
 _MOST_PROGRAMS = 6
@@ -199,19 +200,19 @@ def fewer_micro_batches(
     *,
     most: int,
     faster_than_s: float,
-    is_hopeless: Callable[[Problem, int], bool] = lambda problem, count: False,
+    known: Problem | None = None,
     progress: Progress | None = None,
 ) -> Decision | None:
     """The best program with fewer micro-batches; None if none takes less than `faster_than_s`.
 
     Starts at the square root of `most` and halves the number as long as that is faster, or doubles
-    it until a program fits.
+    it until a program fits. Numbers of which a problem with more micro-batches shows that no
+    program fits are passed over.
 
     Args:
         problem_with: the problem for a number of micro-batches.
         most: the number of micro-batches whose smaller divisors are tried.
-        is_hopeless: whether the problem that was solved last shows that no program fits with the
-            number of micro-batches that is tried next.
+        known: the problem for `most`, if it was made.
 
     Raises:
         Interrupted: Ctrl-C.
@@ -221,10 +222,14 @@ def fewer_micro_batches(
     place = bisect.bisect_right(divisors, math.isqrt(most)) - 1
     best, direction = None, -1
     while 0 <= place < len(divisors):
-        problem = problem_with(divisors[place])
-        try:
-            decision = method.solve(problem, progress)
-        except InfeasibleError:
+        count, decision = divisors[place], None
+        if known is None or not is_too_large(known, count):
+            problem = problem_with(count)
+            with contextlib.suppress(InfeasibleError):
+                decision = method.solve(problem, progress)
+            if known is None or count < known.num_micro_batches:
+                known = problem
+        if decision is None:
             if best is not None:
                 break
             direction = 1
@@ -236,8 +241,6 @@ def fewer_micro_batches(
             if direction > 0:
                 break
         place = _next_divisor(divisors, place, direction)
-        if best is not None and place >= 0 and is_hopeless(problem, divisors[place]):
-            break
     return best if best is not None and best.step_time_s < faster_than_s else None
 
 

@@ -22,7 +22,6 @@ from ._one_program import (
     one_program_by_doubling,
 )
 from ._pipeline_search import LazySearch, PipelineSearch, StoppedSearch, pipeline_s
-from ._quick_bounds import is_too_large
 from ._scopes import one_program_scope
 from ._search_counts import solve_pipeline
 from ._tried import tried_pipeline, tried_programs
@@ -258,11 +257,13 @@ def _with_fewer_micro_batches(
     """
     if program is None or program.least_s >= pipeline.step_time_s:
         return None
+    most = pipeline.num_micro_batches
     return fewer_micro_batches(
         method.whole(program.mesh_shape),
         task.problem,
-        most=pipeline.num_micro_batches,
+        most=most,
         faster_than_s=pipeline.step_time_s,
-        is_hopeless=is_too_large,
+        # If none is faster, a single stage becomes a program, for which the problem is needed.
+        known=task.problem(most) if len(pipeline.stages) == 1 else None,
         progress=task.progress,
     )

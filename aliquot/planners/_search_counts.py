@@ -261,8 +261,9 @@ def _solve_count(
     if count not in search.priced:
         search.priced[count] = price([count])
         search.chains = _drawn(search.chains, search.priced)
+    fastest_s = min((decision.step_time_s for decision in search.decisions), default=math.inf)
     try:
-        decision = solve_with(method, task, search.priced[count], helper)
+        decision = solve_with(method, task, search.priced[count], helper, fastest_s)
     except InfeasibleError as error:
         search.refusals.append(error)
         return

@@ -28,6 +28,9 @@ from .inter import AbstractInter, NoFasterStages, StageLimits
 from .intra import AbstractIntra, Space, fixed
 
 _ROUNDS = 4
+# Selective recomputation is tried where memory costs at least this share of the step time; stages
+# are solved to a gap of 1%, which would hide less.
+_WORTH = 0.005
 # More than any stage needs, but finite.
 _AMPLE_BYTES = 1e18
 
@@ -48,12 +51,19 @@ class PipelineMethod(Protocol):
 
 
 def solve_with(
-    method: PipelineMethod, task: Task, priced: PricedLayers, helper: HelperProcess
+    method: PipelineMethod,
+    task: Task,
+    priced: PricedLayers,
+    helper: HelperProcess,
+    to_beat_s: float = math.inf,
 ) -> Decision:
     """The best pipeline with the number of micro-batches at which layers were priced.
 
     If memory constrains the choice of stages, a second search allows selective recomputation, and
     the faster pipeline is returned.
+
+    Args:
+        to_beat_s: selective recomputation is not tried where it cannot take less than this.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -64,9 +74,14 @@ def solve_with(
     faster_than_s = math.inf
     try:
         found, first = _fit(method, task, priced, chain, (), helper)
-        if not _memory_decides(method, chain, found, first, helper):
-            return found
         faster_than_s = first.step_time_s
+        # Solved as wholes, stages take less than the sums of their layers.
+        as_wholes = min(found.step_time_s / faster_than_s, 1.0)
+        worth_s = min((1 - _WORTH) * faster_than_s, to_beat_s / as_wholes)
+        # Stages that recompute do so to save memory, which costs more than the gap.
+        is_short = math.isinf(to_beat_s) and any(s.recompute != "none" for s in found.stages)
+        if not (is_short or _is_faster_with_any_memory(method, chain, worth_s, helper)):
+            return found
     except InfeasibleError as error:
         refusal = error
     # Not for a loop over layers: its layers share one body, so all would recompute the same.
@@ -82,25 +97,16 @@ def solve_with(
     return found
 
 
-def _memory_decides(
-    method: PipelineMethod,
-    chain: Chain,
-    found: Decision,
-    proposal: ChainPlan,
-    helper: HelperProcess,
+def _is_faster_with_any_memory(
+    method: PipelineMethod, chain: Chain, faster_than_s: float, helper: HelperProcess
 ) -> bool:
-    """Whether stages would be faster if devices had any amount of memory."""
-    # Stages recompute only to save memory.
-    if any(stage.recompute != "none" for stage in found.stages):
-        return True
-    # The same search without a limit shows whether memory costs time.
+    """Whether stages would take less than a time if devices had any amount of memory."""
     ample = replace(chain, memory_limit_bytes=_AMPLE_BYTES)
-    limits = replace(method.limits, faster_than_s=proposal.step_time_s)
+    limits = replace(method.limits, faster_than_s=faster_than_s)
     try:
-        faster = method.inter.solve([ample], limits=limits, helper=helper)
+        return method.inter.solve([ample], limits=limits, helper=helper).step_time_s < faster_than_s
     except NoFasterStages:
         return False
-    return faster.step_time_s < proposal.step_time_s
 
 
 def _fit(

@@ -10,26 +10,30 @@ import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import CaptureError, InfeasibleError, InputError
 from aliquot.cost import make_problem
-from aliquot.planners import Interrupted, ShardParallel
+from aliquot.planners import Interrupted, ShardParallel, _one_program
 from aliquot.planners._one_program import fewer_micro_batches, one_program_by_doubling
 from aliquot.planners._pipeline_search import StoppedSearch
 from aliquot.planners._quick_bounds import is_too_large
 from aliquot.sharding import plan_micro_batches
 
 
+def problem_with(count):
+    """Stands for a problem."""
+    return types.SimpleNamespace(num_micro_batches=count)
+
+
 class Seconds:
-    """A method whose problem is a number of micro-batches: what each takes, or nothing if it does
-    not fit.
-    """
+    """A method that knows what a number of micro-batches takes; nothing if it does not fit."""
 
     def __init__(self, seconds):
         self.seconds, self.tried = seconds, []
 
     def solve(self, problem, progress):
-        self.tried.append(problem)
-        if problem not in self.seconds:
+        count = problem.num_micro_batches
+        self.tried.append(count)
+        if count not in self.seconds:
             raise InfeasibleError("too large", required_bytes=2, available_bytes=1)
-        return types.SimpleNamespace(step_time_s=self.seconds[problem], count=problem)
+        return types.SimpleNamespace(step_time_s=self.seconds[count], count=count)
 
 
 @pytest.mark.parametrize(
@@ -47,32 +51,35 @@ class Seconds:
         pytest.param({}, 1, [], None, id="there are no fewer"),
     ],
 )
-def test_numbers_of_micro_batches_that_are_tried(seconds, most, tried, found):
+def test_numbers_of_micro_batches_that_are_tried(seconds, most, tried, found, monkeypatch):
+    monkeypatch.setattr(_one_program, "is_too_large", lambda problem, count: False)
     method = Seconds(seconds)
-    best = fewer_micro_batches(method, lambda count: count, most=most, faster_than_s=20)
+    best = fewer_micro_batches(method, problem_with, most=most, faster_than_s=20)
     assert method.tried == tried
     assert (best and best.count) == found
 
 
-def test_numbers_of_micro_batches_that_cannot_fit_are_not_tried():
-    """The one that fits says so of half its micro-batches; where nothing fits yet, nothing is said
-    of more.
-    """
-    seconds = {n: 10 + n for n in (1, 2, 4, 8, 16)}
+def test_numbers_of_micro_batches_that_cannot_fit_are_not_tried(monkeypatch):
+    """Each problem tells of fewer micro-batches than it has; the first may be known already."""
+    made = []
+
+    def making(count):
+        made.append(count)
+        return problem_with(count)
+
+    def no_less_than(least):
+        return lambda problem, count: problem.num_micro_batches > count and count < least
+
+    seconds = {n: 10 + n for n in (4, 8, 16, 32)}
+    monkeypatch.setattr(_one_program, "is_too_large", no_less_than(4))
     method = Seconds(seconds)
-    best = fewer_micro_batches(
-        method,
-        lambda n: n,
-        most=64,
-        faster_than_s=20,
-        is_hopeless=lambda problem, count: (problem, count) == (4, 2),
-    )
-    assert (method.tried, best.count) == ([8, 4], 4)
-    upwards = Seconds({16: 11})
-    fewer_micro_batches(
-        upwards, lambda n: n, most=64, faster_than_s=20, is_hopeless=lambda problem, count: True
-    )
-    assert upwards.tried == [8, 16]
+    best = fewer_micro_batches(method, making, most=64, faster_than_s=20)
+    assert (made, method.tried, best.count) == ([8, 4], [8, 4], 4)
+    made.clear()
+    monkeypatch.setattr(_one_program, "is_too_large", no_less_than(32))
+    upwards = Seconds({32: 11})
+    best = fewer_micro_batches(upwards, making, most=64, faster_than_s=20, known=problem_with(64))
+    assert (made, upwards.tried, best.count) == ([32], [32], 32)
 
 
 WIDTH, ROWS = 4096, 256
@@ -219,7 +226,7 @@ def test_a_wrong_pattern_of_layers_is_refused_though_one_program_has_none():
 def test_programs_beside_a_faster_pipeline(seconds, tried, found, monkeypatch):
     monkeypatch.setattr("aliquot.planners._one_program.cannot_fit", lambda problem: False)
     method, known = Seconds(seconds), {}
-    task = types.SimpleNamespace(problem=lambda count: count, progress=None)
+    task = types.SimpleNamespace(problem=problem_with, progress=None)
     settings = {"first": 1, "most": 64, "until_it_fits": False, "known": known}
     for _ in range(2):
         # What is known is not searched again.
@@ -240,7 +247,7 @@ def test_programs_beside_a_faster_pipeline(seconds, tried, found, monkeypatch):
 def test_programs_with_ever_more_micro_batches(seconds, most, tried, found, monkeypatch):
     monkeypatch.setattr("aliquot.planners._one_program.cannot_fit", lambda problem: False)
     method = Seconds(seconds)
-    task = types.SimpleNamespace(problem=lambda count: count, progress=None)
+    task = types.SimpleNamespace(problem=problem_with, progress=None)
     best = one_program_by_doubling(method, task, first=1, most=most, until_it_fits=True)
     assert method.tried == tried
     assert (best and best.count) == found

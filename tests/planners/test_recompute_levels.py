@@ -161,3 +161,31 @@ def test_a_search_with_levels_is_deterministic_and_no_slower():
             first, second = (solve_with(METHOD, task, priced, helper) for _ in range(2))
             assert first.step_time_s == second.step_time_s
             assert [s.repeat for s in first.stages] == [s.repeat for s in second.stages]
+
+
+def test_selective_recomputation_is_tried_only_where_it_may_be_the_fastest(monkeypatch):
+    tried = []
+
+    def counting(costs, levels, chain):
+        tried.append(chain.num_micro_batches)
+        return chain_with_levels(costs, levels, chain)
+
+    monkeypatch.setattr(_solve_stages, "chain_with_levels", counting)
+    with jax.enable_x64(True):
+        work = small_gpt()
+        graph = capture(work.train_step, work.state, work.batch)
+        helper = HelperProcess(wanted=False)
+        task = Task(
+            graph=graph,
+            cluster=Cluster.preset("8xcpu"),
+            num_micro_batches=4,
+            memory_limit_bytes=LIMIT_BYTES,
+        )
+        priced = price_layers(task, [4], intra=METHOD.intra, layers=None, helper=helper)
+        selective = solve_with(METHOD, task, priced, helper)
+        assert {s.recompute for s in selective.stages} == {"operators", "none"} and tried == [4]
+        # With any amount of memory stages would take 93% of that.
+        possible = solve_with(METHOD, task, priced, helper, selective.step_time_s)
+        assert possible.step_time_s == selective.step_time_s and tried == [4, 4]
+        slower = solve_with(METHOD, task, priced, helper, 0.9 * selective.step_time_s)
+        assert {s.recompute for s in slower.stages} == {"stage", "none"} and tried == [4, 4]
