@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core import InputError, listing
+from ..core import InputError, counted
 from ._run_options import RunOptions
 from ._session import Session
 
@@ -89,8 +89,7 @@ def begin(
             )
     state = step.init(workload.init, jax.random.key(seed))
     if options.init_from is not None:
-        state = {**state, "params": _weights(options.init_from, workload)}
-        say.note(f"beginning with the weights in {options.init_from}")
+        state = {**state, "params": _weights(options.init_from, state["params"], workload, say)}
     return Resumed(state=state, done=0, position=None, meta=meta)
 
 
@@ -129,41 +128,32 @@ def _opened(path: Path, option: str) -> Checkpoints:
     return found
 
 
-def _weights(path: Path, workload: Workload) -> Any:
-    """The parameters in the newest checkpoint of a folder, as arrays on the host.
+def _weights(path: Path, params: Any, workload: Workload, say: Session) -> Any:
+    """The parameters with which a model begins: those that the newest checkpoint of a folder has
+    as well, and the others as they are. Says which.
 
     Raises:
-        InputError: they are not those of the model; the first that differ are listed.
+        InputError: some have other shapes, or none is there.
     """
-    import jax
-
-    restored = _opened(path, "--init-from").restore()
+    source, name = _opened(path, "--init-from"), workload.config.name
+    try:
+        restored = source.restore({"params": params}, partly=True)
+    except InputError as error:
+        raise InputError(f"the weights in {path} are not those of {name}: {error}") from None
     assert restored is not None
-    params = restored.state.get("params") if isinstance(restored.state, dict) else None
-    wanted = _shapes(workload.state["params"])
-    found = {} if params is None else _shapes(params)
-    faults = [
-        f"{name} is {found.get(name, 'not in the checkpoint')}, the model has {form}"
-        for name, form in wanted.items()
-        if found.get(name) != form
-    ]
-    faults += [f"{name} is in the checkpoint alone" for name in found if name not in wanted]
-    if faults:
-        raise InputError(
-            listing(f"the weights in {path} are not those of {workload.config.name}", faults)
-        )
-    by_name = dict(zip(found, jax.tree.leaves(params), strict=True))
-    tree = jax.tree.structure(workload.state["params"])
-    return jax.tree.unflatten(tree, [by_name[name] for name in wanted])
-
-
-def _shapes(tree: Any) -> dict[str, str]:
-    import jax
-
-    return {
-        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    for line in restored.skipped:
+        say.note(line)
+    say.note(f"beginning with the weights in {path} (step {restored.number})")
+    # The rest of a state, such as the optimizer's, is never taken over.
+    left_out = [place for place in restored.left_out if place.startswith("params")]
+    for places, what in (
+        (restored.new, "not in it, so that they begin as new"),
+        (left_out, f"of it left out, as {name} has none such"),
+    ):
+        if places:
+            some = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
+            say.note(f"note: {counted(len(places), 'array')} {what}: {some}")
+    return restored.state["params"]
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

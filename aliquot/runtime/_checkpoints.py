@@ -8,7 +8,6 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +18,7 @@ import jax
 
 from ..core import InputError, listing
 from ._arguments import canonical, is_deleted
+from ._restored import Restored, saved_array, shared, target_of
 from ._state_call import PlainState, StateCall, plain_state
 from ._step import Step
 from .checkpoints import (
@@ -39,28 +39,9 @@ from .checkpoints import (
     require_orbax,
     unfinished,
 )
-from .transport import PiecedArray, Rows, exchange, places_of, struct
+from .transport import PiecedArray, exchange, places_of, struct
 
 _PROBE = ".writable"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """A checkpoint that was read.
-
-    Attributes:
-        state: as the step takes it.
-        number: of the checkpoint.
-        meta: what the caller saved with it.
-        skipped: one sentence for each newer checkpoint that is not complete.
-        read_bytes: what this process has read.
-    """
-
-    state: Any
-    number: int
-    meta: dict[str, Any]
-    skipped: tuple[str, ...] = ()
-    read_bytes: int = 0
 
 
 class Checkpoints:
@@ -177,7 +158,7 @@ class Checkpoints:
         flat = plain_state(state) if step is None else step.flat_state(state)
         _require_there(flat)
         leaves = flat.leaves if step is None else tuple(map(_as_step_takes_it, flat.leaves))
-        arrays = tuple(map(_saved, flat.names, leaves))
+        arrays = tuple(map(saved_array, flat.names, leaves))
         if step is not None:
             _require_whole(step, arrays)
         plain = _plain(meta)
@@ -243,7 +224,9 @@ class Checkpoints:
         if failed is not None:
             raise InputError(f"the last checkpoint is missing: {failed}")
 
-    def restore(self, into: Step | Any = None, number: int | None = None) -> Restored | None:
+    def restore(
+        self, into: Step | Any = None, number: int | None = None, *, partly: bool = False
+    ) -> Restored | None:
         """The newest complete checkpoint, or that of a number.
 
         Args:
@@ -251,6 +234,9 @@ class Checkpoints:
                 what its devices need. Or a tree of arrays or shapes: arrays get their `sharding`;
                 those without one come as arrays of NumPy. None for arrays of NumPy in dicts and
                 lists, with random keys as their words.
+            number: of the checkpoint.
+            partly: `into` is a tree of arrays, of which only those are restored that the checkpoint
+                has at the same places. The others stay as they are; see `Restored`.
 
         Returns:
             The checkpoint, or None if there is none yet and no number was asked for.
@@ -264,6 +250,8 @@ class Checkpoints:
         record, skipped = self._choose(number)
         if record is None:
             return None
+        if partly:
+            return self._read_part(record, skipped, into)
         if into is None:
             state, read_bytes = self._read(record, None)
         else:
@@ -305,8 +293,8 @@ class Checkpoints:
             ]
         else:
             flat = plain_state(into)
-            targets = list(map(_target, flat.leaves))
-        wanted = map(_saved, flat.names, [target.described for target in targets])
+            targets = list(map(target_of, flat.leaves))
+        wanted = map(saved_array, flat.names, [target.described for target in targets])
         differing = differences(record.arrays, wanted)
         if differing:
             raise InputError(
@@ -325,10 +313,40 @@ class Checkpoints:
             into.remember(state)
         return state, read_bytes
 
-    def _read(self, record: Record, wanted: Any) -> tuple[Any, int]:
-        """The arrays of a checkpoint. Raises `InputError` if they cannot be read."""
+    def _read_part(self, record: Record, skipped: tuple[str, ...], into: Any) -> Restored:
+        """See `restore`. Raises `InputError` if arrays have other shapes, or none is there."""
+        if into is None or isinstance(into, Step):
+            raise InputError(
+                "a checkpoint is restored partly into a tree of arrays, which stay as they are"
+                " where it has none: pass what step.init gives, or a part of it such as"
+                " {'params': params}."
+            )
+        flat = plain_state(into)
+        both, new, left_out = shared(record, flat.names, flat.leaves, self._folder)
+        targets = {path: target_of(flat.leaves[k]) for path, k in both.items()}
+        found, read_bytes = self._read(record, targets, some=True)
+        leaves = list(flat.leaves)
+        for path, k in both.items():
+            leaves[k] = found[path]
+        return Restored(
+            state=flat.value(leaves),
+            number=record.number,
+            meta=record.meta,
+            skipped=skipped,
+            read_bytes=read_bytes,
+            new=new,
+            left_out=left_out,
+        )
+
+    def _read(self, record: Record, wanted: Any, *, some: bool = False) -> tuple[Any, int]:
+        """The arrays of a checkpoint, or some of them. Raises `InputError` if they cannot be
+        read.
+        """
+        orbax = load_orbax()
         try:
-            read: tuple[Any, int] = load_orbax().read_tree(self._folder, record.number, wanted)
+            read: tuple[Any, int] = (orbax.read_some if some else orbax.read_tree)(
+                self._folder, record.number, wanted
+            )
         except (OSError, ValueError) as error:
             raise InputError(
                 f"checkpoint {record.number} in {str(self._folder)!r} cannot be read:"
@@ -446,20 +464,9 @@ def _require_whole(step: Step, arrays: Sequence[SavedArray]) -> None:
         )
 
 
-def _saved(name: str, leaf: Any) -> SavedArray:
-    return SavedArray(path=name, shape=tuple(leaf.shape), dtype=str(leaf.dtype))
-
-
 def _as_step_takes_it(leaf: Any) -> Any:
     """An array of the host in the precision in which the step takes it."""
     return leaf if isinstance(leaf, jax.Array | PiecedArray) else leaf.astype(canonical(leaf.dtype))
-
-
-def _target(leaf: Any) -> Target:
-    """An array of a tree: with its sharding, if it has one, and else of NumPy."""
-    sharding = getattr(leaf, "sharding", None)
-    described = struct(leaf.shape, leaf.dtype, None)
-    return Target(described=described, places=() if sharding is None else (Rows(sharding),))
 
 
 def _incomplete(folder: Path, number: int, missing: Sequence[str]) -> str:

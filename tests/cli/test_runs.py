@@ -160,8 +160,18 @@ def test_weights_of_another_run_begin_a_new_one(whole, text, tmp_path):
     refused(
         train(text, *begin, "--set", "hidden_size=32", steps=1),
         "are not those of gpt-10m",
-        "float64[256, 16]",
+        "is float64[256, 16] in the checkpoint and float64[256, 32] here",
     )
+
+
+@pytest.mark.slow
+def test_weights_of_a_model_with_other_layers_begin_a_new_one_as_far_as_they_go(whole, text):
+    folder, _ = whole
+    begin = ("--global-batch", 8, "--dtype", "float64", "--method", "dp", "--init-from", folder)
+    for count, layer, message in ((1, 1, "of it left out"), (3, 2, "begin as new: params.")):
+        done = train(text, *begin, "--optimizer", "sgd", "--set", f"num_layers={count}", steps=1)
+        assert done.exit_code == 0, done.output
+        assert f"layers[{layer}]" in done.stderr and message in done.stderr
 
 
 def test_text_and_split_that_do_not_fit(text, tmp_path):

@@ -14,7 +14,8 @@ import asyncio
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,13 +42,19 @@ class Wanted(ocp.RestoreArgs):  # type: ignore[misc]
 class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
     """Writes each leaf from the processes that hold it, and reads for each process its own blocks.
 
+    Args:
+        only: the arrays that are read, by `plain_name`, where it is not all; they go to `found`,
+            and nothing is returned.
+
     Attributes:
         read_bytes: what this process has read so far: whole chunks, as they are in memory.
         failure: why it could not write, if it could not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, only: Mapping[str, Target] | None = None) -> None:
         self.read_bytes, self.failure = 0, ""
+        self.found: dict[str, Any] = {}
+        self._only = only
 
     def typestr(self) -> str:
         """The name of JAX's own arrays, so that Orbax reads them without this handler."""
@@ -103,17 +110,22 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
 
         async def read(info: Any, arg: Any) -> Any:
             async with limit:
-                return await self._read(info, arg)
+                if self._only is None:
+                    target = arg.target if isinstance(arg, Wanted) else None
+                    return await self._read(info, target)
+                name = plain_name(info.name)
+                if name in self._only:
+                    self.found[name] = await self._read(info, self._only[name])
+                return None
 
         found: Sequence[Any] = await asyncio.gather(
             *(read(info, arg) for info, arg in zip(infos, args or (), strict=True))
         )
         return found
 
-    async def _read(self, info: Any, wanted: Any) -> Any:
+    async def _read(self, info: Any, target: Target | None) -> Any:
         spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
         stored = await ts.open(ts.Spec(spec), open=True, read=True, context=info.ts_context)
-        target = wanted.target if isinstance(wanted, Wanted) else None
         if target is None or not target.places:
             return await self._take(stored, tuple((0, size) for size in stored.shape))
         pieces = []
@@ -147,6 +159,15 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
         host: NDArray[Any] = await stored[_index(block)].read()
         self.read_bytes += _chunk_bytes(stored, block)
         return host
+
+
+def plain_name(path: str) -> str:
+    """A place in a tree, spelled alike by us and by Orbax.
+
+    >>> plain_name("params.layers[0].w"), plain_name("params.layers.0.w")
+    ('params.layers.0.w', 'params.layers.0.w')
+    """
+    return re.sub(r"[\[\]'\".]+", ".", path).strip(".")
 
 
 def _host_copy(data: Any) -> NDArray[Any]:

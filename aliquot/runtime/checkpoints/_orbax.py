@@ -17,8 +17,8 @@ from etils import epath
 
 from ...graph import plain_context
 from ..transport import Rendezvous
-from ._handler import LeafHandler, Wanted
-from ._leaves import Leaf
+from ._handler import LeafHandler, Wanted, plain_name
+from ._leaves import Leaf, Target
 from ._record import unfinished
 
 _TIMEOUT_S = 3600
@@ -137,6 +137,18 @@ def read_tree(folder: Path, number: int, wanted: Any) -> tuple[Any, int]:
     with _alone():
         tree = _tree_handler(handler).restore(epath.Path(folder) / str(number) / "state", args=args)
     return tree, handler.read_bytes
+
+
+def read_some(
+    folder: Path, number: int, wanted: Mapping[str, Target]
+) -> tuple[dict[str, Any], int]:
+    """Some arrays of a checkpoint by their paths, and the bytes that this process has read."""
+    names = {plain_name(path): path for path in wanted}
+    handler = LeafHandler({name: wanted[path] for name, path in names.items()})
+    with _alone():
+        place = epath.Path(folder) / str(number) / "state"
+        _tree_handler(handler).restore(place, args=ocp.args.PyTreeRestore())
+    return {names[name]: array for name, array in handler.found.items()}, handler.read_bytes
 
 
 def _processes() -> Any:

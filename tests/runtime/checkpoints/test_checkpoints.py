@@ -116,6 +116,10 @@ def test_an_array_in_pieces_is_stored_as_one_and_restored_in_other_pieces(tmp_pa
     assert_equal(again, after)
     whole = aq.Checkpoints(tmp_path).restore().state
     assert_equal(whole, after)
+    more = {"params": {**again["params"], "adapter": np.ones(3)}}
+    partly = aq.Checkpoints(tmp_path).restore(more, partly=True)
+    assert partly.new == ("params.adapter",)
+    assert_equal(partly.state["params"]["layers"].pieces, again["params"]["layers"].pieces)
     wanted, found = two(after, batch)[1], three(again, batch)[1]
     assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-6)
 
@@ -254,6 +258,31 @@ def test_another_state_is_refused_with_both_shapes(tmp_path):
     assert "params.w is float32[4, 4] in the checkpoint and float32[8, 4] here" in text
     assert "params.c (int32[4]) is not in the checkpoint" in text
     assert "params.b (float32[4]) is in the checkpoint and not here" in text
+
+
+def test_what_a_checkpoint_has_of_a_tree_is_restored_and_the_rest_stays(tmp_path, mesh):
+    rows = NamedSharding(mesh(4, 2), PartitionSpec("x"))
+    base = [np.full((4, 2), k, np.float32) for k in (1, 2)]
+    with aq.Checkpoints(tmp_path) as checkpoints:
+        saved = {"params": {"base": base, "head": np.ones(3)}, "opt": (np.zeros(9), 5)}
+        checkpoints.save(None, saved, 7, meta={"name": "base"})
+        adapters = [jnp.zeros((4, 1)), jnp.ones((1, 2))]
+        into = {"base": [jax.device_put(x * 0, rows) for x in base], "adapters": adapters}
+        found = checkpoints.restore({"params": into}, partly=True)
+        assert (found.number, found.meta) == (7, {"name": "base"})
+        assert_equal(found.state["params"], {"base": base, "adapters": adapters})
+        assert all(x.sharding == rows for x in found.state["params"]["base"])
+        assert found.new == ("params.adapters[0]", "params.adapters[1]")
+        assert set(found.left_out) == {"params.head", "opt[0]", "opt[1]"}
+        # No more than it needs.
+        assert found.read_bytes == sum(x.nbytes for x in base)
+        into["base"][1], into["adapters"] = jnp.zeros((4, 3)), jnp.zeros(2, "bfloat16")
+        with pytest.raises(InputError, match=r"params.base\[1\] is float32\[4, 2\] in .*\[4, 3\]"):
+            checkpoints.restore({"params": into}, partly=True)
+        with pytest.raises(InputError, match=r"none of the arrays.*\n.*wanted are params.x"):
+            checkpoints.restore({"params": {"x": adapters[0]}}, partly=True)
+        with pytest.raises(InputError, match="partly into a tree of arrays"):
+            checkpoints.restore(partly=True)
 
 
 def test_a_state_that_the_step_does_not_take_is_not_saved(tmp_path):
