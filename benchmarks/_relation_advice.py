@@ -134,7 +134,7 @@ def advice_of_command(case: Case) -> list[dict[str, Any]]:
         "--global-batch": str(case.batch),
         **_OPTIONS.get(case.method, {"--method": case.method}),
         "--dtype": "bf16",
-        "--memory-limit": f"{int(limit)}",
+        "--memory-limit": f"{int(limit)}B",
     }
     options |= {"--micro-batches": str(case.count)} if case.count else {}
     flags = [*(["--scan"] if case.scanned else []), *settings]

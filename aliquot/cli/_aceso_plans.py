@@ -137,7 +137,9 @@ def import_plan(
 
         configuration = read_configuration(config_file)
         if model not in MODELS:
-            raise InputError(f"there is no model {model!r}: {nearest(model, MODELS)}")
+            raise InputError(
+                f"there is no model {model!r}: {nearest(model, MODELS, 'aliquot models')}"
+            )
         options = ModelOptions(
             global_batch=configuration.global_batch,
             seq_len=seq_len,

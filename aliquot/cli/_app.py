@@ -25,6 +25,7 @@ from ._demo import demo
 from ._diff import diff
 from ._explain import explain
 from ._launch import launch
+from ._other_names import Verb
 from ._plan import plan
 from ._profile import check, fit, merge, run
 from ._profile import show as show_profiles
@@ -49,7 +50,7 @@ app = typer.Typer(
 def _add(group: typer.Typer, name: str, verb: Callable[..., None]) -> None:
     """Add a verb. Lists of verbs show its first sentence, which Typer would cut to one line."""
     sentence = " ".join((verb.__doc__ or "").split("\n\n")[0].split()).split(". ")[0]
-    group.command(name, short_help=sentence.rstrip(".") + ".")(verb)
+    group.command(name, cls=Verb, short_help=sentence.rstrip(".") + ".")(verb)
 
 
 _VERBS = (

@@ -77,8 +77,8 @@ def resolve(name: str, options: ZooOptions, cluster: Cluster) -> Model:
         return _from_factory(name, options)
     if name not in MODELS:
         raise InputError(
-            f"there is no model {name!r}: {nearest(name, MODELS)} Or give a factory as"
-            " package.module:function."
+            f"there is no model {name!r}: {nearest(name, MODELS, 'aliquot models')} Or give a"
+            " factory as package.module:function."
         )
     if options.global_batch is None:
         examples = MODELS[name].examples
@@ -203,7 +203,7 @@ def named_model(reference: ModelReference, name: str) -> ModelReference:
             " large its batch is. Give a factory as package.module:function."
         )
     if name not in MODELS:
-        raise InputError(f"there is no model {name!r}: {nearest(name, MODELS)}")
+        raise InputError(f"there is no model {name!r}: {nearest(name, MODELS, 'aliquot models')}")
     if name != reference.name:
         settings |= {"model": name, "overrides": {}}
     return ModelReference(kind="zoo", name=name, settings=settings)

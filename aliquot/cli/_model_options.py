@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import InputError, parse_bytes
+from ..core import InputError, parse_bytes, shortened
 from ._options import read_settings
 
 if TYPE_CHECKING:
@@ -115,10 +115,15 @@ def read_memory_limit(text: str | None) -> float | None:
     """Bytes from text such as `40GiB`.
 
     Raises:
-        InputError: It is no size, or nothing.
+        InputError: It is no size, has no unit, or is nothing.
     """
     if text is None:
         return None
+    if text.strip().replace(".", "", 1).isdecimal() and float(text) > 0:
+        raise InputError(
+            f"--memory-limit {shortened(text, 60)} has no unit: write {shortened(text, 20)}GiB, or"
+            f" {shortened(text, 20)}GB (10**9 bytes)."
+        )
     try:
         limit = parse_bytes(text)
     except InputError as error:

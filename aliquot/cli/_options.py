@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -92,6 +93,11 @@ def read_cluster(spec: str, network_gbps: str | None = None) -> Cluster:
         cluster = Cluster.load(spec)
     else:
         cluster = Cluster.preset(spec)
+        if cluster.name != spec.strip():
+            print(
+                f"{spec} is taken as {cluster.name}: no host has so many {cluster.device.name}.",
+                file=sys.stderr,
+            )
     return with_network(cluster, network_gbps)
 
 

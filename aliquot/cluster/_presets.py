@@ -212,11 +212,17 @@ WIRINGS: dict[str, Wiring] = {
 
 _GRID_RE = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?([a-z][\w.-]*)", re.IGNORECASE)
 _SLICE_RE = re.compile(r"(v\d+[a-z]?)-(\d+)", re.IGNORECASE)
+# The largest hosts that are sold: 16 V100 or A100-40GB share NVLink, 8 of the others.
+_MOST_IN_HOST = {
+    **dict.fromkeys(("V100-16GB", "V100-32GB", "A100-40GB"), 16),
+    **dict.fromkeys(("A100-80GB", "H100", "H200", "B200", "A10G", "L4", "RTX-4090"), 8),
+}
 _TENSOR_CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
 _DIGITS = 12
 _FORMS = (
     "Write hosts x devices x kind, such as '4x8xA100-80GB' or '8xH100', or a TPU slice such as"
-    " 'v5e-16'."
+    " 'v5e-16'. A device that is not in the list, or other links, are described in a TOML file:"
+    " docs/clusters.md."
 )
 
 
@@ -240,8 +246,20 @@ def preset(spec: str) -> Cluster:
         raise ClusterError("this is no preset", asked=asked, advice=_FORMS)
     by_folded = {name.casefold(): name for name in DEVICES}
     device = by_folded.get(grid[3].casefold())
-    problems = [] if device else [f"there is no device {grid[3]!r}: {nearest(grid[3], DEVICES)}"]
+    close = nearest(grid[3], DEVICES, listed_by="aliquot clusters")
+    problems = [] if device else [f"there is no device {grid[3]!r}: {close}"]
     hosts, devices = int(grid[1] or 1), int(grid[2] or 1)
+    most = _MOST_IN_HOST.get(device or "", MOST_DEVICES)
+    if grid[1] is None and MOST_DEVICES >= devices > most:
+        # Nobody builds such a host: the number is that of all devices.
+        hosts, left = divmod(devices, most)
+        if left:
+            raise ClusterError(
+                f"a host has at most {most} {device}, and {devices} do not fill hosts of {most}",
+                asked=asked,
+                advice=f"Write hosts x devices x kind, such as '{hosts}x{most}x{device}'.",
+            )
+        devices, text = most, f"{hosts}x{most}x{device}"
     problems += [
         f"{what} must be at least 1, got 0"
         for what, n in (("hosts", hosts), ("devices", devices))

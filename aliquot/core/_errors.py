@@ -164,9 +164,9 @@ class MissingExtraError(AliquotError):
 _FILL_A_SCREEN = 60
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], listed_by: str = "") -> str:
     """The half-sentence to put after an unknown name: the closest known one, if any is close, and
-    the whole list.
+    the whole list; or the closest three, and the command that lists all (`listed_by`).
 
     Names that begin with the unknown name win over those that only resemble it. Case does not
     count. Of a list that would fill a screen, such as the paths of a model's state, only the
@@ -174,6 +174,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
     >>> nearest("gpt-1.4b", ["gpt-125m", "gpt-1.3b"])
     "did you mean 'gpt-1.3b'? Known: gpt-125m, gpt-1.3b."
+    >>> nearest("gpt-1.4b", ["gpt-125m", "gpt-1.3b"], listed_by="aliquot models")
+    "did you mean 'gpt-1.3b' or 'gpt-125m'? `aliquot models` lists all."
     """
     names = list(known)
     typed = name.casefold()
@@ -186,7 +188,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
         ]
         others = f" and {len(names) - len(shown)} others"
     listing = f"Known: {', '.join(shown)}{others}." if names else "None is known."
+    if listed_by:
+        listing = f"`{listed_by}` lists all."
     begun = [folded for folded in by_folded if typed and folded.startswith(typed)][:3]
-    close = begun or difflib.get_close_matches(typed, by_folded, n=1, cutoff=0.5)
-    suggested = " or ".join(repr(by_folded[folded]) for folded in close)
+    similar = difflib.get_close_matches(typed, by_folded, n=3 if listed_by else 1, cutoff=0.5)
+    close = begun or similar
+    *others_close, last = [repr(by_folded[folded]) for folded in close] or [""]
+    suggested = f"{', '.join(others_close)} or {last}" if others_close else last
     return f"did you mean {suggested}? {listing}" if close else listing

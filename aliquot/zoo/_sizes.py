@@ -62,6 +62,8 @@ def _llama(
     seq_len: int,
     epsilon: float = 1e-5,
     head_size: int = 0,
+    vocab_size: int = 32000,
+    rope_theta: float = 10000.0,
 ) -> ModelConfig:
     return ModelConfig(
         name=name,
@@ -71,11 +73,27 @@ def _llama(
         num_heads=heads,
         num_kv_heads=kv_heads,
         ffn_size=ffn,
-        vocab_size=32000,
+        vocab_size=vocab_size,
         seq_len=seq_len,
         tied_embedding=False,
         head_size=head_size,
         norm_epsilon=epsilon,
+        rope_theta=rope_theta,
+    )
+
+
+def _llama3(name: str, layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig:
+    """As in "The Llama 3 Herd of Models", table 3, at the 8192 tokens of pre-training."""
+    return _llama(
+        name,
+        layers,
+        hidden,
+        heads,
+        kv_heads=8,
+        ffn=ffn,
+        seq_len=8192,
+        vocab_size=128256,
+        rope_theta=500000.0,
     )
 
 
@@ -150,6 +168,9 @@ _ALL: tuple[AbstractConfig, ...] = (
     _llama("llama-2-7b", 32, 4096, 32, kv_heads=32, ffn=11008, seq_len=4096),
     _llama("llama-2-13b", 40, 5120, 40, kv_heads=40, ffn=13824, seq_len=4096),
     _llama("llama-70b", 80, 8192, 64, kv_heads=8, ffn=28672, seq_len=4096),
+    _llama3("llama3-8b", 32, 4096, 32, 14336),
+    _llama3("llama3-70b", 80, 8192, 64, 28672),
+    _llama3("llama3.1-405b", 126, 16384, 128, 53248),
     _moe("moe-380m", 8, 768, 8),
     _moe("moe-690m", 8, 768, 16),
     _moe("moe-1.3b", 16, 768, 16),

@@ -49,8 +49,41 @@ def module(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("options", "instead"),
+    [
+        ("--batch-size 8", "Type --global-batch 64"),
+        ("--batch=8", "Type --global-batch 64"),
+        ("--gpus 8", "Type --cluster 8xH100"),
+        ("--fsdp", "Type --method fsdp"),
+        ("-tp 2", "Type --method tp:2"),
+        ("--pipeline-model-parallel-size 2", "Type --method pipeshard --stages 4"),
+        ("--gradient-accumulation-steps 4", "Type --micro-batches 4"),
+        ("-o plan.json", "Type --out FILE"),
+        ("--model gpt-10m", "Type the model itself, before the options"),
+    ],
+)
+def test_options_of_other_tools_are_answered_with_those_of_this_one(options, instead):
+    found = run(*SMALL.split(), *options.split())
+    assert found.exit_code == 2
+    assert f"There is no option {options.split('=')[0].split()[0]}. {instead}" in found.stderr
+
+
+def test_other_names_are_left_alone_where_they_mean_nothing_else():
+    # Behind `--` they are of another command; a verb without the option knows no better.
+    assert "There is no option" not in run("cluster", "8xH100", "--batch-size", "8").stderr
+    assert "There is no option" not in run("launch", "local:0", "--", "x", "--batch-size").stderr
+
+
+def test_more_devices_than_a_host_has_are_said_to_be_several_hosts():
+    found = run("cluster", "64xH100")
+    assert found.exit_code == 0 and found.stdout.startswith("8x8xH100: 8 hosts x 8 devices")
+    assert found.stderr == "64xH100 is taken as 8x8xH100: no host has so many H100.\n"
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
+        (f"{SMALL} --memory-limit 40", "--memory-limit 40 has no unit: write 40GiB"),
         (f"{SMALL} --method pipeshard --micro-batches --2", "'--2' is neither a number nor auto"),
         (f"{SMALL} --method pipeshard --micro-batches {NINES}", "is neither a number nor auto"),
         (f"{SMALL} --method pipeshard --layers --5", "'--5' is neither a number nor a pattern"),

@@ -40,12 +40,30 @@ def test_presets(spec, device, hosts, per_host, inter_bytes_per_s):
 
 
 @pytest.mark.parametrize(
+    ("spec", "taken_as"),
+    [
+        ("64xH100", "8x8xH100"),
+        ("512xh100", "64x8xH100"),
+        ("32xA100-40GB", "2x16xA100-40GB"),
+        ("16xA100-40GB", "16xA100-40GB"),
+        ("1x64xH100", "1x64xH100"),
+        ("64xcpu", "64xcpu"),
+    ],
+)
+def test_more_devices_than_a_host_has_are_several_hosts(spec, taken_as):
+    cluster = Cluster.preset(spec)
+    assert cluster == Cluster.preset(taken_as) and cluster.name == taken_as
+
+
+@pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("8xH10", "did you mean 'H100'"),
         ("8xA100", "did you mean 'A100-40GB' or 'A100-80GB'"),
         ("0xH100", "devices must be at least 1"),
         ("0x8xA110", "hosts must be at least 1"),
+        ("v3-256", r"lists all\.\s+Write hosts .* TOML file: docs/clusters.md"),
+        ("12xH100", "at most 8 H100, and 12 do not fill hosts of 8"),
         ("v5e-0", "empty"),
         ("v5p-7", "two to a chip"),
         ("v5e-18", "do not fill hosts"),

@@ -80,6 +80,15 @@ def test_nearest(name, suggested):
     assert text.startswith(f"did you mean {suggested}?" if suggested else "Known:")
 
 
+def test_three_of_a_list_that_a_command_shows_are_suggested():
+    names = ["gpt-125m", "gpt-1.3b", "llama-7b", "llama-13b", "llama-70b", "llama-2-7b"]
+    text = nearest("llama3-7b", names, listed_by="aliquot models")
+    assert (
+        text == "did you mean 'llama-7b', 'llama-70b' or 'llama-2-7b'? `aliquot models` lists all."
+    )
+    assert nearest("zzz", names, listed_by="aliquot models") == "`aliquot models` lists all."
+
+
 def test_most_similar_of_many_names_are_suggested():
     paths = [f"state.params.layers[{k}].{name}" for k in range(50) for name in ("up", "down")]
     text = nearest("state.params.layers[7].gate", paths)
