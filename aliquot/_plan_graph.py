@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ._time_limit import TimeLimit
 from .cluster import Cluster
-from .core import CaptureError, InfeasibleError, InputError, TimeLimitError
+from .core import AliquotWarning, CaptureError, InfeasibleError, InputError, TimeLimitError
 from .graph import Graph, coordination_client, is_ordered, source_line
 from .planners import (
     AbstractMethod,
@@ -260,6 +260,7 @@ def _warn_of_inferred(graph: Graph) -> None:
             " that may be split, a point one that stays whole. A rule of your own"
             ' (aliquot.register_dim_rule) may allow more; on_missing_rule="replicate" runs them'
             " whole.",
+            AliquotWarning,
             stacklevel=6,
         )
 

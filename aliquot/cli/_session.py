@@ -8,13 +8,14 @@ import contextlib
 import json
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 import typer
 from rich.console import Console, RenderableType
 
-from ..core import AliquotError, printable, shortened
+from ..core import AliquotError, AliquotWarning, printable, shortened
 from ._interrupts import INTERRUPTED, raise_at_interrupts
 
 _WIDTH = 180
@@ -81,7 +82,10 @@ def session(as_json: bool = False) -> Iterator[Session]:
     say = Session(as_json)
     raise_at_interrupts()
     try:
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        with (
+            contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(),
+            _warnings_as_remarks(say),
+        ):
             try:
                 yield say
             except AliquotError as error:
@@ -93,6 +97,24 @@ def session(as_json: bool = False) -> Iterator[Session]:
     finally:
         if as_json and say.answer is not None:
             _write(json.dumps(say.answer, default=_plain))
+
+
+@contextlib.contextmanager
+def _warnings_as_remarks(say: Session) -> Iterator[None]:
+    """Within, warnings of this package are remarks, without the file and line that raised them."""
+    shown = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, AliquotWarning):
+            say.note(f"note: {message}")
+        else:
+            shown(message, category, *where, **more)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown
 
 
 def _write(text: str) -> None:

@@ -3,6 +3,7 @@
 from ._allocator import reuse_freed_memory as reuse_freed_memory
 from ._cores import num_cores as num_cores
 from ._errors import AliquotError as AliquotError
+from ._errors import AliquotWarning as AliquotWarning
 from ._errors import CaptureError as CaptureError
 from ._errors import ClusterError as ClusterError
 from ._errors import InfeasibleError as InfeasibleError

@@ -11,6 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from ._text import listing
 
 
+class AliquotWarning(UserWarning):
+    """Something that a person should know, and that ends nothing. The command line shows it as a
+    remark.
+    """
+
+
 class AliquotError(Exception):
     """Base of all errors that the caller can act on; bugs of this package raise others.
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..cluster import AbstractMeasured, Cluster, subcluster
+from ..core import AliquotWarning
 from ..cost import PlannedStage, PlannedStep, Problem, decode_interior, make_problem
 from ..graph import Graph, graph_fingerprint, split_scans
 from ..plans import ArrayInterface, Plan, StagePlan, require_match
@@ -77,6 +78,7 @@ def _choices(plan: Plan, graph: Graph, problem: Problem) -> Sequence[Choice]:
         f"{graph.name} is traced into other operators than the plan was made for (another release"
         " of a library, perhaps). Its inputs and outputs are the same: they are split as planned,"
         " and what lies between is planned anew.",
+        AliquotWarning,
         stacklevel=6,
     )
     return follow(problem, plan.stages[0])

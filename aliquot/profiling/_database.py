@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from ..cluster import MEASURED
-from ..core import InputError, counted, faults_of, listing, printable, shortened
+from ..core import AliquotWarning, InputError, counted, faults_of, listing, printable, shortened
 
 _FORMAT = 1
 _TABLES = """
@@ -363,6 +363,7 @@ class ProfileDatabase:
                     f"They are left out; the other {counted(len(found), 'row')} are used. Measure"
                     " these programs again, or restore the file.",
                 ),
+                AliquotWarning,
                 stacklevel=2,
             )
         yield from sorted(found, key=lambda row: (row[1].label, row[0].digest))

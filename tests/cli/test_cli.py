@@ -1,8 +1,10 @@
 """Verbs, options, exit codes and streams; nothing here searches for long."""
 
 import json
+import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import typer
@@ -10,6 +12,8 @@ from command_line import TINY, refused, run
 from sample_plans import sample_plan
 
 from aliquot.cli._app import app
+from aliquot.cli._session import session
+from aliquot.core import AliquotWarning
 
 
 @pytest.fixture
@@ -252,6 +256,28 @@ def test_another_device_count_is_refused(plan_file):
         "train", "gpt-10m", "--data", plan_file, "--plan", plan_file, "--steps", 1, "--devices", 4
     )
     refused(found, "it is for 8 devices (8xH100), and there are 4", "--devices 8")
+
+
+def test_warnings_of_this_package_are_remarks_without_a_place_in_its_source(capsys):
+    with warnings.catch_warnings(), session():
+        warnings.simplefilter("always")
+        warnings.warn("two rows are left out.", AliquotWarning, stacklevel=1)
+    assert capsys.readouterr().err == "note: two rows are left out.\n"
+
+
+def test_a_plan_that_was_made_for_other_operators_is_said_in_one_line(tmp_path):
+    path = tmp_path / "plan.json"
+    made = run("plan", *TINY, "--method", "dp", "--out", path)
+    assert made.exit_code == 0, made.output
+    text = path.read_text()
+    (other,) = set(re.findall(r'"graph_fingerprint": *"(\w+)"', text))
+    path.write_text(text.replace(other, other[::-1]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        said = run("explain", path).stderr
+    (line,) = [line for line in said.splitlines() if "other operators" in line]
+    assert line.startswith("note: train_step is traced into other operators than")
+    assert ".py:" not in said and "warnings.warn" not in said
 
 
 def test_a_plan_for_something_else_than_the_zoo_is_not_trained(tmp_path):
