@@ -18,7 +18,8 @@ SCRIPTS = sorted(
 )
 PIPELINE = "5_pipeline_with_a_trace.py"
 TPU = "6_verify_for_a_tpu.py"
-RAY = "9_two_hosts_under_ray.py"
+# The quickest of them; what the others show, tests of each of these things do too.
+QUICK = ("3_equinox.py",)
 
 
 def run(name, folder):
@@ -60,7 +61,7 @@ def test_scripts_have_at_most_eighty_lines(name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == RAY else ())
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
         for name in SCRIPTS
         if name != TPU
     ],
@@ -78,6 +79,7 @@ def test_training_examples_train(name, tmp_path):
         assert predicted["traceEvents"] and measured["traceEvents"]
 
 
+@pytest.mark.slow
 def test_the_tpu_example_verifies_or_says_what_to_install(tmp_path):
     try:
         require_compiler(resolve_target("v5e", aq.Cluster.preset("v5e-16")))

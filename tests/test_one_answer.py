@@ -27,8 +27,17 @@ def planned(batch, cluster=CLUSTER, **asked):
     return plan.prediction.step_time_s
 
 
-@pytest.mark.parametrize("parts", [None, 2, "auto"])
-@pytest.mark.parametrize("limit", [None, 400_000])
+@pytest.mark.parametrize(
+    ("limit", "parts"),
+    [
+        (None, "auto"),
+        (400_000, None),
+        (400_000, 2),
+        pytest.param(None, None, marks=pytest.mark.slow),
+        pytest.param(None, 2, marks=pytest.mark.slow),
+        pytest.param(400_000, "auto", marks=pytest.mark.slow),
+    ],
+)
 def test_each_row_of_a_comparison_is_the_plan_of_its_method(parts, limit):
     asked = {"num_micro_batches": parts, "memory_limit_bytes": limit}
     found = aq.compare(*mlp(SIZES, 2048), clusters=CLUSTER, methods=METHODS, **asked)
@@ -39,7 +48,12 @@ def test_each_row_of_a_comparison_is_the_plan_of_its_method(parts, limit):
 
 @pytest.mark.parametrize(
     ("method", "parts"),
-    [(DataParallel(), None), (Zero3Parallel(), 2), (Zero2Parallel(), "auto"), (Auto(), 1)],
+    [
+        (DataParallel(), None),
+        (Zero3Parallel(), 2),
+        (Zero2Parallel(), "auto"),
+        pytest.param(Auto(), 1, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_the_largest_batch_has_a_plan_and_the_next_has_none(method, parts):

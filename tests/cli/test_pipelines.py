@@ -93,7 +93,11 @@ def test_a_grid(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", ["pipeshard --stages 2 --micro-batches 4", "dp --micro-batches 2"]
+    "options",
+    [
+        "pipeshard --stages 2 --micro-batches 4",
+        pytest.param("dp --micro-batches 2", marks=pytest.mark.slow),
+    ],
 )
 def test_independent_semantics_allow_batch_statistics_per_micro_batch(options, tmp_path):
     more = ("--set", "normalise=1", "--out", tmp_path / "plan.json")

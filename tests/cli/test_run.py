@@ -25,6 +25,7 @@ def text(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_training_as_planned(plan_file, text):
     args = ("--data", text, "--plan", plan_file, "--devices", 8, "--steps", 5)
     found = run("train", "gpt-10m", *args, "--json")

@@ -182,6 +182,7 @@ def test_the_demo_tells_the_whole_story(tmp_path, text, plain, quick):
     assert Plan.load(tmp_path / "demo.json").model.name == "gpt-10m"
 
 
+@pytest.mark.slow
 def test_the_demo_as_json(tmp_path, text, plain, quick):
     plain()
     answer = json.loads(demo(tmp_path, text, "--json").stdout)

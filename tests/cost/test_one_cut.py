@@ -79,7 +79,7 @@ def repeatable(extract, recompute):
 
 @pytest.mark.parametrize("recompute", ["operators", "stage"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
+@pytest.mark.parametrize("num_micro_batches", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("model", [m for m in MODELS if m != "gpt, float32"])
 def test_priced_recomputation_is_what_backward_programs_repeat(
     model, num_micro_batches, schedule, recompute
@@ -116,8 +116,28 @@ def test_priced_recomputation_is_what_backward_programs_repeat(
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"])
-@pytest.mark.parametrize(("num_micro_batches", "groups"), [(1, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("schedule", "num_micro_batches", "groups"),
+    [
+        ("gpipe", 1, 1),
+        ("1f1b", 4, 1),
+        ("interleaved-1f1b", 4, 2),
+        ("zero-bubble", 4, 1),
+        *(
+            pytest.param(schedule, count, groups, marks=pytest.mark.slow)
+            for schedule, count, groups in (
+                ("gpipe", 4, 1),
+                ("gpipe", 4, 2),
+                ("1f1b", 1, 1),
+                ("1f1b", 4, 2),
+                ("interleaved-1f1b", 1, 1),
+                ("interleaved-1f1b", 4, 1),
+                ("zero-bubble", 1, 1),
+                ("zero-bubble", 4, 2),
+            )
+        ),
+    ],
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_priced_values_are_those_that_programs_exchange(
     model, num_micro_batches, groups, schedule, recompute

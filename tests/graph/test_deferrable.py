@@ -3,6 +3,7 @@ off.
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -25,6 +26,8 @@ from aliquot.sharding import (
 )
 from aliquot.zoo import build, configure
 
+# A loop over layers and layers written out, recomputed and not, two stages and four.
+QUICK = [(False, "none", 2), (True, "block", 4), (False, "block", 2)]
 SIZES = {"num_layers": 4, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "seq_len": 8}
 
 
@@ -46,9 +49,13 @@ def halved(scan, recompute, stages):
     return graph, step, split_stages(parts, plan, step.staging, split_backward=True).programs
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("recompute", ["none", "block"])
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+    ("scan", "recompute", "stages"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product((False, True), ("none", "block"), (2, 4))
+    ],
+)
 def test_the_runtime_runs_what_is_priced(scan, recompute, stages):
     graph, step, programs = halved(scan, recompute, stages)
     for k, extract in enumerate(step.extracts):
@@ -134,10 +141,10 @@ def test_arrays_kept_for_weight_gradients_are_priced_as_the_runtime_keeps_them(s
     ("stages", "cluster", "scan", "recompute"),
     [
         (2, "2xcpu", False, "none"),
-        (4, "4xcpu", True, "block"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                (4, "4xcpu", True, "block"),
                 # Data-parallel groups in each stage.
                 (2, "4xcpu", False, "block"),
                 (2, "2xcpu", False, "block"),

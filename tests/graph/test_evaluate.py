@@ -33,17 +33,34 @@ def assert_same(got, want):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
 
 
-# With a hook that changes nothing, for every workload; without one for the structured ones too.
-CASES = [(name, ReplayHook()) for name in STEPS]
-CASES += [
-    (name, None)
-    for name in ("nnx_in_place", "scan_layers_remat", "rnn_over_time", "while_and_cond")
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "hook"), CASES, ids=[f"{n}-{'hooked' if h else 'bare'}" for n, h in CASES]
+# With a hook that changes nothing and, where they are structured, without one. The others are slow:
+# the runtime's tests replay them all, with a hook that splits arrays.
+_BARE = ("nnx_in_place", "scan_layers_remat", "rnn_over_time", "while_and_cond")
+_QUICK = (
+    *_BARE,
+    "switch_of_three",
+    "loop_of_no_turns",
+    "scan_reversed_unrolled",
+    "plain_nested_jit",
+    "functions_with_rules_of_their_own",
+    "remat_save_names",
+    "plain_dropout_typed_key",
+    "plain_keywords",
+    "placed_by_hand",
 )
+CASES = [
+    pytest.param(
+        name,
+        ReplayHook(),
+        id=f"{name}-hooked",
+        marks=() if name in _QUICK else pytest.mark.slow,
+    )
+    for name in STEPS
+]
+CASES += [pytest.param(name, None, id=f"{name}-bare") for name in _BARE]
+
+
+@pytest.mark.parametrize(("name", "hook"), CASES)
 def test_same_numbers(name, hook):
     step = STEPS[name]()
     graph = capture(step.fn, *shapes(step.args), **shapes(step.kwargs))

@@ -37,8 +37,22 @@ def deep(rows, width, layers):
     return step, {"layers": weights}, {"x": jax.ShapeDtypeStruct((rows, width), jnp.float32)}
 
 
-@pytest.mark.parametrize("count", [None, 1, 2])
-@pytest.mark.parametrize("cluster", [CLUSTER, SLOW_LINKS], ids=["2x4xH100", "2x1xV100"])
+@pytest.mark.parametrize(
+    ("cluster", "count"),
+    [
+        pytest.param(CLUSTER, 2, id="2x4xH100-2"),
+        pytest.param(SLOW_LINKS, None, id="2x1xV100-None"),
+        *(
+            pytest.param(cluster, count, id=f"{name}-{count}", marks=pytest.mark.slow)
+            for name, cluster, count in (
+                ("2x4xH100", CLUSTER, None),
+                ("2x4xH100", CLUSTER, 1),
+                ("2x1xV100", SLOW_LINKS, 1),
+                ("2x1xV100", SLOW_LINKS, 2),
+            )
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     "step",
     [STEP, pytest.param(deep(1024, 4096, 4), marks=pytest.mark.slow)],

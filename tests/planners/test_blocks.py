@@ -58,8 +58,8 @@ def test_every_block_follows_one_option(problem, shape, factors):
     ("step", "memory_share"),
     [
         (_MLP, 1.0),
-        (_EXPERTS, 1.0),
         (_EXPERTS, 0.8),
+        pytest.param(_EXPERTS, 1.0, marks=pytest.mark.slow),
         pytest.param(_MLP, 0.8, marks=pytest.mark.slow),
         pytest.param(_MLP, 0.6, marks=pytest.mark.slow),
         pytest.param(_EXPERTS, 0.6, marks=pytest.mark.slow),
@@ -89,8 +89,8 @@ def test_no_combination_of_options_is_better(step, memory_share):
     ("model", "cluster", "batch", "num_micro_batches"),
     [
         ("gpt-350m", "8xH100", 64, 1),
-        ("gpt-1.3b", "2x4xV100-16GB", 64, 4),
-        ("moe-380m", "8xH100", 64, 1),
+        pytest.param("gpt-1.3b", "2x4xV100-16GB", 64, 4, marks=pytest.mark.slow),
+        pytest.param("moe-380m", "8xH100", 64, 1, marks=pytest.mark.slow),
         pytest.param("moe-7.1b", "8x8xH100", 256, 4, marks=pytest.mark.slow),
         ("llama-7b", "8xA100-40GB", 32, 4),
         pytest.param("wide-resnet-250m", "4xV100-16GB", 64, 1, marks=pytest.mark.slow),

@@ -13,7 +13,9 @@ _SEEDS = 110
 _PARTS = 5
 
 
-@pytest.mark.parametrize("part", range(_PARTS))
+@pytest.mark.parametrize(
+    "part", [pytest.param(k, marks=pytest.mark.slow if k in (1, 2) else ()) for k in range(_PARTS)]
+)
 def test_the_program_finds_the_optimum_of_brute_force(part):
     found = [c for seed in range(part, _SEEDS, _PARTS) if (c := compare(seed)) is not None]
     assert len(found) >= 5

@@ -54,7 +54,7 @@ def task_of(width, rows, cluster, **calibration):
 @pytest.mark.parametrize(
     ("width", "rows", "cluster"),
     [
-        (1024, 1024, "2x4xA100-40GB"),
+        pytest.param(1024, 1024, "2x4xA100-40GB", marks=pytest.mark.slow),
         (512, 8192, "7xA100-40GB"),
         pytest.param(2048, 256, "4x8xA100-80GB", marks=pytest.mark.slow),
     ],

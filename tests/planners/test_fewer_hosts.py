@@ -42,8 +42,15 @@ def idle_plan():
     return known_plan("small", 2, Auto())
 
 
-@pytest.mark.parametrize("method", [Auto(), PipeshardParallel()], ids=["auto", "pipeshard"])
-@pytest.mark.parametrize("size", STEPS)
+@pytest.mark.parametrize(
+    ("size", "method"),
+    [
+        pytest.param("small", PipeshardParallel(), id="small-pipeshard"),
+        pytest.param("large", Auto(), id="large-auto"),
+        pytest.param("small", Auto(), id="small-auto", marks=pytest.mark.slow),
+        pytest.param("large", PipeshardParallel(), id="large-pipeshard", marks=pytest.mark.slow),
+    ],
+)
 def test_more_hosts_are_no_slower(size, method):
     plans = {hosts: known_plan(size, hosts, method) for hosts in (1, 2, 4)}
     times = [plan.prediction.step_time_s for plan in plans.values()]

@@ -110,7 +110,15 @@ class TestEveryInterPlanner:
         else:
             assert same.step_time_s == plan.step_time_s
 
-    @pytest.mark.parametrize("intra", INTRAS.values(), ids=INTRAS)
+    @pytest.mark.parametrize(
+        "intra",
+        [
+            pytest.param(
+                intra, id=name, marks=pytest.mark.slow if name in ("zero2", "blocks, cfp") else ()
+            )
+            for name, intra in INTRAS.items()
+        ],
+    )
     def test_the_planner_works_with_every_intra_planner(self, inter, intra):
         plan = plan_of(cluster="4xV100-16GB", inter=inter, intra=intra, num_micro_batches=4)
         assert violations(plan) == []

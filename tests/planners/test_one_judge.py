@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import msgspec
@@ -21,6 +22,13 @@ SIZES = {"num_layers": 4, "hidden_size": 1024, "num_heads": 4, "vocab_size": 204
 # For steps that run.
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "seq_len": 16}
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble")
+# Each schedule, layers in a loop and written out.
+QUICK = [
+    ("gpipe", "block", True),
+    ("1f1b", "block", False),
+    ("interleaved-1f1b", "block", False),
+    ("zero-bubble", "block", True),
+]
 
 
 @functools.cache
@@ -42,15 +50,18 @@ def planned(work, method, cluster="2x2xV100-16GB", **options):
     return Plan.from_json(plan.to_json())
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize(
-    "method",
+    ("method", "micro_batches"),
     [
-        aq.DataParallel(),
-        aq.Zero2Parallel(),
-        aq.Zero3Parallel(),
-        aq.ShardParallel(mesh_shape=(2, 2)),
-        aq.Auto(),
+        pytest.param(method, count, marks=() if count == quick else pytest.mark.slow)
+        for method, quick in (
+            (aq.DataParallel(), 1),
+            (aq.Zero2Parallel(), 4),
+            (aq.Zero3Parallel(), 1),
+            (aq.ShardParallel(mesh_shape=(2, 2)), 4),
+            (aq.Auto(), 1),
+        )
+        for count in (1, 4)
     ],
 )
 def test_one_program(method, micro_batches):
@@ -59,9 +70,13 @@ def test_one_program(method, micro_batches):
     assert aq.estimate(plan, work.train_step, work.state, work.batch) == plan.prediction
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "block"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "scan"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(SCHEDULES, ("none", "block"), (True, False))
+    ],
+)
 def test_pipelines(schedule, recompute, scan):
     work = workload(scan, recompute)
     # Two stages to a submesh where they are interleaved.

@@ -226,7 +226,7 @@ def test_options_that_contradict_each_other_are_refused():
         aq.PipeshardParallel(schedule="gpip")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])
 def test_a_plan_runs_and_gives_the_numbers_of_the_plain_step(schedule):
     method = aq.PipeshardParallel(num_stages=2, num_micro_batches=4, schedule=schedule)
     plan = aq.plan(train_step, STATE, BATCH, cluster=aq.Cluster.detect(), method=method)

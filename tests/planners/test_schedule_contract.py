@@ -21,7 +21,7 @@ from aliquot.cost import (
     simulate_stages,
 )
 from aliquot.planners import ManualStages, StageDP, StageLimits, plan_chain
-from aliquot.plans import Keeps, Plan, make_schedule, violations
+from aliquot.plans import SCHEDULES, Keeps, Plan, make_schedule, violations
 from aliquot.report import planned_trace
 
 
@@ -173,22 +173,31 @@ class TestEveryTrainingSchedule:
         swapped = judge_stages(chain, plan.stages[::-1], name, num_submeshes=2).stages
         assert find_stage_faults(chain, swapped, name, num_submeshes=2)
 
-    def test_a_saved_plan_with_the_schedule_runs(self, name):
-        stages = 4 if KINDS[name].interleaves else 2
-        method = aq.PipeshardParallel(num_stages=stages, num_micro_batches=4, schedule=name)
-        plan = aq.plan(train_step, STATE, BATCH, cluster=aq.Cluster.preset("4xcpu"), method=method)
-        assert (
-            violations(plan) == []
-            and plan.schedule == name
-            and (plan.num_submeshes < stages) == KINDS[name].interleaves
-        )
-        assert Plan.from_json(plan.to_json()) == plan
-        step = aq.parallelize(train_step, plan, devices=jax.devices()[:4])
-        state = state_of(init(jax.random.key(0)))
-        tokens = jax.random.randint(jax.random.key(1), (64,), 0, 256)
-        batch = {"tokens": tokens, "targets": (tokens * 7) % 256}
-        want, metrics = jax.jit(train_step)(state, batch)
-        new, found = step(step.init(lambda k: state_of(init(k)), jax.random.key(0)), batch)
-        assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
-        for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(jax.device_get(a), jax.device_get(b), rtol=1e-4, atol=1e-6)
+
+# Those that Aliquot has run in tests of pipelines, too.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SCHEDULES and name != "1f1b" else ())
+        for name in TRAINING
+    ],
+)
+def test_a_saved_plan_with_the_schedule_runs(name):
+    stages = 4 if KINDS[name].interleaves else 2
+    method = aq.PipeshardParallel(num_stages=stages, num_micro_batches=4, schedule=name)
+    plan = aq.plan(train_step, STATE, BATCH, cluster=aq.Cluster.preset("4xcpu"), method=method)
+    assert (
+        violations(plan) == []
+        and plan.schedule == name
+        and (plan.num_submeshes < stages) == KINDS[name].interleaves
+    )
+    assert Plan.from_json(plan.to_json()) == plan
+    step = aq.parallelize(train_step, plan, devices=jax.devices()[:4])
+    state = state_of(init(jax.random.key(0)))
+    tokens = jax.random.randint(jax.random.key(1), (64,), 0, 256)
+    batch = {"tokens": tokens, "targets": (tokens * 7) % 256}
+    want, metrics = jax.jit(train_step)(state, batch)
+    new, found = step(step.init(lambda k: state_of(init(k)), jax.random.key(0)), batch)
+    assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(jax.device_get(a), jax.device_get(b), rtol=1e-4, atol=1e-6)

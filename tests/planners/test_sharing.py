@@ -17,9 +17,11 @@ from aliquot.planners.intra.ilp._program import add_memory_row, build_program
 from aliquot.planners.intra.ilp._rows import without_costly_choices
 
 
-@pytest.fixture(scope="module", params=["2x4xV100-16GB", "8xH100"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("2x4xV100-16GB", marks=pytest.mark.slow), "8xH100"]
+)
 def priced(request):
-    """On V100s nothing overlaps; on H100s gradient communication hides behind the backward pass."""
+    """On H100s gradient communication hides behind the backward pass; on V100s nothing overlaps."""
     work = zoo.build(zoo.configure("gpt-125m", num_layers=1), 8)
     graph = aq.capture(work.train_step, work.state, work.batch)
     cluster = Cluster.preset(request.param)

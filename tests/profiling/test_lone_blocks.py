@@ -32,7 +32,7 @@ MODELS = {
     "t5-770m": {**SMALL, "target_len": 16, "ffn_size": 128, "head_size": 16},
     "wide-resnet-250m": {},
 }
-QUICK = {"gpt-10m", "bert-base", "moe-380m"}
+QUICK = {"gpt-10m", "bert-base"}
 NUM_DEVICES = 4
 # A product that sums over a split dim ends in an all-reduce, or in a reduce-scatter where its
 # result leaves the block and may be split anew. Behind the entry the gradient of the result is then

@@ -58,14 +58,17 @@ def segmented(model: str, num_layers: int, cluster: Cluster | None = None, **opt
     return segment_step(problem_of(model, num_layers, cluster, **options), (4,))
 
 
-@pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize(
-    ("model", "programs"),
+    ("model", "programs", "recompute"),
     [
-        ("gpt-10m", [1, 81, 3]),
-        ("llama-7b", [1, 81, 3]),
-        ("bert-base", [1, 81, 9]),
-        ("moe-380m", [1, 108, 81, 3]),
+        pytest.param(model, programs, each, marks=() if each == quick else pytest.mark.slow)
+        for model, programs, quick in (
+            ("gpt-10m", [1, 81, 3], "block"),
+            ("llama-7b", [1, 81, 3], "none"),
+            ("bert-base", [1, 81, 9], "block"),
+            ("moe-380m", [1, 108, 81, 3], "none"),
+        )
+        for each in ("none", "block")
     ],
 )
 def test_the_number_of_programs_does_not_depend_on_depth(model, programs, recompute):
@@ -76,7 +79,7 @@ def test_the_number_of_programs_does_not_depend_on_depth(model, programs, recomp
         assert sum(step.kinds[k].count for k in range(1, len(programs) - 1)) == num_layers
 
 
-@pytest.mark.parametrize("num_layers", [2, 4])
+@pytest.mark.parametrize("num_layers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_encoder_and_a_decoder_have_segments_of_their_own(num_layers):
     """The decoder's layers, of seven blocks, end in the middle of segments; those at its two ends
     have kinds of their own.

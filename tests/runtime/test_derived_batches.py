@@ -42,7 +42,7 @@ _METHODS = {
 }
 _QUICK = {
     "dp": set(_FORMS),
-    "shard": set(_FORMS),
+    "shard": {"two halves", "written down", "length first", "every fourth", "in four", "padded"},
     "pipeline": {"four halves", "both seconds", "in four", "last"},
 }
 # What no part of a batch can follow.

@@ -29,7 +29,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"written out, zero3", "groups", "pipeline, written out"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES],
+)
 def test_steps_give_the_numbers_of_one_device(case):
     policy, scan, method, count = CASES[case]
     with jax.enable_x64(True):

@@ -53,8 +53,8 @@ def run(count: int, mesh: tuple[int, ...], num_micro_batches: int) -> list[dict]
 @pytest.mark.parametrize(
     ("count", "mesh", "num_micro_batches"),
     [
-        (2, (4, 2), 2),
         (2, (), 1),
+        pytest.param(2, (4, 2), 2, marks=pytest.mark.slow),
         *(pytest.param(4, mesh, 1, marks=pytest.mark.slow) for mesh in ((8,), ())),
     ],
 )

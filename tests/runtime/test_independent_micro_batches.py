@@ -57,7 +57,13 @@ def planned(case, method, devices, count=COUNT):
     return aq.parallelize(plain(case), plan, devices=jax.devices()[:devices])
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"hardest_examples", "mean_of_examples", "sum_of_examples", "summed_batch_norm"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES],
+)
 def test_a_pipeline_is_the_definition(name, x64):
     case = CASES[name]()
     made = pipeline(

@@ -113,7 +113,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("num_micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_with_kernels(method, num_micro_batches):
     step = parallel(

@@ -144,8 +144,19 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("loss_fn", "groups"),
+    [
+        pytest.param(
+            loss_fn,
+            groups,
+            id=f"{loss_fn.__name__}-{groups}",
+            marks=() if groups == 2 or loss_fn in (mean, dropout) else pytest.mark.slow,
+        )
+        for loss_fn in LOSSES
+        for groups in (1, 2)
+    ],
+)
 def test_losses(loss_fn, groups, x64):
     leaves_of = (weights(), data())
     graph = capture(train_on(loss_fn), *leaves_of)
@@ -155,6 +166,13 @@ def test_losses(loss_fn, groups, x64):
     assert check.largest < 1e-13, str(check)
 
 
+# Each sort of step; the slow ones run as pipelines in the quick tests.
+SLOW = {
+    "nnx_in_place_metrics",
+    "remat_save_names",
+    "plain_dropout_raw_key",
+    "plain_loss_scale_cond",
+}
 STEP_NAMES = [
     "nnx_in_place",
     "nnx_in_place_metrics",
@@ -172,7 +190,10 @@ STEP_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", STEP_NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in STEP_NAMES],
+)
 def test_steps(name, request):
     # NNX's layers keep single precision.
     single = name.startswith("nnx")

@@ -135,7 +135,7 @@ GPT = {
     "steps": 8,
 }
 SHORT = [
-    (2, {"devices": 4, "parts": True}),
+    pytest.param(2, {"devices": 4, "parts": True}, marks=pytest.mark.slow),
     pytest.param(
         3,
         {"devices": 6, "stages": 3, "layers": 3, "batch": 12, "parts": True},
@@ -194,7 +194,7 @@ FORWARD = {"forward": True, "schedule": "inference"}
     [
         # JAX aborts all at once when its coordinator is gone: the watch has its say even if it
         # comes late.
-        pytest.param(3, 0, {"late": True}, id="the coordinator dies"),
+        pytest.param(3, 0, {"late": True}, id="the coordinator dies", marks=pytest.mark.slow),
         pytest.param(
             2,
             0,

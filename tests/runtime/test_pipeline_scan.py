@@ -98,7 +98,7 @@ def plain(model):
 
 
 @pytest.mark.parametrize(
-    "case", [CASES[0], pytest.param(CASES[1], marks=pytest.mark.slow)], ids=str
+    "case", [pytest.param(CASES[0], marks=pytest.mark.slow), CASES[1]], ids=str
 )
 def test_same_numbers(case, x64):
     """Three AdamW steps; every stage keeps and scans its own layers alone."""
@@ -238,7 +238,10 @@ def test_pieces_go_round():
     assert not np.array_equal(kept["w"], second["params"]["w"])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zero-bubble"])
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param("1f1b", marks=pytest.mark.slow), "interleaved-1f1b", "zero-bubble"],
+)
 def test_four_stages(schedule):
     """Unequal ranges, two stages on each submesh if the schedule wants that, and examples divided
     within each.

@@ -5,14 +5,12 @@ and nobody hangs.
 import pytest
 from runtime.fault_cases import CASES, name_of, run_case, wrong
 
-# One of each kind and runtime; the benchmark measures times, here the machine may be busy.
+# One of each moment and way to end; the benchmark measures times, here the machine may be busy.
 _SHORT = [
     "raise at step, rank 1 of 3, pipeline",
-    "exit at step, rank 0 of 2, program",
     "stop at step, rank 1 of 2, pipeline",
     "kill at meeting, rank 1 of 3, pipeline",
     "interrupt at step, rank 0 of 2, pipeline",
-    "model, rank 1 of 2, pipeline",
     "plan, rank 1 of 2, program",
     "version, rank 1 of 2, program",
     "second run at step, rank 0 of 2, program",

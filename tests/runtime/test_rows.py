@@ -41,8 +41,22 @@ def by_rows(monkeypatch):
     monkeypatch.setattr(_rows, "_LEAST_ROW_BYTES", 1)
 
 
-@pytest.mark.parametrize(("mesh", "micro_batches"), [("8", 1), ("8", 4), ("4x2", 1)])
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    ("model", "mesh", "micro_batches"),
+    [
+        ("gpt", "8", 4),
+        ("llama", "4x2", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("gpt", "8", 1),
+                ("gpt", "4x2", 1),
+                ("llama", "8", 1),
+                ("llama", "8", 4),
+            )
+        ),
+    ],
+)
 def test_the_same_numbers(model, mesh, micro_batches, by_rows):
     case = Case(
         method="zero2",

@@ -75,7 +75,7 @@ def mlp_step():
 # Each model, form, mesh, method and number of micro-batches at least once.
 # Zero2Parallel leaves each device a single example at a time.
 COVER = [
-    ("gpt-125m", True, ShardParallel(mesh_shape=(4, 2)), 1),
+    pytest.param("gpt-125m", True, ShardParallel(mesh_shape=(4, 2)), 1, marks=pytest.mark.slow),
     ("gpt-125m", False, Zero2Parallel(), 4),
     ("llama-7b", True, ShardParallel(mesh_shape=(4, 2)), 4),
     ("llama-7b", True, Zero3Parallel(), 2),

@@ -4,6 +4,12 @@ Dims that may be split have at least 8 elements where it matters, so that they d
 mesh of the tests.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 from sharding import (
     rule_cases_algebra,
     rule_cases_elementwise,
@@ -20,3 +26,12 @@ RULE_CASES: list[Case] = [
     *rule_cases_shapes.CASES,
     *rule_cases_whole.CASES,
 ]
+
+
+def one_of_each(cases: Sequence[Case]) -> list[Any]:
+    """Cases as parameters of a test, of which all but the first of each primitive are slow."""
+    first = {case.primitive: case for case in reversed(cases)}
+    return [
+        pytest.param(case, marks=() if first[case.primitive] is case else pytest.mark.slow)
+        for case in cases
+    ]

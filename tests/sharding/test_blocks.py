@@ -43,9 +43,20 @@ def blocks_by_name(graph, nodes, **options):
     ]
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["written out", "scanned"])
-@pytest.mark.parametrize("recompute", ["none", "block"])
-@pytest.mark.parametrize("model", LAYERS)
+@pytest.mark.parametrize(
+    ("model", "recompute", "scan"),
+    [
+        pytest.param(
+            model,
+            recompute,
+            scan,
+            marks=() if scan == (recompute == "block") else pytest.mark.slow,
+        )
+        for model in LAYERS
+        for recompute in ("none", "block")
+        for scan in (False, True)
+    ],
+)
 def test_a_layer_has_four_blocks_of_three_or_four_options(model, recompute, scan):
     graph, nodes = nodes_of(model, 4, recompute=recompute, scan=scan)
     blocks = blocks_by_name(graph, nodes)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sharding import rule_cases_shapes
-from sharding.rule_cases import RULE_CASES
+from sharding.rule_cases import RULE_CASES, one_of_each
 from sharding.rule_cases_elementwise import ABSENT
 from sharding.splitting import (
     QUICK,
@@ -82,7 +82,7 @@ def test_each_rule_that_exchanges_has_a_case():
     assert {c.primitive for c in shapes for _, r, _ in operators(c) if r.exchanged} == EXCHANGING
 
 
-@pytest.mark.parametrize("case", RUN, ids=str)
+@pytest.mark.parametrize("case", one_of_each(RUN), ids=str)
 def test_splits_need_no_other_communication(case, mesh):
     grid = mesh(4, 2)
     for op, op_rule, operands in operators(case):

@@ -61,7 +61,17 @@ def test_every_model_has_a_published_size():
     assert set(PUBLISHED) == set(MODELS)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+# The first of each family.
+_FIRST = {name.split("-")[0]: name for name in reversed(PUBLISHED)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in _FIRST.values() else pytest.mark.slow)
+        for name in PUBLISHED
+    ],
+)
 def test_parameter_count(name):
     special = {"gpt-10m": 0.1, "gpt-15b": 0.03, "moe-1.3b": 0.04, "wide-resnet-13b": 0.03}
     tolerance = special.get(name, 0.001 if name.startswith("llama") else 0.025)

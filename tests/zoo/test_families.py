@@ -101,17 +101,20 @@ def stacked(layers):
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bf16", "float16"])
 @pytest.mark.parametrize(
-    ("name", "scan"),
+    ("name", "scan", "dtype"),
     [
-        ("moe-380m", False),
-        ("moe-380m", True),
-        ("wide-resnet-250m", False),
-        ("bert-base", False),
-        ("bert-base", True),
-        ("t5-770m", False),
-        ("t5-770m", True),
+        pytest.param(name, scan, dtype, marks=() if dtype == quick else pytest.mark.slow)
+        for name, scan, quick in (
+            ("moe-380m", False, "bf16"),
+            ("moe-380m", True, "float16"),
+            ("wide-resnet-250m", False, "float16"),
+            ("bert-base", False, "float16"),
+            ("bert-base", True, "bf16"),
+            ("t5-770m", False, "float32"),
+            ("t5-770m", True, "bf16"),
+        )
+        for dtype in ("float32", "bf16", "float16")
     ],
 )
 def test_abstract_state_is_what_init_and_step_give(name, scan, dtype):
@@ -319,7 +322,7 @@ METHODS = {
         # One group in each micro-batch: JAX writes another program for it.
         pytest.param("moe-690m", "dp 1", 8, marks=pytest.mark.slow),
         pytest.param("moe-690m", "shard 4x2", 4, marks=pytest.mark.slow),
-        ("bert-base", "zero3", 2),
+        pytest.param("bert-base", "zero3", 2, marks=pytest.mark.slow),
         pytest.param("moe-690m", "pipeline", 4, marks=pytest.mark.slow),
         pytest.param("bert-base", "dp", 1, marks=pytest.mark.slow),
         ("bert-base", "pipeline", 4),

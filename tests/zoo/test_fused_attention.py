@@ -102,9 +102,17 @@ def test_models_of_images_have_no_attention():
         build("wide-resnet-250m", 8, overrides=sizes, device=DEVICES["H100"], attention="fused")
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("device", ["H100", "v5e"])
+@pytest.mark.parametrize(
+    ("model", "device", "scan"),
+    [
+        pytest.param(
+            model, device, scan, marks=() if scan == (device == "v5e") else pytest.mark.slow
+        )
+        for model in MODELS
+        for device in ("H100", "v5e")
+        for scan in (False, True)
+    ],
+)
 def test_no_scores_in_the_step(model, device, scan):
     workload = made(model, device, scan=scan)
     graph = capture(workload.train_step, workload.state, workload.batch)

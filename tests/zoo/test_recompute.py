@@ -11,7 +11,7 @@ from aliquot.zoo import RECOMPUTE, build
 
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "seq_len": 16}
 WAYS = [*RECOMPUTE, "block:2", "minimal:3"]
-QUICK = {"save_attention", "minimal:3"}
+QUICK = {"minimal:3"}
 
 
 def tiny(recompute, *, scan=False, **options):
@@ -98,7 +98,7 @@ def test_a_policy_that_keeps_attention_needs_attention():
 
 
 def test_plans_with_a_policy_run():
-    work = tiny("minimal")
+    work = tiny("minimal", scan=True)
     plan = aq.plan(
         work.train_step,
         work.state,

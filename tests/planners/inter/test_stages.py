@@ -17,7 +17,9 @@ SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved-1f1b")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [0, 1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_the_stages_are_those_of_brute_force(schedule, part):
     """Without a memory limit, at limits that bind, and below the smallest peak; see
     benchmarks/inter_brute_force.py.
