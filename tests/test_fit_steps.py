@@ -11,7 +11,7 @@ from aliquot._fit_steps import MeasuredStep, _planned, at_share, fit_steps, read
 from aliquot.cluster import Cluster, target_for
 
 CLUSTER = Cluster.preset("8xH100")
-SIZES = {"num_layers": 2, "hidden_size": 1024, "num_heads": 8, "seq_len": 512, "vocab_size": 4096}
+SIZES = {"num_layers": 1, "hidden_size": 1024, "num_heads": 8, "seq_len": 512, "vocab_size": 4096}
 BATCHES = (64, 96, 128, 192)
 
 

@@ -36,7 +36,7 @@ def test_the_default_is_told_and_recorded(tmp_path, cluster, kernel, why):
     assert plan.model.settings["attention"] == kernel
     assert ("no scores in memory" in found.stdout) == (kernel != "plain")
     # The same step is built again.
-    explained = run("explain", path)
+    explained = run("explain", path, "--no-alternatives")
     assert explained.exit_code == 0, explained.stderr
     assert f"attention='{kernel}'" in explained.stdout
 
@@ -52,7 +52,7 @@ def test_plans_without_a_word_on_attention_are_plain(tmp_path):
     data = json.loads(path.read_text())
     del data["model"]["settings"]["attention"]
     path.write_text(json.dumps(data))
-    explained = run("explain", path)
+    explained = run("explain", path, "--no-alternatives")
     assert explained.exit_code == 0, explained.stderr
 
 

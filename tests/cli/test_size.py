@@ -34,7 +34,7 @@ def test_the_cheapest_in_time_is_chosen(prices):
         "--prices",
         prices,
         "--max-hosts",
-        "2",
+        "1",
         "--json",
     )
     assert found.exit_code == 0, found.output
@@ -179,5 +179,5 @@ def test_one_call_finds_the_largest_batch():
 
 
 def test_a_batch_that_never_fits_is_an_answer():
-    found = run("plan", *ONE_LAYER, "--max-batch", "--memory-limit", "1MiB")
+    found = run("plan", *ONE_LAYER, "--method", "dp", "--max-batch", "--memory-limit", "1MiB")
     assert found.exit_code == 1 and "No batch fits" in found.stdout

@@ -157,7 +157,7 @@ IMPORTED = {
 }
 MICRO_BATCHES = {"three degrees": 8, "micro-batches of one": 1}
 # The others combine what these hold one by one.
-QUICK = {"algorithm 1", "three degrees", "recomputed", "micro-batches of one"}
+QUICK = {"three degrees", "recomputed", "micro-batches of one"}
 
 
 def imported(folder, stages, *options, num_layers=4, **settings):
@@ -246,29 +246,34 @@ def test_imported_configurations_run_as_the_plain_step(case, name):
     check_equal(plan)
 
 
-def test_degrees_come_back_as_they_were(case):
-    for name in ("uniform", "algorithm 1", "mixed", "three degrees", "micro-batches of one"):
-        _, folder = case(name)
-        done = run("aceso", "export", folder / "plan.json", "--out", folder / "again.json")
-        assert done.exit_code == 0, done.output
-        before, after = (
-            json.loads((folder / f).read_text()) for f in ("config.json", "again.json")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "algorithm 1",
+        "three degrees",
+        "micro-batches of one",
+        pytest.param("uniform", marks=pytest.mark.slow),
+        pytest.param("mixed", marks=pytest.mark.slow),
+    ],
+)
+def test_degrees_come_back_as_they_were(case, name):
+    _, folder = case(name)
+    done = run("aceso", "export", folder / "plan.json", "--out", folder / "again.json")
+    assert done.exit_code == 0, done.output
+    before, after = (json.loads((folder / f).read_text()) for f in ("config.json", "again.json"))
+    for key in ("num_gpus", "num_ops_in_each_stage", "algo_of_each_op", "micro_batch_size"):
+        assert before[key] == after[key], key
+    first = 0
+    for k, count in enumerate(before["num_ops_in_each_stage"]):
+        key = "model_parallel_size_of_each_op"
+        differ = {NAMES[first + o] for o in range(count) if before[key][k][o] != after[key][k][o]}
+        # Dropout is none of the model's, and the last dropout of the MLP is on the residual
+        # stream.
+        assert differ <= ({"enc-post-MLP-dropout"} if name == "mixed" else set()), (
+            name,
+            differ,
         )
-        for key in ("num_gpus", "num_ops_in_each_stage", "algo_of_each_op", "micro_batch_size"):
-            assert before[key] == after[key], key
-        first = 0
-        for k, count in enumerate(before["num_ops_in_each_stage"]):
-            key = "model_parallel_size_of_each_op"
-            differ = {
-                NAMES[first + o] for o in range(count) if before[key][k][o] != after[key][k][o]
-            }
-            # Dropout is none of the model's, and the last dropout of the MLP is on the residual
-            # stream.
-            assert differ <= ({"enc-post-MLP-dropout"} if name == "mixed" else set()), (
-                name,
-                differ,
-            )
-            first += count
+        first += count
 
 
 def products_again(plan, k):
@@ -353,18 +358,25 @@ def test_recomputation_takes_time_and_keeps_less(tmp_path):
     assert parts[1]["residuals"] < 0.3 * parts[0]["residuals"]
 
 
-def test_recomputation_comes_back(tmp_path, case):
-    for name in ("recomputed", "some layers recomputed", "layers that differ"):
-        plan, folder = case(name)
-        done = run("aceso", "export", folder / "plan.json", "--out", tmp_path / "again.json")
-        assert done.exit_code == 0, done.output
-        out = tmp_path / "plan2.json"
-        done = run(
-            *("aceso", "import", tmp_path / "again.json", "--model", *TINY[:1], *TINY[3:]),
-            *("--dtype", "float64", "--out", out),
-        )
-        assert done.exit_code == 0, done.output
-        assert Plan.load(out).decisions() == plan.decisions(), name
+@pytest.mark.parametrize(
+    "name",
+    [
+        "recomputed",
+        pytest.param("some layers recomputed", marks=pytest.mark.slow),
+        pytest.param("layers that differ", marks=pytest.mark.slow),
+    ],
+)
+def test_recomputation_comes_back(tmp_path, case, name):
+    plan, folder = case(name)
+    done = run("aceso", "export", folder / "plan.json", "--out", tmp_path / "again.json")
+    assert done.exit_code == 0, done.output
+    out = tmp_path / "plan2.json"
+    done = run(
+        *("aceso", "import", tmp_path / "again.json", "--model", *TINY[:1], *TINY[3:]),
+        *("--dtype", "float64", "--out", out),
+    )
+    assert done.exit_code == 0, done.output
+    assert Plan.load(out).decisions() == plan.decisions(), name
 
 
 def test_imported_plans_are_split_as_their_degrees_say(tmp_path, case):

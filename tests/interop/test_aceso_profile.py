@@ -220,12 +220,13 @@ def test_sizes_of_other_families_are_those_of_their_operators(written):
     ("model", "found_as", "options", "dtype", "batches"),
     [
         ("t5-770m", ("t5", "770M", 2), ("--set", "num_layers=2"), "float16", "4,8"),
-        (
+        pytest.param(
             "wide-resnet-4b",
             ("resnet", "4B", "1,1,1,1"),
             ("--set", "num_layers=14"),
             "float32",
             "32,64",
+            marks=pytest.mark.slow,
         ),
     ],
 )

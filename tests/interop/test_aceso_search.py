@@ -179,7 +179,9 @@ def judged_by_stage(problem):
     return np.array(figures)
 
 
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize(
+    "block", [pytest.param(k, marks=() if k < 6 else pytest.mark.slow) for k in range(20)]
+)
 def test_the_exact_search_finds_what_brute_force_finds(block):
     for seed in range(10 * block, 10 * block + 10):
         problem, rng = random_problem(seed, judge="aceso" if seed % 3 else "aliquot")

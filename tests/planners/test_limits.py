@@ -45,7 +45,7 @@ def tight_bytes(priced):
         float(timeline(model_of(free, picks), priced, picks).max())
         for picks in (free.picks, free.least_memory())
     )
-    return list(np.linspace(least, most, 10)[1:-1])
+    return list(np.linspace(least, most, 7)[1:-1])
 
 
 @pytest.fixture(scope="module")

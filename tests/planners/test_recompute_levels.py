@@ -38,6 +38,13 @@ def small_gpt():
     return zoo.build("gpt-10m", global_batch=16, overrides=SIZES, dtype="float64", recompute="none")
 
 
+@pytest.fixture(scope="module")
+def short():
+    """A plan with levels, as memory is short."""
+    with jax.enable_x64(True):
+        return planned(small_gpt(), LIMIT_BYTES)
+
+
 def planned(work, limit_bytes):
     cluster = Cluster.preset("8xcpu")
     return aq.plan(
@@ -56,10 +63,9 @@ def layer_costs(cluster):
     return solve_layers(step, Cluster.preset(cluster), intra=aq.ILP(), counts=[4])
 
 
-def test_a_pipeline_that_recomputes_some_operators_runs_as_the_plain_step():
+def test_a_pipeline_that_recomputes_some_operators_runs_as_the_plain_step(short):
     with jax.enable_x64(True):
-        work = small_gpt()
-        plan = planned(work, LIMIT_BYTES)
+        work, plan = small_gpt(), short
         assert [stage.recompute for stage in plan.stages] == ["operators", "none"]
         assert any(entry.recompute for entry in plan.stages[0].interior)
         assert plan.prediction.peak_memory_bytes <= LIMIT_BYTES
@@ -81,15 +87,13 @@ def test_a_pipeline_that_recomputes_some_operators_runs_as_the_plain_step():
         assert leaf <= 1e-9, path
 
 
-def test_plans_are_faster_with_levels_where_memory_is_short(monkeypatch):
+def test_plans_are_faster_with_levels_where_memory_is_short(short, monkeypatch):
+    monkeypatch.setattr(
+        _solve_stages, "chain_with_levels", lambda costs, levels, chain: (chain, ())
+    )
     with jax.enable_x64(True):
-        work = small_gpt()
-        with_levels = planned(work, LIMIT_BYTES)
-        monkeypatch.setattr(
-            _solve_stages, "chain_with_levels", lambda costs, levels, chain: (chain, ())
-        )
-        without = planned(work, LIMIT_BYTES)
-    assert with_levels.prediction.step_time_s < without.prediction.step_time_s
+        without = planned(small_gpt(), LIMIT_BYTES)
+    assert short.prediction.step_time_s < without.prediction.step_time_s
 
 
 def test_levels_are_not_made_where_memory_is_ample(monkeypatch):
@@ -155,12 +159,11 @@ def test_a_search_with_levels_is_deterministic_and_no_slower():
         work = small_gpt()
         graph = capture(work.train_step, work.state, work.batch)
         cluster, helper = Cluster.preset("8xcpu"), HelperProcess(wanted=False)
-        for limit in (2.3e6, LIMIT_BYTES):
-            task = Task(graph=graph, cluster=cluster, num_micro_batches=4, memory_limit_bytes=limit)
-            priced = price_layers(task, [4], intra=METHOD.intra, layers=None, helper=helper)
-            first, second = (solve_with(METHOD, task, priced, helper) for _ in range(2))
-            assert first.step_time_s == second.step_time_s
-            assert [s.repeat for s in first.stages] == [s.repeat for s in second.stages]
+        task = Task(graph=graph, cluster=cluster, num_micro_batches=4, memory_limit_bytes=2.3e6)
+        priced = price_layers(task, [4], intra=METHOD.intra, layers=None, helper=helper)
+        first, second = (solve_with(METHOD, task, priced, helper) for _ in range(2))
+        assert first.step_time_s == second.step_time_s
+        assert [s.repeat for s in first.stages] == [s.repeat for s in second.stages]
 
 
 def test_selective_recomputation_is_tried_only_where_it_may_be_the_fastest(monkeypatch):

@@ -35,7 +35,7 @@ def test_rounding_to_least_memory_fits_when_majority_does_not(priced):
     most = peak(free, free.picks)
     least = peak(free, free.least_memory())
     missed = fitted = 0
-    for limit in np.linspace(least, most, 12)[1:-1]:
+    for limit in np.linspace(least, most, 8)[1:-1]:
         search = Search(priced, allowed, limit_bytes=limit)
         bound = search.bound()
         found = search.incumbent()

@@ -118,7 +118,7 @@ with ProfileDatabase(sys.argv[1]) as database:
 def test_killed_at_any_moment_it_keeps_what_was_finished(tmp_path):
     path, moments = tmp_path / "p.sqlite", random.Random(0)
     reported: set[int] = set()
-    for _ in range(6):
+    for _ in range(3):
         command = [sys.executable, "-c", _WRITER, str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             first = writer.stdout.readline()

@@ -28,17 +28,34 @@ def assert_equal(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("dynamic_scale", [False, True])
+# Each optimizer with layers written out and stacked, with a loss scale and without.
+QUICK = {
+    "adamw": [(False, True), (True, False)],
+    "sgd": [(False, False), (True, True)],
+    "adafactor": [(False, True), (True, False)],
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "dynamic_scale", "scan"),
     [
-        ("adamw", {}),
-        ("sgd", {}),
-        ("sgd", {"weight_decay": 0.1, "momentum": 0.9}),
-        ("adafactor", {"weight_decay": 0.1}),
-        ("adafactor", {"scheduled": True, "clip_norm": 2.0}),
-        ("adamw", {"scheduled": True, "clip_norm": 2.0}),
+        pytest.param(
+            name,
+            options,
+            dynamic_scale,
+            scan,
+            marks=() if (dynamic_scale, scan) in QUICK[name] else pytest.mark.slow,
+        )
+        for name, options in (
+            ("adamw", {}),
+            ("sgd", {}),
+            ("sgd", {"weight_decay": 0.1, "momentum": 0.9}),
+            ("adafactor", {"weight_decay": 0.1}),
+            ("adafactor", {"scheduled": True, "clip_norm": 2.0}),
+            ("adamw", {"scheduled": True, "clip_norm": 2.0}),
+        )
+        for dynamic_scale in (False, True)
+        for scan in (False, True)
     ],
 )
 def test_update_by_layers_equals_update_at_once(name, options, dynamic_scale, scan):
@@ -88,8 +105,9 @@ def test_scale_doubles_after_enough_finite_steps():
     state = {"params": params, **update.init(params)}
     state["loss_scale"]["good_steps"] = jnp.int32(1998)
     grads = params_like(1, scan=True)
-    once = update(state, grads)["loss_scale"]
+    updated = jax.jit(update)
+    once = updated(state, grads)["loss_scale"]
     assert (float(once["scale"]), int(once["good_steps"])) == (2.0**15, 1999)
-    twice = update(state | {"loss_scale": once}, grads)["loss_scale"]
+    twice = updated(state | {"loss_scale": once}, grads)["loss_scale"]
     assert (float(twice["scale"]), int(twice["good_steps"])) == (2.0**16, 0)
     assert float(update.scale(state | {"loss_scale": twice}, jnp.float32(2.0))) == 2.0**17
