@@ -3,12 +3,14 @@
 import re
 from pathlib import Path
 
+import pytest
 from runtime.ports import coordinator_port
 from runtime.processes import last_texts, started
 
 PAGE = Path(__file__).parents[1] / "docs" / "many-processes.md"
 
 
+@pytest.mark.slow
 def test_two_terminals(tmp_path):
     text = PAGE.read_text()
     script = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]

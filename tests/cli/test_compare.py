@@ -17,10 +17,10 @@ ONE_LAYER = ["num_layers=1" if part == "num_layers=2" else part for part in TINY
 
 
 def test_methods_are_compared_fastest_first_with_what_they_lose():
-    found = run("compare", *ONE_LAYER, "--methods", "fsdp,ddp,auto", "--json")
+    found = run("compare", *ONE_LAYER, "--methods", "fsdp,ddp,zero2", "--json")
     assert found.exit_code == 0, found.output
     rows = json.loads(found.stdout)["candidates"]
-    assert {row["method"] for row in rows} == {"fsdp", "ddp", "auto"}
+    assert {row["method"] for row in rows} == {"fsdp", "ddp", "zero2"}
     assert [row["step_time_s"] for row in rows] == sorted(row["step_time_s"] for row in rows)
     assert rows[0]["loses"] == ""
     assert all(row["loses"] for row in rows[1:])

@@ -106,7 +106,9 @@ def _timed(plan, step_time_s):
 
 
 def both_ways(where):
-    return variants_of(ways_to_build("gpt-10m", ZooOptions(global_batch=8, overrides={}), where))
+    return variants_of(
+        ways_to_build("gpt-10m", ZooOptions(global_batch=8, overrides={"num_layers": 1}), where)
+    )
 
 
 def asked(monkeypatch, limit, first_s, devices=2):

@@ -15,7 +15,7 @@ from aliquot.report import read_metrics
 from aliquot.zoo import MODELS
 
 SMALL = {
-    "num_layers": 2,
+    "num_layers": 1,
     "hidden_size": 16,
     "num_heads": 2,
     "num_kv_heads": 2,
@@ -82,8 +82,14 @@ def test_a_run_plans_trains_and_keeps_all_of_it(whole):
 
 @pytest.mark.parametrize(
     "method",
-    ["--method dp", "--method pipeshard --stages 2 --micro-batches 2 --schedule 1f1b"],
-    ids=["data parallel", "pipeline"],
+    [
+        pytest.param("--method dp", id="data parallel"),
+        pytest.param(
+            "--method pipeshard --stages 2 --micro-batches 2 --schedule 1f1b",
+            id="pipeline",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_a_run_goes_on_under_another_plan_with_equal_losses(whole, text, tmp_path, method):
     folder, _ = whole

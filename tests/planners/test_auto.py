@@ -156,9 +156,14 @@ def test_pipelines_are_searched_on_many_devices_and_plans_say_which_numbers_were
     assert tried and any("not searched: limit" in outcome for outcome in tried)
 
 
-@pytest.mark.parametrize("cluster", [CLUSTER, SLOW_LINKS], ids=["2x4xH100", "2x1xV100"])
 @pytest.mark.parametrize(
-    "method", [WholeProgram(), PipeshardParallel(num_stages=2)], ids=["program", "two stages"]
+    ("method", "cluster"),
+    [
+        pytest.param(WholeProgram(), CLUSTER, id="program"),
+        pytest.param(PipeshardParallel(num_stages=2), SLOW_LINKS, id="two stages"),
+        pytest.param(WholeProgram(), SLOW_LINKS, marks=pytest.mark.slow),
+        pytest.param(PipeshardParallel(num_stages=2), CLUSTER, marks=pytest.mark.slow),
+    ],
 )
 def test_no_plan_undercuts_the_least_compute(method, cluster):
     from aliquot.cost import make_problem

@@ -88,7 +88,7 @@ def test_no_combination_of_options_is_better(step, memory_share):
 @pytest.mark.parametrize(
     ("model", "cluster", "batch", "num_micro_batches"),
     [
-        ("gpt-350m", "8xH100", 64, 1),
+        pytest.param("gpt-350m", "8xH100", 64, 1, marks=pytest.mark.slow),
         pytest.param("gpt-1.3b", "2x4xV100-16GB", 64, 4, marks=pytest.mark.slow),
         pytest.param("moe-380m", "8xH100", 64, 1, marks=pytest.mark.slow),
         pytest.param("moe-7.1b", "8x8xH100", 256, 4, marks=pytest.mark.slow),

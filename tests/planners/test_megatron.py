@@ -175,7 +175,7 @@ def test_hybrid_fsdp_shards_over_a_part_and_replicates_over_the_rest():
     assert parts.prediction.step_time_s == whole.prediction.step_time_s
 
 
-@pytest.mark.parametrize("size", [0, 3, 32])
+@pytest.mark.parametrize("size", [3, 32, pytest.param(0, marks=pytest.mark.slow)])
 def test_hybrid_fsdp_refuses_groups_that_do_not_divide_the_devices(size):
     with pytest.raises(InputError, match=f"shard_within={size}.*must divide the 16 devices"):
         planned(f"hsdp:{size}", "2x8xH100")
@@ -437,18 +437,11 @@ def test_keys_and_values_of_fewer_heads():
 
 
 def test_a_pipeline_tries_numbers_of_micro_batches():
-    work = gpt("block")
+    work = gpt()
     layout = method_by_name("megatron:dp2,tp2,pp2")
     plan = aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=layout)
-    counts = (1, 2, 4, 8)
-    tried = {
-        n: planned("megatron:dp2,tp2,pp2", micro_batches=n, recompute="block")
-        for n in counts
-        if n > 1
-    }
-    assert (
-        plan.prediction.step_time_s <= min(t.prediction.step_time_s for t in tried.values()) * 1.001
-    )
+    tried = [planned("megatron:dp2,tp2,pp2", micro_batches=n) for n in (4, 8)]
+    assert plan.prediction.step_time_s <= min(t.prediction.step_time_s for t in tried) * 1.001
     text = str(plan)
     assert (
         "Tried in the search" in text

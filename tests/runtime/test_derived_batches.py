@@ -43,7 +43,7 @@ _METHODS = {
 _QUICK = {
     "dp": set(_FORMS),
     "shard": {"two halves", "written down", "length first", "every fourth", "in four", "padded"},
-    "pipeline": {"four halves", "both seconds", "in four", "last"},
+    "pipeline": {"four halves", "both seconds"},
 }
 # What no part of a batch can follow.
 _REFUSED = {("written down", method) for method in _METHODS}

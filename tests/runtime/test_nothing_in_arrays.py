@@ -76,7 +76,7 @@ def _arguments():
 
 
 @pytest.mark.parametrize("method", _METHODS)
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_with_nothing_in_some_arrays_is_the_plain_step(method, count, x64, tmp_path):
     state, batch = _arguments()
     cluster = aq.Cluster.preset(f"{_DEVICES}xcpu")

@@ -7,7 +7,6 @@ from runtime.differ_cases import CASES, HARMLESS, KINDS, NUM_STEPS, losses, run_
 _SHORT = [
     ("program", "other random bits"),
     ("pipeline", "other learning rate"),
-    ("program", "another batch once"),
     ("pipeline", "half a batch once"),
     ("program", "stops early"),
 ]

@@ -74,7 +74,7 @@ def test_the_decoder_reads_the_target_before():
 
 
 def test_loss_starts_near_a_uniform_guess_and_falls():
-    workload = tiny(learning_rate=1e-2)
+    workload = tiny(learning_rate=1e-2, scan=True)
     state, step = jax.jit(workload.init)(jax.random.key(0)), jax.jit(workload.train_step)
     losses = []
     for _ in range(8):
