@@ -32,7 +32,7 @@ from aliquot.interop.aceso.search import (
 )
 from aliquot.interop.aceso.search._evenly import possible_cuts, spread_evenly_us
 from aliquot.interop.aceso.search._moves import Neighbours
-from aliquot.interop.aceso.search._quotes import quote_all, recompute_levels
+from aliquot.interop.aceso.search._quotes import quote_all
 
 _OPTIONS = (
     "--model",
@@ -437,45 +437,6 @@ def test_a_quoted_stage_fits_and_takes_the_quoted_time(toy):
         assert judged.memory_mb <= max(memory_mb, limit) + 1e-6
         assert time_us * (1 - 1e-9) <= judged_us <= time_us + layer_us
     assert len(shares) > 3
-
-
-def uniform_configurations(problem, recompute):
-    """Every way to cut a chain into one or two uniform stages that all recompute the same."""
-    num = len(problem.chain.operators)
-    cuts = [(2, [(0, num)], [(1, 2), (2, 1)])]
-    cuts += [(1, [(0, cut), (cut, num)], [(1, 1)]) for cut in range(1, num)]
-    for devices, parts, degrees in cuts:
-        for tensor, data in degrees:
-            yield problem.configuration(
-                2,
-                tuple(
-                    StageConfiguration(
-                        num_devices=devices,
-                        tensor=(tensor,) * (b - a),
-                        data=(data,) * (b - a),
-                        algorithm=(0,) * (b - a),
-                        recompute=tuple(recompute[a:b]),
-                    )
-                    for a, b in parts
-                ),
-            )
-
-
-def test_the_grid_cuts_where_every_stage_fits(toy):
-    whole = toy_problem(toy, gpus_per_node=2, num_layers=10, memory_limit_mb=1e9)
-    problem = replace(whole, micro_batches=(2,))
-    space = problem.spaces(2)[1]
-    judged = [
-        (max(stage.memory_mb for stage in estimate.stages), estimate.iteration_time_ms)
-        for recompute in recompute_levels(space, 0, 7)
-        for configuration in uniform_configurations(problem, recompute.tolist())
-        for estimate in [problem.evaluate(configuration)]
-    ]
-    memory, times = np.array(judged).T
-    for limit in np.linspace(memory.min() + 1, memory.max(), 25):
-        result = Grid().search(replace(problem, memory_limit_mb=float(limit)))
-        best = times[memory <= limit].min()
-        assert best * (1 - 1e-9) <= result.best[0][1].iteration_time_ms <= best * 1.02, limit
 
 
 def test_relief_begins_with_every_way_to_share_out_the_devices(toy):

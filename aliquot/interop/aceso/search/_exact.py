@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from .._configuration import Configuration, StageConfiguration
 from ._cuts import Cut, Cuts, CutSearch
 from ._evenly import longest_stage, possible_cuts, rate_range, spread_evenly_us
-from ._layers import GroupedSpace, find_layers, group_layers
+from ._layers import GroupedSpace, group_spaces
 from ._problem import (
     INTERRUPTED,
-    MOST_OPERATORS,
     Incumbents,
     OnProgress,
     Progress,
@@ -33,6 +32,7 @@ from ._problem import (
     SearchResult,
     space_name,
 )
+from ._reach import least_step_us
 from ._space import Floats, StageSpace
 from ._stage import StageAnswer, solve_stage
 from ._tables import Period, bound_stretches, find_period
@@ -112,6 +112,8 @@ class _Search:
         else:
             if any(batch.grouped for batch in self._batches):
                 self._solve_operators()
+                for batch in self._batches:
+                    batch.bound_operators(self._problem, self._best.best_us)
         bound = self._bound(queue)
         return SearchResult(
             best=self._best.results(),
@@ -180,6 +182,9 @@ class _Search:
             self._best.offer(self._problem.configuration(configuration.micro_batch, tuple(stages)))
 
     def _bound(self, queue: Sequence[tuple[float, int, _MicroBatch]]) -> float:
+        if any(batch.grouped for batch in self._batches):
+            # The tables hold for cuts between layers alone.
+            return min([*(batch.least_us for batch in self._batches), self._best.best_us])
         return min([*(entry[0] for entry in queue), *self._exhausted, self._best.best_us])
 
     def _tell(self, queue: Sequence[tuple[float, int, _MicroBatch]]) -> None:
@@ -197,6 +202,9 @@ class _Search:
         """One round: find the best cuts and solve their stages. False if no further round can
         improve this micro-batch size.
         """
+        if batch.operators and np.isfinite(self._best.best_us):
+            batch.bound_operators(self._problem, self._best.best_us)
+            return True
         if not batch.tables:
             batch.bound_coarsely(self._problem, self._best.best_us)
         assert batch.search is not None
@@ -262,6 +270,10 @@ class _MicroBatch:
     There is a table for each number of devices. A stage is known by its number of devices, the
     number of stages after it, the index of its links, its first operator and the end of its
     operators.
+
+    Long chains are cut between layers alone, and the tables bound only such configurations. What
+    bounds all is `least_us`, from the spaces of single operators (`operators`, emptied once it is
+    known).
     """
 
     size: int
@@ -273,6 +285,8 @@ class _MicroBatch:
     tables: dict[int, Floats] = field(default_factory=dict)
     rates: dict[int, Floats] = field(default_factory=dict)
     chosen_rates: dict[int, NDArray[np.int8]] = field(default_factory=dict)
+    operators: dict[int, StageSpace] = field(default_factory=dict)
+    least_us: float = 0.0
     search: CutSearch | None = None
     rate_step: float = 1.0
     answers: dict[tuple[int, int, int, int, int], StageAnswer] = field(default_factory=dict)
@@ -288,7 +302,7 @@ class _MicroBatch:
         """
         spaces = problem.spaces(size)
         count = problem.num_micro_batches(size)
-        grouped = _grouped(spaces)
+        grouped, operators = group_spaces(spaces), spaces
         spaces = {n: each.space for n, each in grouped.items()} or spaces
         kinds = next(iter(spaces.values())).kinds
         return cls(
@@ -296,6 +310,7 @@ class _MicroBatch:
             count=count,
             spaces=spaces,
             grouped=grouped,
+            operators=operators,
             period=find_period(kinds),
             links={n: tuple(_links(problem, n)) for n in spaces},
             bound_us=count
@@ -304,6 +319,13 @@ class _MicroBatch:
             )
             / problem.num_devices,
         )
+
+    def bound_operators(self, problem: SearchProblem, enough_us: float) -> None:
+        """Bound all configurations of single operators, once."""
+        if self.operators:
+            self.least_us = least_step_us(problem, self.size, self.operators, enough_us)
+            self.bound_us = max(self.bound_us, self.least_us)
+            self.operators = {}
 
     def bound_coarsely(self, problem: SearchProblem, ceiling_us: float) -> None:
         """Compute the tables of bounds with few rates, far apart."""
@@ -453,18 +475,6 @@ class _MicroBatch:
         ahead = (period.end - cut.last) // period.length
         shifts = [k * period.length for k in range(-back, ahead + 1)]
         return [s for s in shifts if cut.first + s > 0 and cut.last + s < num]
-
-
-def _grouped(spaces: dict[int, StageSpace]) -> dict[int, GroupedSpace]:
-    """Spaces of whole layers for chains that are too long to be cut at any operator; empty for
-    others.
-    """
-    kinds = next(iter(spaces.values())).kinds
-    if len(kinds) <= MOST_OPERATORS:
-        return {}
-    units = find_layers(kinds)
-    grouped = {n: group_layers(space, units) for n, space in spaces.items()}
-    return {n: each for n, each in grouped.items() if each is not None}
 
 
 def _links(problem: SearchProblem, num_devices: int) -> list[tuple[int, int]]:

@@ -4,13 +4,14 @@ degrees and one of a few sets of recomputed operators. The search treats units l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .._configuration import StageConfiguration
+from ._problem import MOST_OPERATORS
 from ._quotes import recompute_levels, runs
 from ._space import Floats, StageSpace
 from ._stage import StageAnswer
@@ -56,6 +57,18 @@ class GroupedSpace:
             algorithm=tuple(algorithm),
             recompute=tuple(recompute),
         )
+
+
+def group_spaces(spaces: Mapping[int, StageSpace]) -> dict[int, GroupedSpace]:
+    """Spaces of whole layers for chains that are too long to be cut at any operator; empty for
+    others.
+    """
+    kinds = next(iter(spaces.values())).kinds
+    if len(kinds) <= MOST_OPERATORS:
+        return {}
+    units = find_layers(kinds)
+    grouped = {n: group_layers(space, units) for n, space in spaces.items()}
+    return {n: each for n, each in grouped.items() if each is not None}
 
 
 def find_layers(kinds: NDArray[np.int64]) -> list[tuple[int, int]]:

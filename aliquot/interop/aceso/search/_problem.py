@@ -125,8 +125,8 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 MOST_OPERATORS = 1000
-"""Chains with more operators are cut only between layers, so that tables of all stretches fit in
-memory."""
+"""Chains with more operators are searched for cuts between layers alone, so that tables of all
+stretches are small; they are bounded for cuts at any operator all the same."""
 
 INTERRUPTED = "interrupted"
 """`SearchResult.ended` of a search that the user stopped."""
@@ -261,18 +261,12 @@ def space_name(problem: SearchProblem) -> str:
     sizes = ", ".join(map(str, problem.stage_sizes()))
     batches = ", ".join(map(str, problem.micro_batches))
     degrees = "tensor degree, data degree, algorithm and recomputation of each operator"
-    cuts = "cut at any operator"
-    if len(problem.chain.operators) > MOST_OPERATORS:
-        cuts = "cut between layers"
-        degrees = (
-            "one tensor and data degree and one of 8 sets of recomputed operators for each layer"
-        )
-    elif not problem.chain.resharding:
+    if not problem.chain.resharding:
         degrees = (
             "one tensor and data degree for each stage; algorithm and recomputation of each"
             " operator"
         )
     return (
-        f"at most {problem.max_stages} stages of {sizes} GPUs within a node, {cuts}; {degrees}; "
-        f"micro-batches of {batches}"
+        f"at most {problem.max_stages} stages of {sizes} GPUs within a node, cut at any operator;"
+        f" {degrees}; micro-batches of {batches}"
     )

@@ -217,7 +217,7 @@ def stage_memory_mb(
         space.state_copies * weights
         + activations * in_flight
         + peak
-        + np.maximum(sum(reserved), weights)
+        + np.maximum(reserved[0] + reserved[1], weights)
     )
 
 

@@ -1,0 +1,121 @@
+"""Searches over measured databases: bounds that need no tables, and cuts of the grid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from interop.aceso_files import write_chain, write_database
+from interop.test_aceso_search import (
+    all_configurations,
+    judged_by_stage,
+    random_problem,
+    toy_problem,
+)
+
+from aliquot.interop.aceso import StageConfiguration
+from aliquot.interop.aceso.search import Auto, Grid
+from aliquot.interop.aceso.search._evenly import spread_evenly_us
+from aliquot.interop.aceso.search._problem import MOST_OPERATORS
+from aliquot.interop.aceso.search._quotes import recompute_levels
+from aliquot.interop.aceso.search._reach import least_step_us
+
+
+@pytest.fixture
+def toy(tmp_path):
+    return write_database(tmp_path / "measured"), write_chain(tmp_path / "chain.toml")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nothing_is_faster_than_the_bound_without_tables(seed):
+    problem, rng = random_problem(seed, judge="aceso" if seed % 3 else "aliquot")
+    sizes = [configuration.micro_batch for configuration in all_configurations(problem)]
+    times, memory = judged_by_stage(problem).T
+    limit = float(np.quantile(memory, rng.uniform(0.02, 0.5)))
+    problem = replace(problem, memory_limit_mb=limit)
+    for size in problem.micro_batches:
+        fitting = times[(memory <= limit + 1e-6) & (np.array(sizes) == size)]
+        wanted_us = 1000 * fitting.min() if len(fitting) else np.inf
+        if not np.isfinite(wanted_us):
+            continue
+        spaces = problem.spaces(size)
+        even_us = (
+            problem.num_micro_batches(size)
+            / 2
+            * spread_evenly_us(spaces, num_devices=2, memory_limit_mb=limit)
+        )
+        for enough in (1.001, 2.0):
+            bound_us = least_step_us(problem, size, spaces, enough * wanted_us)
+            assert even_us <= bound_us <= wanted_us * (1 + 1e-9), (size, enough)
+
+
+def test_the_bound_of_a_long_chain_holds_for_cuts_at_any_operator(toy):
+    problem = toy_problem(toy, gpus_per_node=2, num_layers=501, memory_limit_mb=80_000)
+    assert len(problem.chain.operators) > MOST_OPERATORS
+    result = Auto().search(problem)
+    found, estimate = result.best[0]
+    assert "cut at any operator" in result.space
+    assert 0.9 * estimate.iteration_time_ms < result.lower_bound_ms
+    moved = [
+        problem.evaluate(problem.configuration(found.micro_batch, stages))
+        for by in range(-6, 7)
+        for stages in [with_cut_moved(found.stages, by)]
+    ]
+    fitting = [
+        each.iteration_time_ms
+        for each in moved
+        if max(stage.memory_mb for stage in each.stages) <= problem.memory_limit_mb
+    ]
+    assert result.lower_bound_ms <= min(fitting)
+
+
+def with_cut_moved(stages, by):
+    """Two stages of which one gives some operators to the other."""
+    first, second = stages
+    fields = ("tensor", "data", "algorithm", "recompute")
+    cut = len(first.tensor) + by
+    joined = {name: getattr(first, name) + getattr(second, name) for name in fields}
+    return (
+        replace(first, **{name: values[:cut] for name, values in joined.items()}),
+        replace(second, **{name: values[cut:] for name, values in joined.items()}),
+    )
+
+
+def uniform_configurations(problem, recompute):
+    """Every way to cut a chain into one or two uniform stages that all recompute the same."""
+    num = len(problem.chain.operators)
+    cuts = [(2, [(0, num)], [(1, 2), (2, 1)])]
+    cuts += [(1, [(0, cut), (cut, num)], [(1, 1)]) for cut in range(1, num)]
+    for devices, parts, degrees in cuts:
+        for tensor, data in degrees:
+            yield problem.configuration(
+                2,
+                tuple(
+                    StageConfiguration(
+                        num_devices=devices,
+                        tensor=(tensor,) * (b - a),
+                        data=(data,) * (b - a),
+                        algorithm=(0,) * (b - a),
+                        recompute=tuple(recompute[a:b]),
+                    )
+                    for a, b in parts
+                ),
+            )
+
+
+def test_the_grid_cuts_where_every_stage_fits(toy):
+    whole = toy_problem(toy, gpus_per_node=2, num_layers=10, memory_limit_mb=1e9)
+    problem = replace(whole, micro_batches=(2,))
+    space = problem.spaces(2)[1]
+    judged = [
+        (max(stage.memory_mb for stage in estimate.stages), estimate.iteration_time_ms)
+        for recompute in recompute_levels(space, 0, 7)
+        for configuration in uniform_configurations(problem, recompute.tolist())
+        for estimate in [problem.evaluate(configuration)]
+    ]
+    memory, times = np.array(judged).T
+    for limit in np.linspace(memory.min() + 1, memory.max(), 25):
+        result = Grid().search(replace(problem, memory_limit_mb=float(limit)))
+        best = times[memory <= limit].min()
+        assert best * (1 - 1e-9) <= result.best[0][1].iteration_time_ms <= best * 1.02, limit
