@@ -1,10 +1,10 @@
 """How much is lost by one decision for each ParallelBlock, and how many are there?
 
-Every model of the zoo is planned by `ShardParallel` with the integer program and with `Blocks`;
-both are judged by the same cost model. Beside them stand the blocks of a layer and the programs
-that profiling them would take.
+Every model of the zoo, or with `--ordinary` every step of `_block_steps.py`, is planned by
+`ShardParallel` with the integer program and with `Blocks`; both are judged by the same cost model.
+Beside them stand the blocks of a layer and the programs that profiling them would take.
 
-    python benchmarks/blocks_against_ilp.py [--quick] [--only TEXT] [--journal FILE]
+    python benchmarks/blocks_against_ilp.py [--ordinary] [--quick] [--only TEXT] [--journal FILE]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from _block_steps import STEPS, step_of
 from _results import Journal, Report, options, say
 
 from aliquot.cluster import Cluster
@@ -22,6 +23,7 @@ from aliquot.cost import make_problem
 from aliquot.graph import capture
 from aliquot.planners import Blocks, ShardParallel, Task
 from aliquot.profiling import segment_step
+from aliquot.sharding import find_blocks, outside_blocks
 from aliquot.zoo import MODELS, build
 
 _BAR = 0.02
@@ -33,28 +35,34 @@ _CLUSTERS = {False: ("8xH100", 64), True: ("8x8xH100", 256)}
 def main() -> int:
     """Run, and write what came out; 1 if a bar is missed."""
     chosen = options(__doc__, _more)
+    what = "step outside the zoo" if chosen.ordinary else "model of the zoo"
     report = Report(
-        name="blocks_against_ilp",
+        name="blocks_against_ilp" + ("_ordinary" if chosen.ordinary else ""),
         question="How much is lost by one decision for each ParallelBlock, and how many are there?",
-        bar=f"step time within {_BAR:.0%} of the integer program's for every model of the zoo",
+        bar=f"step time within {_BAR:.0%} of the integer program's for every {what}",
         method=(
-            "`ShardParallel` over all logical meshes of up to two axes, with 4 micro-batches,"
+            "`ShardParallel` over all logical meshes of up to two axes. Programs: combinations of"
+            " options that profiling all segments would measure, on one axis of 8 devices. Outside:"
+            " products that are in no block. Seconds are wall time in one process."
+            if chosen.ordinary
+            else "`ShardParallel` over all logical meshes of up to two axes, with 4 micro-batches,"
             " transformers scanned over their layers. Seconds are wall time in one process. Layer"
             " programs: combinations of options of a layer's blocks as in the paper, on one axis of"
             " 8 devices, counted for the model with 4 layers written out."
         ),
     )
     journal = Journal(chosen.journal)
-    names = [name for name in MODELS if (chosen.only or "") in name]
+    names = [name for name in (STEPS if chosen.ordinary else MODELS) if chosen.only in name]
+    row_of = _row_of_step if chosen.ordinary else _row
     rows = [
-        journal.row(name, functools.partial(_row, name))
+        journal.row(name, functools.partial(row_of, name))
         for name in (names[::6] if chosen.quick else names)
     ]
-    report.tables["Models"] = rows
+    report.tables["Steps" if chosen.ordinary else "Models"] = rows
     losses = [row["blocks / ilp"] - 1 for row in rows if row["blocks / ilp"]]
     worst = max(losses)
     report.summary = {
-        "models": len(rows),
+        "steps" if chosen.ordinary else "models": len(rows),
         "worst loss": worst,
         "seconds, integer program": sum(row["ilp search s"] for row in rows),
         "seconds, blocks": sum(row["blocks search s"] for row in rows),
@@ -63,6 +71,7 @@ def main() -> int:
 
 
 def _more(parser: Any) -> None:
+    parser.add_argument("--ordinary", action="store_true", help="steps outside the zoo")
     parser.add_argument("--only", default="", help="models with this in their name")
     parser.add_argument("--journal", type=Path, help="file of the rows so far")
 
@@ -77,7 +86,30 @@ def _row(name: str) -> dict[str, Any]:
     task = Task(
         graph=graph, cluster=Cluster.preset(cluster_name), num_micro_batches=4 if is_text else 1
     )
-    row: dict[str, Any] = {"model": name, "cluster": cluster_name, "global batch": batch}
+    row = {"model": name, "cluster": cluster_name, "global batch": batch, **_planned(task)}
+    row["layer programs"] = _layer_programs(name) if is_text else ""
+    say(str(row))
+    return row
+
+
+def _row_of_step(name: str) -> dict[str, Any]:
+    graph = capture(*step_of(name))
+    cluster = Cluster.preset("8xA100-40GB")
+    row = {"step": name, **_planned(Task(graph=graph, cluster=cluster, num_micro_batches=1))}
+    problem = make_problem(graph, cluster)
+    blocks = find_blocks(graph, problem.nodes)
+    row |= {"blocks": len(blocks), "outside": len(outside_blocks(problem.nodes, blocks))}
+    try:
+        step = segment_step(problem, (8,))
+        row |= {"segments": len(step.sequence), "programs": step.num_programs}
+    except AliquotError as error:
+        row |= {"segments": 0, "programs": str(error).partition(":")[0]}
+    return row
+
+
+def _planned(task: Task) -> dict[str, Any]:
+    """The step by the integer program and by blocks."""
+    row: dict[str, Any] = {}
     times = {}
     for label, method in (("ilp", ShardParallel()), ("blocks", ShardParallel(intra=Blocks()))):
         start = time.perf_counter()
@@ -94,8 +126,6 @@ def _row(name: str) -> dict[str, Any]:
     row["blocks / ilp"] = (
         times["blocks"] / times["ilp"] if times["ilp"] and times["blocks"] else 0.0
     )
-    row["layer programs"] = _layer_programs(name) if is_text else ""
-    say(str(row))
     return row
 
 
@@ -106,7 +136,7 @@ def _layer_programs(name: str) -> list[int]:
     )
     step = segment_step(problem, (8,))
     programs = []
-    for kind in step.kinds[1:]:
+    for kind in [kind for kind in step.kinds if kind.blocks]:
         product = 1
         for block in kind.blocks:
             product *= len(block)

@@ -151,7 +151,7 @@ def _predicted(case: _Case, device: str) -> dict[str, Any]:
     return {
         "case": dataclasses.asdict(case),
         "num_programs": step.num_programs,
-        "options": [list(o) for o in best.options[1:]] if best else None,
+        "options": [list(o) for o in best.options if o] if best else None,
         "step_time_s": solution.step_time_s if solution else None,
         "memory_bytes": solution.peak_bytes if solution else None,
         "flops": flops,
@@ -180,7 +180,7 @@ def _measured(case: _Case) -> dict[str, Any]:
     step, _ = _step(dataclasses.replace(case, num_layers=2, global_batch=_BATCH), "detect", small)
     (best,) = compose(step, priced_combinations(step), most=1)
     return {
-        "small_options": [list(o) for o in best.options[1:]],
+        "small_options": [list(o) for o in best.options if o],
         "small_measured_s": seconds(step, step.whole(best.options)),
         "small_data_parallel_s": seconds(
             step, step.whole([(0,) * len(kind.blocks) for kind in step.kinds])

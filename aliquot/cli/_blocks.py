@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +65,12 @@ class SegmentOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A model on a mesh, cut into segments."""
+    """A model on a mesh, cut into segments; seconds to trace it, and to find its segments."""
 
     model: Model
     step: SegmentedStep
+    trace_s: float
+    blocks_s: float
 
 
 @takes_groups
@@ -92,7 +95,11 @@ def analyze(
         from ..profiling import describe_blocks
         from ..report import blocks_text
 
-        answer = describe_blocks(asked.step)
+        answer = {
+            "seconds": asked.trace_s + asked.blocks_s,
+            "trace_s": asked.trace_s,
+            **describe_blocks(asked.step),
+        }
         say.show(blocks_text(answer))
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
@@ -263,16 +270,19 @@ def _ask(
     from ..profiling import segment_step
     from ._model import resolve, user_code
 
+    began = time.perf_counter()
     model = resolve(name, model_options.read(), where)
     with user_code(model.name):
         graph = capture(model.step, model.state, model.batch)
+    traced = time.perf_counter()
     shape = read_mesh(segments.mesh) or (where.num_devices,)
     if math.prod(shape) != where.num_devices:
         raise InputError(
             f"--mesh {segments.mesh} has {math.prod(shape)} devices, {where.name} has"
             f" {where.num_devices}."
         )
-    return _Asked(model, segment_step(make_problem(graph, where), shape, factors=segments.factors))
+    step = segment_step(make_problem(graph, where), shape, factors=segments.factors)
+    return _Asked(model, step, traced - began, time.perf_counter() - traced)
 
 
 def _ask_here(

@@ -108,7 +108,8 @@ def cut_between(graph: Graph, operators: Sequence[tuple[int, int]]) -> Layers:
 
     Args:
         graph: the step.
-        operators: in program order; the first of a pair may be -1 for the beginning of the step.
+        operators: in program order; the first of a pair may be -1 for the beginning of the step,
+            where no cut is made if nothing comes before the second.
 
     Raises:
         InputError: both operators of a pair are in one loop or region, which cannot be cut.
@@ -120,6 +121,8 @@ def cut_between(graph: Graph, operators: Sequence[tuple[int, int]]) -> Layers:
     crossing = crossing_bytes(graph, items, forward)
     starts = [0]
     for (before, after), places in zip(operators, _spans(items, forward, operators), strict=True):
+        if not places and before == -1:
+            continue
         if not places:
             raise InputError(
                 f"{graph.name} cannot be cut between operators {before} and {after}: both are in"

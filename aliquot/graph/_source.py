@@ -20,6 +20,12 @@ def source_line(op: Op, *, short: bool = True) -> str:
     return equation_line(op.eqn, short=short)
 
 
+def named_operator(op: Op) -> str:
+    """An operator's name and number, and where the user's code asks for it, if JAX knows."""
+    where = source_line(op)
+    return f"{op.name}:{op.index}{f' at {where}' if where else ''}"
+
+
 def equation_line(eqn: Any, *, short: bool = True) -> str:
     """The same of one of JAX's equations; empty for None."""
     if eqn is None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from ..cluster import Cluster, target_for
 from ..core import counted, format_bytes, format_seconds
 from ..cost import collective_uses, work_alike
-from ..graph import Phase, Role, source_line
+from ..graph import Phase, Role, named_operator, source_line
+from ..sharding import find_blocks, outside_blocks
 from ._base import Decision, StageDecision
 from ._tried import on_hosts
 
@@ -32,6 +33,29 @@ def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
         *_odd_batch(stages),
         *undivided,
     )
+
+
+def outside_note(decision: Decision) -> Iterator[str]:
+    """A note on the products that belong to no ParallelBlock, of a plan by blocks."""
+    if "blocks" not in decision.planner:
+        return
+    outside = [
+        named_operator(stage.problem.graph.ops[op])
+        for stage in decision.stages
+        for op in outside_blocks(
+            stage.problem.nodes, find_blocks(stage.problem.graph, stage.problem.nodes)
+        )
+    ]
+    # Equal stages have equal products.
+    names = list(dict.fromkeys(outside))
+    if names:
+        left = len(names) - _MOST_WHOLE
+        more = f" and {left} more" if left > 0 else ""
+        yield (
+            f"{counted(len(names), 'product')} in no ParallelBlock, each split by itself:"
+            f" {', '.join(names[:_MOST_WHOLE])}{more}. Blocks hold the products with a parameter,"
+            " and those of activations that one block alone makes."
+        )
 
 
 def _likely_mistakes(stages: Sequence[StageDecision]) -> Iterator[str]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..graph import Phase, wildcard
+from ..graph import Phase, named_operator, wildcard
 from ..planners import BlockOptions
-from ..sharding import Choice
+from ..sharding import Choice, outside_blocks
 from ._segments import SegmentedStep
 
 # The most splits of a product that are listed for an option. There may be two, because dispatch and
@@ -17,7 +17,8 @@ _MOST_WAYS = 2
 
 
 def describe_blocks(step: SegmentedStep) -> dict[str, Any]:
-    """The blocks of a step with their products and options, and its segments.
+    """The blocks of a step with their products and options, its segments, and the products that are
+    outside all blocks.
 
     Under `"plans"` each product has, for each option of its block, the split that follows from it,
     in the words of the options: a split contraction leaves partial sums. The entry is "free" if the
@@ -26,6 +27,10 @@ def describe_blocks(step: SegmentedStep) -> dict[str, Any]:
     return {
         "mesh": dict(zip(step.mesh.axis_names, step.mesh.shape, strict=True)),
         "num_programs": step.num_programs,
+        "outside": [
+            named_operator(step.problem.graph.ops[op])
+            for op in outside_blocks(step.problem.nodes, [b.block for b in step.blocks])
+        ],
         "blocks": [_block(step, number, block) for number, block in enumerate(step.blocks)],
         "segments": {
             "kinds": [

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from ..planners import (
     BlockOptions,
     IntraSolution,
     Space,
+    as_one_block,
     block_options,
     restrict_blocks,
 )
@@ -36,6 +37,7 @@ from ..sharding import (
     Segments,
     Spec,
     batch_dims,
+    blocks_of_operators,
     find_segments,
     project,
     segment_layers,
@@ -101,14 +103,16 @@ class SegmentKind:
     Attributes:
         name: name for readers.
         count: number of such segments in the step.
+        of_step: positions of its distinct blocks among those of the step.
         problem: one of the segments as a step of its own.
         space: its choices on the mesh.
-        blocks: its blocks with their options; none for the part before the first block.
+        blocks: for each of these, the products that correspond to it, with their options.
         intra: decides the splits that the options leave open.
     """
 
     name: str
     count: int
+    of_step: tuple[int, ...]
     problem: Problem
     space: Space
     blocks: tuple[BlockOptions, ...]
@@ -206,7 +210,8 @@ class SegmentedStep:
         segments: the segments that its blocks form.
         space: the choices of the whole step on the mesh.
         blocks: the blocks of the whole step with their options.
-        kinds: first the part before the first block, then each kind of segment.
+        kinds: first the part before the first block, if any operator comes before it; it has no
+            blocks. Then each kind of segment.
         sequence: the kind of each segment of the step, in order.
         crossings: arrays that cross between neighbours, by the kinds of both.
     """
@@ -226,8 +231,8 @@ class SegmentedStep:
         return sum(kind.num_combinations for kind in self.kinds)
 
     def blocks_of(self, kind: int) -> tuple[int, ...]:
-        """Positions in `blocks` of the blocks of a kind of segment."""
-        return () if kind == 0 else self.segments.kinds[kind - 1]
+        """Positions in `blocks` of the distinct blocks of a kind of segment."""
+        return self.kinds[kind].of_step
 
     def whole(
         self, options: Sequence[Options], intra: AbstractIntra | None = None
@@ -265,7 +270,8 @@ def segment_step(
         intra: decides the splits that the options leave open; by default `ILP()`.
 
     Raises:
-        InputError: the step has no blocks, or its layers are in a loop, which cannot be cut.
+        InputError: the step has no blocks, its layers are in a loop, which cannot be cut, or a
+            segment alone has other blocks than in the whole step.
     """
     intra = intra or ILP()
     mesh = LogicalMesh(
@@ -278,36 +284,31 @@ def segment_step(
     )
     layers = segment_layers(problem.graph, segments)
     extracts = stage_step(_layered(problem.graph, layers), range(len(layers))).extracts
+    # The part before the first block, if there is one, is the first kind.
+    before = len(layers) - len(segments.sequence)
+    places = [*range(before), *[before + segments.example(k) for k in range(len(segments.kinds))]]
+    of_step = [()] * before + [tuple(dict.fromkeys(kind)) for kind in segments.kinds]
+    sequence = (*range(before), *[before + kind for kind in segments.sequence])
+    block_of_op = blocks_of_operators(problem.nodes, [b.block for b in blocks])
     kinds = []
-    # -1 is the part before the first block.
-    for number in range(-1, len(segments.kinds)):
-        example = extracts[0 if number < 0 else 1 + segments.example(number)]
-        part = _problem(example.graph, problem)
+    for number, (place, wanted) in enumerate(zip(places, of_step, strict=True)):
+        part = _problem(extracts[place].graph, problem)
         part_space = _space(part, mesh)
         found = block_options(part, part_space, factors=factors)
-        wanted = () if number < 0 else segments.kinds[number]
-        # Alone, a segment must have the same blocks as in the whole step.
-        if len(found) != len(wanted):
-            raise InputError(
-                f"{problem.graph.name} cannot be profiled by segments: one of them has {len(found)}"
-                f" blocks by itself and {len(wanted)} in the whole step, so a product spans two"
-                " segments."
-            )
+        here = blocks_of_operators(part.nodes, [b.block for b in found])
+        meant = {(own, block_of_op.get(extracts[place].ops[op])) for op, own in here.items()}
         kinds.append(
             SegmentKind(
-                name=layers.names[0 if number < 0 else 1 + segments.example(number)],
-                count=1 if number < 0 else segments.count(number),
+                name=layers.names[place],
+                count=sequence.count(number),
+                of_step=wanted,
                 problem=part,
                 space=part_space,
-                blocks=found,
+                blocks=_corresponding(problem, found, {b: blocks[b] for b in wanted}, meant),
                 intra=intra,
             )
         )
-    sequence = (0, *[1 + kind for kind in segments.sequence])
-    examples = [
-        extracts[0],
-        *[extracts[1 + segments.example(kind)] for kind in range(len(segments.kinds))],
-    ]
+    examples = [extracts[place] for place in places]
     return SegmentedStep(
         problem=problem,
         mesh=mesh,
@@ -320,6 +321,48 @@ def segment_step(
             problem.graph, extracts, [examples[kind] for kind in sequence], sequence
         ),
     )
+
+
+def _corresponding(
+    step: Problem,
+    found: Sequence[BlockOptions],
+    wanted: Mapping[int, BlockOptions],
+    meant: Collection[tuple[int, int | None]],
+) -> tuple[BlockOptions, ...]:
+    """For each block of a step that a segment holds, the blocks of the segment alone that have its
+    products. There may be several: alone, equal layers may have separate nodes.
+
+    Args:
+        step: the whole step.
+        found: the blocks of the segment alone.
+        wanted: the step's blocks, by number.
+        meant: pairs of a position in `found` and the step's block that has the same operator; None
+            where that operator is in no block of the step, so that its split is open here too.
+
+    Raises:
+        InputError: a block of the step cannot be told from the others in the segment.
+    """
+    together, wrong = [], []
+    for number, whole in wanted.items():
+        own = sorted({k for k, block in meant if block == number})
+        others = {block for k, block in meant if k in own} - {number, None}
+        label = step.nodes.nodes[whole.block.entry].label
+        if not own:
+            wrong.append(f"{label} has no block there")
+        elif others:
+            labels = [step.nodes.nodes[wanted[b].block.entry].label for b in others if b in wanted]
+            wrong.append(f"{label} is in one block with {', '.join(labels) or 'others'}")
+        elif any(found[k].choices != whole.choices for k in own):
+            wrong.append(f"{label} cannot be split there as in the whole step")
+        else:
+            together.append(as_one_block([found[k] for k in own]))
+    if wrong:
+        raise InputError(
+            f"{step.graph.name} cannot be profiled by segments: alone, a segment does not have the"
+            f" blocks that it has in the whole step: {'; '.join(wrong)}. Plan the whole step:"
+            " --method blocks."
+        )
+    return tuple(together)
 
 
 def _crossings(

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from ..core import format_bytes, format_flops, format_flops_per_s, format_seconds
+from ..core import counted, format_bytes, format_flops, format_flops_per_s, format_seconds
 from ._tables import columns
 
 
@@ -17,10 +17,18 @@ def blocks_text(answer: Mapping[str, Any]) -> RenderableType:
     blocks, segments = answer["blocks"], answer["segments"]
     mesh = " x ".join(f"{axis}={size}" for axis, size in answer["mesh"].items())
     kinds = segments["kinds"]
+    num_kinds = sum(bool(kind["blocks"]) for kind in kinds)
     head = (
-        f"{len(blocks)} distinct ParallelBlocks on a mesh {mesh}, in {len(kinds) - 1} kinds of"
-        f" segment: {answer['num_programs']} programs to measure, whatever the depth."
+        f"{len(blocks)} distinct ParallelBlocks on a mesh {mesh}, in {num_kinds} kinds of"
+        f" segment: {answer['num_programs']} programs to measure, whatever the depth. Found in"
+        f" {format_seconds(answer['seconds'])}, {format_seconds(answer['trace_s'])} of it to trace"
+        " the step."
     )
+    if answer["outside"]:
+        head += (
+            f" {counted(len(answer['outside']), 'product')} in no block, each split by itself:"
+            f" {', '.join(answer['outside'])}."
+        )
     root = _common_root([path for block in blocks for path in block["parameters"]])
     table = columns(
         f"Blocks, with their parameters in {root.rstrip('.')}" if root else "Blocks",
@@ -80,7 +88,11 @@ def composed_text(answer: Mapping[str, Any]) -> RenderableType:
             "memory",
             "measured",
             *(("as a whole",) if ran else ()),
-            *answer["kinds"][1:],
+            *[
+                name
+                for name, options in zip(answer["kinds"], best["options"], strict=True)
+                if options
+            ],
         ),
         [
             (
@@ -88,7 +100,7 @@ def composed_text(answer: Mapping[str, Any]) -> RenderableType:
                 format_bytes(row["memory_bytes"]),
                 f"{row['measured_share']:.0%}",
                 *((_seconds_or_none(row.get("measured_s")),) if ran else ()),
-                *[" ".join(map(str, options)) for options in row["options"][1:]],
+                *[" ".join(map(str, options)) for options in row["options"] if options],
             )
             for row in answer["found"]
         ],

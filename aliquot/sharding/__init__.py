@@ -43,6 +43,8 @@ from ._nodes import operators_of as operators_of
 from ._nodes import project as project
 from ._nodes import shards_of as shards_of
 from ._parallel_block import ParallelBlock as ParallelBlock
+from ._parallel_block import blocks_of_operators as blocks_of_operators
+from ._parallel_block import outside_blocks as outside_blocks
 from ._pins import Pin as Pin
 from ._pins import Pins as Pins
 from ._pins import TotalConstraints as TotalConstraints

@@ -1,10 +1,10 @@
 """Segments: runs of ParallelBlocks that repeat by structure, so that one measurement serves all of
 them.
 
-Segments end where few bytes cross from one block to the next, have up to five blocks (more only in
-a loop over layers, which cannot be cut), and are chosen so that the options of all distinct kinds
-make as few combinations as possible: that is how many programs there are to measure, whatever the
-depth of the model.
+Segments end where few bytes cross from one block to the next, and have up to five blocks, no two of
+them alike; more only in a loop over layers, which cannot be cut. They are chosen so that the
+options of all distinct kinds make as few combinations as possible: that is how many programs there
+are to measure, whatever the depth of the model.
 
 Reference: arXiv 2504.00598, whose released code covers the blocks with as few kinds as it can.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ..core import InputError
 from ..graph import Graph, Layers, cut_between, narrowest_bytes
 from ._nodes import NodeGraph
-from ._parallel_block import ParallelBlock
+from ._parallel_block import ParallelBlock, operators_of
 
 _LONGEST = 5
 _SHORTEST = 3
@@ -36,7 +36,8 @@ class Segments:
 
     Attributes:
         blocks: of the step; kinds count positions in it.
-        kinds: distinct segments, each by its blocks; the first of the sequence comes first.
+        kinds: distinct segments, each by its blocks in program order, where one may come more than
+            once; the first of the sequence comes first.
         sequence: the kind of each segment of the step.
         entries: for each segment the operators that are the entries of its blocks.
     """
@@ -82,7 +83,11 @@ def find_segments(
     # A loop over layers, or a rematerialised region, cannot be cut: the blocks in it are one
     # segment, however many they are.
     limits = ((_SHORTEST, _LONGEST), (1, _LONGEST), (1, len(of_block)))
-    covers = (_cover(of_block, is_boundary, num_options, *lengths) for lengths in limits)
+    covers = (
+        _cover(of_block, is_boundary, num_options, *lengths, alike=alike)
+        for alike in (False, True)
+        for lengths in limits
+    )
     starts = next(cover for cover in covers if cover is not None)
     pieces = [
         tuple(of_block[a:b]) for a, b in zip(starts, [*starts[1:], len(of_block)], strict=True)
@@ -102,8 +107,8 @@ def find_segments(
 
 
 def segment_layers(graph: Graph, segments: Segments) -> Layers:
-    """A step's layers, one for each segment, and one before them for what comes before the first
-    block.
+    """A step's layers: one for what comes before the first block, if anything does, and one for
+    each segment.
 
     Raises:
         InputError: two segments lie in one loop, which cannot be cut.
@@ -123,33 +128,18 @@ def _narrow(crossing: Sequence[float]) -> list[bool]:
     """
     open_bytes = [c if c > 0 else math.inf for c in crossing]
     narrowest = min(open_bytes, default=math.inf)
-    before, after = [math.inf, *open_bytes[:-1]], [*open_bytes[1:], math.inf]
+    walled = [math.inf, *open_bytes, math.inf]
     return [
-        c < math.inf and (c <= _NARROW * narrowest or c <= min(a, b))
-        for c, a, b in zip(open_bytes, before, after, strict=True)
+        c < math.inf and (c <= _NARROW * narrowest or c <= min(before, after))
+        for before, c, after in zip(walled, walled[1:], walled[2:], strict=False)
     ]
 
 
 def _instances(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> list[tuple[int, int]]:
     """Operators that are entries, in program order, each with its block."""
-    block_of = {block.entry: k for k, block in enumerate(blocks)}
-    of_class = {
-        site.op_class: block_of[site.results[0][0].node]
-        for site in nodes.sites
-        if site.results
-        and site.results[0]
-        and site.results[0][0].node in block_of
-        and _is_product(nodes, site.results[0][0].node)
-    }
-    return [
-        (op, of_class[op_class])
-        for op, op_class in enumerate(nodes.op_class)
-        if op_class in of_class
-    ]
-
-
-def _is_product(nodes: NodeGraph, node: int) -> bool:
-    return nodes.nodes[node].kind == "product"
+    return sorted(
+        operators_of(nodes, {e: k for k, block in enumerate(blocks) for e in block.entries}).items()
+    )
 
 
 def _cover(
@@ -158,16 +148,21 @@ def _cover(
     num_options: Sequence[int],
     shortest: int,
     longest: int,
+    *,
+    alike: bool,
 ) -> list[int] | None:
     """The starts of segments that cover the step: those with the fewest combinations of options
     over distinct kinds, then with the fewest segments. None if no segments cover it.
+
+    Args:
+        alike: whether a segment may hold a block more than once.
     """
     count = len(of_block)
 
     def combinations(kinds: frozenset[tuple[int, ...]]) -> int:
         # Kinds are measured one by one, so their combinations add up; only options inside one kind
         # multiply.
-        return sum(math.prod(num_options[b] for b in kind) for kind in kinds)
+        return sum(math.prod(num_options[b] for b in set(kind)) for kind in kinds)
 
     reached: list[dict[frozenset[tuple[int, ...]], tuple[int, ...]]] = [
         {} for _ in range(count + 1)
@@ -178,6 +173,8 @@ def _cover(
             continue
         for start in _starts(end, is_boundary, shortest, longest):
             piece = tuple(of_block[start:end])
+            if not alike and len(set(piece)) < len(piece):
+                continue
             for kinds, starts in reached[start].items():
                 more, longer = kinds | {piece}, (*starts, start)
                 known = reached[end].get(more)

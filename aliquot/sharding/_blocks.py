@@ -6,7 +6,9 @@ follow from the dimension rules:
 
 1. Every product of the forward pass with a parameter starts a block. All other products with this
    parameter and those that make its gradient belong to the block: recomputed ones and both
-   products of the backward pass.
+   products of the backward pass. Parameters by which equal products of several layers multiply
+   count as one, even where they are separate nodes: the first layer's often are, because a batch
+   of numbers needs no gradient.
 2. Blocks whose entries read the same activation and sum over the same dim of it are merged (query,
    key and value; gate and up).
 3. A product with a parameter joins the block that makes its other operand if both share a batch
@@ -29,7 +31,7 @@ from ..core import InputError, nearest
 from ..graph import Graph, Phase, Role
 from ._disjoint_sets import DisjointSets
 from ._nodes import Edge, Node, NodeGraph
-from ._parallel_block import ParallelBlock
+from ._parallel_block import ParallelBlock, is_product
 
 NodeFactor: TypeAlias = tuple[int, int]
 """A node and one of its factors."""
@@ -42,7 +44,8 @@ def find_blocks(
 ) -> tuple[ParallelBlock, ...]:
     """The blocks of a step in program order.
 
-    Embedding lookups and products of the update phase belong to no block.
+    Embedding lookups and products of the update phase belong to no block; `outside_blocks` lists
+    which others do not.
 
     Args:
         factors: which factors of an entry an option may split. `"cfp"`, as in the paper: those of
@@ -72,9 +75,9 @@ class _Finder:
         readers: for each array node the edges to the products that read it.
         makers: for each array node the products that make it.
         parameters: for each array node that holds a parameter, or arrays derived from one parameter
-            alone, the node of that parameter.
-        parameter_of_gradient: for each array node that holds a gradient or an updated parameter,
-            the node of the parameter.
+            alone, the node of that parameter, or of the first of those that count as one.
+        parameter_of_gradient: the same for each array node that holds a gradient or an updated
+            parameter.
         with_parameter: products that multiply by a parameter or make its gradient; known after
             `partition`.
         block_of: a number for the block of each product; known after `partition`.
@@ -82,7 +85,7 @@ class _Finder:
 
     def __init__(self, graph: Graph, nodes: NodeGraph) -> None:
         self.nodes = nodes
-        self.products: dict[int, Node] = {n.index: n for n in nodes.nodes if _is_product(n)}
+        self.products: dict[int, Node] = {n.index: n for n in nodes.nodes if is_product(n)}
         inputs = zip(graph.inputs, nodes.input_ports, strict=True)
         # Parameters that nothing reads have no node.
         parameter_nodes: set[int] = {
@@ -99,8 +102,11 @@ class _Finder:
             if edge.source in self.products:
                 self.results[edge.source].append(edge)
                 self.makers[edge.target].add(edge.source)
-        self.parameters = self._derived_from_parameters(parameter_nodes)
-        self.parameter_of_gradient = self._parameters_of_gradients(parameter_nodes)
+        derived = self._derived_from_parameters(parameter_nodes)
+        same = self._same_in_all_layers(derived)
+        self.parameters = {node: same.root(p) for node, p in derived.items()}
+        gradients = self._parameters_of_gradients(parameter_nodes)
+        self.parameter_of_gradient = {node: same.root(p) for node, p in gradients.items()}
         self.with_parameter: frozenset[int] = frozenset()
         self.block_of: dict[int, int] = {}
 
@@ -128,6 +134,17 @@ class _Finder:
                 parameter_of.update({node: root} if root >= 0 else {})
         return parameter_of
 
+    def _same_in_all_layers(self, parameters: Mapping[int, int]) -> DisjointSets[int]:
+        """Sets of the parameters that are the same operand of a product in different layers."""
+        same: DisjointSets[int] = DisjointSets()
+        for product in self.products:
+            first: dict[tuple[int, ...], int] = {}
+            for edge in self.operands[product]:
+                if edge.source in parameters:
+                    parameter = parameters[edge.source]
+                    same.join(parameter, first.setdefault(edge.target_projection, parameter))
+        return same
+
     def _parameters_of_gradients(self, parameter_nodes: set[int]) -> dict[int, int]:
         """See `parameter_of_gradient`. Edges are followed back from each parameter to the arrays
         that update it.
@@ -150,7 +167,7 @@ class _Finder:
         return parameter_of
 
     def partition(self) -> list[tuple[list[int], list[int]]]:
-        """For each block its entries, the first of which decides, and all of its products.
+        """For each block its entry, with the same product of other layers, and all its products.
 
         The steps are those of this module's docstring.
         """
@@ -174,7 +191,10 @@ class _Finder:
         self._add_products_of_activations(owner, blocks, members, starts)
         self.block_of = {product: root for root, ps in members.items() for product in ps}
         return [
-            ([p for p in sorted(members[root]) if p in entries], sorted(members[root]))
+            (
+                [p for p in members[root] if p in entries and owner[p] == owner[start]],
+                sorted(members[root]),
+            )
             for start, root in sorted((s, r) for r, s in starts.items() if s >= 0)
         ]
 
@@ -357,6 +377,7 @@ class _Finder:
             )
         return ParallelBlock(
             entry=entry,
+            entries=tuple(entries),
             products=tuple(products),
             parameters=tuple(
                 sorted({self.parameters[w] for p in products for w in self._weights_of(p)})
@@ -426,16 +447,16 @@ class _Finder:
         """
         known: dict[object, int] = {}
         for product in products:
-            weights = [
+            weights = {
                 # Without a weight to tell them apart, equal factors could be those of two different
                 # products.
                 (self.parameters[e.source], e.target_projection)
                 for e in self.operands[product]
                 if e.source in self.parameters
-            ]
+            }
             results = tuple(sorted({e.source_projection for e in self.results[product]}))
             first = known.setdefault(
-                (self.products[product].factors, tuple(weights), results), product
+                (self.products[product].factors, tuple(sorted(weights)), results), product
             )
             if weights and first != product:
                 yield first, product
@@ -458,10 +479,6 @@ class _Finder:
             if e.target_projection[f] >= 0
         }
         return [f for f in all_factors if f in batch or f in of_parameter]
-
-
-def _is_product(node: Node) -> bool:
-    return node.kind == "product" and node.multiplies and node.phase is not Phase.UPDATE
 
 
 def _pairs(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -1,15 +1,16 @@
-"""A ParallelBlock as `find_blocks` returns it, and the ways to split it."""
+"""A ParallelBlock as `find_blocks` returns it, the ways to split it, and its operators."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ._nodes import Choice
+from ..graph import OpId, Phase
+from ._nodes import Choice, Node, NodeGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,8 +19,10 @@ class ParallelBlock:
 
     Attributes:
         entry: node of the product that decides how the others are split.
+        entries: this node, and those of the same product in layers that are separate nodes.
         products: nodes of all products, the entry included, in program order.
-        parameters: nodes of the parameters that they multiply by.
+        parameters: nodes of the parameters that they multiply by; the first layer's for all layers
+            whose products are equal.
         factors: those of the entry that an option may split.
         may_repeat: whether an option may leave a mesh axis unused, so that all devices along it
             compute the same.
@@ -37,6 +40,7 @@ class ParallelBlock:
     """
 
     entry: int
+    entries: tuple[int, ...]
     products: tuple[int, ...]
     parameters: tuple[int, ...]
     factors: tuple[int, ...]
@@ -102,3 +106,35 @@ class ParallelBlock:
             if all(f == -1 or sizes[f] % n == 0 for f, n in pieces.items()):
                 options.append(option)
         return options
+
+
+def is_product(node: Node) -> bool:
+    """True if a node is a product that a block may hold."""
+    return node.kind == "product" and node.multiplies and node.phase is not Phase.UPDATE
+
+
+def outside_blocks(nodes: NodeGraph, blocks: Iterable[ParallelBlock]) -> list[OpId]:
+    """For each product of the forward and backward pass that is in none of these blocks, the first
+    operator that it stands for.
+    """
+    inside = {product for block in blocks for product in block.products}
+    outside = {n.index: n.index for n in nodes.nodes if is_product(n) and n.index not in inside}
+    first = {node: op for op, node in reversed(operators_of(nodes, outside).items())}
+    return sorted(first.values())
+
+
+def blocks_of_operators(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> dict[int, int]:
+    """For each operator that is a product of a block, the position of this block."""
+    return operators_of(nodes, {p: k for k, block in enumerate(blocks) for p in block.products})
+
+
+def operators_of(nodes: NodeGraph, block_of: Mapping[int, int]) -> dict[int, int]:
+    """For each operator of the given products, the block of its product."""
+    of_class = {
+        site.op_class: block_of[site.results[0][0].node]
+        for site in nodes.sites
+        if site.results and site.results[0] and site.results[0][0].node in block_of
+    }
+    return {
+        op: of_class[op_class] for op, op_class in enumerate(nodes.op_class) if op_class in of_class
+    }

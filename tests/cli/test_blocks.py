@@ -56,7 +56,9 @@ def test_analyze_lists_blocks_segments_and_programs(tmp_path):
         in found.stdout
     )
     assert "0 batch on x; 1 contraction on x; 2 output on x" in found.stdout
+    assert "Found in" in found.stdout and "to trace the step" in found.stdout
     answer = answer_of("analyze", *MODEL, "--cluster", "4xH100")
+    assert 0 < answer["trace_s"] < answer["seconds"] and answer["outside"] == []
     assert json.loads((tmp_path / "found" / "blocks.json").read_text()) == answer["blocks"]
     assert json.loads((tmp_path / "found" / "segments.json").read_text()) == answer["segments"]
 

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from ordinary_steps import STEPS, step_of
 from planners.small_steps import experts, mlp
 
 import aliquot as aq
@@ -107,6 +108,24 @@ def test_blocks_come_within_two_percent_of_the_integer_program(
         Cluster.preset(cluster),
         num_micro_batches,
         scan=model in ("llama-7b", "moe-7.1b"),
+    )
+    exact = ShardParallel().decide(asked)
+    blocks = ShardParallel(intra=Blocks()).decide(asked)
+    assert exact.lower_bound_s * (1 - 1e-9) <= blocks.step_time_s <= 1.02 * exact.step_time_s
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        step
+        if step in {"perceptron", "heads as dims", "vision transformer", "gated"}
+        else pytest.param(step, marks=pytest.mark.slow)
+        for step in STEPS
+    ],
+)
+def test_ordinary_steps_are_planned_as_well_as_by_the_integer_program(step):
+    asked = Task(
+        graph=capture(*step_of(step)), cluster=Cluster.preset("8xA100-40GB"), num_micro_batches=1
     )
     exact = ShardParallel().decide(asked)
     blocks = ShardParallel(intra=Blocks()).decide(asked)

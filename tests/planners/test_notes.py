@@ -77,6 +77,25 @@ def test_a_batch_that_is_no_argument_is_noted():
     assert line.startswith("The step holds a constant of 2.0 MiB") and line in plan.notes[0]
 
 
+def test_a_plan_by_blocks_says_what_is_in_none():
+    def train_step(params, batch):
+        def loss(w):
+            return jnp.mean((jnp.tanh(batch @ (w["full"] + w["a"] @ w["b"])) @ w["out"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    weights = {"full": struct(64, 256), "a": struct(64, 8), "b": struct(8, 256)}
+    args = {**weights, "out": struct(256, 64)}, struct(64, 64)
+    ways = aq.Blocks(), aq.ILP()
+    by_blocks, without = (
+        aq.plan(train_step, *args, cluster=EIGHT, method=aq.ShardParallel(intra=intra)).notes
+        for intra in ways
+    )
+    (line,) = [note for note in by_blocks if "in no ParallelBlock" in note]
+    assert "dot_general:0 at test_notes.py:" in line and "each split by itself" in line
+    assert not [note for note in without if "ParallelBlock" in note]
+
+
 def test_a_step_that_forgets_to_return_its_state_is_noted():
     def train_step(params, batch):
         loss, grads = jax.value_and_grad(lambda p: jnp.mean((batch @ p) ** 2))(params)

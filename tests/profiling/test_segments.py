@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ordinary_steps import step_of
 
 from aliquot import zoo
 from aliquot.cluster import Cluster
+from aliquot.core import InputError
 from aliquot.cost import make_problem
 from aliquot.graph import capture
 from aliquot.planners import ILP
@@ -77,6 +79,51 @@ def test_the_number_of_programs_does_not_depend_on_depth(model, programs, recomp
         assert [math.prod(len(block) for block in kind.blocks) for kind in step.kinds] == programs
         assert step.num_programs == sum(programs)
         assert sum(step.kinds[k].count for k in range(1, len(programs) - 1)) == num_layers
+
+
+@pytest.mark.parametrize(
+    ("step", "programs", "counts"),
+    [
+        # Nothing comes before the first block, so the step begins with a segment.
+        ("perceptron", [9, 3], [6, 1]),
+        ("perceptron, norm and bias", [1, 9, 3], [1, 4, 1]),
+        ("attention", [1, 81, 3], [1, 4, 1]),
+        ("one layer", [1, 81, 3], [1, 1, 1]),
+        ("loop over perceptrons", [27], [1]),
+        # Two layers of two blocks each are one segment with two distinct blocks.
+        ("experts", [12, 3], [2, 1]),
+        ("autoencoder", [81], [1]),
+    ],
+)
+def test_ordinary_steps_have_segments(step, programs, counts):
+    problem = make_problem(capture(*step_of(step)), Cluster.preset("8xA100-40GB"))
+    found = segment_step(problem, (8,))
+    assert [math.prod(len(block) for block in kind.blocks) for kind in found.kinds] == programs
+    assert (
+        [kind.count for kind in found.kinds]
+        == counts
+        == [found.sequence.count(k) for k in range(len(counts))]
+    )
+    assert describe_blocks(found)["outside"] == []
+    for k, kind in enumerate(found.kinds):
+        assert [b.choices for b in kind.blocks] == [
+            found.blocks[b].choices for b in found.blocks_of(k)
+        ]
+
+
+def test_a_step_that_begins_with_a_segment_is_composed():
+    problem = make_problem(capture(*step_of("perceptron")), Cluster.preset("8xA100-40GB"))
+    step = segment_step(problem, (8,))
+    (best,) = compose(step, priced_combinations(step), most=1)
+    least = ILP().solve(problem, step.space, memory_limit_bytes=problem.memory_limit_bytes)
+    assert step.whole(best.options).step_time_s <= 1.02 * least.step_time_s
+
+
+def test_a_segment_that_has_other_blocks_alone_is_refused():
+    """Each use of weights that all layers share makes only a part of their gradient."""
+    problem = make_problem(capture(*step_of("shared layer")), Cluster.preset("8xA100-40GB"))
+    with pytest.raises(InputError, match="is in one block with.*--method blocks"):
+        segment_step(problem, (8,))
 
 
 @pytest.mark.parametrize("num_layers", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -6,13 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ordinary_steps import step_of
 
 import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import Cluster, target_for
 from aliquot.core import InputError
 from aliquot.graph import Phase, capture
-from aliquot.sharding import build_nodes, find_blocks, index_nodes
+from aliquot.sharding import (
+    blocks_of_operators,
+    build_nodes,
+    find_blocks,
+    index_nodes,
+    outside_blocks,
+)
 
 CPU = target_for(Cluster.preset("8xcpu").device)
 
@@ -181,6 +188,34 @@ def test_every_block_begins_in_the_forward_pass():
         assert nodes.nodes[block.entry].phase is Phase.FORWARD and block.entry == min(
             block.products
         )
+
+
+@pytest.mark.parametrize(
+    ("step", "count"),
+    [("perceptron", 3), ("perceptron, norm and bias", 3), ("attention", 5), ("experts", 3)],
+)
+def test_the_first_layer_belongs_to_the_blocks_of_the_others(step, count):
+    """A batch of numbers needs no gradient: the first layer's backward pass is another one."""
+    graph = capture(*step_of(step))
+    nodes = build_nodes(index_nodes(graph), CPU)
+    blocks = find_blocks(graph, nodes)
+    assert len(blocks) == count and outside_blocks(nodes, blocks) == []
+    # Each weight is followed in every layer, wherever its products are separate nodes.
+    for block in blocks[:-1]:
+        assert len({nodes.nodes[p].label for p in block.products}) >= 5
+        entries = [nodes.nodes[p] for p in block.entries]
+        assert sum(node.copies for node in entries) == (6 if step == "perceptron" else 4)
+
+
+def test_products_in_no_block_are_listed_by_their_operators():
+    graph = capture(*step_of("adapters"))
+    nodes = build_nodes(index_nodes(graph), CPU)
+    blocks = find_blocks(graph, nodes)
+    outside = outside_blocks(nodes, blocks)
+    inside = blocks_of_operators(nodes, blocks)
+    assert outside and not set(outside) & set(inside)
+    # The product of the two small weights, and that with their sum, have no one parameter.
+    assert {graph.ops[op].name for op in outside} == {"dot_general"}
 
 
 def test_other_factors_are_refused():

@@ -8,6 +8,7 @@ from ._base import Space as Space
 from ._base import judge_picks as judge_picks
 from .blocks import BlockOptions as BlockOptions
 from .blocks import Blocks as Blocks
+from .blocks import as_one_block as as_one_block
 from .blocks import block_options as block_options
 from .blocks import restrict_blocks as restrict_blocks
 from .fixed import Fixed as Fixed

@@ -2,5 +2,6 @@
 
 from ._blocks import Blocks as Blocks
 from ._options import BlockOptions as BlockOptions
+from ._options import as_one_block as as_one_block
 from ._options import block_options as block_options
 from ._options import restrict_blocks as restrict_blocks

@@ -79,6 +79,29 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
     return tuple(with_options)
 
 
+def as_one_block(blocks: Sequence[BlockOptions]) -> BlockOptions:
+    """Blocks with equal options as one, whose products all follow the same option."""
+    first, *others = blocks
+    if not others:
+        return first
+    alone = [b.block for b in blocks]
+    return BlockOptions(
+        block=replace(
+            first.block,
+            products=tuple(sorted(p for b in alone for p in b.products)),
+            parameters=tuple(sorted({p for b in alone for p in b.parameters})),
+            linked={p: factors for b in alone for p, factors in b.linked.items()},
+            handed_over={p: factors for b in alone for p, factors in b.handed_over.items()},
+            exchanging=frozenset().union(*[b.exchanging for b in alone]),
+        ),
+        choices=first.choices,
+        masks=tuple(
+            {p: mask for of_block in masks for p, mask in of_block.items()}
+            for masks in zip(*[b.masks for b in blocks], strict=True)
+        ),
+    )
+
+
 def _follows(block: ParallelBlock, product: int, space: Space, option: Choice) -> NDArray[np.bool_]:
     """A mask of a product's choices that agree with an option of its block's entry."""
     choices = space.priced.nodes[product].choices
