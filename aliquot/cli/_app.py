@@ -16,6 +16,7 @@ from ._bench_aceso import aceso as bench_aceso
 from ._bench_cfp import cfp as bench_cfp
 from ._blocks import analyze, enumerate_, profile
 from ._blocks import search as search_blocks
+from ._blocks import show as show_blocks
 from ._catalog import clusters, models
 from ._checkpoint import show_checkpoint
 from ._cluster import cluster
@@ -86,6 +87,7 @@ _blocks = typer.Typer(
 for _name, _blocks_verb in (
     ("analyze", analyze),
     ("profile", profile),
+    ("show", show_blocks),
     ("search", search_blocks),
     ("enumerate", enumerate_),
 ):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +37,11 @@ from ._session import session
 if TYPE_CHECKING:
     from ..cluster import Cluster
     from ..planners import IntraSolution
-    from ..profiling import Combination, MeasuredStep, Measurement, SegmentedStep
+    from ..profiling import Combination, CompiledPart, MeasuredStep, SegmentedStep
     from ._model import Model
+
+# How often the plan that a search found is timed anew.
+_ROUNDS = 3
 
 EarlyStop = Annotated[
     float,
@@ -119,24 +123,59 @@ def profile(
     early_stop: EarlyStop = 1.5,
     as_json: Json = False,
 ) -> None:
-    """Measure every combination of options of every distinct segment, most promising first. Run it
-    again to go on.
+    """Measure every combination of options of every distinct segment, most promising first, and
+    list their times and memory. Run it again to go on.
     """
     with session(as_json) as say:
         part, timing = read_share(measuring.share), measuring.timing(early_stop=early_stop)
         asked = _ask_here(model, devices, model_options, segments)
-        from ..profiling import ProfileDatabase, profile_segments
+        from ..profiling import (
+            ProfileDatabase,
+            describe_combinations,
+            priced_combinations,
+            profile_segments,
+        )
+        from ..report import combinations_text
 
-        with ProfileDatabase(database) as known, measuring_progress() as report:
-            run = profile_segments(
-                asked.step,
-                known,
-                share=part,
-                timing=timing,
-                budget_s=measuring.budget_s,
-                progress=report,
-            )
-        say.finish(show_run(say, run, "programs"))
+        combinations = priced_combinations(asked.step)
+        with ProfileDatabase(database) as known:
+            with measuring_progress() as report:
+                run = profile_segments(
+                    asked.step,
+                    known,
+                    combinations,
+                    share=part,
+                    timing=timing,
+                    budget_s=measuring.budget_s,
+                    progress=report,
+                )
+            kinds = describe_combinations(asked.step, combinations, known)
+        say.show(combinations_text(kinds))
+        say.finish(show_run(say, run, "programs") | {"kinds": kinds})
+
+
+@takes_groups
+def show(
+    model: ModelName,
+    database: Database,
+    model_options: ModelOptions,
+    segments: SegmentOptions,
+    devices: Devices = None,
+    as_json: Json = False,
+) -> None:
+    """List time and memory of every combination of options of every distinct segment: those that a
+    database holds, and the cost model's beside them.
+    """
+    with session(as_json) as say:
+        asked = _ask_here(model, devices, model_options, segments)
+        from ..profiling import ProfileDatabase, describe_combinations, priced_combinations
+        from ..report import combinations_text
+
+        combinations = priced_combinations(asked.step)
+        with ProfileDatabase(database, must_exist=True) as known:
+            kinds = describe_combinations(asked.step, combinations, known)
+        say.show(combinations_text(kinds))
+        say.finish({"kinds": kinds})
 
 
 @takes_groups
@@ -157,7 +196,8 @@ def search(
     run: Annotated[
         int,
         typer.Option(
-            min=0, help="Also run the best N as whole steps, and take the fastest of them."
+            min=0,
+            help="Also run the best N as whole steps, take the fastest, and time it thrice.",
         ),
     ] = 0,
     out: Annotated[Path | None, typer.Option(help="File for the plan of the best.")] = None,
@@ -213,6 +253,7 @@ def search(
         if run:
             with search_progress(say) as report:
                 answer["found"] = _run_best(step, answer["found"], run, report)
+            answer |= _costs(asked, answer["found"][0])
         if out is not None:
             _write_plan(asked, answer["found"][0]["options"], segments.factors, limit_bytes, out)
             answer["plan"] = str(out)
@@ -305,7 +346,7 @@ def _enumerate(
     with it.
     """
     from ..cost import collective_uses
-    from ..profiling import compose
+    from ..profiling import compose, time_part, trace_part
 
     rows: list[dict[str, Any]] = []
     repeated = _most_repeated(step, combinations)
@@ -334,8 +375,12 @@ def _enumerate(
         solution = row.pop("_solution")
         if done < run:
             report("running whole steps", done, run)
-            whole = _time_whole(step, solution)
+            part = _compile_whole(step, solution)
+            whole = time_part(part)
             row["measured_s"], row["compiled_bytes"] = whole.seconds, whole.memory_bytes
+            traced = None if whole.seconds is None else trace_part(part)
+            row["measured_communication_s"] = traced and traced.communication_s
+            row["measured_compute_s"] = traced and traced.compute_s
     return rows
 
 
@@ -350,12 +395,14 @@ def _run_best(
     """The rows of a search, of which the first ones ran as whole steps; these first, the fastest
     before the others.
     """
+    from ..profiling import time_part
+
     timed = []
     for done, row in enumerate(found[:run]):
         report("running whole steps", done, run)
         solution = step.whole(row["options"])
         if solution is not None:
-            whole = _time_whole(step, solution)
+            whole = time_part(_compile_whole(step, solution))
             timed.append({**row, "measured_s": whole.seconds, "compiled_bytes": whole.memory_bytes})
     ran = sorted(
         (row for row in timed if row["measured_s"] is not None), key=lambda row: row["measured_s"]
@@ -363,13 +410,33 @@ def _run_best(
     return [*ran, *[row for row in timed if row["measured_s"] is None], *found[run:]]
 
 
-def _time_whole(step: SegmentedStep, solution: IntraSolution) -> Measurement:
-    """A whole step on the devices of this process, timed."""
+def _costs(asked: _Asked, best: dict[str, Any]) -> dict[str, Any]:
+    """The best of a search timed in three rounds more, with what it computes in a step and a
+    second; nothing if it did not run.
+    """
+    from ..profiling import time_part
+
+    if best.get("measured_s") is None:
+        return {}
+    solution = asked.step.whole(best["options"])
+    assert solution is not None
+    part = _compile_whole(asked.step, solution)
+    costs_s = [seconds for _ in range(_ROUNDS) if (seconds := time_part(part).seconds)]
+    # The zoo knows what its models compute; of other steps the products are counted.
+    flops = asked.model.reference.flops_per_step or sum(
+        work.flops for of_node in asked.step.problem.work for work in of_node
+    )
+    rate = flops / statistics.median(costs_s) if costs_s else None
+    return {"costs_s": costs_s, "flops": flops, "flops_per_s": rate}
+
+
+def _compile_whole(step: SegmentedStep, solution: IntraSolution) -> CompiledPart:
+    """A whole step for the devices of this process."""
     from ..cost import picked_choices
-    from ..profiling import compile_part, time_part
+    from ..profiling import compile_part
 
     choices = picked_choices(step.space.priced, solution.picks)
-    return time_part(compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names))
+    return compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names)
 
 
 def _write_plan(

@@ -14,6 +14,7 @@ from ._database import ProfileDatabase as ProfileDatabase
 from ._database import ProgramKey as ProgramKey
 from ._database import check_database as check_database
 from ._describe import describe_blocks as describe_blocks
+from ._describe import describe_combinations as describe_combinations
 from ._describe_profiles import describe_profiles as describe_profiles
 from ._describe_profiles import measured_curves as measured_curves
 from ._fit import Fit as Fit
@@ -47,3 +48,5 @@ from ._timing import Timing as Timing
 from ._timing import time_part as time_part
 from ._together import leads as leads
 from ._together import raised_in_all as raised_in_all
+from ._trace import Traced as Traced
+from ._trace import trace_part as trace_part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ import numpy as np
 from ..graph import Phase, named_operator, wildcard
 from ..planners import BlockOptions
 from ..sharding import Choice, outside_blocks
-from ._segments import SegmentedStep
+from ._database import ProfileDatabase
+from ._programs import program_key
+from ._segments import Combination, SegmentedStep
 
 # The most splits of a product that are listed for an option. There may be two, because dispatch and
 # combine may be split over the experts, and equal mesh axes may be exchanged.
@@ -45,6 +48,39 @@ def describe_blocks(step: SegmentedStep) -> dict[str, Any]:
             "sequence": list(step.sequence),
         },
     }
+
+
+def describe_combinations(
+    step: SegmentedStep,
+    combinations: Sequence[Sequence[Combination]],
+    database: ProfileDatabase,
+) -> list[dict[str, Any]]:
+    """For each kind of segment its combinations of options, fastest first, each with its time and
+    memory by the cost model and, if a database holds its program, as measured.
+    """
+    described = []
+    for kind, some in zip(step.kinds, combinations, strict=True):
+        rows = []
+        for c in some:
+            known = database.get(program_key(kind.problem.graph, c.choices, step.mesh.shape))
+            rows.append(
+                {
+                    "options": list(c.options),
+                    "modelled_s": c.seconds,
+                    "modelled_bytes": c.state_bytes + c.kept_bytes + c.working_bytes,
+                    "measured_s": known.seconds if known else None,
+                    "measured_bytes": known.memory_bytes if known else None,
+                    "outcome": known.outcome if known else "not measured",
+                }
+            )
+        rows.sort(
+            key=lambda row: (
+                row["measured_s"] is None,
+                row["modelled_s"] if row["measured_s"] is None else row["measured_s"],
+            )
+        )
+        described.append({"name": kind.name, "count": kind.count, "combinations": rows})
+    return described
 
 
 def _block(step: SegmentedStep, number: int, options: BlockOptions) -> dict[str, Any]:

@@ -141,12 +141,12 @@ class _Job:
     compile: Callable[[], CompiledPart]
 
 
-def _jobs(step: SegmentedStep) -> list[_Job]:
+def _jobs(step: SegmentedStep, combinations: Sequence[Sequence[Combination]]) -> list[_Job]:
     """All programs of a step: those of each kind of segment, the most promising first, and then the
     conversions between segments.
     """
     shape, names = step.mesh.shape, step.mesh.axis_names
-    jobs, combinations = [], priced_combinations(step)
+    jobs = []
     for k, (kind, some) in enumerate(zip(step.kinds, combinations, strict=True)):
         for c in sorted(some, key=lambda c: c.seconds):
             label = f"{kind.name} {list(c.options)}"
@@ -169,6 +169,7 @@ def _jobs(step: SegmentedStep) -> list[_Job]:
 def profile_segments(
     step: SegmentedStep,
     database: ProfileDatabase | None,
+    combinations: Sequence[Sequence[Combination]] | None = None,
     *,
     share: tuple[int, int] = (1, 1),
     timing: Timing | None = None,
@@ -183,6 +184,7 @@ def profile_segments(
 
     Args:
         database: where measurements are kept; None in other processes than process 0.
+        combinations: of each kind of segment; by default those of `priced_combinations`.
         share: with `(k, n)` only every n-th program is measured, starting with the k-th: the part
             of one of n hosts.
         timing: how often each program runs.
@@ -193,7 +195,7 @@ def profile_segments(
         InputError: the database cannot be written.
     """
     return _run_jobs(
-        _jobs(step),
+        _jobs(step, priced_combinations(step) if combinations is None else combinations),
         database,
         share=share,
         timing=timing or Timing(),

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -38,6 +38,7 @@ from ..sharding import (
     Spec,
     batch_dims,
     blocks_of_operators,
+    entry_operators,
     find_segments,
     project,
     segment_layers,
@@ -295,8 +296,10 @@ def segment_step(
         part = _problem(extracts[place].graph, problem)
         part_space = _space(part, mesh)
         found = block_options(part, part_space, factors=factors)
-        here = blocks_of_operators(part.nodes, [b.block for b in found])
-        meant = {(own, block_of_op.get(extracts[place].ops[op])) for op, own in here.items()}
+        meant = {
+            own: block_of_op.get(extracts[place].ops[op])
+            for op, own in entry_operators(part.nodes, [b.block for b in found])
+        }
         kinds.append(
             SegmentKind(
                 name=layers.names[place],
@@ -327,7 +330,7 @@ def _corresponding(
     step: Problem,
     found: Sequence[BlockOptions],
     wanted: Mapping[int, BlockOptions],
-    meant: Collection[tuple[int, int | None]],
+    meant: Mapping[int, int | None],
 ) -> tuple[BlockOptions, ...]:
     """For each block of a step that a segment holds, the blocks of the segment alone that have its
     products. There may be several: alone, equal layers may have separate nodes.
@@ -336,22 +339,18 @@ def _corresponding(
         step: the whole step.
         found: the blocks of the segment alone.
         wanted: the step's blocks, by number.
-        meant: pairs of a position in `found` and the step's block that has the same operator; None
-            where that operator is in no block of the step, so that its split is open here too.
+        meant: for each position in `found` the step's block that has the operator of the entry;
+            None if none has, so that its split is open here too.
 
     Raises:
-        InputError: a block of the step cannot be told from the others in the segment.
+        InputError: a block of the step has no counterpart with the same options in the segment.
     """
     together, wrong = [], []
     for number, whole in wanted.items():
-        own = sorted({k for k, block in meant if block == number})
-        others = {block for k, block in meant if k in own} - {number, None}
+        own = [k for k in range(len(found)) if meant.get(k) == number]
         label = step.nodes.nodes[whole.block.entry].label
         if not own:
-            wrong.append(f"{label} has no block there")
-        elif others:
-            labels = [step.nodes.nodes[wanted[b].block.entry].label for b in others if b in wanted]
-            wrong.append(f"{label} is in one block with {', '.join(labels) or 'others'}")
+            wrong.append(f"{label} begins no block there")
         elif any(found[k].choices != whole.choices for k in own):
             wrong.append(f"{label} cannot be split there as in the whole step")
         else:

@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,6 +178,21 @@ def _attempt(part: CompiledPart, timing: Timing, best_s: float, evicts: bool) ->
         memory_bytes=part.memory_bytes,
         label=part.label,
     )
+
+
+def run_repeatedly(
+    part: CompiledPart, timing: Timing, during: Callable[[], AbstractContextManager[Any]]
+) -> list[float]:
+    """Seconds of each run of a program, after runs to warm up.
+
+    Args:
+        during: what to do while the timed runs go on, such as a trace.
+    """
+    turns = _arguments_in_turn(part, evicts=False)
+    for _ in range(timing.warm_up):
+        _run(part, next(turns))
+    with during():
+        return [_run(part, next(turns)) for _ in range(timing.repeats)]
 
 
 def _arguments_in_turn(part: CompiledPart, evicts: bool) -> Iterator[list[Any]]:

@@ -2,6 +2,7 @@
 
 from ._blocks import blocks_text as blocks_text
 from ._blocks import cfp_text as cfp_text
+from ._blocks import combinations_text as combinations_text
 from ._blocks import composed_text as composed_text
 from ._blocks import enumeration_text as enumeration_text
 from ._charts import bar_chart as bar_chart

@@ -78,6 +78,12 @@ def composed_text(answer: Mapping[str, Any]) -> RenderableType:
     )
     if best.get("measured_s") is not None:
         head += f" As a whole step it takes {format_seconds(best['measured_s'])}."
+    if answer.get("costs_s"):
+        head += (
+            f" Timed again: {', '.join(map(format_seconds, answer['costs_s']))}; it computes"
+            f" {format_flops(answer['flops'])} a step, {format_flops_per_s(answer['flops_per_s'])}"
+            " on all devices."
+        )
     if "plan" in answer:
         head += f" Plan: {answer['plan']}"
     ran = any(row.get("measured_s") is not None for row in answer["found"])
@@ -109,6 +115,34 @@ def composed_text(answer: Mapping[str, Any]) -> RenderableType:
     return Group(head, table)
 
 
+def combinations_text(kinds: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """The answer of `aliquot blocks show`: one table for each kind of segment."""
+    return Group(
+        *[
+            columns(
+                f"{kind['name']}, {kind['count']} in the step",
+                ("options", "measured", "memory", "by the cost model", "memory"),
+                [
+                    (
+                        " ".join(map(str, row["options"])) or "none",
+                        (
+                            row["outcome"]
+                            if row["measured_s"] is None
+                            else format_seconds(row["measured_s"])
+                        ),
+                        format_bytes(row["measured_bytes"]) if row["measured_bytes"] else None,
+                        format_seconds(row["modelled_s"]),
+                        format_bytes(row["modelled_bytes"]),
+                    )
+                    for row in kind["combinations"]
+                ],
+                right=range(1, 5),
+            )
+            for kind in kinds
+        ]
+    )
+
+
 def _seconds_or_none(value_s: float | None) -> str | None:
     return None if value_s is None else format_seconds(value_s)
 
@@ -126,7 +160,7 @@ def enumeration_text(answer: Mapping[str, Any]) -> RenderableType:
             "communication",
             "predicted",
             *(("composed",) if composed else ()),
-            *(("measured",) if ran else ()),
+            *(("measured", "communicating", "computing") if ran else ()),
             "memory",
             *(("compiled",) if ran else ()),
         ),
@@ -137,7 +171,14 @@ def enumeration_text(answer: Mapping[str, Any]) -> RenderableType:
                 format_seconds(row["communication_s"]),
                 format_seconds(row["predicted_s"]),
                 *((format_seconds(row["composed_s"]),) if composed else ()),
-                *((_seconds_or_none(row.get("measured_s")),) if ran else ()),
+                *(
+                    [
+                        _seconds_or_none(row.get(f"measured_{what}"))
+                        for what in ("s", "communication_s", "compute_s")
+                    ]
+                    if ran
+                    else ()
+                ),
                 format_bytes(row["memory_bytes"]),
                 *(
                     (format_bytes(row["compiled_bytes"]) if "compiled_bytes" in row else None,)
@@ -147,7 +188,7 @@ def enumeration_text(answer: Mapping[str, Any]) -> RenderableType:
             )
             for row in rows
         ],
-        right=range(1, 8),
+        right=range(1, 10),
     )
 
 

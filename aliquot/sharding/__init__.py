@@ -9,6 +9,7 @@ from ..graph import rule as rule
 from ..graph import same_parameters as same_parameters
 from ..graph import whole as whole
 from ._block_segments import Segments as Segments
+from ._block_segments import entry_operators as entry_operators
 from ._block_segments import find_segments as find_segments
 from ._block_segments import segment_layers as segment_layers
 from ._blocks import BLOCK_FACTORS as BLOCK_FACTORS

@@ -76,7 +76,7 @@ def find_segments(
             f"{graph.name} has no product with a parameter in its forward pass, so there is nothing"
             " to profile."
         )
-    instances = _instances(nodes, blocks)
+    instances = entry_operators(nodes, blocks)
     of_block = [block for _, block in instances]
     crossing = narrowest_bytes(graph, [(a, b) for (a, _), (b, _) in itertools.pairwise(instances)])
     is_boundary = [True, *_narrow(crossing), True]
@@ -135,7 +135,7 @@ def _narrow(crossing: Sequence[float]) -> list[bool]:
     ]
 
 
-def _instances(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> list[tuple[int, int]]:
+def entry_operators(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> list[tuple[int, int]]:
     """Operators that are entries, in program order, each with its block."""
     return sorted(
         operators_of(nodes, {e: k for k, block in enumerate(blocks) for e in block.entries}).items()

@@ -118,9 +118,11 @@ def outside_blocks(nodes: NodeGraph, blocks: Iterable[ParallelBlock]) -> list[Op
     operator that it stands for.
     """
     inside = {product for block in blocks for product in block.products}
-    outside = {n.index: n.index for n in nodes.nodes if is_product(n) and n.index not in inside}
+    outside: dict[int, int] = {
+        n.index: n.index for n in nodes.nodes if is_product(n) and n.index not in inside
+    }
     first = {node: op for op, node in reversed(operators_of(nodes, outside).items())}
-    return sorted(first.values())
+    return [OpId(op) for op in sorted(first.values())]
 
 
 def blocks_of_operators(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> dict[int, int]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 
 import jax
 import pytest
 from command_line import refused, run
+from rich.console import Console
 
 from aliquot.cli import _bench_cfp, _blocks
 from aliquot.plans import Plan, violations
 from aliquot.profiling import ProfileDatabase, SegmentKind
+from aliquot.report import composed_text
 from aliquot.zoo import configure
 
 MODEL = [
@@ -70,6 +73,9 @@ def test_profile_goes_on_where_it_was_and_search_plans_from_it(tmp_path, monkeyp
     assert len(jax.devices()) == 8  # JAX has started with more than are asked for
     first = answer_of("profile", *here, "--repeats", "1", "--share", "1/20")
     assert first["programs"] == first["measured"] == 5 and first["missing"] == 0
+    rows = [row for kind in first["kinds"] for row in kind["combinations"]]
+    ran = [row for row in rows if row["measured_s"]]
+    assert len(rows) == 85 and 0 < len(ran) <= 5 and all(row["measured_bytes"] for row in ran)
     again = answer_of("profile", *here, "--repeats", "1", "--share", "1/10", "--budget-s", "0")
     assert (again["known"], again["measured"]) == (5, 0) and again["missing"] == 5
     # Each profile traces the step anew, and so does the first search: its segments have the keys
@@ -84,8 +90,13 @@ def test_profile_goes_on_where_it_was_and_search_plans_from_it(tmp_path, monkeyp
     assert times[:2] == sorted(times[:2]) and times[0] > 0 and times[2] is None
     before, after = ([row["options"] for row in each["found"]][:2] for each in (found, again))
     assert sorted(before) == sorted(after) and again["found"][0]["compiled_bytes"] > 0
-    listed = answer_of("enumerate", *here)
+    assert len(again["costs_s"]) == 3 and again["flops_per_s"] == pytest.approx(
+        again["flops"] / sorted(again["costs_s"])[1]
+    )
+    listed = answer_of("enumerate", *here, "--run", "1")
     assert len(listed["rows"]) == 81
+    assert listed["rows"][0]["measured_communication_s"] > 0
+    assert listed["rows"][0]["measured_compute_s"] > 0
     assert [r["composed_s"] for r in listed["rows"]] == sorted(
         r["composed_s"] for r in listed["rows"]
     )
@@ -101,11 +112,37 @@ def test_profile_goes_on_where_it_was_and_search_plans_from_it(tmp_path, monkeyp
     )
 
 
-def test_search_says_where_nothing_was_measured(tmp_path):
+def test_search_says_where_nothing_was_measured(tmp_path, monkeypatch):
+    ask_once(monkeypatch)
     ProfileDatabase(tmp_path / "p.sqlite").close()
     found = run("blocks", "search", *MODEL, "--devices", "4", "--database", tmp_path / "p.sqlite")
     assert found.exit_code == 0, found.output
     assert "none of this step's segments" in " ".join(found.stdout.split())
+    here = [*MODEL, "--devices", "4", "--database", tmp_path / "p.sqlite"]
+    before, layer, head = answer_of("show", *here)["kinds"]
+    assert [len(kind["combinations"]) for kind in (before, layer, head)] == [1, 81, 3]
+    times = [row["modelled_s"] for row in layer["combinations"]]
+    assert times == sorted(times) and layer["count"] == 2
+    for row in layer["combinations"]:
+        assert row["outcome"] == "not measured" and row["modelled_bytes"] > 0
+    assert "not measured" in run("blocks", "show", *here).stdout
+
+
+def test_a_plan_that_ran_is_shown_with_three_costs_and_what_it_computes():
+    row = {"options": [[], [0]], "step_time_s": 0.5, "memory_bytes": 2e9, "measured_share": 1.0}
+    answer = {
+        "kinds": ["before", "layer"],
+        "found": [{**row, "measured_s": 0.3}],
+        "costs_s": [0.29, 0.292, 0.294],
+        "flops": 59.37e12,
+        "flops_per_s": 203.3e12,
+    }
+    console = Console(file=io.StringIO(), width=200)
+    console.print(composed_text(answer))
+    shown = " ".join(console.file.getvalue().split())
+    assert "290.0 ms, 292.0 ms, 294.0 ms" in shown
+    assert "59.4 TFLOP a step, 203.3 TFLOP/s on all devices" in shown
+    assert "before" not in shown and "layer" in shown
 
 
 def test_bad_input_is_refused(tmp_path):
