@@ -56,6 +56,41 @@ def test_two_processes_save_one_checkpoint_that_any_number_of_them_restores(tmp_
         assert said["owned"] < sum(x.nbytes for x in jax.tree.leaves(plain)) / 1.2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "writers"),
+    # The last stage keeps nothing: its product is with the embedding, which the first one has.
+    [("zero3", (0, 1)), ("stages", (0, 1, 2))],
+)
+def test_orbax_alone_reads_what_processes_wrote(tmp_path, x64, task, writers):
+    said = found(tmp_path, task, {"zero3": 2, "stages": 4}[task])
+    state, step = init(jax.random.key(0)), jax.jit(train_step)
+    for number in range(2):
+        state, _ = step(state, batch_of(number))
+    target = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype), state | {"key": jax.random.key_data(state["key"])}
+    )
+    with ocp.CheckpointManager(tmp_path, item_names=("state",)) as stock:
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+        plain = stock.restore(2, args=args).state
+    checkpoints = aq.Checkpoints(tmp_path)
+    assert checkpoints.record(2).writers == writers
+    mine = checkpoints.restore(jax.eval_shape(init, jax.random.key(0))).state
+    jax.tree.map(np.testing.assert_array_equal, plain, mine)
+    key = jax.random.wrap_key_data(plain["key"])
+    assert (jax.random.key_data(state["key"]) == plain["key"]).all()
+    for found_array, wanted in zip(
+        jax.tree.leaves(plain | {"key": 0}), jax.tree.leaves(state | {"key": 0}), strict=True
+    ):
+        np.testing.assert_allclose(found_array, wanted, rtol=1e-9, atol=1e-12)
+    state, losses = plain | {"key": key}, []
+    for number in (2, 3):
+        state, metrics = step(state, batch_of(number))
+        losses.append(float(metrics["loss"]))
+    for each in said:
+        assert each["losses"] == pytest.approx(losses, rel=1e-12)
+
+
 @pytest.mark.parametrize("late_s", [0.0, 0.03])
 def test_a_run_that_is_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path, late_s):
     with processes.started(WORKER, 1, tmp_path, "endless") as (running,):

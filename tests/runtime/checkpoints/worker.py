@@ -23,6 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from runtime.pipeline_worker import batch_of, init, train_step
 from runtime.pipelines import pipeline
 
+import aliquot as aq
 from aliquot.runtime import Checkpoints, initialize, shutdown
 
 
@@ -73,6 +74,26 @@ def save():
     return found | {"read": restored.read_bytes, "owned": owned}
 
 
+def zero3():
+    """ZeRO-3 on four devices: a checkpoint of the state after two steps, and two losses more."""
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    cluster, method = aq.Cluster.preset("4xcpu"), aq.Zero3Parallel()
+    plan = aq.plan(train_step, shapes, batch_of(0), cluster=cluster, method=method)
+    return kept(aq.parallelize(train_step, plan).prepare(shapes, batch_of(0)))
+
+
+def stages():
+    """The same of four stages, one in each process."""
+    return kept(step_of(sizes=(1, 1, 1, 1)))
+
+
+def kept(step):
+    """A checkpoint after two steps in the folder, and the losses of two more."""
+    state, _ = trained(step, step.init(init, jax.random.key(0)), 0, 2)
+    step.save(state, folder, number=2)
+    return {"losses": trained(step, state, 2, 4)[1]}
+
+
 def fail():
     """The disk of process 1 is full while it writes; process 0 finds nothing wrong itself."""
     from aliquot.runtime.checkpoints import _handler
@@ -119,9 +140,13 @@ def main():
     """Join, do the task, and print what came out."""
     jax.config.update("jax_enable_x64", True)
     initialize(
-        f"127.0.0.1:{port}", count, process, initialization_timeout_s=100, cpu_collectives=None
+        f"127.0.0.1:{port}",
+        count,
+        process,
+        initialization_timeout_s=100,
+        cpu_collectives="gloo" if task == "zero3" else None,
     )
-    tasks = {"save": save, "fail": fail, "endless": endless}
+    tasks = {"save": save, "zero3": zero3, "stages": stages, "fail": fail, "endless": endless}
     print(json.dumps(tasks[task]()), flush=True)
     shutdown()
 
