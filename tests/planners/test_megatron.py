@@ -18,7 +18,7 @@ from aliquot.core import InputError
 from aliquot.planners import PipelineOptions, method_by_name, method_names
 from aliquot.planners._layout_names import layout_by_name
 
-ROWS, SEQ, HIDDEN, FFN, VOCAB, LAYERS = 16, 32, 64, 256, 512, 3
+ROWS, SEQ, HIDDEN, FFN, VOCAB, LAYERS = 16, 32, 64, 256, 512, 2
 SIZES = {
     "num_layers": LAYERS,
     "hidden_size": HIDDEN,
