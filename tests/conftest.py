@@ -8,14 +8,15 @@ from aliquot.core import with_xla_flags
 # All of this must stand before JAX is first imported. Workers share few cores, so each keeps its
 # kernels on one thread. Programs of tests run a few times on a few numbers: fast machine code would
 # cost more than it saves, and so would the emitters of fusions, which take half of the time to
-# compile. What XLA makes of a program and its collectives do not depend on that, and its memory by
-# less than a hundredth.
+# compile, and parts of a program for each core. What XLA makes of a program and its collectives do
+# not depend on that, and its memory by less than a hundredth.
 _FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     "--xla_cpu_multi_thread_eigen": "false",
     "--xla_backend_optimization_level": "0",
     "--xla_llvm_disable_expensive_passes": "true",
     "--xla_cpu_use_fusion_emitters": "false",
+    "--xla_cpu_parallel_codegen_split_count": "1",
 }
 os.environ["XLA_FLAGS"] = with_xla_flags(os.environ.get("XLA_FLAGS", ""), _FLAGS)
 os.environ["JAX_PLATFORMS"] = "cpu"
