@@ -79,7 +79,13 @@ class TestEveryIntraPlanner:
     def test_no_profiles_are_required_beyond_the_cluster(self, intra, problem):
         assert intra.required_profiles(problem) == ()
 
-    @pytest.mark.parametrize("make", [aq.ShardParallel, aq.WholeProgram], ids=["shard", "program"])
+    @pytest.mark.parametrize(
+        "make",
+        [
+            pytest.param(aq.ShardParallel, id="shard", marks=pytest.mark.slow),
+            pytest.param(aq.WholeProgram, id="program"),
+        ],
+    )
     def test_methods_use_the_planner(self, intra, make):
         plan = aq.plan(*STEP, cluster=CLUSTER, method=make(intra=intra), num_micro_batches=2)
         assert violations(plan) == [] and intra.name in plan.provenance.planner

@@ -223,7 +223,9 @@ def test_indivisible_batch():
     assert aq.plan(*mlp(SIZES, 12), cluster=CLUSTER, method=Auto()).prediction.step_time_s > 0
 
 
-@pytest.mark.parametrize("name", ["dp", "zero3", "shard", "auto", "manual"])
+@pytest.mark.parametrize(
+    "name", ["dp", "zero3", pytest.param("shard", marks=pytest.mark.slow), "auto", "manual"]
+)
 def test_infeasible_errors_name_what_would_fit(name):
     with pytest.raises(InfeasibleError) as found:
         aq.plan(*STEP, cluster=CLUSTER, method=ALL_METHODS[name], memory_limit_bytes=1e5)

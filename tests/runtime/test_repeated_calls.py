@@ -142,7 +142,12 @@ def test_a_step_is_copied_as_functions_are_and_refuses_to_be_pickled(method):
 
 
 @pytest.mark.parametrize(
-    "transform", [jax.jit, jax.make_jaxpr, lambda f: lambda *args: jax.eval_shape(f, *args)]
+    "transform",
+    [
+        jax.jit,
+        pytest.param(jax.make_jaxpr, marks=pytest.mark.slow),
+        pytest.param(lambda f: lambda *args: jax.eval_shape(f, *args), marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_inside_a_traced_function_is_refused(method, transform):
