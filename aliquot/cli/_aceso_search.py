@@ -112,7 +112,7 @@ def search(
     be.
     """
     from ..interop.aceso import configuration_to_dict, find_judge, write_configuration
-    from ..interop.aceso.search import INTERRUPTED
+    from ..interop.aceso.search import BUDGET_SPENT, INTERRUPTED
 
     with session(as_json) as say:
         problem, left_out = options.read(find_judge(judge))
@@ -123,6 +123,11 @@ def search(
             if result.ended == INTERRUPTED:
                 say.note("interrupted before anything was found; nothing was written.")
                 raise typer.Exit(INTERRUPTED_CODE)
+            if result.ended == BUDGET_SPENT:
+                raise InputError(
+                    f"No configuration was found within {budget_s:g} s, and nothing was written."
+                    " Give more seconds to --budget-s, or leave it out."
+                )
             raise _nothing_fits(problem)
         for rank, (configuration, _) in enumerate(result.best, start=1):
             if out is not None:
@@ -225,11 +230,12 @@ def _planner(name: str, *, max_hops: int, budget_s: float | None, keep: int) -> 
     makers: dict[str, Callable[[], Any]] = {
         "auto": lambda: Auto(
             bottleneck=replace(Auto().bottleneck, max_hops=max_hops, keep=max(3, keep)),
-            exact=Exact(budget_s=budget_s, keep=keep),
+            exact=Exact(keep=keep),
+            budget_s=budget_s,
         ),
         "exact": lambda: Exact(budget_s=budget_s, keep=keep),
-        "bottleneck": lambda: Bottleneck(max_hops=max_hops, keep=keep),
-        "grid": lambda: Grid(keep=keep),
+        "bottleneck": lambda: Bottleneck(max_hops=max_hops, keep=keep, budget_s=budget_s),
+        "grid": lambda: Grid(keep=keep, budget_s=budget_s),
     }
     if name not in makers:
         raise InputError(f"There is no planner {name!r}. Planners are {', '.join(PLANNERS)}.")

@@ -1,21 +1,24 @@
-"""Searches over measured databases: bounds that need no tables, and cuts of the grid."""
+"""Searches over measured databases: bounds that need no tables, cuts of the grid, and budgets."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from command_line import refused, run
 from interop.aceso_files import write_chain, write_database
 from interop.test_aceso_search import (
     all_configurations,
     judged_by_stage,
+    options,
     random_problem,
     toy_problem,
 )
 
 from aliquot.interop.aceso import StageConfiguration
-from aliquot.interop.aceso.search import Auto, Grid
+from aliquot.interop.aceso.search import BUDGET_SPENT, PLANNERS, Auto, Grid, _problem
 from aliquot.interop.aceso.search._evenly import spread_evenly_us
 from aliquot.interop.aceso.search._problem import MOST_OPERATORS
 from aliquot.interop.aceso.search._quotes import recompute_levels
@@ -119,3 +122,44 @@ def test_the_grid_cuts_where_every_stage_fits(toy):
         result = Grid().search(replace(problem, memory_limit_mb=float(limit)))
         best = times[memory <= limit].min()
         assert best * (1 - 1e-9) <= result.best[0][1].iteration_time_ms <= best * 1.02, limit
+
+
+class Ticks:
+    """A clock that goes on by a second whenever it is read."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        self.seconds += 1.0
+        return self.seconds
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    read = Ticks()
+    monkeypatch.setattr(_problem, "time", SimpleNamespace(perf_counter=read))
+    return read
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_a_budget_ends_every_planner_within_its_long_computations(ticks, name):
+    problem, _ = random_problem(5)
+    whole = PLANNERS[name](budget_s=1e9).search(problem)
+    needed_s, best_ms = int(ticks.seconds), whole.best[0][1].iteration_time_ms
+    answered = 0
+    for budget_s in (*range(1, needed_s, max(needed_s // 10, 1)), 2 * needed_s):
+        ticks.seconds = 0.0
+        result = PLANNERS[name](budget_s=budget_s).search(problem)
+        # Every planner looks at the clock a few times more, to say when it ended.
+        assert ticks.seconds <= budget_s + 15
+        answered += bool(result.best)
+        assert result.lower_bound_ms <= best_ms * (1 + 1e-9)
+        assert all(e.iteration_time_ms >= best_ms * (1 - 1e-9) for _, e in result.best)
+    assert answered
+    assert PLANNERS[name](budget_s=0).search(problem).ended == BUDGET_SPENT
+
+
+@pytest.mark.usefixtures("ticks")
+def test_a_budget_that_is_too_small_for_any_answer_is_named(toy):
+    refused(run("aceso", "search", *options(toy, **{"--budget-s": 0.5})), "within 0.5 s")

@@ -24,7 +24,6 @@ from aliquot.interop.aceso import (
 from aliquot.interop.aceso import _database as databases
 from aliquot.interop.aceso.search import (
     PLANNERS,
-    Auto,
     Exact,
     Grid,
     SearchProblem,
@@ -473,12 +472,6 @@ def test_operators_that_were_not_measured_are_named(toy, tmp_path):
             judge=JUDGES["aceso"],
             chain=chain,
         )
-
-
-def test_a_budget_counts_all_planners():
-    problem, _ = random_problem(5)
-    result = Auto(exact=Exact(gap=0.0, budget_s=1e-6)).search(problem)
-    assert result.ended == "the budget of 0 s" and result.best
 
 
 def test_an_interrupted_search_returns_its_best_so_far():

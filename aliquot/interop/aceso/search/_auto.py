@@ -11,7 +11,7 @@ from .._configuration import Configuration
 from ._bottleneck import Bottleneck
 from ._exact import Exact
 from ._grid import Grid
-from ._problem import INTERRUPTED, OnProgress, SearchProblem, SearchResult
+from ._problem import INTERRUPTED, Clock, OnProgress, SearchProblem, SearchResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +21,13 @@ class Auto:
     Attributes:
         grid, bottleneck: run first.
         exact: begins with the best configurations of these.
+        budget_s: seconds after which all have ended; with None the result is deterministic.
     """
 
     grid: Grid = Grid(keep=2)
     bottleneck: Bottleneck = Bottleneck(keep=3, max_solved_operators=1_500, relieved=0)
     exact: Exact = Exact()
+    budget_s: float | None = None
 
     def search(
         self,
@@ -34,21 +36,31 @@ class Auto:
         start: Sequence[Configuration] = (),
         on_progress: OnProgress | None = None,
     ) -> SearchResult:
-        """Search; times and counts are sums over the planners."""
-        configurations, seconds, scored = list(start), 0.0, 0
+        """Search; times and counts are sums over the planners. After an interrupt, or once time is
+        up, the best configuration so far is the answer.
+        """
+        clock = Clock(budget_s=self.budget_s)
+        configurations, scored, interrupted = list(start), 0, False
         for planner in (self.grid, self.bottleneck):
+            if self.budget_s is not None:
+                planner = replace(planner, budget_s=max(self.budget_s - clock.elapsed(), 0.0))
             result = planner.search(problem, on_progress=on_progress)
             configurations += [configuration for configuration, _ in result.best]
-            seconds, scored = seconds + result.search_s, scored + result.scored
-            if result.ended == INTERRUPTED:
-                return replace(result, search_s=seconds, scored=scored)
-        exact = self.exact
-        if exact.budget_s is not None:
-            exact = replace(exact, budget_s=max(exact.budget_s - seconds, 0.0))
+            scored += result.scored
+            interrupted = result.ended == INTERRUPTED
+            if interrupted:
+                break
+        seconds, exact = clock.elapsed(), self.exact
+        if interrupted:
+            # It only chooses among the configurations that were found.
+            exact = replace(exact, budget_s=0.0)
+        elif self.budget_s is not None:
+            exact = replace(exact, budget_s=max(self.budget_s - seconds, 0.0))
         result = exact.search(problem, start=configurations, on_progress=on_progress)
         return replace(
             result,
-            search_s=seconds + result.search_s,
+            search_s=clock.elapsed(),
             scored=scored + result.scored,
             best_found_at_s=seconds + result.best_found_at_s,
+            ended=INTERRUPTED if interrupted else result.ended,
         )

@@ -12,7 +12,6 @@ Alleviation", EuroSys 2024.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,8 +21,8 @@ from .._configuration import Configuration, StageConfiguration
 from ._exact import as_stage
 from ._moves import MOVES, Candidate, Neighbours, Score, with_moved
 from ._problem import (
-    INTERRUPTED,
     MOST_OPERATORS,
+    Clock,
     Incumbents,
     OnProgress,
     Progress,
@@ -31,7 +30,8 @@ from ._problem import (
     SearchResult,
     space_name,
 )
-from ._quotes import quote_all
+from ._quotes import UniformStages, quote_all
+from ._space import BudgetSpent
 from ._stage import StageAnswer, solve_stage
 
 
@@ -49,6 +49,7 @@ class Bottleneck:
         max_solved_operators: a limit on the operators of all solved stages together; once it is
             reached, no more operators are moved.
         keep: number of distinct configurations to return.
+        budget_s: seconds after which the search ends.
     """
 
     max_steps: int = 200
@@ -58,6 +59,7 @@ class Bottleneck:
     relieved: int = 6
     max_solved_operators: int = 6_000
     keep: int = 1
+    budget_s: float | None = None
 
     def search(
         self,
@@ -77,30 +79,33 @@ class _Search:
         self, planner: Bottleneck, problem: SearchProblem, on_progress: OnProgress | None
     ) -> None:
         self._planner, self._problem, self._on_progress = planner, problem, on_progress
-        self._began = time.perf_counter()
-        self._best = Incumbents(problem, self._elapsed, keep=planner.keep)
-        self._uniform = {size: quote_all(problem, size) for size in problem.micro_batches}
+        self._clock = Clock(budget_s=planner.budget_s)
+        self._best = Incumbents(problem, self._clock.elapsed, keep=planner.keep)
+        self._uniform: dict[int, dict[int, UniformStages]] = {}
         self._neighbours = Neighbours(problem, self._uniform)
         self._scores: dict[Candidate, Score] = {}
         self._answers: dict[tuple[int, ...], StageAnswer] = {}
         self._solved_operators = 0
 
-    def _elapsed(self) -> float:
-        return time.perf_counter() - self._began
-
     def run(self, start: Sequence[Configuration]) -> SearchResult:
         for configuration in start:
             self._best.offer(configuration)
         try:
+            for size in self._problem.micro_batches:
+                self._clock.check()
+                self._uniform[size] = quote_all(self._problem, size)
             ended = self._search()
-        except KeyboardInterrupt:
-            ended = INTERRUPTED
+        except (KeyboardInterrupt, BudgetSpent) as error:
+            ended = self._clock.ended(error)
+            best = min(self._scores, key=lambda each: self._scores[each].key, default=None)
+            if best is not None:
+                self._best.offer(self._uniform_configuration(best))
         return SearchResult(
             best=self._best.results(),
             lower_bound_ms=0.0,
             space=space_name(self._problem),
             scored=self._best.scored + len(self._scores),
-            search_s=self._elapsed(),
+            search_s=self._clock.elapsed(),
             best_found_at_s=self._best.found_at_s,
             ended=ended,
         )
@@ -124,6 +129,7 @@ class _Search:
             for _ in range(self._planner.max_hops):
                 if at in expanded or steps >= self._planner.max_steps:
                     break
+                self._clock.check()
                 expanded.add(at)
                 steps += 1
                 reached = [c for c in self._relief(at) if c not in expanded]
@@ -151,7 +157,7 @@ class _Search:
                     / 1000,
                     bound_ms=0.0,
                     scored=len(self._scores),
-                    elapsed_s=self._elapsed(),
+                    elapsed_s=self._clock.elapsed(),
                 )
             )
 
@@ -326,6 +332,7 @@ class _Search:
                     ceiling_us=np.inf,
                     rate_us_per_mb=0.0,
                     max_labels=0,
+                    check=self._clock.check,
                 )
             answers.append(self._answers[key])
             first = last

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +23,7 @@ from ._cuts import Cut, Cuts, CutSearch
 from ._evenly import longest_stage, possible_cuts, rate_range, spread_evenly_us
 from ._layers import GroupedSpace, group_spaces
 from ._problem import (
-    INTERRUPTED,
+    Clock,
     Incumbents,
     OnProgress,
     Progress,
@@ -33,7 +32,7 @@ from ._problem import (
     space_name,
 )
 from ._reach import least_step_us
-from ._space import Floats, StageSpace
+from ._space import BudgetSpent, Check, Floats, StageSpace
 from ._stage import StageAnswer, solve_stage
 from ._tables import Period, bound_stretches, find_period
 
@@ -86,41 +85,38 @@ class _Search:
         self, planner: Exact, problem: SearchProblem, on_progress: OnProgress | None
     ) -> None:
         self._planner, self._problem, self._on_progress = planner, problem, on_progress
-        self._began = time.perf_counter()
-        self._best = Incumbents(problem, self._elapsed, keep=planner.keep)
+        self._clock = Clock(budget_s=planner.budget_s)
+        self._best = Incumbents(problem, self._clock.elapsed, keep=planner.keep)
         # Number of table entries that dynamic programs over cuts have read.
         self._entries = 0
         # Bounds of micro-batch sizes that no further round can raise.
         self._exhausted: list[float] = []
         self._batches: list[_MicroBatch] = []
 
-    def _elapsed(self) -> float:
-        return time.perf_counter() - self._began
-
     def run(self, start: Sequence[Configuration]) -> SearchResult:
-        for configuration in start:
-            self._best.offer(configuration)
-        self._batches = [
-            _MicroBatch.make(self._problem, size) for size in self._problem.micro_batches
-        ]
-        queue = [(batch.bound_us, batch.size, batch) for batch in self._batches]
-        heapq.heapify(queue)
+        queue: list[tuple[float, int, _MicroBatch]] = []
         try:
+            for configuration in start:
+                self._best.offer(configuration)
+            for size in self._problem.micro_batches:
+                self._clock.check()
+                self._batches.append(_MicroBatch.make(self._problem, size, self._clock.check))
+            queue += [(batch.bound_us, batch.size, batch) for batch in self._batches]
+            heapq.heapify(queue)
             ended = self._search(queue)
-        except KeyboardInterrupt:
-            ended = INTERRUPTED
-        else:
             if any(batch.grouped for batch in self._batches):
                 self._solve_operators()
                 for batch in self._batches:
                     batch.bound_operators(self._problem, self._best.best_us)
+        except (KeyboardInterrupt, BudgetSpent) as error:
+            ended = self._clock.ended(error)
         bound = self._bound(queue)
         return SearchResult(
             best=self._best.results(),
             lower_bound_ms=bound / 1000 if np.isfinite(bound) else 0.0,
             space=space_name(self._problem),
             scored=self._best.scored,
-            search_s=self._elapsed(),
+            search_s=self._clock.elapsed(),
             best_found_at_s=self._best.found_at_s,
             ended=ended,
         )
@@ -140,8 +136,7 @@ class _Search:
                 return f"the limit of {self._planner.max_entries:,.0f} table entries"
             if rounds >= self._planner.max_rounds:
                 return f"the limit of {self._planner.max_rounds} rounds"
-            if self._planner.budget_s is not None and self._elapsed() > self._planner.budget_s:
-                return f"the budget of {self._planner.budget_s:g} s"
+            self._clock.check()
             rounds += 1
             if self._improve(batch):
                 heapq.heapreplace(queue, (batch.bound_us, batch.size, batch))
@@ -175,6 +170,7 @@ class _Search:
                     ceiling_us=np.inf,
                     rate_us_per_mb=0.0,
                     max_labels=0,
+                    check=self._clock.check,
                 )
                 fits = np.isfinite(answer.time_us)
                 stages.append(as_stage(spaces[stage.num_devices], answer) if fits else stage)
@@ -182,6 +178,8 @@ class _Search:
             self._best.offer(self._problem.configuration(configuration.micro_batch, tuple(stages)))
 
     def _bound(self, queue: Sequence[tuple[float, int, _MicroBatch]]) -> float:
+        if not queue and not self._exhausted:
+            return 0.0
         if any(batch.grouped for batch in self._batches):
             # The tables hold for cuts between layers alone.
             return min([*(batch.least_us for batch in self._batches), self._best.best_us])
@@ -194,7 +192,7 @@ class _Search:
                     best_ms=self._best.best_us / 1000,
                     bound_ms=self._bound(queue) / 1000,
                     scored=self._best.scored,
-                    elapsed_s=self._elapsed(),
+                    elapsed_s=self._clock.elapsed(),
                 )
             )
 
@@ -278,6 +276,7 @@ class _MicroBatch:
 
     size: int
     count: int
+    check: Check
     spaces: dict[int, StageSpace]
     grouped: dict[int, GroupedSpace]
     period: Period
@@ -296,7 +295,7 @@ class _MicroBatch:
     efforts: dict[tuple[int, int, int, int, int], int] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, problem: SearchProblem, size: int) -> _MicroBatch:
+    def make(cls, problem: SearchProblem, size: int, check: Check) -> _MicroBatch:
         """The spaces of stages, and a bound that spreads work and memory evenly over all
         devices.
         """
@@ -308,6 +307,7 @@ class _MicroBatch:
         return cls(
             size=size,
             count=count,
+            check=check,
             spaces=spaces,
             grouped=grouped,
             operators=operators,
@@ -323,7 +323,7 @@ class _MicroBatch:
     def bound_operators(self, problem: SearchProblem, enough_us: float) -> None:
         """Bound all configurations of single operators, once."""
         if self.operators:
-            self.least_us = least_step_us(problem, self.size, self.operators, enough_us)
+            self.least_us = least_step_us(problem, self.size, self.operators, enough_us, self.check)
             self.bound_us = max(self.bound_us, self.least_us)
             self.operators = {}
 
@@ -340,6 +340,7 @@ class _MicroBatch:
             num_devices=problem.num_devices,
             gpus_per_node=problem.gpus_per_node,
             max_stages=problem.max_stages,
+            check=self.check,
         )
 
     def _bound_stretches(self, problem: SearchProblem, rates: Floats, ceiling_us: float) -> None:
@@ -365,6 +366,7 @@ class _MicroBatch:
                 longest=longest_stage(space, ceiling_us / self.count),
                 begins=np.logical_or.reduce(places[: len(places) - n, :-1]),
                 ends=np.logical_or.reduce(places[n:]),
+                check=self.check,
             )
             if n in self.tables:
                 # The ceiling has fallen since the last time, and stages may have fewer operators.
@@ -453,6 +455,7 @@ class _MicroBatch:
             max_labels=math.ceil(
                 _EFFORTS[effort] * max_labels * min(1.0, _FEW_OPERATORS / (cut.last - cut.first))
             ),
+            check=self.check,
         )
         previous = self.answers.get(self.key(cut))
         if previous is not None:

@@ -6,7 +6,6 @@ their memory allows.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._configuration import Configuration, StageConfiguration
-from ._problem import Incumbents, OnProgress, Progress, SearchProblem, SearchResult, space_name
+from ._problem import (
+    Clock,
+    Incumbents,
+    OnProgress,
+    Progress,
+    SearchProblem,
+    SearchResult,
+    space_name,
+)
 from ._quotes import recompute_levels, stage_memory_mb
-from ._space import Floats, StageSpace
+from ._space import BudgetSpent, Floats, StageSpace
 
 _LEVELS = 7
 # Bisections end when the slowest stage is known to this share.
@@ -31,10 +38,12 @@ class Grid:
     Attributes:
         keep: number of distinct configurations to return.
         best_of: number of configurations, the fastest by balanced times, that are judged in full.
+        budget_s: seconds after which the search ends.
     """
 
     keep: int = 1
     best_of: int = 400
+    budget_s: float | None = None
 
     def search(
         self,
@@ -44,16 +53,39 @@ class Grid:
         on_progress: OnProgress | None = None,
     ) -> SearchResult:
         """Judge configurations of the grid, the fastest by their balanced times first."""
-        began = time.perf_counter()
-        best = Incumbents(problem, lambda: time.perf_counter() - began, keep=self.keep)
-        for configuration in start:
-            best.offer(configuration)
+        clock = Clock(budget_s=self.budget_s)
+        best = Incumbents(problem, clock.elapsed, keep=self.keep)
+        ended = "every point of the grid was judged"
+        try:
+            for configuration in start:
+                best.offer(configuration)
+            self._judge(problem, best, clock, on_progress)
+        except (KeyboardInterrupt, BudgetSpent) as error:
+            ended = clock.ended(error)
+        return SearchResult(
+            best=best.results(),
+            lower_bound_ms=0.0,
+            space=space_name(problem),
+            scored=best.scored,
+            search_s=clock.elapsed(),
+            best_found_at_s=best.found_at_s,
+            ended=ended,
+        )
+
+    def _judge(
+        self,
+        problem: SearchProblem,
+        best: Incumbents,
+        clock: Clock,
+        on_progress: OnProgress | None,
+    ) -> None:
         points = sorted(_points(problem), key=lambda point: point.least_us)
         for point in points[: self.best_of]:
             # Times spread evenly leave out transfers and the filling of the pipeline, so no later
             # point is faster.
             if point.least_us >= best.worst_us:
                 break
+            clock.check()
             cuts = point.cuts(problem)
             if cuts is None:
                 continue
@@ -64,18 +96,9 @@ class Grid:
                         best_ms=best.best_us / 1000,
                         bound_ms=0.0,
                         scored=best.scored,
-                        elapsed_s=time.perf_counter() - began,
+                        elapsed_s=clock.elapsed(),
                     )
                 )
-        return SearchResult(
-            best=best.results(),
-            lower_bound_ms=0.0,
-            space=space_name(problem),
-            scored=best.scored,
-            search_s=time.perf_counter() - began,
-            best_found_at_s=best.found_at_s,
-            ended="every point of the grid was judged",
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

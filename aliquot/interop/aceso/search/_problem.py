@@ -4,6 +4,7 @@ the results of searches.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -14,7 +15,7 @@ from .._configuration import Configuration, StageConfiguration
 from .._database import Database
 from .._judge import Judge
 from .._performance import Estimate, evaluate_configuration
-from ._space import StageSpace, make_space
+from ._space import BudgetSpent, StageSpace, make_space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +129,9 @@ MOST_OPERATORS = 1000
 """Chains with more operators are searched for cuts between layers alone, so that tables of all
 stretches are small; they are bounded for cuts at any operator all the same."""
 
+BUDGET_SPENT = "the time allowed was up"
+"""`SearchResult.ended` of a search that took all the time that it may take."""
+
 INTERRUPTED = "interrupted"
 """`SearchResult.ended` of a search that the user stopped."""
 
@@ -174,6 +178,33 @@ class SearchPlanner(Protocol):
         on_progress: OnProgress | None = None,
     ) -> SearchResult:
         """Search from known configurations."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Clock:
+    """The time since a search began, and what it may take.
+
+    Attributes:
+        budget_s: seconds; None without a limit.
+    """
+
+    budget_s: float | None = None
+    began_s: float = field(default_factory=lambda: time.perf_counter())
+
+    def elapsed(self) -> float:
+        """Seconds since the search began."""
+        return time.perf_counter() - self.began_s
+
+    def check(self) -> None:
+        """Raise `BudgetSpent` once time is up."""
+        if self.budget_s is not None and self.elapsed() > self.budget_s:
+            raise BudgetSpent
+
+    def ended(self, error: BaseException) -> str:
+        """Why a search ended that an error or an interrupt has stopped."""
+        if isinstance(error, BudgetSpent):
+            return BUDGET_SPENT
+        return INTERRUPTED
 
 
 class Incumbents:
