@@ -9,6 +9,7 @@ import importlib
 
 _MODULE_OF = {
     "capture": "_api",
+    "constrain": "_api",
     "estimate": "_api",
     "explain": "_api",
     "plan": "_api",

@@ -9,6 +9,7 @@ from . import runtime as runtime
 from . import sharding as sharding
 from . import zoo as zoo
 from ._api import capture as capture
+from ._api import constrain as constrain
 from ._api import estimate as estimate
 from ._api import explain as explain
 from ._api import parallelize as parallelize

@@ -174,6 +174,41 @@ def parallelize(
     return Step(step, prepare, plan=plan, devices=devices)
 
 
+def constrain(
+    step: Callable[..., Any],
+    plan: Plan,
+    *,
+    devices: Sequence[Any] | None = None,
+    on_missing_rule: str = "infer",
+) -> Callable[..., Any]:
+    """The step with the plan's splits and micro-batches written into it: a pure function of the
+    same signature for `jax.jit`, in a training loop of one's own.
+
+    With `plan.shardings` alone, the compiler splits everything between the inputs and the results
+    as it likes, and does not cut the batch into micro-batches: collectives and memory are then not
+    those of the plan.
+
+    >>> train_step = jax.jit(aq.constrain(train_step, plan), donate_argnums=0)  # doctest: +SKIP
+
+    Args:
+        step: what the plan was made for.
+        plan: of one program.
+        devices: in the mesh's order, row by row; by default the first of `jax.devices()`.
+        on_missing_rule: as in `plan`.
+
+    Raises:
+        InputError: the plan is a pipeline.
+        PlanMismatchError: when it is traced, if the plan was made for another step, or for more
+            devices.
+    """
+    from .runtime import constrain as constrain_step
+
+    def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
+        return apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule)
+
+    return constrain_step(step, plan, prepare, devices)
+
+
 def estimate(
     plan: Plan,
     step: Callable[..., Any],

@@ -55,14 +55,11 @@ plan = aq.plan(train_step, state_shapes, batch_shapes, method=aq.Zero3Parallel()
 for path, spec in plan.partition_specs().items():
     print(f"{path:60} {spec}")
 
+# The step with the plan's splits written into it; a pure function, as `train_step` is.
+compiled_step = jax.jit(aq.constrain(train_step, plan), donate_argnums=0)
+
 # `NamedSharding`s on the plan's mesh, as trees like the arguments: what `jax.jit` and Orbax take.
 state_shardings, batch_shardings = plan.shardings(state_shapes), plan.shardings(batch_shapes)
-compiled_step = jax.jit(
-    train_step,
-    in_shardings=(state_shardings, batch_shardings),
-    out_shardings=(state_shardings, None),
-    donate_argnums=0,
-)
 
 # Each device creates its own pieces of the state.
 state = jax.jit(lambda key: nnx.state(create(key)), out_shardings=state_shardings)(

@@ -454,7 +454,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         `jax.sharding.NamedSharding` for each array.
 
         `jax.jit(step, in_shardings=(plan.shardings(state), plan.shardings(batch)))` takes them as
-        they are, and so does `jax.device_put(state, plan.shardings(state))`.
+        they are, and so does `jax.device_put(state, plan.shardings(state))`. How arrays within the
+        step are split, and its micro-batches, are then the compiler's choice; with
+        `aliquot.constrain(step, plan)` they are the plan's.
 
         Args:
             mesh: by default `plan.mesh()`.
