@@ -72,7 +72,8 @@ def test_it_is_the_program_of_the_plan_and_computes_the_plain_numbers(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, plain_state
     )
     # Its results stay where the next call needs them.
-    assert jax.tree.map(lambda a: a.sharding, found) == plan.shardings(state)
+    wanted = plan.shardings(state)
+    assert jax.tree.all(jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, 2), found, wanted))
 
 
 def unnamed(collectives):
