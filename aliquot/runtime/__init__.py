@@ -3,10 +3,10 @@
 from ._check import LeafDifference as LeafDifference
 from ._check import StepCheck as StepCheck
 from ._checkpoints import Checkpoints as Checkpoints
-from ._checkpoints import Restored as Restored
 from ._constrain import constrain as constrain
 from ._pipeline_runner import PipelineRunner as PipelineRunner
 from ._program_runner import ProgramRunner as ProgramRunner
+from ._restored import Restored as Restored
 from ._runner import AbstractRunner as AbstractRunner
 from ._step import Step as Step
 from .checkpoints import describe_checkpoints as describe_checkpoints

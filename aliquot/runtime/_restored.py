@@ -44,7 +44,8 @@ def target_of(leaf: Any) -> Target:
     """An array of a tree: with its sharding, or those of its pieces, and else of NumPy."""
     described = struct(leaf.shape, leaf.dtype, None)
     if isinstance(leaf, PiecedArray):
-        ends = zip(leaf.pieces, leaf.bounds[:-1], leaf.bounds[1:], strict=True)
+        pieces: Sequence[Any] = leaf.pieces
+        ends = zip(pieces, leaf.bounds[:-1], leaf.bounds[1:], strict=True)
         places = tuple(Rows(piece.sharding, start, stop) for piece, start, stop in ends)
         return Target(described=described, places=places)
     sharding = getattr(leaf, "sharding", None)
