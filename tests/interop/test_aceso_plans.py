@@ -327,6 +327,22 @@ def test_recomputed_runs_wait_for_their_gradients(tmp_path):
     )
 
 
+def dropouts_again(o, name):
+    """What Aceso recomputes first: the dropout inside attention, and the product behind it."""
+    return 2, 0, int(name in ("enc-attention-dropout", "enc-attention-context"))
+
+
+def test_a_recomputed_dropout_frees_the_softmax_by_working_out_the_scores_again(tmp_path):
+    kept, again = (
+        imported(tmp_path, [(27, 4, layout), (28, 4, degrees(2))], "--dtype", "float16")
+        for layout in (degrees(2), dropouts_again)
+    )
+    assert [products_again(plan, 0) for plan in (kept, again)] == [0, 2]
+    assert [products_again(plan, 1) for plan in (kept, again)] == [0, 0]
+    held = [p.stages[0].prediction.memory_bytes["activations in flight"] for p in (kept, again)]
+    assert held[1] < held[0]
+
+
 @pytest.mark.slow
 def test_recomputation_takes_time_and_keeps_less(tmp_path):
     kept, again = (

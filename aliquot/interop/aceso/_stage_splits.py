@@ -41,6 +41,7 @@ from ._products import (
 
 Ints = NDArray[np.int64]
 _Neighbours: TypeAlias = dict[int, list[tuple[int, Projection, Projection]]]
+_AFTER_SCORES = ("enc-attention-softmax", "enc-attention-dropout")
 DATA, TENSOR, MIXED = "data", "tensor", "mixed"
 
 
@@ -399,9 +400,20 @@ def is_repeated(names: Sequence[str], stage: StageConfiguration, first: int, k: 
 
     Aceso keeps the result of a layer's last operator. Here the last product of the layer is kept
     instead, or the sum that it is part of, which is as large.
+
+    Aceso's softmax keeps one array in half precision, and can recompute what its dropout makes of
+    it. Models of the zoo have no dropout, and their softmax keeps its result in single precision
+    beside the same in half. Both are freed if the scores are recomputed, which takes little time,
+    so that the configuration needs no more memory than in Aceso.
     """
     if not stage.recompute[k]:
-        return False
+        inside = itertools.takewhile(
+            lambda later: names[first + later] in _AFTER_SCORES, range(k + 1, len(stage.recompute))
+        )
+        return names[first + k] == "enc-attention-score" and any(
+            all(stage.recompute[later : later + 2]) and later + 1 < len(stage.recompute)
+            for later in inside
+        )
     for later in range(k + 1, len(stage.recompute)):
         if names[first + later] in LAYER_STARTS:
             return False
