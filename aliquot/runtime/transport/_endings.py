@@ -79,8 +79,8 @@ def _at_exit() -> None:
     if isinstance(error, KeyboardInterrupt):
         peers.fail("was interrupted (Ctrl-C)")
         end_at_once(_INTERRUPTED)
-    # If another process has died, the watchdog ends this one while it sleeps.
-    peers.begin_to_fail()
+    # If another process has died, or processes differ, the watchdog ends this one while it sleeps.
+    peers.begin_to_fail(_FAILED)
     time.sleep(_LAST_WORD_S)
     text = f": {error}" if isinstance(error, AliquotError) else ""
     peers.fail(f"has failed with {type(error).__name__}{text}")

@@ -9,7 +9,6 @@ its state on the same machine, and by its silence on others.
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import selectors
 import signal
@@ -103,15 +102,13 @@ class Peers:
         #: decides.
         self.transfers: str | None = None
         self.describe: Callable[[int], str] | None = None
-        #: From what the processes can go on when they are started again.
-        self.kept = "the last checkpoint"
         self._channels: Channels | None = None
         self._calls = Calls(met.count)
         self._left: set[int] = set()
         self._failed: set[int] = set()
         self._gone = threading.Event()
         self._is_leaving = self._is_failing = False
-        self._ends_at_s: float | None = None
+        self._failure_code: int | None = None
         self._machine = Hello.own(met.process, met.count, "").machine
         self._heard = dict.fromkeys(met.lines, time.monotonic())
         self._stopped: dict[int, float] = {}
@@ -121,8 +118,7 @@ class Peers:
         for line in met.lines.values():
             _probe(line.socket)
         _delay_aborts()
-        self._watcher = threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True)
-        self._watcher.start()
+        threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True).start()
 
     @property
     def channels(self) -> Channels:
@@ -139,9 +135,6 @@ class Peers:
         """Tell process 0 what this process does next, without waiting. If another process does
         something else, process 0 ends all.
         """
-        if self._ends_at_s is not None:
-            # The watching thread ends this process.
-            threading.Event().wait()
         if self.process == 0:
             self._compare(0, call)
         else:
@@ -150,25 +143,19 @@ class Peers:
     def _compare(self, k: int, call: Call) -> None:
         """In process 0: compare the next call of process `k` with those of the others."""
         why = self._calls.note(k, call)
-        if why and self._ends_at_s is None:
+        if why:
             self._say_to_all(Differ(why[:_LONGEST]))
             self._end_all(why)
 
     def _end_all(self, why: str) -> None:
-        """Print in what processes differ, and end this one, unless it ends by itself.
-
-        Process 0 ends after the others, or `_LAST_S` later: one that is about to fail would be
-        aborted without JAX's service, which runs in process 0.
-        """
-        code = "" if self._is_failing else f"  Exit code {EXIT_CODE}.\n"
-        os.write(2, f"\naliquot: {why}\n{code}".encode())
-        if not self._is_failing:
-            if self.process:
-                end_at_once(EXIT_CODE)
-            self._ends_at_s = time.monotonic() + _LAST_S
+        """Print in what processes differ, and end this one, unless it has come to its end."""
+        code = self._failure_code if self._is_failing else EXIT_CODE
+        ending = f"  Exit code {code}.\n" if code is not None else ""
+        os.write(2, f"\naliquot: {why}\n{ending}".encode())
+        if code is not None:
+            # At once: process 0 takes JAX's service with it, without which XLA would abort others.
+            end_at_once(code)
         self._is_leaving = True
-        if self._ends_at_s is not None and threading.current_thread() is not self._watcher:
-            threading.Event().wait()
 
     def leave(self, timeout_s: float | None = None) -> bool:
         """Wait until all processes call this; from then on the end of a connection is no failure.
@@ -192,10 +179,14 @@ class Peers:
         self._say_to_all(Leaves())
         return True
 
-    def begin_to_fail(self) -> None:
-        """From now on this process ends by its own failure: reports that others fail are ignored,
-        but not reports that they died.
+    def begin_to_fail(self, code: int | None = None) -> None:
+        """From now on this process ends by itself: reports that others fail are ignored, but not
+        reports that they died.
+
+        Args:
+            code: its exit code if it has failed, with which it ends at once if processes differ.
         """
+        self._failure_code = code
         self._is_failing = True
 
     def fail(self, reason: str) -> None:
@@ -231,7 +222,7 @@ class Peers:
         for k, line in self._met.lines.items():
             selector.register(line.socket, selectors.EVENT_READ, k)
         spoken = 0.0
-        while selector.get_map() and time.monotonic() < (self._ends_at_s or math.inf):
+        while selector.get_map():
             for event, _ in selector.select(_ROUND_S):
                 if not self._hear(event.data, self._met.lines[event.data]):
                     selector.unregister(event.fileobj)
@@ -240,8 +231,6 @@ class Peers:
                 self._say_to_all(Lives())
                 for k in self._met.lines:
                     self._look_at(k)
-        if self._ends_at_s is not None:
-            end_at_once(EXIT_CODE)
         self._gone.set()
 
     def _hear(self, k: int, line: Line) -> bool:
@@ -317,7 +306,7 @@ class Peers:
         text = (
             f"\naliquot: process {dead}{role} {why}. {doing} It cannot go on without process {dead}"
             f" and ends too (exit code {EXIT_CODE}). Look for an error of process {dead}, then"
-            f" start all processes again from {self.kept}.\n"
+            " start all processes again from the last checkpoint.\n"
         )
         # Directly: another thread may hold the lock of `sys.stderr`.
         os.write(2, text.encode())
