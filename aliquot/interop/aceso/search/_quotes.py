@@ -213,12 +213,13 @@ def stage_memory_mb(
         else _before(column[kinds, state])
         for column in (space.forward_reserved_mb, space.backward_reserved_mb)
     ]
-    return (
+    memory: Floats = (
         space.state_copies * weights
         + activations * in_flight
         + peak
         + np.maximum(reserved[0] + reserved[1], weights)
     )
+    return memory
 
 
 def _before(values: Floats) -> Floats:

@@ -385,7 +385,7 @@ def _extended(costs: _Costs, paths: Floats | None, op: int) -> Floats:
         joined = joined - costs.saved[space.kinds[op - 1]]
     sources = np.stack([paths.min(axis=0), np.minimum(paths[0], joined)])
     if len(edges) == 1:
-        reached = sources + edges[0, 0]
+        reached: Floats = sources + edges[0, 0]
     else:
         reached = (sources[..., None] + edges).min(axis=-2)
     reached += own
