@@ -102,6 +102,8 @@ class Peers:
         #: decides.
         self.transfers: str | None = None
         self.describe: Callable[[int], str] | None = None
+        #: From what the processes can go on when they are started again.
+        self.kept = "the last checkpoint"
         self._channels: Channels | None = None
         self._calls = Calls(met.count)
         self._left: set[int] = set()
@@ -306,7 +308,7 @@ class Peers:
         text = (
             f"\naliquot: process {dead}{role} {why}. {doing} It cannot go on without process {dead}"
             f" and ends too (exit code {EXIT_CODE}). Look for an error of process {dead}, then"
-            " start all processes again from the last checkpoint.\n"
+            f" start all processes again from {self.kept}.\n"
         )
         # Directly: another thread may hold the lock of `sys.stderr`.
         os.write(2, text.encode())
