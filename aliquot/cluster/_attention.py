@@ -100,6 +100,7 @@ _BY_ROWS = (
 _GPU_FIGURES = {
     "A100-40GB": (0.43, 24_000, f"{_FITTED}; {_BY_ROWS}"),
     "A100-80GB": (0.43, 24_000, f"{_FITTED}; {_BY_ROWS}"),
+    "A100-PCIe": (0.43, 24_000, "as A100-40GB"),
     "H100": (0.25, 34_000, f"{_FITTED}; rows: two blocks of 128 for each processor, assumed"),
     "H200": (0.25, 34_000, "as H100"),
     "B200": (0.55, 78_000, _BY_ROWS),

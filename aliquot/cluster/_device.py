@@ -170,6 +170,7 @@ _VOLTA = (
     " float32)" + _XLA
 )
 _AMPERE = "NVIDIA A100 data sheet (SXM4, dense; float64 on tensor cores)" + _XLA
+_AMPERE_PCIE = "NVIDIA A100 data sheet (PCIe, 40 GB, dense; float64 on tensor cores)" + _XLA
 _HOPPER = (
     "data sheet (SXM, dense: half of the printed sparse figures; float64 on tensor cores)" + _XLA
 )
@@ -181,6 +182,7 @@ _CATALOGUE = (
     _gpu("V100-16GB", (15.7, None, 15.7, 125.0, 7.8, None), 16_935_682_048, 900, _VOLTA),
     _gpu("V100-32GB", (15.7, None, 15.7, 125.0, 7.8, None), 34_089_730_048, 900, _VOLTA),
     _gpu("A100-40GB", (19.5, 156.0, 312.0, 312.0, 19.5, None), 42_331_013_120, 1555, _AMPERE),
+    _gpu("A100-PCIe", (19.5, 156.0, 312.0, 312.0, 19.5, None), 42_331_013_120, 1555, _AMPERE_PCIE),
     _gpu("A100-80GB", (19.5, 156.0, 312.0, 312.0, 19.5, None), 85_100_068_864, 2039, _AMPERE),
     _gpu(
         "H100",

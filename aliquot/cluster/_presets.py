@@ -74,6 +74,7 @@ _HOSTS = {
     "V100-32GB": _host(8, 96),
     "A100-40GB": _host(16, 144),
     "A100-80GB": _host(16, 144),
+    "A100-PCIe": _host(32, None),
     "H100": _host(64, 256),
     "H200": _host(64, 256),
     "B200": _host(64, 256),
@@ -177,6 +178,9 @@ WIRINGS: dict[str, Wiring] = {
         400,
         "NVLink 3 through NVSwitch; 400 Gbps network (AWS p4de.24xlarge)",
     ),
+    "A100-PCIe": _wired(
+        "A100-PCIe", _PCIE_S, 32, 100, _PCIE4 + "; 100 Gbps network (an assumption)"
+    ),
     "H100": _wired(
         "H100",
         _NVLINK_S,
@@ -215,7 +219,9 @@ _SLICE_RE = re.compile(r"(v\d+[a-z]?)-(\d+)", re.IGNORECASE)
 # The largest hosts that are sold: 16 V100 or A100-40GB share NVLink, 8 of the others.
 _MOST_IN_HOST = {
     **dict.fromkeys(("V100-16GB", "V100-32GB", "A100-40GB"), 16),
-    **dict.fromkeys(("A100-80GB", "H100", "H200", "B200", "A10G", "L4", "RTX-4090"), 8),
+    **dict.fromkeys(
+        ("A100-80GB", "H100", "H200", "B200", "A10G", "L4", "RTX-4090", "A100-PCIe"), 8
+    ),
 }
 _TENSOR_CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
 _DIGITS = 12

@@ -375,6 +375,9 @@ class _Finder:
             linked[product] = tuple(
                 [roots.index(r) if roots.count(r) == 1 else -1 for r in of_entry]
             )
+        behind = [
+            p for p in products if factors == "all" and self.products[p].phase is not Phase.FORWARD
+        ]
         return ParallelBlock(
             entry=entry,
             entries=tuple(entries),
@@ -386,11 +389,8 @@ class _Finder:
             may_repeat=factors == "all",
             linked=linked,
             handed_over={p: handed for p in products if (handed := self._handed_over(p))},
-            exchanging=frozenset(
-                p
-                for p in products
-                if factors == "all" and self.products[p].phase is not Phase.FORWARD
-            ),
+            exchanging=frozenset(behind),
+            gradients=frozenset(p for p in behind if any(e.gradient for e in self.results[p])),
         )
 
     def _handed_over(self, product: int) -> frozenset[int]:

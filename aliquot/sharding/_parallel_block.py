@@ -36,7 +36,10 @@ class ParallelBlock:
             after the product.
         exchanging: products that may follow an option with mesh axes of equal size exchanged, such
             as `(0, 2)` instead of `(2, 0)`. Activations then move between devices, which may take
-            less time than a sum over the slower axis.
+            less time than a sum over the slower axis. They may also leave an axis unused
+            that the option uses, and split anything along one that it leaves unused.
+        gradients: products that make gradients of parameters and may be split in any way: their
+            results go to the update, which is split as the state is stored.
     """
 
     entry: int
@@ -48,6 +51,7 @@ class ParallelBlock:
     linked: Mapping[int, tuple[int, ...]]
     handed_over: Mapping[int, frozenset[int]]
     exchanging: frozenset[int] = frozenset()
+    gradients: frozenset[int] = frozenset()
 
     def followed_by(
         self, product: int, option: Choice, axis_sizes: Sequence[int]
@@ -73,13 +77,19 @@ class ParallelBlock:
             option: for each mesh axis the factor of the entry that it splits, or -1.
         """
         mask = np.ones(len(choices), bool)
+        if product in self.gradients:
+            return mask
+        handed = self.handed_over.get(product, ())
         for axis, factor in enumerate(option):
+            reached = -1 if factor == -1 else self.linked[product][factor]
             if product == self.entry:
                 mask &= choices[:, axis] == factor
+            elif product in self.exchanging:
+                if reached >= 0:
+                    mask &= np.isin(choices[:, axis], [reached, -1, *handed])
             # A product that is not linked to the option's factor may be split in any way.
-            elif factor == -1 or self.linked[product][factor] >= 0:
-                reached = -1 if factor == -1 else self.linked[product][factor]
-                mask &= np.isin(choices[:, axis], [reached, *self.handed_over.get(product, ())])
+            elif factor == -1 or reached >= 0:
+                mask &= np.isin(choices[:, axis], [reached, *handed])
         return mask
 
     def options(self, axis_sizes: Sequence[int], sizes: Sequence[int]) -> list[Choice]:

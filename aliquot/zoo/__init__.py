@@ -23,4 +23,5 @@ from ._sizes import MODELS as MODELS
 from ._sizes import configure as configure
 from ._step import Workload as Workload
 from ._step import build as build
+from ._step import build_layers as build_layers
 from ._t5_config import T5Config as T5Config

@@ -137,14 +137,14 @@ class Network(AbstractNetwork):
         ends = nnx.merge(
             self._ends_def, {name: part for name, part in params.items() if name != "layers"}
         )
-        x, balance = self._apply_layers(params["layers"], ends.embed_tokens(batch["inputs"]))
+        x, balance = self.apply_layers(params["layers"], ends.embed_tokens(batch["inputs"]))
         loss = self._cross_entropy(ends.logits(x), batch["targets"])
         if not balance:
             return loss, {}, {}
         mean = sum(balance[1:], start=balance[0]) / (self.num_layers // len(self._kinds))
         return loss + self.balance_weight * mean, {"balance_loss": mean}, {}
 
-    def _apply_layers(self, layers: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    def apply_layers(self, layers: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         """Activations after the last layer, and the figures that layers of experts report."""
         reports: list[jax.Array] = []
         if not self.scan:
@@ -171,6 +171,30 @@ class Network(AbstractNetwork):
 
     def _unstacked(self, layers: Tree) -> list[Tree]:
         return [layers] if len(self._kinds) == 1 else [layers[name] for name in self._names]
+
+
+class LayersAlone(AbstractNetwork):
+    """The layers of a model of text, without embedding and head: they map hidden states to hidden
+    states, and the loss is the mean of the squared differences from others.
+    """
+
+    def __init__(self, whole: Network) -> None:
+        self._whole = whole
+
+    def shapes(self) -> dict[str, Tree]:
+        """See `AbstractNetwork.shapes`."""
+        return {"params": {"layers": self._whole.shapes()["params"]["layers"]}}
+
+    def init(self, key: jax.Array) -> dict[str, Tree]:
+        """See `AbstractNetwork.init`."""
+        return {"params": {"layers": self._whole.init(key)["params"]["layers"]}}
+
+    def loss(
+        self, params: Tree, state: dict[str, Tree], batch: dict[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, Tree]]:
+        """See `AbstractNetwork.loss`; of experts that are used unequally nothing is added."""
+        x, _ = self._whole.apply_layers(params["layers"], batch["inputs"])
+        return jnp.mean(jnp.square(x - batch["targets"]).astype(jnp.float32)), {}, {}
 
 
 class _Kind:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ..cluster import Device
 from ..core import InputError, MissingExtraError, nearest, shortened
-from ._config import LARGEST, AbstractConfig, AbstractTextConfig
+from ._config import LARGEST, AbstractConfig, AbstractTextConfig, ModelConfig, MoEConfig
 from ._fused import choose_attention
 from ._image_config import WideResNetConfig
 from ._precision import PRECISIONS, Precision, abstract, precision, precision_name
@@ -198,6 +198,46 @@ def build(
         flops_per_step=config.flops_per_example * global_batch,
         attention=f"{attends.kernel} ({attends.reason})" if attends.reason else "",
     )
+
+
+def build_layers(
+    model: str, global_batch: int, *, overrides: Mapping[str, Any], dtype: str = "float32"
+) -> tuple[Callable[..., Any], dict[str, Any], dict[str, jax.ShapeDtypeStruct]]:
+    """`(train_step, state, batch)` of a model of text without embedding and head, whose inputs and
+    targets are hidden states: AdamW, no recomputation, plain attention. No array is created.
+
+    Args:
+        model, global_batch, overrides, dtype: as for `build`.
+
+    Raises:
+        InputError: the model has no layers of one sequence alone.
+        MissingExtraError: Flax or Optax is not installed.
+    """
+    config, dtypes = configuration(model, overrides), precision(precision_name(dtype))
+    _require_extra()
+    import jax
+
+    from ._network import LayersAlone, Network
+    from ._update import OPTIMIZERS, Update
+
+    if not isinstance(config, ModelConfig | MoEConfig):
+        raise InputError(f"{model}: only GPT, BERT, Llama and MoE are built without their ends.")
+    with jax.numpy_dtype_promotion("standard"):
+        network = LayersAlone(
+            Network(config, dtypes, recompute="none", scan=False, attention="plain")
+        )
+        rate = schedule(3e-4)
+        update = Update(
+            OPTIMIZERS["adamw"](rate, None, 0.0),
+            dynamic_scale=False,
+            rate=rate,
+            clip_norm=None,
+            reports_norm=False,
+        )
+        state, _ = _abstract_state(network, update)
+    shape = (global_batch, config.seq_len, config.hidden_size)
+    batch = {name: abstract(shape, dtypes.compute) for name in ("inputs", "targets")}
+    return _promoting(_train_step(network, update)), state, batch
 
 
 def configuration(

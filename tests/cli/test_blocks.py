@@ -180,6 +180,16 @@ def test_cases_run_in_several_processes_only_if_they_run():
     refused(run("bench", "cfp", "--run", "--launch", "loal:2"), "did you mean 'local:2'?")
 
 
+def test_the_models_of_the_paper_have_its_operations():
+    """Exactly for GPT, and within 1% for MoE, whose gate and dispatch it counts otherwise."""
+    for case in _bench_cfp._CASES:
+        if case.published_flops:
+            step, flops = _bench_cfp._step(case, f"{case.num_devices}xA100-PCIe", {})
+            error = abs(flops / case.published_flops - 1)
+            assert error < (0.01 if case.title == "MoE" else 1e-4), (case, flops)
+            assert all(kind.blocks for kind in step.kinds[1:])
+
+
 def test_every_case_of_the_paper_is_a_model_of_the_zoo():
     for case in _bench_cfp._CASES:
         configure(case.model, num_layers=case.num_layers, seq_len=case.seq_len)

@@ -260,6 +260,7 @@ def fakes(kind, platform, hosts, per_host, **attributes):
     [
         ("NVIDIA A100-SXM4-80GB", "gpu", "A100-80GB"),
         ("NVIDIA A100-SXM4-40GB", "gpu", "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", "gpu", "A100-PCIe"),
         ("Tesla V100-SXM2-16GB", "gpu", "V100-16GB"),
         ("NVIDIA H100 80GB HBM3", "gpu", "H100"),
         ("NVIDIA H200", "gpu", "H200"),

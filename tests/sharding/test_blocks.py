@@ -157,7 +157,25 @@ def test_products_of_the_backward_pass_may_exchange_axes_of_equal_size():
             else:
                 assert ways == ((0, 2, -1), (-1, 2, 0))
     # The paper's options are one split for all products.
-    assert not any(block.exchanging for block in find_blocks(graph, nodes, factors="cfp"))
+    of_paper = find_blocks(graph, nodes, factors="cfp")
+    assert not any(block.exchanging or block.gradients for block in of_paper)
+
+
+def test_products_of_the_backward_pass_may_leave_an_axis_unused():
+    """And gradients of parameters be split in any way: what is then moved costs less where a step
+    waits for its collectives more than it computes.
+    """
+    graph, nodes = nodes_of("gpt-10m", 2)
+    for block in find_blocks(graph, nodes, factors="all"):
+        for product in block.exchanging - set(block.handed_over):
+            first, second, *_ = (f if f >= 0 else 0 for f in block.linked[product])
+            rows = np.array([[first, second], [first, -1], [-1, second], [second, first]])
+            follows = block.allows(product, rows, (0, 1)).tolist()
+            is_bound = product not in block.gradients and min(block.linked[product][:2]) >= 0
+            assert follows == [True, True, True, not is_bound]
+            # An axis that the option leaves unused may split anything.
+            assert block.allows(product, rows, (-1, -1)).all()
+        assert not block.allows(block.entry, np.array([[0, -1]]), (0, 1)).any()
 
 
 def test_dispatch_and_combine_may_also_be_split_over_experts():

@@ -93,6 +93,7 @@ def as_one_block(blocks: Sequence[BlockOptions]) -> BlockOptions:
             linked={p: factors for b in alone for p, factors in b.linked.items()},
             handed_over={p: factors for b in alone for p, factors in b.handed_over.items()},
             exchanging=frozenset().union(*[b.exchanging for b in alone]),
+            gradients=frozenset().union(*[b.gradients for b in alone]),
         ),
         choices=first.choices,
         masks=tuple(
