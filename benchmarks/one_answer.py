@@ -58,7 +58,7 @@ _CASES = [
         ("compare", "gpt", "--cluster 4xH100 --global-batch 8 --methods auto,ddp,zero2,fsdp,tp:2"),
         ("max-batch", "gpt", "--cluster 4xH100 --method ddp --memory-limit 150MiB"),
         ("size", "gpt", "--device H100 --devices-per-host 2 --global-batch 8 --max-hosts 2"),
-        ("remedies", "gpt", "--cluster 4xH100 --global-batch 64 --method ddp --memory-limit 90MiB"),
+        ("remedies", "gpt", "--cluster 4xH100 --global-batch 64 --method ddp --memory-limit 24MiB"),
         ("compare", "two layers", "--cluster 4xH100 --global-batch 16 --methods pipeshard,auto"),
         (
             "compare",
@@ -109,21 +109,19 @@ _CASES = [
         (
             "remedies",
             "gpt",
-            "--cluster 4xH100 --global-batch 64 --method fsdp --memory-limit 60MiB",
+            "--cluster 4xH100 --global-batch 64 --method fsdp --memory-limit 16MiB",
         ),
         ("remedies", "gpt", "--cluster 4xH100 --global-batch 32 --memory-limit 4MiB"),
         (
             "remedies",
             "llama",
             "--cluster 2x2xA100-40GB --global-batch 64 --method zero2 --recompute none"
-            " --memory-limit 60MiB",
+            " --memory-limit 30MiB",
         ),
-        ("remedies", "gpt", "--cluster 4xH100 --global-batch 64 --mesh 4 --memory-limit 30MiB"),
         (
             "remedies",
             "gpt",
-            "--cluster 4xH100 --global-batch 64 --method tp:4 --micro-batches auto"
-            " --memory-limit 20MiB",
+            "--cluster 4xH100 --global-batch 64 --method tp:4 --memory-limit 12MiB",
         ),
         ("compare", "gpt-2.6b", "--cluster 8xH100 --global-batch 64 --methods auto,fsdp"),
     )
