@@ -188,7 +188,7 @@ def constrain(
     as it likes, and does not cut the batch into micro-batches: collectives and memory are then not
     those of the plan.
 
-    >>> train_step = jax.jit(aq.constrain(train_step, plan), donate_argnums=0)  # doctest: +SKIP
+        train_step = jax.jit(aliquot.constrain(train_step, plan), donate_argnums=0)
 
     Args:
         step: what the plan was made for.

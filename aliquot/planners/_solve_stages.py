@@ -28,9 +28,6 @@ from .inter import AbstractInter, NoFasterStages, StageLimits
 from .intra import AbstractIntra, Space, fixed
 
 _ROUNDS = 4
-# Selective recomputation is tried where memory costs at least this share of the step time; stages
-# are solved to a gap of 1%, which would hide less.
-_WORTH = 0.005
 # More than any stage needs, but finite.
 _AMPLE_BYTES = 1e18
 
@@ -77,8 +74,8 @@ def solve_with(
         faster_than_s = first.step_time_s
         # Solved as wholes, stages take less than the sums of their layers.
         as_wholes = min(found.step_time_s / faster_than_s, 1.0)
-        worth_s = min((1 - _WORTH) * faster_than_s, to_beat_s / as_wholes)
-        # Stages that recompute do so to save memory, which costs more than the gap.
+        worth_s = min(faster_than_s, to_beat_s / as_wholes)
+        # Stages recompute only to save memory.
         is_short = math.isinf(to_beat_s) and any(s.recompute != "none" for s in found.stages)
         if not (is_short or _is_faster_with_any_memory(method, chain, worth_s, helper)):
             return found

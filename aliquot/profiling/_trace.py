@@ -92,7 +92,7 @@ def _covered(intervals: Sequence[tuple[float, float]]) -> float:
     """The length of the union of intervals.
 
     >>> _covered([(0, 2), (1, 3), (5, 6)])
-    4
+    4.0
     """
     total, until = 0.0, float("-inf")
     for start, end in sorted(intervals):

@@ -34,7 +34,7 @@ def eight_devices():
 def test_options_say_how_often_programs_run(tmp_path, monkeypatch, verb, measures, more, stops_at):
     asked = []
 
-    def note(what, database, **options):
+    def note(what, database, *more, **options):
         asked.append(options)
         return ProfileRun(
             num_programs=3,

@@ -59,7 +59,7 @@ def test_more_devices_than_a_host_has_are_several_hosts(spec, taken_as):
     ("spec", "message"),
     [
         ("8xH10", "did you mean 'H100'"),
-        ("8xA100", "did you mean 'A100-40GB' or 'A100-80GB'"),
+        ("8xA100", "did you mean 'A100-40GB', 'A100-PCIe' or 'A100-80GB'"),
         ("0xH100", "devices must be at least 1"),
         ("0x8xA110", "hosts must be at least 1"),
         ("v3-256", r"lists all\.\s+Write hosts .* TOML file: docs/clusters.md"),
