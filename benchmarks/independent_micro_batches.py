@@ -124,9 +124,15 @@ def _random(case: str, count: int, method: str) -> Any:
     # A loss of no numbers is a sum in any case.
     if how == "sum" and step.loss != "sum" and step.batches[0]["x"].size:
         return f"{step.loss} is summed"
-    wanted = _results(jax.jit(step.independent(count, how == "sum")), step)
-    made = _made(step.fn, (step.state, step.batches[0]), count, method, 4)
-    return _differences(_results(made, step), wanted, step.tolerance)
+    definition = step.independent(count, how == "sum")
+    found = _results(_made(step.fn, (step.state, step.batches[0]), count, method, 4), step)
+    off = _differences(found, _results(jax.jit(definition), step), step.tolerance)
+    if off:
+        # XLA may compute an array twice, in two ways: the definition's maxima then equal none of
+        # their elements, and their gradients are off. Operator by operator they are not.
+        with jax.disable_jit():
+            off = _differences(found, _results(definition, step), step.tolerance)
+    return off
 
 
 def _named(case: str, count: int, method: str) -> Any:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runtime.random_steps import random_step
 
 from aliquot.core import CaptureError, InputError
 from aliquot.graph import capture
@@ -211,3 +212,11 @@ def test_checks_and_loops_of_libraries():
         return jnp.mean((b["x"] @ w) * h), np.float32(1)
 
     assert plan(loss).combine["[1][0]"] == "mean"
+
+
+def test_arrays_of_fewer_dims_on_a_micro_batch_are_refused(x64):
+    """JAX differentiates the sort of a single example with a gather of fewer dims."""
+    step = random_step(230)
+    graph = capture(step.fn, step.state, step.batches[0])
+    with pytest.raises(CaptureError, match=r"result of `reshape` .* becomes \(8, 8, 1\)"):
+        plan_micro_batches(graph, 2, semantics="independent")

@@ -420,6 +420,8 @@ class OwnResults:
 
 
 def _rows(whole: Sequence[int], part: Sequence[int], parts: int) -> int | None:
+    if len(whole) != len(part):
+        return None
     differing = [d for d, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
     if len(differing) == 1 and whole[differing[0]] == parts * part[differing[0]]:
         return differing[0]

@@ -187,6 +187,11 @@ def align(whole: Graph, part: Graph, *, own: bool = False) -> tuple[Graph, dict[
             raise _different(whole, a, b, change)
     if len(whole.ops) != len(part.ops) or len(whole.values) != len(part.values):
         raise _different(whole, whole.ops[-1], part.ops[-1])
+    for a, b in zip(whole.ops, part.ops):
+        for out in a.outputs:
+            if out >= 0 and len(whole.values[out].shape) != len(part.values[out].shape):
+                shapes = f"{whole.values[out].shape} becomes {part.values[out].shape}"
+                raise _different(whole, a, b, f"the result of {describe(a)} of shape {shapes}")
     others = calls_of(part.body)
     eqns = {call: next(others).eqn for call in calls_of(whole.body)}
     if own:
