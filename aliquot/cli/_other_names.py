@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
@@ -46,7 +47,7 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
 class Verb(TyperCommand):
     """A verb that knows what other tools call its options."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the options; one of another tool ends the process with what to type here."""
         refuse_other_names(ctx, args)
         return super().parse_args(ctx, args)

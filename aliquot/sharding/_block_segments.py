@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ..core import InputError
 from ..graph import Graph, Layers, cut_between, narrowest_bytes
 from ._nodes import NodeGraph
-from ._parallel_block import ParallelBlock, operators_of
+from ._parallel_block import ParallelBlock, block_by_operator
 
 _LONGEST = 5
 _SHORTEST = 3
@@ -138,7 +138,9 @@ def _narrow(crossing: Sequence[float]) -> list[bool]:
 def entry_operators(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> list[tuple[int, int]]:
     """Operators that are entries, in program order, each with its block."""
     return sorted(
-        operators_of(nodes, {e: k for k, block in enumerate(blocks) for e in block.entries}).items()
+        block_by_operator(
+            nodes, {e: k for k, block in enumerate(blocks) for e in block.entries}
+        ).items()
     )
 
 

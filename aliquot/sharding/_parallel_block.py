@@ -131,16 +131,18 @@ def outside_blocks(nodes: NodeGraph, blocks: Iterable[ParallelBlock]) -> list[Op
     outside: dict[int, int] = {
         n.index: n.index for n in nodes.nodes if is_product(n) and n.index not in inside
     }
-    first = {node: op for op, node in reversed(operators_of(nodes, outside).items())}
+    first = {node: op for op, node in reversed(block_by_operator(nodes, outside).items())}
     return [OpId(op) for op in sorted(first.values())]
 
 
 def blocks_of_operators(nodes: NodeGraph, blocks: Sequence[ParallelBlock]) -> dict[int, int]:
     """For each operator that is a product of a block, the position of this block."""
-    return operators_of(nodes, {p: k for k, block in enumerate(blocks) for p in block.products})
+    return block_by_operator(
+        nodes, {p: k for k, block in enumerate(blocks) for p in block.products}
+    )
 
 
-def operators_of(nodes: NodeGraph, block_of: Mapping[int, int]) -> dict[int, int]:
+def block_by_operator(nodes: NodeGraph, block_of: Mapping[int, int]) -> dict[int, int]:
     """For each operator of the given products, the block of its product."""
     of_class = {
         site.op_class: block_of[site.results[0][0].node]
