@@ -12,7 +12,7 @@ from ._priced import Ints, Priced, work_seconds
 
 UPDATE = "the update of state that is not split"
 WHOLE = "operators that run whole"
-OTHER = "operators of which the plan splits nothing"
+OTHER = "operators that the plan replicates"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

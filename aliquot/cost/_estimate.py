@@ -15,7 +15,7 @@ import numpy as np
 
 from ..cluster import MEASURED, MEASURED_COMPUTE, Corrections
 from ..core import PlanMismatchError
-from ..graph import Graph, Memory, Phase, source_line
+from ..graph import Graph, Memory, Phase, line_or_nearest, source_line
 from ..plans import CollectiveUse, OpSharding, Prediction, StagePlan
 from ..sharding import Choice, NodeGraph, reshard, result_fraction, shards_of, split_deferred_sums
 from ._choices import can_split
@@ -76,15 +76,19 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
 
 
 def _with_source_line(use: CollectiveUse, graph: Graph) -> CollectiveUse:
-    """A collective whose label names an operator, with that operator's line of the user's code.
+    """A collective whose label names an operator, with that operator's line of the user's code, or
+    the nearest.
 
     Other collectives are returned as they are.
     """
     name, _, index = use.label.rpartition(":")
     if not name or not index.isdigit() or int(index) >= len(graph.ops):
         return use
-    line = source_line(graph.ops[int(index)])
-    return msgspec.structs.replace(use, label=f"{use.label} {line}".rstrip())
+    # The links of a loop, which are no operators of JAX, carry its state.
+    what = use.label.replace("tie:", "state of a loop:") if name == "tie" else use.label
+    return msgspec.structs.replace(
+        use, label=f"{what} {line_or_nearest(graph, int(index))}".rstrip()
+    )
 
 
 def peak_memory(

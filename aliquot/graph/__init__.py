@@ -83,6 +83,7 @@ from ._segments import find_repeats as find_repeats
 from ._segments import fold as fold
 from ._segments import wildcard as wildcard
 from ._source import equation_line as equation_line
+from ._source import line_or_nearest as line_or_nearest
 from ._source import named_operator as named_operator
 from ._source import source_line as source_line
 from ._split_reach import LayerScan as LayerScan

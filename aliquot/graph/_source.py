@@ -6,7 +6,7 @@ import posixpath
 import re
 from typing import Any
 
-from ._types import Op
+from ._types import Graph, Op
 
 
 def source_line(op: Op, *, short: bool = True) -> str:
@@ -18,6 +18,32 @@ def source_line(op: Op, *, short: bool = True) -> str:
             machine.
     """
     return equation_line(op.eqn, short=short)
+
+
+def line_or_nearest(graph: Graph, index: int) -> str:
+    """The line of an operator or, where JAX knows none, as of some transposed operators and of
+    links between a loop and its body, that of the nearest operator which makes or takes its values.
+    """
+    op = graph.ops[index]
+    if line := source_line(op):
+        return line
+    makers = {value: other for other in graph.ops for value in other.outputs}
+    takers: dict[int, list[Op]] = {}
+    for other in graph.ops:
+        for value in other.inputs:
+            if isinstance(value, int):
+                takers.setdefault(value, []).append(other)
+    seen, reached = {op.index}, [op]
+    for near in reached:
+        if line := source_line(near):
+            return f"near {line}"
+        around = [makers[v] for v in near.inputs if isinstance(v, int) and v in makers]
+        around += [other for v in near.outputs for other in takers.get(v, ())]
+        for other in around:
+            if other.index not in seen:
+                seen.add(other.index)
+                reached.append(other)
+    return ""
 
 
 def named_operator(op: Op) -> str:

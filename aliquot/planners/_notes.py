@@ -161,7 +161,7 @@ def _much_alike(stages: Sequence[StageDecision]) -> Iterator[str]:
         parts = ", ".join(
             f"{reason} ({s / total_s:.0%})" for reason, s in largest if s > 0.01 * total_s
         )
-        yield f"{share:.0%} of the computing is replicated, done by every device alike: {parts}."
+        yield f"{share:.0%} of the compute is replicated (the same on every device): {parts}."
 
 
 def _run_whole(stages: Sequence[StageDecision]) -> Iterator[str]:

@@ -31,7 +31,8 @@ from ._base import Candidate, Decision, Interrupted, Progress, StageDecision, To
 from ._neighbourhood import FEW_AXES
 from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space
 
-_CANNOT_BEAT = "cannot beat the best found"
+_SLOWER = "slower"
+_NO_BETTER = "no faster by more than the gap"
 _AS_FAST = "as fast as the best found"
 _BEST = "best of one program"
 _GAVE_UP = "work limit reached"
@@ -279,26 +280,27 @@ class _Runner:
         """Search for a solution below `cutoff_s`; None if there is none."""
         assert self.bound_s is not None
         if self.bound_s >= cutoff_s:
-            self.outcome = _CANNOT_BEAT if best is not self.incumbent else "optimal within the gap"
+            self.outcome = _SLOWER if best is not self.incumbent else "optimal within the gap"
             return None
         self.improved = self.search.improve(cutoff_s)
         self.bound_s = self.search.lower_bound_s
-        self.outcome = _GAVE_UP if self.search.gave_up else _CANNOT_BEAT
+        self.outcome = _GAVE_UP if self.search.gave_up else _SLOWER
         if self.improved:
             self.outcome = self.improved.status
         return self.improved
 
 
 def _outcome(runner: _Runner, winner: _Runner, step_time_s: float) -> str:
-    """What became of an entry. Neither the winner nor its equals are listed as unable to beat the
-    best.
-    """
-    if runner.outcome != _CANNOT_BEAT:
+    """What became of an entry. Neither the winner nor its equals are listed as slower."""
+    if runner.outcome != _SLOWER:
         return runner.outcome
     if runner is winner:
         return _BEST
     is_equal = runner.solution is not None and runner.solution.step_time_s == step_time_s
-    return _AS_FAST if is_equal else _CANNOT_BEAT
+    # Without a solution, only a bound is known: it may lie below the best by less than the gap.
+    if runner.solution is None and runner.bound_s is not None and runner.bound_s < step_time_s:
+        return _NO_BETTER
+    return _AS_FAST if is_equal else _SLOWER
 
 
 def _decision(

@@ -252,7 +252,7 @@ def _solve_stages(
     names = chain.unit_names if split is None else [f"layers[{k}]" for k in range(chain.num_units)]
     return Decision(
         method=method.inter.method,
-        planner=f"{type(method.inter).__name__} over {method.intra.name}",
+        planner=f"{type(method.inter).__name__}, each stage by {method.intra.name}",
         stages=tuple(
             replace(
                 solved[k][0],

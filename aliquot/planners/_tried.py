@@ -68,13 +68,13 @@ def tried_programs(
             # The estimate is a sum over layers, not a bound: the whole step may take less.
             lower_bound_s=None,
             step_time_s=estimated.least_s,
-            outcome="no faster by its layers",
+            outcome="slower, as estimated from its layers",
         ),
     )
 
 
 def _name_of_program(num_micro_batches: int) -> str:
-    return f"one program, {counted(num_micro_batches, 'micro-batch')}"
+    return f"program, {counted(num_micro_batches, 'micro-batch')}"
 
 
 def tried_counts(
@@ -90,7 +90,7 @@ def tried_counts(
         lower_bound_s=None,
         step_time_s=promised.step_time_s if promised else None,
         outcome=(
-            "no faster by its layers"
+            "slower, as estimated from its layers"
             if slower
             else "not searched: limit on numbers of micro-batches"
         ),

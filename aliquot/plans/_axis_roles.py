@@ -15,6 +15,7 @@ from ._arrays import item_bytes, placed_arrays, unindexed, unranged
 from ._plan import ArrayInterface, CollectiveUse, Plan, StagePlan
 
 _MOST = 0.5
+_NOTHING = 0.005
 _GRADIENT_OF = "gradient of "
 
 
@@ -33,8 +34,19 @@ def axis_roles(plan: Plan, stage: StagePlan, uses: Sequence[CollectiveUse]) -> I
         yield "nothing: one device"
     for axis, size in axes:
         role = _role_of(_Axis.of(plan, stage, uses, axis))
-        # An axis may have the name of its role, which is then not repeated.
-        yield f"{axis} ({size}): {role.removeprefix(f'{axis}: ').removeprefix(f'{axis} ')}"
+        yield f"{axis} ({size}{_where(plan, stage, axis)}): {role}"
+
+
+def _where(plan: Plan, stage: StagePlan, axis: str) -> str:
+    """Whether an axis stays within hosts, in clusters of several."""
+    cluster = plan.cluster
+    hosts, each = cluster.get("num_hosts"), cluster.get("devices_per_host")
+    if not isinstance(hosts, int) or not isinstance(each, int) or hosts < 2 or each < 2:
+        return ""
+    # Devices are numbered host by host, and the last axis of a mesh counts fastest.
+    inner = math.prod(stage.mesh_shape[stage.axis_names.index(axis) :])
+    aligned = each % inner == 0 and stage.first_device % inner == 0
+    return ", within a host" if aligned else ", across hosts"
 
 
 def uses_of_stage(plan: Plan, stage: StagePlan) -> tuple[CollectiveUse, ...]:
@@ -130,20 +142,21 @@ def _role_of(axis: _Axis) -> str:
     of_experts = expert > _MOST and dense <= _MOST
     splits_batch_alone = axis.name in axis.stage.data_axes and bool(names or stored)
     if sums_gradients or splits_batch_alone or ("data" in names and dense <= _MOST):
-        inside = "" if "data" in names else " (the batch is split inside the step)"
-        words = f"{', '.join(dict.fromkeys(['data', *names]))}{inside}"
-        return _role_of_data(axis, words, stored, expert if of_experts else 0.0)
+        words = f"{' and '.join(dict.fromkeys(['data', *names]))} parallel"
+        role = _role_of_data(axis, words, stored, expert if of_experts else 0.0)
+        # The step slices the batch itself, so that an axis may be one of data all the same.
+        return role if "data" in names else f"{role}; the batch enters replicated over {axis.name}"
     if computed > _MOST:
         what = "expert" if of_experts else "tensor"
-        also = f"; {expert:.0%} of the experts" if expert else ""
-        batch = ", and some of the batch's arrays" if names else ", the batch's arrays are not"
-        return f"{what}: {computed:.0%} of the parameters are split{batch}{also}"
+        also = f", experts {_sharded(expert)}" if expert else ""
+        batch = "sharded, too" if names else "replicated"
+        return f"{what} parallel: parameters {_sharded(computed)}{also}, batch {batch}"
     if axis.name in axis.stage.data_axes and not names:
-        return "data"
+        return "data parallel"
     state = axis.share("optimizer_state", axis.splits)
     if names or stored or state:
-        share = f"{stored:.0%} of the parameters, {state:.0%} of the optimizer state"
-        return ", ".join([*names, share])
+        words = f"{' and '.join(names)} parallel: " if names else ""
+        return f"{words}parameters {_sharded(stored)}, optimizer state {_sharded(state)}"
     stage = axis.stage
     interior = (axis.plan.stages[stage.like] if stage.like is not None else stage).interior
     inside_ops = any(axis.name in op.splits for op in interior)
@@ -159,17 +172,24 @@ def _role_of_data(axis: _Axis, words: str, stored: float, expert: float) -> str:
         expert: share of the experts' parameters that it splits, if it splits mainly these; else 0.
     """
     if expert:
-        return f"{words} and expert: {expert:.0%} of the experts' parameters are split"
-    if stored > _MOST:
-        return f"{words} with FSDP: {stored:.0%} of the parameters are split too"
+        return f"{words}, expert parallel: experts {_sharded(expert)}"
     state = axis.share("optimizer_state", axis.splits)
+    if stored > _MOST:
+        return f"{words}, FSDP (ZeRO-3): parameters {_sharded(stored)}"
     if state > _MOST:
+        # Where gradients are summed once, after the last micro-batch, stages 1 and 2 are the same.
+        stage = 1 if "zero1" in axis.plan.method else 2
         return (
-            f"{words} with ZeRO-2: {state:.0%} of the optimizer state is split,"
-            f" {'parameters are whole' if not stored else f'{stored:.0%} of the parameters too'}"
+            f"{words}, ZeRO-{stage}: optimizer state {_sharded(state)}, parameters"
+            f" {_sharded(stored)}"
         )
-    whole = f"{stored:.0%} of the parameters are split too" if stored else "parameters are whole"
-    return f"{words}: {whole}"
+    return f"{words}: parameters {_sharded(stored)}"
+
+
+def _sharded(share: float) -> str:
+    if share < _NOTHING:
+        return "replicated"
+    return "sharded" if share > 1 - _NOTHING else f"sharded ({share:.0%})"
 
 
 def _is_expert(array: ArrayInterface) -> bool:

@@ -11,8 +11,8 @@ from ._stage_text import meshes
 from ._summary import summary_rows
 
 _ROUNDING = 1e-6
-# A bound on a schedule's closed form holds for the closed form alone; a simulation may lie above
-# it.
+# A bound on a schedule's closed form holds for the closed form alone: a simulation may lie on
+# either side of it.
 _CLOSED_FORM = "closed forms of "
 # Sets of plans among which a bound holds, by their names in plan files.
 _SCOPES = {
@@ -53,7 +53,7 @@ def fact_rows(plan: Plan) -> list[tuple[str, str]]:
 def origin_rows(plan: Plan) -> list[tuple[str, str]]:
     """The planner, and how to build the step again."""
     return [
-        ("found by", f"{plan.provenance.planner} of aliquot {plan.provenance.version}"),
+        ("planner", f"{plan.provenance.planner}; aliquot {plan.provenance.version}"),
         ("to rebuild the step", rebuild(plan)),
     ]
 
@@ -115,27 +115,40 @@ def bound(plan: Plan) -> str:
     p = plan.provenance
     if p.lower_bound_s is None:
         return f"no lower bound; {p.status} within {p.bound_holds_for or 'its method'}"
-    of_closed_forms = p.bound_holds_for.startswith(_CLOSED_FORM)
-    scope = _SCOPES.get(p.bound_holds_for, p.bound_holds_for.removeprefix(_CLOSED_FORM))
+    if p.bound_holds_for.startswith(_CLOSED_FORM):
+        return _bound_of_closed_forms(plan, p.lower_bound_s)
+    scope = _SCOPES.get(p.bound_holds_for, p.bound_holds_for)
     among = f" among {scope}" if scope else ""
-    whose = "'s closed form" if of_closed_forms else ""
     lowest = format_seconds(p.lower_bound_s)
-    if p.status == "optimal" and (p.gap or 0.0) <= _ROUNDING:
-        text = (
-            f"{'closed form ' if of_closed_forms else ''}proven optimal{among}; lower bound"
-            f" {lowest}"
-        )
-    else:
-        text = f"lower bound {lowest}{among}"
-        if p.gap is not None:
-            text += f"; this plan{whose} is at most {p.gap:.2%} above it"
-        text += "" if p.status == _WITHIN_GAP else f"; {p.status}"
-    if of_closed_forms and p.lower_bound_s:
-        above = plan.prediction.step_time_s / p.lower_bound_s - 1
-        text += (
-            f"; the simulated step time is {abs(above):.1%} {'above' if above >= 0 else 'below'} it"
-        )
-    return text
+    if _is_proven(plan):
+        return f"proven optimal{among}; lower bound {lowest}"
+    text = f"lower bound {lowest}{among}"
+    if p.gap is not None:
+        text += f"; this plan is at most {p.gap:.2%} above it"
+    return text if p.status == _WITHIN_GAP else f"{text}; {p.status}"
+
+
+def _is_proven(plan: Plan) -> bool:
+    return plan.provenance.status == "optimal" and (plan.provenance.gap or 0.0) <= _ROUNDING
+
+
+def _bound_of_closed_forms(plan: Plan, least_s: float) -> str:
+    """What a bound on closed forms says of a simulated step, which may take more or less."""
+    p = plan.provenance
+    scope = p.bound_holds_for.removeprefix(_CLOSED_FORM)
+    how = "optimal" if _is_proven(plan) or p.gap is None else f"within {p.gap:.2%} of the optimum"
+    text = (
+        f"{how} among {scope} by the schedule's closed form, which is at least"
+        f" {format_seconds(least_s)}"
+    )
+    if p.status not in (_WITHIN_GAP, "optimal"):
+        text += f"; {p.status}"
+    above = plan.prediction.step_time_s / least_s - 1 if least_s else 0.0
+    if above >= 0:
+        return f"{text}; the simulated step takes {above:.1%} more than that"
+    return (
+        f"{text}; the simulated step takes {-above:.1%} less, so that this is no bound of its time"
+    )
 
 
 def micro_batches(plan: Plan) -> str:

@@ -61,7 +61,7 @@ def test_with_a_rule_the_step_is_faster_and_has_no_note():
     assert not [note for note in split.notes if "runs whole" in note]
     (line,) = [note for note in whole.notes if "replicated" in note]
     assert re.match(
-        r"\d\d% of the computing is replicated, .*: operators that run whole \(\d\d%\)", line
+        r"\d\d% of the compute is replicated .*: operators that run whole \(\d\d%\)", line
     )
 
 

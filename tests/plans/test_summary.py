@@ -61,30 +61,34 @@ WEIGHTS = {f"state.params.layers[{k}].w": (("x",), ()) for k in (0, 1)}
 @pytest.mark.parametrize(
     ("shardings", "uses", "wanted"),
     [
-        (BATCH, (), "x (4): data: parameters are whole"),
+        (BATCH, (), "x (4): data parallel: parameters replicated"),
         (
             BATCH | WEIGHTS,
             (GATHER,),
-            "x (4): data with FSDP: 100% of the parameters are split too",
+            "x (4): data parallel, FSDP (ZeRO-3): parameters sharded",
         ),
         (
             BATCH | {MOMENT: (("x",), ())},
             (),
-            "x (4): data with ZeRO-2: 100% of the optimizer state is split",
+            "x (4): data parallel, ZeRO-2: optimizer state sharded, parameters replicated",
         ),
-        ({"batch.inputs": ((), ("x",))}, (), "x (4): sequence"),
+        (
+            {"batch.inputs": ((), ("x",))},
+            (),
+            "x (4): sequence parallel: parameters replicated, optimizer state replicated",
+        ),
         (
             WEIGHTS,
             (),
-            "x (4): tensor: 100% of the parameters are split, the batch's arrays are not",
+            "x (4): tensor parallel: parameters sharded, batch replicated",
         ),
         # The weights are used in pieces, so that their axis is no FSDP, whatever it splits beside.
-        (BATCH | WEIGHTS, (), "x (4): tensor: 100% of the parameters are split, and some of the"),
+        (BATCH | WEIGHTS, (), "x (4): tensor parallel: parameters sharded, batch sharded, too"),
         # Weights are gathered and gradients summed: data, though the input itself is whole.
         (
             WEIGHTS,
             (GATHER, GRADIENT),
-            "x (4): data (the batch is split inside the step) with FSDP: 100% of the parameters",
+            "x (4): data parallel, FSDP (ZeRO-3): parameters sharded; the batch enters replicated",
         ),
     ],
 )
@@ -123,7 +127,7 @@ def test_hidden_gathers_of_parameters_are_not_taken_off_sums_of_gradients():
 
 def test_the_runner_up_is_the_best_that_was_not_taken():
     tried = (
-        {"name": "ilp", "mesh": [4, 2], "step_time_s": 0.011},
+        {"name": "shard", "mesh": [4, 2], "step_time_s": 0.011},
         {"name": "dp", "mesh": "8", "step_time_s": 0.02},
     )
     assert (
@@ -136,12 +140,12 @@ def test_the_runner_up_is_the_best_that_was_not_taken():
 def test_what_was_chosen_is_marked_among_what_was_tried():
     tried = (
         {"name": "dp", "mesh": "8", "step_time_s": 0.011, "outcome": "slower"},
-        {"name": "ilp", "mesh": "4x2", "step_time_s": 0.011, "outcome": "cannot beat the best"},
+        {"name": "shard", "mesh": "4x2", "step_time_s": 0.011, "outcome": "slower"},
         {"name": "zero2", "mesh": "8", "step_time_s": 0.02, "outcome": "slower"},
     )
     text = str(sample_plan(provenance=replace(PROVENANCE, candidates=tried)))
     outcomes = {line.split()[0]: line.split()[-1] for line in text.splitlines() if " ms  " in line}
-    assert outcomes["ilp"] == "chosen" and outcomes["dp"] == outcomes["zero2"] == "slower"
+    assert outcomes["shard"] == "chosen" and outcomes["dp"] == outcomes["zero2"] == "slower"
 
 
 def test_parts_of_the_time_that_are_nothing_are_left_out():
@@ -185,4 +189,25 @@ def test_rows_of_stacked_layers_are_listed_and_counted():
     batch = ArrayInterface(path="batch.inputs", shape=(8, 16), dtype="int32", role="batch")
     split = replace(stage, shardings={**shardings, "batch.inputs": (("x",), ())})
     rows = dict(summary_rows(sample_plan(inputs=(*stacked, batch), stages=(split,))))
-    assert rows["splits"].startswith("x (4): data with ZeRO-2: 100% of the optimizer state")
+    assert rows["splits"].startswith("x (4): data parallel, ZeRO-2: optimizer state sharded")
+
+
+def test_in_clusters_of_several_hosts_axes_say_whether_they_stay_within_one():
+    cluster = {"name": "2x4xH100", "num_hosts": 2, "devices_per_host": 4}
+    stage = replace(STAGE, mesh_shape=(2, 4), axis_names=("x", "y"), shardings={**SPLITS})
+    text = dict(summary_rows(sample_plan(cluster=cluster, stages=(stage,))))["splits"]
+    assert text.startswith("x (2, across hosts): ") and "; y (4, within a host): " in text
+    odd = replace(stage, first_device=2)
+    assert "y (4, across hosts)" in str(sample_plan(cluster=cluster, stages=(odd,)))
+
+
+def test_a_method_of_the_first_stage_of_zero_is_called_that():
+    shardings = dict.fromkeys(SPLITS, ((), ())) | {MOMENT: (("x",), ())} | BATCH
+    stage = replace(STAGE, shardings=shardings, mesh_shape=(4,), axis_names=("x",))
+    inputs = (
+        *INPUTS,
+        ArrayInterface(path=MOMENT, shape=(64, 32), dtype="float32", role="optimizer_state"),
+    )
+    for method, wanted in (("megatron:dp4,zero1", "ZeRO-1:"), ("zero2", "ZeRO-2:")):
+        plan = sample_plan(inputs=inputs, stages=(stage,), method=method)
+        assert wanted in dict(summary_rows(plan))["splits"]

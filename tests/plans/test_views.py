@@ -14,6 +14,7 @@ from sample_plans import (
 )
 
 from aliquot.plans import Change, diff, grouped_arrays
+from aliquot.plans._facts import bound
 
 replace = msgspec.structs.replace
 
@@ -204,3 +205,10 @@ def test_bounds_are_stated_in_words(holds_for, status, gap, wanted):
         plan.provenance, bound_holds_for=holds_for, status=status, gap=gap, lower_bound_s=0.025
     )
     assert f" bound {wanted} memory " in " ".join(str(replace(plan, provenance=provenance)).split())
+
+
+def test_a_closed_form_above_the_simulated_time_is_called_no_bound_of_it():
+    slower = replace(sample_pipeline().provenance, lower_bound_s=0.022)
+    text = bound(replace(sample_pipeline(), provenance=slower))
+    assert "at least 22.0 ms" in text and "takes 2.3% less, so that this is no bound" in text
+    assert "lower bound" not in text

@@ -39,7 +39,7 @@ class ILP(AbstractIntra):
     @property
     def name(self) -> str:
         """See `AbstractIntra.name`."""
-        return "ilp"
+        return "shard"
 
     def solve(
         self,
