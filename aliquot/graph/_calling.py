@@ -138,6 +138,8 @@ class Calling:
         traces: the step on batches of other sizes, by their number of examples: traced, or derived
             from two traces.
         own_traces: the step traced on batches of other sizes, likewise.
+        cut_state: the inputs besides the batch that are cut with it, by position, each with the
+            dim; None before they are looked for.
     """
 
     fn: Callable[..., Any]
@@ -154,6 +156,7 @@ class Calling:
     static_numbers: frozenset[str] = frozenset()
     traces: dict[int, Any] = field(default_factory=dict, repr=False)
     own_traces: dict[int, Any] = field(default_factory=dict, repr=False)
+    cut_state: dict[int, int] | None = field(default=None, repr=False)
 
     def flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
         """Arguments of a later call, flat. The names must be those of the example call.

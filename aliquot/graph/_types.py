@@ -171,12 +171,15 @@ class Input:
         role: see `Role`.
         output: position in `Graph.outputs` of its successor (the new parameter of a parameter), or
             None.
+        parts: in a step at the size of a micro-batch: how many times larger the array is on the
+            whole batch, if it is state; 1 for a batch, which other arrays outweigh.
     """
 
     path: str
     value: ValueId
     role: Role
     output: int | None = None
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

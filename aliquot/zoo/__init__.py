@@ -14,6 +14,8 @@ from ._data import tokens_of as tokens_of
 from ._fused import AttentionChoice as AttentionChoice
 from ._fused import choose_attention as choose_attention
 from ._image_config import WideResNetConfig as WideResNetConfig
+from ._inference import Inference as Inference
+from ._inference import build_inference as build_inference
 from ._precision import precision_name as precision_name
 from ._recompute import RECOMPUTE as RECOMPUTE
 from ._schedule import DECAYS as DECAYS

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ._attention import attention, merge_heads, split_heads
+from ._cached import Cache, CachedBlock, attend_to_cache, filled, written
 from ._config import ModelConfig
 from ._precision import Precision
 from ._t5_config import T5Config
@@ -45,12 +46,26 @@ class Attention(nnx.Module):
         self.out = linear(q_size, config.hidden_size, precision, rngs, depth=config.num_layers)
 
     def __call__(self, x: jax.Array, source: jax.Array | None = None) -> jax.Array:
-        source = x if source is None else source
-        q = split_heads(self.q(x), self.num_heads)
-        k = split_heads(self.k(source), self.num_kv_heads)
-        v = split_heads(self.v(source), self.num_kv_heads)
+        q, k, v = self._heads(x, x if source is None else source)
         attended = attention(q, k, v, is_causal=self.is_causal, kernel=self.kernel)
         return self.out(merge_heads(attended))
+
+    def prefill(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """As called, and the cache with the keys and values of `x`."""
+        q, k, v = self._heads(x, x)
+        attended = attention(q, k, v, is_causal=True, kernel=self.kernel)
+        return self.out(merge_heads(attended)), filled(cache, k, v)
+
+    def decode(self, x: jax.Array, cache: Cache, position: jax.Array) -> tuple[jax.Array, Cache]:
+        """One token `(B, hidden_size)` of each sequence, at its position."""
+        q, k, v = self._heads(x, x)
+        cache = written(cache, k, v, position)
+        return self.out(merge_heads(attend_to_cache(q, cache, position))), cache
+
+    def _heads(self, x: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q = split_heads(self.q(x), self.num_heads)
+        k = split_heads(self.k(source), self.num_kv_heads)
+        return q, k, split_heads(self.v(source), self.num_kv_heads)
 
 
 class FeedForward(nnx.Module):
@@ -68,7 +83,7 @@ class FeedForward(nnx.Module):
         return self.down(jax.nn.gelu(self.up(x)))
 
 
-class Block(nnx.Module):
+class Block(CachedBlock):
     """One layer: attention, then feed-forward; each reads its normalised input, and its result is
     added to the input.
     """
@@ -102,10 +117,18 @@ class Ends(nnx.Module):
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
         """`(B, S)` token ids to `(B, S, hidden_size)`."""
         x = self.embed(tokens)
-        return x + self.position[...].astype(x.dtype)
+        position = self.position[...]
+        if tokens.shape[1] < position.shape[0]:
+            position = position[: tokens.shape[1]]
+        return x + position.astype(x.dtype)
+
+    def embed_token(self, token: jax.Array, position: jax.Array) -> jax.Array:
+        """`(B,)` token ids at their positions to `(B, hidden_size)`."""
+        x = self.embed(token)
+        return x + jnp.take(self.position[...], position, axis=0).astype(x.dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """`(B, S, hidden_size)` to `(B, S, vocab_size)`, in the compute dtype."""
+        """`(..., hidden_size)` to `(..., vocab_size)`, in the compute dtype."""
         x = self.norm(x).astype(x.dtype)
         return self.embed.attend(x) if self.tied else self.head(x)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ._attention import attention, merge_heads, split_heads
+from ._cached import Cache, CachedBlock, attend_to_cache, filled, written
 from ._config import ModelConfig
 from ._precision import Precision
 
@@ -41,6 +42,22 @@ class Attention(nnx.Module):
         v = split_heads(self.v(x), self.num_kv_heads)
         return self.out(merge_heads(attention(q, k, v, is_causal=True, kernel=self.kernel)))
 
+    def prefill(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """As called, and the cache with the keys and values of `x`."""
+        q = _rotate(split_heads(self.q(x), self.num_heads), self.theta)
+        k = _rotate(split_heads(self.k(x), self.num_kv_heads), self.theta)
+        v = split_heads(self.v(x), self.num_kv_heads)
+        attended = attention(q, k, v, is_causal=True, kernel=self.kernel)
+        return self.out(merge_heads(attended)), filled(cache, k, v)
+
+    def decode(self, x: jax.Array, cache: Cache, position: jax.Array) -> tuple[jax.Array, Cache]:
+        """One token `(B, hidden_size)` of each sequence, at its position."""
+        q = _rotated_at(split_heads(self.q(x), self.num_heads), self.theta, position)
+        k = _rotated_at(split_heads(self.k(x), self.num_kv_heads), self.theta, position)
+        v = split_heads(self.v(x), self.num_kv_heads)
+        cache = written(cache, k, v, position)
+        return self.out(merge_heads(attend_to_cache(q, cache, position))), cache
+
 
 class FeedForward(nnx.Module):
     """SwiGLU: a projection gated by the SiLU of another, then projected back."""
@@ -56,7 +73,7 @@ class FeedForward(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nnx.Module):
+class Block(CachedBlock):
     """One layer: attention, then feed-forward, each added to its normalised input's origin."""
 
     def __init__(
@@ -93,10 +110,24 @@ class Ends(nnx.Module):
         """`(B, S)` token ids to `(B, S, hidden_size)`."""
         return self.embed(tokens)
 
+    def embed_token(self, token: jax.Array, position: jax.Array) -> jax.Array:
+        """`(B,)` token ids to `(B, hidden_size)`, whatever their positions."""
+        return self.embed(token)
+
     def logits(self, x: jax.Array) -> jax.Array:
-        """`(B, S, hidden_size)` to `(B, S, vocab_size)`, in the compute dtype."""
+        """`(..., hidden_size)` to `(..., vocab_size)`, in the compute dtype."""
         x = self.norm(x).astype(x.dtype)
         return self.embed.attend(x) if self.tied else self.head(x)
+
+
+def _rotated_at(x_bhe: jax.Array, theta: float, position_b: jax.Array) -> jax.Array:
+    """As `_rotate`, for one token of each sequence at its position."""
+    wide, half = jnp.promote_types(x_bhe.dtype, jnp.float32), x_bhe.shape[2] // 2
+    exponent = jax.lax.broadcasted_iota(wide, (1, 1, half), 2) * (-1.0 / half)
+    angle = position_b.astype(wide)[:, None, None] * jnp.exp(
+        exponent * jnp.log(jnp.asarray(theta, wide))
+    )
+    return _turned(x_bhe, angle)
 
 
 def _rotate(x_bshe: jax.Array, theta: float) -> jax.Array:
@@ -111,10 +142,14 @@ def _rotate(x_bshe: jax.Array, theta: float) -> jax.Array:
     position = jax.lax.broadcasted_iota(wide, (seq_len, 1, half), 0)
     exponent = jax.lax.broadcasted_iota(wide, (seq_len, 1, half), 2) * (-1.0 / half)
     angle = position * jnp.exp(exponent * jnp.log(jnp.asarray(theta, wide)))
+    return _turned(x_bshe, angle)
+
+
+def _turned(x: jax.Array, angle: jax.Array) -> jax.Array:
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x_bshe.astype(wide), 2, axis=-1)
+    first, second = jnp.split(x.astype(angle.dtype), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_bshe.dtype)
+    return turned.astype(x.dtype)
 
 
 def _linear(

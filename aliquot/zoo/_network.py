@@ -134,15 +134,68 @@ class Network(AbstractNetwork):
         """Mean cross-entropy of `targets` given `inputs`, plus, with experts, a loss for using them
         unequally.
         """
-        ends = nnx.merge(
-            self._ends_def, {name: part for name, part in params.items() if name != "layers"}
-        )
+        ends = self._ends(params)
         x, balance = self.apply_layers(params["layers"], ends.embed_tokens(batch["inputs"]))
         loss = self._cross_entropy(ends.logits(x), batch["targets"])
         if not balance:
             return loss, {}, {}
         mean = sum(balance[1:], start=balance[0]) / (self.num_layers // len(self._kinds))
         return loss + self.balance_weight * mean, {"balance_loss": mean}, {}
+
+    def forward(self, params: Tree, tokens: jax.Array) -> jax.Array:
+        """Logits `(B, S, vocab_size)` of the token behind each."""
+        ends = self._ends(params)
+        x, _ = self.apply_layers(params["layers"], ends.embed_tokens(tokens))
+        logits: jax.Array = ends.logits(x)
+        return logits
+
+    def prefill(
+        self, params: Tree, cache: Tree, tokens: jax.Array, length: jax.Array
+    ) -> tuple[Tree, jax.Array]:
+        """The cache with the first `length` tokens of each sequence, and logits `(B, vocab_size)`
+        of the token behind these. What follows them in `tokens` does not count.
+        """
+        ends = self._ends(params)
+        layers, x = self._through("prefill", params, cache, ends.embed_tokens(tokens))
+        place = jax.lax.broadcasted_iota(jnp.int32, x.shape[:2], 1)
+        last = jnp.where((place == length[:, None] - 1)[..., None], x, 0).sum(1)
+        return {"layers": layers}, ends.logits(last)
+
+    def decode(
+        self, params: Tree, cache: Tree, token: jax.Array, position: jax.Array
+    ) -> tuple[Tree, jax.Array]:
+        """The cache with one more token of each sequence, at its position, and logits
+        `(B, vocab_size)` of the next.
+        """
+        ends = self._ends(params)
+        x = ends.embed_token(token, position)
+        layers, x = self._through("decode", params, cache, x, position)
+        return {"layers": layers}, ends.logits(x)
+
+    def _through(
+        self, what: str, params: Tree, cache: Tree, x: jax.Array, *inputs: jax.Array
+    ) -> tuple[Tree, jax.Array]:
+        """The caches of all layers, and the activations behind the last."""
+        (kind,) = self._kinds
+        run = kind.method(what)
+        if self.scan:
+
+            def turn(x: jax.Array, each: tuple[Tree, Tree]) -> tuple[jax.Array, Tree]:
+                y: tuple[jax.Array, Tree] = run(each[0], x, each[1], *inputs)
+                return y
+
+            x, layers = jax.lax.scan(turn, x, (params["layers"], cache["layers"]))
+            return layers, x
+        caches = []
+        for layer, own in zip(params["layers"], cache["layers"], strict=True):
+            x, own = run(layer, x, own, *inputs)
+            caches.append(own)
+        return caches, x
+
+    def _ends(self, params: Tree) -> Any:
+        return nnx.merge(
+            self._ends_def, {name: part for name, part in params.items() if name != "layers"}
+        )
 
     def apply_layers(self, layers: Tree, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         """Activations after the last layer, and the figures that layers of experts report."""
@@ -206,6 +259,7 @@ class _Kind:
         self, make: Callable[[jax.Array], nnx.Module], *, recompute: str, scan: bool
     ) -> None:
         self._definition, self.shapes, self.init = _module(make)
+        self._scan = scan
         self._every = recompute_every(recompute)
         self._applied = _once(self._block, recompute=recompute, scan=scan)
         self._kept = _once(self._block, recompute="none", scan=scan)
@@ -217,6 +271,15 @@ class _Kind:
         run = self._kept if number % self._every else self._applied
         results: tuple[jax.Array, list[jax.Array]] = run(layer, *inputs)
         return results
+
+    def method(self, name: str) -> Callable[..., Any]:
+        """A method of the layer as a function of its parameters and arguments."""
+
+        def run(layer: Tree, *inputs: Any) -> Any:
+            return getattr(nnx.merge(self._definition, layer), name)(*inputs)
+
+        run.__name__ = name
+        return _once(run, recompute="none", scan=self._scan)
 
     def _block(self, layer: Tree, *inputs: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         outputs = nnx.merge(self._definition, layer)(*inputs)

@@ -148,7 +148,7 @@ def build(
     if faults:
         raise InputError(f"This training step cannot be built: {' '.join(faults)}")
     dtypes = precision(dtype)
-    _require_extra()
+    require_extra()
     import jax
 
     from ._update import OPTIMIZERS, Update
@@ -188,9 +188,9 @@ def build(
     }
     return Workload(
         config=config,
-        train_step=_promoting(_train_step(network, update)),
-        evaluate=_promoting(_evaluate(network)),
-        init=_promoting(_init(network, update)),
+        train_step=promoting(_train_step(network, update)),
+        evaluate=promoting(_evaluate(network)),
+        init=promoting(_init(network, update)),
         state=state,
         batch=_abstract_batch(config, global_batch, dtypes),
         settings=settings,
@@ -214,7 +214,7 @@ def build_layers(
         MissingExtraError: Flax or Optax is not installed.
     """
     config, dtypes = configuration(model, overrides), precision(precision_name(dtype))
-    _require_extra()
+    require_extra()
     import jax
 
     from ._network import LayersAlone, Network
@@ -237,7 +237,7 @@ def build_layers(
         state, _ = _abstract_state(network, update)
     shape = (global_batch, config.seq_len, config.hidden_size)
     batch = {name: abstract(shape, dtypes.compute) for name in ("inputs", "targets")}
-    return _promoting(_train_step(network, update)), state, batch
+    return promoting(_train_step(network, update)), state, batch
 
 
 def configuration(
@@ -355,7 +355,8 @@ def _optional_faults(settings: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def _require_extra() -> None:
+def require_extra() -> None:
+    """Refuse to go on without Flax and Optax. Raises `MissingExtraError`."""
     for package in ("flax", "optax"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("zoo", package)
@@ -377,7 +378,7 @@ def _abstract_batch(
     }
 
 
-def _promoting(function: Callable[P, R]) -> Callable[P, R]:
+def promoting(function: Callable[P, R]) -> Callable[P, R]:
     """A function in which types are promoted as Flax and Optax expect, whatever
     `jax_numpy_dtype_promotion` is outside.
     """

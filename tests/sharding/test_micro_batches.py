@@ -317,23 +317,3 @@ def test_monotonic_functions_of_maxima_are_maxima(made, combine):
     """The other results are computed from the maximum itself, after the last part."""
     found = plan(lambda w, b: (losses(w, b).mean(), made(b["x"] @ w)), has_aux=True)
     assert found.combine["[1][1]"] == combine
-
-
-def test_state_that_holds_a_row_for_each_example_is_named():
-    def step(state, batch):
-        h = jnp.tanh(batch @ state["w"] + state["hidden"])
-        # As many elements as examples, but not one for each.
-        return {"w": state["w"], "hidden": h, "bias": state["bias"] * 0.9}, jnp.mean(h)
-
-    shape = jax.ShapeDtypeStruct
-    state = {
-        "w": shape((8, 16), "float32"),
-        "hidden": shape((32, 16), "float32"),
-        "bias": shape((32,), "float32"),
-    }
-    with pytest.raises(CaptureError) as refused:
-        plan_micro_batches(capture(step, state, shape((32, 8), "float32")), 4)
-    said = str(refused.value)
-    assert "a row for each of the 32 examples: state.hidden of shape (32, 16)." in said
-    assert "Pass it with the batch" in said
-    assert "bias" not in said and "Take sizes from" not in said

@@ -7,7 +7,7 @@ import pytest
 from aliquot.core import CaptureError
 from aliquot.graph import capture
 from aliquot.sharding import layer_step, trace_part, traces_in_groups
-from aliquot.sharding.micro_batches import _micro_batches, _traces
+from aliquot.sharding.micro_batches import _cut_state, _micro_batches, _traces
 from aliquot.sharding.micro_batches._resized import resized
 from aliquot.sharding.micro_batches._traces import _trace, align
 from aliquot.zoo import build
@@ -47,7 +47,7 @@ def test_operators_are_those_of_a_trace(step, parts):
 
 def test_layers_at_another_size_need_no_trace(step, monkeypatch):
     known = trace_part(step, 8)
-    monkeypatch.setattr(_traces, "build_graph", lambda *args: pytest.fail("traced again"))
+    monkeypatch.setattr(_cut_state, "build_graph", lambda *args: pytest.fail("traced again"))
     assert layer_step(step, 8).part.values == known.values
     assert layer_step(step, 16).micro_batch_size == 2
     assert trace_part(step, 1) is step

@@ -140,12 +140,14 @@ class _Cut:
 
     def _handed_on(self) -> tuple[tuple[ValueId, ValueId], ...]:
         """State that the forward pass writes: successors that depend on the batch, or that stand in
-        the differentiated function, and on no gradient.
+        the differentiated function, and on no gradient. State that is cut with the batch is not
+        handed on.
         """
         successors = {}
         for given in self.graph.inputs:
             made = None if given.output is None else self.graph.outputs[given.output].value
-            if isinstance(made, int) and made not in self.given:
+            cut = self.graph.values[given.value].shape != self.part.values[given.value].shape
+            if isinstance(made, int) and made not in self.given and not cut:
                 successors[given.value] = made
         maker = {o: item for item in self.items for o in item.outputs}
         varying = {i.value for i in self.graph.inputs if i.role is Role.BATCH}

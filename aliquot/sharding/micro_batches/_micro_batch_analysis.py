@@ -23,7 +23,9 @@ def analyse(
         whole=whole, part=part, parts=parts, chunks=chunks, on_missing_rule=on_missing_rule
     )
     for item in whole.inputs:
-        spec = split_at(0, chunks) if item.role is Role.BATCH else EQUAL
+        # State that holds rows of examples has another shape on a part.
+        rows = findings.spec_by_shape(item.value) or EQUAL
+        spec = split_at(0, chunks) if item.role is Role.BATCH else rows
         # Other state, such as a step counter or a random key, counts as free of parameters.
         findings.set_spec(
             item.value, spec, item.role not in (Role.PARAMETER, Role.OPTIMIZER_STATE), TOP

@@ -75,8 +75,12 @@ class OwnResults:
         for item in whole.inputs:
             value = whole.values[item.value]
             numbers = bool(value.shape) and value.dtype.startswith(("int", "uint"))
+            rows = self.rows_by_shape(item.value)
             if item.role is Role.BATCH:
                 self._own[item.value] = Own(rows=0, positions=numbers)
+            elif rows is not None:
+                # State that is cut with the batch.
+                self._own[item.value] = Own(rows=rows)
             elif item.value in carried:
                 self._own[item.value] = Own()
             else:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ...core import CaptureError, InputError
-from ...graph import Call, Graph, Literal, Op, Role, build_graph, source_line, split_scans
+from ...graph import Call, Graph, Literal, Op, Role, source_line, split_scans
+from ._cut_state import TRACE_ERRORS, count_parts, find_cut_state, trace_cut
 from ._resized import batch_size, calls_of, resized
 
 
@@ -58,48 +59,13 @@ def _traced(
     (size,) = {graph.values[item.value].shape[0] // parts for item in batch}
     try:
         return trace(graph, size)
-    except (TypeError, ValueError, IndexError, ArithmeticError) as error:
+    except TRACE_ERRORS as error:
         reason = str(error).rstrip(".")
-        if held := _hidden_in_state(graph, size):
-            raise CaptureError(
-                f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its"
-                f" batch: {reason}. State is not cut, and this state holds a row for each of the"
-                f" {batch_size(graph)} examples: {', '.join(held)}. Pass it with the batch, as one"
-                " more of its arrays, and return it beside the state; or use num_micro_batches=1."
-            ) from error
         raise CaptureError(
             f"{graph.name} cannot be traced on a micro-batch, {parts} times smaller than its batch:"
             f" {reason}. Take sizes from the arrays (x.shape[0]) instead of writing them down, or"
             " use fewer micro-batches."
         ) from error
-
-
-def _hidden_in_state(graph: Graph, size: int) -> list[str]:
-    """The arrays besides the batch that hold a row for each example: those that must have `size`
-    rows, too, for the step to be traced on so many examples. Described with their shapes; none if
-    that is not why it cannot be traced.
-    """
-    shapes = [graph.values[item.value].shape for item in graph.inputs]
-    kept = {
-        k
-        for k, item in enumerate(graph.inputs)
-        if item.role is not Role.BATCH and shapes[k][:1] == (batch_size(graph),)
-    }
-
-    def traces(cut: Collection[int]) -> bool:
-        try:
-            _trace(graph, size, also=cut)
-        except (CaptureError, TypeError, ValueError, IndexError, ArithmeticError):
-            return False
-        return True
-
-    if not kept or not traces(kept):
-        return []
-    for k in sorted(kept):
-        # Such as a bias of as many elements as there are examples.
-        if traces(kept - {k}):
-            kept.remove(k)
-    return [f"{graph.inputs[k].path} of shape {shapes[k]}" for k in sorted(kept)]
 
 
 def _of_size(graph: Graph, size: int) -> Graph:
@@ -121,9 +87,7 @@ def _of_size(graph: Graph, size: int) -> Graph:
         if not _same_operators(graph, traced):
             # So may it where a single group of examples is left: try a larger size.
             larger = 2 * other if 2 * other != whole else 3 * other
-            with contextlib.suppress(
-                CaptureError, TypeError, ValueError, IndexError, ArithmeticError
-            ):
+            with contextlib.suppress(CaptureError, *TRACE_ERRORS):
                 retraced = _trace(graph, larger)
                 if _same_operators(graph, retraced):
                     other, traced = larger, retraced
@@ -131,7 +95,8 @@ def _of_size(graph: Graph, size: int) -> Graph:
     if size not in known:
         # Deriving another size takes a moment; tracing it takes as long as tracing the step did.
         with contextlib.suppress(CaptureError):
-            known[size] = resized(next(iter(known.values())), graph, size)
+            derived = resized(next(iter(known.values())), graph, size)
+            known[size] = count_parts(derived, graph, size, graph.calling.cut_state or {})
     if size not in known:
         known[size] = _trace(graph, size)
     return known[size]
@@ -146,23 +111,12 @@ def _own_of_size(graph: Graph, size: int) -> Graph:
     return known[size]
 
 
-def _trace(graph: Graph, size: int, also: Collection[int] = ()) -> Graph:
-    """The step traced on so many examples; `also` are further inputs that have a row for each."""
-    leaves = []
-    for k, (item, leaf) in enumerate(zip(graph.inputs, graph.calling.call.leaves, strict=True)):
-        # Only the batch's leading dim changes: the shapes of state are those of the whole step.
-        shape, is_cut = graph.values[item.value].shape, item.role is Role.BATCH or k in also
-        leaves.append(_Leaf(leaf, (size, *shape[1:])) if is_cut else leaf)
-    return build_graph(graph.calling, leaves)
-
-
-class _Leaf:
-    """A leaf of another shape."""
-
-    def __init__(self, like: Any, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-        self.dtype = like.dtype
-        self.weak_type = getattr(like, "weak_type", False)
+def _trace(graph: Graph, size: int) -> Graph:
+    """The step traced on so many examples."""
+    if graph.calling.cut_state is None:
+        graph.calling.cut_state, traced = find_cut_state(graph, size)
+        return traced
+    return trace_cut(graph, size, graph.calling.cut_state)
 
 
 def align(whole: Graph, part: Graph, *, own: bool = False) -> tuple[Graph, dict[Call, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...graph import Call, Literal, Operand, OpId, Phase, Role, ValueId, any_effects, traits_of
+from ...graph import Call, Literal, Operand, OpId, Phase, ValueId, any_effects, traits_of
 from .._dim_rule import dim_rule
 from ..micro_batches import Action, Conversion, MicroBatchPlan, TimeKind, phase_of
 
@@ -51,7 +51,11 @@ class Needs:
         """Mark the values that can be computed again from the step's inputs alone, since they do
         not depend on the batch.
         """
-        batch = {i.value for i in self.plan.whole.inputs if i.role is Role.BATCH}
+        batch = {
+            i.value
+            for i in self.plan.whole.inputs
+            if self.plan.specs[i.value].kind is TimeKind.CONCATENATE
+        }
         # Values of parameters and state alone can be computed again after the last part; none need
         # be kept from each part.
         known = {v: v not in batch for v in self._given}

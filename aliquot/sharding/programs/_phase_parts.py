@@ -4,8 +4,8 @@ update.
 
 from __future__ import annotations
 
-from ...graph import NO_VALUE, Graph, Phase, Role, items_of
-from ..micro_batches import MicroBatchPlan, Phased
+from ...graph import NO_VALUE, Graph, Phase, items_of
+from ..micro_batches import MicroBatchPlan, Phased, TimeKind
 from ._layout import Layout
 from ._micro_batch_graphs import MicroBatchGraphs, cut_exactly, subgraph
 
@@ -33,7 +33,11 @@ def _own_parts(plan: MicroBatchPlan, phased: Phased) -> MicroBatchGraphs:
         ),
         early_values=(),
         inside=(),
-        sliced=tuple((i.value, 0) for i in plan.whole.inputs if i.role is Role.BATCH),
+        sliced=tuple(
+            (i.value, plan.specs[i.value].dim)
+            for i in plan.whole.inputs
+            if plan.specs[i.value].kind is TimeKind.CONCATENATE
+        ),
         crossing=phased.crossing,
         group=NO_VALUE,
         micro_batch=NO_VALUE,
