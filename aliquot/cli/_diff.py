@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from ._devices import use_host_only
 from ._options import Json, PlanFile, read_plan
 from ._session import session
 
 
-def diff(before: PlanFile, after: PlanFile, as_json: Json = False) -> None:
-    """Compare two plans term by term: what they decide, and what they are predicted to cost."""
+def diff(
+    before: PlanFile,
+    after: PlanFile,
+    every_term: Annotated[
+        bool, typer.Option("--all", help="List every term that differs, arrays and operators too.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare two plans: how they are laid out, and the time and memory that they are predicted to
+    take.
+    """
     with session(as_json) as say:
         use_host_only()
         from ..plans import diff as compare
-        from ..report import difference
+        from ..report import difference, summarised
 
-        changes = compare(read_plan(before), read_plan(after))
-        say.show(
-            difference(
-                changes, before.name, after.name if after.name != before.name else str(after)
-            )
-        )
+        plans = read_plan(before), read_plan(after)
+        changes = compare(*plans)
+        names = before.name, after.name if after.name != before.name else str(after)
+        say.show(difference(changes, *names) if every_term else summarised(*plans, changes, names))
         say.finish({"before": str(before), "after": str(after), **changes.to_dict()})

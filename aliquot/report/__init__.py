@@ -15,6 +15,7 @@ from ._comparison import comparison_table as comparison_table
 from ._comparison import sorted_candidates as sorted_candidates
 from ._curve import loss_chart as loss_chart
 from ._diff import difference as difference
+from ._diff_summary import summarised as summarised
 from ._explain import Alternative as Alternative
 from ._explain import explained as explained
 from ._explain import explanation as explanation

@@ -13,30 +13,59 @@ import numpy as np
 from ..graph import Graph
 from .transport import PiecedArray, gather
 
+TF32 = "tensorfloat32"
+_TOLERANCES = {"bfloat16": 3e-2, "float16": 5e-3, TF32: 5e-3, "float32": 1e-5, "float64": 1e-12}
+# Formats to which accelerators round the operands of products in float32, unless asked not to.
+_PRODUCTS = {"gpu": TF32, "tpu": "bfloat16"}
+_TRIALS = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafDifference:
     """Difference of one output from the plain step's.
 
     `relative` is the largest difference divided by the plain output's largest magnitude (by 1 where
-    that is zero); infinite where one side is NaN and the other is not.
+    that is zero); infinite where one side is NaN and the other is not. A difference of up to
+    `allowed` may come from rounding.
     """
 
     path: str
     largest: float
     magnitude: float
+    allowed: float = 0.0
 
     @property
     def relative(self) -> float:
         """See the class."""
         return self.largest / (self.magnitude or 1.0)
 
+    @property
+    def is_equal(self) -> bool:
+        """True if rounding explains the difference."""
+        return self.largest <= self.allowed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCheck:
-    """Differences of all outputs, in the order of the step's result."""
+    """Differences of all outputs, in the order of the step's result, and whether they come from
+    rounding alone.
+
+    An output may differ by the tolerance of the step's `rounding`, relative to its magnitude, and
+    by twice as much as the plain step's own output changes if its arguments are rounded otherwise.
+    The latter matters where an optimizer divides by what is nearly zero: Adam's first step is as
+    large for a gradient of 1e-12 as for one of 1, and has its sign.
+
+    Attributes:
+        rounding: the coarsest number format in the step, such as `bfloat16`.
+    """
 
     leaves: tuple[LeafDifference, ...]
+    rounding: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """True if rounding explains all differences."""
+        return all(leaf.is_equal for leaf in self.leaves)
 
     @property
     def worst(self) -> LeafDifference:
@@ -51,11 +80,23 @@ class StepCheck:
     def __str__(self) -> str:
         if not self.leaves:
             return "the step returns no array"
+        unequal = [leaf for leaf in self.leaves if not leaf.is_equal]
+        if unequal:
+            first = unequal[0]
+            scale = first.magnitude or 1.0
+            return (
+                f"not equal: {first.path or 'the result'} differs by {first.relative:.1e} of its"
+                f" largest value, and {self.rounding} rounding explains {first.allowed / scale:.1e}"
+                f" ({len(unequal)} of {len(self.leaves)} outputs differ by more than rounding)"
+            )
         worst = self.worst
-        return (
-            f"largest relative difference {worst.relative:.2e} at {worst.path or 'the result'} of"
-            f" {len(self.leaves)}"
+        text = (
+            f"equal within {self.rounding} rounding: largest relative difference"
+            f" {worst.relative:.2e} at {worst.path or 'the result'} of {len(self.leaves)} outputs"
         )
+        if worst.largest > _tolerance(self.rounding) * worst.magnitude:
+            text += ", which changes as much if the arguments are rounded otherwise"
+        return text
 
 
 def plain_results(graph: Graph, leaves: Sequence[Any]) -> list[Any]:
@@ -79,12 +120,73 @@ def _whole(leaf: Any) -> Any:
     return jax.device_put(gather(leaf))
 
 
-def compare(paths: Sequence[str], results: Sequence[Any], wanted: Sequence[Any]) -> StepCheck:
-    """Differences of all outputs between two flat lists of results. Waits for both."""
-    leaves = [
-        _difference(p, gather(a), gather(b)) for p, a, b in zip(paths, results, wanted, strict=True)
-    ]
-    return StepCheck(leaves=tuple(leaves))
+def compare(
+    paths: Sequence[str], results: Sequence[Any], wanted: Sequence[Any], rounding: str = "float32"
+) -> StepCheck:
+    """Differences of all outputs between two flat lists of results. Waits for both.
+
+    Args:
+        rounding: number format whose tolerance is allowed.
+    """
+    leaves = []
+    for path, a, b in zip(paths, results, wanted, strict=True):
+        leaf = _difference(path, gather(a), gather(b))
+        is_rounded = jnp.issubdtype(b.dtype, jnp.inexact)
+        allowed = _tolerance(rounding) * leaf.magnitude if is_rounded else 0.0
+        leaves.append(replace(leaf, allowed=allowed))
+    return StepCheck(leaves=tuple(leaves), rounding=rounding)
+
+
+def check_step(graph: Graph, results: Sequence[Any], arguments: Sequence[Any]) -> StepCheck:
+    """Compare results of a step with those of the plain step for the same flat arguments.
+
+    Where more than a tolerance differs, the plain step runs twice more, with arguments that are
+    rounded otherwise: a difference up to twice what that changes is one of rounding.
+    """
+    wanted = plain_results(graph, arguments)
+    found = compare([o.path for o in graph.outputs], results, wanted, _coarsest(graph))
+    if found.is_equal:
+        return found
+    leaves = found.leaves
+    for seed in range(_TRIALS):
+        random = np.random.default_rng(seed)
+        rounded = [_rounded_otherwise(leaf, found.rounding, random) for leaf in arguments]
+        changes = compare([""] * len(wanted), plain_results(graph, rounded), wanted)
+        leaves = tuple(
+            replace(leaf, allowed=max(leaf.allowed, base.allowed + 2 * change.largest))
+            for leaf, base, change in zip(leaves, found.leaves, changes.leaves, strict=True)
+        )
+    return replace(found, leaves=leaves)
+
+
+def _tolerance(rounding: str) -> float:
+    """Relative difference that is allowed for a number format: sums in another order round each
+    term otherwise.
+    """
+    return _TOLERANCES.get(rounding, 2 * _epsilon(rounding))
+
+
+def _epsilon(rounding: str) -> float:
+    return float(jnp.finfo("float16" if rounding == TF32 else rounding).eps)
+
+
+def _coarsest(graph: Graph) -> str:
+    """The number format of a step's floats that rounds most."""
+    kinds = {
+        str(value.dtype) for value in graph.values if jnp.issubdtype(value.dtype, jnp.floating)
+    }
+    if "float32" in kinds and jax.config.jax_default_matmul_precision is None:
+        kinds |= {_PRODUCTS.get(jax.default_backend(), "float32")}
+    return max(kinds, key=lambda kind: (_epsilon(kind), kind), default="float32")
+
+
+def _rounded_otherwise(leaf: Any, rounding: str, random: np.random.Generator) -> Any:
+    """An argument whose floats are moved by up to two roundings, at random."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    array = np.asarray(gather(leaf))
+    moved = 1 + 2 * _epsilon(rounding) * random.uniform(-1, 1, array.shape)
+    return (array.astype(np.float64) * moved).astype(array.dtype)
 
 
 def check_numbers(graph: Graph, results: Sequence[Any]) -> None:

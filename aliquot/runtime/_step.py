@@ -15,7 +15,7 @@ from ..cost import PlannedStep
 from ..graph import memory_kind, plain_context
 from ..plans import ArrayInterface, Plan, Trace, headline, require_busy_processes, unranged
 from ._arguments import Arguments
-from ._check import StepCheck, check_numbers, compare, plain_results
+from ._check import StepCheck, check_numbers, check_step
 from ._init import init_state
 from ._pipeline_runner import PipelineRunner
 from ._program_runner import ProgramRunner
@@ -283,7 +283,8 @@ class Step:
 
     def check(self, *args: Any, **kwargs: Any) -> StepCheck:
         """Run one step under the plan, and as the user wrote it on one device, and compare all
-        outputs.
+        outputs. The answer says whether they are equal within rounding (`is_equal`), or the first
+        that is not.
 
         The arguments are not donated. The user's step must fit on one device. With several
         processes, pass whole arrays, the same in all.
@@ -292,11 +293,7 @@ class Step:
         call = arguments.call(args, kwargs)
         with plain_context():
             results = runner.run(call.leaves, keep=True)
-        return compare(
-            [o.path for o in runner.graph.outputs],
-            results,
-            plain_results(runner.graph, call.leaves),
-        )
+        return check_step(runner.graph, results, call.leaves)
 
     def dry_run(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, but donate nothing: the arguments stay usable, and their devices hold the

@@ -141,6 +141,9 @@ def test_diff(plan_file, tmp_path):
     other = tmp_path / "other.json"
     sample_plan(method="dp").save(other)
     assert "decide and predict the same" in run("diff", plan_file, plan_file).stdout
+    shown = run("diff", plan_file, other).stdout
+    assert "method  shard" in shown and "--all lists every term" in shown
+    assert "method   shard" in run("diff", plan_file, other, "--all").stdout
     data = json.loads(run("diff", plan_file, other, "--json").stdout)
     assert data["changes"] == [
         {"section": "decision", "subject": "method", "before": "shard", "after": "dp"}

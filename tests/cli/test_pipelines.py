@@ -191,7 +191,7 @@ def test_a_trace_that_cannot_be_written(plan_file):
 
 def test_diff_of_pipelines(plan_file, tmp_path):
     sample_pipeline(2, 8, schedule="gpipe").save(tmp_path / "other.json")
-    found = run("diff", plan_file, "other.json")
+    found = run("diff", plan_file, "other.json", "--all")
     assert found.exit_code == 0, found.stderr
     for part in ("stages ", "gpipe", "micro-batches ", "stages 2-3 mesh", "bubble "):
         assert part in found.stdout

@@ -1,0 +1,156 @@
+"""Two plans side by side on one screen: layout, time, memory, and how much else differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..core import counted, format_bytes, format_count, format_seconds
+from ..plans import (
+    Plan,
+    PlanDiff,
+    examples_per_step,
+    fact_rows,
+    idle_parts,
+    memory_parts,
+    mfu,
+    tokens_per_step,
+)
+from ._tables import columns
+
+# Facts of a plan that say how it is laid out, as its head shows them.
+_LAYOUT = ("splits", "recomputation", "attention", "micro-batches")
+# Settings that are no part of what a model is, or that are said beside it.
+_SAID = ("recompute", "attention", "model", "global_batch")
+Row = tuple[str, str, str, str]
+
+
+def summarised(
+    before: Plan, after: Plan, changes: PlanDiff, names: tuple[str, str]
+) -> RenderableType:
+    """Layout, time and memory of two plans by name, with the figures that their own texts show, and
+    how many arrays and operators are split differently.
+    """
+    if changes.identical:
+        return Text(f"{names[0]} and {names[1]} decide and predict the same.")
+    parts: list[RenderableType] = []
+    if _model(before) != _model(after) or before.interface_fingerprint != (
+        after.interface_fingerprint
+    ):
+        parts += [Text(_two_models(before, after, names), style="bold"), Text("")]
+    heads = ("what", *names)
+    for title, rows in (
+        ("Layout", list(_layout(before, after))),
+        ("Step time (predicted)", list(_times(before, after))),
+        ("Memory on each device at its peak (predicted)", list(_memory(before, after))),
+    ):
+        has_change = any(row[3] for row in rows)
+        width = 4 if has_change else 3
+        header = (*heads, "change")[:width]
+        right = (1, 2, 3) if has_change else ()
+        parts.append(columns(title, header, [row[:width] for row in rows], right=right))
+    parts.append(Text(_rest(changes)))
+    return Group(*parts)
+
+
+def _model(plan: Plan) -> tuple[object, ...]:
+    # The planner may choose recomputation and attention: they do not make another model.
+    settings = {k: v for k, v in plan.model.settings.items() if k not in ("recompute", "attention")}
+    return plan.model.name, settings
+
+
+def _two_models(before: Plan, after: Plan, names: tuple[str, str]) -> str:
+    shown = []
+    for name, plan, other in ((names[0], before, after), (names[1], after, before)):
+        theirs = other.model.settings
+        own = [
+            f"{key}={value}"
+            for key, value in plan.model.settings.items()
+            if theirs.get(key) != value and key not in _SAID
+        ]
+        batch = f"batch {examples_per_step(plan)}"
+        shown.append(f"{name} {', '.join([plan.model.name or 'a step', batch, *own[:4]])}")
+    return f"These are plans for two different models or batches: {'; '.join(shown)}."
+
+
+def _layout(before: Plan, after: Plan) -> Iterator[Row]:
+    named = [{"cluster": _cluster(plan), "method": plan.method} for plan in (before, after)]
+    for plan, rows in zip((before, after), named, strict=True):
+        if plan.is_pipeline:
+            rows["stages"] = f"{len(plan.stages)}, {plan.schedule}"
+        for name, text in fact_rows(plan):
+            if name in _LAYOUT:
+                rows[name] = f"{rows[name]}; {text}" if name in rows else text
+    first, second = named
+    for name in dict.fromkeys([*first, *second]):
+        if first.get(name) != second.get(name) or name in ("method", "splits"):
+            yield name, first.get(name, "none"), second.get(name, "none"), ""
+
+
+def _cluster(plan: Plan) -> str:
+    return str(plan.cluster.get("name", ""))
+
+
+def _times(before: Plan, after: Plan) -> Iterator[Row]:
+    named = [_seconds(plan) for plan in (before, after)]
+    for name in named[0]:
+        first, second = (rows[name] for rows in named)
+        if first or second:
+            yield name, format_seconds(first), format_seconds(second), _relative(first, second)
+    speeds = [tokens_per_step(plan) or examples_per_step(plan) for plan in (before, after)]
+    rates = [
+        count / plan.prediction.step_time_s if plan.prediction.step_time_s else 0.0
+        for count, plan in zip(speeds, (before, after), strict=True)
+    ]
+    if all(rates):
+        what = "tokens" if tokens_per_step(before) else "examples"
+        texts = [format_count(float(round(rate))) for rate in rates]
+        yield f"{what} per second", texts[0], texts[1], _relative(*rates)
+    used = [mfu(plan) for plan in (before, after)]
+    if used[0] is not None and used[1] is not None:
+        yield "MFU", f"{used[0]:.1%}", f"{used[1]:.1%}", ""
+
+
+def _seconds(plan: Plan) -> dict[str, float]:
+    """The step time and its parts, as `time_parts` says them."""
+    p = plan.prediction
+    transfers_s, bubble_s = idle_parts(plan)
+    return {
+        "step time": p.step_time_s,
+        "compute": p.compute_s,
+        "communication": p.communication_s,
+        "gradient communication": p.gradient_s,
+        "hidden behind compute": p.hidden_s,
+        "copies to and from host memory": p.host_transfer_s - p.host_hidden_s,
+        "transfers between stages": transfers_s,
+        "bubble": bubble_s,
+    }
+
+
+def _memory(before: Plan, after: Plan) -> Iterator[Row]:
+    named = [
+        {"together": plan.prediction.peak_memory_bytes, **dict(memory_parts(plan))}
+        for plan in (before, after)
+    ]
+    for name in dict.fromkeys([*named[0], *named[1]]):
+        first, second = (rows.get(name, 0.0) for rows in named)
+        texts = [format_bytes(value) if value else "none" for value in (first, second)]
+        yield name, texts[0], texts[1], _relative(first, second)
+    limits = [plan.prediction.memory_limit_bytes for plan in (before, after)]
+    yield "limit", format_bytes(limits[0]), format_bytes(limits[1]), _relative(*limits)
+
+
+def _relative(first: float, second: float) -> str:
+    text = f"{second / first - 1:+.0%}" if first and second else ""
+    return "" if text in ("+0%", "-0%") else text
+
+
+def _rest(changes: PlanDiff) -> str:
+    arrays = sum(c.subject.startswith(("input ", "output ")) for c in changes.decisions)
+    operators = sum("operator " in c.subject for c in changes.decisions)
+    return (
+        f"{counted(arrays, 'array')} and {counted(operators, 'operator')} are split differently;"
+        " --all lists every term, --json as data."
+    )

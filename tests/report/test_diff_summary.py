@@ -1,0 +1,53 @@
+"""Two plans side by side on one screen."""
+
+import msgspec
+from sample_plans import sample_pipeline, sample_plan
+
+from aliquot.core import format_seconds
+from aliquot.plans import diff, idle_parts
+from aliquot.report import as_text, summarised
+
+replace = msgspec.structs.replace
+
+
+def shown(before, after, width=120):
+    return as_text(
+        summarised(before, after, diff(before, after), ("a.json", "b.json")), width=width
+    )
+
+
+def rows(text):
+    return {line[1:].split("  ")[0].strip(): line for line in text.splitlines() if "  " in line}
+
+
+def test_two_methods_fit_on_a_screen_with_the_figures_of_the_plans():
+    before = sample_plan()
+    after = sample_pipeline(interface_fingerprint=before.interface_fingerprint)
+    text = shown(before, after)
+    assert len(text.splitlines()) <= 40 and "two different models" not in text
+    found = rows(text)
+    assert found["method"].split() == ["method", "shard", "pipeshard"]
+    assert found["stages"].split("  ")[-1].strip() == "4, 1f1b"
+    assert found["step time"].split()[2:] == ["11.0", "ms", "21.5", "ms", "+95%"]
+    assert format_seconds(idle_parts(after)[1]) in found["bubble"]
+    p = after.prediction
+    assert found["communication"].split()[-3:-1] == format_seconds(p.communication_s).split()
+    assert "--all lists every term" in text
+
+
+def test_two_models_are_said_to_be_that():
+    model = replace(sample_plan().model, name="gpt-1b", settings={"hidden_size": 2048})
+    text = shown(sample_plan(), sample_plan(model=model, interface_fingerprint="0" * 64))
+    assert text.startswith("These are plans for two different models or batches: a.json gpt-10m")
+    assert "b.json gpt-1b, batch 8, hidden_size=2048" in " ".join(text.split())
+
+
+def test_another_recomputation_is_the_same_model():
+    plan = sample_plan()
+    model = replace(plan.model, settings={**plan.model.settings, "recompute": "block"})
+    text = shown(plan, replace(plan, model=model))
+    assert "two different models" not in text
+
+
+def test_equal_plans_are_said_to_be_equal():
+    assert shown(sample_plan(), sample_plan()) == "a.json and b.json decide and predict the same."
