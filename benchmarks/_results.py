@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aliquot.core import with_xla_flags
+from aliquot import core
 
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("aliquot", "jax", "jaxlib", "flax", "optax", "highspy", "numpy")
@@ -47,7 +47,7 @@ def use_eight_devices(*, fast_code: bool = True) -> None:
         fast_code: whether to spend time on machine code that runs fast.
     """
     flags = _DEVICE_FLAGS if fast_code else _DEVICE_FLAGS | _PLAIN_CODE_FLAGS
-    os.environ["XLA_FLAGS"] = with_xla_flags(os.environ.get("XLA_FLAGS", ""), flags)
+    os.environ["XLA_FLAGS"] = core.with_xla_flags(os.environ.get("XLA_FLAGS", ""), flags)
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 
@@ -157,27 +157,16 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-class Journal:
-    """Rows by key, each written to a file at once."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        lines = path.read_text().splitlines() if path and path.exists() else []
-        self.rows: dict[str, dict[str, Any]] = {
-            line["key"]: line["row"] for line in map(json.loads, lines)
-        }
+class Journal(core.Journal):
+    """Rows by key, each written to a file, and shown, at once."""
 
     def row(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A row that is known, or is made now."""
-        if key not in self.rows:
-            started = time.perf_counter()
-            row = make()
-            self.rows[key] = row
+        known, started = key in self.rows, time.perf_counter()
+        row = super().row(key, make)
+        if not known:
             say(f"{key} ({time.perf_counter() - started:.0f} s): {json.dumps(row)}")
-            if self._path:
-                with self._path.open("a") as file:
-                    file.write(json.dumps({"key": key, "row": row}) + "\n")
-        return self.rows[key]
+        return row
 
 
 def versions() -> dict[str, str]:

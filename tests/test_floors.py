@@ -31,6 +31,7 @@ FLOORS = {
     "_api": 10,
     "_fit_steps": 10,
     "_variants": 10,
+    "suites": 11,
     "_questions": 11,
     "_remedies": 11,
     "_evaluation": 11,

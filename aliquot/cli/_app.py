@@ -13,6 +13,8 @@ from ._aceso_profile import accuracy, export
 from ._aceso_profile import profile as profile_aceso
 from ._aceso_search import faults, search
 from ._bench_aceso import aceso as bench_aceso
+from ._bench_alpa import alpa as bench_alpa
+from ._bench_alpa import list_suites
 from ._bench_cfp import cfp as bench_cfp
 from ._blocks import analyze, enumerate_, profile
 from ._blocks import search as search_blocks
@@ -110,11 +112,13 @@ _checkpoint = typer.Typer(help="See what checkpoints hold.", no_args_is_help=Tru
 _add(_checkpoint, "show", show_checkpoint)
 app.add_typer(_checkpoint, name="checkpoint", short_help=_checkpoint.info.help)
 _bench = typer.Typer(
-    help="Draw the figures of papers, with our results beside the published ones.",
+    help="Plan and run the benchmarks of papers, with our results beside the published ones.",
     no_args_is_help=True,
 )
 _add(_bench, "aceso", bench_aceso)
 _add(_bench, "cfp", bench_cfp)
+_add(_bench, "alpa", bench_alpa)
+_add(_bench, "list", list_suites)
 app.add_typer(_bench, name="bench", short_help=_bench.info.help)
 
 

@@ -19,6 +19,7 @@ from ._files import read_file as read_file
 from ._files import write_atomic as write_atomic
 from ._garbage import collect_seldom as collect_seldom
 from ._garbage import collecting_seldom as collecting_seldom
+from ._journal import Journal as Journal
 from ._launched import SECRET as SECRET
 from ._launched import SECRET_FILE as SECRET_FILE
 from ._launched import LaunchedProcess as LaunchedProcess

@@ -42,6 +42,12 @@ def faults_of(data: Any, kind: Any, path: str, hook: Hook | None = None) -> Iter
         for index, item in enumerate(data):
             yield from faults_of(item, items[0], f"{path}[{index}]", hook)
         return
+    named = typing.get_args(kind)[1:] if typing.get_origin(kind) is dict else ()
+    if named and isinstance(data, dict) and _is_worth_opening(named[0]):
+        for name, item in data.items():
+            shown = shortened(printable(str(name), keep=""), 60)
+            yield from faults_of(item, named[0], f"{path}.{shown}", hook)
+        return
     try:
         msgspec.convert(data, kind, dec_hook=hook)
     except msgspec.ValidationError as error:
@@ -88,7 +94,9 @@ def _without_none(kind: Any) -> Any:
 
 
 def _is_worth_opening(item: Any) -> bool:
-    """True if items of a list have fields, or are lists: each may then have faults of its own."""
+    """True if items of a list or mapping have fields, or are lists: each may have faults of its
+    own.
+    """
     return (isinstance(item, type) and issubclass(item, msgspec.Struct)) or typing.get_origin(
         item
     ) in (tuple, list)

@@ -1,0 +1,191 @@
+"""Rows of results: Alpa's columns in its order, then what this package adds."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..plans import Plan
+from ._operations import operations
+from ._suite import Case
+
+GIVEN, OURS = "given", "ours"
+"""Whose plan a row is of: the one that the case gives, or that a search of ours finds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What is known of one plan of a case. What is not known is None.
+
+    Attributes:
+        type: the family, such as `gpt`.
+        model: name and sizes that differ from the name's.
+        parallel: what the case gives, or how the plan that was found is laid out.
+        mean_s, std_s: measured seconds of a step.
+        billion_parameters: of the model.
+        tflops: measured, of 1e12 operations per second on each device, as the suite counts them.
+        peak_gb: measured memory of the fullest device, of 10^9 bytes; of CPUs the compiler's.
+        metadata: what else it took, such as the dtype and the seconds of the search.
+        case: suite and number.
+        plan_of: `GIVEN` or `OURS`.
+        outcome: "predicted", "measured", "does not fit", "not expressible" or "failed".
+        reason: of an outcome that is no success.
+        max_difference: the largest relative difference of a loss from one device's.
+    """
+
+    type: str
+    model: str
+    num_micro_batches: int
+    num_devices: int
+    parallel: str
+    mean_s: float | None = None
+    std_s: float | None = None
+    billion_parameters: float | None = None
+    tflops: float | None = None
+    peak_gb: float | None = None
+    metadata: str = ""
+    case: str
+    plan_of: str
+    outcome: str
+    reason: str = ""
+    plan_file: str | None = None
+    predicted_s: float | None = None
+    predicted_tflops: float | None = None
+    predicted_gb: float | None = None
+    usable_gb: float | None = None
+    published_s: float | None = None
+    published_tflops: float | None = None
+    predicted_to_published: float | None = None
+    max_difference: float | None = None
+
+
+HEADINGS = {
+    "type": "Type",
+    "model": "Model Config",
+    "num_micro_batches": "#Microbatch",
+    "num_devices": "#GPU",
+    "parallel": "Parallel Config",
+    "mean_s": "Mean Time (s)",
+    "std_s": "Std Time (s)",
+    "billion_parameters": "#Params (Billion)",
+    "tflops": "TFLOPs",
+    "peak_gb": "Peak Mem (GB)",
+    "metadata": "Metadata",
+    "case": "Case",
+    "plan_of": "Plan of",
+    "outcome": "Outcome",
+    "reason": "Reason",
+    "plan_file": "Plan File",
+    "predicted_s": "Predicted (s)",
+    "predicted_tflops": "Predicted TFLOPs",
+    "predicted_gb": "Predicted Mem (GB)",
+    "usable_gb": "Usable Mem (GB)",
+    "published_s": "Published (s)",
+    "published_tflops": "Published TFLOPs",
+    "predicted_to_published": "Predicted / Published",
+    "max_difference": "Max Difference",
+}
+"""The heading of each column of `Row`, in order."""
+
+
+def row_of(case: Case, plan_of: str, *, outcome: str, **known: Any) -> Row:
+    """A row of a case, with what the case says filled in.
+
+    Args:
+        outcome, known: fields of `Row`; `predicted_s` and `mean_s` give throughput, too.
+    """
+    filled = dict(known)
+    if not case.not_expressible:
+        work = operations(case) / case.num_devices / 1e12
+        for seconds, tflops in (("predicted_s", "predicted_tflops"), ("mean_s", "tflops")):
+            if filled.get(seconds):
+                filled[tflops] = work / filled[seconds]
+        filled |= _published(case, work, filled.get("predicted_s"))
+    sizes = ", ".join(f"{name}={value}" for name, value in case.overrides.items())
+    return Row(
+        type=case.suite.partition(".")[0],
+        model=f"{case.model}, batch {case.global_batch}" + (f", {sizes}" if sizes else ""),
+        num_micro_batches=filled.pop("num_micro_batches", case.num_micro_batches),
+        num_devices=case.num_devices,
+        parallel=filled.pop("parallel", case.parallel),
+        case=f"{case.suite} {case.number}",
+        plan_of=plan_of,
+        outcome=outcome,
+        **filled,
+    )
+
+
+def _published(case: Case, work: float, predicted_s: float | None) -> dict[str, Any]:
+    seconds, tflops = case.published_s, case.published_tflops
+    if tflops:
+        seconds = seconds or work / tflops
+    elif seconds:
+        tflops = work / seconds
+    ratio = predicted_s / seconds if predicted_s and seconds else None
+    return {
+        "published_s": seconds,
+        "published_tflops": tflops,
+        "predicted_to_published": ratio,
+    }
+
+
+def layout_text(plan: Plan) -> str:
+    """Stages and meshes in a few words: `1f1b, 2 x (2x4)`."""
+    meshes = ["x".join(map(str, stage.mesh_shape)) for stage in plan.stages]
+    if not plan.is_pipeline:
+        return f"one program on {meshes[0]}"
+    groups = [(mesh, len(list(same))) for mesh, same in itertools.groupby(meshes)]
+    return f"{plan.schedule}, " + ", ".join(f"{count} x ({mesh})" for mesh, count in groups)
+
+
+def as_tsv(rows: Sequence[Row]) -> str:
+    """Rows as tab-separated values under their headings."""
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter="\t", lineterminator="\n")
+    writer.writerow(HEADINGS.values())
+    for row in rows:
+        values = (getattr(row, name) for name in HEADINGS)
+        writer.writerow("" if value is None else value for value in values)
+    return text.getvalue()
+
+
+def shown_columns(rows: Sequence[Row]) -> list[str]:
+    """The columns in which some row has a value, in order."""
+    return [name for name in HEADINGS if any(getattr(r, name) not in (None, "") for r in rows)]
+
+
+def throughput_series(rows: Sequence[Row]) -> tuple[list[int], dict[str, list[float | None]]]:
+    """Numbers of devices, and for each kind of plan and figure the highest throughput of all
+    devices together, in 1e12 operations per second.
+    """
+    points = sorted({row.num_devices for row in rows})
+    kinds = {
+        "the case's plan, measured": (GIVEN, "tflops"),
+        "the case's plan, predicted": (GIVEN, "predicted_tflops"),
+        "ours, measured": (OURS, "tflops"),
+        "ours, predicted": (OURS, "predicted_tflops"),
+        "published": (None, "published_tflops"),
+    }
+    series = {}
+    for title, (plan_of, name) in kinds.items():
+        values = [
+            max(
+                (
+                    getattr(row, name) * point
+                    for row in rows
+                    if row.num_devices == point
+                    and plan_of in (None, row.plan_of)
+                    and getattr(row, name)
+                    and row.outcome in ("predicted", "measured")
+                ),
+                default=None,
+            )
+            for point in points
+        ]
+        if any(values):
+            series[title] = values
+    return points, series

@@ -1,0 +1,112 @@
+"""`aliquot bench alpa` and `aliquot bench list`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from command_line import refused, run
+
+from aliquot.plans import Plan
+
+TINY = """
+[suite."tiny.plans"]
+model = "gpt-10m"
+set = { num_layers = 4, hidden_size = 64, vocab_size = 128 }
+batch = 8
+dtype = "float32"
+cases = [
+  { micro_batches = 2, published_s = 1.0, stages = [
+    { layers = 1, mesh = "2x1" }, { layers = 3, mesh = "2x1", forced = false },
+  ] },
+  { data = 2, tensor = 2 },
+  { devices = 64, data = 64, not_expressible = "nobody knows how" },
+  { data = 64, batch = 64 },
+]
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "suites.toml"
+    path.write_text(TINY)
+    return path
+
+
+def test_plans_of_a_suite_are_saved_judged_and_not_made_again(tiny, tmp_path):
+    asked = (
+        "bench",
+        "alpa",
+        "tiny.plans",
+        "--suites",
+        tiny,
+        "--predict",
+        "--out",
+        tmp_path / "out",
+    )
+    asked = (*asked, "--cluster", "4xV100-16GB", "--json")
+    found = run(*asked)
+    assert found.exit_code == 0, found.output
+    answer = json.loads(found.stdout)
+    stages, layout = answer["rows"]
+    assert [row["outcome"] for row in answer["rows"]] == ["predicted", "predicted"]
+    assert [each["case"] for each in answer["skipped"]] == [3, 4]
+    assert "it needs 64 devices" in found.stderr
+    plan = Plan.load(stages["plan_file"])
+    assert [stage.layer_names[0] for stage in plan.stages][1].endswith("layers[1]")
+    assert [stage.mesh_shape for stage in plan.stages] == [(2,), (2,)]
+    assert plan.prediction.step_time_s == stages["predicted_s"]
+    assert stages["predicted_to_published"] == pytest.approx(stages["predicted_s"])
+    assert Plan.load(layout["plan_file"]).stages[0].mesh_shape == (2, 2)
+    lines = (tmp_path / "out" / "rows.tsv").read_text().splitlines()
+    assert len(lines) == 3
+    again = run(*asked)
+    assert json.loads(again.stdout) == answer and "prepare" not in again.stderr
+
+
+def test_what_cannot_be_expressed_is_a_row_with_its_reason():
+    found = run("bench", "alpa", "unet.perf_test_auto", "--predict", "--json")
+    rows = json.loads(found.stdout)["rows"]
+    assert len(rows) == 3
+    assert {row["outcome"] for row in rows} == {"not expressible"}
+    assert "the zoo has no UNet" in rows[0]["reason"]
+
+
+def test_suites_are_listed(tiny):
+    found = json.loads(run("bench", "list", "--suites", tiny, "--json").stdout)["suites"]
+    assert [each["suite"] for each in found][-1] == "tiny.plans" and len(found) == 13
+    shown = run("bench", "list", "gpt.perf_test_manual").stdout
+    assert "dp2 tp2 pp2" in shown and "gpt-39b" in shown
+
+
+def test_bad_input_is_refused(tiny):
+    refused(run("bench", "alpa", "gtp.perf_test_auto", "--predict"), "did you mean 'gpt.perf")
+    refused(run("bench", "alpa", "moe.perf_test_auto", "--case", "9", "--predict"), "1 to 7")
+    refused(run("bench", "alpa", "gpt", "--predict", "--small"), "leave one out")
+    refused(run("bench", "alpa", "gpt", "--verify"), "add --predict")
+    alone = ("bench", "alpa", "gpt", "--predict", "--cluster", "1xV100-16GB")
+    refused(run(*alone), "no case of gpt.grid_search_auto is for these devices", "--every-size")
+    part = ("bench", "alpa", "gpt", "--predict", "--num-hosts", "9")
+    refused(run(*part), "has 8 hosts with 8 devices each")
+    refused(run("bench", "alpa", "gpt", "--predict", "--launch", "ray"), "--predict runs nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("suite", "case"),
+    [
+        ("gpt.perf_test_auto", 4),
+        ("moe.perf_test_auto", 4),
+        ("wresnet.perf_test_auto", 4),
+        ("gpt.grid_search_auto", 16),
+        ("gpt.perf_test_manual", 3),
+        ("moe.perf_test_fast_2d", 3),
+        ("wresnet.perf_test_2d", 7),
+    ],
+)
+def test_small_cases_run_and_equal_one_device(suite, case):
+    command = [sys.executable, "-m", "aliquot", "bench", "alpa", suite, "--case", str(case)]
+    found = subprocess.run([*command, "--small", "--search", "--json"], capture_output=True)
+    for row in json.loads(found.stdout)["rows"]:
+        assert row["outcome"] == "measured" and row["max_difference"] < 1e-4, row
+        assert row["mean_s"] > 0 and row["predicted_s"] > 0 and row["num_devices"] == 8
