@@ -27,6 +27,7 @@ from ._data import data
 from ._demo import demo
 from ._diff import diff
 from ._explain import explain
+from ._generate import generate
 from ._launch import launch
 from ._other_names import Verb
 from ._plan import plan
@@ -69,6 +70,7 @@ _VERBS = (
     verify,
     data,
     train,
+    generate,
     launch,
 )
 for _verb in _VERBS:

@@ -56,7 +56,7 @@ def data(
         check_destination(out)
         from ..data import documents, write_tokens
 
-        chosen = _tokenizer(tokenizer, vocab_file, merge_file, end_of_text)
+        chosen = chosen_tokenizer(tokenizer, vocab_file, merge_file, end_of_text)
         started = time.perf_counter()
         written = write_tokens(out, documents(texts, json_key=json_key), chosen)
         seconds = time.perf_counter() - started
@@ -79,8 +79,8 @@ def data(
         )
 
 
-def _tokenizer(
-    file: Path | None, vocab: Path | None, merges: Path | None, end: str | None
+def chosen_tokenizer(
+    file: Path | None, vocab: Path | None, merges: Path | None, end: str | None = None
 ) -> Tokenizer:
     """The tokenizer that is asked for.
 

@@ -111,10 +111,10 @@ def _source(
         return checkpoints, None
     if options.resume == "auto":
         return checkpoints, None
-    return _opened(Path(options.resume), "--resume"), None
+    return opened(Path(options.resume), "--resume"), None
 
 
-def _opened(path: Path, option: str) -> Checkpoints:
+def opened(path: Path, option: str) -> Checkpoints:
     """The checkpoints in the folder of a run, or in a folder of checkpoints."""
     from ..runtime import Checkpoints
 
@@ -135,7 +135,7 @@ def _weights(path: Path, params: Any, workload: Workload, say: Session) -> Any:
     Raises:
         InputError: some have other shapes, or none is there.
     """
-    source, name = _opened(path, "--init-from"), workload.config.name
+    source, name = opened(path, "--init-from"), workload.config.name
     try:
         restored = source.restore({"params": params}, partly=True)
     except InputError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ class Tokenizer:
 
     Attributes:
         encode: from a document as UTF-8 to its ids.
+        decode: from ids to their text as UTF-8; ids that it does not know are left out.
         name: for readers.
         sha256: of what decides the ids: equal text gives equal ids wherever it is equal.
         vocabulary: the number of ids.
@@ -31,6 +32,7 @@ class Tokenizer:
     """
 
     encode: Callable[[bytes], NDArray[Any]]
+    decode: Callable[[Sequence[int]], bytes]
     name: str
     sha256: str
     vocabulary: int
@@ -41,11 +43,12 @@ class Tokenizer:
 def byte_tokenizer() -> Tokenizer:
     """Bytes as ids, with a new line behind each document.
 
-    >>> byte_tokenizer().encode(b"ab").tolist()
-    [97, 98]
+    >>> byte_tokenizer().encode(b"ab").tolist(), byte_tokenizer().decode([97, 98])
+    ([97, 98], b'ab')
     """
     return Tokenizer(
         encode=lambda text: np.frombuffer(text, np.uint8),
+        decode=lambda ids: bytes(k for k in ids if k < 256),
         name="bytes",
         sha256=hashlib.sha256(b"bytes").hexdigest(),
         vocabulary=256,
@@ -127,8 +130,13 @@ def _wrapped(made: Any, name: str, content: bytes, end: str | None) -> Tokenizer
         decoded = text.decode("utf-8", "replace")
         return np.asarray(made.encode(decoded, add_special_tokens=False).ids, np.uint32)
 
+    def decode(ids: Sequence[int]) -> bytes:
+        text: str = made.decode(list(ids), skip_special_tokens=False)
+        return text.encode()
+
     return Tokenizer(
         encode=encode,
+        decode=decode,
         name=name,
         sha256=hashlib.sha256(content + str(number).encode()).hexdigest(),
         # Ids need not be without gaps.

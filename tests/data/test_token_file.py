@@ -22,6 +22,7 @@ def counting(vocabulary):
     """A tokenizer whose ids are those of the bytes, spread over its vocabulary."""
     return Tokenizer(
         encode=lambda text: np.frombuffer(text, np.uint8) * np.uint32(vocabulary // 256),
+        decode=lambda ids: bytes(k * 256 // vocabulary for k in ids),
         name="spread",
         sha256="0" * 64,
         vocabulary=vocabulary,

@@ -1,0 +1,180 @@
+"""Text from a model of the zoo, token by token, on many devices: the plans of its two functions,
+its weights from a checkpoint, and the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._api import parallelize, plan
+from .cluster import Cluster
+from .core import InputError
+from .planners import AbstractMethod, ManualParallel
+from .plans import Plan
+
+if TYPE_CHECKING:
+    from .runtime import Step
+    from .zoo import Inference
+
+Ints = NDArray[np.int32]
+
+
+class Generator:
+    """A model of the zoo that continues texts, each time with the most likely token.
+
+    Parameters and cache stay on the devices, split as the plan of `decode` says, and each step
+    takes over the cache of the one before. The prompts go through `prefill` under a plan of its
+    own: on the same mesh with the same splits where decode is one program, else by the same method.
+    """
+
+    def __init__(
+        self,
+        model: Inference,
+        *,
+        vocabulary: int | None = None,
+        decode_plan: Plan | None = None,
+        cluster: Cluster | None = None,
+        method: AbstractMethod | None = None,
+        devices: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            model: with the sequences, the place in the cache and the longest prompt that it shall
+                have.
+            vocabulary: tokens from here on are not chosen, as those that only round a vocabulary
+                up; by default the model's own.
+            decode_plan: made earlier, by a generator of the same model; by default it is made.
+            cluster, method, options: as for `aliquot.plan`, for plans that are made here.
+            devices: as for `aliquot.parallelize`.
+
+        Raises:
+            InfeasibleError, InputError: as `aliquot.plan` does.
+        """
+        self.model = model
+        vocabulary = model.config.vocab_size if vocabulary is None else vocabulary
+        decode = _choosing(model.decode, vocabulary)
+        prefill = _choosing(model.prefill, vocabulary)
+        self.plan = decode_plan or plan(
+            decode,
+            model.params,
+            model.cache,
+            model.token,
+            cluster=cluster,
+            method=method,
+            **options,
+        )
+        cluster = Cluster.from_dict(self.plan.cluster)
+        if not self.plan.is_pipeline:
+            method = _same_splits(self.plan)
+            options["num_micro_batches"] = self.plan.num_micro_batches
+        first = plan(
+            prefill,
+            model.params,
+            model.cache,
+            model.prompt,
+            cluster=cluster,
+            method=method,
+            **options,
+        )
+        self._decode: Step = parallelize(decode, self.plan, devices=devices)
+        self._prefill: Step = parallelize(prefill, first, devices=devices)
+        self._decode.prepare(model.params, model.cache, model.token)
+        self._cache: Any = None
+
+    def init(self, key: Any) -> Any:
+        """New parameters, and the cache, made in pieces where they stay. Returns the parameters."""
+        params, self._cache = self._decode.init(
+            lambda key: (self.model.init(key), self.model.new_cache()), key
+        )
+        return params
+
+    def tokens(self, params: Any, prompts: Sequence[Sequence[int]]) -> Iterator[Ints]:
+        """The next token of each sequence, again and again, until the cache is full.
+
+        Args:
+            params: as `init` returns them, or restored from a checkpoint into these.
+            prompts: tokens of each sequence, as many sequences as the model has.
+
+        Raises:
+            InputError: a prompt is empty or too long, or there are more or fewer of them.
+        """
+        model = self.model
+        batch, longest = model.prompt["tokens"].shape
+        faults = [
+            f"prompt {k} has {len(prompt)} tokens"
+            for k, prompt in enumerate(prompts)
+            if not 1 <= len(prompt) <= longest
+        ]
+        if len(prompts) != batch:
+            faults.append(f"there are {len(prompts)} prompts for {batch} sequences")
+        if faults:
+            raise InputError(
+                f"{'; '.join(faults)}: this generator takes {batch} prompts of 1 to {longest}"
+                " tokens. Build the model for others: build_inference(batch=, prompt_len=)."
+            )
+        return self._tokens(params, prompts)
+
+    def _tokens(self, params: Any, prompts: Sequence[Sequence[int]]) -> Iterator[Ints]:
+        model = self.model
+        length = np.array([len(prompt) for prompt in prompts], np.int32)
+        rows = np.zeros(model.prompt["tokens"].shape, np.int32)
+        for row, prompt in zip(rows, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        # What the cache holds of earlier texts lies behind the prompt, and is overwritten before it
+        # is read.
+        self._cache, chosen = self._prefill(params, self._cache, {"tokens": rows, "length": length})
+        position = length
+        while True:
+            token = _on_host(chosen)
+            yield token
+            if int(position.max()) >= model.settings["cache_len"]:
+                return
+            self._cache, chosen = self._decode(
+                params, self._cache, {"token": token, "position": position}
+            )
+            position = position + 1
+
+
+def _choosing(function: Callable[..., Any], vocabulary: int) -> Callable[..., Any]:
+    """A function of the model that returns the most likely token in place of the logits."""
+
+    def choosing(params: Any, cache: Any, batch: Any) -> tuple[Any, Any]:
+        import jax
+        import jax.numpy as jnp
+
+        cache, logits = function(params, cache, batch)
+        if vocabulary < logits.shape[1]:
+            number = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+            logits = jnp.where(number < vocabulary, logits, jnp.asarray(-jnp.inf, logits.dtype))
+        return cache, jnp.argmax(logits, axis=1).astype(jnp.int32)
+
+    choosing.__name__ = function.__name__
+    return choosing
+
+
+def _same_splits(decode: Plan) -> ManualParallel:
+    """The splits of parameters and cache in a plan of one program, for the prefill."""
+    (stage,) = decode.stages
+    return ManualParallel(
+        specs={
+            path: tuple(axes or None for axes in dims)
+            for path, dims in stage.shardings.items()
+            if path.startswith(("params", "cache"))
+        },
+        mesh_shape=stage.mesh_shape,
+        axis_names=stage.axis_names,
+    )
+
+
+def _on_host(array: Any) -> Ints:
+    """A small array whole, in every process."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))

@@ -1,0 +1,327 @@
+"""`aliquot generate`: a trained model of the zoo continues texts."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..core import InputError, counted, printable
+from ._devices import use_devices
+from ._groups import takes_groups
+from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
+from ._options import Json, NetworkGbps, read_cluster, read_plan, with_network
+from ._plan_options import MethodOptions
+from ._session import Session, in_its_encoding, session
+
+if TYPE_CHECKING:
+    from .._generation import Generator
+    from ..data import Tokenizer
+    from ..runtime import Checkpoints
+    from ..zoo import Inference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Texts:
+    """The prompts as tokens, and the tokenizer; None if they were given as tokens."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    tokenizer: Tokenizer | None
+
+
+@takes_groups
+def generate(
+    model: Annotated[str, typer.Argument(help="A name from the zoo.", show_default=False)],
+    checkpoint: Annotated[
+        Path,
+        typer.Option(
+            metavar="RUN",
+            help="The trained weights: a run of aliquot train, or a folder of checkpoints.",
+            show_default=False,
+        ),
+    ],
+    method_options: MethodOptions,
+    launch_options: LaunchOptions,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text to be continued; repeatable, for several at once.", show_default=False
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID,ID,...",
+            help="The same as numbers of tokens, which then are the answer, too.",
+            show_default=False,
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="How many tokens to add, at most.")] = 64,
+    cache: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Place in the cache, for prompt and answer; by default what is needed.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON file of the tokenizer that the data was made by."),
+    ] = None,
+    vocab_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="GPT-2's vocab.json; with --merge-file.")
+    ] = None,
+    merge_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="GPT-2's merges.txt; with --vocab-file.")
+    ] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="PLAN",
+            help="A plan that --save-plan wrote; by default a plan is made.",
+        ),
+    ] = None,
+    save_plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the plan of a token to this file.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype to compute in; by default that of the training.")
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(help="What to plan for: detect, a preset such as 8xH100, or a TOML file.")
+    ] = "detect",
+    network_gbps: NetworkGbps = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Run on this many virtual CPU devices.")
+    ] = None,
+    launch: Engine = None,
+    as_json: Json = False,
+) -> None:
+    """Continue texts with a model that `aliquot train` has trained, always with the most likely
+    token.
+    """
+    with session(as_json) as say:
+        if max_tokens < 1:
+            raise InputError(f"--max-tokens must be at least 1, got {max_tokens}.")
+        if bool(prompt) == bool(tokens):
+            raise InputError("give what is to be continued, as --prompt TEXT or --tokens ID,ID,...")
+        if plan_file is not None and method_options != MethodOptions():
+            raise InputError(
+                f"--plan {plan_file} says how the model runs: leave --method and the like out."
+            )
+        method_options.check(None)
+        launch_options.check(launch, devices=devices, has_plan=plan_file is not None)
+        if launch is not None and starts_others(launch):
+            launch_again(launch, launch_options, None, say, all_say_the_same=True)
+            return
+        with joined(launch):
+            here = use_devices(devices)
+            from .._generation import Generator
+            from ..cluster import Cluster
+            from ._resume import opened
+            from ._train_plan import check_devices
+
+            source: Checkpoints = opened(checkpoint, "--checkpoint")
+            meta = source.record(source.numbers()[-1]).meta
+            texts = _texts(prompt, tokens, meta, (tokenizer, vocab_file, merge_file))
+            built = _model(model, meta, texts, max_tokens, cache, dtype)
+            plan = None
+            if plan_file is not None:
+                plan = read_plan(plan_file)
+                check_devices(plan, len(here))
+            where = Cluster.detect(here) if cluster == "detect" else read_cluster(cluster)
+            generator = Generator(
+                built,
+                vocabulary=_vocabulary(built, texts),
+                decode_plan=plan,
+                cluster=with_network(where, network_gbps),
+                method=method_options.read(),
+                num_micro_batches=method_options.wanted_micro_batches,
+            )
+            if save_plan is not None:
+                generator.plan.save(save_plan)
+            params = _weights(generator, source, checkpoint, model, say)
+            answers = _stream(generator, params, texts, max_tokens, say)
+            _tell(texts, answers, say)
+
+
+def _texts(
+    prompts: Sequence[str] | None,
+    tokens: Sequence[str] | None,
+    meta: dict[str, Any],
+    files: tuple[Path | None, Path | None, Path | None],
+) -> _Texts:
+    """What is to be continued, by the tokenizer of the training data.
+
+    Raises:
+        InputError: a prompt is empty or no list of numbers, or the tokenizer is another.
+    """
+    from ._data import chosen_tokenizer
+
+    used = (meta.get("data") or {}).get("tokenizer", "bytes")
+    if prompts is None:
+        numbers = [each.replace(",", " ").split() for each in tokens or ()]
+        wrong = [n for each in numbers for n in each if not n.isdecimal()]
+        if wrong or not all(numbers):
+            raise InputError(
+                f"--tokens takes numbers of tokens, such as 72,101, and {wrong[0]!r} is none."
+                if wrong
+                else "--tokens is empty: a text begins with one token at least."
+            )
+        ids = tuple(tuple(map(int, each)) for each in numbers)
+        given = chosen_tokenizer(*files) if any(files) else None
+        return _Texts(prompts=ids, tokenizer=given)
+    chosen = chosen_tokenizer(*files)
+    if used not in ("bytes" if chosen.name == "bytes" else chosen.sha256, chosen.sha256):
+        what = "text as bytes" if used == "bytes" else "a tokenizer with a file"
+        raise InputError(
+            f"the model was trained on {what}, and the prompt is read by {chosen.name}: its tokens"
+            " would mean something else. "
+            + (
+                "Leave --tokenizer out."
+                if used == "bytes"
+                else "Give the file that aliquot data was given, with --tokenizer, or --vocab-file"
+                " and --merge-file; or give the prompt as --tokens."
+            )
+        )
+    encoded = tuple(tuple(chosen.encode(text.encode()).tolist()) for text in prompts)
+    if not all(encoded):
+        raise InputError("--prompt is empty: a text begins with one token at least.")
+    return _Texts(prompts=encoded, tokenizer=chosen)
+
+
+def _model(
+    name: str,
+    meta: dict[str, Any],
+    texts: _Texts,
+    max_tokens: int,
+    cache: int | None,
+    dtype: str | None,
+) -> Inference:
+    """The model as it was trained, with place for the prompts and the answers.
+
+    Raises:
+        InputError: it is another model, or one without decode; or a prompt is too long.
+    """
+    from ..zoo import build_inference, configure
+
+    settings = meta.get("settings") or {"model": name}
+    trained = settings["model"]
+    if isinstance(trained, str) and trained != name:
+        raise InputError(
+            f"the checkpoint is of {trained}, not of {name}. Type aliquot generate {trained}."
+        )
+    overrides = settings.get("overrides") or {}
+    config: Any = configure(name, **overrides) if isinstance(trained, str) else None
+    seq_len = getattr(config, "seq_len", 0) if config else trained.get("seq_len", 0)
+    longest = max(map(len, texts.prompts))
+    place = cache or min(longest + max_tokens, seq_len) or longest
+    if longest > place:
+        limit = f"--cache {cache}" if cache else f"{name}'s seq_len of {seq_len}"
+        raise InputError(
+            f"the prompt has {longest} tokens, and the cache place for {place} ({limit}): what does"
+            " not fit could not be attended to. Shorten the prompt"
+            f"{', or give a larger --cache' if cache else ''}."
+        )
+    return build_inference(
+        trained,
+        len(texts.prompts),
+        overrides=overrides or None,
+        dtype=dtype or settings.get("dtype"),
+        scan=bool(settings.get("scan")),
+        cache_len=place,
+        prompt_len=longest,
+    )
+
+
+def _vocabulary(model: Inference, texts: _Texts) -> int:
+    """The number of tokens that may be chosen.
+
+    Raises:
+        InputError: a prompt has tokens that the model does not know.
+    """
+    known = model.config.vocab_size
+    largest = max(max(prompt) for prompt in texts.prompts)
+    if largest >= known:
+        raise InputError(
+            f"the prompt has token {largest}, and {model.config.name} knows {known}: 0 to"
+            f" {known - 1}."
+        )
+    return min(known, texts.tokenizer.vocabulary) if texts.tokenizer else known
+
+
+def _weights(generator: Generator, source: Checkpoints, path: Path, name: str, say: Session) -> Any:
+    """The parameters of the newest checkpoint, each where the plan puts it."""
+    import jax
+
+    fresh = generator.init(jax.random.key(0))
+    try:
+        restored = source.restore({"params": fresh}, partly=True)
+    except InputError as error:
+        raise InputError(f"the weights in {path} are not those of {name}: {error}") from None
+    assert restored is not None
+    if restored.new:
+        some = ", ".join(restored.new[:3])
+        raise InputError(
+            f"the checkpoint in {path} lacks {counted(len(restored.new), 'array')} of {name}:"
+            f" {some}{', ...' * (len(restored.new) > 3)}. Name a run of this model."
+        )
+    for line in restored.skipped:
+        say.note(line)
+    say.note(f"with the weights in {path} (step {restored.number})")
+    return restored.state["params"]
+
+
+def _stream(
+    generator: Generator, params: Any, texts: _Texts, max_tokens: int, say: Session
+) -> list[list[int]]:
+    """The new tokens of each text. A single text is shown as it grows."""
+    import jax
+
+    answers: list[list[int]] = [[] for _ in texts.prompts]
+    chosen, shown = texts.tokenizer, b""
+    end = None if chosen is None or chosen.name == "bytes" else chosen.end
+    shows = len(answers) == 1 and chosen is not None and not say.as_json
+    shows = shows and jax.process_index() == 0
+    characters = codecs.getincrementaldecoder("utf-8")("replace")
+    for count, row in enumerate(generator.tokens(params, texts.prompts), 1):
+        for answer, token in zip(answers, row.tolist(), strict=True):
+            if end is None or end not in answer:
+                answer.append(token)
+        if shows and chosen is not None:
+            # Characters may consist of several tokens, and tokens be parts of characters.
+            text = chosen.decode(answers[0])
+            if text.startswith(shown):
+                _write(characters.decode(text[len(shown) :]))
+                shown = text
+        if count == max_tokens or (end is not None and all(end in each for each in answers)):
+            break
+    else:
+        say.note(f"the cache is full, with {generator.model.settings['cache_len']} tokens.")
+    if shows:
+        _write(characters.decode(b"", final=True) + "\n")
+    return answers
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(in_its_encoding(printable(text, keep="\n\t"), sys.stdout))
+    sys.stdout.flush()
+
+
+def _tell(texts: _Texts, answers: Sequence[Sequence[int]], say: Session) -> None:
+    chosen = texts.tokenizer
+    decoded = [
+        chosen.decode(each).decode("utf-8", "replace") if chosen else None for each in answers
+    ]
+    if chosen is None:
+        say.show("\n".join(",".join(map(str, each)) for each in answers))
+    elif len(answers) > 1:
+        prompts = [chosen.decode(each).decode("utf-8", "replace") for each in texts.prompts]
+        say.show("\n\n".join(f"{p}|{text}" for p, text in zip(prompts, decoded, strict=True)))
+    say.finish({"texts": decoded, "tokens": answers})

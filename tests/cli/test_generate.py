@@ -1,0 +1,141 @@
+"""`aliquot generate`: texts under plans are those of one device; what it refuses."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from command_line import refused, run
+
+import aliquot as aq
+from aliquot.zoo import build_inference
+
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "vocab_size": 260, "seq_len": 80}
+PROMPTS = ("Long ago", "one")
+
+
+def model(name="gpt-125m", scan=False):
+    return build_inference(name, 2, overrides=SIZES, dtype="float32", scan=scan)
+
+
+@functools.cache
+def weights(name, scan):
+    """Weights so large that the most likely token is not near another."""
+    rng = np.random.default_rng(7)
+    return jax.tree.map(
+        lambda x: (0.7 * rng.normal(size=x.shape)).astype(x.dtype), model(name, scan).params
+    )
+
+
+@functools.cache
+def text_of_one_device(name, scan, count=64):
+    """The most likely tokens by the forward pass of the whole sequence."""
+    forward = jax.jit(model(name, scan).forward)
+    prompts = [list(text.encode()) for text in PROMPTS]
+    rows = np.zeros((2, SIZES["seq_len"]), np.int32)
+    for row, prompt in zip(rows, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    for step in range(count):
+        logits = forward(weights(name, scan), {"inputs": rows})
+        for k, prompt in enumerate(prompts):
+            at = len(prompt) + step
+            rows[k, at] = np.argmax(logits[k, at - 1, :256])
+    return [row[len(p) : len(p) + count].tolist() for row, p in zip(rows, prompts, strict=True)]
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Saves the weights of a model as a run does; returns the run's folder."""
+
+    def save(name="gpt-125m", scan=False, tokenizer="bytes"):
+        held = weights(name if name != "bert-base" else "gpt-125m", scan)
+        settings = {"model": name, "overrides": SIZES, "dtype": "float32", "scan": scan}
+        meta = {"settings": settings, "data": {"tokenizer": tokenizer}}
+        with aq.Checkpoints(tmp_path / "run") as checkpoints:
+            checkpoints.save(None, {"params": held}, 5, meta=meta)
+        return tmp_path / "run"
+
+    return save
+
+
+SLOW = pytest.mark.slow
+
+
+def generate(folder, *options, model="gpt-125m"):
+    return "generate", model, "--checkpoint", folder, *options
+
+
+@pytest.mark.parametrize(
+    ("name", "scan", "options"),
+    [
+        ("gpt-125m", False, "--method megatron:dp2,tp4 --max-tokens 20"),
+        pytest.param("gpt-125m", False, "--method megatron:dp2,tp4", marks=SLOW),
+        pytest.param("gpt-125m", False, "--method megatron:dp2,tp2,pp2", marks=SLOW),
+        pytest.param("gpt-125m", True, "--method megatron:tp4,pp2 --micro-batches 2", marks=SLOW),
+        pytest.param("llama-7b", False, "--method megatron:dp2,tp2,pp2", marks=SLOW),
+        pytest.param("llama-7b", True, "--method auto", marks=SLOW),
+        pytest.param(
+            "gpt-125m",
+            False,
+            "--method megatron:dp2,tp2,pp2 --launch local:2 --num-devices-per-host 4",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "gpt-125m",
+            False,
+            "--method megatron:dp2,tp4 --launch local:2 --num-devices-per-host 4",
+            marks=SLOW,
+        ),
+    ],
+)
+def test_text_is_that_of_one_device(name, scan, options, trained):
+    prompts = [word for text in PROMPTS for word in ("--prompt", text)]
+    command = generate(trained(name, scan), *prompts, *options.split(), "--json", model=name)
+    if "--launch" in options:
+        said = subprocess.run(
+            [sys.executable, "-m", "aliquot", *map(str, command)],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env={**os.environ, "XLA_FLAGS": ""},
+        )
+        assert said.returncode == 0, said.stderr
+    else:
+        said = run(*command)
+        assert said.exit_code == 0, said.stderr
+    answer = json.loads(said.stdout)
+    count = 20 if "--max-tokens" in options else 64
+    assert answer["tokens"] == [each[:count] for each in text_of_one_device(name, scan)]
+    assert answer["texts"][0] == bytes(answer["tokens"][0]).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--prompt", "x" * 81), "the prompt has 81 tokens, and the cache place for 80"),
+        (("--prompt", "long", "--cache", "3"), "place for 3 (--cache 3)"),
+        (("--prompt", ""), "--prompt is empty"),
+        (("--tokens", "1,x"), "'x' is none"),
+        (("--tokens", "300"), "token 300, and gpt-125m knows 260: 0 to 259"),
+        ((), "--prompt TEXT or --tokens"),
+        (("--prompt", "a", "--max-tokens", "0"), "--max-tokens must be at least 1"),
+    ],
+)
+def test_prompts_that_cannot_be(options, said, trained):
+    refused(run(*generate(trained(), *options)), said)
+
+
+def test_models_and_runs_that_cannot_be(trained, tmp_path):
+    refused(run(*generate(tmp_path, "--prompt", "a")), "--checkpoint", "there is no checkpoint")
+    folder = trained(tokenizer="0" * 64)
+    refused(run(*generate(folder, "--prompt", "a")), "trained on a tokenizer with a file")
+    other = generate(folder, "--tokens", "1", model="gpt-350m")
+    refused(run(*other), "the checkpoint is of gpt-125m, not of gpt-350m")
+
+
+def test_a_model_without_decode(trained):
+    refused(run(*generate(trained("bert-base"), "--tokens", "1", model="bert-base")), "no decode")
