@@ -35,6 +35,7 @@ FLOORS = {
     "_questions": 11,
     "_remedies": 11,
     "_evaluation": 11,
+    "_generation": 11,
     "cli": 12,
     "__main__": 13,
 }
