@@ -17,7 +17,7 @@ _MODULE_OF = {
     "verify": "_api",
     "compare": "_questions",
     "largest_batch": "_questions",
-    "size": "_questions",
+    "size": "_size",
     "find_remedies": "_remedies",
     "evaluator": "_evaluation",
     "MetricsLog": "report",

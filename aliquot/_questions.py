@@ -1,6 +1,4 @@
-"""Questions about a step that one plan does not answer: which method, which cluster, which batch,
-how many hosts.
-"""
+"""Questions that one plan does not answer: which method, which cluster, which batch."""
 
 from __future__ import annotations
 
@@ -9,25 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from ._variants import Method, Variant, Variants, plan_variants
-from .cluster import Cluster, HostPrice, wire
+from .cluster import Cluster
 from .core import CaptureError, InfeasibleError, InputError, format_bytes
 from .planners import Progress, method_by_name
-from .plans import ModelReference, examples_per_step, tokens_per_step
+from .plans import ModelReference
 from .report import (
     BatchSearch,
     BatchTrial,
     Candidate,
-    ClusterOption,
     Comparison,
-    Sizing,
     sorted_candidates,
-    sorted_options,
 )
 
 Made: TypeAlias = tuple[Callable[..., Any], Any, Any]
 
 _MOST_DOUBLINGS = 16
-_MOST_HOSTS = 1024
 # Batches that fit in more micro-batches are tried in larger steps, until one raises the throughput
 # by less than this share.
 _TIMES_WITH_MICRO_BATCHES = 4
@@ -305,129 +299,3 @@ def _only_more_micro_batches(smaller: BatchTrial, larger: BatchTrial) -> bool:
         larger.num_micro_batches > smaller.num_micro_batches
         and larger.examples_per_s < smaller.examples_per_s * (1 + _LEAST_GAIN)
     )
-
-
-def size(
-    step: Callable[..., Any],
-    *args: Any,
-    hosts: Sequence[tuple[str, int] | HostPrice],
-    tokens: float,
-    by_s: float,
-    prices: str = "",
-    method: Method | None = None,
-    num_micro_batches: int | Literal["auto"] | None = None,
-    micro_batch_semantics: str = "exact",
-    max_hosts: int = 64,
-    memory_limit_bytes: float | None = None,
-    on_missing_rule: str = "infer",
-    model: ModelReference | None = None,
-    progress: Progress | None = None,
-    **kwargs: Any,
-) -> Sizing:
-    """The fewest hosts on which a step fits, and the hosts that finish training in time: the
-    cheapest of these if there are prices.
-
-    The numbers of hosts 1, 2, 4, ... are tried until training meets the deadline with a margin
-    (`SLOWEST`) or the next number takes no less time.
-
-    Args:
-        step, *args, **kwargs: as for `aliquot.plan`.
-        hosts: kinds of hosts, as `(device, devices per host)` or with a price.
-        tokens: number of tokens to train on; of examples if the batch has no tokens.
-        by_s: seconds within which training must be done.
-        prices: where the prices come from, as a note for readers.
-        max_hosts: the most hosts to try.
-        method, num_micro_batches, micro_batch_semantics, memory_limit_bytes, on_missing_rule,
-        model, progress:
-            as for `aliquot.plan`.
-
-    Raises:
-        InputError: The numbers make no sense.
-    """
-    variants = (Variant(step=step, args=args, kwargs=kwargs, model=model),)
-    return size_built(
-        lambda cluster: variants,
-        hosts=hosts,
-        tokens=tokens,
-        by_s=by_s,
-        prices=prices,
-        max_hosts=max_hosts,
-        progress=progress,
-        method=method,
-        num_micro_batches=num_micro_batches,
-        micro_batch_semantics=micro_batch_semantics,
-        memory_limit_bytes=memory_limit_bytes,
-        on_missing_rule=on_missing_rule,
-    )
-
-
-def size_built(
-    build: Callable[[Cluster], Variants],
-    *,
-    hosts: Sequence[tuple[str, int] | HostPrice],
-    tokens: float,
-    by_s: float,
-    prices: str = "",
-    max_hosts: int = 64,
-    progress: Progress | None = None,
-    **options: Any,
-) -> Sizing:
-    """As `size`, for a step that may be built in several ways.
-
-    Args:
-        build: the ways to build the step for a cluster.
-        options: those of `aliquot.plan`.
-    """
-    if not (tokens > 0 and by_s > 0 and 1 <= max_hosts <= _MOST_HOSTS and hosts):
-        raise InputError(
-            f"size needs hosts, tokens and a time above 0, and 1 to {_MOST_HOSTS} hosts at most;"
-            f" got tokens={tokens}, by_s={by_s}, max_hosts={max_hosts}."
-        )
-    rows: list[ClusterOption] = []
-    title, examples = "", 0
-    for host in hosts:
-        device, each = (host.device, host.devices_per_host) if isinstance(host, HostPrice) else host
-        hourly = host.price_per_hour if isinstance(host, HostPrice) else None
-        count, last_s = 1, float("inf")
-        while count <= max_hosts:
-            cluster = wire(f"{count}x{each}x{device}", device, count, each)
-            if progress:
-                progress(cluster.name, 0, 0)
-            variants = build(cluster)
-            title, plan_found, refusal, training_s = variants[0].title, None, "", None
-            try:
-                plan_found = plan_variants(variants, cluster=cluster, **options)
-            except (InfeasibleError, InputError) as error:
-                refusal = str(error).partition("\n")[0]
-            else:
-                examples = examples_per_step(plan_found)
-                steps = tokens / (tokens_per_step(plan_found) or examples or 1)
-                training_s = steps * plan_found.prediction.step_time_s
-            rows.append(
-                ClusterOption(
-                    cluster=cluster.name,
-                    num_hosts=count,
-                    devices_per_host=each,
-                    plan=plan_found,
-                    training_s=training_s,
-                    price_per_hour=None if hourly is None else hourly * count,
-                    refusal=refusal,
-                )
-            )
-            if training_s is not None and (training_s <= by_s / SLOWEST or training_s >= last_s):
-                break
-            last_s = training_s if training_s is not None else last_s
-            count *= 2
-    return Sizing(
-        model=title,
-        tokens=tokens,
-        by_s=by_s,
-        global_batch=examples,
-        options=sorted_options(rows),
-        prices=prices,
-    )
-
-
-SLOWEST = 1.5
-"""Hosts are added until the deadline is met even if steps take so many times the predicted
-time."""

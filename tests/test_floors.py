@@ -33,6 +33,7 @@ FLOORS = {
     "_variants": 10,
     "suites": 11,
     "_questions": 11,
+    "_size": 11,
     "_remedies": 11,
     "_evaluation": 11,
     "_generation": 11,

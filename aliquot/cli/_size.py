@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,21 +61,19 @@ def size(
     memory_limit: MemoryLimit = None,
     as_json: Json = False,
 ) -> None:
-    """Find the fewest hosts on which a model fits, and the clusters that train it in time, cheapest
-    first.
-    """
+    """Find the clusters that train a model in time: the cheapest, or the fewest hosts."""
     with session(as_json) as say:
         for option, given, such_as in (("--tokens", tokens, "2T"), ("--by", by, "30d")):
             if not given:
                 raise InputError(f"aliquot size needs {option}, such as {option} {such_as}.")
         wanted, by_s = read_count(tokens), read_duration(by)
-        from ..cluster import SAMPLE_PRICES, HostPrice, load_prices
+        from ..cluster import HostPrice, load_prices
 
         table = load_prices(prices)
         use_host_only()
         kinds = _kinds(device, devices_per_host, table, given=prices is not None)
-        from .._questions import size_built
-        from ..report import sizing_table
+        from .._size import size_built
+        from ..report import option_line, sizing_table
         from ._model import user_code
         from ._recomputation import builder
 
@@ -86,11 +85,8 @@ def size(
                 hosts=kinds,
                 tokens=wanted,
                 by_s=by_s,
-                prices=(
-                    (str(prices) if prices else f"{SAMPLE_PRICES}, a sample: pass --prices FILE")
-                    if priced
-                    else ""
-                ),
+                prices=_origin(prices) if priced else "",
+                found=lambda option: say.note(option_line(option)),
                 max_hosts=max_hosts,
                 memory_limit_bytes=limit,
                 progress=report,
@@ -99,6 +95,14 @@ def size(
         say.finish(sizing.to_dict())
         if sizing.choice() is None:
             raise typer.Exit(1)
+
+
+def _origin(prices: Path | None) -> str:
+    """Where prices come from, and of which date they are."""
+    if prices is None:
+        return "a sample of November 2026, no offer: pass yours as --prices FILE"
+    written = datetime.fromtimestamp(prices.stat().st_mtime)
+    return f"{prices}, written on {written:%Y-%m-%d}"
 
 
 def read_count(text: str) -> float:

@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -16,21 +17,25 @@ from ._device import DEVICES
 SAMPLE_PRICES = "prices_2026_11.csv"
 """The sample that ships: round figures of the right order, to be replaced by your own."""
 
+_CURRENCY = re.compile(r"\s*\(\s*([A-Za-z]{3})\s*\)$")
 _COLUMNS = ("device", "devices per host", "price per hour")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPrice:
-    """One kind of host: its devices, how many, and what it costs by the hour."""
+    """One kind of host: its devices, how many, and what it costs by the hour in a currency, such as
+    `USD`; empty if that is not said.
+    """
 
     device: str
     devices_per_host: int
     price_per_hour: float
+    currency: str = ""
 
 
 def load_prices(path: str | os.PathLike[str] | None = None) -> tuple[HostPrice, ...]:
     """Prices from a CSV file with the columns device, devices per host, price per hour; by default
-    the sample.
+    the sample. The last column may name its currency: price per hour (USD).
 
     Lines that begin with `#` are remarks.
 
@@ -57,12 +62,17 @@ def _read(text: str, name: str) -> tuple[HostPrice, ...]:
     ]
     rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO("\n".join(lines)))]
     advice = f"The columns are {', '.join(_COLUMNS)}, as in: H100, 8, 55.04"
-    if not rows or [cell.lower().replace("_", " ") for cell in rows[0]] != list(_COLUMNS):
+    named = [cell.replace("_", " ") for cell in rows[0]] if rows else []
+    currency = _CURRENCY.search(named[-1]) if named else None
+    if currency:
+        named[-1] = _CURRENCY.sub("", named[-1])
+    if [cell.lower() for cell in named] != list(_COLUMNS):
         raise InputError(
             f"prices {name!r} do not begin with a line that names the columns. {advice}"
         )
     faults: list[str] = []
-    prices = [_price(row, number, faults) for number, row in enumerate(rows[1:], 1)]
+    money = currency[1].upper() if currency else ""
+    prices = [_price(row, number, money, faults) for number, row in enumerate(rows[1:], 1)]
     if not prices:
         faults.append("there is no price")
     if faults:
@@ -70,7 +80,7 @@ def _read(text: str, name: str) -> tuple[HostPrice, ...]:
     return tuple(price for price in prices if price is not None)
 
 
-def _price(row: Sequence[str], number: int, faults: list[str]) -> HostPrice | None:
+def _price(row: Sequence[str], number: int, currency: str, faults: list[str]) -> HostPrice | None:
     if len(row) != len(_COLUMNS):
         faults.append(f"row {number} has {len(row)} cells")
         return None
@@ -89,4 +99,4 @@ def _price(row: Sequence[str], number: int, faults: list[str]) -> HostPrice | No
         faults.append(f"row {number}: {shortened(row[2], 30)!r} is no price")
     if device is None or count < 1 or not (math.isfinite(price) and price > 0):
         return None
-    return HostPrice(device=device, devices_per_host=count, price_per_hour=price)
+    return HostPrice(device=device, devices_per_host=count, price_per_hour=price, currency=currency)

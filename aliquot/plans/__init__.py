@@ -75,6 +75,7 @@ from ._stage_text import stage_data as stage_data
 from ._stage_text import stage_numbers as stage_numbers
 from ._stage_text import submesh_name as submesh_name
 from ._stage_text import submesh_names as submesh_names
+from ._summary import chosen_candidate as chosen_candidate
 from ._summary import runner_up as runner_up
 from ._summary import summary_rows as summary_rows
 from ._throughput import examples_per_step as examples_per_step

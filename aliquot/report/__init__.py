@@ -32,6 +32,7 @@ from ._sizing import BatchTrial as BatchTrial
 from ._sizing import ClusterOption as ClusterOption
 from ._sizing import Sizing as Sizing
 from ._sizing import batch_table as batch_table
+from ._sizing import option_line as option_line
 from ._sizing import sizing_table as sizing_table
 from ._sizing import sorted_options as sorted_options
 from ._tables import Facts as Facts

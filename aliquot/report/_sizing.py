@@ -4,6 +4,7 @@ tables and plain data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,16 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ..core import format_bytes, format_count, format_seconds
-from ..plans import Plan, mfu, tokens_per_step
+from ..core import counted, format_bytes, format_count, format_seconds
+from ..plans import (
+    Plan,
+    chosen_candidate,
+    examples_per_step,
+    is_pipeline,
+    meshes,
+    mfu,
+    tokens_per_step,
+)
 from ._tables import columns
 
 _DAY_S = 86_400.0
@@ -203,7 +212,8 @@ class Sizing:
         tokens, by_s: tokens to train on, and the seconds within which that must be done.
         global_batch: number of examples.
         options: all clusters that were planned for, by device and number of hosts.
-        prices: where the prices come from; empty without prices.
+        prices, currency: where the prices come from, and their currency; empty without prices.
+        max_hosts: the most hosts that were to be tried.
     """
 
     model: str
@@ -212,15 +222,22 @@ class Sizing:
     global_batch: int
     options: tuple[ClusterOption, ...]
     prices: str = ""
+    currency: str = ""
+    max_hosts: int = 64
 
     @property
-    def fewest(self) -> ClusterOption | None:
-        """The option with the fewest hosts among those on which the model fits."""
-        return min(
-            (o for o in self.options if o.plan),
-            key=lambda o: (o.num_hosts, o.training_s),
-            default=None,
-        )
+    def first_in_time(self) -> int | None:
+        """Where nothing that was planned is in time: the fewest hosts above `max_hosts` that divide
+        the batch and would be, if more hosts computed as fast each as those that were planned. None
+        if something is in time, or if none would be.
+        """
+        planned = [o for o in self.options if o.training_s is not None]
+        if not planned or self.in_time():
+            return None
+        work_s = min(o.num_hosts * (o.training_s or 0.0) for o in planned)
+        least = max(math.ceil(work_s / self.by_s), self.max_hosts + 1)
+        counts = range(least, max(self.global_batch, least) + 1)
+        return next((n for n in counts if not self.global_batch % n), None)
 
     def in_time(self, slower: float = 1.0) -> list[ClusterOption]:
         """Options that meet the deadline if steps take `slower` times the predicted time."""
@@ -249,7 +266,8 @@ class Sizing:
             "by_s": self.by_s,
             "global_batch": self.global_batch,
             "prices": self.prices or None,
-            "fewest_hosts_that_fit": self.fewest.cluster if self.fewest else None,
+            "currency": self.currency or None,
+            "first_in_time": self.first_in_time,
             "choice": chosen.cluster if (chosen := self.choice()) else None,
             "sensitivity": [
                 {
@@ -269,6 +287,8 @@ class Sizing:
                     "devices_per_host": o.devices_per_host,
                     "feasible": o.plan is not None,
                     "step_time_s": o.plan.prediction.step_time_s if o.plan else None,
+                    "method": _method(o.plan) if o.plan else None,
+                    "tokens_per_s_per_device": _per_device(o),
                     "mfu": mfu(o.plan) if o.plan else None,
                     "training_s": o.training_s,
                     "in_time": o.training_s is not None and o.training_s <= self.by_s,
@@ -293,51 +313,112 @@ SLOWER = (0.8, 1.0, 1.25, 1.5)
 def sizing_table(sizing: Sizing) -> Group:
     """The choice, the choices if predictions are off, and a table of all options."""
     goal = (
-        f"{sizing.model}: {format_count(sizing.tokens)} tokens in {sizing.by_s / _DAY_S:g} days,"
+        f"{sizing.model}: {format_count(sizing.tokens)} tokens in {_span(sizing.by_s)},"
         f" batch {sizing.global_batch}"
     )
     lines: list[RenderableType] = [Text(f"{goal} (predicted)", style="bold")]
-    fewest, choice = sizing.fewest, sizing.choice()
-    lines.append(
-        Text(f"  fewest hosts that fit  {_named(fewest) if fewest else 'none that was tried'}")
-    )
+    choice, money = sizing.choice(), sizing.currency
     best = "cheapest in time" if sizing.prices else "fewest hosts in time"
-    lines.append(Text(f"  {best.ljust(22)} {_named(choice) if choice else 'none that was tried'}"))
+    if choice:
+        lines.append(Text(f"  {best}  {_named(choice, money)}"))
+    else:
+        lines += [Text(f"  {line}") for line in _none_in_time(sizing)]
     lines += [Text(""), Text("If steps take more or less than predicted", style="bold")]
     for slower in SLOWER:
         if slower != 1.0:
             option = sizing.choice(slower)
-            text = _named(option, slower) if option else "none that was tried is in time"
+            text = _named(option, money, slower) if option else "none that was tried is in time"
             lines.append(Padding(Text(f"{slower:g}x: {text}"), (0, 0, 0, 2)))
     lines.append(Text(""))
     priced = any(o.cost is not None for o in sizing.options)
-    header = [
-        "cluster",
-        "step",
-        "MFU",
-        "days",
-        "in time",
-        *(["per hour", "cost"] if priced else []),
-    ]
+    unit = f" ({money})" if money else ""
+    header = ["cluster", "method", "step", f"{_unit(sizing)}/s each", "MFU", "days", "in time"]
+    header += [f"per hour{unit}", f"cost{unit}"] if priced else []
     rows = []
     for o in sizing.options:
-        row = [o.cluster, "does not fit", "", "", ""]
+        row = [o.cluster, "does not fit", "", "", "", "", ""]
         if o.plan and o.training_s is not None:
-            in_time = "yes" if o.training_s <= sizing.by_s else "no"
-            step = format_seconds(o.plan.prediction.step_time_s)
-            row = [o.cluster, step, _percent(mfu(o.plan)), f"{o.training_s / _DAY_S:.1f}", in_time]
-        money = [_money(o.price_per_hour), _money(o.cost)] if priced else []
-        rows.append([*row, *money])
-    right = [1, 2, 3, *([5, 6] if priced else [])]
+            row = [
+                o.cluster,
+                _method(o.plan),
+                format_seconds(o.plan.prediction.step_time_s),
+                format_count(float(round(_per_device(o) or 0.0))),
+                _percent(mfu(o.plan)),
+                f"{o.training_s / _DAY_S:.1f}",
+                "yes" if o.training_s <= sizing.by_s else "no",
+            ]
+        rows.append([*row, *([_money(o.price_per_hour), _money(o.cost)] if priced else [])])
+    right = [2, 3, 4, 5, *([7, 8] if priced else [])]
     rest = [Text(f"Prices: {sizing.prices}")] if sizing.prices else []
     return Group(*lines, columns("Planned", header, rows, right=right, narrow=True), *rest)
 
 
-def _named(option: ClusterOption, slower: float = 1.0) -> str:
+def _span(seconds: float) -> str:
+    """A time in days, or in hours where it is less than two days."""
+    if seconds < 2 * _DAY_S:
+        hours = f"{seconds / 3600:g}"
+        return f"{hours} hour{'' if hours == '1' else 's'}"
+    return f"{seconds / _DAY_S:g} days"
+
+
+def _none_in_time(sizing: Sizing) -> list[str]:
+    """What to do where nothing that was planned is in time."""
+    hosts = counted(sizing.max_hosts, "host")
+    planned = [o for o in sizing.options if o.training_s is not None]
+    if not planned:
+        return [f"It fits on none of up to {hosts}: --max-hosts tries more."]
+    fastest = min(planned, key=lambda o: o.training_s or 0.0)
+    first = sizing.first_in_time
+    lines = [f"none of up to {hosts} is in time; the fastest: {_named(fastest, sizing.currency)}"]
+    if first:
+        lines.append(
+            f"About {first} hosts would be, if each computed as fast: try --max-hosts {first}"
+        )
+    else:
+        lines.append(
+            "No more hosts divide the batch and would be: allow more time with --by, or use a"
+            " larger batch."
+        )
+    return lines
+
+
+def option_line(option: ClusterOption) -> str:
+    """One line for a cluster that was just planned."""
+    if option.plan is None:
+        return f"{option.cluster}: does not fit"
+    step = format_seconds(option.plan.prediction.step_time_s)
+    return f"{option.cluster}: {step} a step, {(option.training_s or 0.0) / _DAY_S:.1f} days"
+
+
+def _method(plan: Plan) -> str:
+    """What was chosen, by a name that can be typed."""
+    if is_pipeline(plan):
+        return f"pipeshard, {len(plan.stages)} stages, {plan.schedule}"
+    chosen = chosen_candidate(plan)
+    name = plan.method if chosen is None else plan.provenance.candidates[chosen].get("name", "")
+    return f"{name} on {meshes(plan).removeprefix('mesh ').partition(' ')[0]}"
+
+
+def _unit(sizing: Sizing) -> str:
+    has_tokens = any(o.plan and tokens_per_step(o.plan) for o in sizing.options)
+    return "tokens" if has_tokens else "examples"
+
+
+def _per_device(option: ClusterOption) -> float | None:
+    """Tokens, or else examples, per second of each device."""
+    if option.plan is None or not option.plan.prediction.step_time_s:
+        return None
+    count = tokens_per_step(option.plan) or examples_per_step(option.plan)
+    devices = option.num_hosts * option.devices_per_host
+    return count / option.plan.prediction.step_time_s / devices
+
+
+def _named(option: ClusterOption, currency: str = "", slower: float = 1.0) -> str:
     days = (
         f", {option.training_s * slower / _DAY_S:.1f} days" if option.training_s is not None else ""
     )
-    cost = f", cost {_money(option.cost * slower)}" if option.cost is not None else ""
+    amount = None if option.cost is None else _money(option.cost * slower)
+    cost = f", cost {f'{currency} ' if currency else ''}{amount}" if amount else ""
     return (
         f"{option.cluster} ({option.num_hosts}"
         f" host{'' if option.num_hosts == 1 else 's'}){days}{cost}"
