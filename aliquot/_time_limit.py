@@ -11,8 +11,18 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from .core import InputError, TimeLimitError, format_seconds
-from .planners import AbstractMethod, Decision, Interrupted, Task, least_compute_s
+from .core import CaptureError, InfeasibleError, InputError, TimeLimitError, format_seconds
+from .planners import (
+    AbstractMethod,
+    Auto,
+    Decision,
+    Interrupted,
+    ShardParallel,
+    Task,
+    WholeProgram,
+    Zero3Parallel,
+    least_compute_s,
+)
 
 _STATUS = "time limit reached"
 _COMPUTE_ALONE = "all plans, by compute alone that all devices share evenly"
@@ -56,6 +66,9 @@ class TimeLimit:
     def decide(self, method: AbstractMethod, task: Task) -> Decision:
         """As `method.decide`, but once the time is over, the best decision so far, with its bound.
 
+        Searches that take any program begin with ZeRO-3, which takes little of the time, so that
+        there is a plan to fall back on.
+
         Raises:
             TimeLimitError: no plan was complete by then.
             Interrupted: Ctrl-C.
@@ -68,14 +81,19 @@ class TimeLimit:
                 raise _OutOfTime
 
         best: Decision | None = None
+        simple: Decision | None = None
         timed = replace(task, progress=report)
         try:
             with _alarm(self):
+                if isinstance(method, Auto | WholeProgram | ShardParallel):
+                    simple = _simple(timed)
                 return method.decide(timed)
         except KeyboardInterrupt as stopped:
             if not self.is_over:
                 raise
             best = stopped.decision if isinstance(stopped, Interrupted) else None
+        if simple and (best is None or simple.step_time_s < best.step_time_s):
+            best = simple
         if best is None:
             raise TimeLimitError(
                 f"No plan was complete after {format_seconds(self.seconds)}, tracing the step"
@@ -88,6 +106,15 @@ class TimeLimit:
         return replace(
             best, status=_STATUS, lower_bound_s=least_s, gap=None, bound_holds_for=_COMPUTE_ALONE
         )
+
+
+def _simple(task: Task) -> Decision | None:
+    """ZeRO-3 in the fewest micro-batches of a few numbers in which it fits; None if in none."""
+    asked = task.num_micro_batches
+    for count in (1, 4, 16, 64) if asked is None else (asked,):
+        with contextlib.suppress(InfeasibleError, InputError, CaptureError):
+            return Zero3Parallel().decide(replace(task, num_micro_batches=count))
+    return None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Compile a plan for sixteen TPU chips that are not here, and compare it with the prediction.
 
-    pip install 'aliquot[zoo,verify-tpu]'
+    pip install -e '.[zoo,verify-tpu]'
     python examples/6_verify_for_a_tpu.py
 
 The compiler is libtpu, which needs no TPU. Without it, the script says what to install.

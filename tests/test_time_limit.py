@@ -121,3 +121,21 @@ def test_what_a_single_stage_had_found_is_no_plan_of_the_step(monkeypatch):
 def test_limits_are_positive(limit_s):
     with pytest.raises(InputError, match="time limit must be positive"):
         aq.plan(*STEP, cluster=CLUSTER, time_limit_s=limit_s)
+
+
+@pytest.mark.parametrize("count", [None, 2])
+@pytest.mark.parametrize("method", [aq.Auto(), aq.WholeProgram(), aq.ShardParallel()], ids=str)
+def test_a_search_that_found_nothing_by_then_falls_back_on_a_fixed_method(
+    method, count, monkeypatch
+):
+    def stop(*args, **kwargs):
+        monkeypatch.setattr(_time_limit.TimeLimit, "is_over", property(lambda limit: True))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(method), "decide", stop)
+    monkeypatch.setattr(type(method), "solve", stop)
+    asked = {"cluster": CLUSTER, "num_micro_batches": count}
+    plan = aq.plan(*STEP, **asked, method=method, time_limit_s=3600.0)
+    simple = aq.plan(*STEP, **asked, method=aq.Zero3Parallel())
+    assert plan.prediction == simple.prediction and plan.method == "zero3"
+    assert plan.provenance.status == "time limit reached"

@@ -13,6 +13,7 @@ from ._errors import MissingRuleError as MissingRuleError
 from ._errors import PlanFileError as PlanFileError
 from ._errors import PlanMismatchError as PlanMismatchError
 from ._errors import TimeLimitError as TimeLimitError
+from ._errors import how_to_install as how_to_install
 from ._errors import nearest as nearest
 from ._files import open_atomic as open_atomic
 from ._files import read_file as read_file

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from ._text import listing
 
@@ -152,7 +153,7 @@ class MissingExtraError(AliquotError):
         package: The module or distribution that could not be imported.
 
     >>> print(MissingExtraError("plot", "matplotlib"))
-    this needs matplotlib, which is not installed. Run: pip install 'aliquot[plot]'
+    this needs matplotlib, which is not installed. Run: pip install ...[plot]'
     """
 
     def __init__(self, extra: str, package: str) -> None:
@@ -162,9 +163,19 @@ class MissingExtraError(AliquotError):
 
     def __str__(self) -> str:
         return (
-            f"this needs {self.package}, which is not installed. Run: pip install"
-            f" 'aliquot[{self.extra}]'"
+            f"this needs {self.package}, which is not installed. Run: {how_to_install(self.extra)}"
         )
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra: from the checkout that this package lies in, or else by
+    name. It is that of the Python that runs.
+    """
+    root = Path(__file__).parents[2]
+    if not (root / "pyproject.toml").is_file():
+        return f"pip install 'aliquot[{extra}]'"
+    where = "." if root == Path.cwd() else str(root)
+    return f"pip install -e '{where}[{extra}]'"
 
 
 _FILL_A_SCREEN = 60

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..core import AliquotError, with_xla_flags
+from ..core import AliquotError, how_to_install, with_xla_flags
 from ._targets import CompileTarget
 
 _GPU_PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
@@ -74,7 +74,7 @@ def _require_gpu(target: CompileTarget) -> Mapping[str, str]:
 def _missing(target: CompileTarget, what: str, extra: str, packages: str) -> CompilerMissingError:
     return CompilerMissingError(
         f"compiling for {target.name} needs its compiler, which is not installed (missing:"
-        f" {what}).\n  Run: pip install 'aliquot[{extra}]'   (or only the compiler: pip install"
+        f" {what}).\n  Run: {how_to_install(extra)}   (or only the compiler: pip install"
         f" {packages})"
     )
 

@@ -1,6 +1,7 @@
 """Errors say everything at once, survive a process boundary, and carry the exit code."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -61,7 +62,14 @@ def test_a_single_text_is_one_violation():
     assert ClusterError("wrong").violations == ("wrong",)
 
 
-def test_missing_extra_names_the_command():
+def test_missing_extra_names_the_command(monkeypatch, tmp_path):
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    assert "pip install -e '.[plot]'" in str(MissingExtraError("plot", "matplotlib"))
+    monkeypatch.chdir(tmp_path)
+    assert f"pip install -e '{root}[plot]'" in str(MissingExtraError("plot", "matplotlib"))
+    # Installed as a package, it has no checkout.
+    monkeypatch.setattr(Path, "is_file", lambda path: False)
     assert "pip install 'aliquot[plot]'" in str(MissingExtraError("plot", "matplotlib"))
 
 

@@ -213,7 +213,7 @@ def test_a_program_that_does_not_fit_is_an_answer(words, plan, cache, tmp_path, 
                     "not installed (missing: jax-cuda12-plugin, jax-cuda12-pjrt,"
                     " nvidia-cuda-nvcc-cu12)"
                 ),
-                "aliquot[verify-gpu]",
+                "[verify-gpu]'",
             ),
         ),
         (
@@ -229,7 +229,7 @@ def test_a_program_that_does_not_fit_is_an_answer(words, plan, cache, tmp_path, 
                 f"pip install --no-deps jax-cuda12-plugin=={jax.__version__}",
             ),
         ),
-        ("v5e", {}, ("not installed (missing: libtpu)", "aliquot[verify-tpu]")),
+        ("v5e", {}, ("not installed (missing: libtpu)", "[verify-tpu]'")),
     ],
 )
 def test_compilers_that_are_not_installed(target, versions, messages, monkeypatch):

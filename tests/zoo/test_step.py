@@ -285,7 +285,7 @@ def test_all_bad_options_are_listed():
 
 def test_missing_extra_names_the_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    with pytest.raises(MissingExtraError, match=r"flax.*pip install 'aliquot\[zoo\]'"):
+    with pytest.raises(MissingExtraError, match=r"flax.*pip install -e '.*\[zoo\]'"):
         build("gpt-10m", 1)
 
 

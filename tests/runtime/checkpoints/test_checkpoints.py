@@ -409,7 +409,7 @@ def test_bad_arguments_of_save(tmp_path, given, message):
 
 def test_without_orbax_a_run_does_not_begin(monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'aliquot\[train\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '.*\[train\]'"):
         aq.Checkpoints("x")
 
 
