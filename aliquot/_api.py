@@ -50,6 +50,7 @@ def plan(
     require_grade: str = "measured",
     measure: bool = False,
     time_limit_s: float | None = None,
+    objective: str | None = None,
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -87,6 +88,10 @@ def plan(
             this process, store them, and plan again, until the best plan lacks none.
         time_limit_s: seconds, tracing included, after which the best plan so far is returned, with
             its gap. It then depends on the speed of the machine; without a limit, plans do not.
+        objective: what is least in the plan of a function without gradients: "latency", the time
+            of one call from start to end, which is the default; or "throughput", the time between
+            two calls that follow one another, of which a pipeline takes the next while the one
+            before is under way. Refused for steps with gradients.
         progress: called as `progress(what, done, of)` during the search.
 
     Raises:
@@ -115,6 +120,7 @@ def plan(
         require_grade=require_grade,
         measure=measure,
         time_limit_s=time_limit_s,
+        objective=objective,
         progress=progress,
     )
 

@@ -8,14 +8,22 @@ import functools
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ._time_limit import TimeLimit
 from .cluster import Cluster
-from .core import AliquotWarning, CaptureError, InfeasibleError, InputError, TimeLimitError
-from .graph import Graph, coordination_client, is_ordered, source_line
+from .core import (
+    AliquotWarning,
+    CaptureError,
+    InfeasibleError,
+    InputError,
+    TimeLimitError,
+    nearest,
+)
+from .graph import Graph, Phase, coordination_client, is_ordered, source_line
 from .planners import (
     AbstractMethod,
     Auto,
@@ -23,17 +31,24 @@ from .planners import (
     Interrupted,
     PipeshardParallel,
     Progress,
+    StageDP,
+    Streaming,
     Task,
     apply_plan,
     write_plan,
 )
-from .plans import ModelReference, Plan
+from .plans import ModelReference, Plan, time_between_calls_s
 from .sharding import inferred_rules
 
 if TYPE_CHECKING:
     from .verification import Verification
 
 _MOST_MICRO_BATCHES = 1024
+
+OBJECTIVES = ("latency", "throughput")
+"""What can be least in a plan of a function without gradients: the time of one call from start to
+end, or the time between two calls that follow one another.
+"""
 
 
 def plan_graph(
@@ -50,6 +65,7 @@ def plan_graph(
     require_grade: str = "measured",
     measure: bool = False,
     time_limit_s: float | None = None,
+    objective: str | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Plan:
@@ -60,6 +76,7 @@ def plan_graph(
         trace_s: the seconds that tracing took; by default those since `started`.
         options: the other arguments of `plan`.
     """
+    _check_objective(objective, graph)
     limit = None if time_limit_s is None else TimeLimit.since(started, time_limit_s)
 
     def find(where: Cluster) -> Plan:
@@ -71,6 +88,7 @@ def plan_graph(
             cluster=where,
             on_missing_rule=on_missing_rule,
             limit=limit,
+            objective=objective,
             progress=progress,
             **options,
         )
@@ -101,20 +119,85 @@ def _plan_counts(
     num_micro_batches: int | Literal["auto"] | None,
     *,
     method: AbstractMethod | None = None,
+    objective: str | None = None,
     **options: Any,
 ) -> Plan:
     """See `plan`."""
     make = functools.partial(plan_captured, graph, method=method, **options)
-    if num_micro_batches == "auto":
-        return (
-            make()
-            if method is None or isinstance(method, (Auto, PipeshardParallel))
-            else _fastest_count(make)
+    searches = method is None or isinstance(method, (Auto, PipeshardParallel))
+    count = None if num_micro_batches == "auto" else num_micro_batches
+    if objective == "throughput" and searches:
+        return _best_stream(make, method, count)
+    if num_micro_batches == "auto" and not searches:
+        return _fastest_count(
+            make, time_between_calls_s if objective == "throughput" else one_call_s
         )
-    return make(num_micro_batches=num_micro_batches)
+    return make(num_micro_batches=count)
 
 
-def _fastest_count(make: Callable[..., Plan]) -> Plan:
+def _check_objective(objective: str | None, graph: Graph) -> None:
+    """Refuse an objective that there is not, or that a step with gradients cannot have.
+
+    Raises:
+        InputError: says why.
+    """
+    if objective is None:
+        return
+    if objective not in OBJECTIVES:
+        raise InputError(f"there is no objective {objective!r}: {nearest(objective, OBJECTIVES)}")
+    if any(op.phase is Phase.BACKWARD for op in graph.ops):
+        raise InputError(
+            f"objective={objective!r} was asked for, and {graph.name} takes gradients: a training"
+            " step needs the state that the step before it returns, so its time from start to end"
+            " is also the time between two steps. Leave the objective out."
+        )
+
+
+def _best_stream(
+    make: Callable[..., Plan], method: AbstractMethod | None, num_micro_batches: int | None
+) -> Plan:
+    """The plan with the least time between calls that follow one another: the one with the fastest
+    call, or stages that `Streaming` finds, with 1, 2, 4, ... micro-batches as long as that helps.
+
+    Raises:
+        InfeasibleError, InputError, CaptureError: as for the plan with the fastest call, if there
+            are no other stages either.
+    """
+    best: Plan | None = None
+    refusal: InfeasibleError | InputError | CaptureError | None = None
+    try:
+        best = make(num_micro_batches=num_micro_batches)
+    except (InfeasibleError, InputError, CaptureError) as error:
+        refusal = error
+    known = method if isinstance(method, PipeshardParallel) else PipeshardParallel()
+    intra = method.intra if isinstance(method, Auto | PipeshardParallel) else known.intra
+    asked = known.asked_stages
+    stages = StageDP(schedules=("1f1b",), num_stages=asked)
+    streaming = replace(known, inter=Streaming(inter=stages), intra=intra, num_stages=None)
+    is_open = method is None or not getattr(method, "mesh_shape", None)
+    count = num_micro_batches or 1
+    while is_open and count <= _MOST_MICRO_BATCHES:
+        try:
+            candidate = make(method=streaming, num_micro_batches=count)
+        except (InfeasibleError, InputError, CaptureError, TimeLimitError):
+            break
+        if best is not None and time_between_calls_s(candidate) >= time_between_calls_s(best):
+            break
+        best, count = candidate, 2 * count
+        if num_micro_batches is not None:
+            break
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
+
+
+def one_call_s(plan: Plan) -> float:
+    """Predicted seconds of one call, from its start to its end."""
+    return plan.prediction.step_time_s
+
+
+def _fastest_count(make: Callable[..., Plan], seconds: Callable[[Plan], float]) -> Plan:
     """The fastest plan over several numbers of micro-batches.
 
     The number doubles until it no longer divides the batch, or until a plan that fits is no faster
@@ -141,7 +224,7 @@ def _fastest_count(make: Callable[..., Plan]) -> Plan:
                 raise
             break
         else:
-            if best is not None and candidate.prediction.step_time_s >= best.prediction.step_time_s:
+            if best is not None and seconds(candidate) >= seconds(best):
                 break
             best = candidate
         count *= 2

@@ -145,6 +145,7 @@ def _find_plan(
                 method=how,
                 verify=request.search.verify,
                 time_limit_s=time_limit_s,
+                objective=request.search.objective,
                 progress=report,
                 **request.of_plan,
                 **asdict(request.profiles),

@@ -179,6 +179,17 @@ class SearchOptions:
             ),
         ),
     ] = False
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            metavar="latency|throughput",
+            help=(
+                "Of a function without gradients: the time of one call, or the time between calls"
+                " that follow one another."
+            ),
+            show_default=False,
+        ),
+    ] = None
     time_limit: Annotated[
         str | None,
         typer.Option(

@@ -42,6 +42,7 @@ from .inter import ManualStages as ManualStages
 from .inter import NoFasterStages as NoFasterStages
 from .inter import StageDP as StageDP
 from .inter import StageLimits as StageLimits
+from .inter import Streaming as Streaming
 from .intra import ILP as ILP
 from .intra import AbstractIntra as AbstractIntra
 from .intra import AbstractSearch as AbstractSearch

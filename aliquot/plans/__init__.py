@@ -75,6 +75,8 @@ from ._stage_text import stage_data as stage_data
 from ._stage_text import stage_numbers as stage_numbers
 from ._stage_text import submesh_name as submesh_name
 from ._stage_text import submesh_names as submesh_names
+from ._streaming import has_gradients as has_gradients
+from ._streaming import time_between_calls_s as time_between_calls_s
 from ._summary import chosen_candidate as chosen_candidate
 from ._summary import runner_up as runner_up
 from ._summary import summary_rows as summary_rows

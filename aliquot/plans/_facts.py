@@ -8,6 +8,7 @@ from ..core import counted, format_bytes, format_seconds
 from ._idle_hosts import idle_devices, plan_devices
 from ._plan import Plan
 from ._stage_text import meshes
+from ._streaming import has_gradients, time_between_calls_s
 from ._summary import summary_rows
 
 _ROUNDING = 1e-6
@@ -37,6 +38,7 @@ def fact_rows(plan: Plan) -> list[tuple[str, str]]:
         *_idle_rows(plan),
         ("micro-batches", micro_batches(plan)),
         ("step time (predicted)", time_parts(plan)),
+        *_stream_rows(plan),
         *(row for row in summary if row[0] not in _DECISIONS),
         ("bound", bound(plan)),
         *_memory_rows(plan),
@@ -48,6 +50,14 @@ def fact_rows(plan: Plan) -> list[tuple[str, str]]:
             ),
         ),
     ]
+
+
+def _stream_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The time between calls, where stages take the next before they have ended this one."""
+    if len(plan.stages) < 2 or has_gradients(plan):
+        return []
+    between = format_seconds(time_between_calls_s(plan))
+    return [("time between calls", f"{between}, if they follow one another without a gap")]
 
 
 def origin_rows(plan: Plan) -> list[tuple[str, str]]:

@@ -9,3 +9,4 @@ from .grid import EqualStages as EqualStages
 from .grid import Grid as Grid
 from .manual import ManualStages as ManualStages
 from .stages import StageDP as StageDP
+from .stages import Streaming as Streaming
