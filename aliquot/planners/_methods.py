@@ -71,7 +71,8 @@ class ManualParallel(AbstractMethod):
     Args:
         specs: `{"state.params.*.q.kernel": (None, "y")}`: shell patterns over input paths to one
             entry per dim, each None, an axis name or a tuple of them. `jax.sharding.PartitionSpec`
-            works too.
+            works too. `*attn.[qkv].kernel` matches any of three; `layers[0]` and `layers[*]` are
+            indices.
         mesh_shape: the logical mesh.
         axis_names: its axes, by default x, y, z, w.
     """

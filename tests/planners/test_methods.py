@@ -29,6 +29,7 @@ from aliquot.planners import (
     Zero3Parallel,
     method_by_name,
 )
+from aliquot.planners.intra.fixed._restrict import _matches
 
 CLUSTER = Cluster.preset("2x4xH100")
 SIZES = (256, 1024, 256)
@@ -176,6 +177,24 @@ def test_manual_follows_patterns(plans):
     assert plan.stages[0].shardings["state.params[0]"] == ((), ("y",))
     assert plan.stages[0].shardings["state.params[1]"] == (("y",), ())
     assert plan.stages[0].shardings["batch.x"] == (("x",), ())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "wanted"),
+    [
+        ("*attn.[qkv].kernel*", "params.layers[3].attn.q.kernel", True),
+        ("*attn.[qkv].kernel*", "params.layers[3].attn.out.kernel", False),
+        ("params.layers[0].attn.[!o]*", "params.layers[0].attn.q.kernel", True),
+        ("params.layers[0].*", "params.layers[1].w", False),
+        ("params.layers[*].w", "params.layers[12].w", True),
+        ("params.layers[0-3].w", "params.layers[2].w", True),
+        ("params.w[0-3]", "params.w2", True),
+        ("params['a'].w", "params['a'].w", True),
+        ("params[1]", "params1", False),
+    ],
+)
+def test_patterns_are_those_of_a_shell_and_know_indices(pattern, path, wanted):
+    assert _matches(pattern, path) == wanted
 
 
 def test_manual_takes_named_axes_and_axes_of_size_one():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,6 +21,11 @@ from ....core import InputError, nearest
 from ....cost import Priced, Problem, enumerate_choices, shards
 from ....graph import Phase, Role, source_line
 from ....sharding import NodeGraph, Spec, project, spec_from_dims
+
+# Brackets in patterns of paths: what is inside an index, and a range of digits.
+_BRACKETS = re.compile(r"\[([^\[\]]+)\]")
+_INDEX = re.compile(r"\d+|\*|'.*'|\".*\"")
+_RANGE = re.compile(r"\d-\d")
 
 Masks: TypeAlias = list[NDArray[np.bool_]]
 
@@ -251,7 +257,7 @@ def pinned(
     faults = []
     paths = [i.path for i in problem.graph.inputs]
     for pattern, partition in patterns.items():
-        matching = [k for k, path in enumerate(paths) if fnmatch.fnmatchcase(path, _glob(pattern))]
+        matching = [k for k, path in enumerate(paths) if _matches(pattern, path)]
         if not matching:
             faults.append(f"`{pattern}` matches no input: {nearest(pattern, paths)}")
         for k in matching:
@@ -265,11 +271,10 @@ def pinned(
 
 def matching(problem: Problem, patterns: Mapping[str, Sequence[Any]]) -> list[int]:
     """Positions of the inputs that some pattern matches."""
-    globs = [_glob(p) for p in patterns]
     return [
         k
         for k, item in enumerate(problem.graph.inputs)
-        if any(fnmatch.fnmatchcase(item.path, g) for g in globs)
+        if any(_matches(pattern, item.path) for pattern in patterns)
         and problem.nodes.input_ports[k].node >= 0
     ]
 
@@ -312,8 +317,24 @@ def _pin(
     return []
 
 
-def _glob(pattern: str) -> str:
-    """The shell pattern for a path pattern, in which `[3]` is an index, not a set of characters,
-    and `[*]` any index.
+def _matches(pattern: str, path: str) -> bool:
+    """True if a shell pattern matches a path. Brackets with a number, a quoted key or `*` are those
+    of an index; with other characters, such as `[qkv]`, any one of these; with a range of digits
+    either.
+
+    >>> _matches("*attn.[qkv].kernel", "params.layers[0].attn.q.kernel")
+    True
+    >>> _matches("params.layers[0-3].*", "params.layers[2].w"), _matches("w[1]", "w1")
+    (True, False)
     """
-    return pattern.replace("[", "[[]")
+
+    def glob(ranges: str) -> str:
+        def of(match: re.Match[str]) -> str:
+            inside = match[1]
+            if _INDEX.fullmatch(inside):
+                return f"[[]{inside}[]]"
+            return ranges.format(inside) if _RANGE.fullmatch(inside) else f"[{inside}]"
+
+        return _BRACKETS.sub(of, pattern)
+
+    return any(fnmatch.fnmatchcase(path, glob(ranges)) for ranges in ("[[][{}][]]", "[{}]"))
