@@ -2,11 +2,27 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 process, attempt = int(os.environ["ALIQUOT_PROCESS_ID"]), int(os.environ["ALIQUOT_ATTEMPT"])
+
+
+def meet() -> None:
+    """Return once both processes are here, so that neither fails before the other is seen."""
+    host, port = os.environ["ALIQUOT_COORDINATOR_ADDRESS"].rsplit(":", 1)
+    if process == 0:
+        with socket.create_server((host, int(port))) as server:
+            server.accept()[0].close()
+        return
+    while True:
+        try:
+            socket.create_connection((host, int(port))).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(0.02)
 
 
 def tell() -> None:
@@ -21,6 +37,7 @@ def fail() -> None:
     how = sys.argv[2]
     if attempt > 1:
         return
+    meet()
     if process != 1:
         time.sleep(0.5)
         sys.exit(3)
@@ -33,10 +50,12 @@ def fail() -> None:
 def hang() -> None:
     """Process 1 fails; process 0 and what it has started would stay for ever."""
     if process == 1:
-        time.sleep(0.5)
+        meet()
         sys.exit(7)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("child", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
+    if int(os.environ["ALIQUOT_NUM_PROCESSES"]) > 1:
+        meet()
     time.sleep(600)
 
 

@@ -21,9 +21,8 @@ WORKER = str(Path(__file__).with_name("plain_worker.py"))
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    """Failing runs end soon, and on CPUs."""
-    monkeypatch.setattr(_attempt, "_PATIENCE_S", 1.5)
+def at_once(monkeypatch):
+    """Failed runs start again without a pause."""
     monkeypatch.setattr("aliquot.launching._launch._PAUSE_S", 0)
     monkeypatch.delenv("ALIQUOT_SECRET", raising=False)
 
@@ -117,7 +116,8 @@ def test_an_unknown_command_is_not_tried_again():
         aq.launch(["no-such-command"], "local:1", max_restarts=5)
 
 
-def test_processes_that_would_stay_are_killed_with_all_that_they_started():
+def test_processes_that_would_stay_are_killed_with_all_that_they_started(monkeypatch):
+    monkeypatch.setattr(_attempt, "_PATIENCE_S", 1.5)
     lines = []
     with pytest.raises(aq.LaunchError, match="ended with exit code 7"):
         launched("hang", show=lambda *line: lines.append(line))

@@ -39,7 +39,7 @@ def train(case):
         num_micro_batches=case["micro_batches"],
         schedule=case["schedule"],
     )
-    cluster = Cluster.preset(f"{case['devices']}xcpu")
+    cluster = Cluster.preset(case.get("cluster", f"{case['devices']}xcpu"))
     plan = aliquot.plan(work.train_step, work.state, work.batch, cluster=cluster, method=method)
     step = aliquot.parallelize(work.train_step, plan)
     state = step.init(work.init, jax.random.key(0))

@@ -138,7 +138,15 @@ SHORT = [
     pytest.param(2, {"devices": 4, "parts": True}, marks=pytest.mark.slow),
     pytest.param(
         3,
-        {"devices": 6, "stages": 3, "layers": 3, "batch": 12, "parts": True},
+        # Hosts, so that each process has one stage.
+        {
+            "devices": 6,
+            "cluster": "3x2xcpu",
+            "stages": 3,
+            "layers": 3,
+            "batch": 12,
+            "parts": True,
+        },
         marks=pytest.mark.slow,
     ),
     pytest.param(

@@ -19,6 +19,9 @@ from ._watchdog import Peers, end_at_once, stop_watching, watched
 _AT_EXIT_S = 4
 # How long to wait, after a failure, for the news that another process has died and caused it.
 _LAST_WORD_S = 2
+# How long a process that has failed keeps its connections after it has told the others, which hear
+# of it before their programs break off.
+_HEARD_S = 1
 # How long a process that failed or was interrupted waits for work that still runs.
 _STUCK_S = 3
 _INTERRUPTED, _FAILED = 130, 1
@@ -84,6 +87,7 @@ def _at_exit() -> None:
     time.sleep(_LAST_WORD_S)
     text = f": {error}" if isinstance(error, AliquotError) else ""
     peers.fail(f"has failed with {type(error).__name__}{text}")
+    time.sleep(_HEARD_S)
     _finish_or_end(_FAILED)
 
 
