@@ -18,8 +18,8 @@ from ._api import verify as verify
 from ._evaluation import evaluator as evaluator
 from ._questions import compare as compare
 from ._questions import largest_batch as largest_batch
-from ._questions import size as size
 from ._remedies import find_remedies as find_remedies
+from ._size import size as size
 from .cluster import Cluster as Cluster
 from .core import AliquotError as AliquotError
 from .core import CaptureError as CaptureError

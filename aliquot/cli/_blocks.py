@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import InfeasibleError, InputError, write_atomic
+from ..core import InputError, write_atomic
+from ._blocks_search import compile_whole, composed_rows, costs, run_best, write_plan
 from ._devices import use_devices, use_host_only
 from ._groups import takes_groups
-from ._measuring import Database, MeasuringOptions, measuring_progress, read_share, show_run
+from ._launch_options import Engine, LaunchOptions, joined, measured_by_others
+from ._measuring import (
+    Database,
+    MeasuringOptions,
+    database_of_all,
+    measuring_progress,
+    read_share,
+    show_run,
+)
 from ._model_options import ModelOptions, read_memory_limit
 from ._options import (
     DescribedCluster,
@@ -36,12 +44,8 @@ from ._session import session
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
-    from ..planners import IntraSolution
-    from ..profiling import Combination, CompiledPart, MeasuredStep, SegmentedStep
+    from ..profiling import Combination, MeasuredStep, SegmentedStep
     from ._model import Model
-
-# How often the plan that a search found is timed anew.
-_ROUNDS = 3
 
 EarlyStop = Annotated[
     float,
@@ -68,7 +72,7 @@ class SegmentOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class Asked:
     """A model on a mesh, cut into segments; seconds to trace it, and to find its segments."""
 
     model: Model
@@ -119,7 +123,9 @@ def profile(
     model_options: ModelOptions,
     segments: SegmentOptions,
     measuring: MeasuringOptions,
+    launch_options: LaunchOptions,
     devices: Devices = None,
+    launch: Engine = None,
     early_stop: EarlyStop = 1.5,
     as_json: Json = False,
 ) -> None:
@@ -128,28 +134,36 @@ def profile(
     """
     with session(as_json) as say:
         part, timing = read_share(measuring.share), measuring.timing(early_stop=early_stop)
-        asked = _ask_here(model, devices, model_options, segments)
-        from ..profiling import (
-            ProfileDatabase,
-            describe_combinations,
-            priced_combinations,
-            profile_segments,
-        )
-        from ..report import combinations_text
+        if measured_by_others(launch, launch_options, devices, say):
+            return
+        with joined(launch, ends_at_signals=True):
+            asked = _ask_here(model, devices, model_options, segments)
+            from ..profiling import (
+                describe_combinations,
+                leads,
+                priced_combinations,
+                profile_segments,
+            )
+            from ..report import combinations_text
 
-        combinations = priced_combinations(asked.step)
-        with ProfileDatabase(database) as known:
-            with measuring_progress() as report:
-                run = profile_segments(
-                    asked.step,
-                    known,
-                    combinations,
-                    share=part,
-                    timing=timing,
-                    budget_s=measuring.budget_s,
-                    progress=report,
+            combinations = priced_combinations(asked.step)
+            with database_of_all(database) as known:
+                with measuring_progress(is_shown=leads()) as report:
+                    run = profile_segments(
+                        asked.step,
+                        known,
+                        combinations,
+                        share=part,
+                        timing=timing,
+                        budget_s=measuring.budget_s,
+                        progress=report,
+                    )
+                # Process 0 alone has the database.
+                kinds = (
+                    describe_combinations(asked.step, combinations, known)
+                    if known is not None
+                    else []
                 )
-            kinds = describe_combinations(asked.step, combinations, known)
         say.show(combinations_text(kinds))
         say.finish(show_run(say, run, "programs") | {"kinds": kinds})
 
@@ -184,7 +198,9 @@ def search(
     database: Database,
     model_options: ModelOptions,
     segments: SegmentOptions,
+    launch_options: LaunchOptions,
     devices: Devices = None,
+    launch: Engine = None,
     memory_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Of each device, such as 40GiB.")
     ] = None,
@@ -207,56 +223,36 @@ def search(
     with session(as_json) as say:
         check_destination(out)
         limit_bytes = read_memory_limit(memory_limit)
-        asked = _ask_here(model, devices, model_options, segments)
-        from ..profiling import ProfileDatabase, compose, measured_step, priced_combinations
-        from ..report import composed_text
+        if measured_by_others(launch, launch_options, devices, say):
+            return
+        with joined(launch, ends_at_signals=True):
+            asked = _ask_here(model, devices, model_options, segments)
+            from ..profiling import from_first, leads, raised_in_all
+            from ..report import composed_text
 
-        step = asked.step
-        combinations = priced_combinations(step)
-        with ProfileDatabase(database, must_exist=True) as known:
-            measured = measured_step(step, combinations, known)
-        if not any(measured.kinds):
-            say.show(
-                f"{database} holds none of this step's segments, measured on these devices with"
-                " this release of JAX: all times are modelled. Measure them, with the same options"
-                f" of the model: aliquot blocks profile {asked.model.name} --database {database}"
-            )
-        limit_bytes = step.problem.memory_limit_bytes if limit_bytes is None else limit_bytes
-        best = compose(
-            step, combinations, measured, memory_limit_bytes=limit_bytes, most=max(top, run)
-        )
-        if not best:
-            least = min(c.memory_bytes for c in compose(step, combinations, measured, most=10**6))
-            raise InfeasibleError(
-                f"No combination fits in {limit_bytes / 2**30:.2f} GiB on each device; the smallest"
-                f" needs {least / 2**30:.2f} GiB. Use a smaller batch, more devices, or --recompute"
-                " block."
-            )
-        if best[0].measured_share < require_measured:
-            raise InputError(
-                f"{best[0].measured_share:.0%} of the best plan's time was measured, and"
-                f" --require-measured asks for {require_measured:.0%}. Measure more: aliquot blocks"
-                f" profile {asked.model.name} --database {database}"
-            )
-        answer: dict[str, Any] = {
-            "kinds": [kind.name for kind in step.kinds],
-            "found": [
-                {
-                    "options": [list(options) for options in c.options],
-                    "step_time_s": c.seconds,
-                    "memory_bytes": c.memory_bytes,
-                    "measured_share": c.measured_share,
-                }
-                for c in best
-            ],
-        }
-        if run:
-            with search_progress(say) as report:
-                answer["found"] = _run_best(step, answer["found"], run, report)
-            answer |= _costs(asked, answer["found"][0])
-        if out is not None:
-            _write_plan(asked, answer["found"][0]["options"], segments.factors, limit_bytes, out)
-            answer["plan"] = str(out)
+            if limit_bytes is None:
+                limit_bytes = asked.step.problem.memory_limit_bytes
+            # Process 0 alone has the database; what it finds runs in all.
+            found: list[dict[str, Any]] = []
+            with raised_in_all():
+                if leads():
+                    found = composed_rows(
+                        asked, database, limit_bytes, max(top, run), require_measured, say
+                    )
+            found = json.loads(from_first(json.dumps(found), str))
+            answer: dict[str, Any] = {
+                "kinds": [kind.name for kind in asked.step.kinds],
+                "found": found,
+            }
+            if run:
+                with search_progress(say) as report:
+                    answer["found"] = run_best(asked.step, found, run, report)
+                answer |= costs(asked, answer["found"][0])
+            if out is not None:
+                if leads():
+                    options = answer["found"][0]["options"]
+                    write_plan(asked, options, segments.factors, limit_bytes, out)
+                answer["plan"] = str(out)
         say.show(composed_text(answer))
         say.finish(answer)
 
@@ -303,9 +299,7 @@ def enumerate_(
         say.finish(answer)
 
 
-def _ask(
-    name: str, where: Cluster, model_options: ModelOptions, segments: SegmentOptions
-) -> _Asked:
+def _ask(name: str, where: Cluster, model_options: ModelOptions, segments: SegmentOptions) -> Asked:
     from ..cost import make_problem
     from ..graph import capture
     from ..profiling import segment_step
@@ -323,12 +317,12 @@ def _ask(
             f" {where.num_devices}."
         )
     step = segment_step(make_problem(graph, where), shape, factors=segments.factors)
-    return _Asked(model, step, traced - began, time.perf_counter() - traced)
+    return Asked(model, step, traced - began, time.perf_counter() - traced)
 
 
 def _ask_here(
     name: str, devices: int | None, model_options: ModelOptions, segments: SegmentOptions
-) -> _Asked:
+) -> Asked:
     """A model on the devices of this process."""
     from ..cluster import Cluster
 
@@ -375,7 +369,7 @@ def _enumerate(
         solution = row.pop("_solution")
         if done < run:
             report("running whole steps", done, run)
-            part = _compile_whole(step, solution)
+            part = compile_whole(step, solution)
             whole = time_part(part)
             row["measured_s"], row["compiled_bytes"] = whole.seconds, whole.memory_bytes
             traced = None if whole.seconds is None else trace_part(part)
@@ -387,78 +381,3 @@ def _enumerate(
 def _most_repeated(step: SegmentedStep, combinations: Sequence[Sequence[Combination]]) -> int:
     """The kind of segment that is most often in a step."""
     return max(range(len(step.kinds)), key=lambda k: (step.kinds[k].count, len(combinations[k])))
-
-
-def _run_best(
-    step: SegmentedStep, found: list[dict[str, Any]], run: int, report: Any
-) -> list[dict[str, Any]]:
-    """The rows of a search, of which the first ones ran as whole steps; these first, the fastest
-    before the others.
-    """
-    from ..profiling import time_part
-
-    timed = []
-    for done, row in enumerate(found[:run]):
-        report("running whole steps", done, run)
-        solution = step.whole(row["options"])
-        if solution is not None:
-            whole = time_part(_compile_whole(step, solution))
-            timed.append({**row, "measured_s": whole.seconds, "compiled_bytes": whole.memory_bytes})
-    ran = sorted(
-        (row for row in timed if row["measured_s"] is not None), key=lambda row: row["measured_s"]
-    )
-    return [*ran, *[row for row in timed if row["measured_s"] is None], *found[run:]]
-
-
-def _costs(asked: _Asked, best: dict[str, Any]) -> dict[str, Any]:
-    """The best of a search timed in three rounds more, with what it computes in a step and a
-    second; nothing if it did not run.
-    """
-    from ..profiling import time_part
-
-    if best.get("measured_s") is None:
-        return {}
-    solution = asked.step.whole(best["options"])
-    assert solution is not None
-    part = _compile_whole(asked.step, solution)
-    costs_s = [seconds for _ in range(_ROUNDS) if (seconds := time_part(part).seconds)]
-    # The zoo knows what its models compute; of other steps the products are counted.
-    flops = asked.model.reference.flops_per_step or sum(
-        work.flops for of_node in asked.step.problem.work for work in of_node
-    )
-    rate = flops / statistics.median(costs_s) if costs_s else None
-    return {"costs_s": costs_s, "flops": flops, "flops_per_s": rate}
-
-
-def _compile_whole(step: SegmentedStep, solution: IntraSolution) -> CompiledPart:
-    """A whole step for the devices of this process."""
-    from ..cost import picked_choices
-    from ..profiling import compile_part
-
-    choices = picked_choices(step.space.priced, solution.picks)
-    return compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names)
-
-
-def _write_plan(
-    asked: _Asked, options: Sequence[Sequence[int]], factors: str, limit_bytes: float, out: Path
-) -> None:
-    from .._api import plan
-    from ..planners import Blocks, ShardParallel
-
-    step = asked.step
-    only = {
-        b: o
-        for k, chosen in enumerate(options)
-        for b, o in zip(step.blocks_of(k), chosen, strict=True)
-    }
-    intra = Blocks(factors=factors, only=tuple(only[b] for b in range(len(step.blocks))))
-    composed = plan(
-        asked.model.step,
-        asked.model.state,
-        asked.model.batch,
-        cluster=step.problem.cluster,
-        method=ShardParallel(intra=intra, mesh_shape=step.mesh.shape),
-        memory_limit_bytes=limit_bytes,
-        model=asked.model.reference,
-    )
-    composed.save(out)

@@ -176,6 +176,26 @@ def launch_again(
     )
 
 
+def measured_by_others(
+    engine: str | None, how: LaunchOptions, devices: int | None, say: Session
+) -> bool:
+    """Check these options of a verb that measures; where they ask for other processes to run it,
+    run it there and return True once they have ended.
+
+    Args:
+        devices: `--devices`.
+
+    Raises:
+        InputError: the options contradict each other, or processes cannot be started.
+        LaunchError: a process failed, and no restarts are left.
+    """
+    how.check(engine, devices=devices, has_plan=False)
+    if engine is None or not starts_others(engine):
+        return False
+    launch_again(engine, how, None, say, kept="what they have measured", all_say_the_same=True)
+    return True
+
+
 @contextlib.contextmanager
 def joined(engine: str | None, *, ends_at_signals: bool = False) -> Iterator[None]:
     """Within, this process has joined the others that run its verb, if there are any.

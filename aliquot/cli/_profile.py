@@ -11,7 +11,7 @@ import typer
 from ..core import InputError, parse_bytes, shortened, write_atomic
 from ._devices import use_devices, use_host_only, virtual_flag
 from ._groups import takes_groups
-from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
+from ._launch_options import Engine, LaunchOptions, joined, measured_by_others
 from ._measuring import (
     Database,
     MeasuringOptions,
@@ -89,21 +89,12 @@ def run(
         part, timing = read_share(measuring.share), measuring.timing()
         limits = parse_bytes(largest_in_host), parse_bytes(largest_between_hosts)
         shape = read_mesh(mesh)
-        launch_options.check(launch, devices=devices, has_plan=False)
         if launch is not None and cluster is not None:
             raise InputError(
                 f"--cluster {cluster} measures what one device would compute, and --launch {launch}"
                 " is for several that work together. Leave one of them out."
             )
-        if launch is not None and starts_others(launch):
-            launch_again(
-                launch,
-                launch_options,
-                None,
-                say,
-                kept="what they have measured",
-                all_say_the_same=True,
-            )
+        if measured_by_others(launch, launch_options, devices, say):
             return
         with joined(launch, ends_at_signals=True):
             seen = use_devices(devices)

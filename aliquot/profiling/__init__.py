@@ -46,6 +46,7 @@ from ._segments import SegmentKind as SegmentKind
 from ._segments import segment_step as segment_step
 from ._timing import Timing as Timing
 from ._timing import time_part as time_part
+from ._together import from_first as from_first
 from ._together import leads as leads
 from ._together import raised_in_all as raised_in_all
 from ._trace import Traced as Traced

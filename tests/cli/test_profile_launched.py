@@ -1,5 +1,6 @@
 """`aliquot profile run --launch` with two processes, of which one is killed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from aliquot.plans import Plan
 from aliquot.profiling import ProfileDatabase
 
 RUN = """
@@ -59,3 +61,33 @@ def test_a_lost_process_ends_the_run_and_the_next_goes_on(tmp_path):
     assert second.returncode == 0, errors
     assert f"{before} known before, 0 missing." in said
     assert "aliquot plan gpt-10m --cluster 2x2xcpu --profiles p.sqlite" in said
+
+
+@pytest.mark.slow
+def test_blocks_are_measured_and_searched_in_two_processes(tmp_path):
+    model = """
+        gpt-10m --global-batch 8 --set num_layers=1 --set hidden_size=32 --set num_heads=2
+        --set vocab_size=64 --seq-len 16 --dtype float32 --recompute none
+        --database p.sqlite --launch local:2 --num-devices-per-host 2
+    """.split()
+    few = "--share 1/20 --repeats 1 --warm-up 1 --least-s 0 --retries 0".split()
+    settings = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    def answer_of(*words):
+        done = subprocess.run(
+            [sys.executable, "-m", "aliquot", "blocks", *words, *model, "--json"],
+            cwd=tmp_path,
+            env=settings,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    measured = answer_of("profile", *few)
+    assert measured["measured"] == measured["programs"] == known(tmp_path / "p.sqlite")
+    found = answer_of("search", "--run", "1", "--out", "plan.json")
+    best = found["found"][0]
+    assert best["measured_s"] > 0 and best["measured_share"] > 0
+    assert Plan.load(tmp_path / "plan.json").stages[0].mesh_shape == (4,)
