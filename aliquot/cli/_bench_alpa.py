@@ -179,32 +179,36 @@ def list_suites(
         known = _suites(suites)
         if suite is not None:
             found = find_suite(suite, known)
-            rows = [
+            cases = [
                 (str(c.number), c.model, str(c.num_devices), str(c.global_batch))
                 + (str(c.num_micro_batches), c.not_expressible or c.parallel)
                 for c in found.cases
             ]
             header = ("case", "model", "devices", "batch", "micro-batches", "plan")
-            say.show(columns(f"{found.name}: {found.about}", header, rows, right=(0, 2, 3, 4)))
+            say.show(columns(f"{found.name}: {found.about}", header, cases, right=(0, 2, 3, 4)))
             say.finish({"suite": found.name, "cases": [asdict(c) for c in found.cases]})
             return
-        facts = [
-            {
-                "suite": each.name,
-                "cases": len(each.cases),
-                "devices": sorted({c.num_devices for c in each.cases}),
-                "kind": each.kind,
-                "about": each.about,
-            }
-            for each in known.values()
-        ]
+        sizes = {s.name: sorted({c.num_devices for c in s.cases}) for s in known.values()}
         rows = [
-            (f["suite"], str(f["cases"]), ", ".join(map(str, f["devices"])), f["kind"], f["about"])
-            for f in facts
+            (s.name, str(len(s.cases)), ", ".join(map(str, sizes[s.name])), s.kind, s.about)
+            for s in known.values()
         ]
-        header = ("suite", "cases", "devices", "plan", "about")
-        say.show(columns("Suites of benchmarks", header, rows, right=(1,)))
-        say.finish({"suites": facts})
+        heads = ("suite", "cases", "devices", "plan", "about")
+        say.show(columns("Suites of benchmarks", heads, rows, right=(1,)))
+        say.finish(
+            {
+                "suites": [
+                    {
+                        "suite": s.name,
+                        "cases": len(s.cases),
+                        "devices": sizes[s.name],
+                        "kind": s.kind,
+                        "about": s.about,
+                    }
+                    for s in known.values()
+                ]
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

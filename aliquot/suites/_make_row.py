@@ -72,7 +72,7 @@ def predicted_row(
         except AliquotError as error:
             return row_of(case, plan_of, outcome="failed", reason=str(error), **facts)
         phase("verify", time.perf_counter() - started)
-        facts["peak_gb"] = compiled.peak_bytes / 1e9
+        facts["peak_gb"] = compiled.compiled_bytes / 1e9
     too_large = facts["predicted_gb"] > facts["usable_gb"]
     return row_of(case, plan_of, outcome="does not fit" if too_large else "predicted", **facts)
 
@@ -172,9 +172,8 @@ def _run(
     losses: list[float] = []
 
     def call(state: Any, batch: Any) -> tuple[Any, Any]:
-        if not built.case.forward_only:
-            return step(state, batch)
-        return state, step(state, batch)
+        result = step(state, batch)
+        return (state, result) if built.case.forward_only else (result[0], result[1])
 
     for k, batch in enumerate(batches):
         started = time.perf_counter()

@@ -7,10 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from ..zoo import MoEConfig, WideResNetConfig
 from ._suite import Case, GivenStage
 
+_Sizes = TypeVar("_Sizes", tuple[int, int], tuple[int, int, int])
 _MOST_MICRO_BATCHES = 4
 _LEAST_LAYERS = 2
 _SEQUENCE = 32
@@ -77,12 +79,14 @@ def _fewer_stages(stages: Sequence[GivenStage], most: int) -> tuple[GivenStage, 
     return tuple(replace(stage, layers=stage.layers // share) for stage in found)
 
 
-def _halved(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+def _halved(sizes: _Sizes, most: int) -> _Sizes:
     while math.prod(sizes) > most:
         sizes = _half(sizes)
     return sizes
 
 
-def _half(sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _half(sizes: _Sizes) -> _Sizes:
+    """The sizes with the largest halved."""
     largest = max(range(len(sizes)), key=lambda k: sizes[k])
-    return tuple(n // 2 if k == largest else n for k, n in enumerate(sizes))
+    halved = [n // 2 if k == largest else n for k, n in enumerate(sizes)]
+    return (halved[0], halved[1]) if len(sizes) == 2 else (halved[0], halved[1], halved[2])
