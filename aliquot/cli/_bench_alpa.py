@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..suites import Case, Suite, Timing
 
 # The machines that Alpa was measured on.
-_CLUSTER = "8x8xV100-16GB"
+_MACHINE = "8xV100-16GB"
 _VIRTUAL = 8
 
 SuitesFile = Annotated[
@@ -107,8 +107,8 @@ def alpa(
         typer.Option(
             help=(
                 "Devices to plan for, and cases for as many as it has; by default every size on"
-                f" {_CLUSTER}. With --launch none, --num-hosts and --num-devices-per-host take a"
-                " part of it."
+                f" machines of {_MACHINE}. Without --launch, --num-hosts and"
+                " --num-devices-per-host take a part of it."
             ),
             show_default=False,
         ),
@@ -152,7 +152,7 @@ def alpa(
             suite=chosen,
             cases=find_cases(chosen, tuple(case or ())),
             run=run,
-            where=None if not run.predict else _cluster(cluster, part),
+            where=None if not run.predict else _cluster(cluster or _machines(chosen), part),
             every_size=every_size or cluster is None and _whole(part),
             out=out,
         )
@@ -244,11 +244,18 @@ def _whole(part: LaunchOptions) -> bool:
     return part.num_hosts is None and part.num_devices_per_host is None
 
 
-def _cluster(name: str | None, part: LaunchOptions) -> Cluster:
+def _machines(suite: Suite) -> str:
+    """As many machines as the largest case of a suite needs."""
+    per_machine = int(_MACHINE.partition("x")[0])
+    most = max(case.num_devices for case in suite.cases)
+    return f"{-(-most // per_machine)}x{_MACHINE}"
+
+
+def _cluster(name: str, part: LaunchOptions) -> Cluster:
     """The cluster, or the part of it that is asked for."""
     from ..cluster import subcluster
 
-    whole = read_cluster(name or _CLUSTER)
+    whole = read_cluster(name)
     hosts = part.num_hosts or (whole.num_hosts if _whole(part) else 1)
     per_host = part.num_devices_per_host or whole.devices_per_host
     if hosts > whole.num_hosts or per_host > whole.devices_per_host:

@@ -13,7 +13,7 @@ from ..cluster import Cluster, target_for
 from ..core import AliquotError, InfeasibleError
 from ..planners import Progress, ShardParallel, apply_plan
 from ..plans import Plan
-from ..zoo import Workload
+from ..zoo import AbstractTextConfig, WideResNetConfig
 from ._plan_case import BuiltCase, build_case, plan_given, plan_ours, planned
 from ._rows import GIVEN, Row, layout_text, row_of
 from ._suite import Case
@@ -141,7 +141,7 @@ def _plan(
         plan.save(path)
     prediction = plan.prediction
     facts = {
-        "billion_parameters": built.workload.num_parameters / 1e9,
+        "billion_parameters": built.num_parameters / 1e9,
         "metadata": f"{cluster.name}; {case.precision}; planned in {plan_s:.1f} s",
         "plan_file": None if path is None else str(path),
         "predicted_s": prediction.step_time_s,
@@ -163,11 +163,10 @@ def _run(
 
     from .._api import parallelize
 
-    workload = built.workload
-    batches = [_batch(workload, k) for k in range(max(timing.warmup, _COMPARED_STEPS))]
+    batches = [_batch(built, k) for k in range(max(timing.warmup, _COMPARED_STEPS))]
     step = parallelize(built.step, plan, devices=devices)
     started = time.perf_counter()
-    state = jax.block_until_ready(step.init(workload.init, jax.random.key(_SEED)))
+    state = jax.block_until_ready(step.init(built.init, jax.random.key(_SEED)))
     phase("state", time.perf_counter() - started)
     losses: list[float] = []
 
@@ -178,7 +177,7 @@ def _run(
     for k, batch in enumerate(batches):
         started = time.perf_counter()
         state, metrics = call(state, batch)
-        losses.append(float(metrics["loss"]))
+        losses.append(_figure(metrics))
         if k == 0:
             phase("compile", time.perf_counter() - started)
     started, seconds = time.perf_counter(), []
@@ -209,22 +208,22 @@ def _alone(built: BuiltCase, devices: Sequence[Any], steps: int) -> list[float]:
 
     from .._api import parallelize
 
-    workload, case = built.workload, built.case
+    case = built.case
     if case.semantics == "independent" and case.num_micro_batches > 1:
         alone = replace(built, case=replace(case, num_devices=1))
         cluster = Cluster.detect(devices)
         method = ShardParallel(mesh_shape=(1,))
         plan = planned(alone, cluster, method, count=case.num_micro_batches)
         step = parallelize(built.step, plan, devices=devices)
-        state = step.init(workload.init, jax.random.key(_SEED))
+        state = step.init(built.init, jax.random.key(_SEED))
     else:
         step = jax.jit(built.step)
-        state = jax.jit(workload.init)(jax.random.key(_SEED))
+        state = jax.jit(built.init)(jax.random.key(_SEED))
     losses = []
     for k in range(steps):
-        result = step(state, _batch(workload, k))
+        result = step(state, _batch(built, k))
         state, metrics = (state, result) if case.forward_only else result
-        losses.append(float(metrics["loss"]))
+        losses.append(_figure(metrics))
     return losses
 
 
@@ -232,15 +231,27 @@ def _difference(found: Sequence[float], wanted: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
 
 
-def _batch(workload: Workload, seed: int) -> dict[str, Any]:
+def _figure(result: Any) -> float:
+    """What is compared of a result: the loss, or the mean size of logits."""
+    import jax.numpy as jnp
+
+    return float(result["loss"] if isinstance(result, dict) else jnp.abs(result).mean())
+
+
+def _batch(built: BuiltCase, seed: int) -> dict[str, Any]:
     """Random tokens, or images and labels."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
-    most = getattr(workload.config, "vocab_size", None) or workload.config.num_classes  # type: ignore[attr-defined]
+    config = built.case.config
+    if isinstance(config, WideResNetConfig):
+        most = config.num_classes
+    else:
+        assert isinstance(config, AbstractTextConfig)
+        most = config.vocab_size
     return {
         name: rng.integers(0, most, leaf.shape, dtype=leaf.dtype)
         if np.issubdtype(leaf.dtype, np.integer)
         else rng.standard_normal(leaf.shape).astype(leaf.dtype)
-        for name, leaf in workload.batch.items()
+        for name, leaf in built.batch.items()
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..planners import (
     ShardParallel,
 )
 from ..plans import ModelReference, Plan
-from ..zoo import Workload, build
+from ..zoo import Inference, Workload, build, build_inference
 from ._suite import Case
 
 # Blocks of the zoo's models: Alpa's layers are equal groups of them.
@@ -35,48 +35,63 @@ _AMPLE_BYTES = 1e15
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuiltCase:
-    """The training step of a case, traced.
+    """The step of a case, traced.
 
     Attributes:
-        step: of the state and a batch.
+        step: of a state and a batch: a training step, or of parameters alone the forward pass.
+        state, batch: its arguments, as shapes.
+        init: makes a real state of a key.
+        reference: how to make a training step again, for plan files.
         build_s: seconds to build and trace it.
     """
 
     case: Case
-    workload: Workload
-    step: Any
+    step: Callable[..., Any]
+    state: Any
+    batch: Mapping[str, Any]
+    init: Callable[[Any], Any]
+    num_parameters: int
     graph: Graph
+    reference: ModelReference | None
     build_s: float
-
-    @property
-    def reference(self) -> ModelReference:
-        """How to make the step again, for plan files."""
-        return ModelReference(
-            kind="zoo",
-            name=self.workload.config.name,
-            settings=self.workload.settings,
-            flops_per_step=float(self.workload.flops_per_step),
-        )
 
 
 def build_case(case: Case) -> BuiltCase:
     """The step of a case. No array is made."""
     started = time.perf_counter()
-    workload = build(
-        case.model,
-        case.global_batch,
-        overrides=dict(case.overrides),
-        dtype=case.precision,
-        recompute="block" if case.recompute else "none",
-        attention="plain",
-    )
-    step = workload.evaluate if case.forward_only else workload.train_step
-    graph = capture(step, workload.state, workload.batch)
+    sizes = dict(case.overrides)
+    made: Workload | Inference
+    reference = None
+    if case.forward_only:
+        made = build_inference(case.model, case.global_batch, overrides=sizes, dtype=case.precision)
+        step: Callable[..., Any] = made.forward
+        state = made.params
+    else:
+        made = build(
+            case.model,
+            case.global_batch,
+            overrides=sizes,
+            dtype=case.precision,
+            recompute="block" if case.recompute else "none",
+            attention="plain",
+        )
+        step, state = made.train_step, made.state
+        reference = ModelReference(
+            kind="zoo",
+            name=made.config.name,
+            settings=made.settings,
+            flops_per_step=float(made.flops_per_step),
+        )
+    graph = capture(step, state, made.batch)
     return BuiltCase(
         case=case,
-        workload=workload,
         step=step,
+        state=state,
+        batch=made.batch,
+        init=made.init,
+        num_parameters=made.num_parameters,
         graph=graph,
+        reference=reference,
         build_s=time.perf_counter() - started,
     )
 

@@ -23,6 +23,10 @@ cases = [
   { devices = 64, data = 64, not_expressible = "nobody knows how" },
   { data = 64, batch = 64 },
 ]
+[suite."tiny.forward"]
+model = "gpt-10m"
+forward_only = true
+cases = [{ batch = 2, tensor = 2, pipeline = 2, dtype = "float32" }]
 """
 
 
@@ -64,6 +68,16 @@ def test_plans_of_a_suite_are_saved_judged_and_not_made_again(tiny, tmp_path):
     assert json.loads(again.stdout) == answer and "prepare" not in again.stderr
 
 
+def test_a_forward_pass_is_laid_out_in_stages(tiny, tmp_path):
+    out = ("--out", tmp_path / "out", "--json")
+    found = run("bench", "alpa", "tiny.forward", "--suites", tiny, "--predict", *out)
+    (row,) = json.loads(found.stdout)["rows"]
+    plan = Plan.load(row["plan_file"])
+    assert row["outcome"] == "predicted"
+    assert [stage.mesh_shape for stage in plan.stages] == [(2,), (2,)]
+    assert plan.num_micro_batches == 1
+
+
 def test_what_cannot_be_expressed_is_a_row_with_its_reason():
     found = run("bench", "alpa", "unet.perf_test_auto", "--predict", "--json")
     rows = json.loads(found.stdout)["rows"]
@@ -74,7 +88,8 @@ def test_what_cannot_be_expressed_is_a_row_with_its_reason():
 
 def test_suites_are_listed(tiny):
     found = json.loads(run("bench", "list", "--suites", tiny, "--json").stdout)["suites"]
-    assert [each["suite"] for each in found][-1] == "tiny.plans" and len(found) == 13
+    assert [each["suite"] for each in found][-2:] == ["tiny.plans", "tiny.forward"]
+    assert len(found) == 14
     shown = run("bench", "list", "gpt.perf_test_manual").stdout
     assert "dp2 tp2 pp2" in shown and "gpt-39b" in shown
 
@@ -102,6 +117,7 @@ def test_bad_input_is_refused(tiny):
         ("gpt.perf_test_manual", 3),
         ("moe.perf_test_fast_2d", 3),
         ("wresnet.perf_test_2d", 7),
+        ("gpt_inference.profile", 26),
     ],
 )
 def test_small_cases_run_and_equal_one_device(suite, case):
