@@ -63,3 +63,9 @@ def test_the_page_of_cluster_files_names_every_key():
     tables = (_Main, _OwnDevice, _Peaks, _Inside, _OwnHost)
     keys = {key for table in tables for key in table.__struct_fields__}
     assert sorted(key for key in keys if f"`{key}`" not in text) == []
+
+
+def test_the_changes_of_a_version_fit_on_a_screen():
+    unreleased = (DOCS.parent / "CHANGELOG.md").read_text().partition("\n## ")[2].partition("\n## ")
+    assert len(unreleased[0].splitlines()) <= 60
+    assert "benchmarks/results" in (DOCS.parent / "CHANGELOG.md").read_text()

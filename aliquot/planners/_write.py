@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from ..cluster import Cluster
 from ..core import InfeasibleError, format_bytes
 from ..cost import encode_interior, predict
-from ..graph import Graph, Role, graph_fingerprint, interface_fingerprint
+from ..graph import Graph, Phase, Role, graph_fingerprint, interface_fingerprint
 from ..plans import (
     SINGLE,
     ArrayInterface,
@@ -55,7 +56,7 @@ def write_plan(
     prediction = _prediction(decision, task.limit_bytes)
     _refuse_full_hosts(prediction, task.cluster)
     return Plan(
-        model=model,
+        model=_with_flops(model, task),
         inputs=tuple(_interface(full, i.path, i.value, i.role) for i in full.inputs),
         outputs=tuple(_interface(full, o.path, o.value, None) for o in full.outputs),
         interface_fingerprint=interface_fingerprint(full),
@@ -245,6 +246,27 @@ def _inferred_rules(full: Graph, on_missing_rule: str) -> tuple[InferredRule, ..
     """Rules inferred for primitives without a declared one, if the task lets them be inferred."""
     rules = inferred_rules(full) if on_missing_rule == "infer" else ()
     return tuple(InferredRule(primitive=r.primitive, rule=r.text, count=r.count) for r in rules)
+
+
+def _with_flops(model: ModelReference, task: Task) -> ModelReference:
+    """The reference with the operations of the step's products, where nobody has counted them.
+
+    A backward pass takes at most twice as many as its forward pass; what is more is recomputed.
+    """
+    if model.flops_per_step:
+        return model
+    by_phase: defaultdict[Phase, float] = defaultdict(float)
+    by_dtype: defaultdict[str, float] = defaultdict(float)
+    for of_node in task.problem(1).work:
+        for work in of_node:
+            by_phase[work.phase] += work.flops
+            by_dtype[work.dtype] += work.flops
+    forward, backward = by_phase[Phase.FORWARD], by_phase[Phase.BACKWARD]
+    total = forward + min(backward, 2 * forward) + by_phase[Phase.UPDATE]
+    if not total:
+        return model
+    most = max(by_dtype, key=lambda dtype: by_dtype[dtype])
+    return msgspec.structs.replace(model, flops_per_step=total, flops_dtype=most)
 
 
 def _interface(graph: Graph, path: str, operand: Any, role: Role | None) -> ArrayInterface:

@@ -59,13 +59,15 @@ class ModelReference(
     `kind` is "zoo" (`settings` are those of `aliquot.zoo.build`), "factory" (`name` is
     `package.module:function`), or "closure": the step was passed as a function and can only be
     passed again. `flops_per_step` are the floating-point operations of the model's forward and
-    backward pass over the whole batch, without recomputation; 0 if they are unknown.
+    backward pass over the whole batch, without recomputation; 0 if they are unknown. Where they
+    were counted in the step, `flops_dtype` is the dtype of most of them.
     """
 
     kind: str
     name: str
     settings: dict[str, Any] = {}
     flops_per_step: float = 0.0
+    flops_dtype: str = ""
 
 
 class OpSharding(

@@ -44,7 +44,7 @@ def mfu(plan: Plan) -> float | None:
     if not plan.model.flops_per_step or not plan.prediction.step_time_s:
         return None
     cluster = Cluster.from_dict(plan.cluster)
-    dtype = str(plan.model.settings.get("dtype", "bf16"))
+    dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", "bf16"))
     name = _PEAKS.get(dtype, dtype)
     peak = cluster.device.peak_flops_per_s.get(name) or cluster.device.peak(dtype)
     num_devices = cluster.num_devices + plan.idle_hosts * cluster.devices_per_host
