@@ -171,15 +171,15 @@ class Input:
         role: see `Role`.
         output: position in `Graph.outputs` of its successor (the new parameter of a parameter), or
             None.
-        parts: in a step at the size of a micro-batch: how many times larger the array is on the
-            whole batch, if it is state; 1 for a batch, which other arrays outweigh.
+        copies: how often memory holds as many bytes: more than once for state that is cut with the
+            batch and lies there whole.
     """
 
     path: str
     value: ValueId
     role: Role
     output: int | None = None
-    parts: int = 1
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

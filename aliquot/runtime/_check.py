@@ -172,9 +172,8 @@ def _epsilon(rounding: str) -> float:
 
 def _coarsest(graph: Graph) -> str:
     """The number format of a step's floats that rounds most."""
-    kinds = {
-        str(value.dtype) for value in graph.values if jnp.issubdtype(value.dtype, jnp.floating)
-    }
+    arrays = [value for value in graph.values if value.key_dtype is None]
+    kinds = {str(value.dtype) for value in arrays if jnp.issubdtype(value.dtype, jnp.floating)}
     if "float32" in kinds and jax.config.jax_default_matmul_precision is None:
         kinds |= {_PRODUCTS.get(jax.default_backend(), "float32")}
     return max(kinds, key=lambda kind: (_epsilon(kind), kind), default="float32")

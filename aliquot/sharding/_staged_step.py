@@ -18,7 +18,7 @@ from ..graph import (
     range_layers,
     stage_layers,
 )
-from .micro_batches import TimeKind, plan_micro_batches, trace_part
+from .micro_batches import TimeKind, in_stages, plan_micro_batches, trace_part
 from .programs import Crossing, find_crossing, require_one_stage
 
 
@@ -97,7 +97,7 @@ def layer_step(
         plan = plan_micro_batches(
             graph, num_micro_batches, semantics=semantics, on_missing_rule=on_missing_rule
         )
-        part, combine = plan.part, plan.combine
+        part, combine = in_stages(plan.part), plan.combine
         handed_on = plan.phased.handed_on if plan.phased else ()
         dims = {
             ValueId(v): spec.dim

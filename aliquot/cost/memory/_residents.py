@@ -114,12 +114,10 @@ def _of_input(
     value = index.cuts.graph.values[members[0]]
     port = index.class_port(value_class)
     births = np.zeros(len(members), np.int64)
-    # State that is cut with the batch lies there whole, beside the new state of all micro-batches.
-    copies = 2 * item.parts if item and item.parts > 1 else 1
     yield Resident(
         node=port.node,
         projection=port.projection,
-        num_bytes=value.num_bytes * copies,
+        num_bytes=value.num_bytes * (item.copies if item else 1),
         category=_CATEGORY_OF_ROLE[item.role] if item else "constants",
         label=item.path if item else index.label_of_value(value_class),
         memory=value.memory,

@@ -203,13 +203,13 @@ def donated_values(pipeline: Pipeline) -> frozenset[ValueId]:
         f.takes[position].value
         for k, f in enumerate(pipeline.functions)
         for position in donated_positions(pipeline, k)
-        if f.takes[position].form is Form.GIVEN
+        if f.takes[position].form in (Form.GIVEN, Form.HANDED_ON)
     )
 
 
 def donated_positions(pipeline: Pipeline, k: int) -> tuple[int, ...]:
     """Positions of the `k`th function's arguments whose buffers results may take over: totals, and
-    state without later readers.
+    state without later readers, also that which a micro-batch hands on to the next.
     """
     function = pipeline.functions[k]
     stage = function.program.stage
@@ -223,12 +223,14 @@ def donated_positions(pipeline: Pipeline, k: int) -> tuple[int, ...]:
     returned = {o.value for o in pipeline.graph.outputs if isinstance(o.value, int)}
     kept = later | pipeline.pulled | returned
     is_update = function.program.part is Part.UPDATE
+    makes_state = {key.value for key in function.gives if key.form is Form.HANDED_ON}
     return tuple(
         position
         for position, key in enumerate(function.takes)
         if (key.form is Form.TOTAL and not is_update)
+        or (key.form is Form.HANDED_ON and key.value in makes_state - kept)
         or (
-            key.form is Form.GIVEN
+            key.form in (Form.GIVEN, Form.HANDED_ON)
             and is_update
             and key.value not in kept
             and _is_overwritten(pipeline, function, key.value)

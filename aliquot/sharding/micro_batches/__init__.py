@@ -2,6 +2,7 @@
 combine.
 """
 
+from ._cut_state import in_stages as in_stages
 from ._independent import Phased as Phased
 from ._micro_batches import SEMANTICS as SEMANTICS
 from ._micro_batches import MicroBatchPlan as MicroBatchPlan

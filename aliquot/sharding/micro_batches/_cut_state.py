@@ -14,6 +14,9 @@ from ._resized import batch_size
 TRACE_ERRORS = (TypeError, ValueError, IndexError, ArithmeticError)
 """Errors by which a user's function refuses arrays of other shapes."""
 
+# A loop over micro-batches reads the old state and fills the new one; the last program of a stage
+# joins what its forward programs have left.
+_IN_A_LOOP, _IN_STAGES = 2, 3
 # Groups of arrays of one shape are few, so that more ways than these are not worth their traces.
 _MOST_WAYS = 32
 
@@ -106,14 +109,23 @@ def trace_cut(graph: Graph, size: int, cuts: Mapping[int, int]) -> Graph:
             shape = graph.values[item.value].shape
             leaf = _Leaf(leaf, (*shape[:dim], size, *shape[dim + 1 :]))
         leaves.append(leaf)
-    return count_parts(build_graph(graph.calling, leaves), graph, size, cuts)
+    return with_copies(build_graph(graph.calling, leaves), graph, size, cuts)
 
 
-def count_parts(part: Graph, whole: Graph, size: int, cuts: Mapping[int, int]) -> Graph:
-    """The step on `size` examples, with the number of parts of each input in `cuts`."""
+def with_copies(part: Graph, whole: Graph, size: int, cuts: Mapping[int, int]) -> Graph:
+    """The step on `size` examples, with what lies in memory of the inputs in `cuts`."""
+    copies = _IN_A_LOOP * max(1, batch_size(whole) // size)
     inputs = tuple(
-        replace(item, parts=max(1, batch_size(whole) // size)) if k in cuts else item
-        for k, item in enumerate(part.inputs)
+        replace(item, copies=copies) if k in cuts else item for k, item in enumerate(part.inputs)
+    )
+    return replace(part, inputs=inputs)
+
+
+def in_stages(part: Graph) -> Graph:
+    """A step at the size of a micro-batch, with what lies in memory of each input in a pipeline."""
+    inputs = tuple(
+        replace(item, copies=item.copies // _IN_A_LOOP * _IN_STAGES) if item.copies > 1 else item
+        for item in part.inputs
     )
     return replace(part, inputs=inputs)
 

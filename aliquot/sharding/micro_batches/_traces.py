@@ -12,7 +12,7 @@ import numpy as np
 
 from ...core import CaptureError, InputError
 from ...graph import Call, Graph, Literal, Op, Role, source_line, split_scans
-from ._cut_state import TRACE_ERRORS, count_parts, find_cut_state, trace_cut
+from ._cut_state import TRACE_ERRORS, find_cut_state, trace_cut, with_copies
 from ._resized import batch_size, calls_of, resized
 
 
@@ -96,7 +96,7 @@ def _of_size(graph: Graph, size: int) -> Graph:
         # Deriving another size takes a moment; tracing it takes as long as tracing the step did.
         with contextlib.suppress(CaptureError):
             derived = resized(next(iter(known.values())), graph, size)
-            known[size] = count_parts(derived, graph, size, graph.calling.cut_state or {})
+            known[size] = with_copies(derived, graph, size, graph.calling.cut_state or {})
     if size not in known:
         known[size] = _trace(graph, size)
     return known[size]

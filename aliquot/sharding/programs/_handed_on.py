@@ -7,9 +7,42 @@ first stage would wait for the last before it could begin another micro-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...core import CaptureError
-from ...graph import SHARED, Graph, Phase, StageId, Staging, ValueId
+from ...graph import SHARED, Graph, Phase, Role, StageId, Staging, ValueId, items_of
+from ._micro_batch_graphs import MicroBatchGraphs
+
+
+def written_in_place(parts: MicroBatchGraphs, graph: Graph, staging: Staging) -> MicroBatchGraphs:
+    """The graphs of a step without gradients on its whole batch, in which stages hand on the state
+    that they alone read and replace, such as a cache: its buffer is then that of its successor.
+    """
+    if any(op.phase is Phase.BACKWARD for op in graph.ops):
+        return parts
+    elsewhere = {i for part in (parts.early, parts.late) for k in items_of(part) for i in k.inputs}
+    returned = [o.value for o in graph.outputs]
+    pairs = []
+    for item in graph.inputs:
+        v, new = item.value, None if item.output is None else returned[item.output]
+        if item.role is Role.BATCH or not isinstance(new, int) or new not in parts.crossing:
+            continue
+        before, after = graph.values[v], graph.values[new]
+        users = {
+            stage
+            for each, stage in zip(staging.items, staging.stage, strict=True)
+            if v in each.inputs or new in each.outputs
+        }
+        if (
+            (before.shape, before.dtype) == (after.shape, after.dtype)
+            and returned.count(new) == 1
+            and v not in returned
+            and v not in elsewhere
+            and len(users) == 1
+            and SHARED not in users
+        ):
+            pairs.append((v, ValueId(new)))
+    return replace(parts, handed_on=tuple(pairs))
 
 
 def require_one_stage(

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from ...graph import Graph, Staging
 from ..micro_batches import MicroBatchPlan, plan_micro_batches
+from ._handed_on import written_in_place
 from ._layout import Layout
 from ._micro_batch_graphs import MicroBatchGraphs
 from ._phase_parts import cut_graph, phase_parts
@@ -88,7 +89,10 @@ def cut_pipeline(
                 on_missing_rule=on_missing_rule,
             )
             layout = Layout(groups=number, shards=shards // number, micro_batches=num_micro_batches)
-        parts = cut_graph(plan, layout) if plan else phase_parts(graph)
+        if plan is None:
+            parts = written_in_place(phase_parts(graph), graph, staging)
+        else:
+            parts = cut_graph(plan, layout)
         cuts[number] = TimeCut(parts=parts, plan=plan, layout=layout)
         programs[number] = split_stages(
             parts, plan, staging, split_backward=split_backward, recompute=recompute
@@ -111,7 +115,7 @@ def _mixed(by_stage: Sequence[StagePrograms]) -> StagePrograms:
         if p.stage == k
     }
     programs = [by_key[p.stage, p.part, p.round] for p in first.programs]
-    useful = tuple(p for p in programs if p.exports or p.totals or p.stacked)
+    useful = tuple(p for p in programs if p.exports or p.totals or p.stacked or p.handed_on)
     return StagePrograms(
         programs=useful, made_by=first.made_by, outputs=first.outputs, home=first.home
     )
