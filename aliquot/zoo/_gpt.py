@@ -98,7 +98,8 @@ class Block(CachedBlock):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attn(self.norm1(x).astype(x.dtype))
-        return x + self.mlp(self.norm2(x).astype(x.dtype))
+        out: jax.Array = x + self.mlp(self.norm2(x).astype(x.dtype))
+        return out
 
 
 class Ends(nnx.Module):
