@@ -10,7 +10,7 @@ from ._section import Section, SectionKind
 from ._stage_text import stage_numbers
 
 _DIGITS = re.compile(r"\d+")
-_HEADER = ("kind", "axes", "count", "bytes", "time", "what")
+_HEADER = ("kind", "axes", "count", "size", "time", "what")
 _RIGHT = (2, 3, 4)
 
 

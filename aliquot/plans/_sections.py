@@ -110,7 +110,7 @@ def _memory(plan: Plan) -> Section:
     return Section(
         kind=SectionKind.MEMORY,
         title=f"Memory on each device at the worst moment: {p.peak_moment} (predicted)",
-        header=("part", "bytes", "of the limit"),
+        header=("part", "size", "of the limit"),
         rows=(*rows, ("limit", format_bytes(limit), "")),
         right=(1, 2),
         amounts=tuple(size for _, size in parts),

@@ -16,7 +16,7 @@ def time_between_calls_s(plan: Plan) -> float:
         return step_s
     busy = [(1 - each.bubble) * step_s for each in stages if each is not None]
     sent = [plan.num_micro_batches * each.transfer_s for each in stages if each is not None]
-    return min(step_s, max(*busy, *sent))
+    return min(step_s, max([*busy, *sent], default=step_s))
 
 
 def has_gradients(plan: Plan) -> bool:

@@ -6,9 +6,12 @@ A colour means the same in every picture.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
+
+from ..core import format_seconds
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito), and lighter ones of the same
 # hues.
@@ -34,10 +37,10 @@ _OTHERS = ("#999999", "#8c6d31", "#7b4173", "#637939", "#bcbd22")
 _BAR_WIDTH = 160
 _BAR_HEIGHT = 14
 _WIDTH = 860
-_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 16, 12, 30
+_LEFT, _RIGHT, _TOP, _BOTTOM = 140, 16, 24, 34
 _AREA_HEIGHT = 250
 _CELL = 34
-_ROW = 22
+_ROW = 28
 _GAP = 4
 _LEAST_WIDTH = 0.4
 _FARTHEST_LIMIT = 2.5
@@ -148,7 +151,7 @@ def areas(
     else:
         text = escape(f"{limit_text}, above the picture")
         drawn.append(f'<text x="{right}" y="{_TOP + 12}" text-anchor="end">{text}</text>')
-    return _picture(_WIDTH, height + _BOTTOM, drawn, label) + legend(list(series))
+    return _picture(_WIDTH, height + _BOTTOM, drawn, label, "chart") + legend(list(series))
 
 
 def _corners(
@@ -164,14 +167,34 @@ def _corners(
 
 def _grid(top: float, format_value: Callable[[float], str]) -> str:
     lines = []
-    for quarter in range(5):
-        y = _TOP + (1 - quarter / 4) * _AREA_HEIGHT
+    for value in round_ticks(top, binary=True):
+        y = _TOP + (1 - value / top) * _AREA_HEIGHT
         lines.append(
             f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
         )
-        text = escape(format_value(top * quarter / 4))
+        text = escape(format_value(value))
         lines.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     return "".join(lines)
+
+
+def round_ticks(top: float, *, binary: bool = False) -> list[float]:
+    """Three to six round numbers from 0 up to `top`, in powers of 1024 if `binary`.
+
+    >>> round_ticks(0.017), [value / 2**20 for value in round_ticks(9 * 2**20, binary=True)]
+    ([0.0, 0.005, 0.01, 0.015], [0.0, 2.0, 4.0, 6.0, 8.0])
+    """
+    if top <= 0:
+        return [0.0]
+    unit = 1024.0 ** math.floor(math.log(top, 1024)) if binary else 1.0
+    power = 10.0 ** math.floor(math.log10(top / unit / 3))
+    step = next(n for n in (10, 5, 2, 1) if n * power * unit * 3 <= top) * power * unit
+    return [round(k * step / unit / power, 6) * power * unit for k in range(int(top / step) + 1)]
+
+
+def time_marks(extent_s: float) -> list[tuple[float, str]]:
+    """Round seconds along an axis, each with its text, and the end of the axis."""
+    ticks = [s for s in round_ticks(extent_s) if s < 0.85 * extent_s]
+    return [(s, format_seconds(s)) for s in [*ticks, extent_s]]
 
 
 def legend(names: Sequence[str]) -> str:
@@ -208,7 +231,7 @@ def rows_over_time(
     for index, (name, row) in enumerate(zip(names, rows, strict=True)):
         y = _TOP + index * _ROW
         drawn.append(
-            f'<text x="{_LEFT - 8}" y="{y + _ROW - 8}" text-anchor="end">{escape(name)}</text>'
+            f'<text x="{_LEFT - 8}" y="{y + _ROW - 10}" text-anchor="end">{escape(name)}</text>'
         )
         for segment in row:
             # A thin gap separates neighbours of one colour.
@@ -227,7 +250,7 @@ def rows_over_time(
         drawn.append(
             f'<text x="{x:.1f}" y="{height + 20}" text-anchor="{anchor}">{escape(text)}</text>'
         )
-    return _picture(_WIDTH, height + _BOTTOM, drawn, label) + legend(kinds)
+    return _picture(_WIDTH, height + _BOTTOM, drawn, label, "chart") + legend(kinds)
 
 
 def cells(numbers: Sequence[int], columns: int, label: str) -> str:
@@ -242,9 +265,9 @@ def cells(numbers: Sequence[int], columns: int, label: str) -> str:
     return _picture(columns * _CELL, -(-len(numbers) // columns) * _CELL, drawn, label)
 
 
-def _picture(width: int, height: int, drawn: Iterable[str], label: str) -> str:
+def _picture(width: int, height: int, drawn: Iterable[str], label: str, kind: str = "cells") -> str:
     return (
-        f'<svg viewBox="0 0 {width} {height}" style="width:{width}px" role="img"'
+        f'<svg class="{kind}" viewBox="0 0 {width} {height}" style="width:{width}px" role="img"'
         f' aria-label="{escape(label)}">'
         f"{''.join(drawn)}</svg>"
     )

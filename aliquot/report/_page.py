@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -20,37 +21,75 @@ from ..plans import (
     headline,
     sections,
     stage_numbers,
+    throughput,
 )
-from ._drawings import areas, bar, cells, rows_over_time
+from ._drawings import areas, bar, cells, rows_over_time, time_marks
 from ._page_series import memory_series, schedule_rows
 
 _MOST_CELLS = 64
+_ENDS_OF_PARTS = re.compile(r"(?<=[A-Za-z_\])])[./](?=[A-Za-z_])")
 _STYLE = """:root{color-scheme:light}
 body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:60rem;
 padding:0 1rem;color:#1c2733;background:#fff}
 h1{font-size:1.35rem}h2{font-size:1.05rem;margin-top:2rem}
-table{border-collapse:collapse}td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top;
-overflow-wrap:anywhere}th{font-weight:600;overflow-wrap:break-word}
+.card{display:flex;flex-wrap:wrap;gap:.8rem 2rem;margin:0;padding:.9rem 1.1rem;background:#f2f6fa;
+border-radius:.5rem}.card dt{font-size:.8rem;color:#52606d}.card dd{margin:0;font-weight:600}
+table{border-collapse:collapse}td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}
+th{font-weight:600}.facts td:first-child{min-width:6.5rem}
 .number{text-align:right;white-space:nowrap}svg{max-width:100%;height:auto}
 svg text{font-size:12px;fill:#1c2733}.device{fill:#dbe7f3;stroke:#3b6ea5}.grid{stroke:#e3e7eb}
 .mark{stroke:#8a949e;stroke-dasharray:2 3}.limit{stroke:#b03030;stroke-width:2}
-.legend span{margin-right:1.2rem}
-.legend svg{vertical-align:-1px}"""
+.legend span{display:inline-block;white-space:nowrap;margin-right:1.2rem}
+.legend svg{vertical-align:-1px}
+@media(max-width:640px){body{margin:1rem auto;font-size:13px}.chart text{font-size:22px}
+td,th{padding-right:.5rem}.picture{display:none}}"""
+# On narrow screens a row of many cells becomes a list of them, each behind its heading.
+_STACKED = """@media(max-width:WIDTHpx){.NAME tr{display:block;border-top:1px solid #e3e7eb;
+padding:.3rem 0}.NAME tr:first-child,.NAME td:empty{display:none}.NAME td{display:flex;
+text-align:left;padding:.05rem 0;white-space:normal}.NAME td::before{content:attr(data-label);
+flex:0 0 7rem;color:#52606d}.NAME .picture{display:none}}"""
+_NARROW = {"wide": "640", "widest": "960"}
+# Cells of a row of a wide table, and of the widest, at least.
+_MANY, _MOST = 4, 9
 
 
 def page(plan: Plan) -> str:
     """The HTML text of a plan's page, with styles and pictures inline."""
     title = escape(headline(plan))
     sections = "".join(f"<h2>{escape(name)}</h2>{body}" for name, body in _sections(plan) if body)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{title}</h1>{sections}</body></html>\n"
+    narrow = "".join(
+        _STACKED.replace("NAME", name).replace("WIDTH", width) for name, width in _NARROW.items()
     )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{title}</title><style>{_STYLE}{narrow}</style></head>"
+        f"<body><h1>{title}</h1>{_card(plan)}{sections}</body></html>\n"
+    )
+
+
+def _card(plan: Plan) -> str:
+    """What most readers look for first."""
+    p, limit_bytes = plan.prediction, plan.prediction.memory_limit_bytes
+    share = f" of {format_bytes(limit_bytes)} ({p.peak_memory_bytes / limit_bytes:.0%})"
+    facts = [
+        ("model", plan.model.name or "step"),
+        ("cluster", str(plan.cluster.get("name", ""))),
+        ("method", plan.method),
+        ("step time (predicted)", format_seconds(p.step_time_s)),
+        ("throughput", throughput(plan)),
+        (
+            "memory on each device",
+            f"{format_bytes(p.peak_memory_bytes)}{share if limit_bytes else ''}",
+        ),
+    ]
+    shown = [f"<div><dt>{k}</dt><dd>{escape(v)}</dd></div>" for k, v in facts if v]
+    return f'<dl class="card">{"".join(shown)}</dl>'
 
 
 def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
     facts = [(name, text) for name, text in fact_rows(plan) if name]
-    yield "What to do and what it gives (predicted)", _table((), facts)
+    yield "What to do and what it gives (predicted)", _table((), facts, kind="facts")
     yield "Mesh" if len(plan.stages) == 1 else "Mesh of each stage", _meshes(plan)
     for section in sections(plan, EXPLAINED):
         yield section.title, _section(section)
@@ -106,7 +145,7 @@ def _schedule(plan: Plan) -> str:
     drawn = schedule_rows(plan)
     if not any(drawn.rows):
         return ""
-    marks = [(0.0, "0 s"), (drawn.shown_s, format_seconds(drawn.shown_s))]
+    marks = time_marks(drawn.shown_s)
     text = rows_over_time(
         drawn.names, drawn.rows, marks=marks, label="tasks of each submesh over time"
     )
@@ -125,24 +164,39 @@ def _table(
     rows: Sequence[Sequence[str]],
     right: Sequence[int] = (),
     pictures: Sequence[str] = (),
+    kind: str = "rows",
 ) -> str:
-    """A table of texts.
+    """A table of texts. Paths may be broken behind dots, slashes and brackets; words never are.
 
     Args:
+        kind: class of the table, for its style.
         right: positions of columns with numbers.
         pictures: HTML of one more cell at the end of each of the first rows.
     """
 
+    if len(header) >= _MANY:
+        kind = "widest" if len(header) >= _MOST else "wide"
+
     def cells_of(row: Sequence[str], tag: str) -> str:
         kinds = [' class="number"' if k in right else "" for k in range(len(row))]
+        if tag == "td" and header:
+            kinds = [
+                f'{how} data-label="{escape(h)}"' for how, h in zip(kinds, header, strict=True)
+            ]
         return "".join(
-            f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(row, kinds, strict=True)
+            f"<{tag}{how}>{_breakable(cell)}</{tag}>" for cell, how in zip(row, kinds, strict=True)
         )
 
     lines = [cells_of(header, "th")] if header else []
     for row, picture in itertools.zip_longest(rows, pictures, fillvalue=""):
-        lines.append(cells_of(row, "td") + (f"<td>{picture}</td>" if picture else ""))
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+        beside = f'<td class="picture">{picture}</td>' if picture else ""
+        lines.append(cells_of(row, "td") + beside)
+    return f'<table class="{kind}">{"".join(f"<tr>{line}</tr>" for line in lines)}</table>'
+
+
+def _breakable(text: str) -> str:
+    """The text as HTML in which a path may go on in the next line."""
+    return _ENDS_OF_PARTS.sub("\\g<0><wbr/>", escape(text))
 
 
 def _meshes(plan: Plan) -> str:

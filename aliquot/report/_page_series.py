@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..core import format_seconds
 from ..plans import Plan, TaskKind, TraceEvent, in_flight_events, submesh_names
-from ._drawings import Segment
+from ._drawings import Segment, time_marks
 from ._trace import planned_trace
 
 _MOST_SEGMENTS = 3000
@@ -109,7 +109,7 @@ def _fullest_stage(plan: Plan) -> MemorySeries | None:
     return MemorySeries(
         places=tuple(places),
         parts=parts,
-        marks=((0.0, "0 s"), (trace.step_time_s, format_seconds(trace.step_time_s))),
+        marks=tuple(time_marks(trace.step_time_s)),
         who=f" of stage {index}, the fullest",
         steps=True,
     )

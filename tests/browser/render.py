@@ -1,6 +1,6 @@
 """Loads pages in Chromium without a screen and writes a picture of each beside it.
 
-Run as a program of its own, `python render.py page.html ...`: prints one line of JSON for each
+Run as a program of its own, `python render.py [--width 390] page.html ...`: prints one line of JSON for each
 page, with what the page itself reports about its layout, and all errors that the browser logged.
 """
 
@@ -63,19 +63,19 @@ def wait(connect):
     return results[0]
 
 
-def main(paths):
+def main(paths, width):
     application = QApplication([])
     view = QWebEngineView()
     page = Page(view)
     view.setPage(page)
     for path in map(Path, paths):
         page.logged.clear()
-        view.resize(WIDTH, 600)
+        view.resize(width, 600)
         view.show()
         page.load(QUrl.fromLocalFile(str(path.resolve())))
         loaded = wait(lambda done: page.loadFinished.connect(done))
         found = json.loads(wait(lambda done: page.runJavaScript(LAYOUT, 0, done)))
-        view.resize(WIDTH, int(found["height"]) + 8)
+        view.resize(width, int(found["height"]) + 8)
         wait(lambda done: QTimer.singleShot(SETTLE_MS, done))
         view.grab().save(str(path.with_suffix(".png")))
         print(json.dumps({**found, "loaded": loaded, "logged": list(page.logged)}), flush=True)
@@ -83,4 +83,7 @@ def main(paths):
     application.quit()
 
 
-main(sys.argv[1:])
+if sys.argv[1] == "--width":
+    main(sys.argv[3:], int(sys.argv[2]))
+else:
+    main(sys.argv[1:], WIDTH)

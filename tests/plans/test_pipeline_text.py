@@ -93,7 +93,7 @@ Stages 1-3, each: the largest of 1 inputs on each device
   state.params.layers[*].w      1  float32[64, 32]  [x, -]                4.0 KiB
 
 The most expensive of 1 kind of communication within a stage in a step (predicted)
-  stages  kind        axes  count    bytes      time  what
+  stages  kind        axes  count     size      time  what
   0-3     all-reduce  x         2  2.0 KiB  200.0 us  layers[*].w"""
 
 

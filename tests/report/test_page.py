@@ -1,5 +1,6 @@
 """The page of a plan: well-formed, complete, and free of anything from elsewhere."""
 
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -10,7 +11,8 @@ from sample_plans import sample_pipeline, sample_plan
 import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.report import page
-from aliquot.report._drawings import areas
+from aliquot.report._drawings import areas, round_ticks, time_marks
+from aliquot.report._page import _breakable
 
 
 @pytest.mark.parametrize("plan", [sample_plan(), sample_pipeline()], ids=["program", "pipeline"])
@@ -63,3 +65,27 @@ def test_a_limit_far_above_is_written_down():
 def test_a_long_schedule_is_drawn_from_its_beginning():
     text = page(sample_pipeline(4, num_micro_batches=4000))
     assert "The beginning of a step of" in text and len(text) < 1_000_000
+
+
+def test_a_page_begins_with_what_most_readers_look_for():
+    text = page(sample_plan())
+    card = text[text.index('<dl class="card">') : text.index("</dl>")]
+    said = re.sub("<[^>]*>", " ", card).split()
+    wanted = ["gpt-10m", "8xH100", "shard", "11.0", "ms"]
+    assert [word for word in said if word in wanted] == wanted
+    assert 'name="viewport"' in text and text.index("</dl>") < text.index("<h2>")
+
+
+def test_paths_may_be_broken_and_words_and_numbers_never():
+    assert _breakable("state.params.layers[*].w") == "state.<wbr/>params.<wbr/>layers[*].<wbr/>w"
+    assert _breakable("recomputation 9.0 ms <b>") == "recomputation 9.0 ms &lt;b&gt;"
+    assert "overflow-wrap:anywhere" not in page(sample_plan())
+
+
+def test_ticks_are_round():
+    for top in (0.0123, 0.9, 7.3, 61.0):
+        ticks = round_ticks(top)
+        assert 4 <= len(ticks) <= 11 and ticks[0] == 0.0 and ticks[-1] <= top
+        assert all(float(f"{tick:.1g}") == pytest.approx(tick) or tick > 9 for tick in ticks[:3])
+    assert round_ticks(3 * 2**30, binary=True) == [0.0, 2**30, 2 * 2**30, 3 * 2**30]
+    assert [text for _, text in time_marks(0.0335)] == ["0 s", "10.0 ms", "20.0 ms", "33.5 ms"]

@@ -54,6 +54,21 @@ def rendered(tmp_path_factory):
     return dict(zip(PLANS, zip(found, (path.with_suffix(".png") for path in paths)), strict=True))
 
 
+def test_no_column_is_cut_on_a_phone_and_texts_stay_in_their_pictures(tmp_path):
+    paths = [tmp_path / f"{k}.html" for k in range(len(PLANS))]
+    for path, plan in zip(paths, PLANS.values(), strict=True):
+        path.write_text(page(plan))
+    ended = subprocess.run(
+        [sys.executable, str(RENDER), "--width", "390", *map(str, paths)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == len(PLANS), ended.stderr[-2000:]
+    assert all(each["width"] <= 390 and each["outside"] == [] for each in found)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_the_browser_shows_all_of_the_page(rendered, name):
     found, _ = rendered[name]
