@@ -22,6 +22,7 @@ from ._session import Session, in_its_encoding, session
 if TYPE_CHECKING:
     from .._generation import Generator
     from ..data import Tokenizer
+    from ..plans import Plan
     from ..runtime import Checkpoints
     from ..zoo import Inference
 
@@ -66,7 +67,7 @@ def generate(
         int | None,
         typer.Option(
             metavar="TOKENS",
-            help="Place in the cache, for prompt and answer; by default what is needed.",
+            help="Place in the cache for prompt and answer; by default the plan's, or as needed.",
         ),
     ] = None,
     tokenizer: Annotated[
@@ -130,11 +131,12 @@ def generate(
             source: Checkpoints = opened(checkpoint, "--checkpoint")
             meta = source.record(source.numbers()[-1]).meta
             texts = _texts(prompt, tokens, meta, (tokenizer, vocab_file, merge_file))
-            built = _model(model, meta, texts, max_tokens, cache, dtype)
             plan = None
             if plan_file is not None:
                 plan = read_plan(plan_file)
                 check_devices(plan, len(here))
+                cache = cache or _place_in_cache(plan)
+            built = _model(model, meta, texts, max_tokens, cache, dtype)
             where = Cluster.detect(here) if cluster == "detect" else read_cluster(cluster)
             generator = Generator(
                 built,
@@ -238,6 +240,13 @@ def _model(
         cache_len=place,
         prompt_len=longest,
     )
+
+
+def _place_in_cache(plan: Plan) -> int | None:
+    """The positions of the cache that a plan is for; None if it is for another function."""
+    # Keys are (batch, positions, heads, head size), perhaps behind a dim for the layers.
+    caches = [item.shape for item in plan.inputs if item.path.startswith("cache.layers")]
+    return caches[0][-3] if caches and len(caches[0]) > 3 else None
 
 
 def _vocabulary(model: Inference, texts: _Texts) -> int:
