@@ -65,6 +65,8 @@ def composed_rows(
             "step_time_s": c.seconds,
             "memory_bytes": c.memory_bytes,
             "measured_share": c.measured_share,
+            "combinations": sum(map(len, combinations)),
+            "measured_combinations": sum(map(len, measured.kinds)),
         }
         for c in best
     ]

@@ -73,8 +73,10 @@ def composed_text(answer: Mapping[str, Any]) -> RenderableType:
     best = answer["found"][0]
     head = (
         f"Fastest: {format_seconds(best['step_time_s'])} a step with"
-        f" {format_bytes(best['memory_bytes'])} on each device; {best['measured_share']:.0%} of the"
-        " time was measured, the rest is modelled."
+        f" {format_bytes(best['memory_bytes'])} on each device."
+        f" {best['measured_combinations']} of the {best['combinations']} ways to split a"
+        " segment are measured, the others modelled;"
+        f" {best['measured_share']:.0%} of this time rests on measurements."
     )
     if best.get("measured_s") is not None:
         head += f" As a whole step it takes {format_seconds(best['measured_s'])}."

@@ -117,7 +117,9 @@ def test_search_says_where_nothing_was_measured(tmp_path, monkeypatch):
     ProfileDatabase(tmp_path / "p.sqlite").close()
     found = run("blocks", "search", *MODEL, "--devices", "4", "--database", tmp_path / "p.sqlite")
     assert found.exit_code == 0, found.output
-    assert "none of this step's segments" in " ".join(found.stdout.split())
+    said = " ".join(found.stdout.split())
+    assert "none of this step's segments" in said
+    assert "0 of the 85 ways to split a segment are measured, the others modelled; 0% of" in said
     here = [*MODEL, "--devices", "4", "--database", tmp_path / "p.sqlite"]
     before, layer, head = answer_of("show", *here)["kinds"]
     assert [len(kind["combinations"]) for kind in (before, layer, head)] == [1, 81, 3]
@@ -132,7 +134,7 @@ def test_a_plan_that_ran_is_shown_with_three_costs_and_what_it_computes():
     row = {"options": [[], [0]], "step_time_s": 0.5, "memory_bytes": 2e9, "measured_share": 1.0}
     answer = {
         "kinds": ["before", "layer"],
-        "found": [{**row, "measured_s": 0.3}],
+        "found": [{**row, "measured_s": 0.3, "combinations": 92, "measured_combinations": 2}],
         "costs_s": [0.29, 0.292, 0.294],
         "flops": 59.37e12,
         "flops_per_s": 203.3e12,
@@ -140,6 +142,7 @@ def test_a_plan_that_ran_is_shown_with_three_costs_and_what_it_computes():
     console = Console(file=io.StringIO(), width=200)
     console.print(composed_text(answer))
     shown = " ".join(console.file.getvalue().split())
+    assert "2 of the 92 ways to split a segment are measured" in shown
     assert "290.0 ms, 292.0 ms, 294.0 ms" in shown
     assert "59.4 TFLOP a step, 203.3 TFLOP/s on all devices" in shown
     assert "before" not in shown and "layer" in shown
