@@ -18,7 +18,15 @@ from typing import Any
 from ..cluster import Cluster
 from ..core import AliquotError, InputError, listing, nearest, shortened
 from ..plans import ModelReference
-from ..zoo import MODELS, AbstractConfig, Workload, build, precision_name, settings_faults
+from ..zoo import (
+    MODELS,
+    AbstractConfig,
+    Workload,
+    build,
+    other_architecture,
+    precision_name,
+    settings_faults,
+)
 from ._devices import use_precision
 from ._session import Session
 
@@ -76,10 +84,11 @@ def resolve(name: str, options: ZooOptions, cluster: Cluster) -> Model:
     if ":" in name:
         return _from_factory(name, options)
     if name not in MODELS:
-        raise InputError(
-            f"there is no model {name!r}: {nearest(name, MODELS, 'aliquot models')} Or give a"
-            " factory as package.module:function."
+        instead = other_architecture(name) or (
+            f"{nearest(name, MODELS, 'aliquot models')} Or give a factory as"
+            " package.module:function."
         )
+        raise InputError(f"there is no model {name!r}: {instead}")
     if options.global_batch is None:
         examples = MODELS[name].examples
         raise InputError(

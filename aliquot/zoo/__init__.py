@@ -23,6 +23,7 @@ from ._schedule import learning_rate as learning_rate
 from ._settings import settings_faults as settings_faults
 from ._sizes import MODELS as MODELS
 from ._sizes import configure as configure
+from ._sizes import other_architecture as other_architecture
 from ._step import Workload as Workload
 from ._step import build as build
 from ._step import build_layers as build_layers

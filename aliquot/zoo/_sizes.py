@@ -22,6 +22,15 @@ FAMILIES: dict[str, type[AbstractConfig]] = {
 
 _DEEP = (8, 16, 32, 64, 128, 256, 512, 1024)
 _FIXED = ("name", "family")
+# Models that many ask for and whose operators the families here do not have, by how they begin.
+_OTHERS = {
+    "mixtral": "every layer has SwiGLU experts; those of moe-* are GELU, in every other layer",
+    "qwen3": "it normalises queries and keys of each head, which llama-* do not",
+    "qwen": "its queries, keys and values have biases, which those of llama-* do not",
+    "gpt-oss": "it has sliding windows, attention sinks and SwiGLU experts",
+    "deepseek-v": "it has latent attention, and shared experts in every layer",
+    "gemma": "it has GeGLU and scaled embeddings",
+}
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _TYPES: dict[Any, type] = {kind.__name__: kind for kind in _KINDS}
@@ -214,7 +223,8 @@ def configure(name: str, /, **overrides: Any) -> AbstractConfig:
             fields are listed.
     """
     if name not in MODELS:
-        raise InputError(f"There is no model {name!r}: {nearest(name, MODELS)}")
+        instead = other_architecture(name) or nearest(name, MODELS)
+        raise InputError(f"There is no model {name!r}: {instead}")
     base = MODELS[name]
     fields = {field: type(value) for field, value in as_fields(base).items() if field not in _FIXED}
     changes: dict[str, Any] = {}
@@ -230,6 +240,17 @@ def configure(name: str, /, **overrides: Any) -> AbstractConfig:
     if faults:
         raise InputError(f"Model {name!r} cannot be changed as asked: {'; '.join(faults)}")
     return type(base)(**(as_fields(base) | base.consequences(changes) | changes))
+
+
+def other_architecture(name: str) -> str:
+    """Why no family here can express a model that many ask for, and what to do instead; empty for
+    other names.
+
+    >>> other_architecture("mixtral-8x7b")[:46]
+    'every layer has SwiGLU experts; those of moe-*'
+    """
+    why = next((why for start, why in _OTHERS.items() if name.lower().startswith(start)), "")
+    return f"{why}. Plan your own code of it, as package.module:factory." if why else ""
 
 
 def as_fields(config: AbstractConfig) -> dict[str, Any]:

@@ -243,3 +243,10 @@ def test_plans_say_which_hosts_are_idle(factory, tmp_path):
     assert json.loads(explained)["idle_hosts"] == 1
     for text in (str(plan), shown):
         assert "1 host, 4 devices, is idle: the step is faster on 1 host" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-8b", "gpt-oss-20b", "Qwen2.5-7B"])
+def test_models_that_no_family_can_express_are_refused_with_the_reason(name):
+    found = run("plan", name, "--cluster", "8xH100", "--global-batch", "8")
+    refused(found, f"there is no model {name!r}: ", "Plan your own code of it, as package.module")
+    assert "did you mean" not in found.stderr
