@@ -69,7 +69,7 @@ def plans(name):
     ]
 
 
-SLOW = ("residual", "many rows", "decode")
+SLOW = ("uneven", "residual", "many rows", "decode")
 
 
 @pytest.mark.parametrize(

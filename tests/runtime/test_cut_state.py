@@ -16,9 +16,9 @@ STEPS = {
     "recurrent": (recurrent, {"w": (8, 8), "carry": (32, 8)}),
 }
 CASES = [
-    ("layers", aq.DataParallel(), 2),
+    pytest.param("layers", aq.DataParallel(), 2, marks=pytest.mark.slow),
     ("layers", aq.Megatron(data=4, tensor=1, pipeline=2), 1),
-    ("layers", aq.Megatron(data=4, tensor=1, pipeline=2), 2),
+    pytest.param("layers", aq.Megatron(data=4, tensor=1, pipeline=2), 2, marks=pytest.mark.slow),
     ("loop", aq.Megatron(data=2, tensor=2, pipeline=2), 4),
     ("recurrent", aq.DataParallel(), 2),
 ]
