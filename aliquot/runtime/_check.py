@@ -167,14 +167,16 @@ def _tolerance(rounding: str) -> float:
 
 
 def _epsilon(rounding: str) -> float:
-    return float(jnp.finfo("float16" if rounding == TF32 else rounding).eps)
+    kind: Any = jnp.finfo  # Without types in JAX.
+    return float(kind("float16" if rounding == TF32 else rounding).eps)
 
 
 def _coarsest(graph: Graph) -> str:
     """The number format of a step's floats that rounds most."""
     arrays = [value for value in graph.values if value.key_dtype is None]
     kinds = {str(value.dtype) for value in arrays if jnp.issubdtype(value.dtype, jnp.floating)}
-    if "float32" in kinds and jax.config.jax_default_matmul_precision is None:
+    settings: Any = jax.config
+    if "float32" in kinds and settings.jax_default_matmul_precision is None:
         kinds |= {_PRODUCTS.get(jax.default_backend(), "float32")}
     return max(kinds, key=lambda kind: (_epsilon(kind), kind), default="float32")
 
