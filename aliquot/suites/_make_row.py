@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -95,9 +96,10 @@ def measured_row(
     built, plan, facts = found
     measured = _run(built, plan, devices[: case.num_devices], timing, phase)
     losses = measured.pop("losses")
-    if timing.compares:
+    if timing.compares and not any(map(math.isnan, losses)):
         started = time.perf_counter()
-        difference = _difference(losses, _alone(built, devices[:1], len(losses)))
+        wanted, facts["one_device_s"] = _alone(built, devices[:1], len(losses), timing.repeats)
+        difference = _difference(losses, wanted)
         phase("compare", time.perf_counter() - started)
         facts["max_difference"] = difference
         if not difference <= _TOLERANCE:
@@ -190,7 +192,8 @@ def _run(
     jax.block_until_ready((state, metrics))
     total = time.perf_counter() - started
     phase("run", total)
-    most = [device.memory_stats() or {} for device in devices]
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    most = [device.memory_stats() or {} for device in here]
     used = max((stats.get("peak_bytes_in_use", 0) for stats in most), default=0)
     return {
         "mean_s": statistics.mean(seconds) if seconds else total / timing.repeats,
@@ -200,9 +203,11 @@ def _run(
     }
 
 
-def _alone(built: BuiltCase, devices: Sequence[Any], steps: int) -> list[float]:
-    """Losses on one device: of the step as it is, or, where micro-batches are independent, of the
-    step in as many micro-batches.
+def _alone(
+    built: BuiltCase, devices: Sequence[Any], steps: int, repeats: int
+) -> tuple[list[float], float]:
+    """Losses on one device, and the median of the seconds of a step: of the step as it is, or,
+    where micro-batches are independent, of the step in as many micro-batches.
     """
     import jax
 
@@ -219,12 +224,15 @@ def _alone(built: BuiltCase, devices: Sequence[Any], steps: int) -> list[float]:
     else:
         step = jax.jit(built.step)
         state = jax.jit(built.init)(jax.random.key(_SEED))
-    losses = []
-    for k in range(steps):
+    losses, seconds = [], []
+    for k in range(steps + repeats):
+        began = time.perf_counter()
         result = step(state, _batch(built, k))
         state, metrics = (state, result) if case.forward_only else result
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - began)
         losses.append(_figure(metrics))
-    return losses
+    return losses[:steps], statistics.median(seconds[steps:])
 
 
 def _difference(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -232,10 +240,14 @@ def _difference(found: Sequence[float], wanted: Sequence[float]) -> float:
 
 
 def _figure(result: Any) -> float:
-    """What is compared of a result: the loss, or the mean size of logits."""
+    """What is compared of a result: the loss, or the mean size of logits; NaN of logits that other
+    processes hold.
+    """
     import jax.numpy as jnp
 
-    return float(result["loss"] if isinstance(result, dict) else jnp.abs(result).mean())
+    if isinstance(result, dict):
+        return float(result["loss"])
+    return float(jnp.abs(result).mean()) if result.is_fully_addressable else math.nan
 
 
 def _batch(built: BuiltCase, seed: int) -> dict[str, Any]:

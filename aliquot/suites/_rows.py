@@ -34,6 +34,7 @@ class Row:
         plan_of: `GIVEN` or `OURS`.
         outcome: "predicted", "measured", "does not fit", "not expressible" or "failed".
         reason: of an outcome that is no success.
+        one_device_s: measured seconds of the plain step on one device.
         max_difference: the largest relative difference of a loss from one device's.
     """
 
@@ -60,6 +61,7 @@ class Row:
     published_s: float | None = None
     published_tflops: float | None = None
     predicted_to_published: float | None = None
+    one_device_s: float | None = None
     max_difference: float | None = None
 
 
@@ -87,6 +89,7 @@ HEADINGS = {
     "published_s": "Published (s)",
     "published_tflops": "Published TFLOPs",
     "predicted_to_published": "Predicted / Published",
+    "one_device_s": "One Device (s)",
     "max_difference": "Max Difference",
 }
 """The heading of each column of `Row`, in order."""

@@ -126,3 +126,15 @@ def test_small_cases_run_and_equal_one_device(suite, case):
     for row in json.loads(found.stdout)["rows"]:
         assert row["outcome"] == "measured" and row["max_difference"] < 1e-4, row
         assert row["mean_s"] > 0 and row["predicted_s"] > 0 and row["num_devices"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", ["tiny.plans", "tiny.forward"])
+def test_small_cases_run_in_several_processes(suite, tiny):
+    command = [sys.executable, "-m", "aliquot", "bench", "alpa", suite, "--suites", str(tiny)]
+    command += ["--case", "1", "--small", "--launch", "local:2", "--num-devices-per-host", "2"]
+    found = subprocess.run([*command, "--json"], capture_output=True)
+    (row,) = json.loads(found.stdout)["rows"]
+    assert row["outcome"] == "measured" and row["mean_s"] > 0, row
+    if suite == "tiny.plans":
+        assert row["max_difference"] < 1e-4
