@@ -43,7 +43,7 @@ class Variant:
     Attributes:
         step, args, kwargs: as for `aliquot.plan`.
         model: how to build the step again, to be written into plans.
-        name: for readers of plans, such as "recompute block".
+        name: for readers of plans, such as "--recompute block".
     """
 
     step: Callable[..., Any]

@@ -34,7 +34,7 @@ def variants_of(models: tuple[Model, ...]) -> Variants:
             step=model.step,
             args=(model.state, model.batch),
             model=model.reference,
-            name=f"recompute {model.reference.settings.get('recompute')}",
+            name=f"--recompute {model.reference.settings.get('recompute')}",
         )
         for model in models
     ]

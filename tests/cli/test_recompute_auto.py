@@ -48,7 +48,7 @@ def test_the_other_way_is_listed_among_what_was_tried(tmp_path):
     assert found.exit_code == 0, found.stderr
     plan = json.loads(path.read_text())
     assert plan["model"]["settings"]["recompute"] == "none"
-    assert "recompute block" in [each["name"] for each in plan["provenance"]["candidates"]]
+    assert "--recompute block" in [each["name"] for each in plan["provenance"]["candidates"]]
 
 
 def test_a_time_limit_is_kept_over_both():
@@ -97,7 +97,7 @@ def test_ctrl_c_during_the_second_search_keeps_the_faster(later, monkeypatch):
     kept = caught.value.plan
     assert kept.prediction.step_time_s == (1e-6 if later == "faster" else 1e3)
     names = [(each["name"], each["outcome"]) for each in kept.provenance.candidates]
-    assert (("recompute block", "interrupted") in names) == (later != "faster")
+    assert (("--recompute block", "interrupted") in names) == (later != "faster")
 
 
 def _timed(plan, step_time_s):
