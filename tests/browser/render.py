@@ -18,7 +18,7 @@ from PySide6.QtWebEngineWidgets import QWebEngineView
 from PySide6.QtWidgets import QApplication
 
 WIDTH = 1000
-SETTLE_MS = 400
+SETTLE_MS = 1000
 LIMIT_MS = 60_000
 # What the browser made of the page: its extent, pictures without an extent, and texts that stick
 # out of their picture.
