@@ -72,8 +72,16 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", [README, QUICKSTART], ids=["README", "quickstart"])
 def test_every_command_runs_in_the_order_in_which_it_is_printed(page, folder, monkeypatch):
     """With small models, and ZeRO-3 in the place of long searches: the real ones take minutes."""
+
+    def quick(self, task):
+        try:
+            return aq.Zero3Parallel().decide(task)
+        except aq.InputError:
+            # One text has no rows to split.
+            return aq.ShardParallel().decide(task)
+
     for method in (aq.Auto, aq.PipeshardParallel):
-        monkeypatch.setattr(method, "decide", lambda self, task: aq.Zero3Parallel().decide(task))
+        monkeypatch.setattr(method, "decide", quick)
     for name, config in MODELS.items():
         if type(config) is ModelConfig:
             small = dataclasses.replace(config, **SMALL)

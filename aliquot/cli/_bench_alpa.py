@@ -18,7 +18,7 @@ from ..core import InputError, Journal, format_seconds, shortened, write_atomic
 from ._devices import use_devices, use_host_only, use_virtual_devices
 from ._groups import takes_groups
 from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
-from ._options import Json, read_cluster
+from ._options import Json, NetworkGbps, read_cluster
 from ._progress import search_progress
 from ._session import Session, session
 
@@ -113,6 +113,7 @@ def alpa(
             show_default=False,
         ),
     ] = None,
+    network_gbps: NetworkGbps = None,
     every_size: Annotated[
         bool, typer.Option("--every-size", help="Also cases for parts of the cluster.")
     ] = False,
@@ -147,12 +148,18 @@ def alpa(
         ).check(launch, devices=None, has_plan=False)
         if launch is not None and run.predict:
             raise InputError(f"--launch {launch}: --predict runs nothing. Leave one out.")
+        if network_gbps is not None and not run.predict:
+            raise InputError(
+                f"--network-gbps {network_gbps} is of a cluster to plan for: add --predict."
+            )
         chosen = find_suite(suite, _suites(suites))
         request = _Request(
             suite=chosen,
             cases=find_cases(chosen, tuple(case or ())),
             run=run,
-            where=None if not run.predict else _cluster(cluster or _machines(chosen), part),
+            where=None
+            if not run.predict
+            else _cluster(cluster or _machines(chosen), network_gbps, part),
             every_size=every_size or cluster is None and _whole(part),
             out=out,
         )
@@ -251,11 +258,11 @@ def _machines(suite: Suite) -> str:
     return f"{-(-most // per_machine)}x{_MACHINE}"
 
 
-def _cluster(name: str, part: LaunchOptions) -> Cluster:
+def _cluster(name: str, network_gbps: str | None, part: LaunchOptions) -> Cluster:
     """The cluster, or the part of it that is asked for."""
     from ..cluster import subcluster
 
-    whole = read_cluster(name)
+    whole = read_cluster(name, network_gbps)
     hosts = part.num_hosts or (whole.num_hosts if _whole(part) else 1)
     per_host = part.num_devices_per_host or whole.devices_per_host
     if hosts > whole.num_hosts or per_host > whole.devices_per_host:

@@ -123,7 +123,7 @@ class TestEveryInterPlanner:
         plan = plan_of(cluster="4xV100-16GB", inter=inter, intra=intra, num_micro_batches=4)
         assert violations(plan) == []
         if len(plan.stages) > 1:
-            assert plan.provenance.planner == f"{type(inter).__name__} over {intra.name}"
+            assert plan.provenance.planner == f"{type(inter).__name__}, each stage by {intra.name}"
 
     def test_no_profiles_are_required_beyond_the_chains(self, inter):
         assert inter.required_profiles([even_chain(4, devices=2)]) == ()

@@ -101,7 +101,7 @@ class TestEveryIntraPlanner:
     def test_the_planner_solves_stages_of_a_pipeline(self, intra):
         plan = plan_of(num_stages=2, num_micro_batches=4, intra=intra)
         assert violations(plan) == [] and len(plan.stages) == 2
-        assert plan.provenance.planner == f"StageDP over {intra.name}"
+        assert plan.provenance.planner == f"StageDP, each stage by {intra.name}"
 
     def test_follow_and_alternatives_use_the_planner(self, intra, problem):
         method = aq.ShardParallel(mesh_shape=(4,), intra=intra)

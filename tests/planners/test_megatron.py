@@ -447,8 +447,9 @@ def test_a_pipeline_tries_numbers_of_micro_batches():
         "Tried in the search" in text
         and "megatron:dp2,tp2,pp2, 2 stages, 1f1b, 8 micro-batches" in text
     )
-    assert "pipeline: 2 stages, 1f1b; data (2): parameters are whole; tensor (2): 9" in " ".join(
-        text.split()
+    assert (
+        "pipeline: 2 stages, 1f1b; data (2): data parallel: parameters replicated; tensor (2):"
+        " tensor parallel: parameters sharded (98%), batch replicated" in " ".join(text.split())
     )
     with pytest.raises(
         InputError, match="A batch of 16 cannot be split over dp2 in each of 3 micro-batches"

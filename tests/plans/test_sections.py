@@ -2,6 +2,7 @@
 rows.
 """
 
+import re
 from html import unescape
 
 import msgspec
@@ -31,7 +32,8 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_printed_rows_are_explained_and_are_on_the_page(plan):
     explained = [line.split() for line in as_text(explanation(plan), width=400).splitlines()]
-    on_page = unescape(page(plan))
+    # Cells without their classes and the headings that they show on a phone.
+    on_page = unescape(re.sub("<td [^>]*>", "<td>", page(plan)).replace("<wbr/>", ""))
     printed = describe(plan).splitlines()
     shown = [section for section in sections(plan, PRINTED) if section.kind in PRINTED_KINDS]
     assert {"tried", "arrays", "communication"} <= {s.kind for s in shown} or plan is PLANS[
@@ -42,9 +44,7 @@ def test_printed_rows_are_explained_and_are_on_the_page(plan):
         for row in section.rows:
             assert " ".join(row).split() in [line.split() for line in printed]
             assert " ".join(row).split() in explained
-            assert "".join(f"<td>{cell}</td>" for cell in row) in on_page.replace(
-                ' class="number"', ""
-            )
+            assert "".join(f"<td>{cell}</td>" for cell in row) in on_page
     for name, text in fact_rows(plan):
         if name:
             assert [*name.split(), *text.split()] in explained
