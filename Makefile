@@ -11,7 +11,7 @@ BROWSER := $(VENV)/browser
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all version-test verify-test page-test pictures lint bench docs clean versions
+.PHONY: help demo test test-all version-test verify-test page-test pictures lint bench bench-small docs clean versions
 
 help:
 	@echo "make demo         plan and train a small GPT on 8 virtual devices (DATA=path for your own text)"
@@ -23,6 +23,7 @@ help:
 	@echo "make pictures     the pictures of the documentation"
 	@echo "make lint         formatting, lint and types"
 	@echo "make bench        every benchmark that needs nothing else, each writing a dated result"
+	@echo "make bench-small  small cases beside the plain step, compared with the recorded result"
 	@echo "make docs         the documentation as a site, in site/"
 	@echo "make versions     the versions of Python, JAX and the libraries that are tested with it"
 	@echo "make clean        remove .venv, caches and build products"
@@ -103,6 +104,10 @@ lint: $(INSTALLED)
 
 # Not those that need a folder of figures, a revision, other packages or the compiler for GPUs; each says how to run it.
 BENCHMARKS := $(filter-out %_deviceless.py %/published_steps.py %/third_party_steps.py %/aceso_accuracy.py %/aceso_search.py %/aceso_imports.py %/pipeline_suite.py %/calibrate_gpu.py %/against_revision.py,$(wildcard benchmarks/[a-z]*.py))
+
+# Small cases of suites beside the plain step, compared with a recorded result.
+bench-small: $(INSTALLED)
+	$(BIN)/python benchmarks/small_cases.py --check benchmarks/results/small_cases_cpu-2core_2026-11.json
 
 bench: $(INSTALLED)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -277,6 +277,8 @@ def _make_rows(request: _Request, say: Session) -> None:
     from ..suites import GIVEN, OURS, Row
 
     journal = Journal(_prepared(request.out))
+    # What failed is tried again: another row of the same key takes its place.
+    journal.rows = {k: r for k, r in journal.rows.items() if r["outcome"] != "failed"}
     rows, skipped = [], []
     for case in request.cases:
         if reason := _not_here(request, case):

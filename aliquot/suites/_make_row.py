@@ -198,6 +198,7 @@ def _run(
     return {
         "mean_s": statistics.mean(seconds) if seconds else total / timing.repeats,
         "std_s": statistics.pstdev(seconds) if seconds else None,
+        "median_s": statistics.median(seconds) if seconds else None,
         "peak_gb": (used or step.stats().peak_bytes) / 1e9,
         "losses": losses[:_COMPARED_STEPS],
     }

@@ -25,7 +25,7 @@ class Row:
         type: the family, such as `gpt`.
         model: name and sizes that differ from the name's.
         parallel: what the case gives, or how the plan that was found is laid out.
-        mean_s, std_s: measured seconds of a step.
+        mean_s, std_s, median_s: measured seconds of a step.
         billion_parameters: of the model.
         tflops: measured, of 1e12 operations per second on each device, as the suite counts them.
         peak_gb: measured memory of the fullest device, of 10^9 bytes; of CPUs the compiler's.
@@ -63,6 +63,7 @@ class Row:
     predicted_to_published: float | None = None
     one_device_s: float | None = None
     max_difference: float | None = None
+    median_s: float | None = None
 
 
 HEADINGS = {
@@ -91,6 +92,7 @@ HEADINGS = {
     "predicted_to_published": "Predicted / Published",
     "one_device_s": "One Device (s)",
     "max_difference": "Max Difference",
+    "median_s": "Median Time (s)",
 }
 """The heading of each column of `Row`, in order."""
 

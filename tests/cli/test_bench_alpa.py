@@ -68,6 +68,18 @@ def test_plans_of_a_suite_are_saved_judged_and_not_made_again(tiny, tmp_path):
     assert json.loads(again.stdout) == answer and "prepare" not in again.stderr
 
 
+def test_what_failed_is_made_again(tiny, tmp_path):
+    asked = ("bench", "alpa", "tiny.forward", "--suites", tiny, "--out", tmp_path)
+    asked = (*asked, "--predict", "--cluster", "4xV100-16GB", "--json")
+    wanted = json.loads(run(*asked).stdout)["rows"]
+    journal = tmp_path / "rows.jsonl"
+    entry = json.loads(journal.read_text())
+    entry["row"] |= {"outcome": "failed", "reason": "out of memory"}
+    journal.write_text(json.dumps(entry) + "\n")
+    (made,) = json.loads(run(*asked).stdout)["rows"]
+    assert made["outcome"] == "predicted" and made["predicted_s"] == wanted[0]["predicted_s"]
+
+
 def test_a_forward_pass_is_laid_out_in_stages(tiny, tmp_path):
     out = ("--out", tmp_path / "out", "--json")
     found = run("bench", "alpa", "tiny.forward", "--suites", tiny, "--predict", *out)
