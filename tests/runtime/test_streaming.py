@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from runtime.pipelines import pipeline
 
-ROWS, SIZE, TURNS = 64, 600, 120
+ROWS, SIZE, TURNS = 64, 600, 360
 WEIGHTS = [
     np.random.default_rng(k).normal(size=(SIZE, SIZE)).astype(np.float32) / SIZE**0.5
     for k in range(2)
