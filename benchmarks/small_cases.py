@@ -27,7 +27,7 @@ CASES = (
     ("wresnet.perf_test_2d", 7),
     ("gpt_inference.profile", 26),
 )
-# Steps of a few milliseconds on two shared cores vary by a quarter.
+# Two runs on a machine with two cores that did nothing else differed by up to 16 %.
 SLOWER = 1.5
 ATTEMPTS = 3
 STEPS = 10

@@ -15,6 +15,13 @@ from ._session import session
 if TYPE_CHECKING:
     from ..data import Tokenizer
 
+VocabFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="GPT-2's vocab.json; with --merge-file.")
+]
+MergeFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="GPT-2's merges.txt; with --vocab-file.")
+]
+
 
 def data(
     texts: Annotated[
@@ -30,12 +37,8 @@ def data(
         Path | None,
         typer.Option(metavar="FILE", help="JSON file of the tokenizers library."),
     ] = None,
-    vocab_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="GPT-2's vocab.json; with --merge-file.")
-    ] = None,
-    merge_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="GPT-2's merges.txt; with --vocab-file.")
-    ] = None,
+    vocab_file: VocabFile = None,
+    merge_file: MergeFile = None,
     end_of_text: Annotated[
         str | None,
         typer.Option(

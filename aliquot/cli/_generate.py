@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core import InputError, counted, printable
+from ._data import MergeFile, VocabFile, chosen_tokenizer
 from ._devices import use_devices
 from ._groups import takes_groups
 from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
@@ -74,12 +75,8 @@ def generate(
         Path | None,
         typer.Option(metavar="FILE", help="JSON file of the tokenizer that the data was made by."),
     ] = None,
-    vocab_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="GPT-2's vocab.json; with --merge-file.")
-    ] = None,
-    merge_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="GPT-2's merges.txt; with --vocab-file.")
-    ] = None,
+    vocab_file: VocabFile = None,
+    merge_file: MergeFile = None,
     plan_file: Annotated[
         Path | None,
         typer.Option(
@@ -164,8 +161,6 @@ def _texts(
     Raises:
         InputError: a prompt is empty or no list of numbers, or the tokenizer is another.
     """
-    from ._data import chosen_tokenizer
-
     used = (meta.get("data") or {}).get("tokenizer", "bytes")
     if prompts is None:
         numbers = [each.replace(",", " ").split() for each in tokens or ()]
