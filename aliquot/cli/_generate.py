@@ -16,7 +16,7 @@ from ._data import MergeFile, VocabFile, chosen_tokenizer
 from ._devices import use_devices
 from ._groups import takes_groups
 from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
-from ._options import Json, NetworkGbps, read_cluster, read_plan, with_network
+from ._options import Json, NetworkGbps, ZooName, read_cluster, read_plan, with_network
 from ._plan_options import MethodOptions
 from ._session import Session, in_its_encoding, session
 
@@ -38,7 +38,7 @@ class _Texts:
 
 @takes_groups
 def generate(
-    model: Annotated[str, typer.Argument(help="A name from the zoo.", show_default=False)],
+    model: ZooName,
     checkpoint: Annotated[
         Path,
         typer.Option(

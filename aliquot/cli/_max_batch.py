@@ -39,27 +39,29 @@ def find_max_batch(
         InputError: The model comes from a factory, which decides its batch by itself.
         typer.Exit: With 1, if no batch fits.
     """
-    if ":" in name:
+    from ._model import tell_model, zoo_config
+
+    config = zoo_config(name, options.overrides)
+    if config is None:
         raise InputError(
             f"--max-batch: {name} decides its batch by itself. Call aliquot.largest_batch(make,"
             " cluster=...) in Python."
         )
+    tell_model(name, config, say)
     from .._questions import largest_batch_built
     from ..report import batch_table
-    from ..zoo import MODELS, configure
     from ._recomputation import variants_of, ways_to_build
 
     def build(batch: int) -> Variants:
         return variants_of(ways_to_build(name, replace(options, global_batch=batch), where))
 
-    multiple = configure(name, **options.overrides).batch_multiple if name in MODELS else 1
     parts = micro_batches if isinstance(micro_batches, int) else 1
     with search_progress(say) as report:
         batches = largest_batch_built(
             build,
             cluster=where,
             # Each micro-batch can then be split evenly.
-            unit=parts * math.lcm(where.num_devices, multiple),
+            unit=parts * math.lcm(where.num_devices, config.batch_multiple),
             first=options.global_batch,
             method=how,
             num_micro_batches=micro_batches,

@@ -21,8 +21,12 @@ from ..plans import ModelReference
 from ..zoo import (
     MODELS,
     AbstractConfig,
+    AbstractTextConfig,
     Workload,
+    as_fields,
     build,
+    configure,
+    from_config,
     other_architecture,
     precision_name,
     settings_faults,
@@ -81,25 +85,19 @@ def resolve(name: str, options: ZooOptions, cluster: Cluster) -> Model:
             failed.
         MissingExtraError: A model of the zoo without the packages it needs.
     """
-    if ":" in name:
+    config = zoo_config(name, options.overrides)
+    if config is None:
         return _from_factory(name, options)
-    if name not in MODELS:
-        instead = other_architecture(name) or (
-            f"{nearest(name, MODELS, 'aliquot models')} Or give a factory as"
-            " package.module:function."
-        )
-        raise InputError(f"there is no model {name!r}: {instead}")
     if options.global_batch is None:
-        examples = MODELS[name].examples
         raise InputError(
-            f"{name} needs --global-batch: the number of {examples} in a step, over all devices."
+            f"{name} needs --global-batch: the number of {config.examples} in a step, over all"
+            " devices."
         )
-    dtype = options.dtype_for(MODELS[name], cluster)
+    dtype = options.dtype_for(config, cluster)
     use_precision(dtype)
     workload = build(
-        name,
+        config,
         options.global_batch,
-        overrides=options.overrides,
         dtype=dtype,
         recompute=options.recompute or "block",
         scan=options.scan,
@@ -108,6 +106,35 @@ def resolve(name: str, options: ZooOptions, cluster: Cluster) -> Model:
         **options.update,
     )
     return from_workload(workload)
+
+
+def zoo_config(name: str, overrides: Mapping[str, Any]) -> AbstractConfig | None:
+    """The configuration of a model of the zoo, by its name or by a `config.json`; None for a
+    factory.
+
+    Raises:
+        InputError: there is no such model or file, or the zoo cannot express it.
+    """
+    if name in MODELS:
+        return configure(name, **overrides)
+    if name.endswith(".json") or os.path.isfile(name):
+        return from_config(name, **overrides)
+    if ":" in name:
+        return None
+    instead = other_architecture(name) or (
+        f"{nearest(name, MODELS, 'aliquot models')} Or give a config.json of Hugging Face, or a"
+        " factory as package.module:function."
+    )
+    raise InputError(f"there is no model {shortened(repr(name), 60)}: {instead}")
+
+
+def tell_model(name: str, config: AbstractConfig | None, say: Session) -> None:
+    """A remark on what a `config.json` leaves open: how long the sequences are."""
+    if isinstance(config, AbstractTextConfig) and name not in MODELS:
+        say.note(
+            f"{config.name}, from {name}: sequences of {config.seq_len} tokens; --seq-len changes"
+            " that."
+        )
 
 
 def tell_attention(model: Model, cluster: Cluster, say: Session) -> None:
@@ -202,7 +229,8 @@ def unnamed(reference: ModelReference, *, trusted: bool = False) -> str:
 def named_model(reference: ModelReference, name: str) -> ModelReference:
     """The model that the user names, with the plan's settings where these belong to it."""
     settings = dict(reference.settings)
-    if ":" in name:
+    config = zoo_config(name, {})
+    if config is None:
         return ModelReference(
             kind="factory", name=name, settings=settings if name == reference.name else {}
         )
@@ -212,10 +240,10 @@ def named_model(reference: ModelReference, name: str) -> ModelReference:
             " large its batch is. Give a factory as package.module:function."
         )
     if name not in MODELS:
-        raise InputError(f"there is no model {name!r}: {nearest(name, MODELS, 'aliquot models')}")
-    if name != reference.name:
+        settings |= {"model": as_fields(config), "overrides": {}}
+    elif name != reference.name:
         settings |= {"model": name, "overrides": {}}
-    return ModelReference(kind="zoo", name=name, settings=settings)
+    return ModelReference(kind="zoo", name=config.name, settings=settings)
 
 
 def _from_factory(name: str, options: ZooOptions) -> Model:

@@ -23,7 +23,21 @@ Json = Annotated[
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
 ModelName = Annotated[
-    str, typer.Argument(help="A name from the zoo, or package.module:factory.", show_default=False)
+    str,
+    typer.Argument(
+        help=(
+            "A name from the zoo, package.module:factory, or a config.json of Hugging Face (GPT-2,"
+            " Llama, Mistral, Qwen 2 or 3; --config FILE is the same)."
+        ),
+        show_default=False,
+    ),
+]
+ZooName = Annotated[
+    str,
+    typer.Argument(
+        help="A name from the zoo, or a config.json of Hugging Face (--config FILE is the same).",
+        show_default=False,
+    ),
 ]
 ClusterName = Annotated[
     str, typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False)

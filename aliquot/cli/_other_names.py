@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -50,15 +50,12 @@ class Verb(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the options; one of another tool ends the process with what to type here."""
         refuse_other_names(ctx, args)
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, list(_config_as_model(ctx, args)))
 
 
 def refuse_other_names(ctx: typer.Context, args: Sequence[str]) -> None:
     """End the process if an option is called otherwise here, and say how."""
-    own = {name for p in ctx.command.params for name in (*p.opts, *p.secondary_opts)}
-    takes_model = any(
-        p.name == "model" and p.param_type_name == "argument" for p in ctx.command.params
-    )
+    own, takes_model = _own_names(ctx), _takes_model(ctx)
     for arg in args:
         # What follows belongs to another command.
         if arg == "--":
@@ -67,3 +64,23 @@ def refuse_other_names(ctx: typer.Context, args: Sequence[str]) -> None:
         here, instead = OTHER_NAMES.get(name, ("", ""))
         if instead and name not in own and (here in own if here else takes_model):
             ctx.fail(f"There is no option {name}. Type {instead}.")
+
+
+def _config_as_model(ctx: typer.Context, args: Sequence[str]) -> Iterator[str]:
+    """The arguments with `--config FILE` as what it is: the model itself."""
+    if not _takes_model(ctx) or "--config" in _own_names(ctx):
+        yield from args
+        return
+    for arg in args:
+        if arg.startswith("--config="):
+            yield arg.partition("=")[2]
+        elif arg != "--config":
+            yield arg
+
+
+def _own_names(ctx: typer.Context) -> set[str]:
+    return {name for p in ctx.command.params for name in (*p.opts, *p.secondary_opts)}
+
+
+def _takes_model(ctx: typer.Context) -> bool:
+    return any(p.name == "model" and p.param_type_name == "argument" for p in ctx.command.params)

@@ -129,11 +129,12 @@ def _find_plan(
     request: _Request, time_limit_s: float | None, out: Path | None, say: Session
 ) -> None:
     from .._variants import plan_variants
-    from ._model import tell_attention, user_code
+    from ._model import tell_attention, tell_model, user_code
     from ._recomputation import variants_of, ways_to_build
 
     name, where, how = request.name, request.where, request.how
     models = ways_to_build(name, request.options, where)
+    tell_model(name, models[0].workload.config if models[0].workload else None, say)
     tell_attention(models[0], where, say)
     variants = variants_of(models)
     started = time.perf_counter()

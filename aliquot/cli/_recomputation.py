@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ._model import Model, ZooOptions, resolve
+from ._model import Model, ZooOptions, resolve, tell_model, zoo_config
 from ._session import Session
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def ways_to_build(name: str, options: ZooOptions, where: Cluster) -> tuple[Model
     """The model as it is asked for. A model of the zoo of which nothing is said about recomputation
     may be built in two ways: without, and with recomputation of each block.
     """
-    if ":" in name or options.recompute not in (None, AUTO):
+    if zoo_config(name, options.overrides) is None or options.recompute not in (None, AUTO):
         return (resolve(name, options, where),)
     return tuple(resolve(name, replace(options, recompute=how), where) for how in ("none", "block"))
 
@@ -50,16 +50,18 @@ def builder(
     Args:
         say: is told which attention each device has; None to say nothing.
     """
-    from ..zoo import MODELS, AttentionChoice, choose_attention, configure
+    from ..zoo import AttentionChoice, choose_attention
 
+    config = zoo_config(name, options.overrides)
+    if say is not None:
+        tell_model(name, config, say)
     known: dict[tuple[str, str], Variants] = {}
     told: set[str] = set()
 
     def build(where: Cluster) -> Variants:
         dtype, attention = "", AttentionChoice()
-        if name in MODELS:
-            dtype = options.dtype_for(MODELS[name], where)
-            config, asked = configure(name, **options.overrides), options.attention or "auto"
+        if config is not None:
+            dtype, asked = options.dtype_for(config, where), options.attention or "auto"
             attention = choose_attention(asked, config, dtype, where.device)
         key = dtype, attention.kernel
         if attention.faults or key not in known:

@@ -22,7 +22,7 @@ from ._launch_options import (
 )
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
 from ._optimizer_options import OptimizerOptions
-from ._options import Json, NetworkGbps
+from ._options import Json, NetworkGbps, ZooName
 from ._plan_options import MethodOptions
 from ._run_options import RunOptions
 from ._session import Session, session
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @takes_groups
 def train(
-    model: Annotated[str, typer.Argument(help="A name from the zoo.", show_default=False)],
+    model: ZooName,
     data: Annotated[
         list[Path],
         typer.Option(

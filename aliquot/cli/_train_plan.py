@@ -160,7 +160,7 @@ def find_plan(
     from .._variants import plan_variants
     from ..cluster import Cluster
     from ..plans import headline
-    from ._model import tell_attention, user_code
+    from ._model import tell_attention, tell_model, user_code
     from ._recomputation import variants_of, ways_to_build
 
     if ":" in name:
@@ -187,6 +187,7 @@ def find_plan(
             ),
         )
     say.note(f"no --plan: planning {name} for {where.name} first.")
+    tell_model(name, models[0].workload.config if models[0].workload else None, say)
     tell_attention(models[0], where, say)
     with user_code(name), search_progress(say) as report:
         plan = plan_variants(

@@ -13,6 +13,7 @@ from ._data import text_for as text_for
 from ._data import tokens_of as tokens_of
 from ._fused import AttentionChoice as AttentionChoice
 from ._fused import choose_attention as choose_attention
+from ._hugging_face import from_config as from_config
 from ._image_config import WideResNetConfig as WideResNetConfig
 from ._inference import Inference as Inference
 from ._inference import build_inference as build_inference
@@ -22,6 +23,7 @@ from ._schedule import DECAYS as DECAYS
 from ._schedule import learning_rate as learning_rate
 from ._settings import settings_faults as settings_faults
 from ._sizes import MODELS as MODELS
+from ._sizes import as_fields as as_fields
 from ._sizes import configure as configure
 from ._sizes import other_architecture as other_architecture
 from ._step import Workload as Workload

@@ -116,7 +116,10 @@ class ModelConfig(AbstractTextConfig):
     attends in both directions, normalises after each half of a layer, and predicts masked tokens.
     Sizes are counts of elements; `seq_len` counts tokens. With `num_kv_heads < num_heads` several
     query heads share one key and value head. `head_size` is the size of one head, 0 for
-    `hidden_size / num_heads`. `rope_theta` is used by Llama only.
+    `hidden_size / num_heads`. The rest is for `"llama"` only: `rope_theta`; `rope_factor`, by which
+    Llama 3.1 slows the rotations that are longer than 8192 tokens; `qkv_bias`, biases of queries,
+    keys and values, as in Qwen 2; `qk_norm`, an RMSNorm of each head of queries and keys, as in
+    Qwen 3.
 
     Raises:
         InputError: some sizes are not positive, or do not divide each other; every such fault is
@@ -136,18 +139,23 @@ class ModelConfig(AbstractTextConfig):
     head_size: int = 0
     norm_epsilon: float = 1e-5
     rope_theta: float = 10000.0
+    rope_factor: float = 1.0
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         faults = []
         if self.family not in _ALIKE:
             faults.append(f"family={self.family!r} is not one of {', '.join(_ALIKE)}")
+        if self.family != "llama" and (self.qkv_bias or self.qk_norm or self.rope_factor != 1):
+            faults.append(f"qkv_bias, qk_norm and rope_factor are for llama, not for {self.family}")
         small = out_of_range(self, _POSITIVE)
         if self.head_size:
             small += out_of_range(self, ("head_size",))
         faults += small
         if not small:
             faults += self._indivisible()
-        faults += not_positive(self, ("norm_epsilon", "rope_theta"))
+        faults += not_positive(self, ("norm_epsilon", "rope_theta", "rope_factor"))
         refuse(self.name, faults)
 
     def _indivisible(self) -> list[str]:

@@ -1,5 +1,6 @@
 """Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases, an output head of
-its own.
+its own; and what Qwen 2 (biases of queries, keys and values) and Qwen 3 (normalised queries and
+keys) change.
 
 Two modules, as in `_gpt.py`: `Block`, one of `num_layers` equal layers, and `Ends`, the parts
 before and after them.
@@ -8,6 +9,8 @@ Reference: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models"
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -28,35 +31,50 @@ class Attention(nnx.Module):
         self, config: ModelConfig, precision: Precision, *, kernel: str = "plain", rngs: nnx.Rngs
     ) -> None:
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.theta, self.kernel = config.rope_theta, kernel
+        self.theta, self.factor, self.kernel = config.rope_theta, config.rope_factor, kernel
         kv_size = config.num_kv_heads * config.head_dim
         q_size = config.num_heads * config.head_dim
-        self.q = _linear(config.hidden_size, q_size, precision, rngs)
-        self.k = _linear(config.hidden_size, kv_size, precision, rngs)
-        self.v = _linear(config.hidden_size, kv_size, precision, rngs)
+        biased = config.qkv_bias
+        self.q = _linear(config.hidden_size, q_size, precision, rngs, use_bias=biased)
+        self.k = _linear(config.hidden_size, kv_size, precision, rngs, use_bias=biased)
+        self.v = _linear(config.hidden_size, kv_size, precision, rngs, use_bias=biased)
         self.out = _linear(q_size, config.hidden_size, precision, rngs, depth=config.num_layers)
+        self.qk_norm = config.qk_norm
+        if self.qk_norm:
+            self.q_norm = _norm(config, precision, rngs, size=config.head_dim)
+            self.k_norm = _norm(config, precision, rngs, size=config.head_dim)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        q = _rotate(split_heads(self.q(x), self.num_heads), self.theta)
-        k = _rotate(split_heads(self.k(x), self.num_kv_heads), self.theta)
-        v = split_heads(self.v(x), self.num_kv_heads)
+        q, k, v = self._heads(x)
         return self.out(merge_heads(attention(q, k, v, is_causal=True, kernel=self.kernel)))
 
     def prefill(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """As called, and the cache with the keys and values of `x`."""
-        q = _rotate(split_heads(self.q(x), self.num_heads), self.theta)
-        k = _rotate(split_heads(self.k(x), self.num_kv_heads), self.theta)
-        v = split_heads(self.v(x), self.num_kv_heads)
+        q, k, v = self._heads(x)
         attended = attention(q, k, v, is_causal=True, kernel=self.kernel)
         return self.out(merge_heads(attended)), filled(cache, k, v)
 
     def decode(self, x: jax.Array, cache: Cache, position: jax.Array) -> tuple[jax.Array, Cache]:
         """One token `(B, hidden_size)` of each sequence, at its position."""
-        q = _rotated_at(split_heads(self.q(x), self.num_heads), self.theta, position)
-        k = _rotated_at(split_heads(self.k(x), self.num_kv_heads), self.theta, position)
-        v = split_heads(self.v(x), self.num_kv_heads)
+        q, k, v = self._heads(x, position)
         cache = written(cache, k, v, position)
         return self.out(merge_heads(attend_to_cache(q, cache, position))), cache
+
+    def _heads(
+        self, x: jax.Array, position: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Heads of queries and keys, rotated by their positions, and of values: of whole sequences,
+        or of one token of each at its position.
+        """
+        q = split_heads(self.q(x), self.num_heads)
+        k = split_heads(self.k(x), self.num_kv_heads)
+        if self.qk_norm:
+            q, k = self.q_norm(q).astype(q.dtype), self.k_norm(k).astype(k.dtype)
+        v = split_heads(self.v(x), self.num_kv_heads)
+        if position is None:
+            return _rotate(q, self.theta, self.factor), _rotate(k, self.theta, self.factor), v
+        q = _rotated_at(q, self.theta, self.factor, position)
+        return q, _rotated_at(k, self.theta, self.factor, position), v
 
 
 class FeedForward(nnx.Module):
@@ -121,17 +139,15 @@ class Ends(nnx.Module):
         return self.embed.attend(x) if self.tied else self.head(x)
 
 
-def _rotated_at(x_bhe: jax.Array, theta: float, position_b: jax.Array) -> jax.Array:
+def _rotated_at(x_bhe: jax.Array, theta: float, factor: float, position_b: jax.Array) -> jax.Array:
     """As `_rotate`, for one token of each sequence at its position."""
     wide, half = jnp.promote_types(x_bhe.dtype, jnp.float32), x_bhe.shape[2] // 2
     exponent = jax.lax.broadcasted_iota(wide, (1, 1, half), 2) * (-1.0 / half)
-    angle = position_b.astype(wide)[:, None, None] * jnp.exp(
-        exponent * jnp.log(jnp.asarray(theta, wide))
-    )
+    angle = position_b.astype(wide)[:, None, None] * _frequency(exponent, theta, factor)
     return _turned(x_bhe, angle)
 
 
-def _rotate(x_bshe: jax.Array, theta: float) -> jax.Array:
+def _rotate(x_bshe: jax.Array, theta: float, factor: float) -> jax.Array:
     """Rotate the pair `(x[i], x[i + E/2])` at position `s` by the angle `s * theta ** (-2 i / E)`,
     in float32 or wider.
 
@@ -142,8 +158,23 @@ def _rotate(x_bshe: jax.Array, theta: float) -> jax.Array:
     seq_len, half = x_bshe.shape[1], x_bshe.shape[3] // 2
     position = jax.lax.broadcasted_iota(wide, (seq_len, 1, half), 0)
     exponent = jax.lax.broadcasted_iota(wide, (seq_len, 1, half), 2) * (-1.0 / half)
-    angle = position * jnp.exp(exponent * jnp.log(jnp.asarray(theta, wide)))
+    angle = position * _frequency(exponent, theta, factor)
     return _turned(x_bshe, angle)
+
+
+def _frequency(exponent: jax.Array, theta: float, factor: float) -> jax.Array:
+    """`theta ** exponent` in radians per token. With a factor, rotations longer than 8192 tokens
+    are slower by it, those shorter than a quarter of that are as they were, and those between are
+    mixed.
+
+    Reference: Llama 3.1, as released (`apply_scaling`: 8192 tokens, factors 1 and 4).
+    """
+    frequency = jnp.exp(exponent * jnp.log(jnp.asarray(theta, exponent.dtype)))
+    if factor == 1:
+        return frequency
+    turns = frequency * (8192 / (2 * math.pi))
+    share = jnp.clip((turns - 1) / 3, 0, 1)
+    return frequency * (share + (1 - share) / factor)
 
 
 def _turned(x: jax.Array, angle: jax.Array) -> jax.Array:
@@ -154,7 +185,13 @@ def _turned(x: jax.Array, angle: jax.Array) -> jax.Array:
 
 
 def _linear(
-    size_in: int, size_out: int, precision: Precision, rngs: nnx.Rngs, *, depth: int = 0
+    size_in: int,
+    size_out: int,
+    precision: Precision,
+    rngs: nnx.Rngs,
+    *,
+    depth: int = 0,
+    use_bias: bool = False,
 ) -> nnx.Linear:
     # Projections into the residual stream start the smaller, the deeper the model is, so that the
     # stream keeps its variance.
@@ -162,7 +199,7 @@ def _linear(
     return nnx.Linear(
         size_in,
         size_out,
-        use_bias=False,
+        use_bias=use_bias,
         dtype=precision.compute,
         param_dtype=precision.params,
         kernel_init=nnx.initializers.normal(scale),
@@ -170,9 +207,12 @@ def _linear(
     )
 
 
-def _norm(config: ModelConfig, precision: Precision, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def _norm(
+    config: ModelConfig, precision: Precision, rngs: nnx.Rngs, *, size: int = 0
+) -> nnx.RMSNorm:
+    """An RMSNorm of the last dim, by default of `hidden_size` elements."""
     return nnx.RMSNorm(
-        config.hidden_size,
+        size or config.hidden_size,
         epsilon=config.norm_epsilon,
         dtype=jnp.promote_types(precision.compute, jnp.float32),
         param_dtype=precision.params,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from ..core import InputError, nearest, shortened
 from ._config import AbstractConfig, ModelConfig, MoEConfig
 from ._image_config import WideResNetConfig
 from ._t5_config import T5Config
+
+_Config = TypeVar("_Config", bound=AbstractConfig)
 
 FAMILIES: dict[str, type[AbstractConfig]] = {
     "gpt": ModelConfig,
@@ -22,14 +25,24 @@ FAMILIES: dict[str, type[AbstractConfig]] = {
 
 _DEEP = (8, 16, 32, 64, 128, 256, 512, 1024)
 _FIXED = ("name", "family")
-# Models that many ask for and whose operators the families here do not have, by how they begin.
+OWN_CODE = "Plan your own code of it, as package.module:factory."
+_CONFIG = "Give its config.json of Hugging Face in place of a name."
+# Models that many ask for and that have no name here, by how they begin.
 _OTHERS = {
-    "mixtral": "every layer has SwiGLU experts; those of moe-* are GELU, in every other layer",
-    "qwen3": "it normalises queries and keys of each head, which llama-* do not",
-    "qwen": "its queries, keys and values have biases, which those of llama-* do not",
-    "gpt-oss": "it has sliding windows, attention sinks and SwiGLU experts",
-    "deepseek-v": "it has latent attention, and shared experts in every layer",
-    "gemma": "it has GeGLU and scaled embeddings",
+    "mixtral": (
+        f"every layer has SwiGLU experts; those of moe-* are GELU, in every other layer. {OWN_CODE}"
+    ),
+    "qwen3-moe": f"every layer has SwiGLU experts, which no family here has. {OWN_CODE}",
+    "qwen3-30b": f"every layer has SwiGLU experts; qwen3-32b and smaller are dense. {OWN_CODE}",
+    "qwen3-235b": f"every layer has SwiGLU experts; qwen3-32b and smaller are dense. {OWN_CODE}",
+    "qwen2": _CONFIG,
+    "qwen-2": _CONFIG,
+    "mistral": _CONFIG,
+    "smollm": _CONFIG,
+    "gpt-oss": f"it has sliding windows, attention sinks and SwiGLU experts. {OWN_CODE}",
+    "deepseek": f"it has latent attention, and shared experts in every layer. {OWN_CODE}",
+    "gemma": f"it has GeGLU and scaled embeddings. {OWN_CODE}",
+    "phi": f"its queries, keys and values are one product. {OWN_CODE}",
 }
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -106,6 +119,26 @@ def _llama3(name: str, layers: int, hidden: int, heads: int, ffn: int) -> ModelC
     )
 
 
+def _qwen3(
+    name: str, layers: int, hidden: int, heads: int, ffn: int, *, tied: bool = False
+) -> ModelConfig:
+    """As in the "Qwen3 Technical Report", table 1, at the 4096 tokens of most of pre-training."""
+    llama = _llama(
+        name,
+        layers,
+        hidden,
+        heads,
+        kv_heads=8,
+        ffn=ffn,
+        seq_len=4096,
+        epsilon=1e-6,
+        head_size=128,
+        vocab_size=151936,
+        rope_theta=1e6,
+    )
+    return dataclasses.replace(llama, tied_embedding=tied, qk_norm=True)
+
+
 def _moe(name: str, layers: int, hidden: int, experts: int) -> MoEConfig:
     return MoEConfig(
         name=name,
@@ -180,6 +213,12 @@ _ALL: tuple[AbstractConfig, ...] = (
     _llama3("llama3-8b", 32, 4096, 32, 14336),
     _llama3("llama3-70b", 80, 8192, 64, 28672),
     _llama3("llama3.1-405b", 126, 16384, 128, 53248),
+    _qwen3("qwen3-0.6b", 28, 1024, 16, 3072, tied=True),
+    _qwen3("qwen3-1.7b", 28, 2048, 16, 6144, tied=True),
+    _qwen3("qwen3-4b", 36, 2560, 32, 9728, tied=True),
+    _qwen3("qwen3-8b", 36, 4096, 32, 12288),
+    _qwen3("qwen3-14b", 40, 5120, 40, 17408),
+    _qwen3("qwen3-32b", 64, 5120, 64, 25600),
     _moe("moe-380m", 8, 768, 8),
     _moe("moe-690m", 8, 768, 16),
     _moe("moe-1.3b", 16, 768, 16),
@@ -225,7 +264,15 @@ def configure(name: str, /, **overrides: Any) -> AbstractConfig:
     if name not in MODELS:
         instead = other_architecture(name) or nearest(name, MODELS)
         raise InputError(f"There is no model {name!r}: {instead}")
-    base = MODELS[name]
+    return changed(MODELS[name], overrides)
+
+
+def changed(base: _Config, overrides: Mapping[str, Any]) -> _Config:
+    """A configuration with some fields changed, as by `configure`.
+
+    Raises:
+        InputError: as there.
+    """
     fields = {field: type(value) for field, value in as_fields(base).items() if field not in _FIXED}
     changes: dict[str, Any] = {}
     faults = []
@@ -238,19 +285,19 @@ def configure(name: str, /, **overrides: Any) -> AbstractConfig:
         except ValueError:
             faults.append(f"{key}={shortened(repr(value), 60)} is not {_KINDS[fields[key]]}")
     if faults:
-        raise InputError(f"Model {name!r} cannot be changed as asked: {'; '.join(faults)}")
+        raise InputError(f"Model {base.name!r} cannot be changed as asked: {'; '.join(faults)}")
     return type(base)(**(as_fields(base) | base.consequences(changes) | changes))
 
 
 def other_architecture(name: str) -> str:
-    """Why no family here can express a model that many ask for, and what to do instead; empty for
-    other names.
+    """What to do for a model that many ask for and that has no name here, and why; empty for
+    others.
 
-    >>> other_architecture("mixtral-8x7b")[:46]
+    >>> other_architecture("Mixtral-8x7B")[:46]
     'every layer has SwiGLU experts; those of moe-*'
     """
-    why = next((why for start, why in _OTHERS.items() if name.lower().startswith(start)), "")
-    return f"{why}. Plan your own code of it, as package.module:factory." if why else ""
+    starts = (start for start in _OTHERS if name.lower().startswith(start))
+    return next((_OTHERS[start] for start in starts), "")
 
 
 def as_fields(config: AbstractConfig) -> dict[str, Any]:

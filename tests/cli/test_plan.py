@@ -245,8 +245,29 @@ def test_plans_say_which_hosts_are_idle(factory, tmp_path):
         assert "1 host, 4 devices, is idle: the step is faster on 1 host" in " ".join(text.split())
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-8b", "gpt-oss-20b", "Qwen2.5-7B"])
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b"])
 def test_models_that_no_family_can_express_are_refused_with_the_reason(name):
     found = run("plan", name, "--cluster", "8xH100", "--global-batch", "8")
     refused(found, f"there is no model {name!r}: ", "Plan your own code of it, as package.module")
     assert "did you mean" not in found.stderr
+
+
+def test_a_model_may_be_a_config_of_hugging_face(tmp_path):
+    path, out = tmp_path / "config.json", tmp_path / "plan.json"
+    path.write_text(
+        '{"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512,'
+        ' "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 99999}'
+    )
+    small = ("--cluster", "8xH100", "--global-batch", "8", "--method", "dp", "--recompute", "none")
+    found = run("plan", f"--config={path}", *small, "--seq-len", "128", "--out", out)
+    assert found.exit_code == 0
+    assert f", from {path}: sequences of 128 tokens; --seq-len changes that." in found.stderr
+    settings = json.loads(out.read_text())["model"]["settings"]
+    assert (settings["model"]["qkv_bias"], settings["model"]["seq_len"]) == (True, 128)
+    explained = run("explain", out, "--no-alternatives")
+    assert explained.exit_code == 0
+    again = run("plan", "--config", path, *small, "--set", "num_layers=0")
+    refused(again, "num_layers=0 must be at least 1")
+    refused(run("plan", "Qwen2.5-7B", *small), "Give its config.json of Hugging Face in place of")
+    path.write_text('{"model_type": "mamba"}')
+    refused(run("compare", "--config", path, *small[:4]), "model_type='mamba' is not one of gpt2")

@@ -34,6 +34,12 @@ PUBLISHED = {
     "llama3-8b": 8.030e9,
     "llama3-70b": 70.554e9,
     "llama3.1-405b": 405.853e9,
+    "qwen3-0.6b": 0.596e9,
+    "qwen3-1.7b": 1.7206e9,
+    "qwen3-4b": 4.0225e9,
+    "qwen3-8b": 8.1907e9,
+    "qwen3-14b": 14.768e9,
+    "qwen3-32b": 32.762e9,
     "moe-380m": 380e6,
     "moe-690m": 690e6,
     "moe-1.3b": 1.3e9,
@@ -74,7 +80,7 @@ _FIRST = {name.split("-")[0]: name for name in reversed(PUBLISHED)}
 )
 def test_parameter_count(name):
     special = {"gpt-10m": 0.1, "gpt-15b": 0.03, "moe-1.3b": 0.04, "wide-resnet-13b": 0.03}
-    tolerance = special.get(name, 0.001 if name.startswith("llama") else 0.025)
+    tolerance = special.get(name, 0.001 if name.startswith(("llama", "qwen")) else 0.025)
     # As a scan where that can be: a trace of a hundred layers takes a second.
     workload = build(name, 1, scan=not name.startswith("wide-resnet"))
     assert workload.num_parameters == pytest.approx(PUBLISHED[name], rel=tolerance)

@@ -11,7 +11,11 @@ from aliquot.core import InputError
 from aliquot.zoo import build, build_inference
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "vocab_size": 40, "seq_len": 12}
-TINY = {"gpt-125m": SIZES, "llama-70b": {**SIZES, "num_kv_heads": 2}}
+TINY = {
+    "gpt-125m": SIZES,
+    "llama-70b": {**SIZES, "num_kv_heads": 2},
+    "qwen3-8b": {**SIZES, "num_kv_heads": 2, "head_size": 4, "qkv_bias": True, "rope_factor": 8},
+}
 LENGTHS = np.array([3, 5, 1, 5])
 
 
@@ -31,7 +35,9 @@ def texts(seed=0):
     return np.random.default_rng(seed).integers(0, 40, (4, 12)).astype(np.int32)
 
 
-@pytest.mark.parametrize(("name", "scan"), [("gpt-125m", False), ("llama-70b", True)])
+@pytest.mark.parametrize(
+    ("name", "scan"), [("gpt-125m", False), ("llama-70b", True), ("qwen3-8b", True)]
+)
 def test_token_by_token_is_the_whole_sequence(name, scan):
     """Prompts have lengths of their own, and what lies behind them in `tokens` does not count."""
     with jax.enable_x64(True):
