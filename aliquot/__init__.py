@@ -32,6 +32,7 @@ _MODULE_OF = {
     "ShardParallel": "planners",
     "PipeshardParallel": "planners",
     "StageDP": "planners",
+    "Bottleneck": "planners",
     "Grid": "planners",
     "ManualStages": "planners",
     "Auto": "planners",

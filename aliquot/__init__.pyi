@@ -36,6 +36,7 @@ from .launching import launch as launch
 from .planners import ILP as ILP
 from .planners import Auto as Auto
 from .planners import Blocks as Blocks
+from .planners import Bottleneck as Bottleneck
 from .planners import DataParallel as DataParallel
 from .planners import Fixed as Fixed
 from .planners import Grid as Grid

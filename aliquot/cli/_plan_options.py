@@ -26,7 +26,8 @@ class MethodOptions:
         typer.Option(
             help=(
                 "dp (ddp), zero2, zero3 (fsdp), hsdp or hsdp:8 (hybrid FSDP in hosts, in groups of"
-                " 8), shard, auto, pipeshard, grid, or a layout: tp:8, megatron:dp4,tp8,pp2."
+                " 8), shard, auto, pipeshard, bottleneck, grid, or a layout: tp:8,"
+                " megatron:dp4,tp8,pp2."
             )
         ),
     ] = "auto"

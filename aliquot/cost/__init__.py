@@ -10,6 +10,7 @@ from ._chain import PrefixSums as PrefixSums
 from ._chain import evaluate_form as evaluate_form
 from ._chain_base import AbstractChain as AbstractChain
 from ._chain_base import StageChoice as StageChoice
+from ._chain_base import StageColumns as StageColumns
 from ._chain_base import StageFigures as StageFigures
 from ._chain_base import StageOption as StageOption
 from ._chain_plan import ChainPlan as ChainPlan

@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 from ..cluster import Link
 from ..core import InputError
 from ..plans import ClosedForm, schedule_kind
-from ._chain_base import AbstractChain, StageChoice, StageFigures, StageOption
-from ._transfers import edge_seconds, transfer_seconds
+from ._chain_base import AbstractChain, StageChoice, StageColumns, StageFigures, StageOption
+from ._transfers import transfer_seconds
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -128,7 +128,13 @@ class Chain(AbstractChain):
     ) -> Floats:
         """See `transfer_seconds`."""
         return transfer_seconds(
-            num_bytes, sender_devices, receiver_devices, crosses_hosts, **_link_arguments(self)
+            num_bytes,
+            sender_devices,
+            receiver_devices,
+            crosses_hosts,
+            devices_per_host=self.devices_per_host,
+            intra=self.intra,
+            inter=self.inter,
         )
 
     def least_s(self, option: Any, first: Any, last: Any) -> Floats:
@@ -166,30 +172,39 @@ class Chain(AbstractChain):
     ) -> tuple[StageFigures, ...]:
         """See `AbstractChain.quote`."""
         tables = PrefixSums.of(self)
-        first, last, option = _columns(stages)
+        option, first, last, device = _columns(stages)
         kept = np.asarray(in_flight, np.float64)
-
-        def span(sums: Floats) -> Floats:
-            return np.asarray(sums[option, last] - sums[option, first])
-
-        columns: dict[str, Floats] = {
-            "forward_s": span(tables.forward_s),
-            "backward_s": span(tables.backward_s),
-            # Rounding of the prefix sums could make this part exceed the whole backward pass.
-            "weight_gradient_s": np.minimum(
-                span(tables.weight_gradient_s), span(tables.backward_s)
-            ),
-            "exposed_s": span(tables.exposed_s),
-            "once_s": span(tables.once_s),
-            "transfer_s": _edge_transfers_s(self, stages),
+        columns = {
+            **_times(tables, option, first, last),
+            "transfer_s": _edges_s(self, option, first, device),
             "in_flight": kept,
-            "state_bytes": span(tables.state_bytes),
-            "held_bytes": kept * span(tables.in_flight_bytes),
+            "state_bytes": _span(tables.state_bytes, option, first, last),
+            "held_bytes": kept * _span(tables.in_flight_bytes, option, first, last),
             "working_bytes": tables.working_bytes(option, first, last),
             "peak_bytes": tables.stage_bytes(option, first, last, kept, chunks),
         }
         rows = zip(*(column.tolist() for column in columns.values()))
         return tuple(StageFigures(**dict(zip(columns, row))) for row in rows)
+
+    def quote_many(
+        self,
+        option: Ints,
+        first: Ints,
+        last: Ints,
+        *,
+        first_device: Ints,
+        in_flight: Sequence[float],
+        chunks: int = 1,
+    ) -> StageColumns:
+        """See `AbstractChain.quote_many`."""
+        tables = PrefixSums.of(self)
+        peak_bytes = tables.stage_bytes(option, first, last, np.asarray(in_flight), chunks)
+        runs = last <= tables.last_end[option, first]
+        return StageColumns(
+            **_times(tables, option, first, last),
+            transfer_s=_edges_s(self, option, first, first_device),
+            peak_bytes=np.where(runs, peak_bytes, np.inf),
+        )
 
     def find_fault(self, stage: StageChoice) -> str | None:
         """See `AbstractChain.find_fault`."""
@@ -343,8 +358,8 @@ def evaluate_form(
     Args:
         form: its arrays are prefix sums over the chain's units.
     """
-    first, last, option = _columns(stages)
-    edges = _edge_transfers_s(chain, stages)
+    option, first, last, device = _columns(stages)
+    edges = _edges_s(chain, option, first, device)
     maxima = []
     for term in form.maxima:
         values = term.sums[option, last] - term.sums[option, first]
@@ -359,22 +374,45 @@ def evaluate_form(
     return float(sums.sum()), tuple(maxima)
 
 
-def _columns(stages: Sequence[StageChoice]) -> tuple[Ints, Ints, Ints]:
-    """First units, last units and options of stages."""
-    rows = np.array([(s.first_unit, s.last_unit, s.option) for s in stages], np.int64)
-    return rows[:, 0], rows[:, 1], rows[:, 2]
+def _columns(stages: Sequence[StageChoice]) -> tuple[Ints, Ints, Ints, Ints]:
+    """Options, first units, last units and first devices of stages."""
+    rows = [(s.option, s.first_unit, s.last_unit, s.first_device) for s in stages]
+    option, first, last, device = np.array(rows, np.int64).T
+    return option, first, last, device
 
 
-def _edge_transfers_s(chain: Chain, stages: Sequence[StageChoice]) -> Floats:
-    """For each stage the time of one transfer over the edge in front of it; see `edge_seconds`."""
+def _span(sums: Floats, option: Ints, first: Ints, last: Ints) -> Floats:
+    return np.asarray(sums[option, last] - sums[option, first])
+
+
+def _times(tables: PrefixSums, option: Ints, first: Ints, last: Ints) -> dict[str, Floats]:
+    """Seconds of stages, without transfers."""
+    names = ("forward_s", "backward_s", "weight_gradient_s", "exposed_s", "once_s")
+    times = {name: _span(getattr(tables, name), option, first, last) for name in names}
+    # Rounding of the prefix sums could make this part exceed the whole backward pass.
+    times["weight_gradient_s"] = np.minimum(times["weight_gradient_s"], times["backward_s"])
+    return times
+
+
+def _edges_s(chain: Chain, option: Ints, first: Ints, device: Ints) -> Floats:
+    """For each stage the time of one transfer over the edge in front of it, in one direction; zero
+    for first stages. Stages lie along the last axis.
+    """
+    edges = np.zeros(option.shape)
+    sizes = chain.device_counts()[option]
+    low, high = device // chain.devices_per_host, (device + sizes - 1) // chain.devices_per_host
+    before, behind = np.s_[..., :-1], np.s_[..., 1:]
     # `boundary_bytes` belong to the unit before a cut: the last of the stage before.
-    crossing = [float(chain.boundary_bytes[stage.first_unit - 1]) for stage in stages[1:]]
-    places = [(stage.first_device, chain.options[stage.option].num_devices) for stage in stages]
-    return edge_seconds(crossing, places, **_link_arguments(chain))
-
-
-def _link_arguments(chain: Chain) -> dict[str, Any]:
-    return {"devices_per_host": chain.devices_per_host, "intra": chain.intra, "inter": chain.inter}
+    seconds = chain.transfer_s(
+        chain.boundary_bytes[first[behind] - 1],
+        sizes[before],
+        sizes[behind],
+        np.maximum(high[before], high[behind]) > np.minimum(low[before], low[behind]),
+    )
+    # Between stages on the same devices nothing is sent.
+    moves = (device[before] != device[behind]) | (sizes[before] != sizes[behind])
+    edges[behind] = np.where(moves, seconds, 0.0)
+    return edges
 
 
 def _prefix(figures: Floats) -> Floats:

@@ -7,8 +7,9 @@ system's tables.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,23 @@ class StageFigures:
     peak_bytes: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageColumns:
+    """Figures of the stages of many pipelines, as arrays [..., S]; see `StageFigures`.
+
+    Where an option cannot run the units of a stage, `peak_bytes` is infinite and the times say
+    nothing.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    weight_gradient_s: Floats
+    exposed_s: Floats
+    once_s: Floats
+    transfer_s: Floats
+    peak_bytes: Floats
+
+
 class AbstractChain(abc.ABC):
     """Units in order and the ways to run stretches of them, for one number of micro-batches.
 
@@ -157,6 +175,50 @@ class AbstractChain(abc.ABC):
         """Exact figures of all stages of a step, in order; each may depend on its neighbours.
         `in_flight` are the numbers that the schedule gives for the stages.
         """
+
+    def quote_many(
+        self,
+        option: Ints,
+        first: Ints,
+        last: Ints,
+        *,
+        first_device: Ints,
+        in_flight: Sequence[float],
+        chunks: int = 1,
+    ) -> StageColumns:
+        """Figures of many pipelines of S stages at once; every stage as `propose` finds it within
+        `memory_limit_bytes`, or without a limit if it finds none within.
+
+        Args:
+            option, first, last, first_device: [N, S], for each pipeline its stages in order.
+            in_flight: for each of the S stages.
+        """
+        shape = option.shape
+        figures = {f.name: np.zeros(shape) for f in fields(StageColumns)}
+        figures["peak_bytes"][:] = np.inf
+        columns = [each.tolist() for each in (option, first, last, first_device)]
+        for row, pipeline in enumerate(zip(*columns, strict=True)):
+            stages = []
+            for o, i, j, device, kept in zip(*pipeline, in_flight, strict=True):
+                for limit_bytes in (self.memory_limit_bytes, math.inf):
+                    choice = self.propose(
+                        o,
+                        i,
+                        j,
+                        first_device=device,
+                        in_flight=kept,
+                        limit_bytes=limit_bytes,
+                        chunks=chunks,
+                    )
+                    if choice is not None:
+                        stages.append(choice)
+                        break
+            if len(stages) < shape[-1]:
+                continue
+            quoted = self.quote(stages, in_flight, chunks)
+            for name, array in figures.items():
+                array[row] = [getattr(each, name) for each in quoted]
+        return StageColumns(**figures)
 
     @abc.abstractmethod
     def find_fault(self, stage: StageChoice) -> str | None:

@@ -36,6 +36,7 @@ from ._search_counts import solve_pipeline as solve_pipeline
 from ._write import write_plan as write_plan
 from .inter import NO_LIMITS as NO_LIMITS
 from .inter import AbstractInter as AbstractInter
+from .inter import Bottleneck as Bottleneck
 from .inter import EqualStages as EqualStages
 from .inter import Grid as Grid
 from .inter import ManualStages as ManualStages

@@ -13,7 +13,7 @@ from ._layout_names import LAYOUTS, layout_by_name
 from ._megatron import Megatron
 from ._methods import DataParallel, ShardParallel, WholeProgram, Zero2Parallel, Zero3Parallel
 from ._pipeshard import PipeshardParallel
-from .inter import AbstractInter, Grid, StageDP, StageLimits
+from .inter import AbstractInter, Bottleneck, Grid, StageDP, StageLimits
 from .intra import Blocks
 
 METHODS: dict[str, Callable[[], AbstractMethod]] = {
@@ -38,7 +38,11 @@ SYNONYMS: dict[str, Callable[[], AbstractMethod]] = {
 }
 """Other libraries' names for methods of this one."""
 
-PIPELINES: dict[str, Callable[[], AbstractInter]] = {"pipeshard": StageDP, "grid": Grid}
+PIPELINES: dict[str, Callable[[], AbstractInter]] = {
+    "pipeshard": StageDP,
+    "bottleneck": Bottleneck,
+    "grid": Grid,
+}
 """The inter planner of each method that makes pipelines."""
 
 

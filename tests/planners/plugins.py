@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.planners import ILP, AbstractInter, AbstractIntra, Blocks, Fixed, Grid, StageDP
+from aliquot.planners import (
+    ILP,
+    AbstractInter,
+    AbstractIntra,
+    Blocks,
+    Bottleneck,
+    Fixed,
+    Grid,
+    StageDP,
+)
 from aliquot.plans import SCHEDULES, AbstractScheduleKind
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -48,6 +57,7 @@ INTRAS: dict[str, AbstractIntra] = {
 # `ManualStages` has stages of its own for each chain, which the tests write.
 INTERS: dict[str, AbstractInter] = {
     "stages": StageDP(),
+    "bottleneck": Bottleneck(),
     "grid": Grid(),
     "example": example("add-a-planner.md").Balanced(),
 }

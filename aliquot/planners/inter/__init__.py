@@ -5,6 +5,7 @@ from ._base import AbstractInter as AbstractInter
 from ._base import NoFasterStages as NoFasterStages
 from ._base import StageLimits as StageLimits
 from ._base import check_chains as check_chains
+from .bottleneck import Bottleneck as Bottleneck
 from .grid import EqualStages as EqualStages
 from .grid import Grid as Grid
 from .manual import ManualStages as ManualStages

@@ -139,3 +139,16 @@ def check_chains(chains: Sequence[AbstractChain]) -> None:
         raise InputError(
             f"Two chains have the same number of micro-batches ({counts}); give each number once."
         )
+
+
+def check_num_stages(chain: AbstractChain, num_stages: int | None) -> None:
+    """Refuse more stages than there are units. Raises `InputError`."""
+    if num_stages is None:
+        return
+    if num_stages > chain.num_units:
+        layers = f"{chain.num_units} layer" + "s" * (chain.num_units > 1)
+        raise InputError(
+            f"{num_stages} stages were asked for, but the step has {layers}, and a stage holds one"
+            f" at least.\n  Ask for num_stages={chain.num_units} or less, or name more layers by a"
+            " pattern of parameter paths."
+        )

@@ -37,7 +37,7 @@ def nothing_fits(
     ]
     of_stages = "" if num_stages is None else f" of {num_stages} stages"
     if not plans:
-        return InfeasibleError(_no_layout(chains[0], num_stages))
+        return InfeasibleError(no_layout(chains[0], num_stages))
     plan, chain = min(plans, key=lambda pair: pair[0].peak_bytes)
     k = max(range(len(plan.figures)), key=lambda k: plan.figures[k].peak_bytes)
     figures, stage = plan.figures[k], plan.stages[k]
@@ -142,7 +142,7 @@ def _bisect(
     return best
 
 
-def _no_layout(chain: AbstractChain, num_stages: int | None) -> str:
+def no_layout(chain: AbstractChain, num_stages: int | None) -> str:
     """The reason why there are no stages even without a memory limit."""
     sizes = ", ".join(sorted({f"{o.submesh[0]}x{o.submesh[1]}" for o in chain.options}))
     subject = "no stages use" if num_stages is None else f"no {num_stages} stages use"

@@ -20,7 +20,14 @@ from ....cost import (
 )
 from ....plans import schedule_kind, training_schedules
 from ..._helper import HelperProcess
-from .._base import NO_LIMITS, AbstractInter, NoFasterStages, StageLimits, check_chains
+from .._base import (
+    NO_LIMITS,
+    AbstractInter,
+    NoFasterStages,
+    StageLimits,
+    check_chains,
+    check_num_stages,
+)
 from .._simulated import fastest, simulated, worth_simulating
 from .._work import WorkLeft
 from ..grid import GRID_SCHEDULE, layouts
@@ -135,7 +142,7 @@ class StageDP(AbstractInter):
             self, num_stages=limits.num_stages or self.num_stages, schedules=schedules
         )
         check_chains(chains)
-        _check_num_stages(chains[0], planner.num_stages)
+        check_num_stages(chains[0], planner.num_stages)
         helper = helper or HelperProcess(wanted=False)
         return planner._solve(chains, helper, start, limits.faster_than_s)
 
@@ -467,16 +474,4 @@ class _Turn:
             bound_s=min(self.search.bound_s, best_s) if self.entry.program.proves else 0.0,
             complete=not self.search.is_open(best_s),
             work=self.entry.program.work,
-        )
-
-
-def _check_num_stages(chain: AbstractChain, num_stages: int | None) -> None:
-    if num_stages is None:
-        return
-    if num_stages > chain.num_units:
-        layers = f"{chain.num_units} layer" + "s" * (chain.num_units > 1)
-        raise InputError(
-            f"{num_stages} stages were asked for, but the step has {layers}, and a stage holds one"
-            f" at least.\n  Ask for num_stages={chain.num_units} or less, or name more layers by a"
-            " pattern of parameter paths."
         )

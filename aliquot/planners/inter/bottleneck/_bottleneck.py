@@ -1,0 +1,159 @@
+"""`Bottleneck`: stages by relief of the bottleneck, after Aceso."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ....core import InfeasibleError, InputError, nearest
+from ....cost import AbstractChain, ChainPlan, find_stage_faults
+from ....plans import training_schedules
+from ..._helper import HelperProcess
+from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains, check_num_stages
+from .._simulated import fastest, simulated
+from ..grid import nothing_fits
+from ..stages import no_layout
+from ._moves import Neighbours, Variant
+from ._relief import Relief
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bottleneck(AbstractInter):
+    """Aceso's local search over stages: it begins with balanced stages, finds the one that is
+    slowest or needs too much memory, and moves units, devices, degrees, recomputation or the
+    micro-batch so that it is relieved.
+
+    Stages take powers of two of a host's devices, or whole hosts. It proves no bound.
+
+    Attributes:
+        schedules: names of the schedules to choose from.
+        num_stages: the number of stages (each chunk counts as one), or None for any.
+        most_chunks: the most stages on one submesh, in interleaved schedules.
+        max_steps: the most candidates from which moves are tried, over all chains.
+        max_hops: the most moves in a row that need not improve.
+        starts: number of balanced candidates to begin with, which differ in micro-batch, schedule
+            or devices of their stages.
+        simulated: the number of each schedule's candidates that are simulated; the fastest is the
+            answer.
+
+    Reference: G. Liu et al., "Aceso: Efficient Parallel DNN Training through Iterative Bottleneck
+    Alleviation", EuroSys 2024.
+    """
+
+    schedules: tuple[str, ...] = ("1f1b", "zero-bubble", "interleaved-1f1b")
+    num_stages: int | None = None
+    most_chunks: int = 4
+    max_steps: int = 200
+    max_hops: int = 7
+    starts: int = 10
+    simulated: int = 3
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name} must be at least 1, got {value}"
+            for name in (
+                "num_stages",
+                "most_chunks",
+                "max_steps",
+                "max_hops",
+                "starts",
+                "simulated",
+            )
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        known = training_schedules()
+        faults += [
+            f"there is no schedule {name!r}: {nearest(name, known)}"
+            for name in self.schedules
+            if name not in known
+        ]
+        if not self.schedules:
+            faults.append(f"no schedule to choose from; known are {', '.join(known)}")
+        if faults:
+            raise InputError(f"Bottleneck cannot search: {'; '.join(faults)}.")
+
+    @property
+    def method(self) -> str:
+        """See `AbstractInter.method`."""
+        return "bottleneck"
+
+    @property
+    def searches(self) -> bool:
+        """See `AbstractInter.searches`."""
+        return True
+
+    @property
+    def asked_stages(self) -> int | None:
+        """See `AbstractInter.asked_stages`."""
+        return self.num_stages
+
+    def check_limits(self, limits: StageLimits) -> None:
+        """See `AbstractInter.check_limits`: this planner supports all of them."""
+
+    def solve(
+        self,
+        chains: Sequence[AbstractChain],
+        *,
+        limits: StageLimits = NO_LIMITS,
+        helper: HelperProcess | None = None,
+        start: ChainPlan | None = None,
+    ) -> ChainPlan:
+        """See `AbstractInter.solve`. `limits.faster_than_s` ends no search early."""
+        schedules = (limits.schedule,) if limits.schedule else self.schedules
+        num_stages = limits.num_stages or self.num_stages
+        check_chains(chains)
+        check_num_stages(chains[0], num_stages)
+        # The smallest micro-batch first, as a move takes the next larger or smaller one.
+        ordered = sorted(chains, key=lambda chain: -chain.num_micro_batches)
+        variants = [
+            Variant(number=k, chain=chain.under(schedule), schedule=schedule)
+            for k, chain in enumerate(ordered)
+            for schedule in schedules
+        ]
+        around = Neighbours(
+            variants,
+            most_stages=chains[0].num_units,
+            most_chunks=self.most_chunks,
+            num_stages=num_stages,
+        )
+        begin = list(around.balanced())
+        starts = []
+        if start is not None:
+            starts = [start] if _may_start(ordered, start, schedules, num_stages) else []
+        if not begin and not starts:
+            raise InfeasibleError(no_layout(chains[0], num_stages))
+        relief = Relief(around)
+        relief.run(begin, starts=self.starts, max_steps=self.max_steps, max_hops=self.max_hops)
+        ranked, num_chosen = relief.ranked(), Counter[str]()
+        plans = list(starts)
+        # Counted for each schedule, because closed forms of different schedules err differently.
+        for candidate in ranked:
+            schedule = variants[candidate.variant].schedule
+            if relief.scores[candidate].excess_bytes or num_chosen[schedule] == self.simulated:
+                continue
+            num_chosen[schedule] += 1
+            plans.append(relief.judged(candidate))
+        best = fastest([simulated(ordered, plan) for plan in plans])
+        if best is None:
+            chain = variants[ranked[0].variant].chain
+            raise nothing_fits([(relief.judged(ranked[0]), chain)], "pipeline that was tried")
+        return replace(best, status="local search")
+
+
+def _may_start(
+    chains: Sequence[AbstractChain],
+    start: ChainPlan,
+    schedules: Sequence[str],
+    num_stages: int | None,
+) -> bool:
+    """True if a plan, which may come from another planner, is among those searched."""
+    its_chains = [c for c in chains if c.num_micro_batches == start.num_micro_batches]
+    return (
+        bool(its_chains)
+        and start.schedule in schedules
+        and num_stages in (None, len(start.stages))
+        and not find_stage_faults(
+            its_chains[0], start.stages, start.schedule, num_submeshes=start.num_submeshes
+        )
+    )
