@@ -7,13 +7,14 @@ import re
 from ..core import InputError, nearest
 from ._base import AbstractMethod
 from ._megatron import ZERO_STAGES, Megatron, TensorParallel
+from .intra import ATTENTION_WAYS
 
 LAYOUTS = {"tp": "tp:8", "megatron": "megatron:dp4,tp8,pp2"}
 """Names that take degrees after a colon, each with an example."""
 
-_DEGREES = ("dp", "tp", "pp", "ep")
+_DEGREES = ("dp", "tp", "pp", "ep", "cp")
 _SEPARATORS = re.compile(r"[,\-+]")
-_DEGREE = re.compile(r"(dp|tp|pp|ep)(\d{1,6})")
+_DEGREE = re.compile(r"(dp|tp|pp|ep|cp)(\d{1,6})")
 
 
 def layout_by_name(
@@ -34,6 +35,7 @@ def layout_by_name(
         return TensorParallel(degree=int(words))
     degrees: dict[str, int] = {}
     zero: list[str] = []
+    ways: list[str] = []
     faults = []
     # In a list of methods, commas separate methods, so other separators join degrees.
     for word in filter(None, map(str.strip, _SEPARATORS.split(words))):
@@ -46,24 +48,31 @@ def layout_by_name(
             degrees[degree[1]] = int(degree[2])
         elif word in ZERO_STAGES:
             zero.append(word)
+        elif word in ATTENTION_WAYS:
+            ways.append(word)
         else:
-            faults.append(
-                f"{word!r}:"
-                f" {nearest(word, [*(f'{d}8' for d in _DEGREES), *filter(None, ZERO_STAGES)])}"
-            )
-    if len(zero) > 1:
-        faults.append(f"{' and '.join(zero)} exclude each other")
+            others = (*filter(None, ZERO_STAGES), *ATTENTION_WAYS)
+            faults.append(f"{word!r}: {nearest(word, [*(f'{d}8' for d in _DEGREES), *others])}")
+    faults += [
+        f"{' and '.join(words)} exclude each other" for words in (zero, ways) if len(words) > 1
+    ]
+    if ways and degrees.get("cp", 1) == 1:
+        faults.append(f"{ways[0]} is a way to split a sequence, which cp does")
     if faults or not (degrees or zero):
         raise InputError(
             f"{name} cannot be read: {'; '.join(faults) or 'it has no degrees'}. A layout has"
-            f" degrees dp, tp, pp and ep, and may end in {', '.join(filter(None, ZERO_STAGES))}:"
-            f" {LAYOUTS['megatron']}, or megatron:dp4-tp8-pp2 in a list of methods."
+            " degrees dp, tp, pp, ep and cp, and may end in"
+            f" {', '.join(filter(None, ZERO_STAGES))}, and with cp in"
+            f" {', '.join(ATTENTION_WAYS)}: {LAYOUTS['megatron']}, or megatron:dp4-tp8-pp2 in a"
+            " list of methods."
         )
     return Megatron(
         data=degrees.get("dp"),
         tensor=degrees.get("tp", 1),
         pipeline=degrees.get("pp", 1),
         expert=degrees.get("ep", 1),
+        context=degrees.get("cp", 1),
+        attention=ways[0] if ways else None,
         zero_stage=ZERO_STAGES[zero[0]] if zero else 0,
         num_micro_batches=num_micro_batches,
         layers=layers,

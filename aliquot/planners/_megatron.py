@@ -1,4 +1,6 @@
-"""Layouts that experts write by hand: degrees of data, expert, tensor and pipeline parallelism."""
+"""Layouts that experts write by hand: degrees of data, expert, context, tensor and pipeline
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from ._pipeshard import PipeshardParallel
 from ._race import Entry, race
 from ._tried import tried_pipeline
 from .inter import EqualStages
-from .intra import MegatronSplit, Space, fixed
+from .intra import ATTENTION_WAYS, MegatronSplit, Space, fixed
 
 ZERO_STAGES = {"": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 """Words for what a layout splits over its data axis besides the batch, each with its stage of ZeRO.
@@ -26,8 +28,8 @@ _ROWS_OF_A_RANK = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Megatron(AbstractMethod):
-    """Data, expert, tensor and pipeline parallelism of given degrees, with products computed as in
-    Megatron-LM.
+    """Data, expert, context, tensor and pipeline parallelism of given degrees, with products
+    computed as in Megatron-LM.
 
     Of two products in a row the first is split by columns and the second by rows, attention by
     heads, embedding and output head by vocabulary; activations are all-reduced after every second
@@ -39,8 +41,14 @@ class Megatron(AbstractMethod):
         pipeline: number of stages; 1 makes one program.
         expert: degree of expert parallelism: these devices split the experts of an MoE model, and
             the batch everywhere else.
-        zero_stage: 0 keeps the whole state on every data rank, 1 and 2 split optimizer state (2
-            gradients too, in every micro-batch), 3 parameters too.
+        context: degree of context parallelism: these devices split the sequence, from the lookup
+            of tokens to the loss.
+        attention: how attention is computed to a sequence that is split: "gather" collects the keys
+            and values of all its parts, with "ring" they travel from device to device while scores
+            are computed, and "ulysses" splits heads instead of the sequence there, with an
+            all-to-all before and after. None takes whichever is fastest in each place.
+        zero_stage: 0 keeps the whole state on every data and context rank, 1 and 2 split optimizer
+            state (2 gradients too, in every micro-batch), 3 parameters too.
         num_micro_batches: None means 1 for one program; for a pipeline, it tries micro-batches of
             1, 2, 4, ... rows on each data rank.
         layers: where a pipeline may be cut, see `PipeshardParallel`.
@@ -53,6 +61,8 @@ class Megatron(AbstractMethod):
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    context: int = 1
+    attention: str | None = None
     zero_stage: int = 0
     num_micro_batches: int | None = None
     layers: str | int | None = None
@@ -63,6 +73,7 @@ class Megatron(AbstractMethod):
             "tensor": self.tensor,
             "pipeline": self.pipeline,
             "expert": self.expert,
+            "context": self.context,
         }
         faults = [f"{name}={n}" for name, n in degrees.items() if n is not None and n < 1]
         if faults:
@@ -74,25 +85,41 @@ class Megatron(AbstractMethod):
                 "Expert parallelism is laid out in one program only: use pp or ep, not both, or"
                 " method pipeshard, which splits experts as it finds best."
             )
+        if self.attention is not None and (
+            self.attention not in ATTENTION_WAYS or self.context == 1
+        ):
+            raise InputError(
+                f"attention={self.attention!r}: a layout with a context degree of at least 2 takes"
+                f" {', '.join(ATTENTION_WAYS)} or None."
+            )
+        if self.pipeline > 1 and self.context > 1:
+            raise InputError(
+                "Context parallelism is laid out in one program only: use pp or cp, not both."
+            )
 
     @property
     def name(self) -> str:
         """The name as it is typed: `megatron:dp4,tp8,pp2`."""
-        degrees = (
-            ("dp", self.data),
-            ("ep", self.expert),
-            ("tp", self.tensor),
-            ("pp", self.pipeline),
-        )
-        words = [f"{word}{n}" for word, n in degrees if n is not None and (n > 1 or word == "dp")]
         zero = next(word for word, stage in ZERO_STAGES.items() if stage == self.zero_stage)
-        return f"megatron:{','.join([*words, *([zero] if zero else [])])}"
+        return f"megatron:{','.join([*self._words, *filter(None, (self.attention, zero))])}"
+
+    @property
+    def _words(self) -> list[str]:
+        """The degrees as they are typed."""
+        degrees = {
+            "dp": self.data,
+            "ep": self.expert,
+            "cp": self.context,
+            "tp": self.tensor,
+            "pp": self.pipeline,
+        }
+        return [f"{word}{n}" for word, n in degrees.items() if n and (n > 1 or word == "dp")]
 
     def on(self, cluster: Cluster) -> Megatron:
         """The layout with every degree given. Raises `InputError` where they do not make up the
         cluster's devices.
         """
-        others = self.expert * self.tensor * self.pipeline
+        others = self.expert * self.context * self.tensor * self.pipeline
         data = self.data or cluster.num_devices // others
         if data * others != cluster.num_devices:
             raise InputError(self._refusal(cluster))
@@ -178,7 +205,12 @@ class Megatron(AbstractMethod):
         # arrays.
         stage = 2 if self.zero_stage == 1 else self.zero_stage
         return MegatronSplit(
-            data=self.data or 1, expert=self.expert, tensor=self.tensor, zero_stage=stage
+            data=self.data or 1,
+            expert=self.expert,
+            context=self.context,
+            attention=self.attention,
+            tensor=self.tensor,
+            zero_stage=stage,
         )
 
     def _solved(self, problem: Problem, progress: Progress | None, name: str) -> Decision:
@@ -224,15 +256,9 @@ class Megatron(AbstractMethod):
             yield Entry(space=space, intra=rule)
 
     def _refusal(self, cluster: Cluster) -> str:
-        others = self.expert * self.tensor * self.pipeline
+        others = self.expert * self.context * self.tensor * self.pipeline
         given = self.data or 1
-        words = [("dp", self.data), ("ep", self.expert), ("tp", self.tensor), ("pp", self.pipeline)]
-        product = (
-            " x ".join(
-                f"{word}{n}" for word, n in words if n is not None and (n > 1 or word == "dp")
-            )
-            or "dp1"
-        )
+        product = " x ".join(self._words) or "dp1"
         mismatch = (
             f"{product} makes {given * others} devices, and {cluster.name} has"
             f" {cluster.num_devices}."
@@ -241,8 +267,8 @@ class Megatron(AbstractMethod):
             return f"{mismatch} Use dp{cluster.num_devices // others}, or leave dp out."
         fitting = [n for n in range(1, cluster.num_devices + 1) if cluster.num_devices % n == 0]
         return (
-            f"{mismatch} The product of the degrees ep, tp and pp, {others}, must divide the number"
-            f" of devices: use one of {', '.join(map(str, fitting))}."
+            f"{mismatch} The product of the degrees ep, cp, tp and pp, {others}, must divide the"
+            f" number of devices: use one of {', '.join(map(str, fitting))}."
         )
 
 

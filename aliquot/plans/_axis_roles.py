@@ -120,15 +120,17 @@ class _Axis:
 
     @property
     def of_batch(self) -> list[str]:
-        """What the axis splits of the batch's arrays: "data", "sequence", both or neither."""
+        """What the axis splits of the batch's arrays: rows ("data"), their dims behind, as the
+        sequence ("context"), both or neither.
+        """
         found = {
-            "data" if dim == 0 else "sequence"
+            "data" if dim == 0 else "context"
             for array in self.plan.inputs
             if array.role == "batch"
             for dim, axes in enumerate(self.stage.shardings.get(array.path, ()))
             if self.name in axes
         }
-        return [name for name in ("data", "sequence") if name in found]
+        return [name for name in ("data", "context") if name in found]
 
 
 def _role_of(axis: _Axis) -> str:
@@ -142,10 +144,10 @@ def _role_of(axis: _Axis) -> str:
     of_experts = expert > _MOST and dense <= _MOST
     splits_batch_alone = axis.name in axis.stage.data_axes and bool(names or stored)
     if sums_gradients or splits_batch_alone or ("data" in names and dense <= _MOST):
-        words = f"{' and '.join(dict.fromkeys(['data', *names]))} parallel"
+        words = f"{' and '.join(names or ['data'])} parallel"
         role = _role_of_data(axis, words, stored, expert if of_experts else 0.0)
         # The step slices the batch itself, so that an axis may be one of data all the same.
-        return role if "data" in names else f"{role}; the batch enters replicated over {axis.name}"
+        return role if names else f"{role}; the batch enters replicated over {axis.name}"
     if computed > _MOST:
         what = "expert" if of_experts else "tensor"
         also = f", experts {_sharded(expert)}" if expert else ""

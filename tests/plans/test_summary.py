@@ -75,7 +75,7 @@ WEIGHTS = {f"state.params.layers[{k}].w": (("x",), ()) for k in (0, 1)}
         (
             {"batch.inputs": ((), ("x",))},
             (),
-            "x (4): sequence parallel: parameters replicated, optimizer state replicated",
+            "x (4): context parallel: parameters replicated, optimizer state replicated",
         ),
         (
             WEIGHTS,

@@ -72,6 +72,12 @@ def plain(model: str, scan: bool) -> tuple[Any, Any, Any, float]:
         ("tp:4", "t5", 1, False),
         pytest.param("megatron:dp2,tp4,zero1", "t5", 2, True, marks=pytest.mark.slow),
         pytest.param("megatron:tp2,pp4", "deep t5", 4, False, marks=pytest.mark.slow),
+        ("megatron:dp2,cp2,tp2,gather", "gpt", 2, False),
+        ("megatron:dp2,cp4,ulysses,zero1", "llama", 1, True),
+        pytest.param("megatron:dp4,cp2,fsdp", "t5", 1, False, marks=pytest.mark.slow),
+        pytest.param("megatron:dp1,cp8", "gpt", 1, True, marks=pytest.mark.slow),
+        pytest.param("megatron:dp2,cp2,tp2,ulysses", "llama", 1, False, marks=pytest.mark.slow),
+        pytest.param("megatron:dp2,ep2,cp2", "moe", 1, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_layout_by_name_is_the_plain_step(name, model, micro_batches, scan):

@@ -11,6 +11,7 @@ from .blocks import Blocks as Blocks
 from .blocks import as_one_block as as_one_block
 from .blocks import block_options as block_options
 from .blocks import restrict_blocks as restrict_blocks
+from .fixed import ATTENTION_WAYS as ATTENTION_WAYS
 from .fixed import Fixed as Fixed
 from .fixed import MegatronSplit as MegatronSplit
 from .fixed import kinds_of as kinds_of

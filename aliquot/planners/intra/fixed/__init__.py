@@ -1,5 +1,6 @@
 """Splits that an expert writes by hand, as restrictions on the choices that a solver may take."""
 
+from ._context_split import ATTENTION_WAYS as ATTENTION_WAYS
 from ._fixed import Fixed as Fixed
 from ._megatron import MegatronSplit as MegatronSplit
 from ._restrict import Kinds as Kinds

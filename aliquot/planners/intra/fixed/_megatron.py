@@ -17,32 +17,38 @@ from ....cost import Problem, enumerate_choices, shards
 from ....sharding import Node
 from .._base import AbstractIntra, AbstractSearch, IntraSolution, Space
 from ..ilp import ILP
+from ._context_split import context_faults, context_split
 from ._restrict import Kinds, kinds_of
-from ._tensor_split import TooFine, expert_split, tensor_split
+from ._tensor_split import TensorSplit, expert_split, tensor_split
 
 Ints = NDArray[np.int64]
-MEGATRON_AXES = ("data", "expert", "tensor")
+MEGATRON_AXES = ("data", "expert", "context", "tensor")
 """The axes of its meshes, outermost first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronSplit(AbstractIntra):
-    """Split the batch over a data axis and products with weights over a tensor axis; another
-    planner decides what is then left.
+    """Split the batch over a data axis, the sequence over a context axis and products with weights
+    over a tensor axis; another planner decides what is then left.
 
     Attributes:
         data: devices along the data axis.
         expert: devices along the expert axis, which splits the experts where these compute, and the
             batch everywhere else.
+        context: devices along the context axis, which splits the sequence.
+        attention: how attention is computed where the sequence is split: "ring", "gather" or
+            "ulysses", see `Megatron`; None for what `rest` finds best.
         tensor: devices along the tensor axis.
-        zero_stage: what the data axis splits besides the batch: 0 nothing, 2 optimizer state and
-            gradients, 3 parameters too.
+        zero_stage: what the data and the context axis split besides batch and sequence: 0 nothing,
+            2 optimizer state and gradients, 3 parameters too.
         rest: the planner that decides what the rule leaves open, such as how temporary values of
             the update are split.
     """
 
     data: int = 1
     expert: int = 1
+    context: int = 1
+    attention: str | None = None
     tensor: int = 1
     zero_stage: int = 0
     rest: AbstractIntra = field(default_factory=ILP)
@@ -62,15 +68,16 @@ class MegatronSplit(AbstractIntra):
         """Names and sizes of the axes that split anything; one of a single device where none
         does.
         """
-        sizes = zip(MEGATRON_AXES, (self.data, self.expert, self.tensor), strict=True)
+        degrees = self.data, self.expert, self.context, self.tensor
+        sizes = zip(MEGATRON_AXES, degrees, strict=True)
         return tuple((name, size) for name, size in sizes if size > 1) or (("data", 1),)
 
     def choices(self, problem: Problem, axis_names: Sequence[str]) -> list[Ints]:
         """For each node the choices that follow the rule.
 
         Args:
-            axis_names: which axis of the mesh is "data", "expert" or "tensor"; others split
-                nothing.
+            axis_names: which axis of the mesh is "data", "expert", "context" or "tensor"; others
+                split nothing.
 
         Raises:
             InputError: The batch does not divide.
@@ -80,7 +87,9 @@ class MegatronSplit(AbstractIntra):
         sizes = [dict(self.axes).get(name, 1) for name in axis_names]
         tensor = tensor_split(problem.nodes, kinds, self.tensor if "tensor" in place else 1)
         experts = expert_split(problem.nodes, kinds) if "expert" in place else {}
+        context = context_split(problem.graph, problem.nodes, kinds) if "context" in place else None
         split = tensor.factors if "tensor" in place else {}
+        state = kinds.parameters | kinds.update
         chosen = []
         for node in problem.nodes.nodes:
             choices = enumerate_choices(node, sizes)
@@ -90,12 +99,18 @@ class MegatronSplit(AbstractIntra):
             if node.index in experts:
                 choices = _split_by(choices, place["expert"], {experts[node.index]})
                 batch_axes.remove(place["expert"])
+            if context is not None and node.index in state:
+                # All tokens share parameters, so that ZeRO may shard them over this axis, too.
+                batch_axes.append(place["context"])
+            elif context is not None:
+                factors = context.factors(node.index, self.attention)
+                choices = _split_by(choices, place["context"], factors)
             chosen.append(self._on_batch_axes(problem, kinds, node, choices, batch_axes, sizes))
         return chosen
 
     def check(self, problem: Problem) -> None:
         """Refuse a step that has nothing for the tensor or the expert axis to split, or whose
-        weights or experts the degrees do not divide.
+        weights, experts, heads or sequence the degrees do not divide.
 
         Raises:
             InputError: Says what cannot be split, and what to use instead.
@@ -114,7 +129,7 @@ class MegatronSplit(AbstractIntra):
                 f"Expert parallelism of degree {self.expert} splits weights that come once for each"
                 f" expert, and {problem.graph.name} has none. Leave ep out, or use method auto."
             )
-        self._refuse_what_does_not_divide(problem, tensor.too_fine, experts)
+        self._refuse_what_does_not_divide(problem, kinds, tensor, experts)
 
     def solve(
         self,
@@ -205,8 +220,9 @@ class MegatronSplit(AbstractIntra):
         return _rows(choices, most)
 
     def _refuse_what_does_not_divide(
-        self, problem: Problem, too_fine: Sequence[TooFine], experts: dict[int, int]
+        self, problem: Problem, kinds: Kinds, tensor: TensorSplit, experts: dict[int, int]
     ) -> None:
+        too_fine = tensor.too_fine
         faults = [
             f"{fine.label}: {fine.size} rows or columns"
             + (
@@ -223,6 +239,22 @@ class MegatronSplit(AbstractIntra):
             for count in counts
             if count % self.expert
         ]
+        of_context: list[str] = []
+        if self.context > 1:
+            split = context_split(problem.graph, problem.nodes, kinds)
+            if not split.tokens:
+                raise InputError(
+                    f"Context parallelism of degree {self.context} splits the dim of the batch's"
+                    f" arrays behind the batch dim, and {problem.graph.name} has none that could"
+                    " be. Leave cp out, or use method auto."
+                )
+            heads_over = {
+                n: self.tensor for n in split.heads if split.heads[n] & tensor.factors.get(n, set())
+            }
+            more, of_context = context_faults(
+                split, problem.nodes, self.context, self.attention, heads_over
+            )
+            faults += more
         if not faults:
             return
         advice = []
@@ -242,6 +274,7 @@ class MegatronSplit(AbstractIntra):
             ]
         if any(count % self.expert for count in counts):
             advice.append(f"an expert degree that divides {math.gcd(*counts)}")
+        advice += of_context
         raise InputError(
             listing(
                 "This layout does not apply to the step",

@@ -1,0 +1,241 @@
+"""Context parallelism: which factors of each node a mesh axis may split if every token lies on one
+of its devices.
+
+The sequence is the dim of a batch's array behind the batch dim. It is followed through everything
+that is computed from it. Where an array has two such dims, as the scores of attention do, that of
+the queries is split: then keys and values are gathered, or travel. The other way through attention
+is to exchange the split of the sequence for one of heads, and back: two all-to-alls.
+
+References: H. Liu, M. Zaharia, P. Abbeel, "Ring attention with blockwise transformers for
+near-infinite context", 2023; S. A. Jacobs et al., "DeepSpeed Ulysses: system optimizations for
+enabling training of extreme long sequence transformer models", 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ....graph import Graph, Phase, Role
+from ....sharding import Node, NodeGraph, Projection
+from ._restrict import Kinds
+
+GATHER, RING, ULYSSES = "gather", "ring", "ulysses"
+ATTENTION_WAYS = (GATHER, RING, ULYSSES)
+"""Ways to compute attention to a split sequence: with gathered keys and values, with keys and
+values that travel from device to device, and with the split exchanged for one of heads.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextSplit:
+    """For each node, the factors one of which a context axis splits; nodes that are not listed
+    stay whole.
+
+    Attributes:
+        tokens: the sequence, by node.
+        heads: factors of attention that may be split instead, by node: what its operators share
+            besides batch and sequence. Empty for attention that has none.
+    """
+
+    tokens: dict[int, frozenset[int]]
+    heads: dict[int, frozenset[int]]
+
+    def factors(self, node: int, attention: str | None) -> frozenset[int]:
+        """The factors of a node that may be split if attention is computed in a given way."""
+        tokens, heads = (of.get(node, frozenset()) for of in (self.tokens, self.heads))
+        return heads if attention == ULYSSES and heads else tokens if attention else tokens | heads
+
+
+def context_split(graph: Graph, nodes: NodeGraph, kinds: Kinds) -> ContextSplit:
+    """The split of all nodes of a step by a context axis."""
+    walk = _Walk(nodes=nodes, without=kinds.parameters | kinds.update)
+    roots = list(_roots(graph, nodes))
+    reached = walk.reached(roots)
+    scores = {node for node, factors in reached.items() if len(factors) > 1}
+    scores -= {node for node, _ in roots}
+    queries = walk.queries(reached, scores)
+    tokens = {
+        node: frozenset(queries.get(node, factors)) for node, factors in sorted(reached.items())
+    }
+    return ContextSplit(tokens=tokens, heads=walk.heads(reached, scores))
+
+
+def context_faults(
+    split: ContextSplit,
+    nodes: NodeGraph,
+    degree: int,
+    attention: str | None,
+    heads_over: Mapping[int, int],
+) -> tuple[list[str], list[str]]:
+    """What keeps a context axis from splitting a step, and what to use instead.
+
+    Args:
+        degree: devices along the context axis.
+        heads_over: by node, the devices over which another axis splits its heads already.
+    """
+    faults, advice, ways = [], [], set(ATTENTION_WAYS)
+    lengths: dict[int, str] = {}
+    for index, factors in split.tokens.items():
+        for factor in (nodes.nodes[index].factors[f] for f in factors):
+            lengths.setdefault(factor.size, factor.label)
+    faults += [
+        f"a sequence of {size} ({label}) cannot be split over cp {degree}"
+        for size, label in lengths.items()
+        if size % degree
+    ]
+    if faults:
+        common = math.gcd(*lengths)
+        fitting = [str(n) for n in range(2, min(common, 2 * degree) + 1) if common % n == 0]
+        advice.append(
+            f"a context degree that divides the sequence, such as {' or '.join(fitting[-3:])}"
+            if fitting
+            else f"sequences of a multiple of {degree}"
+        )
+    for index, heads in split.heads.items():
+        node = nodes.nodes[index]
+        if node.kind != "product":
+            continue
+        name = node.label.split(":")[0]
+        way = attention_way(node, bool(split.tokens.get(index)))
+        sizes = [node.factors[f].size for f in heads]
+        over = degree * heads_over.get(index, 1)
+        divides = any(size % over == 0 for size in sizes)
+        ways &= {*([way] if way else []), *([ULYSSES] if divides else [])}
+        if attention == ULYSSES or (attention is None and way is None):
+            if not divides:
+                whole = "" if way else " needs the sequence whole, and"
+                faults.append(
+                    f"{name}{whole or ':'} {max(sizes, default=0)} heads cannot be split over"
+                    f" {over} devices (cp {degree} x tp {over // degree})"
+                )
+                fit = [n for n in range(2, max(sizes, default=0) + 1) if max(sizes) % n == 0]
+                if fit:
+                    advice.append(f"cp x tp that divides the heads: {' or '.join(map(str, fit))}")
+        elif attention not in (None, way):
+            does = {None: "needs the sequence whole", RING: "is computed by a ring"}
+            faults.append(f"{name} {does.get(way, 'gathers keys and values')}")
+    if faults and attention is not None:
+        others = sorted(ways - {attention})
+        advice += [f"{way} in place of {attention}" for way in others]
+    return list(dict.fromkeys(faults)), list(dict.fromkeys(advice))
+
+
+def attention_way(node: Node, over_tokens: bool) -> str | None:
+    """How a product of attention is computed if the sequence stays split; None if that cannot
+    be.
+    """
+    if not over_tokens:
+        return None
+    return RING if any(c.kind == RING for c in node.collectives) else GATHER
+
+
+def _roots(graph: Graph, nodes: NodeGraph) -> Iterator[tuple[int, int]]:
+    """Nodes and factors of the sequence in arrays of the batch: of tokens, or of vectors. A float
+    for each row and each dim behind is taken for a row of features.
+
+    What a step cuts off an array, such as the tokens but the last, lies in the same node, with a
+    factor of its own at the same dim.
+    """
+    for item, port in zip(graph.inputs, nodes.input_ports, strict=True):
+        value = graph.values[item.value]
+        if item.role is not Role.BATCH or port.node < 0:
+            continue
+        if len(value.shape) < (3 if "float" in value.dtype else 2):
+            continue
+        rows = {port.projection[f] for f in nodes.batch_factors[port.node]} - {-1}
+        dim = max(rows, default=0) + 1
+        read = {e.source_projection for e in nodes.edges if e.source == port.node}
+        for projection in sorted(read) or [port.projection]:
+            if dim in projection:
+                yield port.node, projection.index(dim)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Walk:
+    """Walks over the nodes of a step, but those of parameters and of the update."""
+
+    nodes: NodeGraph
+    without: Collection[int]
+    neighbours: dict[int, list[tuple[int, Projection, Projection]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.neighbours = defaultdict(list)
+        for e in self.nodes.edges:
+            if e.phase is Phase.UPDATE or e.gradient or {e.source, e.target} & set(self.without):
+                continue
+            self.neighbours[e.source].append((e.target, e.source_projection, e.target_projection))
+            self.neighbours[e.target].append((e.source, e.target_projection, e.source_projection))
+
+    def continued(self, node: int, factor: int) -> Iterator[tuple[int, int]]:
+        """Neighbours in which a factor continues, each with its own factor for it."""
+        for other, mine, theirs in self.neighbours[node]:
+            if mine[factor] >= 0 and mine[factor] in theirs:
+                yield other, theirs.index(mine[factor])
+
+    def reached(
+        self, roots: Iterable[tuple[int, int]], among: Collection[int] | None = None
+    ) -> dict[int, set[int]]:
+        """For each node the factors to which the given ones lead.
+
+        Args:
+            among: the nodes that may be passed through; by default all.
+        """
+        found: dict[int, set[int]] = {}
+        pending = list(roots)
+        while pending:
+            node, factor = pending.pop()
+            if factor in found.setdefault(node, set()):
+                continue
+            found[node].add(factor)
+            pending += [
+                (other, same)
+                for other, same in self.continued(node, factor)
+                if among is None or other in among
+            ]
+        return found
+
+    def queries(self, reached: dict[int, set[int]], scores: set[int]) -> dict[int, set[int]]:
+        """Of nodes with the sequences of queries and of keys, that of the queries: the softmax sums
+        over the keys, and so does the product that makes the result of attention.
+        """
+        results: dict[int, set[int]] = defaultdict(set)
+        for e in self.nodes.edges:
+            results[e.source] |= {f for f, dim in enumerate(e.source_projection) if dim >= 0}
+        roots = []
+        for index in sorted(scores):
+            node = self.nodes.nodes[index]
+            if node.kind == "group":
+                sums = [c.factors for c in node.collectives if c.kind == "all-reduce"]
+                kept = reached[index].difference(*sums) if sums else set()
+            elif node.phase is not None and node.phase <= Phase.FORWARD:
+                kept = reached[index] & results[index]
+            else:
+                continue
+            if len(kept) == 1:
+                roots.append((index, kept.pop()))
+        return self.reached(roots, scores)
+
+    def heads(self, reached: dict[int, set[int]], scores: set[int]) -> dict[int, frozenset[int]]:
+        """What the operators of attention share besides batch and sequence, by node.
+
+        Products that the sequence does not run through, although they read arrays that it does,
+        need it whole: so do kernels of attention, and what they can be split by are their heads.
+        """
+        batch = self.nodes.batch_factors
+        roots = [
+            (node, factor)
+            for node in sorted(scores)
+            if self.nodes.nodes[node].kind == "group"
+            for factor in range(len(self.nodes.nodes[node].factors))
+            if factor not in reached[node] and factor not in batch[node]
+        ]
+        found = self.reached(roots, scores)
+        for node in self.nodes.nodes:
+            if node.kind != "product" or node.index in reached or node.index in self.without:
+                continue
+            if any(other in reached for other, _, _ in self.neighbours[node.index]):
+                found[node.index] = set(range(len(node.factors))) - batch[node.index]
+        return {node: frozenset(factors) for node, factors in sorted(found.items())}

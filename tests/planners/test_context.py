@@ -1,0 +1,137 @@
+"""Context parallelism by name: what it splits, what attention communicates, and what is said where
+a sequence, its heads or a kernel cannot be split.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from planners.small_steps import array, momentum_step
+
+import aliquot as aq
+from aliquot import zoo
+from aliquot.core import InputError
+from aliquot.planners import method_by_name
+
+ROWS, SEQ, HIDDEN, LAYERS = 8, 32, 64, 2
+CLUSTER = aq.Cluster.preset("8xH100")
+SIZES = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "ffn_size": 128,
+    "vocab_size": 256,
+    "seq_len": SEQ,
+}
+
+
+@functools.cache
+def llama(attention: str = "plain", recompute: str = "none", **changes: int) -> Any:
+    config = zoo.configure("llama-70b", **{**SIZES, **changes})
+    return zoo.build(config, ROWS, dtype="bf16", recompute=recompute, attention=attention)
+
+
+def planned(name: str, work: Any) -> aq.Plan:
+    return aq.plan(
+        work.train_step, work.state, work.batch, cluster=CLUSTER, method=method_by_name(name)
+    )
+
+
+def over_context(plan: aq.Plan) -> dict[str, float]:
+    """How often each kind of collective runs over the context axis, without all-reduces: those of
+    gradients, of norms and of the loss.
+    """
+    counts: dict[str, float] = {}
+    for use in plan.prediction.collectives:
+        if "context" in use.axes and use.kind != "all-reduce":
+            counts[use.kind] = counts.get(use.kind, 0) + use.count
+    return counts
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_keys_and_values_are_gathered_and_their_gradients_scattered(recompute):
+    plan = planned("megatron:dp2,cp4,gather", llama(recompute=recompute))
+    (stage,) = plan.stages
+    assert (stage.mesh_shape, stage.axis_names) == ((2, 4), ("data", "context"))
+    assert stage.shardings["batch.inputs"] == stage.shardings["batch.targets"]
+    assert stage.shardings["batch.inputs"] == (("data",), ("context",))
+    # In plain attention the backward pass reads keys and values again.
+    gathers = 4 * LAYERS if recompute == "block" else 2 * LAYERS
+    assert over_context(plan) == {"all-gather": gathers, "reduce-scatter": 2 * LAYERS}
+    assert "context parallel: parameters replicated" in " ".join(str(plan).split())
+
+
+@pytest.mark.parametrize("attention", ["plain", "cudnn"])
+def test_ulysses_exchanges_the_sequence_for_heads(attention):
+    plan = planned("megatron:dp2,cp4,ulysses", llama(attention))
+    found = over_context(plan)
+    # Queries, keys, values and the result of attention, and their gradients.
+    assert found.pop("all-to-all") == 8 * LAYERS and not found
+
+
+def test_parameters_are_sharded_over_context_as_over_data():
+    plan = planned("megatron:dp2,cp2,tp2,fsdp", llama())
+    up = plan.stages[0].shardings["state.params.layers[0].mlp.up.kernel"]
+    assert {axis for dim in up for axis in dim} == {"data", "context", "tensor"}
+    assert "FSDP" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "changes", "said"),
+    [
+        ("megatron:dp1,cp8", "plain", {"seq_len": 36}, "36 .* cannot be split over cp 8"),
+        ("megatron:dp1,cp8", "plain", {"seq_len": 36}, "divides the sequence, such as .*9 or 12"),
+        ("megatron:dp1,cp8,ulysses", "plain", {}, "8 devices.*gather in place of ulysses"),
+        ("megatron:dp1,cp4,tp2,ulysses", "cudnn", {}, "4 heads cannot be split over 8 devices"),
+        ("megatron:dp2,cp4,gather", "cudnn", {}, "ulysses in place of gather"),
+        ("megatron:dp2,cp4,ring", "plain", {}, "gathers keys and values"),
+    ],
+)
+def test_what_cannot_be_split_is_said_with_what_can(name, attention, changes, said):
+    with pytest.raises(InputError, match=f"(?s){said}"):
+        planned(name, llama(attention, **changes))
+
+
+def test_all_that_cannot_be_split_is_said_at_once():
+    with pytest.raises(InputError) as refusal:
+        planned("megatron:dp1,cp4,tp2,ulysses", llama(seq_len=34, vocab_size=255))
+    for part in ("255 rows or columns", "sequence of 34", "4 heads"):
+        assert part in str(refusal.value)
+
+
+def test_a_step_without_a_sequence():
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+    step = momentum_step(loss, {"w": array(8, 8)}, {"x": array(16, 8)})
+    with pytest.raises(InputError, match="Leave cp out"):
+        aq.plan(*step, cluster=CLUSTER, method=aq.Megatron(context=8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"context": 4, "attention": "flash"}, "gather, ring, ulysses or None"),
+        ({"attention": "ring"}, "a context degree of at least 2"),
+        ({"context": 2, "pipeline": 2}, "use pp or cp, not both"),
+        ({"context": 0}, "context=0"),
+    ],
+)
+def test_layouts_that_cannot_be(settings, said):
+    with pytest.raises(InputError, match=said):
+        aq.Megatron(**settings)
+
+
+def test_names():
+    assert method_by_name("megatron:dp2,cp4,tp4") == aq.Megatron(data=2, context=4, tensor=4)
+    ring = aq.Megatron(data=1, context=8, attention="ring", zero_stage=3)
+    assert method_by_name("megatron:dp1-cp8-ring-fsdp") == ring
+    assert ring.name == "megatron:dp1,cp8,ring,fsdp" and method_by_name(ring.name) == ring
+    with pytest.raises(InputError, match="ring and ulysses exclude each other"):
+        method_by_name("megatron:dp1,cp8,ring,ulysses")
+    with pytest.raises(InputError, match="ulysses is a way to split a sequence, which cp does"):
+        method_by_name("megatron:dp8,ulysses")
