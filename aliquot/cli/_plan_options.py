@@ -67,6 +67,18 @@ class MethodOptions:
         ),
     ] = None
 
+    intra: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ilp|blocks",
+            help=(
+                "What splits operators, in each stage of a pipeline too: an integer program, the"
+                " default, or one decision for each ParallelBlock."
+            ),
+            show_default=False,
+        ),
+    ] = None
+
     def check(self, global_batch: int | None) -> None:
         """Check what can be checked before JAX is imported.
 
@@ -112,7 +124,7 @@ class MethodOptions:
             micro_batches=self.num_micro_batches,
             layers=read_layers(self.layers),
         )
-        return method_by_name(self.method, read_mesh(self.mesh), pipeline)
+        return method_by_name(self.method, read_mesh(self.mesh), pipeline, self.intra)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ..core import InputError, nearest
 from ..plans import training_schedules
@@ -14,7 +14,7 @@ from ._megatron import Megatron
 from ._methods import DataParallel, ShardParallel, WholeProgram, Zero2Parallel, Zero3Parallel
 from ._pipeshard import PipeshardParallel
 from .inter import AbstractInter, Bottleneck, Grid, StageDP, StageLimits
-from .intra import Blocks
+from .intra import ILP, AbstractIntra, Blocks
 
 METHODS: dict[str, Callable[[], AbstractMethod]] = {
     "dp": DataParallel,
@@ -44,6 +44,11 @@ PIPELINES: dict[str, Callable[[], AbstractInter]] = {
     "grid": Grid,
 }
 """The inter planner of each method that makes pipelines."""
+
+INTRAS: dict[str, Callable[[], AbstractIntra]] = {"ilp": ILP, "blocks": Blocks}
+"""The intra planners by name."""
+
+_WITH_INTRA = ("shard", "program", "auto", *PIPELINES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +96,29 @@ class PipelineOptions:
 
 
 def method_by_name(
-    name: str, mesh_shape: tuple[int, ...] | None = None, pipeline: PipelineOptions | None = None
+    name: str,
+    mesh_shape: tuple[int, ...] | None = None,
+    pipeline: PipelineOptions | None = None,
+    intra: str | None = None,
 ) -> AbstractMethod | PipeshardParallel:
-    """The method of a name, on a given mesh or with given pipeline options, if any.
+    """The method of a name, on a given mesh, with given pipeline options or with an intra planner
+    of `INTRAS`, if any.
 
     Raises:
         InputError: The name is unknown, or the mesh or the options do not apply to it.
     """
     pipeline = pipeline or PipelineOptions()
+    if intra is not None:
+        if intra not in INTRAS:
+            raise InputError(f"--intra: there is no planner {intra!r}: {nearest(intra, INTRAS)}")
+        method = method_by_name(name, mesh_shape, pipeline)
+        if name not in _WITH_INTRA:
+            raise InputError(
+                f"--intra {intra}: {name} says itself how operators are split. --intra goes with"
+                f" {', '.join(_WITH_INTRA)}."
+            )
+        # All of `_WITH_INTRA` are dataclasses with an intra planner.
+        return replace(method, intra=INTRAS[intra]())  # type: ignore[call-arg, type-var]
     if name.partition(":")[0] in LAYOUTS:
         return _layout(name, mesh_shape, pipeline)
     if name in PIPELINES:

@@ -93,6 +93,20 @@ def test_a_grid(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "method,inter", [("pipeshard", "StageDP"), ("bottleneck", "Bottleneck"), ("grid", "Grid")]
+)
+def test_stages_are_split_by_blocks(method, inter, tmp_path):
+    path = tmp_path / "plan.json"
+    found = plan(f"{method} --micro-batches 4 --layers 2 --intra blocks", "--out", path)
+    assert found.exit_code == 0, found.stderr
+    made = Plan.load(path)
+    if len(made.stages) > 1:
+        assert made.provenance.planner == f"{inter}, each stage by blocks"
+    else:
+        assert "blocks" in made.provenance.planner
+
+
+@pytest.mark.parametrize(
     "options",
     [
         "pipeshard --stages 2 --micro-batches 4",
@@ -143,6 +157,8 @@ def test_nothing_fits():
         ("pipeshard --stages 9 --micro-batches 2", "9 stages were asked for"),
         ("pipeshard --layers 40 --micro-batches 2", "layers=40 were asked for"),
         ("pipeshard --layers params.layer[*] --micro-batches 2", "matches no parameter"),
+        ("pipeshard --intra block", "--intra: there is no planner 'block': did you mean 'blocks'"),
+        ("dp --intra blocks", "dp says itself how operators are split. --intra goes with shard"),
         ("pipe", "did you mean 'pipeshard'"),
     ],
 )
