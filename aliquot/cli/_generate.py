@@ -64,6 +64,29 @@ def generate(
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="How many tokens to add, at most.")] = 64,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help=(
+                "Draw each token as the model finds it likely, with logits divided by this; 0, the"
+                " default, takes the most likely one."
+            ),
+            show_default=False,
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Draw only among so many of the most likely tokens.", show_default=False
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Of what is drawn; 0 by default. The same one gives the same text."
+        ),
+    ] = None,
     cache: Annotated[
         int | None,
         typer.Option(
@@ -101,8 +124,8 @@ def generate(
     launch: Engine = None,
     as_json: Json = False,
 ) -> None:
-    """Continue texts with a model that `aliquot train` has trained, always with the most likely
-    token.
+    """Continue texts with a model that `aliquot train` has trained, with the most likely tokens or
+    with drawn ones.
     """
     with session(as_json) as say:
         if max_tokens < 1:
@@ -113,6 +136,12 @@ def generate(
             raise InputError(
                 f"--plan {plan_file} says how the model runs: leave --method and the like out."
             )
+        if (top_k is not None or seed is not None) and not temperature:
+            given = "--seed" if top_k is None else "--top-k"
+            raise InputError(
+                f"{given} is for tokens that are drawn, and the most likely one is taken: add"
+                " --temperature 1."
+            )
         method_options.check(None)
         launch_options.check(launch, devices=devices, has_plan=plan_file is not None)
         if launch is not None and starts_others(launch):
@@ -120,7 +149,7 @@ def generate(
             return
         with joined(launch):
             here = use_devices(devices)
-            from .._generation import Generator
+            from .._generation import Generator, Sampling
             from ..cluster import Cluster
             from ._resume import opened
             from ._train_plan import check_devices
@@ -138,6 +167,9 @@ def generate(
             generator = Generator(
                 built,
                 vocabulary=_vocabulary(built, texts),
+                sampling=Sampling(temperature=temperature, top_k=top_k, seed=seed or 0)
+                if temperature
+                else None,
                 decode_plan=plan,
                 cluster=with_network(where, network_gbps),
                 method=method_options.read(),

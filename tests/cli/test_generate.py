@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from command_line import refused, run
 
 import aliquot as aq
+from aliquot._generation import Generator, Sampling, _choosing
 from aliquot.zoo import build_inference
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "vocab_size": 260, "seq_len": 80}
@@ -123,6 +125,61 @@ def test_text_is_that_of_one_device(name, scan, options, trained):
     assert answer["texts"][0] == bytes(answer["tokens"][0]).decode("utf-8", "replace")
 
 
+def drawn_text(count, seed=3, scan=False, micro_batches=1, **method):
+    """Tokens that are drawn under a layout, or on one device if it is none."""
+    devices = jax.devices()[: math.prod(method.values())]
+    generator = Generator(
+        model(scan=scan),
+        sampling=Sampling(temperature=1.5, top_k=20, seed=seed),
+        cluster=aq.Cluster.detect(devices),
+        method=aq.Megatron(**method),
+        num_micro_batches=micro_batches,
+        devices=devices,
+    )
+    generator.init(jax.random.key(0))
+    prompts = [list(text.encode()) for text in PROMPTS]
+    rows = generator.tokens(weights("gpt-125m", scan), prompts)
+    return np.array([next(rows) for _ in range(count)])
+
+
+def test_drawn_text_is_that_of_one_device():
+    wanted = drawn_text(12)
+    np.testing.assert_array_equal(drawn_text(12, data=2, tensor=4), wanted)
+    assert (wanted[:, 0] != wanted[:, 1]).any()
+
+
+@pytest.mark.slow
+def test_drawn_text_depends_on_its_seed_and_on_no_plan():
+    wanted = drawn_text(64, scan=True)
+    cut = drawn_text(64, scan=True, micro_batches=2, tensor=2, pipeline=2)
+    np.testing.assert_array_equal(cut, wanted)
+    np.testing.assert_array_equal(drawn_text(64, data=2, tensor=2, pipeline=2), drawn_text(64))
+    assert (drawn_text(64, seed=4) != wanted).any()
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    count, logits = 5000, np.array([0.0, 1.0, 2.0, 0.5, 9.0], np.float32)
+    rows = np.broadcast_to(logits, (count, 5))
+
+    def frequencies(temperature, top_k):
+        sampling = Sampling(temperature=temperature, top_k=top_k)
+        # The last token only rounds the vocabulary up.
+        choose = jax.jit(_choosing(lambda params, cache, batch: (cache, rows), 4, sampling))
+        _, chosen = choose(None, None, sampling.draw(np.arange(count)))
+        return np.bincount(chosen, minlength=5) / count
+
+    for temperature, top_k, likely in (
+        (1.0, None, [0, 1, 2, 3]),
+        (0.5, 2, [1, 2]),
+        (2.0, 9, [0, 1, 2, 3]),
+    ):
+        weight = np.zeros(5)
+        weight[likely] = np.exp(logits[likely] / temperature)
+        np.testing.assert_allclose(
+            frequencies(temperature, top_k), weight / weight.sum(), atol=0.03
+        )
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -133,6 +190,9 @@ def test_text_is_that_of_one_device(name, scan, options, trained):
         (("--tokens", "300"), "token 300, and gpt-125m knows 260: 0 to 259"),
         ((), "--prompt TEXT or --tokens"),
         (("--prompt", "a", "--max-tokens", "0"), "--max-tokens must be at least 1"),
+        (("--prompt", "a", "--top-k", "3"), "--top-k is for tokens that are drawn"),
+        (("--prompt", "a", "--temperature", "0", "--seed", "3"), "add --temperature 1"),
+        (("--prompt", "a", "--temperature", "inf"), "temperature=inf must be above 0 and finite"),
     ],
 )
 def test_prompts_that_cannot_be(options, said, trained):
