@@ -13,7 +13,6 @@ import typer
 
 from ..core import InputError
 from ._aceso_models import aceso_family, aceso_settings, aceso_size
-from ._bench_aceso import PublishedTables, accuracy_rows
 from ._devices import use_host_only
 from ._groups import takes_groups
 from ._model_options import SeqLen, Settings
@@ -224,6 +223,8 @@ def accuracy(
     from ..report import columns
 
     with session(as_json) as say:
+        from ..interop.aceso import PublishedTables, accuracy_rows
+
         rows = accuracy_rows(PublishedTables(published))
         if not rows:
             raise InputError(

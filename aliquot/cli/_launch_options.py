@@ -110,6 +110,16 @@ class LaunchOptions:
             )
         if faults:
             raise InputError("\n  ".join(f"{fault}." for fault in faults))
+        if engine not in (None, EXTERNAL):
+            from ..launching import check_engine
+
+            check_engine(
+                engine,
+                num_hosts=self.num_hosts,
+                num_devices_per_host=self.num_devices_per_host,
+                min_hosts=self.min_hosts,
+                address=self.address,
+            )
 
 
 def starts_others(engine: str) -> bool:

@@ -5,6 +5,7 @@ One loop starts them again when one fails; engines only know how to place proces
 
 from ._attempt import Failure as Failure
 from ._engine import Ending as Ending
+from ._engines import check_engine as check_engine
 from ._hosts import RayHost as RayHost
 from ._hosts import RayHosts as RayHosts
 from ._hosts import cluster_of as cluster_of

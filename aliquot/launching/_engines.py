@@ -11,19 +11,18 @@ from ._engine import AbstractEngine
 _MOST_LOCAL = 1024
 
 
-def make_engine(
+def check_engine(
     spec: str,
     *,
-    num_hosts: int | None,
-    num_devices_per_host: int | None,
-    min_hosts: int | None,
-    address: str | None,
-    note: Callable[[str], None],
-) -> AbstractEngine:
-    """The engine that a text such as `local:2` or `ray` names.
+    num_hosts: int | None = None,
+    num_devices_per_host: int | None = None,
+    min_hosts: int | None = None,
+    address: str | None = None,
+) -> None:
+    """Check the text that names an engine, such as `local:2` or `ray`, and its options.
 
     Raises:
-        InputError: everything that is wrong with it and its options.
+        InputError: everything that is wrong with them.
     """
     problems = []
     counts = {
@@ -54,10 +53,29 @@ def make_engine(
         problems.append(f"--min-hosts {min_hosts} is more than --num-hosts {num_hosts}")
     if problems:
         raise InputError(listing(f"nothing can be launched with {spec}", problems))
-    if local:
+
+
+def make_engine(
+    spec: str,
+    *,
+    num_hosts: int | None,
+    num_devices_per_host: int | None,
+    min_hosts: int | None,
+    address: str | None,
+    note: Callable[[str], None],
+) -> AbstractEngine:
+    """The engine that a text names. Raises `InputError`: see `check_engine`."""
+    check_engine(
+        spec,
+        num_hosts=num_hosts,
+        num_devices_per_host=num_devices_per_host,
+        min_hosts=min_hosts,
+        address=address,
+    )
+    if spec != "ray":
         from ._local import LocalEngine
 
-        return LocalEngine(int(local[1]), num_devices_per_host)
+        return LocalEngine(int(spec.removeprefix("local:")), num_devices_per_host)
     from ._ray import RayEngine
 
     return RayEngine(

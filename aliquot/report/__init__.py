@@ -1,7 +1,6 @@
 """Floor 7: reports on plans, differences and training curves, for readers and as plain data."""
 
 from ._blocks import blocks_text as blocks_text
-from ._blocks import cfp_text as cfp_text
 from ._blocks import combinations_text as combinations_text
 from ._blocks import composed_text as composed_text
 from ._blocks import enumeration_text as enumeration_text

@@ -1,5 +1,14 @@
 """Suites of benchmarks as tables of cases, the plans that they give, and rows of results."""
 
+from ._aceso import AcesoCase as AcesoCase
+from ._aceso import aceso_cases as aceso_cases
+from ._aceso import draw_aceso as draw_aceso
+from ._cfp import CFP_CASES as CFP_CASES
+from ._cfp import CfpCase as CfpCase
+from ._cfp import cfp_step as cfp_step
+from ._cfp import find_cfp_cases as find_cfp_cases
+from ._cfp import make_cfp_rows as make_cfp_rows
+from ._cfp import measured_blocks as measured_blocks
 from ._make_row import Timing as Timing
 from ._make_row import failed_row as failed_row
 from ._make_row import measured_row as measured_row
@@ -10,11 +19,12 @@ from ._plan_case import part_of as part_of
 from ._plan_case import plan_given as plan_given
 from ._plan_case import plan_ours as plan_ours
 from ._plan_case import stage_bounds as stage_bounds
+from ._results import Results as Results
 from ._rows import GIVEN as GIVEN
 from ._rows import HEADINGS as HEADINGS
 from ._rows import OURS as OURS
 from ._rows import Row as Row
-from ._rows import as_tsv as as_tsv
+from ._rows import as_cells as as_cells
 from ._rows import shown_columns as shown_columns
 from ._rows import throughput_series as throughput_series
 from ._small import small_case as small_case
@@ -26,3 +36,8 @@ from ._suite import find_cases as find_cases
 from ._suite import find_suite as find_suite
 from ._suite import load_suites as load_suites
 from ._suite import parse_suites as parse_suites
+from ._suite_rows import Request as Request
+from ._suite_rows import make_suite_rows as make_suite_rows
+from ._suite_rows import mode_of as mode_of
+from ._suite_rows import phases as phases
+from ._suite_rows import plans_folder as plans_folder

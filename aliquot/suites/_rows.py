@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -147,15 +145,9 @@ def layout_text(plan: Plan) -> str:
     return f"{plan.schedule}, " + ", ".join(f"{count} x ({mesh})" for mesh, count in groups)
 
 
-def as_tsv(rows: Sequence[Row]) -> str:
-    """Rows as tab-separated values under their headings."""
-    text = io.StringIO()
-    writer = csv.writer(text, delimiter="\t", lineterminator="\n")
-    writer.writerow(HEADINGS.values())
-    for row in rows:
-        values = (getattr(row, name) for name in HEADINGS)
-        writer.writerow("" if value is None else value for value in values)
-    return text.getvalue()
+def as_cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows by their headings."""
+    return [{head: getattr(row, name) for name, head in HEADINGS.items()} for row in rows]
 
 
 def shown_columns(rows: Sequence[Row]) -> list[str]:

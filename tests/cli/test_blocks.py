@@ -11,11 +11,10 @@ import pytest
 from command_line import refused, run
 from rich.console import Console
 
-from aliquot.cli import _bench_cfp, _blocks
+from aliquot.cli import _blocks
 from aliquot.plans import Plan, violations
 from aliquot.profiling import ProfileDatabase, SegmentKind
 from aliquot.report import composed_text
-from aliquot.zoo import configure
 
 MODEL = [
     "gpt-10m",
@@ -160,39 +159,3 @@ def test_bad_input_is_refused(tmp_path):
         run("blocks", "analyze", *MODEL, "--cluster", "4xH100", "--factors", "dense"),
         "factors='dense'",
     )
-
-
-@pytest.mark.slow
-def test_cases_of_the_paper_are_planned_and_run(monkeypatch):
-    monkeypatch.setattr(_bench_cfp, "_CASES", (_bench_cfp._Case("BERT", "bert-base", 2, 8, 4, 32),))
-    found = run("bench", "cfp", "--only", "bert", "--run", "--json")
-    assert found.exit_code == 0, found.output
-    (row,) = json.loads(found.stdout)["rows"]
-    assert row["num_programs"] == 91 and row["flops_per_s"] > 0
-    assert (
-        row["integer_program_s"] * (1 - 2e-3)
-        <= row["step_time_s"]
-        <= row["data_parallel_s"] * (1 + 1e-9)
-    )
-    assert row["small_measured_s"] > 0 and row["small_data_parallel_s"] > 0
-    refused(run("bench", "cfp", "--only", "resnet"), "--only resnet", "there are BERT")
-
-
-def test_cases_run_in_several_processes_only_if_they_run():
-    refused(run("bench", "cfp", "--launch", "local:2"), "--launch local:2", "Add --run")
-    refused(run("bench", "cfp", "--run", "--launch", "loal:2"), "did you mean 'local:2'?")
-
-
-def test_the_models_of_the_paper_have_its_operations():
-    """Exactly for GPT, and within 1% for MoE, whose gate and dispatch it counts otherwise."""
-    for case in _bench_cfp._CASES:
-        if case.published_flops:
-            step, flops = _bench_cfp._step(case, f"{case.num_devices}xA100-PCIe", {})
-            error = abs(flops / case.published_flops - 1)
-            assert error < (0.01 if case.title == "MoE" else 1e-4), (case, flops)
-            assert all(kind.blocks for kind in step.kinds[1:])
-
-
-def test_every_case_of_the_paper_is_a_model_of_the_zoo():
-    for case in _bench_cfp._CASES:
-        configure(case.model, num_layers=case.num_layers, seq_len=case.seq_len)

@@ -9,8 +9,8 @@ import pytest
 from command_line import refused, run
 from interop.aceso_files import ROWS, write_database
 
-from aliquot.cli import _bench_aceso
 from aliquot.interop.aceso import built_in_chains, make_chain
+from aliquot.suites import aceso_cases
 
 
 @pytest.fixture
@@ -66,6 +66,12 @@ def test_figures_are_drawn_with_their_numbers_and_a_page(measured, tmp_path):
     assert answer["layers"]["4layers"]["samples_per_s"] > 0
     assert answer["accuracy"][0]["time off by"] == "+1.0%"
     assert "gpt 2_6B" in answer["missing"]
+    again = run("bench", "aceso", *options, "--json")
+    assert json.loads(again.stdout) == answer and "searching" not in again.stderr
+    # Another database is another answer.
+    path = database / "p2p_intra_node.csv"
+    path.write_text(path.read_text() + "\n")
+    assert "searching: gpt 1_3B on 4 GPUs" in run("bench", "aceso", *options).stderr
 
 
 def test_a_database_without_the_papers_models_is_refused(measured, tmp_path):
@@ -83,8 +89,4 @@ def test_a_corrupt_table_is_refused(measured, tmp_path):
 
 def test_every_case_of_the_paper_has_a_size():
     chains = built_in_chains()
-    assert all(
-        size in chains[family]["sizes"]
-        for family, sizes in _bench_aceso._SIZES.items()
-        for size in sizes
-    )
+    assert all(case.size in chains[case.family]["sizes"] for case in aceso_cases())

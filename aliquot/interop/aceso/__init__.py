@@ -29,6 +29,10 @@ from ._judge import find_judge as find_judge
 from ._performance import Estimate as Estimate
 from ._performance import StageEstimate as StageEstimate
 from ._performance import evaluate_configuration as evaluate_configuration
+from ._published import PAPER_SIZES as PAPER_SIZES
+from ._published import PAPER_TITLES as PAPER_TITLES
+from ._published import PublishedTables as PublishedTables
+from ._published import accuracy_rows as accuracy_rows
 from ._write_database import DatabaseContent as DatabaseContent
 from ._write_database import OperatorRow as OperatorRow
 from ._write_database import write_database as write_database

@@ -1,0 +1,292 @@
+"""The figures of Aceso's paper: our searches beside the published ones.
+
+Reference: G. Liu et al., "Aceso: Efficient Parallel DNN Training through Iterative Bottleneck
+    Alleviation", EuroSys 2024, figures 7 to 9.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core import InputError
+from ..interop.aceso import (
+    ACESO,
+    PAPER_SIZES,
+    PAPER_TITLES,
+    PublishedTables,
+    accuracy_rows,
+    built_in_chains,
+    measured_size,
+    models_in,
+)
+from ..interop.aceso.search import Auto, read_problem
+from ._results import Results
+
+_OURS, _PREDICTED = "aliquot", "aliquot (predicted)"
+_TRANSFORMER, _CONVOLUTIONS = (1, 2, 4, 8), (16, 32, 48, 64)
+_DEVICES = ((1, 4), (1, 8), (2, 8), (4, 8))
+_LIMIT_MB = 28_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcesoCase:
+    """A case of the paper, with 28,000 MiB allowed.
+
+    Attributes:
+        family, size: of the model; `num_layers` where the size leaves them open.
+        nodes, gpus_per_node: where it runs.
+        global_batch: samples of a step, computed in micro-batches of so many on each rank.
+    """
+
+    family: str
+    size: str
+    nodes: int
+    gpus_per_node: int
+    global_batch: int
+    micro_batches: tuple[int, ...]
+    num_layers: int | None = None
+
+
+def aceso_cases() -> tuple[AcesoCase, ...]:
+    """The cases of figures 7 and 8: every family in four sizes, on 4 to 32 GPUs."""
+    return tuple(
+        AcesoCase(
+            family=family,
+            size=size,
+            nodes=nodes,
+            gpus_per_node=per_node,
+            global_batch=1536 if family == "resnet" else 1024,
+            micro_batches=_CONVOLUTIONS if family == "resnet" else _TRANSFORMER,
+        )
+        for family, sizes in PAPER_SIZES.items()
+        for size, (nodes, per_node) in zip(sizes, _DEVICES, strict=True)
+    )
+
+
+def draw_aceso(
+    database: Path,
+    published: PublishedTables,
+    results: Results,
+    *,
+    max_layers: int,
+    note: Callable[[str], None],
+) -> dict[str, Any]:
+    """Search every case that the database has measured, draw the figures, and return their numbers
+    as plain data.
+
+    Args:
+        max_layers: the deepest model of figure 9.
+
+    Raises:
+        InputError: the database has no model of the paper, or nothing fits.
+    """
+    known = models_in(database)
+    search = _searches(database, results, note)
+    cases: dict[str, dict[str, Any]] = {}
+    missing = []
+    for case in aceso_cases():
+        name = f"{case.family} {case.size}"
+        if f"{case.family}_{measured_size(built_in_chains()[case.family], case.size)}" in known:
+            cases[name] = search(case)
+        else:
+            missing.append(name)
+    if not cases:
+        raise InputError(
+            f"{database} has none of the models of the paper; it has {', '.join(known)}."
+        )
+    answer: dict[str, Any] = {"cases": cases, "missing": missing}
+    for family in PAPER_SIZES:
+        of_family = {
+            size: row for size in PAPER_SIZES[family] if (row := cases.get(f"{family} {size}"))
+        }
+        if of_family:
+            _draw_family(results, published, family, of_family)
+    if layers := _draw_layers(results, published, search, max_layers):
+        answer["layers"] = layers
+    if rows := accuracy_rows(published):
+        answer["accuracy"] = rows
+        results.table(
+            "accuracy",
+            "Accuracy of Aceso's performance model",
+            rows,
+            "Iteration time, and memory of the first stage with what the allocator reserves, as"
+            " published.",
+        )
+    results.write_page()
+    for name in missing:
+        note(f"not measured: {name}")
+    return answer
+
+
+def _searches(
+    database: Path, results: Results, note: Callable[[str], None]
+) -> Callable[[AcesoCase], dict[str, Any]]:
+    """What searches a case, unless its result for a database of these files is known."""
+    digest = hashlib.sha256()
+    for path in sorted(database.glob("*.csv")):
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    measured = digest.hexdigest()[:16]
+
+    def make(case: AcesoCase) -> dict[str, Any]:
+        layers = f", {case.num_layers} layers" if case.num_layers else ""
+        note(
+            f"searching: {case.family} {case.size}{layers} on"
+            f" {case.nodes * case.gpus_per_node} GPUs"
+        )
+        problem, _ = read_problem(
+            database,
+            model=case.family,
+            size=case.size,
+            num_nodes=case.nodes,
+            gpus_per_node=case.gpus_per_node,
+            global_batch=case.global_batch,
+            memory_limit_mb=_LIMIT_MB,
+            micro_batches=case.micro_batches,
+            judge=ACESO,
+            num_layers=case.num_layers,
+        )
+        found = Auto().search(problem)
+        if not found.best:
+            raise InputError(
+                f"No configuration of {case.family} {case.size} fits {_LIMIT_MB:,.0f} MiB."
+            )
+        return {
+            "iteration_time_ms": found.best[0][1].iteration_time_ms,
+            "lower_bound_ms": found.lower_bound_ms,
+            "search_s": found.search_s,
+        }
+
+    return lambda case: results.row(f"database {measured}: {case}", lambda: make(case))
+
+
+def _draw_family(
+    results: Results, published: PublishedTables, family: str, found: Mapping[str, dict[str, Any]]
+) -> None:
+    throughput = published.table(f"e2e_norm_thpt_large_{family}")
+    times = published.table(f"perf_model_time_large_{family}")
+    if throughput and times:
+        # Aceso's predicted seconds over ours: how much faster our configuration is under one
+        # performance model.
+        gains = {
+            size: times["predict"][size] * 1000 / row["iteration_time_ms"]
+            for size, row in found.items()
+            if times["predict"].get(size)
+        }
+        series = _columns(throughput, list(gains))
+        series[_PREDICTED] = [
+            gains[size] * (throughput["aceso"].get(size) or 0) or None for size in gains
+        ]
+        _bars(
+            results,
+            f"figure7_{family}",
+            f"{PAPER_TITLES[family]}: throughput, Megatron-LM's best grid point = 1",
+            "relative throughput",
+            list(gains),
+            series,
+            "Published measurements; ours is Aceso's, scaled by the ratio of the times that its"
+            " performance model predicts.",
+        )
+    cost = published.table(f"search_cost_large_{family}")
+    if cost:
+        sizes = [size for size in found if any(row.get(size) for row in cost.values())]
+        series = _columns(cost, sizes)
+        series[_OURS] = [found[size]["search_s"] for size in sizes]
+        _bars(
+            results,
+            f"figure8_{family}",
+            f"{PAPER_TITLES[family]}: search",
+            "seconds",
+            sizes,
+            series,
+            "Published wall times of the searches beside ours on this machine.",
+            logarithmic=True,
+        )
+
+
+def _bars(
+    results: Results,
+    name: str,
+    title: str,
+    unit: str,
+    sizes: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    note: str,
+    *,
+    logarithmic: bool = False,
+) -> None:
+    groups = [size.replace("_", ".") for size in sizes]
+    results.bars(name, title, unit, groups, series, logarithmic=logarithmic)
+    results.table(name, title, _transposed("model", groups, series), note)
+
+
+def _draw_layers(
+    results: Results,
+    published: PublishedTables,
+    search: Callable[[AcesoCase], dict[str, Any]],
+    max_layers: int,
+) -> dict[str, Any]:
+    """Figure 9: a GPT of 8 to 1024 layers on 8 GPUs. Empty if nothing was published."""
+    throughput = published.table("e2e_thpt_scale_scale-layer")
+    cost = published.table("search_cost_scale_scale-layer")
+    if not throughput or not cost:
+        return {}
+    layers = {name: int(name.removesuffix("layers")) for name in next(iter(throughput.values()))}
+    layers = {name: count for name, count in layers.items() if count <= max_layers}
+    found = {}
+    for name, count in layers.items():
+        case = AcesoCase(
+            family="gpt",
+            size="scale-layer",
+            nodes=1,
+            gpus_per_node=8,
+            global_batch=1024,
+            micro_batches=_TRANSFORMER,
+            num_layers=count,
+        )
+        row = search(case)
+        samples_per_s = case.global_batch / row["iteration_time_ms"] * 1000
+        found[name] = {"samples_per_s": samples_per_s, "search_s": row["search_s"]}
+    points = list(layers.values())
+    for label, table, unit, ours, key, note in (
+        (
+            "throughput",
+            throughput,
+            "samples per second",
+            _PREDICTED,
+            "samples_per_s",
+            "Published measurements; our throughput is a prediction of Aceso's performance model.",
+        ),
+        (
+            "search",
+            cost,
+            "seconds",
+            _OURS,
+            "search_s",
+            "Published wall times of the searches beside ours on this machine.",
+        ),
+    ):
+        series = _columns(table, list(layers))
+        series[ours] = [row[key] for row in found.values()]
+        title = f"GPT of 8 to {points[-1]} layers on 8 GPUs: {label}"
+        results.lines(f"figure9_{label}", title, "layers", unit, points, series)
+        results.table(f"figure9_{label}", title, _transposed("layers", points, series), note)
+    return found
+
+
+def _columns(
+    table: Mapping[str, Mapping[str, float]], sizes: Sequence[str]
+) -> dict[str, list[float | None]]:
+    return {name: [row.get(size) or None for size in sizes] for name, row in table.items()}
+
+
+def _transposed(
+    head: str, points: Sequence[Any], series: Mapping[str, Sequence[float | None]]
+) -> list[dict[str, Any]]:
+    return [
+        {head: point, **{name: values[k] for name, values in series.items()}}
+        for k, point in enumerate(points)
+    ]

@@ -1,0 +1,272 @@
+"""The cases of CFP's artifact: layers planned from ParallelBlocks, beside what was published.
+
+Reference: arXiv 2504.00598 and the scripts and the description of its artifact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..cluster import Cluster
+from ..core import InputError
+from ..cost import make_problem, picked_choices
+from ..graph import capture
+from ..planners import ILP, IntraSolution, Progress
+from ..profiling import (
+    SegmentedStep,
+    compile_part,
+    compose,
+    priced_combinations,
+    segment_step,
+    time_part,
+)
+from ..zoo import build_layers, configure
+from ._results import Results
+
+
+@dataclass(frozen=True, slots=True)
+class CfpCase:
+    """A model with some of its layers, as the artifact's scripts run it: batch of a step, devices.
+
+    Attributes:
+        published_s, published_flops, published_alpa_s: seconds and operations of a step that the
+            artifact's description shows, and seconds of Alpa; None where it shows none.
+    """
+
+    title: str
+    model: str
+    num_layers: int
+    global_batch: int
+    num_devices: int
+    seq_len: int = 1024
+    published_s: float | None = None
+    published_flops: float | None = None
+    published_alpa_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Such as `GPT gpt-6.7b: batch 16, 4 layers, 8 devices`."""
+        return (
+            f"{self.title} {self.model}: batch {self.global_batch}, {self.num_layers} layers,"
+            f" {self.num_devices} devices"
+        )
+
+
+# Sizes of the scripts. Published figures are of A100 GPUs on PCIe.
+CFP_CASES = (
+    CfpCase("MoE", "moe-7.1b", 4, 32, 4),
+    CfpCase("MoE", "moe-7.1b", 4, 64, 4, published_s=0.4479, published_flops=52.989e12),
+    CfpCase("MoE", "moe-7.1b", 2, 96, 4),
+    CfpCase("MoE", "moe-7.1b", 2, 128, 4),
+    CfpCase("GPT", "gpt-6.7b", 4, 16, 8),
+    CfpCase(
+        *("GPT", "gpt-6.7b", 2, 24, 8),
+        published_s=0.2920,
+        published_flops=59.3736e12,
+        published_alpa_s=0.3769,
+    ),
+    CfpCase("GPT", "gpt-6.7b", 2, 32, 8, published_flops=79.165e12),
+    *(
+        CfpCase("BERT", "bert-760m", layers, batch, 8)
+        for batch, layers in ((8, 8), (16, 4), (32, 2))
+    ),
+    *(CfpCase("Llama", "llama-7b", 4, batch, 4, 128) for batch in (32, 64, 80)),
+    *(CfpCase("Llama", "llama-11b", 2, batch, 8, 128) for batch in (16, 64, 96, 128)),
+)
+_SMALL = {"hidden_size": 64, "num_heads": 4, "seq_len": 32, "vocab_size": 256}
+_SMALL_BATCH = 16
+
+
+def find_cfp_cases(only: str, numbers: Sequence[int]) -> tuple[CfpCase, ...]:
+    """Those with a text in their title or model, and of these the ones with some numbers, from 1;
+    an empty text and no numbers are all.
+
+    Raises:
+        InputError: there are none.
+    """
+    most = len(CFP_CASES)
+    wrong = ", ".join(str(number) for number in numbers if not 1 <= number <= most)
+    if wrong:
+        raise InputError(f"--case {wrong}: there are cases 1 to {most}.")
+    chosen = [CFP_CASES[number - 1] for number in dict.fromkeys(numbers)] or CFP_CASES
+    found = tuple(c for c in chosen if only.lower() in f"{c.title} {c.model}".lower())
+    if not found:
+        titles = ", ".join(dict.fromkeys(case.title for case in chosen))
+        raise InputError(f"--only {only}: there are {titles}.")
+    return found
+
+
+def make_cfp_rows(
+    cases: Sequence[CfpCase],
+    device: str,
+    cluster_of: Callable[[int], Cluster],
+    results: Results,
+    *,
+    measure: Callable[[CfpCase], dict[str, Any]] | None,
+    mode: str,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """What is predicted of each case, and measured of its small form, as plain data; shown as a
+    table and a chart.
+
+    Args:
+        cluster_of: so many devices of the kind that is planned for.
+        measure: runs a case in its small form; None if none is run.
+        mode: how it is run: rows of other modes are others.
+    """
+    rows = []
+    for done, case in enumerate(cases):
+        progress(case.name, done, len(cases))
+        cluster = cluster_of(case.num_devices)
+        predict = functools.partial(predicted_blocks, case, cluster)
+        row = results.row(f"predicted for {device}: {case}", predict)
+        if measure is not None:
+            row = row | results.row(f"{mode}: {case}", functools.partial(measure, case))
+        rows.append(row)
+    _deliver(device, rows, results)
+    return rows
+
+
+def predicted_blocks(case: CfpCase, cluster: Cluster) -> dict[str, Any]:
+    """The best composed of segments, judged as a whole step beside data parallelism and Alpa's way,
+    the integer program without profiles.
+    """
+    step, flops = cfp_step(case, cluster)
+    combinations = priced_combinations(step)
+    composed = compose(
+        step, combinations, memory_limit_bytes=step.problem.memory_limit_bytes, most=5
+    )
+    whole = [(c, s) for c in composed if (s := step.whole(c.options)) is not None]
+    best, solution = min(whole, key=lambda pair: pair[1].step_time_s) if whole else (None, None)
+    parallel = step.whole([(0,) * len(kind.blocks) for kind in step.kinds])
+    exact = ILP().solve(
+        step.problem, step.space, memory_limit_bytes=step.problem.memory_limit_bytes
+    )
+    return {
+        "case": dataclasses.asdict(case),
+        "num_programs": step.num_programs,
+        "options": [list(o) for o in best.options if o] if best else None,
+        "step_time_s": solution.step_time_s if solution else None,
+        "memory_bytes": solution.peak_bytes if solution else None,
+        "flops": flops,
+        "flops_per_s": flops / solution.step_time_s if solution else None,
+        "data_parallel_s": parallel.step_time_s if parallel else None,
+        "integer_program_s": exact.step_time_s if exact else None,
+    }
+
+
+def measured_blocks(case: CfpCase, devices: Sequence[Any]) -> dict[str, Any]:
+    """The best of the cost model and data parallelism at a very small size, run on the first of
+    some devices.
+
+    Raises:
+        InputError: there are too few.
+    """
+    if len(devices) < case.num_devices:
+        raise InputError(
+            f"{case.name}: all processes together have {len(devices)} devices. Start more of them,"
+            " give each more (--num-devices-per-host), or choose cases for fewer, such as --only"
+            " MoE for 4."
+        )
+
+    def seconds(step: SegmentedStep, solution: IntraSolution | None) -> float | None:
+        if solution is None:
+            return None
+        choices = picked_choices(step.space.priced, solution.picks)
+        part = compile_part(step.problem, choices, step.mesh.shape, step.mesh.axis_names)
+        return time_part(part).seconds
+
+    small = dataclasses.replace(case, num_layers=2, global_batch=_SMALL_BATCH)
+    sizes = {**_SMALL, **({"num_experts": 8} if case.title == "MoE" else {})}
+    step, _ = cfp_step(small, Cluster.detect(devices[: case.num_devices]), sizes)
+    (best,) = compose(step, priced_combinations(step), most=1)
+    parallel = step.whole([(0,) * len(kind.blocks) for kind in step.kinds])
+    return {
+        "small_options": [list(o) for o in best.options if o],
+        "small_measured_s": seconds(step, step.whole(best.options)),
+        "small_data_parallel_s": seconds(step, parallel),
+    }
+
+
+def cfp_step(
+    case: CfpCase, cluster: Cluster, sizes: Mapping[str, Any] | None = None
+) -> tuple[SegmentedStep, float]:
+    """The step of a case in segments, and its operations as the artifact counts them.
+
+    Args:
+        sizes: changed ones of the model.
+    """
+    settings = {"num_layers": case.num_layers, "seq_len": case.seq_len, **(sizes or {})}
+    if case.title == "MoE":
+        # With one place for each token the model has the artifact's operations.
+        settings["capacity_factor"] = 1.0
+    graph = capture(*build_layers(case.model, case.global_batch, overrides=settings))
+    problem = make_problem(graph, cluster)
+    flops = sum(
+        work.flops
+        for node, works in zip(problem.nodes.nodes, problem.work, strict=True)
+        for work in works
+        if node.kind == "product"
+    )
+    config: Any = configure(case.model, **settings)
+    # The artifact counts no products of two activations in attention: two forward, four backward.
+    attention = case.num_layers * config.num_heads * config.head_dim * config.seq_len**2
+    return segment_step(problem, (case.num_devices,)), flops - 12.0 * case.global_batch * attention
+
+
+def _deliver(device: str, rows: Sequence[Mapping[str, Any]], results: Results) -> None:
+    cases = [CfpCase(**row["case"]) for row in rows]
+    table = [
+        {
+            "Case": case.name,
+            "Strategy": _options(row["options"]),
+            "Predicted (s)": row["step_time_s"],
+            "Published (s)": case.published_s,
+            "Predicted Mem (GB)": row["memory_bytes"] and row["memory_bytes"] / 1e9,
+            "Operations": row["flops"],
+            "Published Operations": case.published_flops,
+            "Predicted TFLOPs": row["flops_per_s"] and row["flops_per_s"] / 1e12,
+            "Data Parallel (s)": row["data_parallel_s"],
+            "Alpa's Way (s)": row["integer_program_s"],
+            "Published Alpa (s)": case.published_alpa_s,
+            "Small: Measured (s)": row.get("small_measured_s"),
+            "Small: Data Parallel (s)": row.get("small_data_parallel_s"),
+            "Reason": row.get("reason"),
+        }
+        for case, row in zip(cases, rows, strict=True)
+    ]
+    results.bars(
+        "rows",
+        f"CFP's cases on {device}",
+        "seconds of a step",
+        [f"{case.title} {case.global_batch}" for case in cases],
+        {
+            "predicted": [row["step_time_s"] for row in rows],
+            "data parallel": [row["data_parallel_s"] for row in rows],
+            "Alpa's way": [row["integer_program_s"] for row in rows],
+            "published": [case.published_s for case in cases],
+            "Alpa, published": [case.published_alpa_s for case in cases],
+        },
+    )
+    results.table(
+        "rows",
+        f"CFP's cases on {device}",
+        table,
+        "Layers without embedding and head in float32, no recomputation, all devices on one axis."
+        " Operations are those of products with parameters, throughput is of all devices. Times are"
+        " predicted; published ones were measured on A100 on PCIe. Options of a block: 0 batch (of"
+        " experts the expert), then contraction and output.",
+        shown=[head for head in table[0] if any(row[head] is not None for row in table)],
+        tabs=True,
+    )
+    results.write_page()
+
+
+def _options(options: Sequence[Sequence[int]] | None) -> str:
+    if options is None:
+        return "does not fit"
+    return " | ".join(" ".join(map(str, each)) for each in options)
