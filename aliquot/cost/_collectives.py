@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..cluster import Corrections, LogicalMesh, Target, target_for
 from ..graph import Phase
-from ..sharding import Edge, Move, NodeCollective, Spec, gathered_by_rows, reshard
+from ..sharding import RING, Edge, Move, NodeCollective, Spec, gathered_by_rows, reshard
 
 _WIDE_ITEMSIZE = {"bfloat16": 2.0, "float16": 2.0}
 
@@ -64,6 +64,13 @@ def collective_line(
         collective_corrections(kind, axes, mesh, group, np.array([near_bytes]), seconds).ratios[0]
     )
     return latency * ratio, per_byte * ratio
+
+
+def in_hops(kind: str, axes: Sequence[int], mesh: LogicalMesh) -> tuple[str, int]:
+    """The collective that devices run, and how often: a ring is a permute to each of the others."""
+    if kind != RING:
+        return kind, 1
+    return "collective-permute", math.prod(mesh.shape[a] for a in axes) - 1
 
 
 def rounded_bytes(num_bytes: float, mesh: LogicalMesh) -> float | None:

@@ -23,6 +23,7 @@ from ._collectives import (
     collective_corrections,
     collective_line,
     combined_share,
+    in_hops,
     move_line,
     pieces,
     rounded_bytes,
@@ -220,17 +221,18 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
                 local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)
                 # Of an all-gather, the result on each device is that much larger than what enters.
                 grown = math.prod(sizes[a] for a in these_axes) if c.kind == "all-gather" else 1
+                kind, hops = in_hops(c.kind, these_axes, mesh)
                 latency_s, s_per_byte = collective_line(
-                    c.kind, these_axes, mesh, target, near_bytes=local
+                    kind, these_axes, mesh, target, near_bytes=local
                 )
                 if c.gradient:
                     latency_s *= float(combined_share(local, target))
                 yield _Collective(
-                    c.kind,
+                    kind,
                     these_axes,
                     None,
                     c.label,
-                    count,
+                    count * hops,
                     local,
                     local * float(grown),
                     latency_s,

@@ -20,6 +20,7 @@ from ..graph import Phase
 from ..plans import item_bytes
 from ..sharding import (
     PARTIAL,
+    RING,
     Edge,
     Move,
     Node,
@@ -36,6 +37,7 @@ from ._collectives import (
     collective_corrections,
     collective_line,
     combined_share,
+    in_hops,
     move_line,
     pieces,
     rounded_bytes,
@@ -236,7 +238,11 @@ class _Pricer:
                 hideable[collective.phase] += self.target.overlap_fraction * (seconds - once)
             else:
                 communication[collective.phase] += seconds
-                if collective.kind != "all-to-all" and collective.phase is not Phase.UPDATE:
+                if collective.kind == RING:
+                    # One piece is sent on while scores to it are computed.
+                    beside = np.minimum(seconds, compute[collective.phase])
+                    hideable[collective.phase] += self.target.overlap_fraction * beside
+                elif collective.kind != "all-to-all" and collective.phase is not Phase.UPDATE:
                     hideable[collective.phase] += self.target.activation_overlap * seconds
                 if collective.deferrable:
                     deferrable += seconds
@@ -259,8 +265,9 @@ class _Pricer:
         seconds, paid_once = np.zeros((2, len(choices)))
         for axes, rows in joined_axes(choices, collective.factors):
             for summed, once in split_deferred_axes(collective, axes, self.data_axes):
-                latency, per_byte = collective_line(collective.kind, summed, self.mesh, self.target)
-                times = collective.count * (1 if once else self.times(collective.phase))
+                kind, hops = in_hops(collective.kind, summed, self.mesh)
+                latency, per_byte = collective_line(kind, summed, self.mesh, self.target)
+                times = hops * collective.count * (1 if once else self.times(collective.phase))
                 entering = local[rows] * widening(
                     collective.dtype, self.target, total=once and self.repeats > 1
                 )
@@ -270,7 +277,7 @@ class _Pricer:
                     each = (
                         each
                         * collective_corrections(
-                            collective.kind, summed, self.mesh, None, entering, each
+                            kind, summed, self.mesh, None, entering, each
                         ).ratios
                     )
                 seconds[rows] += times * each

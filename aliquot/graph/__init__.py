@@ -70,6 +70,7 @@ from ._rule import DimRule as DimRule
 from ._rule import DimRuleFn as DimRuleFn
 from ._rule import Dims as Dims
 from ._rule import HasShape as HasShape
+from ._rule import Ring as Ring
 from ._rule import Scores as Scores
 from ._rule import declared_rule as declared_rule
 from ._rule import register_dim_rule as register_dim_rule

@@ -46,6 +46,26 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """A factor that may be split although each element of it meets all others: devices that share
+    it send some operands round, and compute with one piece after the other.
+
+    Attributes:
+        factor: the sequence of queries, and of keys and values.
+        travels: operands that go round: keys and values.
+        returns: results that are sums over all devices, and go round with what they belong to: the
+            gradients of keys and values.
+        balanced: whether devices exchange halves of their pieces before and after, since a causal
+            mask leaves more scores to later ones.
+    """
+
+    factor: str
+    travels: tuple[int, ...]
+    returns: tuple[int, ...] = ()
+    balanced: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DimRule:
     """Relation of the dims of an operator's operands to those of its results.
 
@@ -70,6 +90,7 @@ class DimRule:
         scores: of fused attention; None for all other operators.
         summed: positions of results that are sums over factors that they lack and other results
             have. They are summed over devices at once.
+        ring: the factor, if there is one, that costs a ring to split; see `Ring`.
         exchanged: sets of factors along which an operator only puts elements elsewhere. A dim of an
             operand and a dim of a result that both hold factors of one set may be split together
             although neither passes on the other's split: devices then exchange what they hold.
@@ -86,6 +107,7 @@ class DimRule:
     accessed_bytes: float = 0.0
     scores: Scores | None = None
     summed: frozenset[int] = frozenset()
+    ring: Ring | None = None
     exchanged: tuple[frozenset[str], ...] = ()
     reduced: frozenset[str] = field(init=False, repr=False, compare=False)
 

@@ -26,6 +26,7 @@ from ._dim_rule import is_declared as is_declared
 from ._ids import NO_NODE as NO_NODE
 from ._ids import NodeId as NodeId
 from ._ids import SlotId as SlotId
+from ._node_collectives import RING as RING
 from ._node_collectives import divided_by as divided_by
 from ._node_collectives import whole_bytes as whole_bytes
 from ._node_index import NodeIndex as NodeIndex

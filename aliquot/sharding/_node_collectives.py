@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..graph import NO_VALUE, Phase
+from ..graph import NO_VALUE, Phase, Ring
 from ._ids import NodeId, SlotId
 from ._nodes import NodeCollective, Projection, SplitBy
 
 if TYPE_CHECKING:
     from ._node_index import NodeIndex
 
+RING = "ring"
+"""Kind of a collective in which each device passes on to the next, one time less than there are
+devices.
+"""
+PERMUTE = "collective-permute"
+_HALVES = frozenset({"bfloat16", "float16"})
 # Rows are few if this many devices have more of them each.
 _MOST_PIECES = 64
 
@@ -26,9 +32,13 @@ def divided_by(projection: Projection) -> SplitBy:
 
 
 def product_collectives(naming: NodeIndex, op_class: int) -> tuple[NodeCollective, ...]:
-    """Collectives of a product's reductions other than sums, which are finished at once."""
+    """Collectives of a product's reductions other than sums, which are finished at once, and of its
+    ring.
+    """
     cuts = naming.cuts
     op, rule = cuts.first[op_class], cuts.rules[op_class]
+    if rule.ring is not None:
+        return tuple(_ring(naming, op_class, rule.ring))
     # Sums are left partial instead, as edges may finish them later or scatter them.
     if not rule.reduced or rule.reduce == "sum":
         return ()
@@ -49,6 +59,41 @@ def product_collectives(naming: NodeIndex, op_class: int) -> tuple[NodeCollectiv
             deferrable=op.deferrable,
         ),
     )
+
+
+def _ring(naming: NodeIndex, op_class: int, ring: Ring) -> Iterator[NodeCollective]:
+    """What devices send each other round a ring: keys and values, and their gradients, summed in
+    float32, which also come home. Of what is balanced, they exchange halves before and after.
+    """
+    cuts = naming.cuts
+    op, rule = cuts.first[op_class], cuts.rules[op_class]
+    for arrays, dims_of, round_trips, is_result in (
+        (op.inputs, rule.operands, ring.travels, False),
+        (op.outputs, rule.results, ring.returns, True),
+    ):
+        for position, (array, dims) in enumerate(zip(arrays, dims_of, strict=True)):
+            is_cut = any(ring.factor in names for names in dims)
+            if not isinstance(array, int) or array < 0 or not is_cut:
+                continue
+            value = cuts.graph.values[array]
+            wide = 2.0 if is_result and value.dtype in _HALVES else 1.0
+            moves = [(RING, wide)] if position in round_trips else []
+            moves += [(PERMUTE, wide)] if position in round_trips and is_result else []
+            moves += [(PERMUTE, 1.0)] if ring.balanced else []
+            for kind, times in moves:
+                port = naming.product_port(op_class, dims, result=is_result)
+                yield NodeCollective(
+                    kind=kind,
+                    factors=(rule.factors.index(ring.factor),),
+                    split_by=divided_by(port.projection),
+                    num_bytes=float(value.num_bytes) * times,
+                    dtype=value.dtype,
+                    count=_times(naming, op_class),
+                    phase=op.phase,
+                    gradient=False,
+                    label=naming.label(op_class),
+                    deferrable=op.deferrable,
+                )
 
 
 def whole_bytes(naming: NodeIndex, op_class: int) -> float:
@@ -215,7 +260,7 @@ def _exchanges(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
             continue
         value = cuts.graph.values[cuts.folding.value_members[part.value_class][0]]
         num_bytes, pieces = float(value.num_bytes), 1
-        kinds: tuple[str, ...] = ("collective-permute",)
+        kinds: tuple[str, ...] = (PERMUTE,)
         split_by = divided_by(projection)
         if part.value_class in uneven:
             shift = of_rows - rows
@@ -223,7 +268,7 @@ def _exchanges(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
                 num_bytes *= shift / rows
                 split_by = (False,) * len(split_by)
         elif op.name in ("reshape", "tile"):
-            kinds = ("all-to-all", "collective-permute")
+            kinds = ("all-to-all", PERMUTE)
         elif op.name == "slice":
             num_bytes *= result_rows / rows
             pieces = max(1, round(rows / result_rows))

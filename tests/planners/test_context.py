@@ -73,6 +73,23 @@ def test_ulysses_exchanges_the_sequence_for_heads(attention):
     assert found.pop("all-to-all") == 8 * LAYERS and not found
 
 
+def test_a_ring_sends_keys_and_values_round():
+    found = over_context(planned("megatron:dp2,cp4,ring", llama("cudnn")))
+    # Three steps forward with two arrays and backward with four, of which two go home; halves of
+    # six arrays forward and of twelve backward are exchanged before or after.
+    arrays, halves = 3 * 2 + 3 * 4 + 2, 5 + 9
+    assert found == {"collective-permute": LAYERS * (arrays + halves)}
+
+
+def test_the_cheapest_way_is_taken():
+    """Of many heads and few tokens the sequence stays where it is, and of few heads it must."""
+    times = {
+        way: planned(f"megatron:dp2,cp4{way}", llama("cudnn")).prediction.step_time_s
+        for way in ("", ",ring", ",ulysses")
+    }
+    assert times[""] <= min(times.values()) * 1.001
+
+
 def test_parameters_are_sharded_over_context_as_over_data():
     plan = planned("megatron:dp2,cp2,tp2,fsdp", llama())
     up = plan.stages[0].shardings["state.params.layers[0].mlp.up.kernel"]
@@ -87,7 +104,8 @@ def test_parameters_are_sharded_over_context_as_over_data():
         ("megatron:dp1,cp8", "plain", {"seq_len": 36}, "divides the sequence, such as .*9 or 12"),
         ("megatron:dp1,cp8,ulysses", "plain", {}, "8 devices.*gather in place of ulysses"),
         ("megatron:dp1,cp4,tp2,ulysses", "cudnn", {}, "4 heads cannot be split over 8 devices"),
-        ("megatron:dp2,cp4,gather", "cudnn", {}, "ulysses in place of gather"),
+        ("megatron:dp2,cp4,gather", "cudnn", {}, "computed by a ring.*ring in place of gather"),
+        ("megatron:dp1,cp8,ring", "cudnn", {"seq_len": 24}, "12 .* cannot be split over cp 8"),
         ("megatron:dp2,cp4,ring", "plain", {}, "gathers keys and values"),
     ],
 )

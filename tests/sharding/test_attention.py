@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 import aliquot as aq
-from aliquot.graph import capture
+from aliquot.cluster import LogicalMesh
+from aliquot.cost import make_problem, price
+from aliquot.graph import Ring, capture
 from aliquot.sharding import dim_rule
 
 B, T, N, K, H = 16, 512, 8, 4, 64
+CLUSTER = aq.Cluster.preset("8xH100")
 
 
 def heads(count=N, length=T):
@@ -53,11 +56,67 @@ def test_batch_and_heads():
             split(rule.operands[0])
             == split(rule.operands[2])
             == split(rule.results[0])
-            == ["a", "", "b", ""]
+            == ["a", "c", "b", ""]
         )
-        assert (rule.sizes["a"], rule.sizes["b"]) == (B, N) and set(rule.factors) == {"a", "b"}
+        assert (rule.sizes["a"], rule.sizes["b"]) == (B, N) and set(rule.factors) == set("abc")
     forward, _ = rules()
-    assert split(forward.results[1]) == ["a", "b", ""]
+    assert split(forward.results[1]) == ["a", "b", "c"]
+
+
+def test_the_sequence_at_the_price_of_a_ring():
+    """Of what is causal each device has two chunks, so that half of the length must divide."""
+    forward, backward = rules()
+    assert forward.ring == Ring(factor="c", travels=(1, 2)) and forward.sizes["c"] == T
+    assert backward.ring == Ring(factor="c", travels=(1, 2), returns=(1, 2))
+    for rule in rules(is_causal=True):
+        assert rule.ring.balanced and rule.sizes["c"] == T // 2
+        assert {names for names in rule.operands[1] if "c" in names} == {rule.operands[0][1]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "extra"),
+    [
+        ({"local_window_size": (63, 0)}, ()),
+        ({"names": ("mask",)}, (jax.ShapeDtypeStruct((B, 1, T, T), jnp.bool_),)),
+        ({"names": ("key_value_seq_lengths",)}, (jax.ShapeDtypeStruct((B,), jnp.int32),)),
+    ],
+    ids=["window", "mask", "lengths"],
+)
+def test_what_speaks_of_positions_keeps_the_sequence_whole(settings, extra):
+    for rule in rules(*extra, is_causal="names" not in settings, **settings):
+        assert rule.ring is None and set(rule.factors) == {"a", "b"}
+
+
+def test_a_ring_is_a_permute_to_each_other_device():
+    """Forward: keys and values go round. Backward: their gradients too, as float32, and home."""
+    params, batch = step("cudnn")[1:]
+    problem = make_problem(capture(step("cudnn")[0], params, batch), CLUSTER)
+    node = next(n for n in problem.nodes.nodes if "bwd" in n.label and n.kind == "product")
+    whole = 64 * 4096 * N * H * 2.0
+    # Queries, keys, values, result, its gradient and three gradients, besides the normalisers.
+    found = sorted((c.kind, c.num_bytes) for c in node.collectives)
+    assert [b for kind, b in found if kind == "ring"] == [whole, whole, 2 * whole, 2 * whole]
+    moved = [b for kind, b in found if kind == "collective-permute"]
+    assert moved == [64 * N * 4096 * 4.0, *[whole] * 8, *[2 * whole] * 2]
+    # A micro-batch is no part of a sequence.
+    sequence = node.collectives[0].factors
+    assert all(c.factors == sequence for c in node.collectives)
+
+
+def test_a_ring_is_hidden_beside_its_own_scores():
+    params, batch = step("cudnn")[1:]
+    problem = make_problem(capture(step("cudnn")[0], params, batch), CLUSTER)
+    mesh = LogicalMesh(shape=(8,), axis_names=("context",), cluster=CLUSTER)
+    node = next(n for n in problem.nodes.nodes if "fwd" in n.label and n.kind == "product")
+    priced = price(problem, mesh).nodes[node.index]
+    sequence = node.collectives[0].factors[0]
+    ring, heads = (
+        next(k for k, c in enumerate(priced.choices.tolist()) if c == [f])
+        for f in (sequence, next(f for f in range(3) if node.factors[f].size == N))
+    )
+    assert priced.compute_s[ring] == pytest.approx(priced.compute_s[heads])
+    assert priced.communication_s[heads] == 0 < priced.communication_s[ring]
+    assert 0 < priced.hideable_s[ring] < priced.communication_s[ring]
 
 
 def test_shared_heads_of_keys_are_the_factor():
@@ -66,7 +125,7 @@ def test_shared_heads_of_keys_are_the_factor():
         assert rule.sizes["b"] == K and rule.operands[1][2] == "b"
         assert len(rule.operands[0][2]) == 2 and rule.operands[0][2][0] == "b"
     for rule in rules(shared=1):
-        assert rule.factors == ("a",)
+        assert set(rule.factors) == {"a", rule.ring.factor}
 
 
 def test_masks_of_examples_are_split_with_the_batch():

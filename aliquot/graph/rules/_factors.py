@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .._rule import DimRule, Dims, Scores
+from .._rule import DimRule, Dims, Ring, Scores
 
 
 class Factors:
@@ -65,6 +65,7 @@ class Factors:
         accessed_bytes: float = 0.0,
         scores: Scores | None = None,
         summed: frozenset[int] = frozenset(),
+        ring: Ring | None = None,
         exchanged: Iterable[Iterable[str]] = (),
     ) -> DimRule:
         """The rule, with the sizes of all factors handed out."""
@@ -81,6 +82,7 @@ class Factors:
             accessed_bytes=accessed_bytes,
             scores=scores,
             summed=summed,
+            ring=ring,
             exchanged=tuple(names for names in exchanges if names),
         )
 

@@ -9,7 +9,7 @@
   any primitive without a declared rule.
 * Kernels in Pallas, which it cannot split: each device runs its part of the grid.
 * cuDNN's attention, for which JAX has a partitioner of its own that must see the devices: each
-  device runs it on its own examples and heads.
+  device runs it on its own examples and heads, and by a ring on its own part of the sequence.
 * Arrays whose order in memory is constrained: the partitioner gathers them.
 * Joins along a split dim: the partitioner gathers what is joined, but exchanges rows where arrays
   are padded. Here they are padded to the length of the result, and added.
@@ -35,6 +35,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ...graph import ATTENTION, KERNEL, Dims, attention_on_piece, kernel_on_pieces
 from ...sharding import DimRule
+from ._ring import attention_by_ring
 
 Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
 """Runs an equation on operands."""
@@ -91,9 +92,12 @@ def on_pieces(
         return list(bind(eqn, arrays))
 
     attends = eqn.primitive.name in ATTENTION
+    round_axes = cut.get(rule.ring.factor, ()) if rule.ring is not None else ()
     lacking = {k: _axes_lacking(rule.results[k], cut) for k in rule.summed}
 
     def run(*operands: Any) -> list[Any]:
+        if attends and round_axes:
+            return attention_by_ring(local, operands, round_axes)
         results = attention_on_piece(local, operands) if attends else bind(local, operands)
         return [jax.lax.psum(r, lacking[k]) if lacking.get(k) else r for k, r in enumerate(results)]
 

@@ -296,6 +296,8 @@ class OwnResults:
         for k, dims in enumerate(differing):
             for d in dims:
                 letter = rule.operands[k][d][0]
+                if rule.ring is not None and letter == rule.ring.factor:
+                    return None
                 if letter in kept or letter in counted:
                     continue
                 sums = letter in rule.reduced or position in rule.summed

@@ -295,7 +295,7 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
         return "it sets examples against one another"
     (letter,) = set(letters.values())
     # An upper-case factor must stay whole.
-    if not letter.islower():
+    if not letter.islower() or (rule.ring is not None and letter == rule.ring.factor):
         return "it needs a dim of the batch as a whole"
     if _looks_up(op, rule, specs, letter):
         return "it looks up examples by their position in the batch"

@@ -19,10 +19,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ....graph import Graph, Phase, Role
-from ....sharding import Node, NodeGraph, Projection
+from ....sharding import RING, Node, NodeGraph, Projection
 from ._restrict import Kinds
 
-GATHER, RING, ULYSSES = "gather", "ring", "ulysses"
+GATHER, ULYSSES = "gather", "ulysses"
 ATTENTION_WAYS = (GATHER, RING, ULYSSES)
 """Ways to compute attention to a split sequence: with gathered keys and values, with keys and
 values that travel from device to device, and with the split exchanged for one of heads.
@@ -79,8 +79,11 @@ def context_faults(
     faults, advice, ways = [], [], set(ATTENTION_WAYS)
     lengths: dict[int, str] = {}
     for index, factors in split.tokens.items():
-        for factor in (nodes.nodes[index].factors[f] for f in factors):
-            lengths.setdefault(factor.size, factor.label)
+        node = nodes.nodes[index]
+        for factor in (node.factors[f] for f in factors):
+            # A causal kernel has a factor of half the length, as each device takes two chunks.
+            kernel = f"pairs of chunks in {node.label.split(':')[0]}"
+            lengths.setdefault(factor.size, factor.label if node.kind == "group" else kernel)
     faults += [
         f"a sequence of {size} ({label}) cannot be split over cp {degree}"
         for size, label in lengths.items()
@@ -222,7 +225,8 @@ class _Walk:
         """What the operators of attention share besides batch and sequence, by node.
 
         Products that the sequence does not run through, although they read arrays that it does,
-        need it whole: so do kernels of attention, and what they can be split by are their heads.
+        need it whole: so do some kernels of attention, and what they can be split by are their
+        heads. So are those of kernels that compute by a ring.
         """
         batch = self.nodes.batch_factors
         roots = [
@@ -234,8 +238,10 @@ class _Walk:
         ]
         found = self.reached(roots, scores)
         for node in self.nodes.nodes:
-            if node.kind != "product" or node.index in reached or node.index in self.without:
+            tokens = reached.get(node.index, set())
+            goes_round = any(c.kind == RING for c in node.collectives)
+            if node.kind != "product" or node.index in self.without or (tokens and not goes_round):
                 continue
             if any(other in reached for other, _, _ in self.neighbours[node.index]):
-                found[node.index] = set(range(len(node.factors))) - batch[node.index]
+                found[node.index] = set(range(len(node.factors))) - batch[node.index] - tokens
         return {node: frozenset(factors) for node, factors in sorted(found.items())}
