@@ -46,13 +46,18 @@ Floats = NDArray[np.float64]
 _LAYERS_PER_STAGE = 4
 
 
-def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption]:
+def submesh_options(
+    cluster: Cluster, micro_batch_size: int, beside_tensor: int = 1
+) -> list[StageOption]:
     """Ways to run a stage: submeshes with their meshes (dp, tp). A submesh is a part of one host or
     several whole hosts; it must divide the host (or the number of hosts), or its devices the
     micro-batch.
 
     The first axis splits only the batch, so that gradients are reduced once, after the last
     micro-batch; the second splits whatever is best. Tensor parallelism stays inside a host.
+
+    Args:
+        beside_tensor: see `AbstractIntra.ways_beside_tensor`.
     """
     per_host, hosts = cluster.devices_per_host, cluster.num_hosts
     shapes = [
@@ -67,10 +72,13 @@ def submesh_options(cluster: Cluster, micro_batch_size: int) -> list[StageOption
     for shape in shapes:
         size = math.prod(shape)
         # Tensor parallelism needs the fast links of a host.
-        for tp in range(1, per_host + 1):
+        inside = range(1, per_host + 1)
+        for tp in sorted({*inside, *(n * beside_tensor for n in inside)}):
             dp = size // tp
-            # The last condition keeps a group of tensor parallelism within one host.
-            if size % tp or micro_batch_size % dp or (shape[0] > 1 and per_host % tp):
+            if size % tp or micro_batch_size % dp:
+                continue
+            # A group of tensor parallelism stays within one host.
+            if shape[0] > 1 and per_host % tp and per_host % (tp / beside_tensor):
                 continue
             # Each mesh is offered with and without recomputation, because which stages are short of
             # memory is known only later.
@@ -199,7 +207,7 @@ def solve_layers(
             a unit.
         helper: a second process that solves some of the layers.
     """
-    options = submesh_options(cluster, step.micro_batch_size)
+    options = submesh_options(cluster, step.micro_batch_size, intra.ways_beside_tensor)
     counts_above_1 = [count for count in counts if count > 1]
     groups = {o.mesh_shape[0] for o in options} - {1}
     # n data-parallel groups trace a micro-batch as n smaller ones: options for which the step
@@ -277,13 +285,11 @@ def price_option(problem: Problem, shape: tuple[int, ...], intra: AbstractIntra)
     unless the intra planner says otherwise.
     """
     # An axis of one device splits nothing, and is left out.
-    split_axes = [k for k, n in enumerate(shape) if n > 1] or [0]
-    mesh = LogicalMesh(
-        shape=tuple(shape[k] for k in split_axes),
-        axis_names=tuple(intra.stage_axes[k] for k in split_axes),
-        cluster=problem.cluster,
-    )
-    data_axes = frozenset(p for p, k in enumerate(split_axes) if k == 0 and shape[0] > 1)
+    axes = intra.stage_axes(shape)
+    split_axes = [axis for axis in axes if axis[1] > 1] or [axes[0]]
+    names, sizes = zip(*split_axes, strict=True)
+    mesh = LogicalMesh(shape=sizes, axis_names=names, cluster=problem.cluster)
+    data_axes = frozenset({0} if shape[0] > 1 else ())
     choices = intra.stage_choices(problem, mesh.shape, data_axes)
     if choices is None:
         kinds = fixed.kinds_of(problem)

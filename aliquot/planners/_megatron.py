@@ -92,10 +92,6 @@ class Megatron(AbstractMethod):
                 f"attention={self.attention!r}: a layout with a context degree of at least 2 takes"
                 f" {', '.join(ATTENTION_WAYS)} or None."
             )
-        if self.pipeline > 1 and self.context > 1:
-            raise InputError(
-                "Context parallelism is laid out in one program only: use pp or cp, not both."
-            )
 
     @property
     def name(self) -> str:
@@ -151,7 +147,11 @@ class Megatron(AbstractMethod):
         """
         pipeline = PipeshardParallel(
             inter=EqualStages(
-                data=self.data or 1, tensor=self.tensor, num_stages=self.pipeline, name=self.name
+                data=self.data or 1,
+                context=self.context,
+                tensor=self.tensor,
+                num_stages=self.pipeline,
+                name=self.name,
             ),
             intra=self._rule,
             layers=self.layers,

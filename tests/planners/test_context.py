@@ -90,6 +90,32 @@ def test_the_cheapest_way_is_taken():
     assert times[""] <= min(times.values()) * 1.001
 
 
+@pytest.mark.parametrize(
+    ("name", "cluster", "shape"),
+    [
+        ("megatron:dp2,cp2,pp2", "8xH100", (2, 2)),
+        # The ring crosses hosts, tensor parallelism does not.
+        ("megatron:dp1,cp4,tp4,pp2,ring", "4x8xH100", (4, 4)),
+    ],
+)
+def test_stages_of_a_pipeline(name, cluster, shape):
+    work = llama("cudnn")
+    plan = aq.plan(
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=aq.Cluster.preset(cluster),
+        method=method_by_name(name),
+        num_micro_batches=4,
+    )
+    assert [stage.mesh_shape for stage in plan.stages] == [shape] * 2
+    first, last = plan.stages
+    rows = ("data",) if "data" in first.axis_names else ()
+    assert first.shardings["batch.inputs"] == (rows, ("context",))
+    assert last.shardings["batch.targets"] == (rows, ("context",))
+    assert "ring" not in name or over_context(plan).keys() == {"collective-permute"}
+
+
 def test_parameters_are_sharded_over_context_as_over_data():
     plan = planned("megatron:dp2,cp2,tp2,fsdp", llama())
     up = plan.stages[0].shardings["state.params.layers[0].mlp.up.kernel"]
@@ -135,7 +161,6 @@ def test_a_step_without_a_sequence():
     [
         ({"context": 4, "attention": "flash"}, "gather, ring, ulysses or None"),
         ({"attention": "ring"}, "a context degree of at least 2"),
-        ({"context": 2, "pipeline": 2}, "use pp or cp, not both"),
         ({"context": 0}, "context=0"),
     ],
 )

@@ -75,6 +75,8 @@ def plain(model: str, scan: bool) -> tuple[Any, Any, Any, float]:
         ("megatron:dp2,cp2,tp2,gather", "gpt", 2, False),
         ("megatron:dp2,cp4,ulysses,zero1", "llama", 1, True),
         pytest.param("megatron:dp4,cp2,fsdp", "t5", 1, False, marks=pytest.mark.slow),
+        ("megatron:dp2,cp2,pp2,zero1", "gpt", 4, False),
+        pytest.param("megatron:cp4,pp2,gather", "llama", 4, True, marks=pytest.mark.slow),
         pytest.param("megatron:dp1,cp8", "gpt", 1, True, marks=pytest.mark.slow),
         pytest.param("megatron:dp2,cp2,tp2,ulysses", "llama", 1, False, marks=pytest.mark.slow),
         pytest.param("megatron:dp2,ep2,cp2", "moe", 1, False, marks=pytest.mark.slow),

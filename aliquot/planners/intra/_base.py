@@ -163,11 +163,17 @@ class AbstractIntra(abc.ABC):
         )
 
     @property
-    def stage_axes(self) -> tuple[str, ...]:
-        """Axis names of the mesh of a pipeline's stage: first the axis that splits only the batch,
-        then the other.
+    def ways_beside_tensor(self) -> int:
+        """Of the devices of a pipeline's stage that do not split the batch, how many always split
+        something else than weights, over hosts too.
         """
-        return AXIS_NAMES[:2]
+        return 1
+
+    def stage_axes(self, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the axes of the mesh of a pipeline's stage with `shape[0]` devices
+        that split only the batch and `shape[1]` others: first the axis of those, then the rest.
+        """
+        return tuple(zip(AXIS_NAMES[:2], shape, strict=True))
 
     def stage_choices(
         self, problem: Problem, mesh_shape: tuple[int, ...], data_axes: frozenset[int]

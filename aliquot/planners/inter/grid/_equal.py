@@ -22,7 +22,7 @@ class EqualStages(AbstractInter):
     if they do not fit otherwise, and of several numbers of micro-batches the fastest is taken.
 
     Attributes:
-        data, tensor: degrees inside each stage.
+        data, context, tensor: degrees inside each stage.
         num_stages: how many stages.
         name: the method's name, as plans show it.
     """
@@ -30,6 +30,7 @@ class EqualStages(AbstractInter):
     data: int
     tensor: int
     num_stages: int
+    context: int = 1
     name: str = "megatron"
 
     @property
@@ -69,12 +70,18 @@ class EqualStages(AbstractInter):
             [simulated(chains, plan) for plan in worth_simulating(fitting, len(fitting))]
         )
         if best is None:
-            raise nothing_fits(plans, f"layout dp{self.data},tp{self.tensor},pp{self.num_stages}")
+            raise nothing_fits(plans, f"layout {self._degrees}")
         return best
+
+    @property
+    def _degrees(self) -> str:
+        context = f"cp{self.context}," if self.context > 1 else ""
+        return f"dp{self.data},{context}tp{self.tensor},pp{self.num_stages}"
 
     def _is_asked_for(self, plan: ChainPlan, chain: AbstractChain) -> bool:
         option = chain.options[plan.stages[0].option]
-        return (option.dp, option.tp, len(plan.stages)) == (self.data, self.tensor, self.num_stages)
+        others = self.context * self.tensor
+        return (option.dp, option.tp, len(plan.stages)) == (self.data, others, self.num_stages)
 
     def _refusal(self, chain: AbstractChain) -> str:
         if self.num_stages > chain.num_units:
@@ -84,7 +91,7 @@ class EqualStages(AbstractInter):
             )
         hosts, per_host = chain.num_hosts, chain.devices_per_host
         return (
-            f"dp{self.data},tp{self.tensor},pp{self.num_stages} cannot be laid out over"
+            f"{self._degrees} cannot be laid out over"
             f" {hosts}x{per_host} devices: in a pipeline tp must divide the {per_host} devices of a"
             " host, and a stage takes whole hosts or a part of one."
         )

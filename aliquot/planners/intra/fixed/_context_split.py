@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ....graph import Graph, Phase, Role
-from ....sharding import RING, Node, NodeGraph, Projection
+from ....sharding import RING, Edge, Node, NodeGraph, Projection
 from ._restrict import Kinds
 
 GATHER, ULYSSES = "gather", "ulysses"
@@ -142,18 +142,20 @@ def _roots(graph: Graph, nodes: NodeGraph) -> Iterator[tuple[int, int]]:
     What a step cuts off an array, such as the tokens but the last, lies in the same node, with a
     factor of its own at the same dim.
     """
+    reading: dict[int, list[Edge]] = defaultdict(list)
+    for edge in nodes.edges:
+        reading[edge.source].append(edge)
     for item, port in zip(graph.inputs, nodes.input_ports, strict=True):
-        value = graph.values[item.value]
         if item.role is not Role.BATCH or port.node < 0:
             continue
-        if len(value.shape) < (3 if "float" in value.dtype else 2):
-            continue
-        rows = {port.projection[f] for f in nodes.batch_factors[port.node]} - {-1}
+        batch = nodes.batch_factors[port.node]
+        rows = {port.projection[f] for f in batch} - {-1}
         dim = max(rows, default=0) + 1
-        read = {e.source_projection for e in nodes.edges if e.source == port.node}
-        for projection in sorted(read) or [port.projection]:
-            if dim in projection:
-                yield port.node, projection.index(dim)
+        for edge in reading[port.node]:
+            dims = edge.source_projection
+            lies_alike = {dims[f] for f in batch} - {-1} == rows
+            if edge.rank >= (3 if "float" in edge.dtype else 2) and lies_alike and dim in dims:
+                yield port.node, dims.index(dim)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

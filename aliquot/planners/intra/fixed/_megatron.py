@@ -159,9 +159,17 @@ class MegatronSplit(AbstractIntra):
         )
 
     @property
-    def stage_axes(self) -> tuple[str, ...]:
+    def ways_beside_tensor(self) -> int:
+        """See `AbstractIntra.ways_beside_tensor`."""
+        return self.context
+
+    def stage_axes(self, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
         """See `AbstractIntra.stage_axes`."""
-        return "data", "tensor"
+        data, others = shape
+        if others % self.context:
+            # A mesh that this layout does not use.
+            return ("data", data), ("tensor", others)
+        return ("data", data), ("context", self.context), ("tensor", others // self.context)
 
     def stage_choices(
         self, problem: Problem, mesh_shape: tuple[int, ...], data_axes: frozenset[int]
