@@ -76,7 +76,7 @@ def plan_graph(
         trace_s: the seconds that tracing took; by default those since `started`.
         options: the other arguments of `plan`.
     """
-    _check_objective(objective, graph)
+    check_objective(objective, graph)
     limit = None if time_limit_s is None else TimeLimit.since(started, time_limit_s)
 
     def find(where: Cluster) -> Plan:
@@ -135,7 +135,7 @@ def _plan_counts(
     return make(num_micro_batches=count)
 
 
-def _check_objective(objective: str | None, graph: Graph) -> None:
+def check_objective(objective: str | None, graph: Graph) -> None:
     """Refuse an objective that there is not, or that a step with gradients cannot have.
 
     Raises:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from ._plan_graph import check_objective
 from ._variants import Method, Variant, Variants, plan_variants
 from .cluster import Cluster
 from .core import CaptureError, InfeasibleError, InputError, format_bytes
@@ -39,6 +40,7 @@ def compare(
     micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
     on_missing_rule: str = "infer",
+    objective: str | None = None,
     model: ModelReference | None = None,
     progress: Progress | None = None,
     **kwargs: Any,
@@ -54,6 +56,8 @@ def compare(
         num_micro_batches, micro_batch_semantics, memory_limit_bytes, on_missing_rule, model,
         progress:
             as for `aliquot.plan`.
+        objective: as for `aliquot.plan`; with "throughput" the plan with the least time between
+            calls comes first.
 
     Raises:
         InputError: There is no such method, or nothing to compare.
@@ -68,6 +72,7 @@ def compare(
         micro_batch_semantics=micro_batch_semantics,
         memory_limit_bytes=memory_limit_bytes,
         on_missing_rule=on_missing_rule,
+        objective=objective,
     )
 
 
@@ -76,6 +81,7 @@ def compare_built(
     *,
     clusters: Sequence[Cluster],
     methods: Mapping[str, Method] | Sequence[str] = (),
+    objective: str | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Comparison:
@@ -91,8 +97,8 @@ def compare_built(
     for cluster in clusters:
         variants = build(cluster)
         title = variants[0].title
-        # A step that cannot be traced is no question of methods.
-        variants[0].traced()
+        # A step that cannot be traced, or have this objective, is no question of methods.
+        check_objective(objective, variants[0].traced()[0])
         named = (
             methods
             if isinstance(methods, Mapping)
@@ -102,12 +108,15 @@ def compare_built(
             if progress:
                 progress(f"{name} on {cluster.name}", 0, 0)
             try:
-                found = plan_variants(variants, cluster=cluster, method=method, **options)
+                found = plan_variants(
+                    variants, cluster=cluster, method=method, objective=objective, **options
+                )
             except (InfeasibleError, InputError, CaptureError) as error:
                 candidates.append(_refused(name, cluster, error))
             else:
                 candidates.append(Candidate(method=name, cluster=cluster.name, plan=found))
-    return Comparison(model=title, candidates=sorted_candidates(candidates))
+    ordered = sorted_candidates(candidates, objective)
+    return Comparison(model=title, candidates=ordered, objective=objective)
 
 
 def usual_methods(cluster: Cluster, clusters: Sequence[Cluster] = ()) -> list[str]:

@@ -88,6 +88,23 @@ def test_stages_take_calls_more_often_than_one_program_ends_them():
     assert "time between calls" in str(stream) and "time between calls" not in str(one_call)
 
 
+def test_methods_are_compared_by_what_is_asked_for():
+    fn, *args = STEPS["narrow"]
+    asked = {"clusters": aq.Cluster.preset("2xV100-16GB"), "methods": ["dp", "pipeshard"]}
+    calls = aq.compare(fn, *args, **{**asked, "methods": ["dp"]})
+    stream = aq.compare(fn, *args, objective="throughput", **asked)
+    assert [c.method for c in stream.candidates] == ["pipeshard", "dp"]
+    fast, slow = stream.to_dict()["candidates"]
+    assert fast["time_between_calls_s"] == time_between_calls_s(stream.best)
+    assert slow["time_between_calls_s"] == slow["step_time_s"]
+    assert fast["examples_per_s"] == pytest.approx(16 / fast["time_between_calls_s"])
+    assert "x: a call every" in slow["loses"]
+    assert fast["mfu"] == pytest.approx(
+        slow["mfu"] * slow["time_between_calls_s"] / fast["time_between_calls_s"]
+    )
+    assert "a call every" in str(stream) and "call" not in str(calls)
+
+
 def test_stages_of_a_stream_are_even():
     """The way through all stages is as long wherever equal layers are cut."""
     fn, *args = STEPS["wide"]
@@ -113,3 +130,6 @@ def test_objectives_that_cannot_be(objective, said):
         aq.plan(
             step, shape(8, 8), batch(8), cluster=aq.Cluster.preset("2xcpu"), objective=objective
         )
+    asked = {"clusters": aq.Cluster.preset("2xcpu"), "objective": objective}
+    with pytest.raises(InputError, match=said):
+        aq.compare(step, shape(8, 8), batch(8), **asked)

@@ -11,6 +11,7 @@ from ._devices import use_host_only
 from ._groups import takes_groups
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
 from ._options import Json, ModelName, NetworkGbps, read_cluster, read_micro_batches
+from ._plan_options import Objective
 from ._progress import search_progress
 from ._session import session
 
@@ -45,6 +46,7 @@ def compare(
     ] = None,
     network_gbps: NetworkGbps = None,
     memory_limit: MemoryLimit = None,
+    objective: Objective = None,
     as_json: Json = False,
 ) -> None:
     """Plan a model by several methods or for several clusters, and say where each loses: "why not
@@ -72,6 +74,7 @@ def compare(
                 methods=method_names(methods or ""),
                 num_micro_batches=parts,
                 memory_limit_bytes=limit,
+                objective=objective,
                 progress=report,
             )
         say.show(comparison_table(comparison))

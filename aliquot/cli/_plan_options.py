@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from ..planners import AbstractMethod, PipeshardParallel
 
 
+Objective = Annotated[
+    str | None,
+    typer.Option(
+        metavar="latency|throughput",
+        help=(
+            "Of a function without gradients: the time of one call, or the time between calls that"
+            " follow one another."
+        ),
+        show_default=False,
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodOptions:
     """The options that say which plans are searched."""
@@ -192,17 +205,7 @@ class SearchOptions:
             ),
         ),
     ] = False
-    objective: Annotated[
-        str | None,
-        typer.Option(
-            metavar="latency|throughput",
-            help=(
-                "Of a function without gradients: the time of one call, or the time between calls"
-                " that follow one another."
-            ),
-            show_default=False,
-        ),
-    ] = None
+    objective: Objective = None
     time_limit: Annotated[
         str | None,
         typer.Option(

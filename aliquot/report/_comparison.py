@@ -4,6 +4,7 @@ step it is slower than the fastest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ..core import format_bytes, format_count, format_seconds
-from ..plans import Plan, examples_per_step, is_pipeline, mfu, tokens_per_step
+from ..plans import (
+    Plan,
+    examples_per_step,
+    is_pipeline,
+    mfu,
+    time_between_calls_s,
+    tokens_per_step,
+)
 from ._tables import columns
 
 _MOST_PARTS = 3
@@ -48,10 +56,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Candidates, fastest first; those without a plan come last."""
+    """Candidates, fastest first; those without a plan come last.
+
+    Attributes:
+        objective: "throughput" if the fastest is the one with the least time between calls; else
+            it is the one with the least step time.
+    """
 
     model: str
     candidates: tuple[Candidate, ...]
+    objective: str | None = None
 
     @property
     def best(self) -> Plan | None:
@@ -66,7 +80,7 @@ class Comparison:
             return candidate.refusal
         if self.best is None or candidate.plan is self.best:
             return ""
-        return _loss(candidate.plan, self.best)
+        return _loss(candidate.plan, self.best, self.objective)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON. Times in seconds, sizes in bytes."""
@@ -76,20 +90,22 @@ class Comparison:
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         plan, p = candidate.plan, candidate.plan.prediction if candidate.plan else None
         step_s = p.step_time_s if p else None
+        used_s = _seconds(plan, self.objective) if plan else None
         tokens = tokens_per_step(plan) if plan else 0
         return {
             "method": candidate.method,
             "cluster": candidate.cluster,
             "feasible": plan is not None,
             "step_time_s": step_s,
+            "time_between_calls_s": used_s if self.objective == "throughput" else None,
             "compute_s": p.compute_s if p else None,
             "communication_s": p.communication_s if p else None,
             "gradient_s": p.gradient_s if p else None,
             "hidden_s": p.hidden_s if p else None,
             "bubble_s": p.bubble_s if p else None,
-            "mfu": mfu(plan) if plan else None,
-            "tokens_per_s": tokens / step_s if tokens and step_s else None,
-            "examples_per_s": examples_per_step(plan) / step_s if plan and step_s else None,
+            "mfu": _mfu(plan, self.objective) if plan else None,
+            "tokens_per_s": tokens / used_s if tokens and used_s else None,
+            "examples_per_s": examples_per_step(plan) / used_s if plan and used_s else None,
             "memory_bytes_per_device": p.peak_memory_bytes if p else candidate.required_bytes,
             "memory_limit_bytes": p.memory_limit_bytes if p else candidate.available_bytes,
             "memory_bytes": dict(p.memory_bytes) if p else dict(candidate.memory_bytes),
@@ -117,6 +133,7 @@ def comparison_table(comparison: Comparison) -> Group:
         *first,
         "mesh",
         "step",
+        *(["between calls"] if comparison.objective == "throughput" else []),
         *(["MFU"] if counted else []),
         "tokens/s" if tokens else "examples/s",
         "memory",
@@ -128,7 +145,7 @@ def comparison_table(comparison: Comparison) -> Group:
             *([candidate.cluster] if several else []),
             *([candidate.method] if methods or not several else []),
         ]
-        rows.append([*names, *_cells(candidate, counted=counted, tokens=tokens)])
+        rows.append([*names, *_cells(candidate, comparison.objective, counted, tokens)])
         if why := comparison.why_not(candidate):
             lines.append(Padding(Text(f"{' '.join(names)}: {why}"), (0, 0, 0, 2)))
     title = (
@@ -170,19 +187,22 @@ def _notes(comparison: Comparison) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _cells(candidate: Candidate, *, counted: bool, tokens: bool) -> list[str]:
-    plan = candidate.plan
+def _cells(candidate: Candidate, objective: str | None, counted: bool, tokens: bool) -> list[str]:
+    plan, streams = candidate.plan, objective == "throughput"
     if plan is None:
         need = f"{format_bytes(candidate.required_bytes)}" if candidate.required_bytes else ""
-        return ["", "does not fit" if need else "no plan", *([""] if counted else []), "", need]
-    p, used = plan.prediction, mfu(plan)
+        empty = [""] * (streams + counted + 1)
+        return ["", "does not fit" if need else "no plan", *empty, need]
+    p, used = plan.prediction, _mfu(plan, objective)
     count = tokens_per_step(plan) if tokens else examples_per_step(plan)
+    seconds = _seconds(plan, objective)
     share = f" {p.peak_memory_bytes / p.memory_limit_bytes:.0%}" if p.memory_limit_bytes else ""
     return [
         _layout(plan),
         format_seconds(p.step_time_s),
+        *([format_seconds(seconds)] if streams else []),
         *([f"{used:.1%}" if used is not None else ""] if counted else []),
-        format_count(float(round(count / p.step_time_s))) if count and p.step_time_s else "",
+        format_count(float(round(count / seconds))) if count and seconds else "",
         f"{format_bytes(p.peak_memory_bytes)}{share}",
     ]
 
@@ -193,10 +213,29 @@ def _layout(plan: Plan) -> str:
     return f"{len(plan.stages)} stages{batches}" if is_pipeline(plan) else f"{mesh}{batches}"
 
 
-def _loss(plan: Plan, best: Plan) -> str:
+def _seconds(plan: Plan, objective: str | None) -> float:
+    """What is least in the fastest plan."""
+    return time_between_calls_s(plan) if objective == "throughput" else plan.prediction.step_time_s
+
+
+def _mfu(plan: Plan, objective: str | None) -> float | None:
+    """Model FLOPs utilisation while calls or steps follow one another."""
+    used, seconds = mfu(plan), _seconds(plan, objective)
+    return used * plan.prediction.step_time_s / seconds if used and seconds else used
+
+
+def _loss(plan: Plan, best: Plan, objective: str | None) -> str:
     """The parts of the step in which a plan is slower, the largest first, and its most expensive
-    collective if the largest part is communication.
+    collective if the largest part is communication; of calls in a stream how often there is one.
     """
+    if objective == "throughput":
+        mine_s, theirs_s = _seconds(plan, objective), _seconds(best, objective)
+        if mine_s <= theirs_s:
+            return "as fast as the fastest"
+        return (
+            f"{mine_s / theirs_s:.2f}x: a call every {format_seconds(mine_s)}, not every"
+            f" {format_seconds(theirs_s)}"
+        )
     extra_s = plan.prediction.step_time_s - best.prediction.step_time_s
     if extra_s <= 0:
         return "as fast as the fastest"
@@ -235,6 +274,9 @@ def _dearest(plan: Plan) -> str:
     return f"{kind} over {', '.join(axes)}, {format_seconds(seconds)}"
 
 
-def sorted_candidates(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def sorted_candidates(
+    candidates: Sequence[Candidate], objective: str | None = None
+) -> tuple[Candidate, ...]:
     """The candidates, fastest first; those without a plan last, in their given order."""
-    return tuple(sorted(candidates, key=lambda c: (c.step_time_s is None, c.step_time_s or 0.0)))
+    seconds = {id(c): _seconds(c.plan, objective) for c in candidates if c.plan}
+    return tuple(sorted(candidates, key=lambda c: seconds.get(id(c), math.inf)))

@@ -155,3 +155,8 @@ def test_a_batch_that_the_devices_do_not_divide_is_said_once(cluster, methods, s
         len(json.loads(run("compare", *args, "--methods", methods, "--json").stdout)["notes"])
         == said
     )
+
+
+def test_an_objective_is_for_functions_without_gradients():
+    words = ("compare", *ONE_LAYER, "--methods", "ddp", "--objective", "throughput")
+    refused(run(*words), "takes gradients: a training step", "Leave the objective out")
