@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from _alpa_chains import answer, described, make_chains, own_counts
-from _alpa_step import alpa_step
-from _alpa_suite import UNLIMITED, Case, judge_theirs, of_2022
+from _alpa_step import SIZES, alpa_step
+from _alpa_suite import (
+    UNLIMITED,
+    answer,
+    cluster_of,
+    described,
+    judge_theirs,
+    make_chains,
+    name_of,
+    of_2022,
+    own_counts,
+)
 from _results import Journal
 
 import aliquot as aq
@@ -22,17 +30,13 @@ from aliquot.planners._solve_stages import _solve_stages
 from aliquot.planners._stage_cache import StageCache
 from aliquot.planners.inter import Grid, StageDP
 from aliquot.sharding import LayeredStep, layer_step
+from aliquot.suites import Case, GivenStage, alpa_suites, operations, stage_bounds
 
 
-def _grouped(graph: Any, case: Case, groups: int) -> Layers:
+def _grouped(graph: Any, groups: int) -> Layers:
     """Layers that are Alpa's: equal groups of blocks, with what comes before and behind."""
     layers = cut_layers(graph)
-    single = {
-        **case.plan,
-        "num_auto_layers": groups,
-        "forward_stage_layer_ids": [[k] for k in range(groups)],
-    }
-    edges = dataclasses.replace(case, plan=single).boundaries(layers.names)
+    edges = stage_bounds([1] * groups, layers.names)
     return dataclasses.replace(
         layers,
         starts=tuple(layers.starts[first] for first, _ in edges),
@@ -40,19 +44,6 @@ def _grouped(graph: Any, case: Case, groups: int) -> Layers:
         boundary_bytes=tuple(layers.boundary_bytes[last - 1] for _, last in edges),
         costs=tuple(sum(layers.costs[first:last]) for first, last in edges),
     )
-
-
-def gpt_flops(spec: Mapping[str, Any], batch: int) -> float:
-    """Operations of a step as the artifact counts them: with one recomputation, and the
-    vocabulary's product counted once.
-
-    >>> sizes = {"seq_len": 1024, "hidden_size": 2560, "num_layers": 32, "vocab_size": 51200}
-    >>> round(gpt_flops(sizes, 1024) / 1e15, 2)
-    23.34
-    """
-    tokens, hidden = batch * spec["seq_len"], spec["hidden_size"]
-    layers = 96 * tokens * hidden**2 * spec["num_layers"] * (1 + spec["seq_len"] / (6 * hidden))
-    return layers + 6 * tokens * hidden * spec["vocab_size"]
 
 
 class Fidelity:
@@ -63,15 +54,15 @@ class Fidelity:
     """
 
     def __init__(self, case: Case, groups: int | None) -> None:
-        self.case, self.cluster = case, of_2022(case.cluster())
-        self.batch = case.plan["batch_size"]
+        self.case, self.cluster = case, of_2022(cluster_of(case))
+        sizes = {name: getattr(case.config, name) for name in SIZES}
         step = alpa_step(
-            {**case.spec, "batch": self.batch}, recompute=case.plan["use_remat"], groups=groups
+            {**sizes, "batch": case.global_batch}, recompute=case.recompute, groups=groups
         )
         self.graph = aq.capture(*step)
         own = own_counts(self.graph, self.cluster)
-        counts = sorted({*own, case.plan["num_micro_batches"]})
-        self.layers = None if groups is None else _grouped(self.graph, case, groups)
+        counts = sorted({*own, case.num_micro_batches})
+        self.layers = None if groups is None else _grouped(self.graph, groups)
         self.sketch, self.chains, self.kinds = make_chains(
             self.graph, self.cluster, counts, self.layers
         )
@@ -82,8 +73,8 @@ class Fidelity:
     ) -> dict[str, Any]:
         """A published figure beside what is predicted for a plan."""
         head = {
-            "GPUs": self.case.gpus,
-            "model": self.case.plan["model"],
+            "GPUs": self.case.num_devices,
+            "model": self.case.model,
             "row": label,
             "published TFLOP/s": published,
         }
@@ -96,7 +87,7 @@ class Fidelity:
                 "counted": "no",
                 "plan": "none that we can make",
             }
-        flops = gpt_flops(self.case.spec, self.batch) / self.cluster.num_devices / 1e12
+        flops = operations(self.case) / self.case.num_devices / 1e12
         result = found.pipeline.prediction
         parts = result.costs
         slowest = max(range(len(parts)), key=lambda k: parts[k].forward_s + parts[k].backward_s)
@@ -156,7 +147,7 @@ class Fidelity:
                     {
                         o.num_devices
                         for o in self.chains[0].options
-                        if o.num_devices < self.case.gpus
+                        if o.num_devices < self.case.num_devices
                     }
                 )
                 found = []
@@ -206,13 +197,13 @@ def fidelity_rows(
         wanted = {
             r["method"]: r["tflops"]
             for r in published
-            if r["gpus"] == case.gpus and r["method"] in _METHODS
+            if r["gpus"] == case.num_devices and r["method"] in _METHODS
         }
         made: list[Fidelity] = []
 
         def model(case: Case = case, made: list[Fidelity] = made) -> Fidelity:
             if not made:
-                made.append(Fidelity(case, case.plan["num_auto_layers"]))
+                made.append(Fidelity(case, sum(stage.layers for stage in case.stages)))
             return made[0]
 
         for method, tflops in wanted.items():
@@ -223,37 +214,24 @@ def fidelity_rows(
                 priced = model()
                 if method != "alpa.auto":
                     return priced.row(method, tflops, priced.restricted(method), counted=False)
-                theirs, _ = judge_theirs(case, priced._chain(case.plan["num_micro_batches"]))
+                theirs, _ = judge_theirs(case, priced._chain(case.num_micro_batches))
                 return priced.row(method, tflops, theirs, counted=True)
 
-            table.append(journal.row(f"fidelity {case.name} {method}", make))
-    if any(case.gpus == 8 for case in chosen):
-        table.append(journal.row("fidelity regression", lambda: _regression(suite)))
+            table.append(journal.row(f"fidelity {name_of(case)} {method}", make))
+    if any(case.num_devices == 8 for case in chosen):
+        table.append(journal.row("fidelity regression", _regression))
     return table
 
 
-def _regression(suite: Mapping[str, Any]) -> dict[str, Any]:
+def _regression() -> dict[str, Any]:
     """The uniform plan that Alpa's repository gives a time for."""
-    (given,) = suite["regression_reference"].values()
-    stages, mesh = given["pp"], [given["dp"], given["op"]]
-    size = math.prod(mesh)
-    plan = {
-        **suite["pre_found_solutions"]["gpt"]["8"][0],
-        "batch_size": given["batch"],
-        "num_micro_batches": given["num_micro_batches"],
-        "num_auto_layers": stages,
-        "forward_stage_layer_ids": [[k] for k in range(stages)],
-        "submesh_physical_shapes": [[1, size]] * stages,
-        "submesh_logical_shapes": [mesh] * stages,
-        "submesh_autosharding_option_dicts": [{"force_batch_dim_to_mesh_dim": 0}] * stages,
-    }
-    case = Case(
-        family="gpt",
-        gpus=stages * size,
-        spec=suite["model_specs"]["gpt"][given["model"]],
-        plan=plan,
-    )
+    (given,) = (c for c in alpa_suites()["gpt.perf_test_manual"].cases if c.published_s)
+    assert given.layout is not None and given.published_s is not None
+    data, tensor, pipeline = given.layout
+    stages = (GivenStage(layers=1, mesh=(data, tensor)),) * pipeline
+    case = dataclasses.replace(given, layout=None, stages=stages)
     # Manual stages, in which Alpa's models recompute block by block.
     priced = Fidelity(case, None)
-    theirs, _ = judge_theirs(case, priced._chain(given["num_micro_batches"]))
-    return priced.row("regression", given["tflops_per_gpu"], theirs, counted=True)
+    theirs, _ = judge_theirs(case, priced._chain(case.num_micro_batches))
+    published = operations(given) / given.published_s / given.num_devices / 1e12
+    return priced.row("regression", published, theirs, counted=True)

@@ -27,6 +27,9 @@ from aliquot.zoo._attention import merge_heads, split_heads
 from aliquot.zoo._network import _make, _module, _once
 from aliquot.zoo._precision import Precision, abstract
 
+SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_len")
+"""What says how large a model is."""
+
 HALF = Precision(compute="float16", params="float16")
 
 
@@ -80,10 +83,7 @@ def alpa_step(
             the first and the loss with the last: Alpa's `coarse_grained_remat`, whose layers are
             all of the forward pass.
     """
-    sizes = {
-        name: spec[name]
-        for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_len")
-    }
+    sizes = {name: spec[name] for name in SIZES}
     config = zoo.configure("gpt-2.6b", **sizes)
     assert isinstance(config, zoo.ModelConfig)
     ends_def, ends_shapes, _ = _module(lambda key: _make(Ends, config, HALF, key))

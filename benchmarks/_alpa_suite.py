@@ -1,27 +1,32 @@
-"""Alpa's benchmark suites for pipelines: models, the plans that it found, and its plans as stages
-of ours.
+"""The plans that Alpa found, on chains of priced layers as the planner makes them.
 
 Reference: L. Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed
-    Deep Learning", OSDI
-2022, and its artifact (Apache-2.0).
+    Deep Learning", OSDI 2022, and its artifact (Apache-2.0).
 """
 
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from _results import say
+
 import aliquot as aq
+from aliquot.cluster import target_for
+from aliquot.core import AliquotError
 from aliquot.cost import Chain, ChainPlan
-from aliquot.planners.inter import ManualStages
+from aliquot.graph import Layers, cut_alike
+from aliquot.planners._counts import counts_to_try
+from aliquot.planners._layer_costs import build_chains
+from aliquot.planners.inter import Grid, ManualStages, StageDP
+from aliquot.sharding import LayeredStep, sketch_step
+from aliquot.suites import Case, alpa_suites, stage_bounds
 
 FAMILIES = ("gpt", "moe", "wresnet")
-_ZOO = {"gpt": "gpt", "moe": "moe", "wresnet": "wide-resnet"}
-_LAYER_RE = re.compile(r"layers\[(\d+)\]")
 UNLIMITED = 1e15
+_PER_HOST = 8
 
 
 def of_2022(cluster: aq.Cluster) -> aq.Cluster:
@@ -33,73 +38,49 @@ def of_2022(cluster: aq.Cluster) -> aq.Cluster:
     return replace(cluster, device=replace(cluster.device, calibration=figures))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A model on so many GPUs, and the plan that Alpa found for it.
-
-    Attributes:
-        spec: the model's sizes by the suite's names.
-        plan: the solution, by the suite's names.
-    """
-
-    family: str
-    gpus: int
-    spec: Mapping[str, Any]
-    plan: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        """Such as "gpt 2.6B on 8"."""
-        return f"{self.family} {self.plan['model']} on {self.gpus}"
-
-    @property
-    def model(self) -> str:
-        """In the zoo."""
-        return f"{_ZOO[self.family]}-{self.plan['model'].lower()}"
-
-    @property
-    def dtype(self) -> str:
-        """That the model computes in."""
-        return "float32" if self.family == "wresnet" else "float16"
-
-    @property
-    def recompute(self) -> str:
-        """One block at a time; the suite's layers are one or several blocks."""
-        return "block" if self.plan["use_remat"] else "none"
-
-    def cluster(self) -> aq.Cluster:
-        """p3.16xlarge machines, or a part of one."""
-        hosts = max(1, self.gpus // 8)
-        return aq.Cluster.preset(f"{hosts}x{self.gpus // hosts}xV100-16GB")
-
-    def boundaries(self, unit_names: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """The units [first, last) of each stage: the suite's layers are equal groups of blocks, its
-        cuts the nearest of ours.
-        """
-        starts, blocks = _block_positions(unit_names)
-        firsts, least = [0], 1
-        groups = self.plan["forward_stage_layer_ids"]
-        for k, group in enumerate(groups[1:], 1):
-            wanted = group[0] * blocks / self.plan["num_auto_layers"]
-            room = range(least, len(starts) - (len(groups) - 1 - k))
-            firsts.append(min(room, key=lambda unit: (abs(starts[unit] - wanted), unit)))
-            least = firsts[-1] + 1
-        return tuple(itertools.pairwise([*firsts, len(starts)]))
+def cases(family: str) -> tuple[Case, ...]:
+    """Those with a plan that Alpa found, smallest first."""
+    return alpa_suites()[f"{family}.perf_test_auto"].cases
 
 
-def cases(suite: Mapping[str, Any], family: str) -> list[Case]:
-    """All of one family, smallest first."""
-    found = suite["pre_found_solutions"][family]
-    return [
-        Case(
-            family=family,
-            gpus=int(gpus),
-            spec=suite["model_specs"][family][plan["model"]],
-            plan=plan,
-        )
-        for gpus, plans in found.items()
-        for plan in plans
-    ]
+def name_of(case: Case) -> str:
+    """Such as "gpt-2.6b on 8"."""
+    return f"{case.model} on {case.num_devices}"
+
+
+def cluster_of(case: Case) -> aq.Cluster:
+    """p3.16xlarge machines, or a part of one."""
+    hosts = max(1, case.num_devices // _PER_HOST)
+    return aq.Cluster.preset(f"{hosts}x{case.num_devices // hosts}xV100-16GB")
+
+
+def make_chains(
+    graph: Any, cluster: aq.Cluster, counts: Sequence[int], layers: Layers | str | None = None
+) -> tuple[LayeredStep, list[Chain], list[int]]:
+    """As the planner makes them: priced at the middle one of the numbers of micro-batches."""
+    sketch = sketch_step(
+        graph, counts[len(counts) // 2], layers=layers if isinstance(layers, str) else None
+    )
+    if isinstance(layers, Layers):
+        sketch = replace(sketch, layers=cut_alike(layers, sketch.part))
+    limit = target_for(cluster.device).usable_bytes(cluster.device)
+    return sketch, *build_chains(
+        sketch, cluster, intra=aq.ILP(), counts=counts, memory_limit_bytes=limit
+    )
+
+
+def own_counts(graph: Any, cluster: aq.Cluster) -> list[int]:
+    """The largest numbers of micro-batches that the planner may try."""
+    return [count for group in counts_to_try(graph, cluster) for count in group[-2:]]
+
+
+def answer(planner: StageDP | Grid, chains: Sequence[Chain]) -> ChainPlan | None:
+    """What a planner finds, if anything."""
+    try:
+        return planner.solve(chains)
+    except AliquotError as error:
+        say(str(error))
+        return None
 
 
 def judge_theirs(case: Case, chain: Chain) -> tuple[ChainPlan | None, str]:
@@ -110,14 +91,17 @@ def judge_theirs(case: Case, chain: Chain) -> tuple[ChainPlan | None, str]:
     operator and parameters in the next. Ours are told beforehand: all such stages together are
     taken for what is faster and fits, or is faster.
     """
-    boundaries = case.boundaries(chain.unit_names)
+    bounds = stage_bounds([stage.layers for stage in case.stages], chain.unit_names)
+    known = {
+        (o.submesh, (o.dp, o.tp)): k for k, o in enumerate(chain.options) if o.recompute == "none"
+    }
     best: tuple[tuple[bool, float], ChainPlan, str] | None = None
     for meshes in _meshes(case):
-        options = [k for k in _options(chain, case, meshes) if k is not None]
+        options = [k for mesh in meshes if (k := known.get((_submesh(mesh), mesh))) is not None]
         if len(options) < len(meshes):
             continue
         planner = ManualStages(
-            boundaries=boundaries, options=tuple(options), num_micro_batches=chain.num_micro_batches
+            boundaries=bounds, options=tuple(options), num_micro_batches=chain.num_micro_batches
         )
         try:
             plan = planner.solve([replace(chain, memory_limit_bytes=UNLIMITED)])
@@ -129,39 +113,25 @@ def judge_theirs(case: Case, chain: Chain) -> tuple[ChainPlan | None, str]:
     return (best[1], best[2]) if best else (None, "")
 
 
+def _meshes(case: Case) -> Iterator[list[tuple[int, int]]]:
+    yield [stage.mesh for stage in case.stages]
+    if not all(stage.forced for stage in case.stages):
+        yield [stage.mesh if stage.forced else stage.mesh[::-1] for stage in case.stages]
+
+
+def _submesh(mesh: tuple[int, int]) -> tuple[int, int]:
+    hosts = max(1, mesh[0] * mesh[1] // _PER_HOST)
+    return hosts, mesh[0] * mesh[1] // hosts
+
+
 def describe(plan: ChainPlan, chain: Chain) -> str:
     """Stages in a few words, equal neighbours together: `2 x (dp2 tp1), 4 x (...)`."""
     names = [chain.options[stage.option].name for stage in plan.stages]
     return ", ".join(f"{len(list(same))} x ({name})" for name, same in itertools.groupby(names))
 
 
-def _meshes(case: Case) -> Iterator[list[tuple[int, int]]]:
-    shapes = [tuple(shape) for shape in case.plan["submesh_logical_shapes"]]
-    free = [not options for options in case.plan["submesh_autosharding_option_dicts"]]
-    yield shapes
-    if any(free):
-        yield [shape[::-1] if loose else shape for shape, loose in zip(shapes, free, strict=True)]
-
-
-def _options(chain: Chain, case: Case, meshes: Sequence[tuple[int, int]]) -> list[int | None]:
-    known = {
-        (o.submesh, (o.dp, o.tp)): k for k, o in enumerate(chain.options) if o.recompute == "none"
-    }
-    submeshes = [tuple(shape) for shape in case.plan["submesh_physical_shapes"]]
-    return [known.get(key) for key in zip(submeshes, meshes, strict=True)]
-
-
-def _block_positions(unit_names: Sequence[str]) -> tuple[list[float], int]:
-    """For each unit the block at whose beginning it begins, spread evenly where units share one;
-    and how many blocks there are.
-    """
-    found = [_LAYER_RE.search(name) for name in unit_names]
-    blocks = [int(match[1]) if match else None for match in found]
-    count = max(block for block in blocks if block is not None) + 1
-    positions: list[float] = []
-    for unit, block in enumerate(blocks):
-        if block is None:
-            positions.append(float(count) if positions and positions[-1] > 0 else 0.0)
-        else:
-            positions.append(block + blocks[:unit].count(block) / blocks.count(block))
-    return positions, count
+def described(plan: ChainPlan | None, chain: Chain) -> str:
+    """The same with schedule and micro-batches; empty without a plan."""
+    if plan is None:
+        return ""
+    return f"{plan.schedule} x {plan.num_micro_batches}: {describe(plan, chain)}"

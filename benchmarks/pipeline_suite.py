@@ -9,8 +9,8 @@ Alpa's artifact published.
     python benchmarks/pipeline_suite.py FOLDER [--family gpt moe wresnet] [--part plans fidelity] \
         [--journal FILE] [--quick]
 
-FOLDER holds `alpa-suite.json`. A journal keeps every row as soon as it is there; rows that it has
-are not worked out again, so that families can be run one by one.
+FOLDER holds `alpa-suite.json`, with the published throughput. A journal keeps every row as soon as
+it is there; rows that it has are not worked out again, so that families can be run one by one.
 """
 
 from __future__ import annotations
@@ -27,15 +27,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _alpa_chains import answer, described, make_chains, own_counts
 from _alpa_fidelity import fidelity_rows
-from _alpa_suite import FAMILIES, Case, cases, judge_theirs
+from _alpa_suite import (
+    FAMILIES,
+    answer,
+    cases,
+    cluster_of,
+    described,
+    judge_theirs,
+    make_chains,
+    name_of,
+    own_counts,
+)
 from _results import Journal, Report, options
 
-import aliquot as aq
-from aliquot import zoo
 from aliquot.cost import ChainPlan
 from aliquot.planners.inter import Grid, StageDP
+from aliquot.suites import Case, build_case, operations
 
 _SAME = 1e-6
 # Left to itself, the planner cuts MoE and Wide-ResNet inside of blocks as well, whose recomputation
@@ -44,22 +52,14 @@ _LAYERS = {"moe": "params.layers[*]", "wresnet": "params.layers[*]"}
 _DETAILS = ("ours is", "grid is", "alpa's is")
 
 
-def _capture(case: Case) -> tuple[Any, zoo.Workload]:
-    workload = zoo.build(
-        case.model, case.plan["batch_size"], dtype=case.dtype, recompute=case.recompute
-    )
-    return aq.capture(workload.train_step, workload.state, workload.batch), workload
-
-
 def _compare(case: Case) -> dict[str, Any]:
     """Three plans of one case on one scale."""
-    cluster, started = case.cluster(), time.perf_counter()
-    graph, workload = _capture(case)
+    cluster, started = cluster_of(case), time.perf_counter()
+    graph = build_case(case).graph
     own = own_counts(graph, cluster)
-    theirs_count = case.plan["num_micro_batches"]
-    _, chains, _ = make_chains(
-        graph, cluster, sorted({*own, theirs_count}), _LAYERS.get(case.family)
-    )
+    theirs_count = case.num_micro_batches
+    family = case.suite.partition(".")[0]
+    _, chains, _ = make_chains(graph, cluster, sorted({*own, theirs_count}), _LAYERS.get(family))
     mine = [c for c in chains if c.num_micro_batches in own]
     (chain,) = (c for c in chains if c.num_micro_batches == theirs_count)
     priced_s = time.perf_counter() - started
@@ -78,7 +78,7 @@ def _compare(case: Case) -> dict[str, Any]:
     narrow = ours if len(mine) == len(chains) else answer(StageDP(), mine)
     grid = answer(Grid(), chains)
     return {
-        "case": case.name,
+        "case": name_of(case),
         "units": chain.num_units,
         "ours s": _seconds(ours),
         "ours, own counts s": _seconds(narrow),
@@ -89,7 +89,7 @@ def _compare(case: Case) -> dict[str, Any]:
         "alpa's fits": "" if theirs is None else "yes" if theirs.peak_bytes <= limit else "no",
         "alpa's needs": "" if theirs is None else round(theirs.peak_bytes / limit, 3),
         "alpa's TFLOP/s per GPU": (
-            theirs and workload.flops_per_step / theirs.step_time_s / case.gpus / 1e12
+            theirs and operations(case) / theirs.step_time_s / case.num_devices / 1e12
         ),
         "limit / usable": round(raised, 3),
         "ours is": described(ours, chain),
@@ -141,14 +141,13 @@ def _report() -> Report:
             " %, and pairs on as many GPUs that differ by 5 % or more are ranked right"
         ),
         method=(
-            "Plans: the suite's models and batches from the zoo, blocks recomputed, AdamW, on"
+            "Plans: the cases of `aliquot bench list`, blocks recomputed, AdamW, on"
             " p3.16xlarge machines (8 V100-16GB with NVLink, 25 Gbit/s between machines). Layers"
             " are priced once and all plans are simulated with these prices: StageDP and Grid over"
             " the planner's own numbers of micro-batches and the suite's; Alpa's plan with the"
-            " suite's number, 1f1b, its layers taken for equal groups of blocks and its cuts for"
-            " the nearest between our units (between blocks for MoE and Wide-ResNet, every good"
-            " place for GPT). A mesh of Alpa's without a forced batch is one free axis; it is"
-            " judged as dp or as tp, whichever fits and is faster. GPT throughput: the step that"
+            " suite's number, 1f1b, its layers taken for equal groups of blocks. A mesh of Alpa's"
+            " without a forced batch is one free axis; it is judged as dp or as tp, whichever fits"
+            " and is faster. GPT throughput: the step that"
             " Alpa's benchmark ran, nothing overlaps, every stage solved as a whole at its number"
             " of micro-batches without a memory limit, the artifact's count of operations."
             " Constants are those of calibration/v100.toml; none was fitted to a row. Rows whose"
@@ -243,17 +242,19 @@ def main() -> int:
     suite = json.loads((chosen.folder / "alpa-suite.json").read_text())
     journal = Journal(chosen.journal)
     report = _report()
-    known = {family: cases(suite, family) for family in chosen.family}
+    known = {family: cases(family) for family in chosen.family}
     if chosen.quick:
-        known = {family: [c for c in some if c.gpus <= 2] for family, some in known.items()}
+        known = {f: tuple(c for c in some if c.num_devices <= 2) for f, some in known.items()}
     rows = []
     if "plans" in chosen.part:
         for some in known.values():
-            wanted = [c for c in some if not chosen.known or f"plans {c.name}" in journal.rows]
-            rows += [journal.row(f"plans {c.name}", functools.partial(_compare, c)) for c in wanted]
+            wanted = [c for c in some if not chosen.known or f"plans {name_of(c)}" in journal.rows]
+            rows += [
+                journal.row(f"plans {name_of(c)}", functools.partial(_compare, c)) for c in wanted
+            ]
             report.summary["cases not worked out"] = [
                 *report.summary.get("cases not worked out", []),
-                *(c.name for c in some if c not in wanted),
+                *(name_of(c) for c in some if c not in wanted),
             ]
     table = (
         fidelity_rows(suite, journal, known["gpt"])
