@@ -63,7 +63,13 @@ def build_case(case: Case) -> BuiltCase:
     made: Workload | Inference
     reference = None
     if case.forward_only:
-        made = build_inference(case.model, case.global_batch, overrides=sizes, dtype=case.precision)
+        made = build_inference(
+            case.model,
+            case.global_batch,
+            overrides=sizes,
+            dtype=case.precision,
+            params_dtype=case.precision,
+        )
         step: Callable[..., Any] = made.forward
         state = made.params
     else:

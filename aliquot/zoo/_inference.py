@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..cluster import Device
@@ -61,6 +61,7 @@ def build_inference(
     cache_len: int | None = None,
     prompt_len: int | None = None,
     dtype: str | None = None,
+    params_dtype: str | None = None,
     scan: bool = False,
     attention: str = "plain",
     device: Device | None = None,
@@ -71,6 +72,8 @@ def build_inference(
         model, overrides, dtype, scan, device: as for `build`; the parameters are those of `build`
             with the same of them.
         batch: sequences at once, over all devices.
+        params_dtype: of the parameters, by default as they are trained, in float32; float16 or bf16
+            take half the memory.
         cache_len: positions for which the cache has place, by default the model's `seq_len`.
         prompt_len: tokens that `prefill` takes, by default `cache_len`.
         attention: of `forward` and `prefill`, as for `build`.
@@ -102,6 +105,8 @@ def build_inference(
     if faults:
         raise InputError(f"This model cannot be built: {' '.join(faults)}")
     dtypes = precision(dtype)
+    if params_dtype is not None:
+        dtypes = replace(dtypes, params=precision(precision_name(params_dtype)).compute)
     require_extra()
     import jax
     import jax.numpy as jnp
@@ -148,6 +153,7 @@ def build_inference(
             "cache_len": cache_len,
             "prompt_len": prompt_len,
             "dtype": dtype,
+            "params_dtype": params_dtype,
             "scan": scan,
             "attention": kernel,
         },

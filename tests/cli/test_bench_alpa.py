@@ -1,8 +1,12 @@
 """`aliquot bench alpa` and `aliquot bench list`."""
 
 import json
+import os
+import random
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from command_line import refused, run
@@ -27,6 +31,15 @@ cases = [
 model = "gpt-10m"
 forward_only = true
 cases = [{ batch = 2, tensor = 2, pipeline = 2, dtype = "float32" }]
+"""
+
+
+MANY = """
+[suite."many.layouts"]
+model = "gpt-10m"
+set = { num_layers = 2, hidden_size = 64, vocab_size = 128 }
+dtype = "float32"
+cases = [{ batch = [8, 16, 24], data = [1, 2], tensor = [1, 2] }]
 """
 
 
@@ -150,3 +163,41 @@ def test_small_cases_run_in_several_processes(suite, tiny):
     assert row["outcome"] == "measured" and row["mean_s"] > 0, row
     if suite == "tiny.plans":
         assert row["max_difference"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "cases"), [("--predict", 12), ("--small", 6)])
+def test_a_suite_that_is_killed_five_times_has_every_row_once(what, cases, tmp_path):
+    path, out = tmp_path / "suites.toml", tmp_path / "out"
+    path.write_text(MANY)
+    command = [sys.executable, "-m", "aliquot", "bench", "alpa", "many.layouts", "--suites"]
+    command += [str(path), what, "--json", "--out"]
+    command += [str(out), *(word for k in range(cases) for word in ("--case", str(k + 1)))]
+    journal, draw = out / "rows.jsonl", random.Random(4)
+
+    def known() -> list[str]:
+        text = journal.read_text() if journal.exists() else ""
+        return [json.loads(line)["key"] for line in text.splitlines(keepends=True) if "\n" in line]
+
+    for wanted in (0, 1, 0, 1, 0):
+        before = len(known())
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        while len(known()) < before + wanted:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 6 if what == "--small" else 1))
+        assert process.poll() is None
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    done = known()
+    found = subprocess.run(command, capture_output=True)
+    rows = json.loads(found.stdout)["rows"]
+    assert [row["case"] for row in rows] == [f"many.layouts {k + 1}" for k in range(cases)]
+    assert len(known()) == len(set(known())) == cases and known()[: len(done)] == done
+    assert len((out / "rows.tsv").read_text().splitlines()) == cases + 1
+    assert {row["outcome"] for row in rows} == {"measured" if what == "--small" else "predicted"}
+    if what == "--predict":
+        whole = run("bench", "alpa", "many.layouts", "--suites", path, "--predict", "--json")
+        wanted_s = [row["predicted_s"] for row in json.loads(whole.stdout)["rows"]]
+        assert [row["predicted_s"] for row in rows] == wanted_s

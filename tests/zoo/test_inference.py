@@ -102,3 +102,22 @@ def test_shapes_and_types_are_as_said(dtype):
 def test_models_and_sizes_that_cannot_be(name, options, said):
     with pytest.raises(InputError, match=said):
         build_inference(name, 4, **options)
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_weights_can_be_held_in_half_precision(name):
+    """Half the memory, and the logits of the same weights in float32 to rounding."""
+    half = tiny(name, dtype="bf16", params_dtype="bf16")
+    whole = tiny(name, dtype="float32")
+    assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype(jnp.bfloat16)}
+    made = jax.eval_shape(half.init, jax.random.key(0))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), half.params
+    )
+    params = weights(half)
+    batch = {"inputs": texts()}
+    found = np.asarray(half.forward(params, batch), np.float32)
+    want = whole.forward(jax.tree.map(lambda x: x.astype(np.float32), params), batch)
+    assert np.abs(found - want).max() < 0.05 * np.abs(want).max()
+    with pytest.raises(InputError, match="no dtype 'int8'"):
+        tiny(name, dtype="bf16", params_dtype="int8")
