@@ -49,11 +49,11 @@ def _text_files() -> list[Path]:
 
 
 def _exported() -> list[tuple[str, str]]:
-    """(module, name) of everything that a folder's `__init__.py` exports as `from ._x import Y as
-    Y`.
+    """(module, name) of everything that a folder's `__init__.py`, or the `__init__.pyi` beside it,
+    exports as `from ._x import Y as Y`.
     """
     found = []
-    for init in sorted(PACKAGE.rglob("__init__.py")):
+    for init in sorted(PACKAGE.rglob("__init__.py*")):
         module = ".".join(["aliquot", *init.relative_to(PACKAGE).parts[:-1]])
         for node in ast.parse(init.read_text()).body:
             if isinstance(node, ast.ImportFrom):
@@ -95,9 +95,9 @@ def test_every_file_says_what_it_is(path):
 
 def test_exports_are_spelled_as_exports():
     wrong = []
-    for init in PACKAGE.rglob("__init__.py"):
+    for init in PACKAGE.rglob("__init__.py*"):
         for node in ast.parse(init.read_text()).body if init.parent != PACKAGE else []:
-            if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
                 wrong += [
                     f"{init.parent.name}: {alias.name}"
                     for alias in node.names

@@ -25,6 +25,7 @@ from ._launched import SECRET as SECRET
 from ._launched import SECRET_FILE as SECRET_FILE
 from ._launched import LaunchedProcess as LaunchedProcess
 from ._launched import make_secret as make_secret
+from ._lazy import lazy_exports as lazy_exports
 from ._ports import reserved_port as reserved_port
 from ._schema import faults_of as faults_of
 from ._text import broken as broken

@@ -1,83 +1,10 @@
 """Time and memory of a step under a plan: one formula each, with its source, and the one judge that
 adds them up.
+
+The exports are listed in `__init__.pyi`. Chains and the planners of stages need no JAX, which other
+files import.
 """
 
-from ._alike import WorkAlike as WorkAlike
-from ._alike import work_alike as work_alike
-from ._chain import UNIT_FIGURES as UNIT_FIGURES
-from ._chain import Chain as Chain
-from ._chain import PrefixSums as PrefixSums
-from ._chain import evaluate_form as evaluate_form
-from ._chain_base import AbstractChain as AbstractChain
-from ._chain_base import StageChoice as StageChoice
-from ._chain_base import StageColumns as StageColumns
-from ._chain_base import StageFigures as StageFigures
-from ._chain_base import StageOption as StageOption
-from ._chain_plan import ChainPlan as ChainPlan
-from ._chain_plan import chain_in_flight as chain_in_flight
-from ._chain_plan import find_stage_faults as find_stage_faults
-from ._chain_plan import judge_stages as judge_stages
-from ._chain_plan import simulate_stages as simulate_stages
-from ._choices import can_split as can_split
-from ._choices import distinct_specs as distinct_specs
-from ._choices import enumerate_choices as enumerate_choices
-from ._choices import shards as shards
-from ._collectives import LEAST_MEASURED_BYTES as LEAST_MEASURED_BYTES
-from ._collectives import collective_kind as collective_kind
-from ._collectives import collective_line as collective_line
-from ._collectives import collective_points as collective_points
-from ._collectives import resharding_seconds as resharding_seconds
-from ._estimate import MeasuredShare as MeasuredShare
-from ._estimate import check_choices as check_choices
-from ._estimate import collective_uses as collective_uses
-from ._estimate import decode_interior as decode_interior
-from ._estimate import encode_interior as encode_interior
-from ._estimate import find_picks as find_picks
-from ._estimate import measured_share as measured_share
-from ._estimate import peak_memory as peak_memory
-from ._estimate import picked_choices as picked_choices
-from ._estimate import predict as predict
-from ._evaluate import StepTime as StepTime
-from ._evaluate import conversions as conversions
-from ._evaluate import evaluate as evaluate
-from ._host_copies import copy_seconds as copy_seconds
-from ._host_copies import queues as queues
-from ._measured import Measured as Measured
-from ._measured import RatioTable as RatioTable
-from ._phases import PhaseCosts as PhaseCosts
-from ._phases import phase_costs as phase_costs
-from ._pipeline import PipelineTimes as PipelineTimes
-from ._pipeline import StageCosts as StageCosts
-from ._pipeline import TransferTime as TransferTime
-from ._pipeline import simulate as simulate
-from ._planned_step import PlannedStage as PlannedStage
-from ._planned_step import PlannedStep as PlannedStep
-from ._planned_step import attention_s as attention_s
-from ._planned_step import estimate as estimate
-from ._planned_step import estimate_stages as estimate_stages
-from ._priced import Priced as Priced
-from ._priced import PricedEdge as PricedEdge
-from ._priced import PricedNode as PricedNode
-from ._priced import price as price
-from ._priced import work_seconds as work_seconds
-from ._problem import Problem as Problem
-from ._problem import make_problem as make_problem
-from ._recomputed import Recomputation as Recomputation
-from ._recomputed import recomputation as recomputation
-from ._stages import PipelinePrediction as PipelinePrediction
-from ._stages import PricedStage as PricedStage
-from ._stages import predict_stages as predict_stages
-from ._stages import price_stage as price_stage
-from ._work import Work as Work
-from .memory import Conversion as Conversion
-from .memory import MemoryModel as MemoryModel
-from .memory import Resident as Resident
-from .memory import alive_over_time as alive_over_time
-from .memory import converted as converted
-from .memory import known_memory as known_memory
-from .memory import may_take_turns as may_take_turns
-from .memory import memory_model as memory_model
-from .memory import memory_over_time as memory_over_time
-from .memory import over_time as over_time
-from .memory import takes_turns as takes_turns
-from .memory import timeline as timeline
+from ..core import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

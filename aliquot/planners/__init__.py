@@ -1,61 +1,9 @@
-"""Planners: methods, the race between them, and the plans that they write."""
+"""Planners: methods, the race between them, and the plans that they write.
 
-from ._apply import apply_plan as apply_plan
-from ._auto import Auto as Auto
-from ._base import AbstractMethod as AbstractMethod
-from ._base import Candidate as Candidate
-from ._base import Decision as Decision
-from ._base import Interrupted as Interrupted
-from ._base import PipelineParts as PipelineParts
-from ._base import Progress as Progress
-from ._base import StageDecision as StageDecision
-from ._base import Task as Task
-from ._follow import OtherSplit as OtherSplit
-from ._follow import find_alternatives as find_alternatives
-from ._follow import follow as follow
-from ._helper import HelperProcess as HelperProcess
-from ._layout_names import LAYOUTS as LAYOUTS
-from ._layout_names import method_names as method_names
-from ._megatron import Megatron as Megatron
-from ._megatron import TensorParallel as TensorParallel
-from ._methods import DataParallel as DataParallel
-from ._methods import ManualParallel as ManualParallel
-from ._methods import ShardParallel as ShardParallel
-from ._methods import WholeProgram as WholeProgram
-from ._methods import Zero2Parallel as Zero2Parallel
-from ._methods import Zero3Parallel as Zero3Parallel
-from ._pipeshard import PipeshardParallel as PipeshardParallel
-from ._plan_chain import plan_chain as plan_chain
-from ._quick_bounds import cannot_fit as cannot_fit
-from ._quick_bounds import least_compute_s as least_compute_s
-from ._registry import METHODS as METHODS
-from ._registry import PIPELINES as PIPELINES
-from ._registry import PipelineOptions as PipelineOptions
-from ._registry import method_by_name as method_by_name
-from ._search_counts import solve_pipeline as solve_pipeline
-from ._write import write_plan as write_plan
-from .inter import NO_LIMITS as NO_LIMITS
-from .inter import AbstractInter as AbstractInter
-from .inter import Bottleneck as Bottleneck
-from .inter import EqualStages as EqualStages
-from .inter import Grid as Grid
-from .inter import ManualStages as ManualStages
-from .inter import NoFasterStages as NoFasterStages
-from .inter import StageDP as StageDP
-from .inter import StageLimits as StageLimits
-from .inter import Streaming as Streaming
-from .intra import ILP as ILP
-from .intra import AbstractIntra as AbstractIntra
-from .intra import AbstractSearch as AbstractSearch
-from .intra import BlockOptions as BlockOptions
-from .intra import Blocks as Blocks
-from .intra import Fixed as Fixed
-from .intra import IntraCosts as IntraCosts
-from .intra import IntraSolution as IntraSolution
-from .intra import MegatronSplit as MegatronSplit
-from .intra import Space as Space
-from .intra import as_one_block as as_one_block
-from .intra import block_options as block_options
-from .intra import judge_picks as judge_picks
-from .intra import kinds_of as kinds_of
-from .intra import restrict_blocks as restrict_blocks
+The exports are listed in `__init__.pyi`. Chains and the planners of stages need no JAX, which other
+files import.
+"""
+
+from ..core import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -30,8 +30,9 @@ from aliquot.interop.aceso.search import (
     read_problem,
 )
 from aliquot.interop.aceso.search._evenly import possible_cuts, spread_evenly_us
-from aliquot.interop.aceso.search._moves import Neighbours
+from aliquot.interop.aceso.search._measured_chain import MeasuredChain
 from aliquot.interop.aceso.search._quotes import quote_all
+from aliquot.planners.inter.bottleneck import Neighbours, Variant
 
 _OPTIONS = (
     "--model",
@@ -438,21 +439,22 @@ def test_a_quoted_stage_fits_and_takes_the_quoted_time(toy):
     assert len(shares) > 3
 
 
+def begun_with(problem):
+    """Numbers of devices of the stages that relief begins with."""
+    variant = Variant(number=0, chain=MeasuredChain.make(problem, 1), schedule="1f1b")
+    around = Neighbours([variant], most_stages=problem.max_stages)
+    return {tuple(around.sizes[0][option] for option in c.options) for c in around.balanced()}
+
+
 def test_relief_begins_with_every_way_to_share_out_the_devices(toy):
     problem = toy_problem(toy, gpus_per_node=4, num_layers=6, memory_limit_mb=1e9)
-    begun = {
-        tuple(stage.devices for stage in c.stages)
-        for c in Neighbours(problem, {1: quote_all(problem, 1)}).balanced()
-    }
+    begun = begun_with(problem)
     assert begun == {(2, 2), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1, 1)}
 
 
 def test_devices_of_a_large_node_are_shared_out_evenly(toy):
     problem = toy_problem(toy, gpus_per_node=16, num_layers=18, memory_limit_mb=1e9)
-    begun = {
-        tuple(stage.devices for stage in c.stages)
-        for c in Neighbours(problem, {1: quote_all(problem, 1)}).balanced()
-    }
+    begun = begun_with(problem)
     assert begun == {(2,) * 8, (1,) * 16}
 
 

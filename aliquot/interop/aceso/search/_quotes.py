@@ -28,6 +28,7 @@ class UniformStages:
     Attributes:
         states: for each row below, the index of its state in the space.
         work_us: prefix sums of the time of one micro-batch, by state and level.
+        edges_us: prefix sums of the time to change the layout before each operator, by state.
         kept_mb: prefix sums of the activations kept of one micro-batch, by state and level.
         saved_mb: activations of each operator that recomputation of it and the next one saves.
         weights_mb: prefix sums of the weights, by state.
@@ -39,6 +40,7 @@ class UniformStages:
     space: StageSpace
     states: tuple[int, ...]
     work_us: Floats
+    edges_us: Floats
     kept_mb: Floats
     saved_mb: Floats
     weights_mb: Floats
@@ -51,10 +53,11 @@ class UniformStages:
     def make(cls, space: StageSpace) -> UniformStages:
         """Prefix sums of all uniform states with the first algorithm."""
         first = min(algorithm for *_, algorithm in space.states)
+        alike = np.diagonal(space.edges_us, axis1=1, axis2=2)[space.edge_of]
         states = tuple(
             k
             for k, (*_, algorithm) in enumerate(space.states)
-            if algorithm == first and space.valid[:, k].all()
+            if algorithm == first and space.valid[:, k].all() and np.isfinite(alike[:, k]).all()
         )
         kinds, columns = space.kinds, list(states)
         levels = [recompute_levels(space, state, _LEVELS) for state in states]
@@ -74,6 +77,7 @@ class UniformStages:
             space=space,
             states=states,
             work_us=_prefix(busy_us + recompute_us),
+            edges_us=_prefix(alike[:, columns].T),
             kept_mb=_prefix(kept_mb - saved_mb),
             saved_mb=saved_mb,
             weights_mb=_prefix(space.weights_mb[kinds][:, columns].T),
@@ -114,13 +118,6 @@ class UniformStages:
             self.backward_mb, state, first, end
         )
         peak_mb = _range_max(self.peak_mb, state, first, last)
-        degree = np.array([space.tensor_degrees.index(space.states[c][0]) for c in column])
-        entered_between_nodes = np.where(first > 0, links[:, 0], 0)
-        left_between_nodes = np.where(last == len(kinds), 1, links[:, 1])
-        transfer = (
-            space.enters_us[entered_between_nodes, kinds[first], column]
-            + space.leaves_us[left_between_nodes, kinds[last - 1], column, degree]
-        )
         inputs = space.enters_mb[kinds[first], column]
         fixed_mb = (
             space.state_copies * weights_mb
@@ -128,7 +125,9 @@ class UniformStages:
             + np.maximum(reserved_mb, weights_mb)
         )[:, None]
         memory_mb = fixed_mb + kept_mb * in_flight[:, None] + peak_mb
-        times = work + transfer[:, None]
+        # The change of layout before the first operator is in no stage.
+        edges = self.edges_us[state, last] - self.edges_us[state, first + 1]
+        times = work + (self.transfers_us(state, first, last, links) + edges)[:, None]
         fits = memory_mb <= limit_mb
         level = np.where(
             fits.any(axis=1), np.where(fits, times, np.inf).argmin(axis=1), memory_mb.argmin(axis=1)
@@ -150,6 +149,21 @@ class UniformStages:
             level,
             share,
         )
+
+    def transfers_us(
+        self, state: Integers, first: Integers, last: Integers, links: Integers
+    ) -> Floats:
+        """For each stage, the time of the transfers into and out of it; arguments as in `quote`."""
+        space, kinds = self.space, self.space.kinds
+        column = np.array(self.states)[state]
+        degree = np.array([space.tensor_degrees.index(space.states[c][0]) for c in column])
+        entered_between_nodes = np.where(first > 0, links[:, 0], 0)
+        left_between_nodes = np.where(last == len(kinds), 1, links[:, 1])
+        transfer: Floats = (
+            space.enters_us[entered_between_nodes, kinds[first], column]
+            + space.leaves_us[left_between_nodes, kinds[last - 1], column, degree]
+        )
+        return transfer
 
     def flags(
         self, state: int, level: int, share: float, first: int, last: int

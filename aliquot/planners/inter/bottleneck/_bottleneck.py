@@ -117,14 +117,13 @@ class Bottleneck(AbstractInter):
             most_chunks=self.most_chunks,
             num_stages=num_stages,
         )
-        begin = list(around.balanced())
         starts = []
         if start is not None:
             starts = [start] if _may_start(ordered, start, schedules, num_stages) else []
-        if not begin and not starts:
-            raise InfeasibleError(no_layout(chains[0], num_stages))
         relief = Relief(around)
-        relief.run(begin, starts=self.starts, max_steps=self.max_steps, max_hops=self.max_hops)
+        relief.run(starts=self.starts, max_steps=self.max_steps, max_hops=self.max_hops)
+        if not relief.scores and not starts:
+            raise InfeasibleError(no_layout(chains[0], num_stages))
         ranked, num_chosen = relief.ranked(), Counter[str]()
         plans = list(starts)
         # Counted for each schedule, because closed forms of different schedules err differently.

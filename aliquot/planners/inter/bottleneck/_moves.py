@@ -16,6 +16,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 # Devices that are divided among stages in every order; more have too many orders.
 _MOST_ORDERED = 8
+# Ways to divide the devices into a number of stages that is asked for.
+_MOST_PARTS = 200
 _COUNTS = (1, 2, 3, 5, 8, 13, 26, 52)
 
 
@@ -114,8 +116,16 @@ class Neighbours:
         ways = [share * hosts for share in _shares(per_host)]
         ways += [(n * per_host,) * (hosts // n) for n in range(2, hosts + 1) if hosts % n == 0]
         if self._num_stages is not None:
-            ways.append(_halved(hosts, per_host, self._num_stages))
-        return [way for way in ways if self._may_have(len(way)) and set(way) <= set(sizes)]
+            parts = _parts(chain.num_devices, self._num_stages, sorted(sizes, reverse=True))
+            for way in itertools.islice(parts, _MOST_PARTS):
+                # The last stage has the loss, and may need the devices of a larger part.
+                ways += [way, (way[0], *reversed(way[1:]))]
+        return [
+            way
+            for way in dict.fromkeys(ways)
+            if self._may_have(len(way)) and set(way) <= set(sizes)
+            if all(map(chain.fits_at, itertools.accumulate(way, initial=0), way))
+        ]
 
     def _rounds(self, v: int) -> list[tuple[int, ...]]:
         """Numbers of devices of interleaved stages, on equal submeshes."""
@@ -186,26 +196,23 @@ def _shares(devices: int) -> list[tuple[int, ...]]:
     return [(size, *rest) for size in sizes for rest in _shares(devices - size)]
 
 
-def _halved(hosts: int, per_host: int, count: int) -> tuple[int, ...]:
-    """About equal parts of hosts or of their devices: the first of the largest parts is halved
-    until there are enough parts, or none can be halved.
+def _parts(devices: int, count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Ways to divide devices into a number of parts of given sizes, larger parts first.
 
-    >>> _halved(2, 4, 3)
-    (2, 2, 4)
-    >>> _halved(4, 4, 3)
-    (4, 4, 8)
+    >>> list(_parts(8, 3, (8, 4, 2, 1)))
+    [(4, 2, 2)]
     """
-    parts = [hosts * per_host]
-    while len(parts) < count:
-        largest = max(parts)
-        k = parts.index(largest)
-        half = largest // 2
-        if largest > per_host:
-            half = half // per_host * per_host
-        if not half:
-            break
-        parts[k : k + 1] = [half, largest - half]
-    return tuple(parts)
+    if not count or not sizes:
+        if not count and not devices:
+            yield ()
+        return
+    largest = sizes[0]
+    if largest * count < devices or sizes[-1] * count > devices:
+        return
+    if largest <= devices:
+        for rest in _parts(devices - largest, count - 1, sizes):
+            yield (largest, *rest)
+    yield from _parts(devices, count, sizes[1:])
 
 
 def balanced_units(sums: Floats) -> Ints:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....cost import ChainPlan, judge_stages
+from ....cost import ChainPlan, StageChoice, judge_stages
 from ....plans import schedule_kind
 from ._moves import Candidate, Floats, Ints, Neighbours
 
@@ -70,7 +70,6 @@ class Relief:
 
     def run(
         self,
-        begin: Sequence[Candidate],
         *,
         starts: int,
         max_steps: int,
@@ -80,11 +79,11 @@ class Relief:
         """Relieve bottlenecks; true if nothing is left to relieve, false at the limit of steps.
 
         Args:
-            begin: candidates to begin with, of which the `starts` best of different layouts are
-                followed.
+            starts: number of balanced candidates to begin with, the best of different variants or
+                numbers of devices.
             tell: called after each row of hops.
         """
-        self._score(begin)
+        self._score(list(self._around.balanced()))
         expanded: set[Candidate] = set()
         # A heap with the best candidate first; those that hops reach besides the best are added.
         pool = [
@@ -130,9 +129,18 @@ class Relief:
         return list(chosen.values())
 
     def judged(self, candidate: Candidate) -> ChainPlan:
-        """A candidate's stages, each as its chain proposes it, with the figures of the judge."""
+        """A candidate's stages with the figures of the judge."""
         variant = self._around.variants[candidate.variant]
-        chain = variant.chain
+        return judge_stages(
+            variant.chain,
+            self.proposed(candidate),
+            variant.schedule,
+            num_submeshes=candidate.num_submeshes,
+        )
+
+    def proposed(self, candidate: Candidate) -> list[StageChoice]:
+        """A candidate's stages as its chain proposes them, within the memory limit if possible."""
+        chain = self._around.variants[candidate.variant].chain
         _, first, last, devices = self._columns([candidate])
         stages = []
         for option, i, j, device, kept in zip(
@@ -155,7 +163,7 @@ class Relief:
             choice = propose(limit_bytes=chain.memory_limit_bytes) or propose(limit_bytes=math.inf)
             assert choice is not None, "stages that cannot be run are not among the candidates"
             stages.append(choice)
-        return judge_stages(chain, stages, variant.schedule, num_submeshes=candidate.num_submeshes)
+        return stages
 
     def _columns(self, group: Sequence[Candidate]) -> tuple[Ints, Ints, Ints, Ints]:
         """[C, S] each: options, first units, last units and first devices of candidates with the
