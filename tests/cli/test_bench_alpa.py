@@ -166,7 +166,7 @@ def test_small_cases_run_in_several_processes(suite, tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "cases"), [("--predict", 12), ("--small", 6)])
+@pytest.mark.parametrize(("what", "cases"), [("--predict", 12), ("--small", 4)])
 def test_a_suite_that_is_killed_five_times_has_every_row_once(what, cases, tmp_path):
     path, out = tmp_path / "suites.toml", tmp_path / "out"
     path.write_text(MANY)
@@ -186,7 +186,7 @@ def test_a_suite_that_is_killed_five_times_has_every_row_once(what, cases, tmp_p
         )
         while len(known()) < before + wanted:
             time.sleep(0.01)
-        time.sleep(draw.uniform(0, 6 if what == "--small" else 1))
+        time.sleep(draw.uniform(0, 3 if what == "--small" else 1))
         assert process.poll() is None
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
