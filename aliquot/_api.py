@@ -43,6 +43,7 @@ def plan(
     memory_limit_bytes: float | None = None,
     on_missing_rule: str = "infer",
     model: ModelReference | None = None,
+    tokens_per_step: int | None = None,
     verify: bool = False,
     profiles: str | Path | None = None,
     profiles_of_any: bool = False,
@@ -73,6 +74,8 @@ def plan(
             operator on small arrays on the host, "replicate" to run it whole on every device, or
             "error".
         model: how to build the step again, to be written into the plan.
+        tokens_per_step: the tokens of the whole batch, for tokens/s, where they cannot be seen in
+            it; by default its integer arrays of two dims are counted.
         verify: compile the best plan for the cluster's devices, which need not be present, and
             search on until a plan fits. The plan then holds the compiled figures.
         profiles: a profile database; its measurements of the cluster's devices correct all prices.
@@ -113,6 +116,7 @@ def plan(
         memory_limit_bytes=memory_limit_bytes,
         on_missing_rule=on_missing_rule,
         model=model,
+        tokens_per_step=tokens_per_step,
         verify=verify,
         profiles=profiles,
         profiles_of_any=profiles_of_any,

@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from msgspec import structs
+
 from ._time_limit import TimeLimit
 from .cluster import Cluster
 from .core import (
@@ -246,6 +248,7 @@ def plan_captured(
     memory_limit_bytes: float | None = None,
     on_missing_rule: str = "infer",
     model: ModelReference | None = None,
+    tokens_per_step: int | None = None,
     verify: bool = False,
     limit: TimeLimit | None = None,
     progress: Progress | None = None,
@@ -263,6 +266,11 @@ def plan_captured(
         progress=progress,
     )
     method = method or Auto()
+    reference = model or ModelReference(kind="closure", name=graph.name)
+    if tokens_per_step is not None:
+        if tokens_per_step < 1:
+            raise InputError(f"tokens_per_step must be at least 1, got {tokens_per_step}.")
+        reference = structs.replace(reference, tokens_per_step=tokens_per_step)
     _refuse_what_has_a_place(graph, task.cluster)
     if on_missing_rule == "infer":
         _warn_of_inferred(graph)
@@ -272,7 +280,7 @@ def plan_captured(
         return write_plan(
             decision,
             task,
-            model=model or ModelReference(kind="closure", name=graph.name),
+            model=reference,
             version=version("aliquot"),
             trace_s=traced - started if trace_s is None else trace_s,
             search_s=time.perf_counter() - traced,

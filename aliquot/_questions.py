@@ -42,6 +42,7 @@ def compare(
     on_missing_rule: str = "infer",
     objective: str | None = None,
     model: ModelReference | None = None,
+    tokens_per_step: int | None = None,
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Comparison:
@@ -54,7 +55,7 @@ def compare(
         methods: names as on the command line, or methods under names of your own; by default those
             of `usual_methods`.
         num_micro_batches, micro_batch_semantics, memory_limit_bytes, on_missing_rule, model,
-        progress:
+        tokens_per_step, progress:
             as for `aliquot.plan`.
         objective: as for `aliquot.plan`; with "throughput" the plan with the least time between
             calls comes first.
@@ -73,6 +74,7 @@ def compare(
         memory_limit_bytes=memory_limit_bytes,
         on_missing_rule=on_missing_rule,
         objective=objective,
+        tokens_per_step=tokens_per_step,
     )
 
 

@@ -37,6 +37,7 @@ def size(
     memory_limit_bytes: float | None = None,
     on_missing_rule: str = "infer",
     model: ModelReference | None = None,
+    tokens_per_step: int | None = None,
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> Sizing:
@@ -55,7 +56,7 @@ def size(
         prices: where the prices come from, as a note for readers.
         max_hosts: the most hosts to try.
         method, num_micro_batches, micro_batch_semantics, memory_limit_bytes, on_missing_rule,
-        model, progress:
+        model, tokens_per_step, progress:
             as for `aliquot.plan`.
 
     Raises:
@@ -75,6 +76,7 @@ def size(
         micro_batch_semantics=micro_batch_semantics,
         memory_limit_bytes=memory_limit_bytes,
         on_missing_rule=on_missing_rule,
+        tokens_per_step=tokens_per_step,
     )
 
 

@@ -52,7 +52,8 @@ class Model:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooOptions:
     """The options that shape a model of the zoo, as `aliquot.zoo.build` takes them. `dtype` and
-    `attention` None: by the device. `update` has those of the optimizer.
+    `attention` None: by the device. `update` has those of the optimizer. `tokens_per_step` is for
+    factories alone.
     """
 
     global_batch: int | None
@@ -62,6 +63,7 @@ class ZooOptions:
     scan: bool = False
     overrides: Mapping[str, Any]
     update: Mapping[str, Any] = field(default_factory=dict)
+    tokens_per_step: int | None = None
 
     def dtype_for(self, config: AbstractConfig, cluster: Cluster) -> str:
         """The model's usual one, else bf16, or float16 on devices whose float16 units are faster
@@ -88,6 +90,8 @@ def resolve(name: str, options: ZooOptions, cluster: Cluster) -> Model:
     config = zoo_config(name, options.overrides)
     if config is None:
         return _from_factory(name, options)
+    if options.tokens_per_step is not None:
+        raise InputError(f"--tokens-per-step is for factories; what a step of {name} has is known.")
     if options.global_batch is None:
         raise InputError(
             f"{name} needs --global-batch: the number of {config.examples} in a step, over all"
@@ -284,7 +288,9 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
         # It has no signature that Python knows.
         pass
     _check_batch(name, batch, options.global_batch)
-    reference = ModelReference(kind="factory", name=name, settings=settings)
+    reference = ModelReference(
+        kind="factory", name=name, settings=settings, tokens_per_step=options.tokens_per_step or 0
+    )
     return Model(name=name, step=step, state=state, batch=batch, reference=reference)
 
 

@@ -55,6 +55,15 @@ Settings = Annotated[
         help="Override a model setting, such as seq_len=4096; repeatable.",
     ),
 ]
+TokensPerStep = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens-per-step",
+        min=1,
+        help="Tokens of the whole batch, where package.module:factory makes one that hides them.",
+        show_default=False,
+    ),
+]
 MemoryLimit = Annotated[
     str | None,
     typer.Option(
@@ -79,6 +88,7 @@ class ModelOptions:
     attention: Attention = None
     scan: Scan = False
     settings: Settings = None
+    tokens_per_step: TokensPerStep = None
 
     def read(self, update: Mapping[str, Any] | None = None) -> ZooOptions:
         """The options with all settings by name.
@@ -108,6 +118,7 @@ class ModelOptions:
             scan=self.scan,
             overrides=overrides,
             update=update or {},
+            tokens_per_step=self.tokens_per_step,
         )
 
 

@@ -60,7 +60,8 @@ class ModelReference(
     `package.module:function`), or "closure": the step was passed as a function and can only be
     passed again. `flops_per_step` are the floating-point operations of the model's forward and
     backward pass over the whole batch, without recomputation; 0 if they are unknown. Where they
-    were counted in the step, `flops_dtype` is the dtype of most of them.
+    were counted in the step, `flops_dtype` is the dtype of most of them. `tokens_per_step` are the
+    tokens of the whole batch where its arrays do not show them; 0 to count its integers.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class ModelReference(
     settings: dict[str, Any] = {}
     flops_per_step: float = 0.0
     flops_dtype: str = ""
+    tokens_per_step: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class OpSharding(

@@ -20,9 +20,12 @@ def examples_per_step(plan: Plan) -> int:
 
 
 def tokens_per_step(plan: Plan) -> int:
-    """Tokens of the global batch: the elements of its integer arrays of two dims. Arrays of the
-    same shape count once, as inputs and targets of the same tokens; 0 if there is none.
+    """Tokens of the global batch: as many as were said, or else the elements of its integer arrays
+    of two dims. Arrays of the same shape count once, as inputs and targets of the same tokens; 0 if
+    there is none.
     """
+    if plan.model.tokens_per_step:
+        return plan.model.tokens_per_step
     shapes = {
         tuple(array.shape)
         for array in plan.inputs

@@ -173,6 +173,18 @@ def test_another_batch_than_the_factorys(factory):
     )
 
 
+def test_tokens_that_a_batch_hides_are_said(factory, tmp_path):
+    name, out = factory(GOOD), tmp_path / "plan.json"
+    args = ("--cluster", "8xH100", "--method", "dp", "--tokens-per-step", "4096")
+    found = json.loads(run("plan", name, *args, "--out", out, "--json").stdout)
+    assert found["tokens_per_s"] == pytest.approx(4096 / found["step_time_s"])
+    assert "tokens/s" in run("explain", out, "--no-alternatives").stdout
+    compared = run("compare", name, *args[:2], *args[4:], "--methods", "dp")
+    assert compared.exit_code == 0 and "tokens/s" in compared.stdout
+    refused(run("plan", *TINY, *args[2:]), "--tokens-per-step is for factories")
+    refused(run("plan", name, *args[:5], "0"), "--tokens-per-step")
+
+
 def test_options_that_only_the_zoo_has(factory):
     refused(
         run("plan", factory(GOOD), "--cluster", "8xH100", "--dtype", "bf16", "--scan"),

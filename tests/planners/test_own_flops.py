@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import aliquot as aq
-from aliquot.plans import mfu
+from aliquot.plans import mfu, tokens_per_step
 
 ROWS, WIDTH = 4096, 1024
 CLUSTER = aq.Cluster.preset("4xH100")
@@ -43,3 +43,14 @@ def test_products_of_a_step_are_counted_without_most_of_recomputation(
         plan.model.flops_per_step / (plan.prediction.step_time_s * 4 * peak)
     )
     assert "MFU" in str(plan)
+
+
+def test_tokens_that_cannot_be_seen_are_said():
+    step, params, rows = train(False, "bfloat16")
+    options = {"cluster": CLUSTER, "method": aq.DataParallel()}
+    plan = aq.plan(step, params, rows, tokens_per_step=ROWS, **options)
+    assert tokens_per_step(plan) == ROWS and " tokens/s" in str(plan)
+    assert tokens_per_step(aq.Plan.from_json(plan.to_json())) == ROWS
+    assert " examples/s" in str(aq.plan(step, params, rows, **options))
+    with pytest.raises(aq.InputError, match="tokens_per_step must be at least 1"):
+        aq.plan(step, params, rows, tokens_per_step=0, **options)
