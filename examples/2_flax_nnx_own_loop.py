@@ -58,13 +58,11 @@ for path, spec in plan.partition_specs().items():
 # The step with the plan's splits written into it; a pure function, as `train_step` is.
 compiled_step = jax.jit(aq.constrain(train_step, plan), donate_argnums=0)
 
-# `NamedSharding`s on the plan's mesh, as trees like the arguments: what `jax.jit` and Orbax take.
-state_shardings, batch_shardings = plan.shardings(state_shapes), plan.shardings(batch_shapes)
+# Each device creates its own pieces of what a constructor returns.
+state = aq.parallelize(train_step, plan).init(lambda key: nnx.state(create(key)), jax.random.key(0))
 
-# Each device creates its own pieces of the state.
-state = jax.jit(lambda key: nnx.state(create(key)), out_shardings=state_shardings)(
-    jax.random.key(0)
-)
+# `NamedSharding`s on the plan's mesh, as a tree like the argument: what `jax.jit` and Orbax take.
+batch_shardings = plan.shardings(batch_shapes)
 for number in range(5):
     tokens_key, labels_key = jax.random.split(jax.random.key(number))
     labels = jax.random.randint(labels_key, (64,), 0, 8)

@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import aliquot as aq
 
@@ -104,3 +107,65 @@ def test_pipelines_and_other_arguments_are_refused(x64):
     step = jax.jit(aq.constrain(train_step, planned(aq.Zero3Parallel())))
     with pytest.raises(aq.PlanMismatchError):
         step(state, jax.tree.map(lambda a: a[:16], batch))
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(64, 128, rngs=rngs)
+        self.second = nnx.Linear(128, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+def create_nnx(key):
+    model = Layers(nnx.Rngs(key))
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def step_nnx(model, optimizer, batch):
+    def loss_fn(model):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return model, optimizer, loss
+
+
+def create_equinox(key):
+    model = eqx.nn.MLP(64, 64, 128, 1, activation=jnp.tanh, key=key)
+    return model, optax.adam(1e-2).init(eqx.filter(model, eqx.is_inexact_array))
+
+
+def step_equinox(model, moments, batch):
+    def loss_fn(model):
+        return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
+
+    loss, grads = eqx.filter_value_and_grad(loss_fn)(model)
+    updates, moments = optax.adam(1e-2).update(grads, moments)
+    return eqx.apply_updates(model, updates), moments, loss
+
+
+@pytest.mark.parametrize(
+    ("create", "step", "shapes_of", "jit"),
+    [
+        (create_nnx, step_nnx, nnx.eval_shape, jax.jit),
+        (create_equinox, step_equinox, eqx.filter_eval_shape, eqx.filter_jit),
+    ],
+    ids=["nnx", "equinox"],
+)
+def test_one_call_makes_a_sharded_model_for_a_loop_of_ones_own(create, step, shapes_of, jit):
+    rows = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
+    batch = {"x": rows, "y": rows[::-1]}
+    shapes = shapes_of(create, jax.random.key(0))
+    plan = aq.plan(step, *shapes, batch, cluster=CLUSTER, method=aq.Zero3Parallel())
+    found = aq.parallelize(step, plan).init(create, jax.random.key(0))
+    wanted = create(jax.random.key(0))
+    largest = max(jax.tree.leaves(found[0]), key=lambda leaf: getattr(leaf, "size", 0))
+    assert len(largest.sharding.device_set) == 8
+    assert largest.addressable_shards[0].data.size == largest.size / 8
+    constrained, plain = jit(aq.constrain(step, plan)), jit(step)
+    for _ in range(3):
+        *found, loss = constrained(*found, batch)
+        *wanted, plain_loss = plain(*wanted, batch)
+        assert float(loss) == pytest.approx(float(plain_loss), rel=1e-5)
