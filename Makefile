@@ -73,7 +73,7 @@ $(GPU_COMPILER)/.installed: $(INSTALLED)
 	@touch $@
 
 verify-test: $(GPU_COMPILER)/.installed
-	PYTHONPATH='$(CURDIR)/$(GPU_COMPILER)' $(PYTEST) tests/verify/test_gpu.py
+	PYTHONPATH='$(abspath $(GPU_COMPILER))' $(PYTEST) tests/verify/test_gpu.py
 
 # A browser for Python, likewise in a folder of its own: only what looks at pages needs it.
 $(BROWSER)/.installed: $(INSTALLED)
@@ -83,14 +83,14 @@ $(BROWSER)/.installed: $(INSTALLED)
 	@touch $@
 
 page-test: $(BROWSER)/.installed
-	PYTHONPATH='$(CURDIR)/$(BROWSER)' $(BIN)/python -m pytest tests/report/test_page_in_browser.py
+	PYTHONPATH='$(abspath $(BROWSER))' $(BIN)/python -m pytest tests/report/test_page_in_browser.py
 
 # Of a plan with everything that a page can show.
 pictures: $(BROWSER)/.installed
 	@rm -rf build/pictures && mkdir -p build/pictures docs/pictures
 	$(BIN)/aliquot plan gpt-2.6b --cluster 2x8xV100-16GB --global-batch 64 --method pipeshard --out build/pictures/plan.json > build/pictures/plan.txt
 	$(BIN)/aliquot explain build/pictures/plan.json --no-alternatives --html build/pictures/page.html > build/pictures/explain.txt
-	PYTHONPATH='$(CURDIR)/$(BROWSER)' $(BIN)/python tests/browser/render.py build/pictures/page.html
+	PYTHONPATH='$(abspath $(BROWSER))' $(BIN)/python tests/browser/render.py build/pictures/page.html
 	cp build/pictures/page.png docs/pictures/page.png
 
 # Stubs of NumPy are written for the Python that it is installed for.

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core import InputError
+from ..core import InputError, write_atomic
 from ._devices import use_host_only
 from ._groups import takes_groups
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
-from ._options import Json, ModelName, NetworkGbps, read_cluster, read_micro_batches
+from ._options import (
+    Json,
+    ModelName,
+    NetworkGbps,
+    check_destination,
+    read_cluster,
+    read_micro_batches,
+)
 from ._plan_options import Objective
 from ._progress import search_progress
 from ._session import session
+from ._size import origin_of
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster, HostPrice
 
 
 @takes_groups
@@ -47,6 +61,17 @@ def compare(
     network_gbps: NetworkGbps = None,
     memory_limit: MemoryLimit = None,
     objective: Objective = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="CSV: device, devices per host, price per hour; then costs are compared, too.",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write one page for the decision to this file."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Plan a model by several methods or for several clusters, and say where each loses: "why not
@@ -56,13 +81,15 @@ def compare(
         names = _listed(clusters) if clusters else [cluster] if cluster else []
         if not names or (cluster and clusters):
             raise InputError("compare needs --cluster C, or --clusters C1,C2 to compare several.")
+        check_destination(html, "--html")
         if "detect" not in names:
             use_host_only()
         where = [read_cluster(name, network_gbps) for name in names]
+        table = _prices_of(where, prices)
         parts = "auto" if micro_batches == "auto" else read_micro_batches(micro_batches)
         from .._questions import compare_built
         from ..planners import method_names
-        from ..report import comparison_table
+        from ..report import compare_page, comparison_table
         from ._model import user_code
         from ._recomputation import builder
 
@@ -77,10 +104,38 @@ def compare(
                 objective=objective,
                 progress=report,
             )
+        if prices is not None:
+            comparison = replace(comparison, prices=table, prices_from=origin_of(prices))
+        if html is not None:
+            write_atomic(html, compare_page(comparison))
         say.show(comparison_table(comparison))
-        say.finish(comparison.to_dict())
+        if html is not None:
+            say.show(f"The page is in {html}.")
+        say.finish({**comparison.to_dict(), "html_file": str(html) if html else None})
         if comparison.best is None:
             raise typer.Exit(1)
+
+
+def _prices_of(clusters: Sequence[Cluster], path: Path | None) -> tuple[HostPrice, ...]:
+    """The prices in a file.
+
+    Raises:
+        InputError: They cannot be read, or have none for the hosts of a cluster.
+    """
+    if path is None:
+        return ()
+    from ..cluster import load_prices
+
+    table = load_prices(path)
+    known = {(price.device, price.devices_per_host) for price in table}
+    hosts = dict.fromkeys((c.device.name, c.devices_per_host) for c in clusters)
+    missing = [f"{device}, {each}, PRICE" for device, each in hosts if (device, each) not in known]
+    if missing:
+        raise InputError(
+            f"--prices {path} has no price for hosts of this comparison: add the line"
+            f"{'s' if len(missing) > 1 else ''} {'; '.join(missing)}."
+        )
+    return table
 
 
 def _listed(text: str | None) -> list[str]:

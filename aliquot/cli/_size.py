@@ -85,7 +85,7 @@ def size(
                 hosts=kinds,
                 tokens=wanted,
                 by_s=by_s,
-                prices=_origin(prices) if priced else "",
+                prices=origin_of(prices) if priced else "",
                 found=lambda option: say.note(option_line(option)),
                 max_hosts=max_hosts,
                 memory_limit_bytes=limit,
@@ -97,7 +97,7 @@ def size(
             raise typer.Exit(1)
 
 
-def _origin(prices: Path | None) -> str:
+def origin_of(prices: Path | None) -> str:
     """Where prices come from, and of which date they are."""
     if prices is None:
         return "a sample of November 2026, no offer: pass yours as --prices FILE"

@@ -72,7 +72,7 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
         measured_share=measured.share,
         measured_compute_share=measured.alone_share,
         measured_error=measured.error,
-        memory_over_time=memory_over_time(model, priced, picks, graph),
+        memory_over_time=memory_over_time(model, priced, picks, graph, time.total_s),
     )
 
 

@@ -78,6 +78,7 @@ from ._stage_text import submesh_names as submesh_names
 from ._streaming import has_gradients as has_gradients
 from ._streaming import time_between_calls_s as time_between_calls_s
 from ._summary import chosen_candidate as chosen_candidate
+from ._summary import expected_error as expected_error
 from ._summary import runner_up as runner_up
 from ._summary import summary_rows as summary_rows
 from ._throughput import examples_per_step as examples_per_step

@@ -183,7 +183,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Predicted bytes on each device over the course of a step, at moments spread evenly over its
-    operators.
+    time (in older files, over its operators).
 
     Each moment stands for a stretch of operators: the figures are those of the operator in it at
     which the most memory is taken.
@@ -191,10 +191,13 @@ class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         phases: for each moment the phase of the step: "forward", "backward" or "update".
         parts: the bytes of each part, such as "parameters" or "activations", at each moment.
+        seconds: for each moment the predicted time at which it comes, the last at the end of the
+            step; empty in older files.
     """
 
     phases: tuple[str, ...]
     parts: dict[str, tuple[float, ...]]
+    seconds: tuple[float, ...] = ()
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

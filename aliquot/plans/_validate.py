@@ -336,6 +336,15 @@ def _memory_over_time(prediction: Prediction) -> Iterator[str]:
     ):
         yield "memory_over_time holds bytes that are not finite or are negative"
         return
+    places = curve.seconds
+    if places and (
+        len(places) != len(curve.phases)
+        or not all(math.isfinite(second) and second >= 0 for second in places)
+        or list(places) != sorted(places)
+    ):
+        yield (
+            f"memory_over_time has {len(curve.phases)} moments, and needs as many ascending seconds"
+        )
     most_bytes = max(
         (sum(values) for values in zip(*curve.parts.values(), strict=True)), default=0.0
     )

@@ -8,6 +8,7 @@ from ._charts import bar_chart as bar_chart
 from ._charts import line_chart as line_chart
 from ._compare import compared as compared
 from ._compare import comparison as comparison
+from ._compare_page import compare_page as compare_page
 from ._comparison import Candidate as Candidate
 from ._comparison import Comparison as Comparison
 from ._comparison import comparison_table as comparison_table

@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from ..cluster import Cluster, HostPrice
 from ..core import format_bytes, format_count, format_seconds
 from ..plans import (
     Plan,
@@ -61,11 +62,14 @@ class Comparison:
     Attributes:
         objective: "throughput" if the fastest is the one with the least time between calls; else
             it is the one with the least step time.
+        prices, prices_from: of hosts, for what candidates cost, and where they come from.
     """
 
     model: str
     candidates: tuple[Candidate, ...]
     objective: str | None = None
+    prices: tuple[HostPrice, ...] = ()
+    prices_from: str = ""
 
     @property
     def best(self) -> Plan | None:
@@ -82,15 +86,39 @@ class Comparison:
             return ""
         return _loss(candidate.plan, self.best, self.objective)
 
+    def cost(self, candidate: Candidate) -> float | None:
+        """What a candidate costs for 10**9 tokens (10**6 examples where a step has no tokens), idle
+        hosts included; None without a plan or a price.
+        """
+        plan = candidate.plan
+        if plan is None:
+            return None
+        cluster = Cluster.from_dict(plan.cluster)
+        host = cluster.device.name, cluster.devices_per_host
+        price = next((p for p in self.prices if (p.device, p.devices_per_host) == host), None)
+        step_s, tokens = seconds_of(plan, self.objective), tokens_per_step(plan)
+        done = tokens / 1e9 if tokens else examples_per_step(plan) / 1e6
+        if price is None or not done:
+            return None
+        hosts = cluster.num_devices // cluster.devices_per_host + plan.idle_hosts
+        return price.price_per_hour * hosts * step_s / 3600 / done
+
+    @property
+    def cost_unit(self) -> str:
+        """Of `cost`, such as `USD/1B tokens`."""
+        tokens = any(c.plan and tokens_per_step(c.plan) for c in self.candidates)
+        money = next((price.currency for price in self.prices if price.currency), "price")
+        return f"{money}/{'1B tokens' if tokens else '1M examples'}"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON. Times in seconds, sizes in bytes."""
         rows = [self._row(candidate) for candidate in self.candidates]
-        return {"model": self.model, "candidates": rows, "notes": _notes(self)}
+        return {"model": self.model, "candidates": rows, "notes": notes_of(self)}
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         plan, p = candidate.plan, candidate.plan.prediction if candidate.plan else None
         step_s = p.step_time_s if p else None
-        used_s = _seconds(plan, self.objective) if plan else None
+        used_s = seconds_of(plan, self.objective) if plan else None
         tokens = tokens_per_step(plan) if plan else 0
         return {
             "method": candidate.method,
@@ -103,7 +131,7 @@ class Comparison:
             "gradient_s": p.gradient_s if p else None,
             "hidden_s": p.hidden_s if p else None,
             "bubble_s": p.bubble_s if p else None,
-            "mfu": _mfu(plan, self.objective) if plan else None,
+            "mfu": mfu_of(plan, self.objective) if plan else None,
             "tokens_per_s": tokens / used_s if tokens and used_s else None,
             "examples_per_s": examples_per_step(plan) / used_s if plan and used_s else None,
             "memory_bytes_per_device": p.peak_memory_bytes if p else candidate.required_bytes,
@@ -113,6 +141,8 @@ class Comparison:
             "num_stages": len(plan.stages) if plan else None,
             "num_micro_batches": plan.num_micro_batches if plan else None,
             "recompute": plan.model.settings.get("recompute") if plan else None,
+            "cost": self.cost(candidate),
+            "cost_unit": self.cost_unit if self.prices else None,
             "loses": self.why_not(candidate),
         }
 
@@ -136,6 +166,7 @@ def comparison_table(comparison: Comparison) -> Group:
         *(["between calls"] if comparison.objective == "throughput" else []),
         *(["MFU"] if counted else []),
         "tokens/s" if tokens else "examples/s",
+        *([comparison.cost_unit] if comparison.prices else []),
         "memory",
     ]
     rows: list[list[str]] = []
@@ -145,7 +176,9 @@ def comparison_table(comparison: Comparison) -> Group:
             *([candidate.cluster] if several else []),
             *([candidate.method] if methods or not several else []),
         ]
-        rows.append([*names, *_cells(candidate, comparison.objective, counted, tokens)])
+        shape, *figures, memory = _cells(candidate, comparison.objective, counted, tokens)
+        cost = [format_cost(comparison.cost(candidate))] if comparison.prices else []
+        rows.append([*names, shape, *figures, *cost, memory])
         if why := comparison.why_not(candidate):
             lines.append(Padding(Text(f"{' '.join(names)}: {why}"), (0, 0, 0, 2)))
     title = (
@@ -156,7 +189,7 @@ def comparison_table(comparison: Comparison) -> Group:
     table = columns(title, header, rows, right=right, narrow=True)
     parts: list[RenderableType] = [table]
     parts += [Text("Why not", style="bold"), *lines] if lines else []
-    notes = _notes(comparison)
+    notes = notes_of(comparison)
     parts += (
         [Text("Notes", style="bold"), *(Padding(Text(note), (0, 0, 0, 2)) for note in notes)]
         if notes
@@ -165,7 +198,7 @@ def comparison_table(comparison: Comparison) -> Group:
     return Group(*parts) if len(parts) > 1 else table
 
 
-def _notes(comparison: Comparison) -> list[str]:
+def notes_of(comparison: Comparison) -> list[str]:
     """What some candidates recompute and others do not, and notes of the plans on batches that the
     devices do not divide, each once.
     """
@@ -177,6 +210,8 @@ def _notes(comparison: Comparison) -> list[str]:
     if len(by_way) > 1:
         ways = (f"{way}: {', '.join(dict.fromkeys(names))}" for way, names in by_way.items())
         notes.append(f"Recomputation of the fastest plan of each. {'; '.join(ways)}.")
+    if comparison.prices_from:
+        notes.append(f"Prices: {comparison.prices_from}.")
     notes += [
         note
         for c in comparison.candidates
@@ -193,12 +228,12 @@ def _cells(candidate: Candidate, objective: str | None, counted: bool, tokens: b
         need = f"{format_bytes(candidate.required_bytes)}" if candidate.required_bytes else ""
         empty = [""] * (streams + counted + 1)
         return ["", "does not fit" if need else "no plan", *empty, need]
-    p, used = plan.prediction, _mfu(plan, objective)
+    p, used = plan.prediction, mfu_of(plan, objective)
     count = tokens_per_step(plan) if tokens else examples_per_step(plan)
-    seconds = _seconds(plan, objective)
+    seconds = seconds_of(plan, objective)
     share = f" {p.peak_memory_bytes / p.memory_limit_bytes:.0%}" if p.memory_limit_bytes else ""
     return [
-        _layout(plan),
+        layout(plan),
         format_seconds(p.step_time_s),
         *([format_seconds(seconds)] if streams else []),
         *([f"{used:.1%}" if used is not None else ""] if counted else []),
@@ -207,20 +242,26 @@ def _cells(candidate: Candidate, objective: str | None, counted: bool, tokens: b
     ]
 
 
-def _layout(plan: Plan) -> str:
+def format_cost(cost: float | None) -> str:
+    """A price as text; empty if it is not known."""
+    return "" if cost is None else f"{cost:,.0f}" if cost >= 100 else f"{cost:.3g}"
+
+
+def layout(plan: Plan) -> str:
+    """Its mesh, or its number of stages, and its micro-batches."""
     mesh = "x".join(map(str, plan.stages[0].mesh_shape)) if plan.stages else ""
     batches = f", {plan.num_micro_batches} mb" if plan.num_micro_batches > 1 else ""
     return f"{len(plan.stages)} stages{batches}" if is_pipeline(plan) else f"{mesh}{batches}"
 
 
-def _seconds(plan: Plan, objective: str | None) -> float:
+def seconds_of(plan: Plan, objective: str | None) -> float:
     """What is least in the fastest plan."""
     return time_between_calls_s(plan) if objective == "throughput" else plan.prediction.step_time_s
 
 
-def _mfu(plan: Plan, objective: str | None) -> float | None:
+def mfu_of(plan: Plan, objective: str | None) -> float | None:
     """Model FLOPs utilisation while calls or steps follow one another."""
-    used, seconds = mfu(plan), _seconds(plan, objective)
+    used, seconds = mfu(plan), seconds_of(plan, objective)
     return used * plan.prediction.step_time_s / seconds if used and seconds else used
 
 
@@ -229,7 +270,7 @@ def _loss(plan: Plan, best: Plan, objective: str | None) -> str:
     collective if the largest part is communication; of calls in a stream how often there is one.
     """
     if objective == "throughput":
-        mine_s, theirs_s = _seconds(plan, objective), _seconds(best, objective)
+        mine_s, theirs_s = seconds_of(plan, objective), seconds_of(best, objective)
         if mine_s <= theirs_s:
             return "as fast as the fastest"
         return (
@@ -239,7 +280,7 @@ def _loss(plan: Plan, best: Plan, objective: str | None) -> str:
     extra_s = plan.prediction.step_time_s - best.prediction.step_time_s
     if extra_s <= 0:
         return "as fast as the fastest"
-    mine, theirs = _parts(plan), _parts(best)
+    mine, theirs = parts_of(plan), parts_of(best)
     more = sorted(((mine[name] - theirs[name], name) for name in mine), reverse=True)
     said = [f"+{format_seconds(s)} {name}" for s, name in more[:_MOST_PARTS] if s > extra_s / 20]
     less = [f"-{format_seconds(-s)} {name}" for s, name in reversed(more) if -s > extra_s / 20]
@@ -248,7 +289,8 @@ def _loss(plan: Plan, best: Plan, objective: str | None) -> str:
     return f"{ratio:.2f}x: {', '.join([*said, *less])}{f' (most: {worst})' if worst else ''}"
 
 
-def _parts(plan: Plan) -> dict[str, float]:
+def parts_of(plan: Plan) -> dict[str, float]:
+    """Seconds of the parts of a step, which add up to its time."""
     p = plan.prediction
     return {
         "compute": p.compute_s,
@@ -278,5 +320,5 @@ def sorted_candidates(
     candidates: Sequence[Candidate], objective: str | None = None
 ) -> tuple[Candidate, ...]:
     """The candidates, fastest first; those without a plan last, in their given order."""
-    seconds = {id(c): _seconds(c.plan, objective) for c in candidates if c.plan}
+    seconds = {id(c): seconds_of(c.plan, objective) for c in candidates if c.plan}
     return tuple(sorted(candidates, key=lambda c: seconds.get(id(c), math.inf)))

@@ -32,6 +32,10 @@ _COLOURS = {
     "backward for inputs": "#e69f00",
     "gradients of weights": "#f7d08a",
     "update": "#7f7f7f",
+    "compute": "#3b6ea5",
+    "communication": "#d55e00",
+    "copies to and from host memory": "#8c6d31",
+    "waiting for other stages": "#999999",
 }
 _OTHERS = ("#999999", "#8c6d31", "#7b4173", "#637939", "#bcbd22")
 _BAR_WIDTH = 160
@@ -77,10 +81,10 @@ def bar(share: float, name: str, parts: Sequence[str] = ()) -> str:
         name: name of the bar's row.
         parts: names that have colours of their own; all others share one.
     """
-    colour = colour_of(name, parts) if name in parts else "#3b6ea5"
+    fill = f'fill="{colour_of(name, parts)}"' if name in parts else 'class="bar"'
     return (
         f'<svg width="{_BAR_WIDTH}" height="{_BAR_HEIGHT}" role="img" aria-label="{escape(name)}:'
-        f' {share:.0%}"><rect fill="{colour}" width="{_BAR_WIDTH * share:.1f}"'
+        f' {share:.0%}"><rect {fill} width="{_BAR_WIDTH * share:.1f}"'
         f' height="{_BAR_HEIGHT}"/></svg>'
     )
 
@@ -251,6 +255,45 @@ def rows_over_time(
             f'<text x="{x:.1f}" y="{height + 20}" text-anchor="{anchor}">{escape(text)}</text>'
         )
     return _picture(_WIDTH, height + _BOTTOM, drawn, label, "chart") + legend(kinds)
+
+
+def bars_in_parts(
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    *,
+    marks: Sequence[tuple[float, str]],
+    label: str,
+) -> str:
+    """Bars over a common axis, each below its name and made of parts, and a legend of the parts.
+
+    Args:
+        rows: the name of each bar, with the lengths of its parts.
+        marks: places on the axis, each with a text; the axis ends at the longest bar.
+        label: what the picture shows, for screen readers.
+    """
+    extent = max((sum(parts.values()) for _, parts in rows), default=0.0) or 1.0
+    scale, height = (_WIDTH - 2 * _RIGHT) / extent, len(rows) * 2 * _ROW
+    names = list(dict.fromkeys(p for _, parts in rows for p, length in parts.items() if length))
+    drawn = []
+    for place, text in marks:
+        x = _RIGHT + place * scale
+        anchor = "end" if place > 0.9 * extent else "start"
+        drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height + 5}" class="grid"/>')
+        drawn.append(
+            f'<text x="{x:.1f}" y="{height + 26}" text-anchor="{anchor}">{escape(text)}</text>'
+        )
+    for index, (name, parts) in enumerate(rows):
+        y, x = 2 * index * _ROW, float(_RIGHT)
+        drawn.append(f'<text x="{_RIGHT}" y="{y + _ROW - 8}">{escape(name)}</text>')
+        for part, length in parts.items():
+            if not length:
+                continue
+            drawn.append(
+                f'<rect x="{x:.2f}" y="{y + _ROW}" width="{length * scale:.2f}"'
+                f' height="{_ROW - _GAP}" fill="{colour_of(part, names)}">'
+                f"<title>{escape(part)}</title></rect>"
+            )
+            x += length * scale
+    return _picture(_WIDTH, height + _BOTTOM, drawn, label, "chart") + legend(names)
 
 
 def cells(numbers: Sequence[int], columns: int, label: str) -> str:

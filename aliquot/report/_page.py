@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from ..core import format_bytes, format_seconds
@@ -28,35 +28,48 @@ from ._page_series import memory_series, schedule_rows
 
 _MOST_CELLS = 64
 _ENDS_OF_PARTS = re.compile(r"(?<=[A-Za-z_\])])[./](?=[A-Za-z_])")
-_STYLE = """:root{color-scheme:light}
+_STYLE = """:root{color-scheme:light dark;--ink:#1c2733;--quiet:#52606d;--paper:#fff;--card:#f2f6fa;
+--line:#e3e7eb;--mark:#8a949e;--limit:#b03030;--bar:#3b6ea5;--device:#dbe7f3}
+@media(prefers-color-scheme:dark){:root{--ink:#e3e8ee;--quiet:#a3b0bd;--paper:#14191f;
+--card:#1f2831;--line:#333e49;--mark:#6d7884;--limit:#ff7b72;--bar:#6ca6e0;--device:#2b4763}}
 body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:60rem;
-padding:0 1rem;color:#1c2733;background:#fff}
+padding:0 1rem;color:var(--ink);background:var(--paper)}
 h1{font-size:1.35rem}h2{font-size:1.05rem;margin-top:2rem}
-.card{display:flex;flex-wrap:wrap;gap:.8rem 2rem;margin:0;padding:.9rem 1.1rem;background:#f2f6fa;
-border-radius:.5rem}.card dt{font-size:.8rem;color:#52606d}.card dd{margin:0;font-weight:600}
+.card{display:flex;flex-wrap:wrap;gap:.8rem 2rem;margin:0;padding:.9rem 1.1rem;
+background:var(--card);border-radius:.5rem}.card dt{font-size:.8rem;color:var(--quiet)}
+.card dd{margin:0;font-weight:600}.note{color:var(--quiet)}
 table{border-collapse:collapse}td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}
 th{font-weight:600}.facts td:first-child{min-width:6.5rem}
-.number{text-align:right;white-space:nowrap}svg{max-width:100%;height:auto}
-svg text{font-size:12px;fill:#1c2733}.device{fill:#dbe7f3;stroke:#3b6ea5}.grid{stroke:#e3e7eb}
-.mark{stroke:#8a949e;stroke-dasharray:2 3}.limit{stroke:#b03030;stroke-width:2}
+.number{text-align:right}.number,.word{white-space:nowrap}svg{max-width:100%;height:auto}
+svg text{font-size:12px;fill:var(--ink)}.device{fill:var(--device);stroke:var(--bar)}
+.bar{fill:var(--bar)}.grid{stroke:var(--line)}.mark{stroke:var(--mark);stroke-dasharray:2 3}
+.limit{stroke:var(--limit);stroke-width:2}
 .legend span{display:inline-block;white-space:nowrap;margin-right:1.2rem}
 .legend svg{vertical-align:-1px}
 @media(max-width:640px){body{margin:1rem auto;font-size:13px}.chart text{font-size:22px}
 td,th{padding-right:.5rem}.picture{display:none}}"""
 # On narrow screens a row of many cells becomes a list of them, each behind its heading.
-_STACKED = """@media(max-width:WIDTHpx){.NAME tr{display:block;border-top:1px solid #e3e7eb;
+_STACKED = """@media(max-width:WIDTHpx){.NAME tr{display:block;border-top:1px solid var(--line);
 padding:.3rem 0}.NAME tr:first-child,.NAME td:empty{display:none}.NAME td{display:flex;
 text-align:left;padding:.05rem 0;white-space:normal}.NAME td::before{content:attr(data-label);
-flex:0 0 7rem;color:#52606d}.NAME .picture{display:none}}"""
+flex:0 0 7rem;color:var(--quiet)}.NAME .picture{display:none}}"""
 _NARROW = {"wide": "640", "widest": "960"}
 # Cells of a row of a wide table, and of the widest, at least.
 _MANY, _MOST = 4, 9
+_LONG_WORD = 20
 
 
 def page(plan: Plan) -> str:
     """The HTML text of a plan's page, with styles and pictures inline."""
-    title = escape(headline(plan))
-    sections = "".join(f"<h2>{escape(name)}</h2>{body}" for name, body in _sections(plan) if body)
+    return whole_page(headline(plan), _card(plan), _sections(plan))
+
+
+def whole_page(name: str, card: str, sections: Iterable[tuple[str, str]]) -> str:
+    """The HTML text of a page from its title, the HTML of its card, and titles and HTML of its
+    sections; those without HTML are left out.
+    """
+    title = escape(name)
+    parts = "".join(f"<h2>{escape(about)}</h2>{body}" for about, body in sections if body)
     narrow = "".join(
         _STACKED.replace("NAME", name).replace("WIDTH", width) for name, width in _NARROW.items()
     )
@@ -64,7 +77,7 @@ def page(plan: Plan) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}{narrow}</style></head>"
-        f"<body><h1>{title}</h1>{_card(plan)}{sections}</body></html>\n"
+        f"<body><h1>{title}</h1>{card}{parts}</body></html>\n"
     )
 
 
@@ -83,13 +96,18 @@ def _card(plan: Plan) -> str:
             f"{format_bytes(p.peak_memory_bytes)}{share if limit_bytes else ''}",
         ),
     ]
-    shown = [f"<div><dt>{k}</dt><dd>{escape(v)}</dd></div>" for k, v in facts if v]
+    return card(facts)
+
+
+def card(facts: Iterable[tuple[str, str]]) -> str:
+    """Facts that most readers look for first, as HTML; those without a text are left out."""
+    shown = [f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts if v]
     return f'<dl class="card">{"".join(shown)}</dl>'
 
 
 def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
     facts = [(name, text) for name, text in fact_rows(plan) if name]
-    yield "What to do and what it gives (predicted)", _table((), facts, kind="facts")
+    yield "What to do and what it gives (predicted)", table((), facts, kind="facts")
     yield "Mesh" if len(plan.stages) == 1 else "Mesh of each stage", _meshes(plan)
     for section in sections(plan, EXPLAINED):
         yield section.title, _section(section)
@@ -110,10 +128,10 @@ def _section(section: Section) -> str:
         for row, amount in zip(section.rows, section.amounts)
         if most
     ]
-    table = _table(section.header, section.rows, section.right, pictures) if section.rows else ""
+    rows = table(section.header, section.rows, section.right, pictures) if section.rows else ""
     # The empty paragraph keeps a section without rows and remarks: its title says that there is
     # nothing to list.
-    return table + "".join(f"<p>{escape(remark)}</p>" for remark in section.remarks) or "<p></p>"
+    return rows + "".join(f"<p>{escape(remark)}</p>" for remark in section.remarks) or "<p></p>"
 
 
 def _memory_over_time(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -130,7 +148,9 @@ def _memory_over_time(plan: Plan) -> Iterator[tuple[str, str]]:
         label="memory over the course of a step, by part",
         steps=series.steps,
     )
-    across = "time" if series.steps else "operators of the step in the order in which they run"
+    across = "time" if series.is_time else "operators of the step in the order in which they run"
+    if not plan.is_pipeline and plan.num_micro_batches > 1:
+        across += f"; all {plan.num_micro_batches} micro-batches drawn as one"
     yield (
         f"Memory over the course of a step{series.who} (predicted)",
         f"{drawn}<p>From left to right: {across}.</p>",
@@ -159,7 +179,7 @@ def _schedule(plan: Plan) -> str:
     return text
 
 
-def _table(
+def table(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     right: Sequence[int] = (),
@@ -178,7 +198,10 @@ def _table(
         kind = "widest" if len(header) >= _MOST else "wide"
 
     def cells_of(row: Sequence[str], tag: str) -> str:
-        kinds = [' class="number"' if k in right else "" for k in range(len(row))]
+        kinds = [
+            ' class="number"' if k in right else ' class="word"' if _is_word(cell) else ""
+            for k, cell in enumerate(row)
+        ]
         if tag == "td" and header:
             kinds = [
                 f'{how} data-label="{escape(h)}"' for how, h in zip(kinds, header, strict=True)
@@ -192,6 +215,11 @@ def _table(
         beside = f'<td class="picture">{picture}</td>' if picture else ""
         lines.append(cells_of(row, "td") + beside)
     return f'<table class="{kind}">{"".join(f"<tr>{line}</tr>" for line in lines)}</table>'
+
+
+def _is_word(text: str) -> bool:
+    """Whether a text is short and has no place where it may go on in the next line."""
+    return len(text) <= _LONG_WORD and not _ENDS_OF_PARTS.search(text) and " " not in text
 
 
 def _breakable(text: str) -> str:

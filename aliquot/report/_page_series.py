@@ -23,12 +23,13 @@ class MemorySeries:
     """Memory of each device over the course of a step.
 
     Attributes:
-        places: positions of operators for one program, seconds for a pipeline; ascending.
+        places: seconds; positions of operators for a program of an older plan file; ascending.
         parts: for each part by name, the bytes at each place; parts that stay for the whole step
             come first.
         marks: places, each with a text.
         who: words that say whose devices they are.
         steps: whether bytes stay constant from one place to the next.
+        is_time: whether places are seconds.
     """
 
     places: tuple[float, ...]
@@ -36,6 +37,7 @@ class MemorySeries:
     marks: tuple[tuple[float, str], ...]
     who: str
     steps: bool
+    is_time: bool = True
 
 
 def memory_series(plan: Plan) -> MemorySeries | None:
@@ -52,16 +54,24 @@ def memory_series(plan: Plan) -> MemorySeries | None:
         return None
     # The parts that stay for the whole step are drawn at the bottom.
     steadiest = sorted(curve.parts.items(), key=lambda item: (-min(item[1]), item[0]))
+    places = curve.seconds or tuple(float(k) for k in range(len(curve.phases)))
     marks, count = [], 0
     for phase, group in itertools.groupby(curve.phases):
-        marks.append((float(count), phase))
+        marks.append((places[count], phase))
         count += len(list(group))
+    extent = places[-1] - places[0]
+    marks = _spread(marks, extent)
+    if curve.seconds:
+        # Each phase with its time, and the end of the step.
+        marks = [(s, f"{phase}, {format_seconds(s)}" if s else phase) for s, phase in marks]
+        marks = _spread([*marks, (places[-1], format_seconds(places[-1]))], 1.5 * extent)
     return MemorySeries(
-        places=tuple(float(k) for k in range(len(curve.phases))),
+        places=places,
         parts=dict(steadiest),
-        marks=tuple(_spread(marks, count)),
+        marks=tuple(marks),
         who="",
         steps=False,
+        is_time=bool(curve.seconds),
     )
 
 

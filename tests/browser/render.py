@@ -1,9 +1,10 @@
 """Loads pages in Chromium without a screen and writes a picture of each beside it.
 
-Run as a program of its own, `python render.py [--width 390] page.html ...`: prints one line of JSON for each
+Run as a program of its own, `python render.py [--width 390] [--dark] page.html ...`: prints one line of JSON for each
 page, with what the page itself reports about its layout, and all errors that the browser logged.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ LIMIT_MS = 60_000
 # What the browser made of the page: its extent, pictures without an extent, and texts that stick
 # out of their picture.
 LAYOUT = """JSON.stringify({
-  title: document.title,
+  title: document.title, background: getComputedStyle(document.body).backgroundColor,
   headings: [...document.querySelectorAll('h2')].map(h => h.textContent),
   width: document.documentElement.scrollWidth, height: document.documentElement.scrollHeight,
   pictures: document.querySelectorAll('svg').length,
@@ -63,12 +64,16 @@ def wait(connect):
     return results[0]
 
 
-def main(paths, width):
+def main(paths, width, dark):
+    # Read when the browser starts; 0 is Blink's number for dark.
+    os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] += (
+        f" --blink-settings=preferredColorScheme={int(not dark)}"
+    )
     application = QApplication([])
     view = QWebEngineView()
     page = Page(view)
     view.setPage(page)
-    for path in map(Path, paths):
+    for path in paths:
         page.logged.clear()
         view.resize(width, 600)
         view.show()
@@ -83,7 +88,12 @@ def main(paths, width):
     application.quit()
 
 
-if sys.argv[1] == "--width":
-    main(sys.argv[3:], int(sys.argv[2]))
-else:
-    main(sys.argv[1:], WIDTH)
+if __name__ == "__main__":
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--width", type=int, default=WIDTH)
+    options.add_argument(
+        "--dark", action="store_true", help="as readers see it who prefer dark pages"
+    )
+    options.add_argument("paths", nargs="+", type=Path)
+    chosen = options.parse_args()
+    main(chosen.paths, chosen.width, chosen.dark)

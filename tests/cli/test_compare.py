@@ -160,3 +160,20 @@ def test_a_batch_that_the_devices_do_not_divide_is_said_once(cluster, methods, s
 def test_an_objective_is_for_functions_without_gradients():
     words = ("compare", *ONE_LAYER, "--methods", "ddp", "--objective", "throughput")
     refused(run(*words), "takes gradients: a training step", "Leave the objective out")
+
+
+def test_a_comparison_with_prices_and_a_page(tmp_path):
+    prices, html = tmp_path / "prices.csv", tmp_path / "page.html"
+    prices.write_text("device, devices per host, price per hour (EUR)\nH100, 8, 40\n")
+    args = ("compare", *ONE_LAYER, "--methods", "ddp,zero2", "--prices", prices)
+    found = run(*args, "--html", html, "--json")
+    assert found.exit_code == 0, found.output
+    answer = json.loads(found.stdout)
+    assert answer["html_file"] == str(html) and html.read_text().startswith("<!doctype html>")
+    row = answer["candidates"][0]
+    assert row["cost_unit"] == "EUR/1B tokens"
+    assert row["cost"] == pytest.approx(40 / 3600 / (row["tokens_per_s"] / 1e9))
+    a100 = [part.replace("8xH100", "8xA100-40GB") for part in map(str, args)]
+    refused(run(*a100), "has no price for hosts of this comparison: add the line A100-40GB, 8, P")
+    refused(run(*args, "--html", tmp_path / "no" / "page.html"), "--html", "there is no folder")
+    refused(run(*args, "--html", tmp_path), "is a folder")

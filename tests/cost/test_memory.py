@@ -183,4 +183,18 @@ def test_memory_over_time_passes_through_the_peak_of_the_prediction(name):
     assert [order.index(phase) for phase in curve.phases] == sorted(
         order.index(phase) for phase in curve.phases
     )
-    assert len(curve.phases) == min(96, len(problem.graph.ops) + 1)
+    assert 1 < len(curve.phases) <= min(96, len(problem.graph.ops) + 1)
+    assert curve.seconds[0] == 0 and curve.seconds[-1] == plan.prediction.step_time_s
+    assert list(curve.seconds) == sorted(curve.seconds)
+
+
+def test_memory_over_time_gives_each_phase_its_time():
+    """A layer computes twice as much backward as forward."""
+    plan = aq.plan(
+        *mlp((1024, 1024, 1024), 8192),
+        cluster=Cluster.preset("1xH100"),
+        method=aq.DataParallel(),
+    )
+    curve = plan.prediction.memory_over_time
+    backward = curve.seconds[curve.phases.index("backward")]
+    assert 0.2 < backward / curve.seconds[-1] < 0.45

@@ -18,10 +18,13 @@ def _split(path, dims):
     return _stage(shardings={**SPLITS, path: dims})
 
 
-def _curve(parts):
+def _curve(parts, seconds=()):
     return {
         "prediction": replace(
-            PREDICTION, memory_over_time=MemoryCurve(phases=("forward", "update"), parts=parts)
+            PREDICTION,
+            memory_over_time=MemoryCurve(
+                phases=("forward", "update"), parts=parts, seconds=seconds
+            ),
         )
     }
 
@@ -78,6 +81,10 @@ W = "state.params.layers[0].w"
         (
             _curve({"parameters": (3000.0, -1.0)}),
             "memory_over_time holds bytes that are not finite or are negative",
+        ),
+        (
+            _curve({"parameters": (3000.0, 10.0)}, seconds=(0.2, 0.1)),
+            "memory_over_time has 2 moments, and needs as many ascending seconds",
         ),
         (_curve({"parameters": (10.0, 2000.0)}), "rises to 2000 bytes, and the peak is 3000 bytes"),
         ({"cluster": {"name": "nothing"}}, "cluster: "),

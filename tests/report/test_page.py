@@ -5,14 +5,27 @@ from xml.etree import ElementTree
 
 import pytest
 from command_line import run
+from msgspec.structs import replace
 from planners.small_steps import mlp
-from sample_plans import sample_pipeline, sample_plan
+from sample_plans import PREDICTION, sample_pipeline, sample_plan
 
 import aliquot as aq
-from aliquot.cluster import Cluster
-from aliquot.report import page
+from aliquot.cluster import Cluster, HostPrice
+from aliquot.report import Candidate, Comparison, compare_page, page
 from aliquot.report._drawings import areas, round_ticks, time_marks
 from aliquot.report._page import _breakable
+
+SLOWER = replace(PREDICTION, step_time_s=0.014, communication_s=0.006, hidden_s=0.003)
+COMPARISON = Comparison(
+    model="gpt-10m",
+    candidates=(
+        Candidate(method="auto", cluster="8xH100", plan=sample_plan()),
+        Candidate(method="<fsdp>", cluster="8xH100", plan=sample_plan(prediction=SLOWER)),
+        Candidate(method="ddp", cluster="8xH100", refusal="too large", required_bytes=2.0**40),
+    ),
+    prices=(HostPrice(device="H100", devices_per_host=8, price_per_hour=36.0, currency="USD"),),
+    prices_from="mine.csv",
+)
 
 
 @pytest.mark.parametrize("plan", [sample_plan(), sample_pipeline()], ids=["program", "pipeline"])
@@ -89,3 +102,32 @@ def test_ticks_are_round():
         assert all(float(f"{tick:.1g}") == pytest.approx(tick) or tick > 9 for tick in ticks[:3])
     assert round_ticks(3 * 2**30, binary=True) == [0.0, 2**30, 2 * 2**30, 3 * 2**30]
     assert [text for _, text in time_marks(0.0335)] == ["0 s", "10.0 ms", "20.0 ms", "33.5 ms"]
+
+
+def test_a_comparison_is_one_page_with_time_memory_money_and_a_recommendation():
+    text = compare_page(COMPARISON)
+    body = ElementTree.fromstring(text[text.index("<body>") : text.index("</html>")])
+    said = " ".join("".join(body.itertext()).split())
+    assert "Take auto: 11.0 ms a step." in said
+    assert "<fsdp> is next, 27.3% slower: more than that error." in said
+    assert "at the 90th percentile" in said and "mine.csv" in said
+    # Eight sequences of 128 tokens in 11 ms, on a host of 36 USD an hour.
+    tokens = aq.plans.tokens_per_step(sample_plan())
+    cost = 36 * 0.011 / 3600 / (tokens / 1e9)
+    assert COMPARISON.cost(COMPARISON.candidates[0]) == pytest.approx(cost)
+    assert f"It is the cheapest, too: {cost:.3g} USD/1B tokens." in said
+    assert "does not fit" in said and "1.0 TiB" in said and "too large" in said
+    assert not any(word in text for word in ("http:", "https:", "<script", "<fsdp>"))
+    nothing = Comparison(model="m", candidates=COMPARISON.candidates[2:])
+    assert "No candidate fits." in compare_page(nothing)
+
+
+def test_a_lead_within_the_error_is_said_to_be_no_lead():
+    near = replace(PREDICTION, step_time_s=PREDICTION.step_time_s * 1.02)
+    second = Candidate(method="fsdp", cluster="8xH100", plan=sample_plan(prediction=near))
+    two = Comparison(model="m", candidates=(COMPARISON.candidates[0], second))
+    assert "fsdp is next, 2.0% slower: less than that error, so measure both" in compare_page(two)
+
+
+def test_colours_are_told_for_dark_and_light():
+    assert "prefers-color-scheme:dark" in page(sample_plan())

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from report.test_page import COMPARISON
 from sample_plans import PREDICTION, sample_pipeline, sample_plan
 
 from aliquot.plans import MemoryCurve
-from aliquot.report import page
+from aliquot.report import compare_page, page
 
 RENDER = Path(__file__).parents[1] / "browser" / "render.py"
 pytestmark = pytest.mark.skipif(
@@ -39,37 +40,41 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="module")
-def rendered(tmp_path_factory):
-    """What the browser reports of each page, and where its picture lies."""
-    folder = tmp_path_factory.mktemp("pages")
-    paths = [folder / f"{name.replace(' ', '_')}.html" for name in PLANS]
-    for path, plan in zip(paths, PLANS.values()):
-        path.write_text(page(plan))
-    ended = subprocess.run(
-        [sys.executable, str(RENDER), *map(str, paths)], capture_output=True, text=True, timeout=240
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-    return dict(zip(PLANS, zip(found, (path.with_suffix(".png") for path in paths)), strict=True))
+PAGES = {**{name: page(plan) for name, plan in PLANS.items()}, "compared": compare_page(COMPARISON)}
 
 
-def test_no_column_is_cut_on_a_phone_and_texts_stay_in_their_pictures(tmp_path):
-    paths = [tmp_path / f"{k}.html" for k in range(len(PLANS))]
-    for path, plan in zip(paths, PLANS.values(), strict=True):
-        path.write_text(page(plan))
+def shown(folder, *options):
+    """What the browser reports of each page, by name."""
+    paths = [folder / f"{name.replace(' ', '_')}.html" for name in PAGES]
+    for path, text in zip(paths, PAGES.values(), strict=True):
+        path.write_text(text)
     ended = subprocess.run(
-        [sys.executable, str(RENDER), "--width", "390", *map(str, paths)],
+        [sys.executable, str(RENDER), *options, *map(str, paths)],
         capture_output=True,
         text=True,
         timeout=240,
     )
+    assert ended.returncode == 0, ended.stderr[-2000:]
     found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == len(PLANS), ended.stderr[-2000:]
-    assert all(each["width"] <= 390 and each["outside"] == [] for each in found)
+    return dict(zip(PAGES, found, strict=True))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.fixture(scope="module")
+def rendered(tmp_path_factory):
+    """What the browser reports of each page, and where its picture lies."""
+    folder = tmp_path_factory.mktemp("pages")
+    found = shown(folder)
+    return {name: (found[name], folder / f"{name.replace(' ', '_')}.png") for name in PAGES}
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (800, True), (1440, False)])
+def test_no_column_is_cut_and_texts_stay_in_their_pictures(tmp_path, width, dark):
+    for found in shown(tmp_path, "--width", str(width), *(["--dark"] if dark else [])).values():
+        assert found["width"] <= width and found["outside"] == []
+        assert found["background"] == ("rgb(20, 25, 31)" if dark else "rgb(255, 255, 255)")
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_the_browser_shows_all_of_the_page(rendered, name):
     found, _ = rendered[name]
     assert found["loaded"] and found["logged"] == []
