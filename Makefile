@@ -85,13 +85,8 @@ $(BROWSER)/.installed: $(INSTALLED)
 page-test: $(BROWSER)/.installed
 	PYTHONPATH='$(abspath $(BROWSER))' $(BIN)/python -m pytest tests/report/test_page_in_browser.py
 
-# Of a plan with everything that a page can show.
 pictures: $(BROWSER)/.installed
-	@rm -rf build/pictures && mkdir -p build/pictures docs/pictures
-	$(BIN)/aliquot plan gpt-2.6b --cluster 2x8xV100-16GB --global-batch 64 --method pipeshard --out build/pictures/plan.json > build/pictures/plan.txt
-	$(BIN)/aliquot explain build/pictures/plan.json --no-alternatives --html build/pictures/page.html > build/pictures/explain.txt
-	PYTHONPATH='$(abspath $(BROWSER))' $(BIN)/python tests/browser/render.py build/pictures/page.html
-	cp build/pictures/page.png docs/pictures/page.png
+	PYTHONPATH='$(abspath $(BROWSER))' $(BIN)/python tests/browser/pictures.py
 
 # Stubs of NumPy are written for the Python that it is installed for.
 PYTHON_VERSION = $(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')

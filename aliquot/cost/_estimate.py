@@ -68,7 +68,7 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
             if op
             else ""
         ),
-        collectives=tuple(_with_source_line(use, graph) for use in collective_uses(priced, picks)),
+        collectives=tuple(with_source_line(use, graph) for use in collective_uses(priced, picks)),
         measured_share=measured.share,
         measured_compute_share=measured.alone_share,
         measured_error=measured.error,
@@ -76,7 +76,7 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
     )
 
 
-def _with_source_line(use: CollectiveUse, graph: Graph) -> CollectiveUse:
+def with_source_line(use: CollectiveUse, graph: Graph) -> CollectiveUse:
     """A collective whose label names an operator, with that operator's line of the user's code, or
     the nearest.
 

@@ -12,7 +12,7 @@ from ..cluster import Cluster
 from ..graph import Graph
 from ..plans import CollectiveUse, Prediction, Schedule, StagePrediction
 from ..sharding import Crossing, NodeId
-from ._estimate import MeasuredShare, collective_uses, measured_share
+from ._estimate import MeasuredShare, collective_uses, measured_share, with_source_line
 from ._phases import PhaseCosts, phase_costs
 from ._pipeline import Floats, PipelineTimes, StageCosts, simulate
 from ._priced import Ints, Priced
@@ -195,7 +195,9 @@ def _stage_prediction(
         in_flight=in_flight,
         peak_memory_bytes=sum(memory.values()),
         memory_bytes=memory,
-        collectives=collective_uses(stage.priced, stage.picks),
+        collectives=tuple(
+            with_source_line(use, stage.graph) for use in collective_uses(stage.priced, stage.picks)
+        ),
         host_memory_bytes={
             part: num_bytes
             for part, num_bytes in (
