@@ -89,6 +89,7 @@ class _Ring:
             return self._padded(out, self.dim, 0.0), self._padded(sums, -1, -jnp.inf)
 
         def join(step: Any, state: Arrays, k: Any, v: Any) -> Arrays:
+            """The results so far, with those of one more part of the keys."""
             out, sums = self._part(
                 step,
                 lambda: kernel("NO_MASK", q, k, v),
@@ -100,7 +101,7 @@ class _Ring:
             return state[0] * shares[0] + out * shares[1], total
 
         first = kernel("CAUSAL" if self.is_causal else "NO_MASK", q, k, v)
-        (out, sums), _ = self._round(first, (k, v), lambda step, s, kv: (join(step, s, *kv), kv))
+        out, sums = self._round(first, k, v, join)
         return out.astype(q.dtype), sums
 
     def backward(self, q: Any, k: Any, v: Any, sums: Any, out: Any, grad: Any) -> Arrays:
@@ -117,8 +118,11 @@ class _Ring:
         def late(dq: Any, dk: Any, dv: Any) -> Arrays:
             return self._padded(dq, self.dim, 0.0), dk, dv
 
-        def add(step: Any, dq: Any, travelling: Arrays) -> tuple[Any, Arrays]:
-            k, v, dk, dv = travelling
+        def add(step: Any, state: Arrays, k: Any, v: Any) -> Arrays:
+            """The gradients so far, those of keys and values one device further, with the summands
+            of these keys and values.
+            """
+            dq, *travelling = state
             more = self._part(
                 step,
                 lambda: kernel("NO_MASK", q, k, v, sums, out, grad),
@@ -137,13 +141,13 @@ class _Ring:
                     )
                 ),
             )
-            return dq + more[0], (k, v, dk + more[1], dv + more[2])
+            of_keys = zip(self._passed_on(*travelling), more[1:], strict=True)
+            return dq + more[0], *(so_far + each for so_far, each in of_keys)
 
         mask = "CAUSAL" if self.is_causal else "NO_MASK"
-        dq, dk, dv = kernel(mask, q, k, v, sums, out, grad)
-        dq, (_, _, dk, dv) = self._round(dq, (k, v, dk, dv), add)
+        dq, dk, dv = self._round(kernel(mask, q, k, v, sums, out, grad), k, v, add)
         # One more step brings the sums home.
-        dk, dv = self._passed_on((dk, dv))
+        dk, dv = self._passed_on(dk, dv)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
     def balanced(self, x: Any, *, back: bool = False) -> Any:
@@ -171,21 +175,24 @@ class _Ring:
         return jnp.concatenate([first, second], dim)
 
     def _round(
-        self,
-        state: Any,
-        travelling: Arrays,
-        step: Callable[[Any, Any, Arrays], tuple[Any, Arrays]],
-    ) -> tuple[Any, Arrays]:
-        """`step(number, state, travelling)` with what each of the other devices had."""
+        self, state: Arrays, k: Any, v: Any, step: Callable[[Any, Arrays, Any, Any], Arrays]
+    ) -> Arrays:
+        """`step(number, state, k, v)` with the keys and values of each of the other devices.
 
-        def body(number: Any, carried: tuple[Any, Arrays]) -> tuple[Any, Arrays]:
-            state, travelling = carried
-            return step(number, state, self._passed_on(travelling))
+        They are sent on before the step that reads them, and what the next step reads arrives while
+        this one computes.
+        """
 
-        done: tuple[Any, Arrays] = jax.lax.fori_loop(1, self.size, body, (state, travelling))
-        return done
+        def body(number: Any, carried: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+            state, here = carried
+            following = self._passed_on(*here)
+            return step(number, state, *here), following
 
-    def _passed_on(self, arrays: Arrays) -> Arrays:
+        last = self.size - 1
+        state, here = jax.lax.fori_loop(1, last, body, (state, self._passed_on(k, v)))
+        return step(last, state, *here)
+
+    def _passed_on(self, *arrays: Any) -> Arrays:
         following = [(d, (d + 1) % self.size) for d in range(self.size)]
         return tuple(jax.lax.ppermute(x, self.axes, following) for x in arrays)
 
