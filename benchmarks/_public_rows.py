@@ -55,7 +55,7 @@ class Case:
     """A reported step that the zoo can express.
 
     `group` names source and model family; rows of one group are fitted together or held out
-    together. `tensor` and `pipeline` are degrees of parallelism.
+    together. `tensor`, `context` and `pipeline` are degrees of parallelism.
     """
 
     id: str
@@ -63,6 +63,7 @@ class Case:
     framework: str
     group: str
     tensor: int
+    context: int
     pipeline: int
     seq_len: int
     measured_s: float
@@ -75,9 +76,9 @@ class Case:
     @property
     def is_fitted(self) -> bool:
         """Whether figures may be fitted to this row: half of the groups, by a hash of their
-        names. Pipelines are never fitted.
+        names. Pipelines and split sequences are never fitted.
         """
-        return self.pipeline == 1 and zlib.crc32(self.group.encode()) % 2 == 0
+        return self.pipeline * self.context == 1 and zlib.crc32(self.group.encode()) % 2 == 0
 
 
 def express(row: dict[str, Any]) -> Case:
@@ -95,7 +96,6 @@ def express(row: dict[str, Any]) -> Case:
         reasons.append("experts")
     for degree, what in (
         ("vp", "virtual stages"),
-        ("cp", "context parallelism"),
         ("ep", "experts"),
     ):
         if (degrees[degree] or 1) > 1:
@@ -133,6 +133,7 @@ def express(row: dict[str, Any]) -> Case:
         framework=row["framework"].split(",")[0],
         group=f"{source} {model['name']}",
         tensor=degrees["tp"] or 1,
+        context=degrees["cp"] or 1,
         pipeline=pipeline,
         seq_len=model["seq"],
         measured_s=measured["step_s"],
@@ -193,10 +194,12 @@ def _cluster(where: dict[str, Any]) -> Cluster:
 
 def _method(degrees: dict[str, Any], num_devices: int, count: int) -> AbstractMethod:
     tensor, pipeline, zero = degrees["tp"] or 1, degrees["pp"] or 1, degrees["zero"] or 0
+    context = degrees["cp"] or 1
     replicas, sharded = degrees["dp"] or 1, degrees["fsdp"] or 1
-    if tensor * pipeline > 1:
+    if tensor * context * pipeline > 1:
         return Megatron(
-            data=num_devices // (tensor * pipeline),
+            data=num_devices // (tensor * context * pipeline),
+            context=context,
             tensor=tensor,
             pipeline=pipeline,
             zero_stage=3 if sharded > 1 else zero,

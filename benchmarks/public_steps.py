@@ -150,7 +150,7 @@ def _flat(rows: Sequence[Row]) -> list[Row]:
     return [
         r
         for r in rows
-        if r.case.tensor * r.case.pipeline == 1 and not r.case.device.startswith("V100")
+        if _parallelism(r.case) == "data, FSDP" and not r.case.device.startswith("V100")
     ]
 
 
@@ -277,6 +277,8 @@ def _by(rows: Sequence[Row], what: str, key: Callable[[Row], str]) -> list[dict[
 def _parallelism(case: Case) -> str:
     if case.pipeline > 1:
         return "pipeline"
+    if case.context > 1:
+        return "context"
     return "tensor" if case.tensor > 1 else "data, FSDP"
 
 
