@@ -28,6 +28,7 @@ from ._collectives import collective_line as collective_line
 from ._collectives import collective_points as collective_points
 from ._collectives import resharding_seconds as resharding_seconds
 from ._estimate import MeasuredShare as MeasuredShare
+from ._estimate import casts_fit as casts_fit
 from ._estimate import check_choices as check_choices
 from ._estimate import collective_uses as collective_uses
 from ._estimate import decode_interior as decode_interior

@@ -36,6 +36,7 @@ from ._priced import Ints, Priced, corrected_work, sum_collective
 from .memory import (
     MemoryModel,
     converted,
+    keeping_casts,
     known_memory,
     memory_model,
     memory_over_time,
@@ -43,10 +44,35 @@ from .memory import (
 )
 
 
-def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph) -> Prediction:
-    """Step time, memory and collectives of a step under picks."""
-    time = evaluate(priced, picks)
+def seconds_of_casts(priced: Priced, picks: Ints) -> tuple[float, float]:
+    """What the forward and the backward pass of a micro-batch take longer if they cast parameters
+    themselves, and no casts are kept for the whole step.
+    """
+    seconds = np.zeros(len(Phase))
+    for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
+        seconds += node.casts[:, pick] / priced.repeats
+    forward = float(seconds[Phase.PROLOGUE] + seconds[Phase.FORWARD])
+    return forward, float(seconds[Phase.BACKWARD])
+
+
+def predict(
+    priced: Priced,
+    picks: Ints,
+    memory_limit_bytes: float,
+    graph: Graph,
+    casts_once: bool | None = None,
+) -> Prediction:
+    """Step time, memory and collectives of a step under picks.
+
+    Args:
+        casts_once: see `StagePlan`; by default what `casts_fit` says.
+    """
+    if casts_once is None:
+        casts_once = casts_fit(priced, picks, memory_limit_bytes, graph)
+    time = evaluate(priced, picks, casts_once=casts_once)
     model = known_memory(priced, picks)
+    if casts_once:
+        model = keeping_casts(model, graph)
     peak, moment, parts = peak_memory(model, priced, picks)
     op = graph.ops[min(moment, len(graph.ops) - 1)] if graph.ops else None
     measured = measured_share(priced, picks)
@@ -74,6 +100,16 @@ def predict(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph
         measured_error=measured.error,
         memory_over_time=memory_over_time(model, priced, picks, graph, time.total_s),
     )
+
+
+def casts_fit(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph) -> bool:
+    """Whether a program under picks casts parameters once a step: there are casts, and memory to
+    keep them.
+    """
+    if not sum(seconds_of_casts(priced, picks)):
+        return False
+    model = keeping_casts(known_memory(priced, picks), graph)
+    return peak_memory(model, priced, picks)[0] <= memory_limit_bytes
 
 
 def with_source_line(use: CollectiveUse, graph: Graph) -> CollectiveUse:
@@ -296,7 +332,7 @@ def measured_share(priced: Priced, picks: Ints) -> MeasuredShare:
         choice, sizes = table.choices[pick : pick + 1], [factor.size for factor in node.factors]
         for work in node_work:
             seconds, corrections = corrected_work(work, sizes, choice, priced.mesh, priced.target)
-            times = 1 if work.phase is Phase.UPDATE else priced.repeats
+            times = work.times(priced.repeats)
             if corrections is None:
                 total += float(seconds[0]) * times
             else:

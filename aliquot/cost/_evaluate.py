@@ -36,8 +36,9 @@ class StepTime:
         return self.compute_s + self.communication_s + self.gradient_s - self.hidden_s + exposed_s
 
 
-def evaluate(priced: Priced, picks: Ints) -> StepTime:
+def evaluate(priced: Priced, picks: Ints, *, casts_once: bool = True) -> StepTime:
     """Step time under a choice for every node. Equal conversions of one array are paid once.
+    `casts_once`: see `StagePlan`.
 
     Gathers of parameters, sums of gradients and, in part, sums of activations run beside the
     compute of the forward and backward pass: as far as the target's compiler overlaps them, and at
@@ -46,8 +47,9 @@ def evaluate(priced: Priced, picks: Ints) -> StepTime:
     """
     compute = communication = gradient = hideable = once = beside = last = 0.0
     for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
-        compute += float(node.compute_s[pick])
-        beside += float(node.beside_s[pick])
+        again = 0.0 if casts_once else float(node.casts[:, pick].sum())
+        compute += float(node.compute_s[pick]) + again
+        beside += float(node.beside_s[pick]) + again
         last += float(node.compute[Phase.BACKWARD, pick]) / priced.repeats
         communication += float(node.communication_s[pick])
         gradient += float(node.gradient_s[pick])

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..graph import Graph, Memory, Phase
 from ..sharding import PARTIAL, shards_of
-from ._estimate import peak_memory
+from ._estimate import peak_memory, seconds_of_casts
 from ._evaluate import conversions
 from ._host_copies import copy_times
 from ._priced import Ints, Priced
@@ -40,6 +40,8 @@ class PhaseCosts:
             `handed_bytes` of them are made by its backward pass.
         working_bytes: what else is needed at the peak.
         memory_bytes: the peak with one micro-batch in flight, by part.
+        casts_s: what both passes take longer if parameters are cast in each of them, and not once
+            a step (`StagePlan.casts_once`).
     """
 
     forward_s: float
@@ -59,6 +61,7 @@ class PhaseCosts:
     handed_bytes: float
     working_bytes: float
     memory_bytes: dict[str, float]
+    casts_s: tuple[float, float] = (0.0, 0.0)
 
 
 def phase_costs(
@@ -137,6 +140,7 @@ def phase_costs(
         # Rounding may make the parts exceed the peak.
         working_bytes=max(0.0, peak - state - kept),
         memory_bytes=parts,
+        casts_s=seconds_of_casts(priced, picks),
     )
 
 
@@ -166,6 +170,9 @@ def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
     total_bytes = 0.0
     for r, local in zip(model.residents, model.local_bytes, strict=True):
         if r.category in _STATE or r.category == "batch" or not kept.get(r.label, True):
+            continue
+        # Casts of parameters are made in each pass, or once for all micro-batches.
+        if r.cast is not None:
             continue
         # Made before the moment, and read at it or later.
         alive = int(np.count_nonzero((r.births < moment) & (r.deaths >= moment)))

@@ -76,6 +76,9 @@ class PlannedStep:
                 num_micro_batches=plan.num_micro_batches,
                 split_backward=SCHEDULES[plan.schedule].splits_backward,
                 recompute=self._recompute(),
+                casts_once=frozenset(
+                    StageId(k) for k, stage in enumerate(plan.stages) if stage.casts_once
+                ),
                 semantics=plan.micro_batch_semantics,
                 on_missing_rule=self.stages[0].problem.nodes.on_missing_rule,
             )
@@ -125,9 +128,10 @@ def estimate(step: PlannedStep) -> Prediction:
     """
     if step.layered is not None:
         return estimate_stages(step).step
-    (stage,) = step.stages
-    priced, picks = _priced(stage, step.plan.stages[0])
-    return predict(priced, picks, step.plan.prediction.memory_limit_bytes, stage.problem.graph)
+    (stage,), (planned,) = step.stages, step.plan.stages
+    priced, picks = _priced(stage, planned)
+    limit_bytes = step.plan.prediction.memory_limit_bytes
+    return predict(priced, picks, limit_bytes, stage.problem.graph, planned.casts_once)
 
 
 def attention_s(step: PlannedStep) -> float:
@@ -169,6 +173,7 @@ def estimate_stages(step: PlannedStep) -> PipelinePrediction:
         crossing=step.staged.crossing,
         memory_limit_bytes=plan.prediction.memory_limit_bytes,
         overlaps_transfers=plan.overlaps_transfers,
+        casts_once=[planned.casts_once for planned in plan.stages],
     )
 
 

@@ -72,6 +72,8 @@ class PricedNode:
         deferrable_s: the part of `compute` and `communication` in deferrable operators; see `Op`.
         compute_s, communication_s: sums over phases.
         beside_s: `compute` before the update, beside which collectives can run.
+        casts: a row for each phase: what casts of parameters take beyond `compute` if they are made
+            for each micro-batch and not kept for the whole step.
         hideable_s: what can run beside compute, of all of the node's collectives.
     """
 
@@ -83,6 +85,7 @@ class PricedNode:
     hideable: Floats
     once_hideable_s: Floats
     deferrable_s: Floats
+    casts: Floats
     compute_s: Floats = field(init=False)
     beside_s: Floats = field(init=False)
     communication_s: Floats = field(init=False)
@@ -167,7 +170,14 @@ def price(
     if problem.semantics == "independent":
         data_axes = frozenset()
     # One pricer for all nodes and edges, so that they share its cache.
-    pricer = _Pricer(mesh=mesh, target=target, repeats=repeats, data_axes=data_axes)
+    pricer = _Pricer(
+        mesh=mesh,
+        target=target,
+        repeats=repeats,
+        data_axes=data_axes,
+        # Independent micro-batches are steps of their own.
+        keeps_casts=repeats > 1 and problem.semantics != "independent",
+    )
     if choices is None:
         choices = [enumerate_choices(node, mesh.shape) for node in graph.nodes]
     nodes = tuple(
@@ -217,19 +227,20 @@ class _Pricer:
     target: Target
     repeats: int
     data_axes: frozenset[int]
+    keeps_casts: bool
     cache: _Cache = field(default_factory=_Cache)
 
     def node(self, node: Node, node_work: Sequence[Work], choices: Ints) -> PricedNode:
-        compute, communication, hideable = np.zeros((3, len(Phase), len(choices)))
+        compute, communication, hideable, casts = np.zeros((4, len(Phase), len(choices)))
         gradient, gradient_once, deferrable = np.zeros((3, len(choices)))
         sizes = [factor.size for factor in node.factors]
         for work in node_work:
-            seconds = work_seconds(work, sizes, choices, self.mesh, self.target) * self.times(
-                work.phase
-            )
-            compute[work.phase] += seconds
+            each = work_seconds(work, sizes, choices, self.mesh, self.target)
+            times = work.times(self.repeats) if self.keeps_casts else self.times(work.phase)
+            compute[work.phase] += times * each
+            casts[work.phase] += (self.times(work.phase) - times) * each
             if work.deferrable:
-                deferrable += seconds
+                deferrable += times * each
         for collective in node.collectives:
             seconds, once = self.collective(collective, choices)
             if collective.gradient:
@@ -255,6 +266,7 @@ class _Pricer:
             hideable=hideable,
             once_hideable_s=self.target.overlap_fraction * gradient_once,
             deferrable_s=deferrable,
+            casts=casts,
         )
 
     def collective(self, collective: NodeCollective, choices: Ints) -> tuple[Floats, Floats]:

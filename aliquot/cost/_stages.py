@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,13 +13,19 @@ from ..cluster import Cluster
 from ..graph import Graph
 from ..plans import CollectiveUse, Prediction, Schedule, StagePrediction
 from ..sharding import Crossing, NodeId
-from ._estimate import MeasuredShare, collective_uses, measured_share, with_source_line
+from ._estimate import (
+    MeasuredShare,
+    collective_uses,
+    measured_share,
+    peak_memory,
+    with_source_line,
+)
 from ._phases import PhaseCosts, phase_costs
 from ._pipeline import Floats, PipelineTimes, StageCosts, simulate
 from ._priced import Ints, Priced
 from ._recomputed import NOTHING_AGAIN, Recomputation, recomputation, whole_recomputation
 from ._transfers import edge_seconds
-from .memory import known_memory
+from .memory import keeping_casts, known_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,6 +39,8 @@ class PricedStage:
         costs: by phase.
         recompute: see `StagePlan`.
         again: costs and savings of recomputation.
+        casts_bytes: of casts of parameters that are kept for the whole step; `casts_working_bytes`
+            is then what else is needed at the peak, instead of `costs.working_bytes`.
     """
 
     priced: Priced
@@ -41,6 +50,8 @@ class PricedStage:
     first_device: int = 0
     recompute: str = "none"
     again: Recomputation = NOTHING_AGAIN
+    casts_bytes: float = 0.0
+    casts_working_bytes: float = 0.0
 
     @property
     def num_devices(self) -> int:
@@ -52,13 +63,15 @@ class PricedStage:
 class PipelinePrediction:
     """The prediction for a pipeline: of the step, of each stage, and the times of each task.
 
-    `costs` are those of each stage's operators, without recomputation.
+    `costs` are those of each stage's operators, without recomputation; for `casts_once` see
+    `StagePlan`.
     """
 
     step: Prediction
     stages: tuple[StagePrediction, ...]
     costs: tuple[PhaseCosts, ...]
     times: PipelineTimes
+    casts_once: tuple[bool, ...]
 
 
 def price_stage(
@@ -81,8 +94,21 @@ def price_stage(
         again = whole_recomputation(priced, picks, graph, costs.forward_s)
     elif recompute == "operators":
         again = recomputation(priced, picks, graph, model, repeat)
+    casts_bytes, working_bytes = 0.0, costs.working_bytes
+    if sum(costs.casts_s):
+        peak_bytes, _, parts = peak_memory(keeping_casts(model, graph), priced, picks)
+        casts_bytes = parts.get("casts of parameters", 0.0)
+        held_bytes = costs.state_bytes + costs.in_flight_bytes + casts_bytes
+        working_bytes = max(0.0, peak_bytes - held_bytes)
     return PricedStage(
-        priced=priced, picks=picks, graph=graph, costs=costs, recompute=recompute, again=again
+        priced=priced,
+        picks=picks,
+        graph=graph,
+        costs=costs,
+        recompute=recompute,
+        again=again,
+        casts_bytes=casts_bytes,
+        casts_working_bytes=working_bytes,
     )
 
 
@@ -94,6 +120,7 @@ def predict_stages(
     crossing: Crossing,
     memory_limit_bytes: float,
     overlaps_transfers: bool,
+    casts_once: Sequence[bool] | None = None,
 ) -> PipelinePrediction:
     """The prediction for a pipeline.
 
@@ -103,7 +130,24 @@ def predict_stages(
     Args:
         crossing: bytes that neighbouring stages exchange, of the whole micro-batch.
         overlaps_transfers: whether transfers between stages overlap with compute.
+        casts_once: for each stage whether it casts its parameters once a step; by default those
+            that cast any do, on each submesh that has the memory.
     """
+    if casts_once is None:
+        cast = [sum(s.costs.casts_s) > 0 for s in stages]
+        found = predict_stages(
+            stages,
+            schedule,
+            cluster,
+            crossing=crossing,
+            memory_limit_bytes=memory_limit_bytes,
+            overlaps_transfers=overlaps_transfers,
+            casts_once=cast,
+        )
+        fits = (found.times.peak_bytes <= memory_limit_bytes).tolist()
+        casts_once = [once and fits[schedule.submesh_of(k)] for k, once in enumerate(cast)]
+        if casts_once == cast:
+            return found
     places = [(stage.first_device, stage.num_devices) for stage in stages]
     intra, inter = cluster.transfer_links
     ahead_s, back_s = (
@@ -113,17 +157,24 @@ def predict_stages(
         for num_bytes in (crossing.forward_bytes, crossing.backward_bytes)
     )
     costs = _stage_costs(
-        stages, ahead_s, back_s, crossing.forward_bytes, overlaps_transfers=overlaps_transfers
+        stages,
+        ahead_s,
+        back_s,
+        crossing.forward_bytes,
+        overlaps_transfers=overlaps_transfers,
+        casts_once=casts_once,
     )
     times = simulate(schedule, costs)
     predictions = tuple(
-        _stage_prediction(k, stage, schedule, costs, times) for k, stage in enumerate(stages)
+        _stage_prediction(k, stage, schedule, costs, times, casts_once[k])
+        for k, stage in enumerate(stages)
     )
     return PipelinePrediction(
         step=_step_prediction(stages, predictions, schedule, times, memory_limit_bytes),
         stages=predictions,
         costs=tuple(stage.costs for stage in stages),
         times=times,
+        casts_once=tuple(casts_once),
     )
 
 
@@ -134,17 +185,24 @@ def _stage_costs(
     entering_bytes: Sequence[float],
     *,
     overlaps_transfers: bool,
+    casts_once: Sequence[bool],
 ) -> StageCosts:
-    """Costs of all stages as the simulation takes them, recomputation included."""
+    """Costs of all stages as the simulation takes them, recomputation and casts of parameters
+    included.
+    """
     whole = np.array([s.recompute == "stage" for s in stages])
     freed = np.array([s.again.freed_bytes for s in stages])
     worked_out = np.array([s.again.peak_bytes for s in stages])
+    once = np.array(casts_once, bool)
     forward = np.array([s.costs.forward_s for s in stages])
+    forward += np.where(once, 0.0, [s.costs.casts_s[0] for s in stages])
     backward = np.array([s.costs.backward_s + s.again.seconds for s in stages])
+    backward += np.where(once, 0.0, [s.costs.casts_s[1] for s in stages])
     # A stage that recomputes does not split its backward pass, because both halves would need the
     # recomputed arrays.
     deferrable = np.array([s.costs.deferrable_s if s.recompute == "none" else 0.0 for s in stages])
     state = np.array([s.costs.state_bytes for s in stages])
+    state += np.where(once, [s.casts_bytes for s in stages], 0.0)
     kept = np.array([s.costs.in_flight_bytes for s in stages])
     # With data parallelism, each group holds only its own share of what enters the stage.
     entering = np.array([0.0, *entering_bytes]) / np.array([_data_parallel_size(s) for s in stages])
@@ -166,7 +224,11 @@ def _stage_costs(
         handed_bytes=np.array(
             [s.costs.handed_bytes if s.recompute == "none" else 0.0 for s in stages]
         ),
-        working_bytes=np.array([s.costs.working_bytes for s in stages]),
+        working_bytes=np.where(
+            once,
+            [s.casts_working_bytes for s in stages],
+            [s.costs.working_bytes for s in stages],
+        ),
         overlaps_transfers=overlaps_transfers,
     )
 
@@ -176,13 +238,20 @@ def _data_parallel_size(stage: PricedStage) -> int:
 
 
 def _stage_prediction(
-    k: int, stage: PricedStage, schedule: Schedule, costs: StageCosts, times: PipelineTimes
+    k: int,
+    stage: PricedStage,
+    schedule: Schedule,
+    costs: StageCosts,
+    times: PipelineTimes,
+    casts_once: bool,
 ) -> StagePrediction:
     in_flight = int(times.in_flight[k])
+    kept_bytes = stage.casts_bytes if casts_once else 0.0
     memory = {
-        "state": float(costs.state_bytes[k]),
+        "state": float(costs.state_bytes[k]) - kept_bytes,
         "activations in flight": float(times.held_bytes[k]),
         "working memory": float(costs.working_bytes[k]),
+        **({"casts of parameters": kept_bytes} if kept_bytes else {}),
     }
     return StagePrediction(
         forward_s=float(costs.forward_s[k]),
@@ -229,7 +298,7 @@ def _step_prediction(
         for k in busiest
     )
     fullest = max(range(len(stages)), key=lambda k: predictions[k].peak_memory_bytes)
-    memory = dict.fromkeys(predictions[fullest].memory_bytes, 0.0)
+    memory: defaultdict[str, float] = defaultdict(float)
     for k in schedule.stages_of(schedule.submesh_of(fullest)):
         for part, num_bytes in predictions[k].memory_bytes.items():
             memory[part] += num_bytes
@@ -252,7 +321,7 @@ def _step_prediction(
         bubble_s=times.step_time_s - busy,
         peak_memory_bytes=sum(memory.values()),
         memory_limit_bytes=memory_limit_bytes,
-        memory_bytes=memory,
+        memory_bytes=dict(memory),
         peak_moment=(
             f"stage {fullest}, with {int(times.in_flight[fullest])} micro-batches in flight"
         ),

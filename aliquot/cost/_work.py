@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..graph import Literal, Phase, Scores
-from ..sharding import NodeId, NodeIndex, SlotId, SplitBy, divided_by, whole_bytes
-from .memory import is_on_host
+from ..sharding import (
+    NodeId,
+    NodeIndex,
+    SlotId,
+    SplitBy,
+    divided_by,
+    whole_bytes,
+)
+from .memory import classes_of_casts, is_on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +26,10 @@ class Work:
     the number of kernels that a device launches, however the work is split. `scores` are those of
     fused attention; `is_kernel` is true of kernels that users wrote, which are no products whatever
     they read and write. For `deferrable` see `Op`.
+
+    `cast` is None but for casts of parameters, which need not be made again for each micro-batch:
+    true of the first ones that have their results, which are then made once a step, and false of
+    others, which are not made at all.
     """
 
     phase: Phase
@@ -30,17 +41,25 @@ class Work:
     deferrable: bool = False
     scores: Scores | None = None
     is_kernel: bool = False
+    cast: bool | None = None
+
+    def times(self, repeats: int) -> int:
+        """How often it runs in a step of `repeats` micro-batches that keeps casts of parameters."""
+        if self.phase is Phase.UPDATE:
+            return 1
+        return repeats if self.cast is None or repeats == 1 else int(self.cast)
 
 
 def count_work(index: NodeIndex, stored: Sequence[bool]) -> tuple[tuple[Work, ...], ...]:
     """The work of all nodes, in their order. `stored[c]`: whether values of class `c` reach
     memory.
     """
+    casts = classes_of_casts(index.cuts)
     return tuple(
         (
             _product_work(index, which)
             if kind == "product"
-            else _group_work(index, NodeId(node), SlotId(which), stored)
+            else _group_work(index, NodeId(node), SlotId(which), stored, casts)
         )
         for node, (kind, which) in enumerate(index.kinds)
     )
@@ -116,17 +135,22 @@ def _touched_result(index: NodeIndex, op_class: int, out: int) -> int:
 
 
 def _group_work(
-    index: NodeIndex, node: NodeId, group: SlotId, stored: Sequence[bool]
+    index: NodeIndex,
+    node: NodeId,
+    group: SlotId,
+    stored: Sequence[bool],
+    casts: Mapping[int, bool],
 ) -> tuple[Work, ...]:
     """Memory traffic of a group, by phase: each stored array is written once, and read once in each
-    phase that reads it.
+    phase that reads it. Casts of parameters stand apart.
 
     An operator that runs whole reads and writes whole arrays on every device, even if these are
     split before and after it.
     """
     cuts = index.cuts
-    arrays: dict[tuple[Phase, bool], list[tuple[float, SplitBy]]] = defaultdict(list)
-    kernels: dict[tuple[Phase, bool], float] = defaultdict(float)
+    # By phase, whether it is deferrable, and what `casts` says of it (None for all other work).
+    arrays: dict[tuple[Phase, bool, bool | None], list[tuple[float, SplitBy]]] = defaultdict(list)
+    kernels: dict[tuple[Phase, bool, bool | None], float] = defaultdict(float)
     for slot in index.group_slots[group]:
         value_class = index.slot_value[slot]
         producer = cuts.producer[value_class]
@@ -141,27 +165,32 @@ def _group_work(
         split_by = divided_by(index.slot_port(slot).projection)
         if producer is not None and slot == cuts.home(value_class):
             maker = cuts.first[producer[0]]
+            made = (maker.phase, maker.deferrable, casts.get(producer[0]))
             if not index.runs_whole(producer[0]):
-                arrays[maker.phase, maker.deferrable].append((num_bytes, split_by))
-            kernels[maker.phase, maker.deferrable] += len(members) * trips
+                arrays[made].append((num_bytes, split_by))
+            kernels[made] += len(members) * trips
         for phase, deferrable in index.reads_by_phase(slot).items():
             # The update of an array is one kernel, which need not read again what it has written.
             if not (
                 producer is not None and phase is cuts.first[producer[0]].phase is Phase.UPDATE
             ):
-                arrays[phase, deferrable].append((num_bytes, split_by))
+                cast = _read_by(index, slot, phase, casts)
+                arrays[phase, deferrable, cast].append((num_bytes, split_by))
         if members[0] in index.batch_values:
             # Every device receives its part of the batch, which is smaller if the batch is split.
-            arrays[Phase.FORWARD, False].append((num_bytes, split_by))
+            arrays[Phase.FORWARD, False, None].append((num_bytes, split_by))
     traffic = [
         Work(
             phase=phase,
             split_by=(),
             arrays=tuple(entries),
-            kernels=kernels[phase, deferrable],
+            kernels=kernels[phase, deferrable, cast],
             deferrable=deferrable,
+            cast=cast,
         )
-        for (phase, deferrable), entries in sorted(arrays.items())
+        for (phase, deferrable, cast), entries in sorted(
+            arrays.items(), key=lambda entry: (*entry[0][:2], str(entry[0][2]))
+        )
     ]
     whole = (False,) * len(index.group_classes[node])
     for op_class in index.group_ops.get(node, ()):
@@ -178,3 +207,15 @@ def _group_work(
                 )
             )
     return tuple(traffic)
+
+
+def _read_by(
+    index: NodeIndex, slot: SlotId, phase: Phase, casts: Mapping[int, bool]
+) -> bool | None:
+    """Of a slot that only casts of parameters read in a phase whether one of them is the first to
+    have its result; None if anything else reads it.
+    """
+    classes = index.cuts.folding.op_class
+    readers = [op for op in index.readers_as_split[slot] if op.phase is phase]
+    found = [casts.get(int(classes[op.index])) for op in readers]
+    return None if None in found else any(found)

@@ -9,7 +9,7 @@ import msgspec
 
 from ..cluster import Cluster
 from ..core import InfeasibleError, format_bytes
-from ..cost import encode_interior, predict
+from ..cost import casts_fit, encode_interior, predict
 from ..graph import Graph, Phase, Role, graph_fingerprint, interface_fingerprint
 from ..plans import (
     SINGLE,
@@ -53,7 +53,7 @@ def write_plan(
     shardings = [_shardings(decision, k) for k in range(len(decision.stages))]
     if pipeline:
         _add_anywhere(full, shardings)
-    prediction = _prediction(decision, task.limit_bytes)
+    prediction, casts_once = _prediction(decision, task.limit_bytes)
     _refuse_full_hosts(prediction, task.cluster)
     return Plan(
         model=_with_flops(model, task),
@@ -87,11 +87,12 @@ def write_plan(
                 first_layer=stage.first_layer,
                 layer_names=stage.layer_names,
                 recompute=stage.recompute,
+                casts_once=once,
                 folded=stage.folded,
                 prediction=predicted,
             )
-            for stage, (inputs, outputs), predicted in zip(
-                decision.stages, shardings, predictions, strict=True
+            for stage, (inputs, outputs), predicted, once in zip(
+                decision.stages, shardings, predictions, casts_once, strict=True
             )
         ),
         inferred_rules=_inferred_rules(full, task.on_missing_rule),
@@ -126,15 +127,20 @@ def write_plan(
     )
 
 
-def _prediction(decision: Decision, memory_limit_bytes: float) -> Prediction:
+def _prediction(
+    decision: Decision, memory_limit_bytes: float
+) -> tuple[Prediction, tuple[bool, ...]]:
+    """What is predicted, and for each stage whether it casts its parameters once a step."""
     # The limit may be an int, but a plan read from a file has a float.
     memory_limit_bytes = float(memory_limit_bytes)
     if decision.pipeline is not None:
-        return msgspec.structs.replace(
-            decision.pipeline.prediction.step, memory_limit_bytes=memory_limit_bytes
-        )
+        found = decision.pipeline.prediction
+        step = msgspec.structs.replace(found.step, memory_limit_bytes=memory_limit_bytes)
+        return step, found.casts_once
     (stage,) = decision.stages
-    return predict(stage.priced, stage.picks, memory_limit_bytes, stage.problem.graph)
+    of_stage = (stage.priced, stage.picks, memory_limit_bytes, stage.problem.graph)
+    once = casts_fit(*of_stage)
+    return predict(*of_stage, once), (once,)
 
 
 def _refuse_full_hosts(prediction: Prediction, cluster: Cluster) -> None:

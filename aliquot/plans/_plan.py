@@ -159,6 +159,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         recompute: what the backward pass recomputes besides cheap operators: "none"; "stage" for
             all operators, from the inputs of the stage; or "operators" for the products that
             `interior` marks with `recompute`.
+        casts_once: whether parameters are cast to the narrower type in which the step computes once
+            a step, and these casts kept, instead of once for each micro-batch.
         folded: whether equal layers share one decision; otherwise `interior` has an entry for each
             operator.
         like: an earlier stage with the same operators, whose `interior` this stage shares; None for
@@ -176,6 +178,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     first_layer: int = 0
     layer_names: tuple[str, ...] = ()
     recompute: str = "none"
+    casts_once: bool = False
     folded: bool = True
     like: int | None = None
     prediction: StagePrediction | None = None

@@ -92,9 +92,11 @@ from .programs import Recompute as Recompute
 from .programs import StageProgram as StageProgram
 from .programs import StagePrograms as StagePrograms
 from .programs import TimeCut as TimeCut
+from .programs import cast_once as cast_once
 from .programs import cut_graph as cut_graph
 from .programs import cut_pipeline as cut_pipeline
 from .programs import find_crossing as find_crossing
+from .programs import parameter_casts as parameter_casts
 from .programs import sizes_of as sizes_of
 from .programs import split_stages as split_stages
 from .programs import struct_of as struct_of

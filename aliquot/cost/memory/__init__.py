@@ -12,10 +12,12 @@ from ._model import Conversion as Conversion
 from ._model import MemoryModel as MemoryModel
 from ._model import alive_over_time as alive_over_time
 from ._model import converted as converted
+from ._model import keeping_casts as keeping_casts
 from ._model import known_memory as known_memory
 from ._model import memory_model as memory_model
 from ._model import over_time as over_time
 from ._model import timeline as timeline
+from ._operands import classes_of_casts as classes_of_casts
 from ._residents import Resident as Resident
 from ._residents import residents as residents
 from ._storage import Storage as Storage

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...graph import Memory, Phase
+from ...graph import Graph, Memory, Phase
 from ...sharding import Edge, NodeGraph, NodeId, Spec, num_shards
 from .._choices import shards
 from .._collectives import pieces
@@ -252,6 +252,25 @@ def _waits_for_nothing(edge: Edge, priced: Priced) -> bool:
     if 2 * edge.num_bytes <= priced.target.combined_bytes:
         return False
     return edge.parameter and edge.phase is Phase.FORWARD and edge.count == len(edge.starts)
+
+
+def keeping_casts(model: MemoryModel, graph: Graph) -> MemoryModel:
+    """Memory if casts of parameters are made before the first micro-batch and kept until the
+    update: equal ones are one array.
+    """
+    until = max((op.index for op in graph.ops if op.phase is not Phase.UPDATE), default=0)
+
+    def kept(resident: Resident) -> Resident:
+        copies = len(resident.births) if resident.cast else 0
+        return replace(
+            resident,
+            category="casts of parameters",
+            births=np.zeros(copies, np.int64),
+            deaths=np.full(copies, until, np.int64),
+        )
+
+    residents = tuple(r if r.cast is None else kept(r) for r in model.residents)
+    return replace(model, residents=residents)
 
 
 def timeline(model: MemoryModel, priced: Priced, picks: NDArray[np.int64]) -> Floats:

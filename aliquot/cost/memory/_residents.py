@@ -5,7 +5,7 @@ making to its last use.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from ...cluster import Target
 from ...graph import Input, Memory, Phase, Role, traits_of
 from ...sharding import NO_NODE, REPLICATED, NodeId, NodeIndex, Port, Projection
 from ._library import copied_kernels, indexed_maxima
-from ._operands import Casts, casts_of_parameters, only_multiplied
+from ._operands import Casts, casts_of_parameters, classes_of_casts, only_multiplied
 from ._storage import Storage
 
 _CATEGORY_OF_ROLE = {
@@ -42,6 +42,8 @@ class Resident:
         unreduced_from: start of the live range of the partial sums, before they are summed over
             devices, if the product `producer_node` that makes them is not deferred; None if it
             cannot be deferred.
+        cast: of casts of parameters whether they are the first ones that have their results; None
+            of all else.
     """
 
     node: NodeId
@@ -58,6 +60,7 @@ class Resident:
     read_projection: Projection = ()
     unreduced_from: NDArray[np.int64] | None = field(default=None, repr=False)
     producer_node: NodeId = NO_NODE
+    cast: bool | None = None
 
 
 def residents(
@@ -79,7 +82,7 @@ def residents(
     if itemsize:
         narrow = only_multiplied(cuts)
         casts = casts_of_parameters(cuts, itemsize, in_loop=sums_gradients)
-    late_readers = _LateReaders(index, storage)
+    late_readers, own_casts = _LateReaders(index, storage), classes_of_casts(cuts)
     # A new parameter takes the buffer of the old one; other outputs are new arrays.
     replacing = {graph.outputs[i.output].value for i in graph.inputs if i.output is not None}
     returned = {o.value for o in graph.outputs} - replacing
@@ -94,7 +97,7 @@ def residents(
         reuses_buffer = members[0] in replacing or value_class in casts.replaced
         if not storage.stored[value_class] or reuses_buffer:
             continue
-        yield _of_stored_array(
+        found = _of_stored_array(
             index,
             storage,
             value_class,
@@ -104,6 +107,9 @@ def residents(
             late_readers,
             returned=members[0] in returned,
         )
+        maker = cuts.producer[value_class]
+        assert maker is not None
+        yield replace(found, cast=own_casts[maker[0]]) if maker[0] in own_casts else found
 
 
 def _of_input(

@@ -39,7 +39,14 @@ def build_plan_program(step: PlannedStep, mesh: Any) -> Program:
             semantics=plan.micro_batch_semantics,
             on_missing_rule=nodes.on_missing_rule,
         )
-    return build_program(graph, pins, mesh, micro_batches=micro_batches, data_axes=data_axes)
+    return build_program(
+        graph,
+        pins,
+        mesh,
+        micro_batches=micro_batches,
+        data_axes=data_axes,
+        casts_once=stage.casts_once,
+    )
 
 
 def stage_pins(

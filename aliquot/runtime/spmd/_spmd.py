@@ -24,6 +24,7 @@ from ...sharding import (
     Pins,
     Spec,
     TimeKind,
+    cast_once,
     cut_graph,
     dims_of,
     sizes_of,
@@ -56,6 +57,7 @@ def build_program(
     *,
     micro_batches: MicroBatchPlan | None = None,
     data_axes: Sequence[str] = (),
+    casts_once: bool = False,
 ) -> Program:
     """The program of a step.
 
@@ -66,6 +68,7 @@ def build_program(
         micro_batches: how it is cut over time; its groups must be those of `data_axes`. None for no
             cut.
         data_axes: mesh axes over which gradients wait for the last micro-batch.
+        casts_once: whether parameters are cast before the first micro-batch (`StagePlan`).
     """
     lowering = ConstraintLowering(mesh=mesh, pins=pins)
     in_shardings = tuple(
@@ -87,7 +90,7 @@ def build_program(
             return lowering.replay(graph, flat)
 
     else:
-        run = _Loop(micro_batches, lowering, mesh, pins, tuple(data_axes))
+        run = _Loop(micro_batches, lowering, mesh, pins, tuple(data_axes), casts_once)
     donated = tuple(
         position
         for position, item in enumerate(graph.inputs)
@@ -134,12 +137,15 @@ class _Loop:
         mesh: Mesh,
         pins: Pins,
         data_axes: tuple[str, ...],
+        casts_once: bool,
     ) -> None:
         self._plan, self._lowering = plan, lowering
         self._axes = tuple(str(name) for name in mesh.axis_names if name in data_axes)
         self._without = frozenset(self._axes) if plan.num_groups > 1 else frozenset()
         self._layout = _layout(plan, pins, mesh, self._without)
         self._graphs = cut_graph(plan, self._layout)
+        if casts_once and plan.phased is None:
+            self._graphs = cast_once(self._graphs)
         self._specs = {
             item.value: spec for item, spec in zip(plan.whole.inputs, pins.inputs, strict=True)
         }
@@ -194,7 +200,9 @@ class _Loop:
         combined |= {v: whole.combine(v, stack) for v, stack in zip(stacked, stacks, strict=True)}
         combined |= dict(zip(handed_on.values(), state, strict=True))
         crossing = [combined[v] for v in parts.crossing]
-        return self._lowering.replay(parts.late, [*flat, *early, *crossing])
+        # Casts of parameters are made early, but the late graph reads none.
+        read_late = len(parts.late.inputs) - len(flat) - len(crossing)
+        return self._lowering.replay(parts.late, [*flat, *early[:read_late], *crossing])
 
     def _part(
         self, known: dict[ValueId, Any], micro_batch: Any, slices: Sequence[Any]

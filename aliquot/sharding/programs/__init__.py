@@ -2,6 +2,8 @@
 devices.
 """
 
+from ._casts import cast_once as cast_once
+from ._casts import parameter_casts as parameter_casts
 from ._crossing import Crossing as Crossing
 from ._crossing import find_crossing as find_crossing
 from ._handed_on import require_one_stage as require_one_stage

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from ...graph import Graph, Staging
+from ...graph import SHARED, Call, Graph, StageId, Staging, ValueId, ops_inside
 from ..micro_batches import MicroBatchPlan, plan_micro_batches
+from ._casts import cast_once
 from ._handed_on import written_in_place
 from ._layout import Layout
 from ._micro_batch_graphs import MicroBatchGraphs
@@ -53,6 +54,7 @@ def cut_pipeline(
     num_micro_batches: int,
     split_backward: bool = False,
     recompute: Recompute = MappingProxyType({}),
+    casts_once: frozenset[StageId] = frozenset(),
     semantics: str = "exact",
     on_missing_rule: str = "infer",
 ) -> PipelineCut:
@@ -63,6 +65,7 @@ def cut_pipeline(
         staging: which stage everything runs on.
         groups: for each stage the number of its data-parallel groups.
         split_backward, recompute: see `split_stages`.
+        casts_once: stages that cast their parameters once a step (`StagePlan.casts_once`).
         semantics, on_missing_rule: see `plan_micro_batches`.
 
     Raises:
@@ -93,6 +96,10 @@ def cut_pipeline(
             parts = written_in_place(phase_parts(graph), graph, staging)
         else:
             parts = cut_graph(plan, layout)
+            if casts_once and plan.phased is None:
+                # What several stages read is cast once if all of them keep their casts.
+                shared = {SHARED} if len(casts_once) == staging.num_stages else set[StageId]()
+                parts = cast_once(parts, _stages_of(graph, staging), casts_once | shared)
         cuts[number] = TimeCut(parts=parts, plan=plan, layout=layout)
         programs[number] = split_stages(
             parts, plan, staging, split_backward=split_backward, recompute=recompute
@@ -101,6 +108,16 @@ def cut_pipeline(
         stages=tuple(cuts[number] for number in groups),
         programs=_mixed([programs[number] for number in groups]),
     )
+
+
+def _stages_of(graph: Graph, staging: Staging) -> dict[ValueId, StageId]:
+    """The stage of each value that an operator makes, also inside of structured operators."""
+    stages: dict[ValueId, StageId] = {}
+    for item, stage in zip(staging.items, staging.stage, strict=True):
+        inside = item.op_or_call
+        ops = ops_inside(inside) if isinstance(inside, Call) else (inside,)
+        stages |= {out: stage for op in ops for out in graph.ops[op].outputs}
+    return stages
 
 
 def _mixed(by_stage: Sequence[StagePrograms]) -> StagePrograms:
