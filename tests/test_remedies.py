@@ -223,6 +223,7 @@ def test_another_method_is_advised_without_the_options_that_it_refuses():
         assert change in [each.change for each in remedies]
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_was_tried_with_step_times(tight, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_remedies.py").write_text(

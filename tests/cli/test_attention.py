@@ -24,7 +24,12 @@ def planned(path, cluster, *options):
     ("cluster", "kernel", "why"),
     [
         ("2xH100", "cudnn", "fused attention of cuDNN, on H100"),
-        ("v5e-4", "splash", "splash attention in Pallas, on v5e"),
+        pytest.param(
+            "v5e-4",
+            "splash",
+            "splash attention in Pallas, on v5e",
+            marks=pytest.mark.slow,
+        ),
         ("2xV100-16GB", "plain", "no fused kernel: V100-16GB has none"),
         ("2xcpu", "plain", "no fused kernel: cpu has none"),
     ],

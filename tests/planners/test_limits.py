@@ -162,6 +162,7 @@ def test_a_relaxation_that_is_given_up_rules_nothing_out(priced, solved, hasty):
     assert not proved and solves == 1
 
 
+@pytest.mark.slow
 def test_choices_near_the_relaxation_hold_a_good_solution(priced, solved, monkeypatch):
     """As programs of many rows are searched first."""
     monkeypatch.setattr(_branching, "_MANY_ROWS", 0)

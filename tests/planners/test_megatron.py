@@ -436,6 +436,7 @@ def test_keys_and_values_of_fewer_heads():
         )
 
 
+@pytest.mark.slow
 def test_a_pipeline_tries_numbers_of_micro_batches():
     work = gpt()
     layout = method_by_name("megatron:dp2,tp2,pp2")

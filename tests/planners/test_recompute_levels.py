@@ -154,6 +154,7 @@ def test_stages_with_levels_are_those_of_brute_force(share):
     assert plan.closed_form_s == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_search_with_levels_is_deterministic_and_no_slower():
     with jax.enable_x64(True):
         work = small_gpt()

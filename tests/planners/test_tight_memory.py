@@ -43,6 +43,7 @@ def searched(priced, limit, **options):
     return search
 
 
+@pytest.mark.slow
 def test_a_tight_search_takes_few_relaxations_and_integer_programs(graph):
     priced = priced_on(graph, (8,))
     search = searched(priced, between(priced, 4)[0], work=Work(1e8))

@@ -51,7 +51,7 @@ def _cases(seeds: range, *marks: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "method"), _cases(range(8)) + _cases(range(8, 400), pytest.mark.slow)
+    ("seed", "method"), _cases(range(4)) + _cases(range(4, 400), pytest.mark.slow)
 )
 def test_a_random_step_is_the_plain_step(seed, method, x64):
     step, wanted = _plain(seed)
