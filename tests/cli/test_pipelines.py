@@ -155,6 +155,8 @@ def test_nothing_fits():
         ("pipeshard --micro-batches 3", "multiple of 3"),
         ("pipeshard --stages 5 --layers 3", "--stages 5 are more than --layers 3"),
         ("pipeshard --stages 9 --micro-batches 2", "9 stages were asked for"),
+        ("bottleneck --stages 9 --micro-batches 2", "9 stages were asked for"),
+        ("bottleneck --mesh 4x2", "have meshes of their own"),
         ("pipeshard --layers 40 --micro-batches 2", "layers=40 were asked for"),
         ("pipeshard --layers params.layer[*] --micro-batches 2", "matches no parameter"),
         ("pipeshard --intra block", "--intra: there is no planner 'block': did you mean 'blocks'"),

@@ -13,7 +13,9 @@ from planners.test_pipeshard import plan_of
 import aliquot as aq
 from aliquot.core import InfeasibleError, InputError
 from aliquot.cost import StageChoice, StageColumns
-from aliquot.planners import StageLimits, method_by_name
+from aliquot.planners import Interrupted, StageLimits, method_by_name
+from aliquot.planners.inter.bottleneck import Relief
+from aliquot.plans import violations
 
 NAMES = StageColumns.__slots__
 
@@ -122,6 +124,26 @@ def test_it_plans_captured_steps(intra):
     plan, best = (plan_of(inter=inter, **asked) for inter in (aq.Bottleneck(), aq.StageDP()))
     assert plan.method == "bottleneck" and len(plan.stages) == 2
     assert plan.prediction.step_time_s <= 1.03 * best.prediction.step_time_s
+
+
+def test_ctrl_c_keeps_the_best_pipeline_so_far(monkeypatch):
+    relieve, calls, stops_at = Relief.run, [], 0
+
+    def run(self, **options):
+        calls.append(self)
+        if len(calls) == stops_at:
+            raise KeyboardInterrupt
+        return relieve(self, **options)
+
+    monkeypatch.setattr(Relief, "run", run)
+    asked = {"cluster": "4xV100-16GB", "inter": aq.Bottleneck(), "num_stages": 2}
+    whole = plan_of(**asked)
+    # The last call belongs to a number of micro-batches after the first that was solved.
+    stops_at, calls[:] = len(calls), []
+    with pytest.raises(Interrupted) as stopped:
+        plan_of(**asked)
+    assert len(stopped.value.plan.stages) == 2 and violations(stopped.value.plan) == []
+    assert stopped.value.plan.prediction.step_time_s >= whole.prediction.step_time_s
 
 
 def test_the_command_line_knows_it():
