@@ -34,8 +34,8 @@ class Bottleneck(AbstractInter):
         max_hops: the most moves in a row that need not improve.
         starts: number of balanced candidates to begin with, which differ in micro-batch, schedule
             or devices of their stages.
-        simulated: the number of each schedule's candidates that are simulated; the fastest is the
-            answer.
+        simulated: the number of each schedule's best candidates that are simulated, and of the best
+            with different devices; the fastest is the answer.
 
     Reference: G. Liu et al., "Aceso: Efficient Parallel DNN Training through Iterative Bottleneck
     Alleviation", EuroSys 2024.
@@ -124,14 +124,19 @@ class Bottleneck(AbstractInter):
         relief.run(starts=self.starts, max_steps=self.max_steps, max_hops=self.max_hops)
         if not relief.scores and not starts:
             raise InfeasibleError(no_layout(chains[0], num_stages))
-        ranked, num_chosen = relief.ranked(), Counter[str]()
-        plans = list(starts)
-        # Counted for each schedule, because closed forms of different schedules err differently.
+        ranked, plans = relief.ranked(), list(starts)
+        # Counted for each schedule and once more for different devices, because closed forms err
+        # differently for these.
+        num_chosen, layouts = Counter[str](), dict[str, set[object]]()
         for candidate in ranked:
             schedule = variants[candidate.variant].schedule
-            if relief.scores[candidate].excess_bytes or num_chosen[schedule] == self.simulated:
+            seen, layout = layouts.setdefault(schedule, set()), around.layout(candidate)
+            is_new = layout not in seen and len(seen) < self.simulated
+            is_among_first = num_chosen[schedule] < self.simulated
+            if relief.scores[candidate].excess_bytes or not (is_new or is_among_first):
                 continue
             num_chosen[schedule] += 1
+            seen.add(layout)
             plans.append(relief.judged(candidate))
         best = fastest([simulated(ordered, plan) for plan in plans])
         if best is None:

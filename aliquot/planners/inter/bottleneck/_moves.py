@@ -156,6 +156,11 @@ class Neighbours:
             if all((size, policy, end) in ends for size in split):
                 yield tuple([ends[size, policy, end] for size in split])
 
+    def layout(self, candidate: Candidate) -> tuple[int, ...]:
+        """The number of submeshes of a candidate, and the numbers of devices of its stages."""
+        sizes = self.sizes[candidate.variant]
+        return candidate.num_submeshes, *[sizes[option] for option in candidate.options]
+
     def can_run(self, candidate: Candidate) -> bool:
         """True if every stage has units and lies within a host or is made of whole hosts, and all
         devices are used.

@@ -120,10 +120,7 @@ class Relief:
         """
         chosen: dict[object, Candidate] = {}
         for candidate in ranked:
-            sizes = self._around.sizes[candidate.variant]
-            devices = tuple([sizes[option] for option in candidate.options])
-            key = candidate.variant, candidate.num_submeshes, devices
-            chosen.setdefault(key, candidate)
+            chosen.setdefault((candidate.variant, self._around.layout(candidate)), candidate)
             if len(chosen) >= count:
                 break
         return list(chosen.values())
