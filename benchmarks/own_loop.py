@@ -59,8 +59,8 @@ def main() -> int:
     chosen = options(__doc__, more_options)
     every = [
         Case(where=where, family=family, method=method)
-        for where in _places()
-        for family in ("gpt", "llama")
+        for where, families in _places()
+        for family in families
         for method in METHODS
     ]
     report = Report(
@@ -75,28 +75,30 @@ def main() -> int:
             " with 1 to 4 micro-batches. On virtual devices both run"
             f" {STEPS} steps from one state: the largest difference of a loss, relative, and of a"
             " leaf of the state, relative to its largest entry. Memory: temporaries, own loop /"
-            " step; for GPUs, where both are compiled and not run, arguments and results too."
+            " step; for GPUs, where those of the GPT are compiled and not run, arguments and"
+            " results too."
             " Collectives: their number in a step, and their bytes, own loop / step."
         ),
     )
     rows = compare_all(chosen, every, lambda cases: cases[::5], _row)
     report.summary = {
         where: f"{sum(row['within'] for row in mine)} of {len(mine)}"
-        for where in _places()
+        for where, _ in _places()
         if (mine := [row for row in rows if row["where"] == where])
     }
     return finish(report, chosen, rows)
 
 
-def _places() -> Iterator[str]:
-    yield "virtual devices"
+def _places() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Where programs are compared, and of which families."""
+    yield "virtual devices", ("gpt", "llama")
     try:
         verification.require_compiler(
             verification.resolve_target(None, aq.Cluster.preset("8xH100"))
         )
     except verification.CompilerMissingError:
         return
-    yield "compiler for 8xH100"
+    yield "compiler for 8xH100", ("gpt",)
 
 
 def _row(case: Case) -> dict[str, Any]:
