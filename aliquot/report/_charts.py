@@ -63,21 +63,25 @@ def line_chart(
     unit: str,
     points: Sequence[float],
     series: Mapping[str, Sequence[float | None]],
+    among: Sequence[str] = (),
 ) -> None:
     """Write a line chart with logarithmic axes; the horizontal one is marked in powers of two, the
-    vertical one with SI prefixes.
+    vertical one with plain numbers of its unit.
 
     Args:
         horizontal, unit: labels of the axes.
         series: by name, one value for each point; None and 0 leave a gap.
+        among: the names of all charts that belong together, in which a name has one colour.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
     figure, axes = _figure(title, unit)
-    from matplotlib.ticker import EngFormatter, LogLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
-    for k, (name, values) in enumerate(series.items()):
+    names = list(dict.fromkeys([*among, *series]))
+    for name, values in series.items():
+        k = names.index(name)
         shown = [(point, value) for point, value in zip(points, values, strict=True) if value]
         axes.plot(
             [point for point, _ in shown],
@@ -94,7 +98,7 @@ def line_chart(
     axes.set_xticks(ticks, [_power(tick) for tick in ticks])
     axes.minorticks_off()
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel(horizontal)
     _finish(figure, axes, path)
 

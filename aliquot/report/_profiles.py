@@ -101,7 +101,7 @@ def draw_profiles(curves: Sequence[Mapping[str, Any]], folder: Path) -> list[Pat
         MissingExtraError: matplotlib is not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    written, names = [], [name for curve in curves for name in curve["series"]]
     for curve in curves:
         points = sorted({point for values in curve["series"].values() for point in values})
         line_chart(
@@ -114,6 +114,7 @@ def draw_profiles(curves: Sequence[Mapping[str, Any]], folder: Path) -> list[Pat
                 name: [values.get(point) for point in points]
                 for name, values in curve["series"].items()
             },
+            among=names,
         )
         written.append(folder / f"{curve['file']}.png")
     return written
