@@ -29,6 +29,7 @@ from ._suite import Case
 # Blocks of the zoo's models: Alpa's layers are equal groups of them.
 _BLOCKS = "params.layers[*]"
 _BLOCK = re.compile(r"layers\[(\d+)\]")
+_BLOCK_PARAMETER = re.compile(r".*\bparams\.layers\[(\d+)\]")
 # More than any device has, but finite.
 _AMPLE_BYTES = 1e15
 
@@ -150,8 +151,21 @@ def plan_ours(built: BuiltCase, cluster: Cluster, progress: Progress | None = No
     case = built.case
     method: AbstractMethod = Auto()
     if case.searches and not case.forward_only:
-        method = PipeshardParallel(num_micro_batches=case.num_micro_batches, layers=case.num_layers)
+        method = PipeshardParallel(
+            num_micro_batches=case.num_micro_batches, layers=search_layers(built)
+        )
     return planned(built, cluster, method, progress=progress)
+
+
+def search_layers(built: BuiltCase) -> int | str | None:
+    """Between what a search cuts stages: so many layers, or every block if the case asks for as
+    many layers as there are blocks. Left to itself, a cut into as many falls inside blocks, too,
+    which have fewer places for it.
+    """
+    paths = [item.path for item in built.graph.inputs]
+    blocks = {found[1] for path in paths if (found := _BLOCK_PARAMETER.match(path))}
+    layers = built.case.num_layers
+    return _BLOCKS if layers and blocks and layers >= len(blocks) else layers
 
 
 def _plan(
