@@ -63,6 +63,9 @@ class Target:
         hides_latency: Whether the scheduler of operators prefers work beside collectives to low
             memory: products that only the update needs are then deferred. Otherwise only those are
             whose results take more memory than their operands free.
+        slow_result_bytes: Bytes of a bfloat16 element where several kernels need the result of a
+            slow function, such as tanh: it is stored, in float32 if no kernels compute in bfloat16.
+            0 if each kernel computes it again.
         overlaps_all_reduces: Whether other work can run beside an all-reduce; otherwise only beside
             other collectives.
         overlaps_transfers: Whether devices compute while they send and receive what crosses between
@@ -112,6 +115,7 @@ class Target:
     maxpool_gradient_stores_indices: bool
     reads_host_memory: bool
     hides_latency: bool
+    slow_result_bytes: int
     overlaps_all_reduces: bool
     overlaps_transfers: bool
     copies_inner_dims: bool
@@ -245,6 +249,7 @@ _CPU = Target(
     maxpool_gradient_stores_indices=False,
     reads_host_memory=True,
     hides_latency=False,
+    slow_result_bytes=0,
     overlaps_all_reduces=True,
     overlaps_transfers=False,
     copies_inner_dims=True,
@@ -301,6 +306,7 @@ _GPU = Target(
     maxpool_gradient_stores_indices=True,
     reads_host_memory=True,
     hides_latency=False,
+    slow_result_bytes=4,
     overlaps_all_reduces=True,
     overlaps_transfers=True,
     copies_inner_dims=False,
@@ -348,6 +354,7 @@ _TPU = Target(
     maxpool_gradient_stores_indices=False,
     reads_host_memory=False,
     hides_latency=True,
+    slow_result_bytes=0,
     overlaps_all_reduces=False,
     overlaps_transfers=True,
     copies_inner_dims=False,
@@ -377,6 +384,9 @@ TARGETS: dict[str, Target] = {target.kind: target for target in (_CPU, _GPU, _TP
 # collectives (Hopper and Blackwell), and elsewhere to save memory, as seen in the order of programs
 # compiled for H100 and A100 (JAX 0.10).
 _HIDE_LATENCY = frozenset({"H100", "H200", "B200"})
+# Which GPUs have instructions that add and multiply bfloat16 (compute capability 9.0), as XLA's
+# `GpuFloatSupport` has it.
+_ADD_BFLOAT16 = frozenset({"H100", "H200", "B200"})
 
 
 def target_for(device: Device) -> Target:
@@ -392,6 +402,7 @@ def target_for(device: Device) -> Target:
     known = replace(
         target,
         hides_latency=hides_latency,
+        slow_result_bytes=2 if device.name in _ADD_BFLOAT16 else target.slow_result_bytes,
         attention=attention_of(device),
         **measured_figures(device.name),
     )

@@ -449,3 +449,23 @@ def test_a_table_alone_is_trained_without_products_for_gradients(method):
     plan = aq.plan(train_step, state, rows, cluster=Cluster.preset("8xH100"), method=method)
     table_bytes = 4 * 4096 * 1024 / (8 if method == Zero3Parallel() else 1)
     assert plan.prediction.peak_memory_bytes > table_bytes
+
+
+# What XLA stores of a GELU between the passes, as compiled for each: the product, the result, and
+# tanh's, which A100s hold as they compute it.
+@pytest.mark.parametrize(("device", "tanh_bytes"), [("A100-40GB", 4), ("H100", 2)])
+def test_results_of_slow_functions_are_stored_once(device, tanh_bytes):
+    size = 256 * 4096
+
+    def loss(weight, x):
+        return jnp.sum(jax.nn.gelu(x @ weight, approximate=True).astype(jnp.float32))
+
+    def train_step(weight, x):
+        return weight - jax.grad(loss)(weight, x)
+
+    arrays = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((128, 4096), (256, 128)))
+    graph = aq.capture(train_step, *arrays)
+    problem = make_problem(graph, Cluster.preset(f"1x{device}"), memory_limit_bytes=1e12)
+    (tanh,) = (op for op in graph.ops if op.name == "tanh")
+    found = [r.num_bytes for r in problem.residents if r.label.startswith(f"tanh:{tanh.index}")]
+    assert found == [tanh_bytes * size]

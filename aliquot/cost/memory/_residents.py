@@ -15,7 +15,7 @@ from ...graph import Input, Memory, Phase, Role, traits_of
 from ...sharding import NO_NODE, REPLICATED, NodeId, NodeIndex, Port, Projection
 from ._library import copied_kernels, indexed_maxima
 from ._operands import Casts, casts_of_parameters, classes_of_casts, only_multiplied
-from ._storage import Storage
+from ._storage import Storage, is_slow
 
 _CATEGORY_OF_ROLE = {
     Role.PARAMETER: "parameters",
@@ -103,13 +103,26 @@ def residents(
             value_class,
             value.num_bytes * itemsize // value.itemsize
             if narrow[value_class]
-            else value.num_bytes,
+            else value.num_bytes * _widening(index, value_class, target),
             late_readers,
             returned=members[0] in returned,
         )
         maker = cuts.producer[value_class]
         assert maker is not None
         yield replace(found, cast=own_casts[maker[0]]) if maker[0] in own_casts else found
+
+
+def _widening(index: NodeIndex, value_class: int, target: Target) -> int:
+    """How many times as wide as in the step the result of a slow function is stored. What a product
+    reads is as wide as the product's operands.
+    """
+    cuts, producer = index.cuts, index.cuts.producer[value_class]
+    value = cuts.graph.values[cuts.folding.value_members[value_class][0]]
+    if producer is None or not is_slow(cuts.first[producer[0]]) or value.dtype != "bfloat16":
+        return 1
+    readers = index.readers.get(value_class, ())
+    multiplied = any(cuts.rules[op_class].contracts for op_class in readers)
+    return 1 if multiplied else max(1, target.slow_result_bytes // value.itemsize)
 
 
 def _of_input(

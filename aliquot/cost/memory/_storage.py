@@ -23,6 +23,7 @@ from ._library import only_convolved
 
 # Links whose result is an array that another operator made, or a part of one.
 _VIEWS = ("scan_slice", "tie")
+_SLOW = ("tanh",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,7 +55,7 @@ def find_storage(cuts: Cuts, target: Target, *, sums_gradients: bool = False) ->
     stored = stored_by_fusion(cuts)
     if target.repeats_cheap_work:
         turned = only_convolved(cuts) if target.library_convolves else [False] * len(cuts.producer)
-        stored = _stored_where_cheaper(cuts, sums_gradients, turned)
+        stored = _stored_where_cheaper(cuts, sums_gradients, turned, target)
     spans = list(copy_spans(cuts, target))
     for span in spans:
         # Outside of loops, a kernel may read an array in host memory without a copy of it.
@@ -112,13 +113,16 @@ def stored_by_fusion(cuts: Cuts) -> list[bool]:
     return stored
 
 
-def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) -> list[bool]:
+def _stored_where_cheaper(
+    cuts: Cuts, sums_gradients: bool, turned: list[bool], target: Target
+) -> list[bool]:
     """As `stored_by_fusion`, for compilers that weigh storing an array once against recomputing it
     in every kernel that reads it.
 
     If `k` kernels need an array of `b` bytes that is computed from `a` stored bytes, storing it
     moves `a + (1 + k) b` bytes and recomputing it `k a`. Results of reductions are always stored,
-    and so are inputs of a remat region, because of its barrier. Convolution kernels that the
+    and so are inputs of a remat region, because of its barrier, and results of slow functions on
+    targets that store them. Convolution kernels that the
     library reverses itself (`turned`) are not.
     """
     readers = _readers(cuts)
@@ -145,8 +149,18 @@ def _stored_where_cheaper(cuts: Cuts, sums_gradients: bool, turned: list[bool]) 
                 # Constants are made inside every kernel, and cost no traffic.
                 made_of = sum(num_bytes[leaf] for leaf in needed if not cuts.const_only[leaf])
                 # From `a + (1 + k) b < k a`, with the array written once and read by each kernel.
-                stored[v] = count > 1 and (count - 1) * made_of > (count + 1) * num_bytes[v]
+                cheaper = (count - 1) * made_of > (count + 1) * num_bytes[v]
+                stored[v] = count > 1 and (
+                    cheaper or (target.slow_result_bytes > 0 and is_slow(cuts.first[op_class]))
+                )
     return stored
+
+
+def is_slow(op: Op) -> bool:
+    """True for functions that take so many instructions that compilers do not compute them twice
+    where they could store the result.
+    """
+    return op.name in _SLOW
 
 
 def _stored_in_any_case(
