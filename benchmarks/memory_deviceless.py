@@ -126,7 +126,7 @@ def main() -> int:
 def _real_sizes(chosen: Any) -> int:
     """Models of the zoo at the size at which people train them, on GPUs of three generations."""
     report = Report(
-        name="memory_real_sizes",
+        name="memory_deviceless",
         question="Does predicted memory hold at the sizes at which people train?",
         bar=(
             "median error at most 3 %, worst at most 15 % (Wide-ResNet 20 %), none predicted more"
@@ -140,8 +140,15 @@ def _real_sizes(chosen: Any) -> int:
         ),
     )
     rows: list[dict[str, Any]] = []
+    journal = _journal(chosen.journal)
     for case in real_cases(chosen.count):
-        row = {**case, **_in_process(case, chosen)}
+        if chosen.known:
+            found = _known(case, chosen.plans, journal)
+            if not found["compiled MiB"]:
+                continue
+        else:
+            found = _in_process(case, chosen)
+        row = {**case, **found}
         if row.get("outcome") != TOO_LARGE:
             rows.append(row)
             say(" ".join(f"{k}={v}" for k, v in row.items()))

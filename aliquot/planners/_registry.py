@@ -118,7 +118,7 @@ def method_by_name(
                 f" {', '.join(_WITH_INTRA)}."
             )
         # All of `_WITH_INTRA` are dataclasses with an intra planner.
-        return replace(method, intra=INTRAS[intra]())  # type: ignore[call-arg, type-var]
+        return replace(method, intra=INTRAS[intra]())  # type: ignore[type-var]
     if name.partition(":")[0] in LAYOUTS:
         return _layout(name, mesh_shape, pipeline)
     if name in PIPELINES:
