@@ -11,7 +11,7 @@ from aliquot.zoo._attention import attention, merge_heads, split_heads
 from aliquot.zoo._llama import _rotate
 
 causal_attention = partial(attention, is_causal=True)
-attend, rotate = jax.jit(causal_attention), jax.jit(_rotate)
+attend, rotate = jax.jit(causal_attention), jax.jit(_rotate, static_argnums=2)
 
 
 def draw(seed, *shape):
@@ -66,7 +66,7 @@ def test_heads_split_and_merge():
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone():
     q, k = (jnp.broadcast_to(draw(seed, 1, 1, 1, 8), (1, 10, 1, 8)) for seed in range(2))
-    turned_q, turned_k = rotate(q, 10000.0), rotate(k, 10000.0)
+    turned_q, turned_k = rotate(q, 10000.0, 1.0), rotate(k, 10000.0, 1.0)
     np.testing.assert_allclose(
         jnp.linalg.norm(turned_q, axis=-1), jnp.linalg.norm(q, axis=-1), rtol=1e-5
     )
