@@ -45,9 +45,13 @@ class Case:
         return ", ".join([f"{self.model} on {self.cluster}", *asked])
 
 
-_GPT = {"model": "gpt-2.6b", "global_batch": 1024, "recompute": "block"}
-_LLAMA = {"model": "llama-7b", "global_batch": 256, "recompute": "block"}
-_RESNET = {"model": "wide-resnet-2b", "global_batch": 1536, "semantics": "independent"}
+_GPT: dict[str, Any] = {"model": "gpt-2.6b", "global_batch": 1024, "recompute": "block"}
+_LLAMA: dict[str, Any] = {"model": "llama-7b", "global_batch": 256, "recompute": "block"}
+_RESNET: dict[str, Any] = {
+    "model": "wide-resnet-2b",
+    "global_batch": 1536,
+    "semantics": "independent",
+}
 CASES = tuple(
     Case(**step, cluster=cluster, stages=stages, micro_batches=count)
     for step, cluster, stages, count in (
