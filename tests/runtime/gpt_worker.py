@@ -33,7 +33,8 @@ from aliquot.runtime import initialize, shutdown
 def train(case):
     """The losses of every step, and seconds per step after the first."""
     config = zoo.configure("gpt-10m", num_layers=case["layers"], seq_len=case["seq_len"])
-    work = zoo.build(config, case["batch"], dtype="float32", recompute="none", optimizer="adamw")
+    dtype = case.get("dtype", "float32")
+    work = zoo.build(config, case["batch"], dtype=dtype, recompute="none", optimizer="adamw")
     method = PipeshardParallel(
         num_stages=case["stages"],
         num_micro_batches=case["micro_batches"],

@@ -135,6 +135,8 @@ GPT = {
     "steps": 8,
 }
 SHORT = [
+    # Casts of the tied embedding are made in both stages, each in a process of its own.
+    pytest.param(2, {"devices": 2, "dtype": "bf16"}, marks=pytest.mark.slow),
     pytest.param(2, {"devices": 4, "parts": True}, marks=pytest.mark.slow),
     pytest.param(
         3,
