@@ -117,8 +117,8 @@ def method_by_name(
                 f"--intra {intra}: {name} says itself how operators are split. --intra goes with"
                 f" {', '.join(_WITH_INTRA)}."
             )
-        # All of `_WITH_INTRA` are dataclasses with an intra planner.
-        return replace(method, intra=INTRAS[intra]())  # type: ignore[type-var]
+        assert isinstance(method, Auto | PipeshardParallel | ShardParallel | WholeProgram)
+        return replace(method, intra=INTRAS[intra]())
     if name.partition(":")[0] in LAYOUTS:
         return _layout(name, mesh_shape, pipeline)
     if name in PIPELINES:
