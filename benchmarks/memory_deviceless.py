@@ -366,6 +366,7 @@ def predicted_now(case: dict[str, Any], plans: str) -> tuple[dict[str, Any], Any
         stage.mesh_shape,
         stage.data_axes,
         [[o.node, sorted(o.splits.items())] for o in stage.interior],
+        *(["casts once"] if stage.casts_once else []),
     ]
     text = json.dumps(case, sort_keys=True) + json.dumps(splits)
     found = {
