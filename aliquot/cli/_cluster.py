@@ -55,7 +55,8 @@ def cluster(
             )
         else:
             described = read_cluster(spec, network_gbps)
-        from ..cluster import logical_mesh_shapes, reported_steps, target_for
+        from ..cluster import is_calibrated, logical_mesh_shapes, reported_steps, target_for
+        from ..plans import UNCALIBRATED
         from ..report import Facts
 
         target = target_for(described.device)
@@ -69,6 +70,9 @@ def cluster(
         known = None if described.device.calibration else reported_steps(described.device.name)
         if known is not None:
             facts.append(("expected error", f"of step times: {known}"))
+        device = described.device
+        if device.kind != "cpu" and not (device.calibration or is_calibrated(device.name)):
+            facts.append(("expected error", f"of step times: {UNCALIBRATED}"))
         if hosts is not None:
             facts += [(f"host {host.ip}", str(host)) for host in hosts.hosts]
         say.show(described.headline())

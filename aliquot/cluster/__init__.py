@@ -6,6 +6,7 @@ from ._attention import Attention as Attention
 from ._attention import attention_of as attention_of
 from ._calibration import Products as Products
 from ._calibration import ReportedSteps as ReportedSteps
+from ._calibration import is_calibrated as is_calibrated
 from ._calibration import reported_steps as reported_steps
 from ._cluster import MOST_DEVICES as MOST_DEVICES
 from ._cluster import Cluster as Cluster

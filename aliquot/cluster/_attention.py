@@ -104,6 +104,7 @@ _GPU_FIGURES = {
     "H100": (0.25, 34_000, f"{_FITTED}; rows: two blocks of 128 for each processor, assumed"),
     "H200": (0.25, 34_000, "as H100"),
     "B200": (0.55, 78_000, _BY_ROWS),
+    **dict.fromkeys(("B300", "GB200", "GB300"), (0.55, 78_000, "as B200, assumed")),
 }
 _OTHER_GPU = (0.43, 24_000, "as A100, assumed")
 _TPU_FIGURES = {
@@ -113,13 +114,15 @@ _TPU_FIGURES = {
 _OTHER_TPU = (0.40, "as v5e and v6e, assumed")
 # cuDNN's largest head, on Hopper and Blackwell and before (as JAX checks it).
 _LARGEST_HEAD, _LARGEST_BEFORE = 256, 128
-_LARGE_HEADS = frozenset({"H100", "H200", "B200"})
+_LARGE_HEADS = frozenset({"H100", "H200", "B200", "B300", "GB200", "GB300"})
+# GPUs of another maker than NVIDIA.
+_WITHOUT_CUDNN = frozenset({"MI300X"})
 _LARGEST_ON_TPU = 256
 
 
 def attention_of(device: Device | None) -> Attention | None:
-    """The kernel of a device; None without a device, and if no library has one: for CPUs, and GPUs
-    before Ampere.
+    """The kernel of a device; None without a device, and if no library has one: for CPUs, Trainium,
+    and GPUs before Ampere or of AMD.
 
     >>> from aliquot.cluster import DEVICES
     >>> [a.kernel if (a := attention_of(DEVICES[name])) else "" for name in ("H100", "v5e", "cpu")]
@@ -128,7 +131,8 @@ def attention_of(device: Device | None) -> Attention | None:
     if device is None:
         return None
     # Ampere is the first generation of GPUs with units for bfloat16.
-    if device.kind == "gpu" and device.peak("bfloat16") > device.peak("float32"):
+    has_cudnn = device.kind == "gpu" and device.name not in _WITHOUT_CUDNN
+    if has_cudnn and device.peak("bfloat16") > device.peak("float32"):
         share, rows, source = _GPU_FIGURES.get(device.name, _OTHER_GPU)
         largest = _LARGEST_HEAD if device.name in _LARGE_HEADS else _LARGEST_BEFORE
         return Attention(

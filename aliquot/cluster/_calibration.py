@@ -106,6 +106,13 @@ def reported_steps(device_name: str) -> ReportedSteps | None:
     return ReportedSteps(rows=rows, median_error=median, error_of_90_percent=most)
 
 
+def is_calibrated(device_name: str) -> bool:
+    """Whether figures of a device were fitted to measurements; otherwise its speeds are those of a
+    data sheet, times the shares that other devices of its kind reach.
+    """
+    return device_name in _FILES
+
+
 @lru_cache(maxsize=64)
 def measured_figures(device_name: str) -> MappingProxyType[str, Any]:
     """Contents of a device's file, as fields of `Target`; empty for a device that has none."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ..core import ClusterError
 
-KINDS = ("gpu", "tpu", "cpu")
+KINDS = ("gpu", "tpu", "neuron", "cpu")
 CALIBRATED = (
     "matmul_efficiency",
     "sustained_share",
@@ -42,7 +42,7 @@ class Device:
 
     Args:
         name: As users write it, e.g. `"A100-80GB"`.
-        kind: `"gpu"`, `"tpu"` or `"cpu"`: which compiler target it belongs to.
+        kind: `"gpu"`, `"tpu"`, `"neuron"` or `"cpu"`: which compiler target it belongs to.
         peak_flops_per_s: Dense peak by dtype in FLOP/s. `"float32"` is required and means full
             float32 precision; `"tf32"` is what float32 products may run in instead; `"float8"`
             stands for all types of 8-bit floats.
@@ -127,6 +127,7 @@ def _gpu(
     memory_bytes: int,
     gb_per_s: float,
     source: str,
+    kind: str = "gpu",
 ) -> Device:
     peaks = {
         dtype: peak * 1e12
@@ -135,7 +136,7 @@ def _gpu(
     }
     return Device(
         name=name,
-        kind="gpu",
+        kind=kind,
         peak_flops_per_s=peaks,
         memory_bytes=memory_bytes,
         memory_bandwidth_bytes_per_s=gb_per_s * 1e9,
@@ -175,9 +176,10 @@ _HOPPER = (
     "data sheet (SXM, dense: half of the printed sparse figures; float64 on tensor cores)" + _XLA
 )
 _GEFORCE_F64 = "; float64 at 1/64 of float32"
+_NEURON = "AWS Neuron documentation (per chip); float64 an assumption: an eighth of float32"
 
-# GPUs: (float32, tf32, bfloat16, float16, float64, float8) in TFLOP/s, memory in bytes, bandwidth
-# in GB/s.
+# GPUs and Trainium: (float32, tf32, bfloat16, float16, float64, float8) in TFLOP/s, memory in
+# bytes, bandwidth in GB/s.
 _CATALOGUE = (
     _gpu("V100-16GB", (15.7, None, 15.7, 125.0, 7.8, None), 16_935_682_048, 900, _VOLTA),
     _gpu("V100-32GB", (15.7, None, 15.7, 125.0, 7.8, None), 34_089_730_048, 900, _VOLTA),
@@ -206,6 +208,35 @@ _CATALOGUE = (
         "NVIDIA HGX B200 " + _HOPPER,
     ),
     _gpu(
+        "B300",
+        (75.0, 1125.0, 2250.0, 2250.0, 1.25, 4500.0),
+        297_021_865_984,
+        7700,
+        "NVIDIA HGX B300 " + _HOPPER,
+    ),
+    _gpu(
+        "GB200",
+        (80.0, 1250.0, 2500.0, 2500.0, 40.0, 5000.0),
+        197_897_748_480,
+        8000,
+        "NVIDIA GB200 NVL72 " + _HOPPER,
+    ),
+    _gpu(
+        "GB300",
+        (80.0, 1250.0, 2500.0, 2500.0, 1.39, 5000.0),
+        297_021_079_552,
+        8000,
+        "NVIDIA GB300 NVL72 " + _HOPPER,
+    ),
+    _gpu(
+        "MI300X",
+        (163.4, 653.7, 1307.4, 1307.4, 163.4, 2614.9),
+        192 * 10**9,
+        5300,
+        "AMD Instinct MI300X data sheet (dense; matrix cores; float8 in the types e4m3fnuz and"
+        " e5m2fnuz)",
+    ),
+    _gpu(
         "A10G",
         (35.0, 35.0, 70.0, 70.0, 0.55, None),
         24 * 10**9,
@@ -226,6 +257,8 @@ _CATALOGUE = (
         1008,
         "NVIDIA Ada GPU architecture paper (dense, float32 accumulation)" + _GEFORCE_F64,
     ),
+    _gpu("trn1", (47.5, 190.0, 190.0, 190.0, 5.9, 190.0), 32 * 2**30, 880, _NEURON, "neuron"),
+    _gpu("trn2", (181.0, 667.0, 667.0, 667.0, 22.6, 1299.0), 96 * 2**30, 2900, _NEURON, "neuron"),
     _tpu("v4", 275.0, 32, 1228, "Google Cloud TPU v4 documentation (per chip)"),
     _tpu("v5e", 197.0, 16, 819, "Google Cloud TPU v5e documentation (per chip)"),
     _tpu("v5p", 459.0, 95, 2765, "Google Cloud TPU v5p documentation (per chip)"),

@@ -43,7 +43,7 @@ WireRate = Annotated[float, Meta(ge=0.0, le=1e18)]
 Speed = Annotated[float, Meta(ge=1e3, le=1e24)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e3)]
 Figure = Annotated[float, Meta(ge=0.0, le=1e12)]
-Kind = Literal["gpu", "tpu", "cpu"]
+Kind = Literal["gpu", "tpu", "neuron", "cpu"]
 
 
 class _Size(int):

@@ -20,7 +20,8 @@ class Wiring:
     """The default links of one kind of device, with their origin.
 
     `inter` is None where the links between devices reach across hosts, so that a host can send as
-    much as all its devices together. `host` is a device's share of a host. `wires` is as in
+    much as all its devices together. With `own_network` it is that of one device, each of which has
+    a network card of its own. `host` is a device's share of a host. `wires` is as in
     `Cluster`, for the largest host of that kind that is wired pair by pair.
     """
 
@@ -29,6 +30,7 @@ class Wiring:
     host: Host
     note: str
     wires: Wires = ()
+    own_network: bool = False
 
     def wires_of(self, devices_per_host: int) -> Wires:
         """Wires of the first devices of a host; none for hosts of more devices, which are other
@@ -45,11 +47,12 @@ class Wiring:
 
     def inter_of(self, devices_per_host: int) -> Link:
         """Link from a host of `devices_per_host` devices to the other hosts."""
-        if self.inter is not None:
+        if self.inter is not None and not self.own_network:
             return self.inter
+        each = self.inter or self.intra
         return Link(
-            latency_s=self.intra.latency_s,
-            bandwidth_bytes_per_s=self.intra.bandwidth_bytes_per_s * devices_per_host,
+            latency_s=each.latency_s,
+            bandwidth_bytes_per_s=each.bandwidth_bytes_per_s * devices_per_host,
         )
 
 
@@ -66,9 +69,11 @@ def _host(copy_gb_per_s: float, share_gib: int | None) -> Host:
 # What a device copies to its host's memory, nominal and one way, and its share of that memory in
 # GiB. PCIe x16: 16 GB/s in version 3, 32 in 4, 64 in 5. Pairs of GPUs share a switch and its port
 # in hosts of V100 and A100 (NVIDIA, DGX-1 and DGX A100 system architecture); from Hopper on each
-# has a port of its own (NVIDIA, DGX H100 user guide). Memory: AWS instance types p3, p4, p5, p6, g5
-# and g6. TPUs: PCIe rates from "How to Scale Your Model" (Google DeepMind, 2025), memory of the
-# machine types ct4p, ct5lp, ct5p and ct6e (Google Cloud TPU documentation).
+# has a port of its own (NVIDIA, DGX H100 user guide). Memory: AWS instance types p3, p4, p5, p6,
+# g5, g6, p6-b300, u-p6e-gb200x72 and u-p6e-gb300x72, trn1 and trn2, Azure ND MI300X v5. Two GPUs
+# share the 450 GB/s each way between a Grace and its superchip (NVIDIA, GB200 NVL72 data sheet).
+# Trainium: assumed. TPUs: PCIe rates from "How to Scale Your Model" (Google DeepMind, 2025), memory
+# of the machine types ct4p, ct5lp, ct5p and ct6e (Google Cloud TPU documentation).
 _HOSTS = {
     "V100-16GB": _host(8, 61),
     "V100-32GB": _host(8, 96),
@@ -78,6 +83,12 @@ _HOSTS = {
     "H100": _host(64, 256),
     "H200": _host(64, 256),
     "B200": _host(64, 256),
+    "B300": _host(64, 512),
+    "GB200": _host(225, 240),
+    "GB300": _host(225, 240),
+    "MI300X": _host(64, 231),
+    "trn1": _host(16, 32),
+    "trn2": _host(32, 128),
     "A10G": _host(32, 96),
     "L4": _host(32, 96),
     "RTX-4090": _host(32, None),
@@ -97,6 +108,7 @@ def _wired(
     network_gbps: float,
     note: str,
     wires: Wires = (),
+    own_network: bool = False,
 ) -> Wiring:
     return Wiring(
         host=_HOSTS[device],
@@ -104,6 +116,7 @@ def _wired(
         inter=Link(latency_s=_NETWORK_S, bandwidth_bytes_per_s=network_gbps * 1e9 / 8),
         note=note,
         wires=wires,
+        own_network=own_network,
     )
 
 
@@ -145,6 +158,18 @@ _CUBE_MESH = tuple(
         "00101202",
         "00012120",
     )
+)
+
+# Each two of eight MI300X are joined by one link of 64 GB/s each way (AMD, MI300X platform data
+# sheet).
+_FULL_MESH = tuple(tuple(64e9 * (i != j) for j in range(8)) for i in range(8))
+_DOMAIN = (
+    "NVLink 5 among up to 72 GPUs (NVL72): a host here is such a domain, of trays of four; {} Gbps"
+    " network for each GPU (AWS {})"
+)
+_NEURON_LINK = (
+    "NeuronLink, a 4 x 4 torus: a ring along one dimension uses 2 of a chip's 4 links (AWS Neuron"
+    " documentation); {} Gbps network (AWS {})"
 )
 
 WIRINGS: dict[str, Wiring] = {
@@ -202,6 +227,40 @@ WIRINGS: dict[str, Wiring] = {
         3200,
         "NVLink 5 through NVSwitch; 3200 Gbps network (AWS p6-b200.48xlarge)",
     ),
+    "B300": _wired(
+        "B300",
+        _NVLINK_S,
+        900,
+        6400,
+        "NVLink 5 through NVSwitch; 6400 Gbps network (AWS p6-b300.48xlarge)",
+    ),
+    "GB200": _wired(
+        "GB200",
+        _NVLINK_S,
+        900,
+        400,
+        _DOMAIN.format(400, "u-p6e-gb200x72"),
+        own_network=True,
+    ),
+    "GB300": _wired(
+        "GB300",
+        _NVLINK_S,
+        900,
+        800,
+        _DOMAIN.format(800, "u-p6e-gb300x72"),
+        own_network=True,
+    ),
+    "MI300X": _wired(
+        "MI300X",
+        _NVLINK_S,
+        448,
+        3200,
+        "Infinity Fabric, a link between each two GPUs (latency assumed to be NVLink's); 3200 Gbps"
+        " network (Azure ND MI300X v5)",
+        _FULL_MESH,
+    ),
+    "trn1": _wired("trn1", _ICI_S, 96, 800, _NEURON_LINK.format(800, "trn1.32xlarge")),
+    "trn2": _wired("trn2", _ICI_S, 320, 3200, _NEURON_LINK.format(3200, "trn2.48xlarge")),
     "A10G": _wired("A10G", _PCIE_S, 32, 100, _PCIE4 + "; 100 Gbps network (AWS g5.48xlarge)"),
     "L4": _wired("L4", _PCIE_S, 32, 100, _PCIE4 + "; 100 Gbps network (AWS g6.48xlarge)"),
     "RTX-4090": _wired("RTX-4090", _PCIE_S, 32, 10, _PCIE4 + "; 10 Gbps Ethernet (an assumption)"),
@@ -216,19 +275,22 @@ WIRINGS: dict[str, Wiring] = {
 
 _GRID_RE = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?([a-z][\w.-]*)", re.IGNORECASE)
 _SLICE_RE = re.compile(r"(v\d+[a-z]?)-(\d+)", re.IGNORECASE)
-# The largest hosts that are sold: 16 V100 or A100-40GB share NVLink, 8 of the others.
+# The largest hosts that are sold: 16 V100 or A100-40GB share NVLink, as do 72 GB200 or GB300, 16
+# Trainium chips NeuronLink, and hosts have 8 of the others.
 _MOST_IN_HOST = {
-    **dict.fromkeys(("V100-16GB", "V100-32GB", "A100-40GB"), 16),
-    **dict.fromkeys(
-        ("A100-80GB", "H100", "H200", "B200", "A10G", "L4", "RTX-4090", "A100-PCIe"), 8
-    ),
+    **dict.fromkeys(("V100-16GB", "V100-32GB", "A100-40GB", "trn1", "trn2"), 16),
+    **dict.fromkeys(("A100-80GB", "A100-PCIe", "H100", "H200", "B200", "B300", "MI300X"), 8),
+    **dict.fromkeys(("A10G", "L4", "RTX-4090"), 8),
+    **dict.fromkeys(("GB200", "GB300"), 72),
 }
+# Domains of NVLink are built of trays.
+_IN_TRAY = {"GB200": 4, "GB300": 4}
 _TENSOR_CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
 _DIGITS = 12
 _FORMS = (
     "Write hosts x devices x kind, such as '4x8xA100-80GB' or '8xH100', or a TPU slice such as"
-    " 'v5e-16'. A device that is not in the list, or other links, are described in a TOML file:"
-    " docs/clusters.md."
+    " 'v5e-16'; 72xGB200 is one NVL72. A device that is not in the list, or other links, are"
+    " described in a TOML file: docs/clusters.md."
 )
 
 
@@ -258,6 +320,7 @@ def preset(spec: str) -> Cluster:
     most = _MOST_IN_HOST.get(device or "", MOST_DEVICES)
     if grid[1] is None and MOST_DEVICES >= devices > most:
         # Nobody builds such a host: the number is that of all devices.
+        most = _domain(devices, most, _IN_TRAY.get(device or "", most))
         hosts, left = divmod(devices, most)
         if left:
             raise ClusterError(
@@ -274,6 +337,17 @@ def preset(spec: str) -> Cluster:
     if problems or device is None:
         raise ClusterError(problems, asked=asked, advice=_FORMS)
     return wire(text, device, hosts, devices)
+
+
+def _domain(devices: int, most: int, tray: int) -> int:
+    """Devices of the largest domain of at most `most`, of whole trays, of which `devices` are equal
+    ones; `most` if there is none.
+
+    >>> _domain(144, 72, 4), _domain(256, 72, 4)
+    (72, 64)
+    """
+    sizes = [size for size in range(most, 0, -tray) if devices % size == 0]
+    return sizes[0] if sizes else most
 
 
 def wire(name: str, device_name: str, num_hosts: int, devices_per_host: int) -> Cluster:

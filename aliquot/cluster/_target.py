@@ -376,17 +376,38 @@ _TPU = Target(
     ),
 )
 
-TARGETS: dict[str, Target] = {target.kind: target for target in (_CPU, _GPU, _TPU)}
+# Neuron's compiler takes programs from the partitioner that TPUs use. What it then does was not
+# looked at: shares of peaks are those of TPUs, memory is counted as the program has it, no
+# collective is hidden but for sums of gradients and gathers of parameters, half of which are.
+_NEURON = replace(
+    _TPU,
+    kind="neuron",
+    float32_product_dtype="float32",
+    held_product_bytes=0,
+    hides_latency=False,
+    overlaps_all_reduces=True,
+    overlap_fraction=0.5,
+    activation_overlap=0.0,
+    bandwidth_efficiency=0.8,
+    collective_efficiency=0.8,
+    all_to_all_efficiency=0.8,
+    kernel_overhead_s=2e-6,
+    collective_overhead_s=15e-6,
+    usable_memory_fraction=0.9,
+    source="assumptions: shares of the peaks as on other accelerators, nothing measured",
+)
+
+TARGETS: dict[str, Target] = {target.kind: target for target in (_CPU, _GPU, _TPU, _NEURON)}
 """One target per device kind."""
 
 
 # XLA orders operators by its latency-hiding scheduler where it has a model of kernels and
 # collectives (Hopper and Blackwell), and elsewhere to save memory, as seen in the order of programs
 # compiled for H100 and A100 (JAX 0.10).
-_HIDE_LATENCY = frozenset({"H100", "H200", "B200"})
+_HIDE_LATENCY = frozenset({"H100", "H200", "B200", "B300", "GB200", "GB300"})
 # Which GPUs have instructions that add and multiply bfloat16 (compute capability 9.0), as XLA's
 # `GpuFloatSupport` has it.
-_ADD_BFLOAT16 = frozenset({"H100", "H200", "B200"})
+_ADD_BFLOAT16 = _HIDE_LATENCY
 
 
 def target_for(device: Device) -> Target:

@@ -77,6 +77,7 @@ from ._stage_text import submesh_name as submesh_name
 from ._stage_text import submesh_names as submesh_names
 from ._streaming import has_gradients as has_gradients
 from ._streaming import time_between_calls_s as time_between_calls_s
+from ._summary import UNCALIBRATED as UNCALIBRATED
 from ._summary import chosen_candidate as chosen_candidate
 from ._summary import expected_error as expected_error
 from ._summary import runner_up as runner_up

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ..cluster import ReportedSteps, reported_steps
+from ..cluster import ReportedSteps, is_calibrated, reported_steps
 from ..core import format_seconds
 from ._axis_roles import axis_roles, uses_of_stage
 from ._plan import Plan
@@ -24,6 +24,10 @@ _ATTENTION = {
     "cudnn": "fused, in cuDNN's kernel: no scores in memory",
     "splash": "fused, in the splash kernel: no scores in memory",
 }
+
+
+UNCALIBRATED = "not known: the speeds are those of a data sheet, and no measurement was compared"
+"""What is said of devices without a calibration."""
 
 
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -41,6 +45,8 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("throughput", f"{speed}; {_basis(plan)}"))
     if error := expected_error(plan):
         rows.append(("expected error", f"of step times: {error}"))
+    elif _is_data_sheet(plan):
+        rows.append(("expected error", f"of step times: {UNCALIBRATED}"))
     if costs := _largest_costs(plan):
         rows.append(("largest costs", costs))
     if second := runner_up(plan):
@@ -96,6 +102,18 @@ def expected_error(plan: Plan) -> ReportedSteps | None:
     if not isinstance(device, dict) or device.get("calibration"):
         return None
     return reported_steps(str(device.get("name", "")))
+
+
+def _is_data_sheet(plan: Plan) -> bool:
+    """Whether nothing that a prediction rests on was measured on the plan's accelerators."""
+    device = plan.cluster.get("device")
+    return (
+        isinstance(device, dict)
+        and device.get("kind") != "cpu"
+        and not device.get("calibration")
+        and not plan.provenance.profiles
+        and not is_calibrated(str(device.get("name", "")))
+    )
 
 
 def _basis(plan: Plan) -> str:

@@ -48,7 +48,7 @@ def test_other_devices_keep_the_figures_of_their_backend():
     assert attention_of(renamed) is None
 
 
-@pytest.mark.parametrize("name", ["H100", "H200", "B200"])
+@pytest.mark.parametrize("name", ["H100", "H200", "B200", "B300", "GB200", "GB300"])
 def test_some_gpus_are_scheduled_to_hide_latency(name):
     assert target_for(DEVICES[name]).hides_latency
     assert not target_for(DEVICES["A100-80GB"]).hides_latency
@@ -72,6 +72,10 @@ def test_narrow_types_are_never_slower_than_16_bits(dtype):
 def test_8_bit_floats_have_the_peaks_of_the_data_sheets():
     assert DEVICES["H100"].peak("float8_e4m3fn") == pytest.approx(1978.9e12)
     assert DEVICES["A100-80GB"].peak("float8_e4m3fn") == DEVICES["A100-80GB"].peak("bfloat16")
+
+
+def test_neither_amd_nor_trainium_has_cudnn():
+    assert [attention_of(DEVICES[name]) for name in ("MI300X", "trn1", "trn2")] == [None] * 3
 
 
 def test_a_sustained_share_slows_all_products():

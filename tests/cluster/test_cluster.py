@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from aliquot.cluster import DEVICES, Cluster, Link, parse_toml
+from aliquot.cluster import DEVICES, Cluster, Link, LogicalMesh, parse_toml
 from aliquot.core import ClusterError
 
 
@@ -23,6 +23,13 @@ from aliquot.core import ClusterError
         ("v5p-64", "v5p", 8, 4, 720e9),
         ("v4-8", "v4", 1, 4, 360e9),
         ("2x4xv6e", "v6e", 2, 4, 720e9),
+        ("8xB300", "B300", 1, 8, 800e9),
+        ("72xGB200", "GB200", 1, 72, 3600e9),
+        ("2x72xGB300", "GB300", 2, 72, 7200e9),
+        ("18x4xGB200", "GB200", 18, 4, 200e9),
+        ("2x8xMI300X", "MI300X", 2, 8, 400e9),
+        ("4x16xtrn1", "trn1", 4, 16, 100e9),
+        ("16xTrn2", "trn2", 1, 16, 400e9),
         ("8xcpu", "cpu", 1, 8, 1.25e9),
     ],
 )
@@ -47,6 +54,10 @@ def test_presets(spec, device, hosts, per_host, inter_bytes_per_s):
         ("32xA100-40GB", "2x16xA100-40GB"),
         ("16xA100-40GB", "16xA100-40GB"),
         ("1x64xH100", "1x64xH100"),
+        ("72xGB200", "72xGB200"),
+        ("144xGB200", "2x72xGB200"),
+        ("256xGB300", "4x64xGB300"),
+        ("64xtrn2", "4x16xtrn2"),
         ("64xcpu", "64xcpu"),
     ],
 )
@@ -59,6 +70,9 @@ def test_more_devices_than_a_host_has_are_several_hosts(spec, taken_as):
     ("spec", "message"),
     [
         ("8xH10", "did you mean 'H100'"),
+        ("72xGB20", "did you mean 'GB200'"),
+        ("8xMI300", "did you mean 'MI300X'"),
+        ("74xGB200", "at most 72 GB200, and 74 do not fill hosts of 72"),
         ("8xA100", "did you mean 'A100-40GB', 'A100-PCIe' or 'A100-80GB'"),
         ("0xH100", "devices must be at least 1"),
         ("0x8xA110", "hosts must be at least 1"),
@@ -76,6 +90,19 @@ def test_bad_presets(spec, message):
     with pytest.raises(ClusterError, match=message) as caught:
         Cluster.preset(spec)
     assert repr(spec) in str(caught.value)
+
+
+def test_a_domain_of_nvlink_is_one_host_whose_network_grows_with_it():
+    rack, trays = Cluster.preset("72xGB200"), Cluster.preset("2x36xGB200")
+    assert rack.intra == trays.intra and rack.inter.latency_s == trays.inter.latency_s
+    assert rack.inter.bandwidth_bytes_per_s == 2 * trays.inter.bandwidth_bytes_per_s
+    link = LogicalMesh(shape=(2, 72), cluster=Cluster.preset("144xGB200")).link(("y",))
+    assert not link.crosses_hosts and link.bandwidth_bytes_per_s == 900e9
+
+
+def test_links_between_each_two_form_three_rings_both_ways():
+    link = LogicalMesh(shape=(8,), cluster=Cluster.preset("8xMI300X")).link(("x",))
+    assert link.bandwidth_bytes_per_s == 2 * 3 * 64e9
 
 
 def test_another_network():
@@ -264,6 +291,11 @@ def fakes(kind, platform, hosts, per_host, **attributes):
         ("Tesla V100-SXM2-16GB", "gpu", "V100-16GB"),
         ("NVIDIA H100 80GB HBM3", "gpu", "H100"),
         ("NVIDIA H200", "gpu", "H200"),
+        ("NVIDIA B200", "gpu", "B200"),
+        ("NVIDIA GB200", "gpu", "GB200"),
+        ("NVIDIA GB300", "gpu", "GB300"),
+        ("NVIDIA B300 SXM6 AC", "gpu", "B300"),
+        ("AMD Instinct MI300X", "gpu", "MI300X"),
         ("NVIDIA GeForce RTX 4090", "gpu", "RTX-4090"),
         ("NVIDIA L4", "gpu", "L4"),
         ("TPU v4", "tpu", "v4"),

@@ -2,10 +2,13 @@
 the runner-up.
 """
 
+import dataclasses
+
 import msgspec
 import pytest
 from sample_plans import INPUTS, PREDICTION, PROVENANCE, SPLITS, STAGE, sample_plan
 
+from aliquot.cluster import Cluster
 from aliquot.plans import (
     ArrayInterface,
     CollectiveUse,
@@ -111,6 +114,19 @@ def test_throughput_is_of_the_model_and_says_what_it_rests_on():
         "each block is recomputed in the backward pass (full activation checkpointing)"
     )
     assert mfu(sample_plan()) is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [("8xH100", "7% in the median"), ("72xGB200", "not known"), ("16xtrn2", "not known")],
+)
+def test_devices_without_calibration_say_so(spec, said):
+    cluster = Cluster.preset(spec)
+    rows = dict(summary_rows(sample_plan(cluster=cluster.to_dict())))
+    assert rows["expected error"].startswith(f"of step times: {said}")
+    fitted = dataclasses.replace(cluster.device, calibration={"matmul_efficiency": 0.5})
+    plan = sample_plan(cluster=dataclasses.replace(cluster, device=fitted).to_dict())
+    assert "expected error" not in dict(summary_rows(plan))
 
 
 def test_the_two_largest_costs():
