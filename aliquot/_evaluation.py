@@ -34,12 +34,12 @@ def evaluator(
 
     def part(state: Any) -> Any:
         # Optimizer states are large, and not read.
-        return {name: state[name] for name in state if name in ("params", "batch_stats")}
+        return {name: state[name] for name in state if name in ("params", "batch_stats", "amax")}
 
     specs = {
         path: tuple(axes or None for axes in dims)
         for path, dims in stage.shardings.items()
-        if path.startswith(("state.params", "state.batch_stats", "batch"))
+        if path.startswith(("state.params", "state.batch_stats", "state.amax", "batch"))
     }
     made = plan(
         evaluate,

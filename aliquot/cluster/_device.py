@@ -32,7 +32,7 @@ CALIBRATED = (
 """Figures of a target that a device may have values of its own for; see `Target` and `Products` for
 what they mean.
 """
-DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64", "float8")
+DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64", "float8", "float8_fnuz")
 _NARROW = re.compile(r"bool|u?int[248]|float[48]_.*")
 
 
@@ -45,7 +45,8 @@ class Device:
         kind: `"gpu"`, `"tpu"`, `"neuron"` or `"cpu"`: which compiler target it belongs to.
         peak_flops_per_s: Dense peak by dtype in FLOP/s. `"float32"` is required and means full
             float32 precision; `"tf32"` is what float32 products may run in instead; `"float8"`
-            stands for all types of 8-bit floats.
+            stands for all types of 8-bit floats but those without infinities and negative zero
+            (`float8_e4m3fnuz`), for which `"float8_fnuz"` does.
         memory_bytes: Device memory.
         memory_bandwidth_bytes_per_s: Peak of reading and writing together.
         source: Where the figures come from.
@@ -114,8 +115,9 @@ class Device:
         peaks = self.peak_flops_per_s
         if dtype in peaks:
             return peaks[dtype]
-        if dtype.startswith("float8_") and "float8" in peaks:
-            return peaks["float8"]
+        family = "float8_fnuz" if dtype.endswith("fnuz") else "float8"
+        if dtype.startswith("float8_") and family in peaks:
+            return peaks[family]
         if _NARROW.fullmatch(dtype):
             return max(self.peak("bfloat16"), self.peak("float16"))
         return peaks["float32"] * (0.5 if dtype == "float64" else 1.0)
@@ -128,10 +130,11 @@ def _gpu(
     gb_per_s: float,
     source: str,
     kind: str = "gpu",
+    fnuz_tflops: float | None = None,
 ) -> Device:
     peaks = {
         dtype: peak * 1e12
-        for dtype, peak in zip(DTYPES, peaks_tflops, strict=True)
+        for dtype, peak in zip(DTYPES, (*peaks_tflops, fnuz_tflops), strict=True)
         if peak is not None
     }
     return Device(
@@ -230,11 +233,11 @@ _CATALOGUE = (
     ),
     _gpu(
         "MI300X",
-        (163.4, 653.7, 1307.4, 1307.4, 163.4, 2614.9),
+        (163.4, 653.7, 1307.4, 1307.4, 163.4, None),
         192 * 10**9,
         5300,
-        "AMD Instinct MI300X data sheet (dense; matrix cores; float8 in the types e4m3fnuz and"
-        " e5m2fnuz)",
+        "AMD Instinct MI300X data sheet (dense; matrix cores)",
+        fnuz_tflops=2614.9,
     ),
     _gpu(
         "A10G",

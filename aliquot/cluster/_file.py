@@ -117,6 +117,7 @@ class _Peaks(_Table, frozen=True):
     float16: _Peak | None = None
     float64: _Peak | None = None
     float8: _Peak | None = None
+    float8_fnuz: _Peak | None = None
 
 
 class _PlainPeaks(_Table, frozen=True):
@@ -126,6 +127,7 @@ class _PlainPeaks(_Table, frozen=True):
     float16: Speed | None = None
     float64: Speed | None = None
     float8: Speed | None = None
+    float8_fnuz: Speed | None = None
 
 
 class _Calibration(_Table, frozen=True):

@@ -10,7 +10,7 @@ from ..cluster import Cluster
 from ..core import format_count
 from ._plan import Plan
 
-_PEAKS = {"bf16": "bfloat16", "float32": "tf32"}
+_PEAKS = {"bf16": "bfloat16", "float32": "tf32", "fp8": "float8"}
 
 
 def examples_per_step(plan: Plan) -> int:

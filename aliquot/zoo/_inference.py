@@ -69,8 +69,8 @@ def build_inference(
     """A model's functions without gradients; no array is created.
 
     Args:
-        model, overrides, dtype, scan, device: as for `build`; the parameters are those of `build`
-            with the same of them.
+        model, overrides, dtype, scan, device: as for `build`, with whose parameters they
+            go; fp8 is bf16 here.
         batch: sequences at once, over all devices.
         params_dtype: of the parameters, by default as they are trained, in float32; float16 or bf16
             take half the memory.
@@ -104,7 +104,8 @@ def build_inference(
         faults.append(f"prompt_len={prompt_len} must be from 1 to cache_len={cache_len}.")
     if faults:
         raise InputError(f"This model cannot be built: {' '.join(faults)}")
-    dtypes = precision(dtype)
+    # 8-bit products need magnitudes of the step before, which are no parameters.
+    dtypes = replace(precision(dtype), is_fp8=False)
     if params_dtype is not None:
         dtypes = replace(dtypes, params=precision(precision_name(params_dtype)).compute)
     require_extra()

@@ -19,6 +19,7 @@ from flax import nnx
 from ._attention import attention, merge_heads, split_heads
 from ._cached import Cache, CachedBlock, attend_to_cache, filled, written
 from ._config import ModelConfig
+from ._fp8 import Fp8Linear
 from ._precision import Precision
 
 
@@ -192,17 +193,20 @@ def _linear(
     *,
     depth: int = 0,
     use_bias: bool = False,
-) -> nnx.Linear:
+) -> nnx.Linear | Fp8Linear:
     # Projections into the residual stream start the smaller, the deeper the model is, so that the
     # stream keeps its variance.
     scale = 0.02 if not depth else 0.02 / (2 * depth) ** 0.5
+    init = nnx.initializers.normal(scale)
+    if precision.is_fp8:
+        return Fp8Linear(size_in, size_out, precision, rngs, use_bias=use_bias, kernel_init=init)
     return nnx.Linear(
         size_in,
         size_out,
         use_bias=use_bias,
         dtype=precision.compute,
         param_dtype=precision.params,
-        kernel_init=nnx.initializers.normal(scale),
+        kernel_init=init,
         rngs=rngs,
     )
 

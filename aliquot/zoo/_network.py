@@ -13,6 +13,7 @@ import abc
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -82,7 +83,7 @@ class Network(AbstractNetwork):
         self.num_layers, self.scan = config.num_layers, scan
         self.balance_weight = config.balance_weight if isinstance(config, MoEConfig) else 0.0
         self._ends_def, self._ends_shapes, self._init_ends = _module(
-            lambda k: _make(ends, config, precision, k)
+            lambda k: _make(ends, config, replace(precision, is_fp8=False), k)
         )
         self._kinds = [
             _Kind(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..cluster import DEVICES, Device
 from ..core import InputError, nearest
 
 if TYPE_CHECKING:
@@ -14,22 +15,25 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """Names of two dtypes: of activations and matrix products (`compute`), and of parameters and
-    optimizer state (`params`).
+    optimizer state (`params`). With `is_fp8` the linear layers of blocks multiply in 8-bit floats.
     """
 
     compute: str
     params: str
+    is_fp8: bool = False
 
 
 PRECISIONS: dict[str, Precision] = {
     "float32": Precision(compute="float32", params="float32"),
     "bf16": Precision(compute="bfloat16", params="float32"),
+    "fp8": Precision(compute="bfloat16", params="float32", is_fp8=True),
     "float16": Precision(compute="float16", params="float32"),
     "float64": Precision(compute="float64", params="float64"),
 }
 
 
 _ALSO = {
+    "float8": "fp8",
     "fp16": "float16",
     "half": "float16",
     "bfloat16": "bf16",
@@ -47,6 +51,19 @@ def precision_name(name: str) -> str:
     ('bf16', 'float16')
     """
     return _ALSO.get(name, name)
+
+
+def fp8_faults(device: Device | None) -> list[str]:
+    """Why a device cannot multiply in 8-bit floats of the types e4m3fn and e5m2; empty if it can.
+    CPUs compute everything, slowly.
+    """
+    if device is None or device.kind == "cpu" or "float8" in device.peak_flops_per_s:
+        return []
+    have = [name for name, each in DEVICES.items() if "float8" in each.peak_flops_per_s]
+    return [
+        f"dtype=fp8 multiplies in float8_e4m3fn and float8_e5m2, for which {device.name} has no"
+        f" units ({', '.join(have)} have): take --dtype bf16."
+    ]
 
 
 def precision(name: str) -> Precision:

@@ -18,7 +18,14 @@ from ..core import InputError, MissingExtraError, nearest, shortened
 from ._config import LARGEST, AbstractConfig, AbstractTextConfig, ModelConfig, MoEConfig
 from ._fused import choose_attention
 from ._image_config import WideResNetConfig
-from ._precision import PRECISIONS, Precision, abstract, precision, precision_name
+from ._precision import (
+    PRECISIONS,
+    Precision,
+    abstract,
+    fp8_faults,
+    precision,
+    precision_name,
+)
 from ._recompute import recompute_faults
 from ._schedule import LearningRate, rate_faults, schedule
 from ._sizes import MODELS, as_fields, configure, from_fields
@@ -44,7 +51,8 @@ class Workload:
     `loss` and, with experts, `balance_loss`; where the step needs them, also `learning_rate` and
     `grad_norm`. `evaluate(state, batch)` returns the metrics of the model alone. `state` and
     `batch` are trees of `jax.ShapeDtypeStruct`: the state holds `params`, `opt_state`, `step`,
-    under dynamic loss scaling `loss_scale`, and with BatchNorm `batch_stats`; the batch holds
+    under dynamic loss scaling `loss_scale`, and with BatchNorm `batch_stats`, with 8-bit products
+    `amax`, the magnitudes by which they are scaled; the batch holds
     `inputs` and `targets`, token ids of shape `(global_batch, seq_len)`, or `images` and `labels`;
     BERT's targets are -1 where nothing is to be predicted. `init(key)` makes a real state and may
     be jitted, so that its arrays are created sharded. `build(**settings)` makes this workload
@@ -92,7 +100,8 @@ def build(
         global_batch: Sequences or images per step, over all devices.
         overrides: Fields of the configuration to change, as for `configure`.
         dtype: Dtype in which the model computes: `"bf16"`, `"float16"` or `"float32"`, with float32
-            parameters; or `"float64"` throughout, for comparisons. Other usual names, such as
+            parameters; `"fp8"`: bf16, but the linear layers of blocks multiply in 8-bit floats; or
+            `"float64"` throughout, for comparisons. Other usual names, such as
             `"bfloat16"` and `"fp16"`, are understood. By default bf16, and float32 for Wide-ResNet.
         recompute: What each block keeps for its backward pass, which computes all else again:
             `"block"` only its input, `"none"` everything; `"minimal"`, `"save_qkv"`,
@@ -331,6 +340,10 @@ def faults_of_step(
             " stacked."
         )
     dtype = precision_name(settings.get("dtype") or (config and config.usual_dtype) or "bf16")
+    if dtype == "fp8":
+        faults += fp8_faults(device)
+        if isinstance(config, WideResNetConfig):
+            faults.append("dtype=fp8 is for linear layers, and Wide-ResNet has convolutions.")
     attends = choose_attention(settings.get("attention", "auto"), config, dtype, device)
     return [*faults, *attends.faults]
 
@@ -365,9 +378,19 @@ def require_extra() -> None:
 def _abstract_state(network: AbstractNetwork, update: Update) -> tuple[dict[str, Any], int]:
     import jax
 
-    model = network.shapes()
+    model = _with_amax(network.shapes())
     state = {**model, **jax.eval_shape(update.init, model["params"]), "step": abstract((), "int32")}
     return state, sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model["params"]))
+
+
+def _with_amax(model: dict[str, Any]) -> dict[str, Any]:
+    """A model's part of a state, with the magnitudes of 8-bit products, if it has any, outside of
+    the parameters.
+    """
+    from ._fp8 import split
+
+    params, amax = split(model["params"])
+    return {**model, "params": params, **({"amax": amax} if amax else {})}
 
 
 def _abstract_batch(
@@ -396,7 +419,7 @@ def _init(network: AbstractNetwork, update: Update) -> Callable[[jax.Array], dic
     import jax.numpy as jnp
 
     def init(key: jax.Array) -> dict[str, Any]:
-        model = network.init(key)
+        model = _with_amax(network.init(key))
         return {**model, **update.init(model["params"]), "step": jnp.zeros((), jnp.int32)}
 
     return init
@@ -407,26 +430,35 @@ def _train_step(
 ) -> Callable[[dict[str, Any], dict[str, jax.Array]], tuple[dict[str, Any], dict[str, jax.Array]]]:
     import jax
 
+    from ._fp8 import joined, seen, unscaled
+
     def train_step(
         state: dict[str, Any], batch: dict[str, jax.Array]
     ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         def scaled_loss(
-            params: dict[str, Any],
+            params: dict[str, Any], amax: dict[str, Any] | None
         ) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, Any]]]:
-            loss, figures, kept = network.loss(params, state, batch)
+            loss, figures, kept = network.loss(joined(params, amax), state, batch)
             return update.scale(state, loss), ({"loss": loss, **figures}, kept)
 
-        grads, (metrics, kept) = jax.grad(scaled_loss, has_aux=True)(state["params"])
+        amax = state.get("amax")
+        of = 0 if amax is None else (0, 1)
+        found, (metrics, kept) = jax.grad(scaled_loss, of, has_aux=True)(state["params"], amax)
+        grads = found if amax is None else unscaled(found[0], amax)
         norm = update.norm(state, grads)
         new = {**kept, **update(state, grads, norm), "step": state["step"] + 1}
+        if amax is not None:
+            new["amax"] = seen(found[1], new["params"])
         return new, {**metrics, **update.figures(state, norm)}
 
     return train_step
 
 
 def _evaluate(network: AbstractNetwork) -> Callable[[Any, Any], dict[str, jax.Array]]:
+    from ._fp8 import joined
+
     def evaluate(state: dict[str, Any], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        loss, figures, _ = network.loss(state["params"], state, batch)
+        loss, figures, _ = network.loss(joined(state["params"], state.get("amax")), state, batch)
         return {"loss": loss, **figures}
 
     return evaluate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ class T5Network(AbstractNetwork):
     ) -> None:
         self.num_layers, self.scan = config.num_layers, scan
         self._ends_def, self._ends_shapes, self._init_ends = _module(
-            lambda k: _make(Ends, config, precision, k)
+            lambda k: _make(Ends, config, replace(precision, is_fp8=False), k)
         )
         self._encoder, self._decoder = (
             _Kind(
