@@ -63,7 +63,6 @@ WRONG = [
     (f"{PLAN} --mesh 8x", "is no mesh"),
     (f"{PLAN} --micro-batches 3", "do not divide a global batch of 8"),
     (f"{PLAN} --micro-batches some", "neither a number nor auto"),
-    (f"{PLAN} --dtype fp4", "there is no dtype"),
     ("plan gpt-10m --cluster 8xA100-80GB --global-batch 8 --dtype fp8", "take --dtype bf16"),
     (f"{PLAN} --recompute full", "block"),
     (f"{PLAN} --set layers=4", "num_layers"),
