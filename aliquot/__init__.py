@@ -13,6 +13,7 @@ _MODULE_OF = {
     "estimate": "_api",
     "explain": "_api",
     "plan": "_api",
+    "plan_fastest": "_variants",
     "parallelize": "_api",
     "verify": "_api",
     "compare": "_questions",

@@ -20,6 +20,7 @@ from ._questions import compare as compare
 from ._questions import largest_batch as largest_batch
 from ._remedies import find_remedies as find_remedies
 from ._size import size as size
+from ._variants import plan_fastest as plan_fastest
 from .cluster import Cluster as Cluster
 from .core import AliquotError as AliquotError
 from .core import CaptureError as CaptureError

@@ -4,9 +4,10 @@ is asked about a step asks this search, so that the same question has one answer
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ import msgspec
 
 from ._plan_graph import plan_graph
 from .cluster import Cluster
-from .core import InfeasibleError, TimeLimitError, collecting_seldom
+from .core import InfeasibleError, InputError, TimeLimitError, collecting_seldom
 from .cost import Problem
 from .graph import Graph, capture
 from .planners import (
@@ -67,8 +68,66 @@ class Variant:
         return self._traced[0]
 
 
-Variants: TypeAlias = tuple[Variant] | tuple[Variant, Variant]
-"""A step as it is, or two ways to build it: the second computes more and keeps less in memory."""
+Variants: TypeAlias = tuple[Variant, ...]
+"""The ways to build one step. Each computes no less than the one before, and keeps less in memory.
+"""
+
+
+def plan_fastest(
+    build: Callable[..., tuple[Callable[..., Any], Any, Any]],
+    ways: Sequence[Mapping[str, Any]],
+    **options: Any,
+) -> Plan:
+    """The fastest plan of a training step that can be built in several ways, such as with and
+    without recomputation::
+
+        plan = aq.plan_fastest(build, [{"recompute": False}, {"recompute": True}], cluster=cluster)
+        train_step, state, batch = build(**plan.model.settings)
+
+    A way is searched only if it may be faster than the best plan so far, and no further than until
+    it cannot be. The others are listed among what was tried.
+
+    Args:
+        build: called with the arguments of a way, returns `(train_step, state, batch)`; state and
+            batch may be arrays or `jax.ShapeDtypeStruct`s.
+        ways: arguments of `build`, each of which computes no less than the one before and keeps
+            less in memory.
+        options: `cluster`, `method`, `time_limit_s` (for all ways together) and other options of
+            `aliquot.plan`.
+
+    Returns:
+        The plan; `plan.model.settings` are the arguments of its way.
+
+    Raises:
+        InputError: no way is given.
+        InfeasibleError, TimeLimitError, Interrupted: as for `aliquot.plan`, of all ways together.
+    """
+    if not ways:
+        raise InputError(
+            "plan_fastest needs at least one way to build the step: a list of arguments of `build`,"
+            ' such as [{"recompute": False}, {"recompute": True}].'
+        )
+    module, function = getattr(build, "__module__", "__main__"), getattr(build, "__qualname__", "")
+    # Nobody else can find functions of a script, or within functions.
+    is_found = module != "__main__" and function.isidentifier()
+    variants = []
+    for way in ways:
+        try:
+            settings = msgspec.to_builtins(dict(way))
+        except TypeError as error:
+            raise InputError(
+                f"plan_fastest writes the arguments of a way into the plan, and {dict(way)!r:.200}"
+                f" cannot be written: {error}. Give numbers, texts, or lists of them."
+            ) from None
+        step, *args = build(**way)
+        model = ModelReference(
+            kind="factory" if is_found else "closure",
+            name=f"{module}:{function}" if is_found else function or "step",
+            settings=settings,
+        )
+        named = ", ".join(f"{key}={value}" for key, value in way.items())
+        variants.append(Variant(step=step, args=tuple(args), model=model, name=named))
+    return plan_variants(tuple(variants), **options)
 
 
 @collecting_seldom()
@@ -82,141 +141,113 @@ def plan_variants(
 ) -> Plan:
     """The fastest plan of a step that may be built in several ways.
 
-    The variant that computes less is planned first. The other is then planned only if its compute
-    alone, shared evenly by all devices, takes less than the plan of the first. Where the whole
-    batch of the first cannot fit, the other is planned first.
+    The first variant whose whole batch can fit is planned first, then the others in their order.
+    Each is planned only if its compute alone, shared evenly by all devices, takes less than the
+    best plan so far, and searched only for plans that are faster.
 
     Method `Auto` chooses by stage what its pipelines recompute, so that those of the variant that
-    computes less are enough. Where that comes second, on more than 128 devices its pipelines are
-    searched only if the plan of the other is one.
+    computes least are enough. Where that comes later, on more than 128 devices its pipelines are
+    searched only if the best plan so far is one.
 
     Args:
         time_limit_s: for all variants together.
         cluster, method, options: as for `aliquot.plan`.
 
     Raises:
-        InfeasibleError: none fits; says what is needed by the variant that keeps less.
+        InfeasibleError: none fits; says what is needed by the variant that keeps least.
         TimeLimitError: no plan was complete in time.
         KeyboardInterrupt: on Ctrl-C, with the fastest plan so far.
     """
     started = time.perf_counter()
     where, how = cluster or Cluster.detect(), method or Auto()
+    limit_bytes = options.get("memory_limit_bytes")
 
-    def left_s() -> float | None:
-        if time_limit_s is None:
-            return None
-        return max(time_limit_s - (time.perf_counter() - started), 1e-3)
+    @functools.cache
+    def problem(variant: Variant) -> Problem:
+        """The step on its whole batch."""
+        graph, _ = variant.traced()
+        return Task(graph=graph, cluster=where, memory_limit_bytes=limit_bytes).problem(1)
 
-    def make(
-        variant: Variant,
-        within_s: float | None,
-        *,
-        faster_than_s: float = math.inf,
-        pipelines: bool = True,
-    ) -> Plan:
+    first = next((v for v in variants[:-1] if not cannot_fit(problem(v))), variants[-1])
+    ordered = [first, *(v for v in variants if v is not first)]
+    best, built, tried = None, first, list[dict[str, Any]]()
+    too_large: Variants = ()
+    refusal: InfeasibleError | TimeLimitError | None = None
+    for k, variant in enumerate(ordered):
+        to_beat_s = best.prediction.step_time_s if best else math.inf
+        if variant in too_large or (best and least_compute_s(problem(variant)) >= to_beat_s):
+            tried.append(_tried(variant, None))
+            continue
         used, since = how, time.perf_counter()
         if isinstance(how, (Auto, WholeProgram)):
             # Plans that take longer than this need not be searched in full.
-            used = replace(how, faster_than_s=min(how.faster_than_s, faster_than_s))
-        if isinstance(used, Auto):
-            used = replace(used, pipelines=used.pipelines and pipelines)
+            used = replace(how, faster_than_s=min(how.faster_than_s, to_beat_s))
+        if isinstance(used, Auto) and best:
+            is_few = len(best.stages) > 1 or where.num_devices <= _MANY_DEVICES
+            used = replace(used, pipelines=used.pipelines and variant is variants[0] and is_few)
         graph, trace_s = variant.traced()
-        return plan_graph(
-            graph,
-            started=since,
-            trace_s=trace_s,
-            cluster=where,
-            method=used,
-            model=variant.model,
-            time_limit_s=within_s,
-            **options,
-        )
-
-    if len(variants) == 1:
-        return make(variants[0], time_limit_s)
-    limit_bytes = options.get("memory_limit_bytes")
-    light, heavy = variants
-    first, second = (heavy, light) if _cannot_fit(light, where, limit_bytes) else (light, heavy)
-    plan: Plan | None = None
-    try:
-        # Half of the time is kept for the second plan.
-        plan = make(first, None if time_limit_s is None else time_limit_s / 2)
-    except InfeasibleError:
-        # The lighter one keeps even more in memory.
-        if first is heavy:
-            raise
-    except TimeLimitError:
-        pass
-    if plan is not None and second is heavy:
-        if least_compute_s(_problem(heavy, where, limit_bytes)) >= plan.prediction.step_time_s:
-            return _with_tried(plan, second, None)
-    pipelines = plan is None or (
-        second is light and (len(plan.stages) > 1 or where.num_devices <= _MANY_DEVICES)
-    )
-    to_beat_s = plan.prediction.step_time_s if plan else math.inf
-    try:
-        found = make(second, left_s(), faster_than_s=to_beat_s, pipelines=pipelines)
-    except (InfeasibleError, TimeLimitError):
-        if plan is None:
-            raise
-        return _with_tried(plan, second, None)
-    except KeyboardInterrupt as stopped:
-        raise _with_faster(stopped, plan, second) from None
-    if plan is None:
-        return found
-    if found.prediction.step_time_s < plan.prediction.step_time_s:
-        return _with_tried(found, first, plan.prediction.step_time_s)
-    return _with_tried(plan, second, found.prediction.step_time_s)
+        left_s = None
+        if time_limit_s is not None:
+            # The others have their share of what is left.
+            left_s = time_limit_s - (time.perf_counter() - started)
+            left_s = max(left_s / (len(ordered) - k), 1e-3)
+        try:
+            found = plan_graph(
+                graph,
+                started=since,
+                trace_s=trace_s,
+                cluster=where,
+                method=used,
+                model=variant.model,
+                time_limit_s=left_s,
+                **options,
+            )
+        except (InfeasibleError, TimeLimitError) as error:
+            # Of variants that do not fit, the last keeps least.
+            if variant is variants[-1] or refusal is None:
+                refusal = error
+            if best is None and isinstance(error, InfeasibleError):
+                too_large = variants[: variants.index(variant)]
+            tried.append(_tried(variant, None))
+        except KeyboardInterrupt as stopped:
+            later: Plan | None = getattr(stopped, "plan", None)
+            if best is None or (later and later.prediction.step_time_s < to_beat_s):
+                raise
+            instead = Interrupted(None)
+            instead.plan = _beside(best, [*tried, _tried(variant, None, "interrupted")])
+            raise instead from None
+        else:
+            slower, slower_s = variant, found.prediction.step_time_s
+            if slower_s < to_beat_s:
+                slower, slower_s, best, built = built, to_beat_s, found, variant
+            if math.isfinite(slower_s):
+                tried.append(_tried(slower, slower_s))
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return _beside(best, tried) if len(variants) > 1 else best
 
 
-def _cannot_fit(variant: Variant, where: Cluster, memory_limit_bytes: float | None) -> bool:
-    return cannot_fit(_problem(variant, where, memory_limit_bytes))
-
-
-def _problem(variant: Variant, where: Cluster, memory_limit_bytes: float | None) -> Problem:
-    """The step on its whole batch."""
-    graph, _ = variant.traced()
-    return Task(graph=graph, cluster=where, memory_limit_bytes=memory_limit_bytes).problem(1)
-
-
-def _with_faster(
-    stopped: KeyboardInterrupt, plan: Plan | None, searched: Variant
-) -> KeyboardInterrupt:
-    """The interruption of the second plan, with the faster of both plans.
+def _tried(
+    variant: Variant, step_time_s: float | None, outcome: str = "no faster, or not found in time"
+) -> dict[str, Any]:
+    """A variant among what a plan says was tried.
 
     Args:
-        plan: the first, if there is one.
-        searched: the second variant.
+        step_time_s: of its plan; None if it has none, and then `outcome` says why.
     """
-    later: Plan | None = getattr(stopped, "plan", None)
-    if plan is None or (
-        later is not None and later.prediction.step_time_s < plan.prediction.step_time_s
-    ):
-        return stopped
-    instead = Interrupted(None)
-    instead.plan = _with_tried(plan, searched, None, "interrupted")
-    return instead
-
-
-def _with_tried(
-    plan: Plan,
-    variant: Variant,
-    step_time_s: float | None,
-    outcome: str = "no faster, or not found in time",
-) -> Plan:
-    """The plan, with the other variant among what was tried.
-
-    Args:
-        step_time_s: of the other's plan; None if it has none, and then `outcome` says why.
-    """
-    tried = {
+    return {
         "name": variant.name,
         "mesh": "",
         "lower_bound_s": None,
         "step_time_s": step_time_s,
         "outcome": outcome if step_time_s is None else "slower",
     }
+
+
+def _beside(plan: Plan, tried: Sequence[Mapping[str, Any]]) -> Plan:
+    """The plan, with the other variants among what was tried."""
     provenance = msgspec.structs.replace(
-        plan.provenance, candidates=(*plan.provenance.candidates, tried)
+        plan.provenance, candidates=(*plan.provenance.candidates, *tried)
     )
     return msgspec.structs.replace(plan, provenance=provenance)

@@ -255,7 +255,6 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
         flag
         for flag, given in (
             ("--dtype", options.dtype),
-            ("--recompute", options.recompute),
             ("--attention", options.attention),
             ("--scan", options.scan),
             ("--optimizer and other options of the update", options.update),
@@ -268,6 +267,8 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
         )
     factory = find_factory(name)
     settings = dict(options.overrides)
+    if options.recompute is not None:
+        settings |= _recompute_argument(name, options.recompute, settings)
     _check_call(name, factory, settings)
     with user_code(name, "fails", everywhere=True):
         returned = factory(**settings)
@@ -292,6 +293,40 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
         kind="factory", name=name, settings=settings, tokens_per_step=options.tokens_per_step or 0
     )
     return Model(name=name, step=step, state=state, batch=batch, reference=reference)
+
+
+def recomputes(name: str) -> bool:
+    """Whether a factory has an argument `recompute`, so that its step may be built in two ways."""
+    try:
+        return "recompute" in inspect.signature(find_factory(name)).parameters
+    except (TypeError, ValueError):
+        # Built-in functions may have no signature that Python knows.
+        return False
+
+
+def _recompute_argument(name: str, how: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The argument of a factory that says what `--recompute` says: the text, or whether anything is
+    recomputed where the argument's default is true or false.
+
+    Raises:
+        InputError: The factory has no such argument, or `--set` gives it, too.
+    """
+    if not recomputes(name):
+        raise InputError(
+            f"--recompute {how}: {name} decides this by itself. Give it an argument recompute, for"
+            ' which it then gets "none" and "block", or False and True if its default is one of'
+            " them."
+        )
+    if "recompute" in settings:
+        raise InputError("--recompute and --set recompute=... say the same thing; leave one out.")
+    default = inspect.signature(find_factory(name)).parameters["recompute"].default
+    if not isinstance(default, bool):
+        return {"recompute": how}
+    if how not in ("none", "block"):
+        raise InputError(
+            f"--recompute {how}: {name} takes recompute=True or False; say none, block or auto."
+        )
+    return {"recompute": how != "none"}
 
 
 def _check_call(name: str, factory: Callable[..., Any], settings: Mapping[str, Any]) -> None:

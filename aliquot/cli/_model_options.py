@@ -34,7 +34,7 @@ Recompute = Annotated[
         "--recompute",
         help="none, block, minimal, save_qkv, save_attention, or auto, the faster of none and"
         " block; block:2 recomputes every second layer. By default auto; block in verbs that do not"
-        " search for a plan.",
+        " search for a plan. A factory is told if it has an argument recompute.",
     ),
 ]
 Attention = Annotated[

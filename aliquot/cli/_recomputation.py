@@ -1,4 +1,4 @@
-"""`--recompute`: a model of the zoo with and without recomputation where the choice is open."""
+"""`--recompute`: a model with and without recomputation where the choice is open."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ._model import Model, ZooOptions, resolve, tell_model, zoo_config
+from ._model import Model, ZooOptions, recomputes, resolve, tell_model, zoo_config
 from ._session import Session
 
 if TYPE_CHECKING:
@@ -17,11 +17,15 @@ AUTO = "auto"
 
 
 def ways_to_build(name: str, options: ZooOptions, where: Cluster) -> tuple[Model, ...]:
-    """The model as it is asked for. A model of the zoo of which nothing is said about recomputation
-    may be built in two ways: without, and with recomputation of each block.
+    """The model as it is asked for. A model of which nothing is said about recomputation may be
+    built in two ways: without, and with recomputation of each block. So may that of a factory with
+    an argument `recompute`.
     """
-    if zoo_config(name, options.overrides) is None or options.recompute not in (None, AUTO):
+    if options.recompute not in (None, AUTO):
         return (resolve(name, options, where),)
+    if zoo_config(name, options.overrides) is None:
+        if "recompute" in options.overrides or not recomputes(name):
+            return (resolve(name, options, where),)
     return tuple(resolve(name, replace(options, recompute=how), where) for how in ("none", "block"))
 
 
@@ -29,16 +33,16 @@ def variants_of(models: tuple[Model, ...]) -> Variants:
     """The ways to build a model, as they are planned."""
     from .._variants import Variant
 
-    made = [
-        Variant(
-            step=model.step,
-            args=(model.state, model.batch),
-            model=model.reference,
-            name=f"--recompute {model.reference.settings.get('recompute')}",
+    made = []
+    for model in models:
+        how = model.reference.settings.get("recompute")
+        if isinstance(how, bool):
+            how = "block" if how else "none"
+        args = (model.state, model.batch)
+        made.append(
+            Variant(step=model.step, args=args, model=model.reference, name=f"--recompute {how}")
         )
-        for model in models
-    ]
-    return (made[0], made[1]) if len(made) > 1 else (made[0],)
+    return tuple(made)
 
 
 def builder(

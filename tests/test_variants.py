@@ -1,0 +1,159 @@
+"""`aliquot.plan_fastest`, and factories with an argument `recompute`: steps that can be built in
+several ways.
+"""
+
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import pytest
+from command_line import refused, run
+
+import aliquot as aq
+from aliquot import _variants
+from aliquot.plans import ModelReference, Plan
+
+CLUSTER = aq.Cluster.preset("1x2xV100-32GB")
+LAYERS, WIDTH = 4, 256
+
+
+def build(recompute=False, batch=8192):
+    """Layers that keep much for the backward pass, or are computed again."""
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w[0]) @ w[1]
+
+    each = jax.checkpoint(layer) if recompute else layer
+
+    def loss(params, x):
+        for w in params:
+            x = each(x, w)
+        return jnp.mean(x**2)
+
+    def step(params, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    return (
+        step,
+        [(shape((WIDTH, 4 * WIDTH)), shape((4 * WIDTH, WIDTH)))] * LAYERS,
+        shape((batch, WIDTH)),
+    )
+
+
+WAYS = [{"recompute": False}, {"recompute": True}]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The memory and time of each way, planned by itself."""
+    return [aq.plan(*build(**way), cluster=CLUSTER, method=aq.DataParallel()) for way in WAYS]
+
+
+def fastest(ways=WAYS, **options):
+    return aq.plan_fastest(build, ways, cluster=CLUSTER, method=aq.DataParallel(), **options)
+
+
+def test_the_fastest_that_fits_is_kept_and_says_how_to_build_it(alone):
+    keeps, again = (each.prediction for each in alone)
+    assert keeps.step_time_s < again.step_time_s
+    assert keeps.peak_memory_bytes > again.peak_memory_bytes
+    plan = fastest()
+    assert plan.prediction == keeps and plan.model.settings == {"recompute": False}
+    assert [each["name"] for each in plan.provenance.candidates[1:]] == ["recompute=True"]
+    between = (keeps.peak_memory_bytes + again.peak_memory_bytes) / 2
+    small = fastest(memory_limit_bytes=between)
+    assert small.prediction.step_time_s == again.step_time_s
+    assert small.model.settings == {"recompute": True}
+    assert small.model.name == f"{__name__}:build" and small.model.kind == "factory"
+    step, state, batch = build(**small.model.settings)
+    assert aq.estimate(small, step, state, batch) == small.prediction
+
+
+def test_any_number_of_ways_in_their_order(monkeypatch):
+    made, seconds = [], {16: 5.0, 8: 1e3, 4: 2.0}
+
+    def planned(graph, *, model, **options):
+        batch = model.settings["batch"]
+        made.append(batch)
+        plan = _planned(batch)
+        return _timed(plan, seconds[batch])
+
+    monkeypatch.setattr(_variants, "plan_graph", planned)
+    plan = fastest([{"batch": n} for n in seconds])
+    assert made == [*seconds] and plan.model.settings == {"batch": 4}
+    tried = [(each["name"], each["step_time_s"]) for each in plan.provenance.candidates[-2:]]
+    assert tried == [("batch=8", 1e3), ("batch=16", 5.0)]
+
+
+@functools.cache
+def _planned(batch):
+    settings = {"batch": batch}
+    model = ModelReference(kind="closure", name="build", settings=settings)
+    return aq.plan(*build(**settings), cluster=CLUSTER, method=aq.DataParallel(), model=model)
+
+
+def _timed(plan, step_time_s):
+    prediction = msgspec.structs.replace(plan.prediction, step_time_s=step_time_s)
+    return msgspec.structs.replace(plan, prediction=prediction)
+
+
+def test_where_nothing_fits_the_way_that_keeps_least_is_described(alone):
+    with pytest.raises(aq.InfeasibleError) as error:
+        fastest(memory_limit_bytes=1e6)
+    least = alone[1].prediction.peak_memory_bytes
+    assert math.isclose(error.value.required_bytes, least, rel_tol=0.01)
+
+
+def test_bad_ways_are_refused():
+    with pytest.raises(aq.InputError, match="at least one way"):
+        fastest([])
+    with pytest.raises(aq.InputError, match="cannot be written"):
+        fastest([{"recompute": object()}])
+
+
+FACTORY = """
+from test_variants import build
+def switch(recompute=False): return build(recompute)
+def words(recompute="block"):
+    assert recompute in ("none", "block"), recompute
+    return build(recompute == "block")
+def fixed(): return build()
+"""
+
+
+@pytest.mark.parametrize("function", ["switch", "words"])
+def test_a_factory_with_the_argument_is_planned_in_both_ways(
+    function, alone, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"own_{function}.py").write_text(FACTORY)
+    name, path = f"own_{function}:{function}", tmp_path / "plan.json"
+    on = ("plan", name, "--cluster", "1x2xV100-32GB", "--method", "dp", "--no-remedies")
+    between = sum(each.prediction.peak_memory_bytes for each in alone) / 2
+    limit = ("--memory-limit", f"{int(between)}B", "--out", path)
+    found = run(*on, *limit)
+    assert found.exit_code == 0, found.stderr
+    plan = Plan.load(path)
+    assert plan.model.settings == {"recompute": True if function == "switch" else "block"}
+    assert [each["name"] for each in plan.provenance.candidates[1:]] == ["--recompute none"]
+    # The same step is built again.
+    explained = run("explain", path, "--model", name, "--no-alternatives")
+    assert explained.exit_code == 0, explained.stderr
+    refused(run(*on, *limit, "--recompute", "none"), "fit", code=1)
+    answer = json.loads(run(*on, "--recompute", "block", "--json").stdout)
+    assert answer["step_time_s"] == alone[1].prediction.step_time_s
+
+
+def test_a_factory_without_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_fixed.py").write_text(FACTORY)
+    on = ("plan", "own_fixed:fixed", "--cluster", "1x2xV100-32GB", "--method", "dp")
+    refused(run(*on, "--recompute", "auto"), "Give it an argument recompute")
+    on = ("plan", "own_fixed:switch", *on[2:])
+    refused(run(*on, "--recompute", "minimal"), "say none, block or auto")
+    refused(run(*on, "--recompute", "none", "--set", "recompute=1"), "leave one out")
