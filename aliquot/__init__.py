@@ -53,6 +53,7 @@ _MODULE_OF = {
     "PlanMismatchError": "core",
     "TimeLimitError": "core",
     "Checkpoints": "runtime",
+    "experts": "graph",
     "register_dim_rule": "sharding",
     "LaunchError": "launching",
     "launch": "launching",

@@ -32,6 +32,7 @@ from .core import MissingRuleError as MissingRuleError
 from .core import PlanFileError as PlanFileError
 from .core import PlanMismatchError as PlanMismatchError
 from .core import TimeLimitError as TimeLimitError
+from .graph import experts as experts
 from .launching import LaunchError as LaunchError
 from .launching import launch as launch
 from .planners import ILP as ILP

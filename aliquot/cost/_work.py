@@ -99,6 +99,13 @@ def _product_work(index: NodeIndex, op_class: int) -> tuple[Work, ...]:
         # The rule of a kernel that reads its operands several times states more bytes than they
         # have.
         arrays = [(num_bytes * again, split_by) for num_bytes, split_by in arrays]
+    arrays += [
+        (
+            inside.num_bytes * inside.passes * times,
+            tuple(factor in inside.divided_by for factor in rule.factors),
+        )
+        for inside in rule.inside
+    ]
     return (
         Work(
             phase=op.phase,

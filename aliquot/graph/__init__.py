@@ -27,6 +27,10 @@ from ._effects import is_ordered as is_ordered
 from ._effects import operators_with_effects as operators_with_effects
 from ._evaluate import ReplayHook as ReplayHook
 from ._evaluate import evaluate as evaluate
+from ._experts import EXPERTS as EXPERTS
+from ._experts import experts as experts
+from ._experts import run_experts as run_experts
+from ._experts import run_gradients as run_gradients
 from ._extract import Extract as Extract
 from ._extract import extract_items as extract_items
 from ._extract import extract_stages as extract_stages
@@ -70,7 +74,9 @@ from ._render import to_text as to_text
 from ._rule import DimRule as DimRule
 from ._rule import DimRuleFn as DimRuleFn
 from ._rule import Dims as Dims
+from ._rule import Exchange as Exchange
 from ._rule import HasShape as HasShape
+from ._rule import Inside as Inside
 from ._rule import Ring as Ring
 from ._rule import Scores as Scores
 from ._rule import declared_rule as declared_rule

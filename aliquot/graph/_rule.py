@@ -66,6 +66,39 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """A factor that is split along with the rows that belong to it, over the same devices: rows
+    travel to the device that holds their part of it, and back.
+
+    Attributes:
+        factor: the experts that rows have chosen.
+        beside: the factor of the dim of rows with which it is split.
+        sends: operands whose rows travel, each with the number of times that a row does.
+        returns: likewise results.
+    """
+
+    factor: str
+    beside: str
+    sends: Mapping[int, int]
+    returns: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inside:
+    """Arrays that an operator makes and reads itself.
+
+    Attributes:
+        num_bytes: their bytes, of the whole operator.
+        passes: how often they are read or written.
+        divided_by: the factors whose splits divide them.
+    """
+
+    num_bytes: float
+    passes: float
+    divided_by: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DimRule:
     """Relation of the dims of an operator's operands to those of its results.
 
@@ -90,7 +123,11 @@ class DimRule:
         scores: of fused attention; None for all other operators.
         summed: positions of results that are sums over factors that they lack and other results
             have. They are summed over devices at once.
+        partial: positions of results that are sums over factors that they lack and other results
+            have. Unlike those of `summed`, they may stay partial.
         ring: the factor, if there is one, that costs a ring to split; see `Ring`.
+        exchange: the factor, if there is one, for whose split rows travel; see `Exchange`.
+        inside: arrays that it keeps to itself.
         exchanged: sets of factors along which an operator only puts elements elsewhere. A dim of an
             operand and a dim of a result that both hold factors of one set may be split together
             although neither passes on the other's split: devices then exchange what they hold.
@@ -107,12 +144,18 @@ class DimRule:
     accessed_bytes: float = 0.0
     scores: Scores | None = None
     summed: frozenset[int] = frozenset()
+    partial: frozenset[int] = frozenset()
     ring: Ring | None = None
+    exchange: Exchange | None = None
+    inside: tuple[Inside, ...] = ()
     exchanged: tuple[frozenset[str], ...] = ()
     reduced: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         kept = {c for dims in self.results for dim in dims for c in dim}
+        if self.exchange is not None:
+            # The results of all parts of it go back to their rows.
+            kept.add(self.exchange.factor)
         reduced = {
             c
             for dims in self.operands
@@ -129,6 +172,15 @@ class DimRule:
             c for dims in (*self.operands, *self.results) for dim in dims for c in dim
         )
         return tuple(c for c in seen if c.islower())
+
+    def sums(self, result: int) -> frozenset[str]:
+        """The factors over which a result is a sum that may stay partial over devices."""
+        if result not in self.partial:
+            return self.reduced
+        kept = {c for names in self.results[result] for c in names}
+        if self.exchange is not None and self.exchange.beside in kept:
+            kept.add(self.exchange.factor)
+        return frozenset(self.factors) - kept
 
     @property
     def text(self) -> str:

@@ -199,7 +199,7 @@ def _sites(naming: NodeIndex) -> list[Site]:
                 int(cuts.folding.value_class[o]) if o >= 0 else -1 for o in op.outputs
             ]
             for position, value_class in enumerate(result_classes):
-                port = naming.product_port(op_class, rule.results[position], result=True)
+                port = naming.result_port(op_class, position)
                 landed = naming.landed_ports(value_class) if value_class >= 0 else []
                 results.append((port, *landed[:1]))
             sites.append(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..graph import NO_VALUE, Phase, Ring
+from ..graph import NO_VALUE, Exchange, Phase, Ring
 from ._ids import NodeId, SlotId
 from ._nodes import NodeCollective, Projection, SplitBy
 
@@ -32,13 +32,15 @@ def divided_by(projection: Projection) -> SplitBy:
 
 
 def product_collectives(naming: NodeIndex, op_class: int) -> tuple[NodeCollective, ...]:
-    """Collectives of a product's reductions other than sums, which are finished at once, and of its
-    ring.
+    """Collectives of a product's reductions other than sums, which are finished at once, of its
+    ring, and of the rows that it exchanges.
     """
     cuts = naming.cuts
     op, rule = cuts.first[op_class], cuts.rules[op_class]
     if rule.ring is not None:
         return tuple(_ring(naming, op_class, rule.ring))
+    if rule.exchange is not None:
+        return tuple(_rows_sent(naming, op_class, rule.exchange))
     # Sums are left partial instead, as edges may finish them later or scatter them.
     if not rule.reduced or rule.reduce == "sum":
         return ()
@@ -81,7 +83,8 @@ def _ring(naming: NodeIndex, op_class: int, ring: Ring) -> Iterator[NodeCollecti
             moves += [(PERMUTE, wide)] if position in round_trips and is_result else []
             moves += [(PERMUTE, 1.0)] if ring.balanced else []
             for kind, times in moves:
-                port = naming.product_port(op_class, dims, result=is_result)
+                sums = rule.sums(position) if is_result else ()
+                port = naming.product_port(op_class, dims, sums=sums)
                 yield NodeCollective(
                     kind=kind,
                     factors=(rule.factors.index(ring.factor),),
@@ -94,6 +97,37 @@ def _ring(naming: NodeIndex, op_class: int, ring: Ring) -> Iterator[NodeCollecti
                     label=naming.label(op_class),
                     deferrable=op.deferrable,
                 )
+
+
+def _rows_sent(naming: NodeIndex, op_class: int, exchange: Exchange) -> Iterator[NodeCollective]:
+    """All-to-alls of the rows that travel to what they have chosen and back."""
+    cuts = naming.cuts
+    op, rule = cuts.first[op_class], cuts.rules[op_class]
+    sent = [
+        (array, rule.operands[position], times)
+        for position, times in exchange.sends.items()
+        if isinstance(array := op.inputs[position], int)
+    ]
+    sent += [
+        (op.outputs[position], rule.results[position], times)
+        for position, times in exchange.returns.items()
+    ]
+    for array, dims, times in sent:
+        if array < 0:
+            continue
+        value = cuts.graph.values[array]
+        yield NodeCollective(
+            kind="all-to-all",
+            factors=(rule.factors.index(exchange.factor),),
+            split_by=divided_by(naming.product_port(op_class, dims).projection),
+            num_bytes=float(value.num_bytes) * times,
+            dtype=value.dtype,
+            count=_times(naming, op_class),
+            phase=op.phase,
+            gradient=False,
+            label=naming.label(op_class),
+            deferrable=op.deferrable,
+        )
 
 
 def whole_bytes(naming: NodeIndex, op_class: int) -> float:

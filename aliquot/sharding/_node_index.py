@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ..graph import Moves, Op, Operand, Phase, Role, ValueId, traits_of, wildcard
@@ -136,18 +136,32 @@ class NodeIndex:
                 projection[factor] = dim
         return Port(node=node, projection=tuple(projection))
 
-    def product_port(self, op_class: int, dims: tuple[str, ...], *, result: bool = False) -> Port:
-        """Port of an operand or result of a product: the product's factors, by dim."""
+    def result_port(self, op_class: int, position: int) -> Port:
+        """Port of a result of a product."""
+        rule = self.cuts.rules[op_class]
+        return self.product_port(op_class, rule.results[position], sums=rule.sums(position))
+
+    def product_port(
+        self, op_class: int, dims: tuple[str, ...], *, sums: Collection[str] = ()
+    ) -> Port:
+        """Port of an operand or result of a product: the product's factors, by dim.
+
+        Args:
+            sums: the factors over which it is a partial sum.
+        """
         rule = self.cuts.rules[op_class]
         projection = []
-        sums = 0
+        number = 0
         for factor in rule.factors:
-            dim = next((d for d, factors in enumerate(dims) if factors[0] == factor), REPLICATED)
-            if result and factor in rule.reduced:
+            names = {factor}
+            if rule.exchange is not None and factor == rule.exchange.factor:
+                names.add(rule.exchange.beside)
+            dim = next((d for d, factors in enumerate(dims) if factors[0] in names), REPLICATED)
+            if factor in sums:
                 # Each sum of a product has a number of its own, as XLA reduces them one by one
                 # unless it merges them.
-                dim = PARTIAL - sums if rule.reduce == "sum" else REPLICATED
-                sums += 1
+                dim = PARTIAL - number if rule.reduce == "sum" else REPLICATED
+                number += 1
             projection.append(dim)
         return Port(node=self.of_product[op_class], projection=tuple(projection))
 
@@ -161,9 +175,7 @@ class NodeIndex:
             and self.cuts.by_product(value_class)
             and not self.cuts.const_only[value_class]
         ):
-            return self.product_port(
-                producer[0], self.cuts.rules[producer[0]].results[producer[1]], result=True
-            )
+            return self.result_port(*producer)
         return self.slot_port(self.cuts.home(value_class))
 
     def value_port(self, value: ValueId) -> Port:

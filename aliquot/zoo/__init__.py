@@ -17,6 +17,7 @@ from ._hugging_face import from_config as from_config
 from ._image_config import WideResNetConfig as WideResNetConfig
 from ._inference import Inference as Inference
 from ._inference import build_inference as build_inference
+from ._mixtral_config import MixtralConfig as MixtralConfig
 from ._precision import precision_name as precision_name
 from ._recompute import RECOMPUTE as RECOMPUTE
 from ._schedule import DECAYS as DECAYS

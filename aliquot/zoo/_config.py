@@ -19,6 +19,9 @@ from ..core import InputError, shortened
 LARGEST = 2**31 - 1
 """The largest value of any size of a model: the largest index of 32 bits."""
 
+ROUTINGS = ("capacity", "dropless")
+"""Whether experts take only as many tokens as they have places, or all that choose them."""
+
 _MOST_LAYERS = 10_000
 _ALIKE = ("gpt", "llama", "bert")
 _POSITIVE = (
@@ -228,8 +231,9 @@ class MoEConfig(AbstractTextConfig):
     so that sequences do not depend on each other, or several whole sequences, of which a batch must
     then be a multiple (`batch_multiple`). Micro-batches hold whole groups, so they do not change
     the results. An expert takes up to `capacity_factor * group_size / num_experts` tokens of a
-    group, and each token goes to at most two experts. `balance_weight` is the weight of the loss
-    that rewards equal use of the experts.
+    group, and each token goes to at most two experts. With `routing="dropless"`, in place of
+    "capacity", experts take all tokens that choose them (`aliquot.experts`). `balance_weight` is
+    the weight of the loss that rewards equal use of the experts.
 
     Raises:
         InputError: some sizes are not positive, or do not divide each other; every such fault is
@@ -248,6 +252,7 @@ class MoEConfig(AbstractTextConfig):
     group_size: int
     tied_embedding: bool = True
     norm_epsilon: float = 1e-5
+    routing: str = "capacity"
     capacity_factor: float = 2.0
     balance_weight: float = 0.01
 
@@ -268,6 +273,8 @@ class MoEConfig(AbstractTextConfig):
             faults.append(
                 f"num_experts={self.num_experts} must be at least 2, as each token goes to two"
             )
+        if self.routing not in ROUTINGS:
+            faults.append(f"routing={self.routing!r} is not one of {', '.join(ROUTINGS)}")
         if not small:
             faults += self._indivisible()
         faults += not_positive(self, ("norm_epsilon", "capacity_factor"))

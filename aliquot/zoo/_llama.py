@@ -42,8 +42,8 @@ class Attention(nnx.Module):
         self.out = _linear(q_size, config.hidden_size, precision, rngs, depth=config.num_layers)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
-            self.q_norm = _norm(config, precision, rngs, size=config.head_dim)
-            self.k_norm = _norm(config, precision, rngs, size=config.head_dim)
+            self.q_norm = norm(config, precision, rngs, size=config.head_dim)
+            self.k_norm = norm(config, precision, rngs, size=config.head_dim)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         q, k, v = self._heads(x)
@@ -79,14 +79,17 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """SwiGLU: a projection gated by the SiLU of another, then projected back."""
+    """SwiGLU: a projection gated by the SiLU of another, then projected back. `size` is that of
+    both, by default `ffn_size`.
+    """
 
-    def __init__(self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs) -> None:
-        self.gate = _linear(config.hidden_size, config.ffn_size, precision, rngs)
-        self.up = _linear(config.hidden_size, config.ffn_size, precision, rngs)
-        self.down = _linear(
-            config.ffn_size, config.hidden_size, precision, rngs, depth=config.num_layers
-        )
+    def __init__(
+        self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs, size: int = 0
+    ) -> None:
+        inside = size or config.ffn_size
+        self.gate = _linear(config.hidden_size, inside, precision, rngs)
+        self.up = _linear(config.hidden_size, inside, precision, rngs)
+        self.down = _linear(inside, config.hidden_size, precision, rngs, depth=config.num_layers)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -98,9 +101,9 @@ class Block(CachedBlock):
     def __init__(
         self, config: ModelConfig, precision: Precision, *, attention: str = "plain", rngs: nnx.Rngs
     ) -> None:
-        self.norm1 = _norm(config, precision, rngs)
+        self.norm1 = norm(config, precision, rngs)
         self.attn = Attention(config, precision, kernel=attention, rngs=rngs)
-        self.norm2 = _norm(config, precision, rngs)
+        self.norm2 = norm(config, precision, rngs)
         self.mlp = FeedForward(config, precision, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -122,7 +125,7 @@ class Ends(nnx.Module):
             embedding_init=nnx.initializers.normal(0.02),
             rngs=rngs,
         )
-        self.norm = _norm(config, precision, rngs)
+        self.norm = norm(config, precision, rngs)
         if not self.tied:
             self.head = _linear(config.hidden_size, config.vocab_size, precision, rngs)
 
@@ -211,7 +214,7 @@ def _linear(
     )
 
 
-def _norm(
+def norm(
     config: ModelConfig, precision: Precision, rngs: nnx.Rngs, *, size: int = 0
 ) -> nnx.RMSNorm:
     """An RMSNorm of the last dim, by default of `hidden_size` elements."""

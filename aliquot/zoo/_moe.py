@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..graph import experts
 from . import _gpt
 from ._config import MoEConfig
 from ._precision import Precision
@@ -33,13 +34,14 @@ class Experts(nnx.Module):
             config.capacity,
             precision.compute,
         )
+        self.routing = config.routing
         # Projections into the residual stream start the smaller, the deeper the model is, so that
         # the stream keeps its variance.
         small = 0.02 / (2 * config.num_layers) ** 0.5
         inside = (config.num_experts, config.hidden_size, config.ffn_size)
-        self.gate = _weight((config.hidden_size, config.num_experts), 0.02, precision, rngs)
-        self.up = _weight(inside, 0.02, precision, rngs)
-        self.down = _weight((inside[0], inside[2], inside[1]), small, precision, rngs)
+        self.gate = weight((config.hidden_size, config.num_experts), 0.02, precision, rngs)
+        self.up = weight(inside, 0.02, precision, rngs)
+        self.down = weight((inside[0], inside[2], inside[1]), small, precision, rngs)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         x_gsm = x.reshape(-1, self.group_size, x.shape[-1])
@@ -48,6 +50,12 @@ class Experts(nnx.Module):
         gates_gse = jax.nn.softmax(
             jnp.einsum("gsm,me->gse", x_gsm.astype(wide), self.gate[...].astype(wide))
         )
+        if self.routing == "dropless":
+            weights, chosen = jax.lax.top_k(gates_gse, 2)
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+            up, down = (m[...].astype(self.compute) for m in (self.up, self.down))
+            y_gsm = experts(x_gsm, chosen, weights, [up], down, activation=jax.nn.relu)
+            return y_gsm.reshape(x.shape), unequal_use(gates_gse, chosen[..., 0])
         combine_gsec, balance = top2_gating(gates_gse, self.capacity)
         dispatch_gsec = (combine_gsec > 0).astype(self.compute)
         taken_egcm = jnp.einsum("gsec,gsm->egcm", dispatch_gsec, x_gsm)
@@ -113,8 +121,7 @@ def top2_gating(gates_gse: jax.Array, capacity: int) -> tuple[jax.Array, jax.Arr
     others_gse = jnp.where(first_gse > 0, -1.0, gates_gse)
     second_gse = jax.nn.one_hot(jnp.argmax(others_gse, axis=-1), num_experts, dtype=jnp.int32)
 
-    share_ge = jnp.mean(first_gse.astype(gates_gse.dtype), axis=1)
-    balance = num_experts * jnp.mean(jnp.sum(share_ge * jnp.mean(gates_gse, axis=1), axis=-1))
+    balance = _unequal(first_gse, gates_gse)
 
     weight1_gs = jnp.sum(gates_gse * first_gse, axis=-1)
     weight2_gs = jnp.sum(gates_gse * second_gse, axis=-1)
@@ -140,7 +147,36 @@ def _placed(
     return weight_gse[..., None] * place_gsc[:, :, None, :]
 
 
-def _weight(
+def unequal_use(gates_gse: jax.Array, best_gs: jax.Array) -> jax.Array:
+    """The loss for imbalance of `top2_gating`, from each token's best expert."""
+    return _unequal(jax.nn.one_hot(best_gs, gates_gse.shape[-1], dtype=jnp.int32), gates_gse)
+
+
+def _unequal(first_gse: jax.Array, gates_gse: jax.Array) -> jax.Array:
+    share_ge = jnp.mean(first_gse.astype(gates_gse.dtype), axis=1)
+    mean_ge = jnp.mean(gates_gse, axis=1)
+    return gates_gse.shape[-1] * jnp.mean(jnp.sum(share_ge * mean_ge, axis=-1))
+
+
+def places(
+    chosen_gsk: jax.Array, weights_gsk: jax.Array, num_experts: int, capacity: int
+) -> jax.Array:
+    """Weight of each token at each place of each expert, `(G, S, E, C)`, for any number of choices.
+
+    First all tokens take places of their first choices, in order, then of their second ones, and so
+    on. A token that finds no place is dropped there.
+    """
+    combine_gsec, earlier_ge = jnp.zeros(()), jnp.zeros((), jnp.int32)
+    for k in range(chosen_gsk.shape[-1]):
+        one_gse = jax.nn.one_hot(chosen_gsk[..., k], num_experts, dtype=jnp.int32)
+        before_gse = jnp.cumsum(one_gse, axis=1) - one_gse + earlier_ge
+        combine_gsec = combine_gsec + _placed(one_gse, before_gse, weights_gsk[..., k], capacity)
+        earlier_ge = earlier_ge + jnp.sum(one_gse, axis=1, keepdims=True)
+    return combine_gsec
+
+
+def weight(
     shape: tuple[int, ...], scale: float, precision: Precision, rngs: nnx.Rngs
 ) -> nnx.Param[jax.Array]:
+    """A parameter of normal random numbers of a scale."""
     return nnx.Param(nnx.initializers.normal(scale)(rngs.params(), shape, precision.params))

@@ -3,7 +3,7 @@ interface of all models, and the models of text.
 
 All layers of a kind are alike, so only one is described, initialised and traced, and the others
 reuse it: otherwise this would take tens of seconds for 96 layers. The families define the layers,
-and the parts before and after them (`_gpt.py`, `_bert.py`, `_llama.py`, `_moe.py`);
+and the parts before and after them (`_gpt.py`, `_bert.py`, `_llama.py`, `_mixtral.py`, `_moe.py`);
 `_t5_network.py` has encoder-decoder models, `_image_network.py` the models of images.
 """
 
@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from . import _bert, _gpt, _llama, _moe
+from . import _bert, _gpt, _llama, _mixtral, _moe
 from ._config import AbstractTextConfig, MoEConfig
+from ._mixtral_config import MixtralConfig
 from ._precision import Precision, abstract
 from ._recompute import recompute_every, recomputed
 
@@ -33,6 +34,7 @@ _FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gpt": (_gpt.Ends, {"block": _gpt.Block}),
     "bert": (_bert.Ends, {"block": _bert.Block}),
     "llama": (_llama.Ends, {"block": _llama.Block}),
+    "mixtral": (_mixtral.Ends, {"block": _mixtral.Block}),
     "moe": (_moe.Ends, {"experts": _moe.ExpertBlock, "dense": _moe.DenseBlock}),
 }
 
@@ -81,7 +83,8 @@ class Network(AbstractNetwork):
         ends, kinds = _FAMILIES[config.family]
         self._cross_entropy = masked_cross_entropy if config.family == "bert" else cross_entropy
         self.num_layers, self.scan = config.num_layers, scan
-        self.balance_weight = config.balance_weight if isinstance(config, MoEConfig) else 0.0
+        has_experts = isinstance(config, MoEConfig | MixtralConfig)
+        self.balance_weight = config.balance_weight if has_experts else 0.0
         self._ends_def, self._ends_shapes, self._init_ends = _module(
             lambda k: _make(ends, config, replace(precision, is_fp8=False), k)
         )

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from ..core import InputError, nearest, shortened
 from ._config import AbstractConfig, ModelConfig, MoEConfig
 from ._image_config import WideResNetConfig
+from ._mixtral_config import MixtralConfig
 from ._t5_config import T5Config
 
 _Config = TypeVar("_Config", bound=AbstractConfig)
@@ -17,6 +18,7 @@ FAMILIES: dict[str, type[AbstractConfig]] = {
     "gpt": ModelConfig,
     "bert": ModelConfig,
     "llama": ModelConfig,
+    "mixtral": MixtralConfig,
     "moe": MoEConfig,
     "t5": T5Config,
     "wide-resnet": WideResNetConfig,
@@ -29,18 +31,17 @@ OWN_CODE = "Plan your own code of it, as package.module:factory."
 _CONFIG = "Give its config.json of Hugging Face in place of a name."
 # Models that many ask for and that have no name here, by how they begin.
 _OTHERS = {
-    "mixtral": (
-        f"every layer has SwiGLU experts; those of moe-* are GELU, in every other layer. {OWN_CODE}"
-    ),
-    "qwen3-moe": f"every layer has SwiGLU experts, which no family here has. {OWN_CODE}",
-    "qwen3-30b": f"every layer has SwiGLU experts; qwen3-32b and smaller are dense. {OWN_CODE}",
-    "qwen3-235b": f"every layer has SwiGLU experts; qwen3-32b and smaller are dense. {OWN_CODE}",
+    "mixtral": _CONFIG,
+    "qwen3-moe": _CONFIG,
     "qwen2": _CONFIG,
     "qwen-2": _CONFIG,
     "mistral": _CONFIG,
     "smollm": _CONFIG,
-    "gpt-oss": f"it has sliding windows, attention sinks and SwiGLU experts. {OWN_CODE}",
-    "deepseek": f"it has latent attention, and shared experts in every layer. {OWN_CODE}",
+    "gpt-oss": (
+        "it has sliding windows, attention sinks and biases. gpt-oss-like-20b and -120b have its"
+        f" sizes without these. {OWN_CODE}"
+    ),
+    "deepseek": f"it has latent attention; deepseek-moe-16b has ordinary heads. {OWN_CODE}",
     "gemma": f"it has GeGLU and scaled embeddings. {OWN_CODE}",
     "phi": f"its queries, keys and values are one product. {OWN_CODE}",
 }
@@ -153,6 +154,71 @@ def _moe(name: str, layers: int, hidden: int, experts: int) -> MoEConfig:
     )
 
 
+def _mixtral(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    *,
+    kv_heads: int,
+    ffn: int,
+    experts: int,
+    top: int,
+    vocab: int = 32000,
+    **others: Any,
+) -> MixtralConfig:
+    return MixtralConfig(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_size=ffn,
+        vocab_size=vocab,
+        seq_len=4096,
+        num_experts=experts,
+        top_k=top,
+        **others,
+    )
+
+
+def _qwen3_moe(name: str, layers: int, hidden: int, heads: int, ffn: int) -> MixtralConfig:
+    """As in the "Qwen3 Technical Report", table 2."""
+    return _mixtral(
+        name,
+        layers,
+        hidden,
+        heads,
+        kv_heads=4,
+        ffn=ffn,
+        experts=128,
+        top=8,
+        vocab=151936,
+        head_size=128,
+        qk_norm=True,
+        norm_epsilon=1e-6,
+    )
+
+
+def _gpt_oss_like(name: str, layers: int, experts: int) -> MixtralConfig:
+    """The sizes of the "gpt-oss model card", 2025; without attention sinks, sliding windows,
+    biases and the clamps of its experts.
+    """
+    return _mixtral(
+        name,
+        layers,
+        2880,
+        64,
+        kv_heads=8,
+        ffn=2880,
+        experts=experts,
+        top=4,
+        vocab=201088,
+        head_size=64,
+        rope_theta=150000.0,
+    )
+
+
 def _t5(name: str, layers: int, ffn: int, heads: int, *, head_size: int = 128) -> T5Config:
     return T5Config(
         name=name,
@@ -184,6 +250,9 @@ def _wide_resnet(name: str, layers: int, channels: int, factor: int) -> WideResN
 # each on sequences of 128. T5 770M, 3B and 11B: Raffel et al., "Exploring the Limits of Transfer
 # Learning with a Unified Text-to-Text Transformer", 2020, section 3.7; 6B, 22B and the lengths of
 # sequences: Aceso (Liu et al., EuroSys 2024), whose GPT of up to 1024 narrow layers is scale-layer.
+# Mixtral: Jiang et al., "Mixtral of Experts", 2024, table 1, and the configuration of 8x22B as
+# released. DeepSeek 16B: Dai et al., "DeepSeekMoE", 2024, section 5.1, without the one layer, the
+# first, that has a dense network. Their sequences are those of most published steps.
 _ALL: tuple[AbstractConfig, ...] = (
     _gpt("gpt-10m", 6, 384, 8, seq_len=128, vocab=256),
     _gpt("gpt-125m", 12, 768, 12),
@@ -219,6 +288,27 @@ _ALL: tuple[AbstractConfig, ...] = (
     _qwen3("qwen3-8b", 36, 4096, 32, 12288),
     _qwen3("qwen3-14b", 40, 5120, 40, 17408),
     _qwen3("qwen3-32b", 64, 5120, 64, 25600),
+    _qwen3_moe("qwen3-30b-a3b", 48, 2048, 32, 768),
+    _qwen3_moe("qwen3-235b-a22b", 94, 4096, 64, 1536),
+    _mixtral("mixtral-8x7b", 32, 4096, 32, kv_heads=8, ffn=14336, experts=8, top=2),
+    _mixtral("mixtral-8x22b", 56, 6144, 48, kv_heads=8, ffn=16384, experts=8, top=2),
+    _mixtral(
+        "deepseek-moe-16b",
+        28,
+        2048,
+        16,
+        kv_heads=16,
+        ffn=1408,
+        experts=64,
+        top=6,
+        vocab=102400,
+        shared_ffn_size=2 * 1408,
+        normalized_weights=False,
+        norm_epsilon=1e-6,
+        rope_theta=10000.0,
+    ),
+    _gpt_oss_like("gpt-oss-like-20b", 24, 32),
+    _gpt_oss_like("gpt-oss-like-120b", 36, 128),
     _moe("moe-380m", 8, 768, 8),
     _moe("moe-690m", 8, 768, 16),
     _moe("moe-1.3b", 16, 768, 16),
@@ -293,8 +383,8 @@ def other_architecture(name: str) -> str:
     """What to do for a model that many ask for and that has no name here, and why; empty for
     others.
 
-    >>> other_architecture("Mixtral-8x7B")[:46]
-    'every layer has SwiGLU experts; those of moe-*'
+    >>> other_architecture("Gemma-7B")[:35]
+    'it has GeGLU and scaled embeddings.'
     """
     starts = (start for start in _OTHERS if name.lower().startswith(start))
     return next((_OTHERS[start] for start in starts), "")

@@ -18,6 +18,7 @@ from ..core import InputError, MissingExtraError, nearest, shortened
 from ._config import LARGEST, AbstractConfig, AbstractTextConfig, ModelConfig, MoEConfig
 from ._fused import choose_attention
 from ._image_config import WideResNetConfig
+from ._mixtral_config import MixtralConfig
 from ._precision import (
     PRECISIONS,
     Precision,
@@ -229,8 +230,10 @@ def build_layers(
     from ._network import LayersAlone, Network
     from ._update import OPTIMIZERS, Update
 
-    if not isinstance(config, ModelConfig | MoEConfig):
-        raise InputError(f"{model}: only GPT, BERT, Llama and MoE are built without their ends.")
+    if not isinstance(config, ModelConfig | MoEConfig | MixtralConfig):
+        raise InputError(
+            f"{model}: only GPT, BERT, Llama, Mixtral and MoE are built without their ends."
+        )
     with jax.numpy_dtype_promotion("standard"):
         network = LayersAlone(
             Network(config, dtypes, recompute="none", scan=False, attention="plain")

@@ -13,7 +13,7 @@ WRONG = [
     ("plan gpt-1.4b --cluster 8xH100 --global-batch 8", "did you mean 'gpt-1.3b'"),
     ("plan llama3-7b --cluster 8xH100 --global-batch 8", "did you mean 'llama3-70b'"),
     ("plan llama-2 --cluster 8xH100 --global-batch 8", "did you mean 'llama-2-7b'"),
-    ("plan mixtral-8x7b --cluster 8xH100 --global-batch 8", "package.module:factory"),
+    ("plan gemma-7b --cluster 8xH100 --global-batch 8", "package.module:factory"),
     ("plan gpt-oss-20b --cluster 8xH100 --global-batch 8", "package.module:factory"),
     ("plan deepseek-v3 --cluster 8xH100 --global-batch 8", "package.module:factory"),
     ("plan mistral-7b --cluster 8xH100 --global-batch 8", "Give its config.json"),

@@ -10,6 +10,8 @@ from jax._src.lax import linalg as _linalg
 from jax.experimental import pallas
 from sharding.rule_case import Case, adder, floats, ints
 
+import aliquot
+
 CASES: list[Case] = []
 case = adder(CASES)
 
@@ -113,5 +115,21 @@ case(
     "",
     jax.grad(lambda x: jnp.sum(attend(x) ** 2)),
     HEADS,
+    runs=False,
+)
+
+
+def through_experts(tokens, chosen, weights, into, out):
+    return aliquot.experts(tokens, chosen, weights, [into, into], out, activation=jnp.multiply)
+
+
+THROUGH = (floats(8, 4), ints(8, 2, high=4), floats(8, 2), floats(4, 4, 8), floats(4, 8, 4))
+# On several devices in tests/runtime/test_experts.py.
+case("experts", "", through_experts, *THROUGH, runs=False)
+case(
+    "experts_gradients",
+    "",
+    jax.grad(lambda *arrays: jnp.sum(through_experts(*arrays) ** 2), argnums=(0, 3)),
+    *THROUGH,
     runs=False,
 )

@@ -40,6 +40,14 @@ PUBLISHED = {
     "qwen3-8b": 8.1907e9,
     "qwen3-14b": 14.768e9,
     "qwen3-32b": 32.762e9,
+    "qwen3-30b-a3b": 30.532e9,
+    "qwen3-235b-a22b": 235.094e9,
+    "mixtral-8x7b": 46.703e9,
+    "mixtral-8x22b": 140.62e9,
+    # All layers with experts; as published, 16.4 with a dense first layer.
+    "deepseek-moe-16b": 16.4e9,
+    "gpt-oss-like-20b": 20.9e9,
+    "gpt-oss-like-120b": 116.8e9,
     "moe-380m": 380e6,
     "moe-690m": 690e6,
     "moe-1.3b": 1.3e9,
@@ -79,7 +87,13 @@ _FIRST = {name.split("-")[0]: name for name in reversed(PUBLISHED)}
     ],
 )
 def test_parameter_count(name):
-    special = {"gpt-10m": 0.1, "gpt-15b": 0.03, "moe-1.3b": 0.04, "wide-resnet-13b": 0.03}
+    special = {
+        "gpt-10m": 0.1,
+        "deepseek-moe-16b": 0.035,
+        "gpt-15b": 0.03,
+        "moe-1.3b": 0.04,
+        "wide-resnet-13b": 0.03,
+    }
     tolerance = special.get(name, 0.001 if name.startswith(("llama", "qwen")) else 0.025)
     # As a scan where that can be: a trace of a hundred layers takes a second.
     workload = build(name, 1, scan=not name.startswith("wide-resnet"))

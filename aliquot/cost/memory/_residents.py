@@ -77,6 +77,7 @@ def residents(
         yield from _copies_of_kernels(index, storage)
     if target.maxpool_gradient_stores_indices:
         yield from _positions_of_maxima(index, storage)
+    yield from _inside_operators(index)
     cuts, graph, itemsize = index.cuts, index.cuts.graph, target.held_product_bytes
     narrow, casts = [False] * len(cuts.producer), Casts(itemsize={}, replaced=frozenset(), until=0)
     if itemsize:
@@ -222,6 +223,24 @@ def _copies_of_kernels(index: NodeIndex, storage: Storage) -> Iterator[Resident]
             births=copied.births,
             deaths=copied.deaths,
         )
+
+
+def _inside_operators(index: NodeIndex) -> Iterator[Resident]:
+    """Arrays that products make and read themselves."""
+    cuts = index.cuts
+    for op_class, rule in enumerate(cuts.rules):
+        runs_at = np.array(cuts.folding.members[op_class], np.int64)
+        for inside in rule.inside:
+            divided = tuple(0 if f in inside.divided_by else REPLICATED for f in rule.factors)
+            yield Resident(
+                node=index.of_product[op_class],
+                projection=divided,
+                num_bytes=int(inside.num_bytes),
+                category="temporaries",
+                label=f"inside {index.label(op_class)}",
+                births=runs_at,
+                deaths=runs_at,
+            )
 
 
 def _positions_of_maxima(index: NodeIndex, storage: Storage) -> Iterator[Resident]:

@@ -6,6 +6,7 @@ from . import control as control
 from . import conv as conv
 from . import custom as custom
 from . import elementwise as elementwise
+from . import experts as experts
 from . import gather as gather
 from . import kernel as kernel
 from . import linalg as linalg

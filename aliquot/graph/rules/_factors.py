@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .._rule import DimRule, Dims, Ring, Scores
+from .._rule import DimRule, Dims, Exchange, Inside, Ring, Scores
 
 
 class Factors:
@@ -65,7 +65,10 @@ class Factors:
         accessed_bytes: float = 0.0,
         scores: Scores | None = None,
         summed: frozenset[int] = frozenset(),
+        partial: frozenset[int] = frozenset(),
         ring: Ring | None = None,
+        exchange: Exchange | None = None,
+        inside: Sequence[Inside] = (),
         exchanged: Iterable[Iterable[str]] = (),
     ) -> DimRule:
         """The rule, with the sizes of all factors handed out."""
@@ -82,7 +85,10 @@ class Factors:
             accessed_bytes=accessed_bytes,
             scores=scores,
             summed=summed,
+            partial=partial,
             ring=ring,
+            exchange=exchange,
+            inside=tuple(inside),
             exchanged=tuple(names for names in exchanges if names),
         )
 

@@ -10,6 +10,7 @@
 * Kernels in Pallas, which it cannot split: each device runs its part of the grid.
 * cuDNN's attention, for which JAX has a partitioner of its own that must see the devices: each
   device runs it on its own examples and heads, and by a ring on its own part of the sequence.
+* Experts without a capacity: each device computes its own experts; see `_experts.py`.
 * Arrays whose order in memory is constrained: the partitioner gathers them.
 * Joins along a split dim: the partitioner gathers what is joined, but exchanges rows where arrays
   are padded. Here they are padded to the length of the result, and added.
@@ -35,6 +36,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ...graph import ATTENTION, KERNEL, Dims, attention_on_piece, kernel_on_pieces
 from ...sharding import DimRule
+from ._experts import experts_on_pieces
 from ._ring import attention_by_ring
 
 Bind = Callable[[Any, Sequence[Any]], Sequence[Any]]
@@ -102,6 +104,35 @@ def on_pieces(
         return [jax.lax.psum(r, lacking[k]) if lacking.get(k) else r for k, r in enumerate(results)]
 
     return list(_mapped_over_devices(run, arrays, mesh, groups, ins, outs, all_axes=attends))
+
+
+def split_experts(
+    eqn: Any,
+    arrays: Sequence[Any],
+    mesh: Mesh,
+    groups: Sequence[str],
+    given: Sequence[PartitionSpec | None],
+    wanted: Sequence[PartitionSpec],
+    *,
+    wide_sums: bool,
+) -> list[Any]:
+    """Experts without a capacity, of which each device computes its own; see `_experts.py`.
+
+    Args:
+        groups: as for `convolution`.
+        given, wanted: how the operands are split, and how the results should be.
+        wide_sums: see `Pins`.
+    """
+    experts = experts_on_pieces(
+        eqn,
+        [[_axes(dim) for dim in spec or ()] for spec in given],
+        [[_axes(dim) for dim in spec] for spec in wanted],
+        _scattered_dims,
+        wide_sums=wide_sums,
+    )
+    return list(
+        _mapped_over_devices(experts.run, arrays, mesh, groups, experts.operands, experts.results)
+    )
 
 
 def _axes_lacking(dims: Dims, cut: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:

@@ -12,9 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...graph import NO_VALUE, Graph, Op, Operand, ReplayHook, ValueId, evaluate, traits_of
+from ...graph import EXPERTS, NO_VALUE, Graph, Op, Operand, ReplayHook, ValueId, evaluate, traits_of
 from ...sharding import REPLICATED, Pin, Pins, Spec, dim_rule, dims_of, is_declared, without_partial
-from ._local import Bind, convolution, in_plain_order, joined_by_sums, on_pieces, scattered_product
+from ._local import (
+    Bind,
+    convolution,
+    in_plain_order,
+    joined_by_sums,
+    on_pieces,
+    scattered_product,
+    split_experts,
+)
 from ._mapped import differing
 
 
@@ -238,6 +246,17 @@ class _Constrain(ReplayHook):
             s if s is None else partition(mesh, s, a.shape, without)
             for s, a in zip(given, arrays, strict=True)
         ]
+        if op.name in EXPERTS and pin is not None:
+            shapes = [arrays[k].shape for k in (0, *range(2, len(arrays) - 1))]
+            if len(op.outputs) == 1:
+                shapes = [(*arrays[0].shape[:-1], arrays[-1].shape[-1])]
+            wanted = [
+                partition(mesh, chain[0] if chain else (), shape, without, minor)
+                for chain, minor, shape in zip(pin.results, pin.minor, shapes, strict=True)
+            ]
+            return split_experts(
+                op.eqn, arrays, mesh, groups, splits, wanted, wide_sums=self._pins.wide_sums
+            )
         rule = dim_rule(op, self._graph, on_missing_rule=self._pins.on_missing_rule)
         return on_pieces(op.eqn, arrays, bind, mesh, groups, rule, splits)
 

@@ -300,7 +300,7 @@ class OwnResults:
                     return None
                 if letter in kept or letter in counted:
                     continue
-                sums = letter in rule.reduced or position in rule.summed
+                sums = letter in rule.sums(position) or position in rule.summed
                 # Of all pairs of examples perhaps only some count, such as each with itself.
                 if not letter.islower() or not sums or len(dims) > 1 or not self._scales(op, k):
                     return None

@@ -304,7 +304,7 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
         dim = next((d for d, names in enumerate(dims) if names[0] == letter), -1)
         if dim >= 0:
             results.append(split_at(dim, blocks))
-        elif position in rule.summed:
+        elif position in rule.summed or position in rule.partial:
             results.append(SUM)
         elif letter in rule.reduced and (rule.reduce == "sum" or op.name.startswith("reduce_")):
             results.append(TimeSpec(kind=TimeKind(rule.reduce)))

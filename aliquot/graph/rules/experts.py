@@ -1,0 +1,89 @@
+"""Experts without a capacity: tokens, experts and the elements inside experts may be split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._experts import EXPERTS
+from .._rule import DimRule, DimRuleFn, Exchange, HasShape, Inside, register_dim_rule
+from .._traits import Traits
+from ._factors import Factors
+
+_TOKENS, _FIRST_MATRIX = 0, 3
+
+
+def _experts(is_backward: bool) -> DimRuleFn:
+    """`y[t] = sum_k weights[t, k] * out[e] @ activation(into[e] @ x[t])` with `e = chosen[t, k]`.
+
+    Each token is computed by itself. The elements inside experts are summed by the last product.
+    If experts are split, so are the tokens, over the same devices: rows go to the experts and come
+    back. Products are counted as if all experts got equally many rows, and all rows stay on none of
+    the devices that hold their tokens.
+    """
+
+    def declare(
+        operands: Sequence[HasShape], results: Sequence[tuple[int, ...]], params: Mapping[str, Any]
+    ) -> DimRule:
+        tokens, chosen, _, *others = operands
+        matrices = others[:-1] if is_backward else others
+        count, inner, made = matrices[-1].shape
+        top, features, num_into = chosen.shape[-1], tokens.shape[-1], len(matrices) - 1
+        f = Factors()
+        lead = [f.split(size) for size in tokens.shape[:-1]]
+        dim = next((d for d, size in enumerate(tokens.shape[:-1]) if size > 1), -1)
+        e = f.split(math.gcd(count, tokens.shape[dim]) if dim >= 0 else count)
+        exchange = None
+        if dim >= 0 and e != "1":
+            # Split along with the tokens, over the same devices.
+            sends = {_TOKENS: top} | ({len(operands) - 1: top} if is_backward else {})
+            exchange = Exchange(factor=e, beside=lead[dim], sends=sends, returns={0: top})
+        rest = f.whole(count // f.sizes.get(e, 1))
+        of_experts = (e + rest).replace("1", "") or "1"
+        n, m = f.split(inner), f.whole(features)
+        choice, width = f.whole(top), f.whole(made)
+        x, per_choice = (*lead, m), (*lead, choice)
+        into = (of_experts, m, n)
+        each = [x, per_choice, per_choice, *[into] * num_into, (of_experts, n, width)]
+        rows = float(math.prod(chosen.shape))
+        itemsize = np.dtype(tokens.dtype).itemsize if tokens.dtype != "bfloat16" else 2
+        # Forward each matrix once. Backward those that lead in once more, and then two products for
+        # each matrix: the gradients of what it reads, and its own.
+        products = 3 * num_into + 2 if is_backward else num_into + 1
+        of_tokens = frozenset((*lead, e)) - {"1"}
+        inside = (
+            Inside(
+                num_bytes=rows * (features + made) * itemsize,
+                passes=2.0 * (3 if is_backward else 1),
+                divided_by=of_tokens,
+            ),
+            Inside(
+                num_bytes=rows * inner * (num_into + 1) * itemsize,
+                passes=2.0 * (2 if is_backward else 1),
+                divided_by=of_tokens | {n},
+            ),
+        )
+        work = 2.0 * products * rows * features * inner
+        return f.rule(
+            [*each, (*lead, width)] if is_backward else each,
+            [x, per_choice, *each[_FIRST_MATRIX:]] if is_backward else [(*lead, width)],
+            linear=(0, 0, 0, *[0] * num_into, 0, 1)
+            if is_backward
+            else (0, 0, 1, *[0] * num_into, 2),
+            contracts=True,
+            flops_per_point=work / max(math.prod(size for size in f.sizes.values() if size), 1),
+            partial=frozenset(range(len(results))) if is_backward else frozenset(),
+            exchange=exchange,
+            inside=inside,
+        )
+
+    return declare
+
+
+for _name, _is_backward in zip(EXPERTS, (False, True), strict=True):
+    register_dim_rule(_name, traits=Traits(costly=True, runs_on_pieces=True))(
+        _experts(_is_backward)
+    )

@@ -1,0 +1,80 @@
+"""Experts without a capacity are the weighted sum of what each chosen expert makes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import aliquot
+
+
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def drawn(*, num_into=2, top=2, lead=(3, 5), count=4, features=6, inner=8):
+    def draw(seed, *shape):
+        return 0.3 * jax.random.normal(jax.random.key(seed), shape)
+
+    tokens = draw(0, *lead, features)
+    chosen = jax.random.randint(jax.random.key(1), (*lead, top), 0, count)
+    weights = jax.nn.softmax(draw(2, *lead, top))
+    into = [draw(3 + k, count, features, inner) for k in range(num_into)]
+    return tokens, chosen, weights, into, draw(9, count, inner, features)
+
+
+def one_by_one(tokens, chosen, weights, into, out, activation):
+    """What all experts make of each token, of which the chosen ones are taken."""
+    inner = activation(*(jnp.einsum("...m,emf->...ef", tokens, matrix) for matrix in into))
+    made = jnp.einsum("...ef,efm->...em", inner, out)
+    return (jnp.take_along_axis(made, chosen[..., None], -2) * weights[..., None]).sum(-2)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "activation"),
+    [
+        (drawn(), swiglu),
+        (drawn(num_into=1, top=1, lead=(7,)), jax.nn.relu),
+        # All tokens choose one expert, twice, and others get none.
+        (drawn()[:1] + (jnp.full((3, 5, 2), 3),) + drawn()[2:], swiglu),
+    ],
+    ids=["gated", "ungated", "one-for-all"],
+)
+def test_result_and_gradients_are_those_of_all_experts_one_by_one(arrays, activation):
+    tokens, chosen, weights, into, out = arrays
+
+    def loss(run, tokens, weights, into, out):
+        y = run(tokens, chosen, weights, into, out, activation=activation)
+        return jnp.sum(y * jnp.sin(jnp.arange(y.size).reshape(y.shape))), y
+
+    found, want = (
+        jax.jit(jax.grad(loss, argnums=(1, 2, 3, 4), has_aux=True), static_argnums=0)(
+            run, tokens, weights, into, out
+        )
+        for run in (aliquot.experts, one_by_one)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, want)
+
+
+def test_experts_of_a_vmap_are_those_of_each():
+    tokens, chosen, weights, into, out = drawn()
+    each = jax.vmap(lambda *of_tokens: aliquot.experts(*of_tokens, into, out, activation=swiglu))(
+        tokens, chosen, weights
+    )
+    whole = aliquot.experts(tokens, chosen, weights, into, out, activation=swiglu)
+    np.testing.assert_allclose(each, whole, rtol=1e-5, atol=1e-7)
+
+
+def test_all_faults_of_shapes_and_dtypes_are_said_at_once():
+    tokens, chosen, weights, into, out = drawn()
+    with pytest.raises(aliquot.InputError) as refusal:
+        aliquot.experts(
+            tokens.astype(jnp.bfloat16),
+            weights,
+            weights[:, :2],
+            [into[0], into[1][:, :3]],
+            out,
+            activation=swiglu,
+        )
+    for word in ("float32", "(3, 2, 2)", "into[1]", "bfloat16"):
+        assert word in str(refusal.value)

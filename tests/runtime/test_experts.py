@@ -1,0 +1,113 @@
+"""Experts without a capacity on eight devices: equal to one device, and none gathered whole."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import aliquot as aq
+from aliquot.planners import method_by_name
+
+ROWS, SEQ, WIDTH, INNER, EXPERTS, TOP = 16, 4, 8, 24, 8, 2
+BARS = {"float64": 1e-9, "float32": 1e-5}
+
+
+def swiglu(gate: Any, up: Any) -> Any:
+    return jax.nn.silu(gate) * up
+
+
+def train_step(params: Any, batch: Any) -> Any:
+    def loss(params: Any) -> Any:
+        x = jnp.tanh(batch @ params["enter"])
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(x @ params["router"]), TOP)
+        into = params["gate"], params["up"]
+        y = x + aq.experts(x, chosen, weights, into, params["down"], activation=swiglu)
+        return jnp.mean((y @ params["leave"] - batch) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 3 * g, params, grads), value
+
+
+@functools.cache
+def start() -> tuple[Any, Any]:
+    random = np.random.default_rng(0)
+    shapes = {
+        "enter": (WIDTH, WIDTH),
+        "leave": (WIDTH, WIDTH),
+        # Far from equal: most tokens choose the first experts.
+        "router": (WIDTH, EXPERTS),
+        "gate": (EXPERTS, WIDTH, INNER),
+        "up": (EXPERTS, WIDTH, INNER),
+        "down": (EXPERTS, INNER, WIDTH),
+    }
+    params = {name: random.normal(size=shape) * 0.5 for name, shape in shapes.items()}
+    params["router"][:, :3] *= 4
+    return params, random.normal(size=(ROWS, SEQ, WIDTH))
+
+
+@functools.cache
+def plain(dtype: str) -> Any:
+    arrays = jax.tree.map(lambda x: x.astype(dtype), start())
+    return jax.device_get(jax.jit(train_step)(*arrays))
+
+
+LAYOUTS = [
+    ("dp", None),
+    ("zero3", 2),
+    ("megatron:dp1,ep8", None),
+    ("megatron:dp2,ep4", 2),
+    ("megatron:dp2,ep2,tp2", None),
+    ("megatron:dp2,ep4,fsdp", None),
+    ("megatron:dp1,tp8", None),
+    ("megatron:dp2,cp2,ep2", None),
+    ("zero2", 2),
+    ("shard", None),
+]
+QUICK = {(LAYOUTS[1], "float32"), (LAYOUTS[2], "float64"), (LAYOUTS[3], "float64")}
+QUICK |= {(LAYOUTS[4], "float64"), (LAYOUTS[7], "float32")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for layout in LAYOUTS
+        for dtype in BARS
+        for case in [(layout, dtype)]
+    ],
+)
+def test_equal_to_one_device(layout: tuple[str, int | None], dtype: str) -> None:
+    name, micro_batches = layout
+    with jax.enable_x64(dtype == "float64"):
+        params, batch = jax.tree.map(lambda x: x.astype(dtype), start())
+        wanted = plain(dtype)
+        step = aq.parallelize(
+            train_step,
+            cluster=aq.Cluster.preset("8xcpu"),
+            method=method_by_name(name),
+            num_micro_batches=micro_batches,
+        )
+        found = dict(jax.tree.leaves_with_path(jax.device_get(step(params, batch))))
+    for path, leaf in jax.tree.leaves_with_path(wanted):
+        worst = np.abs(found[path] - leaf).max() / np.abs(leaf).max()
+        assert worst <= BARS[dtype], (path, worst)
+
+
+@pytest.mark.parametrize("name", ["megatron:dp1,ep8", "megatron:dp2,ep4"])
+def test_experts_stay_and_tokens_travel(name: str) -> None:
+    plan = aq.plan(
+        train_step,
+        *jax.tree.map(lambda x: x.astype("float32"), start()),
+        cluster=aq.Cluster.preset("8xcpu"),
+        method=method_by_name(name),
+    )
+    uses = plan.prediction.collectives
+    # Forward: tokens there and results back; backward: tokens, gradients, and those of tokens.
+    sent = [use for use in uses if use.kind == "all-to-all" and "expert" in use.axes]
+    assert sum(use.count for use in sent) == 5
+    assert not [use for use in uses if use.kind == "all-gather" and "down" in use.cause]
