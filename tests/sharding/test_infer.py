@@ -118,6 +118,7 @@ def test_the_same_rule_every_time():
 # What is true and not declared, as nothing splits it: what is asked of the whole is asked of a
 # batch of vectors or matrices.
 MORE_THAN_DECLARED = {
+    "experts": "columns of the last matrix are independent, which split no layer",
     "noinline": "declared whole, whatever it calls",
     "ormqr": "columns of the matrix that is multiplied are independent",
     "tridiagonal_solve": "so are right-hand sides",
