@@ -118,7 +118,7 @@ def test_the_same_rule_every_time():
 # What is true and not declared, as nothing splits it: what is asked of the whole is asked of a
 # batch of vectors or matrices.
 MORE_THAN_DECLARED = {
-    "experts": "columns of the last matrix are independent, which split no layer",
+    "experts": "columns of the last matrix are independent, but share the work before it",
     "noinline": "declared whole, whatever it calls",
     "ormqr": "columns of the matrix that is multiplied are independent",
     "tridiagonal_solve": "so are right-hand sides",
@@ -140,7 +140,7 @@ def test_no_more_is_inferred_than_is_declared(case):
         results = [tuple(getattr(v.aval, "shape", ())) for v in op.eqn.outvars]
         found, declared = parts(infer_rule(op.eqn, operands, results)), parts(dim_rule(op, graph))
         if case.primitive in MORE_THAN_DECLARED:
-            assert declared < found
+            assert not found <= declared
         else:
             assert found <= declared
         if case.primitive in ELEMENTWISE:
