@@ -80,11 +80,6 @@ class Megatron(AbstractMethod):
             raise InputError(f"A layout has degrees of at least 1, got {', '.join(faults)}.")
         if self.zero_stage not in ZERO_STAGES.values():
             raise InputError(f"zero_stage={self.zero_stage}: pass 0, 1, 2 or 3.")
-        if self.pipeline > 1 and self.expert > 1:
-            raise InputError(
-                "Expert parallelism is laid out in one program only: use pp or ep, not both, or"
-                " method pipeshard, which splits experts as it finds best."
-            )
         if self.attention is not None and (
             self.attention not in ATTENTION_WAYS or self.context == 1
         ):
@@ -148,6 +143,7 @@ class Megatron(AbstractMethod):
         pipeline = PipeshardParallel(
             inter=EqualStages(
                 data=self.data or 1,
+                expert=self.expert,
                 context=self.context,
                 tensor=self.tensor,
                 num_stages=self.pipeline,
@@ -184,13 +180,14 @@ class Megatron(AbstractMethod):
 
     def _counts(self, task: Task) -> list[int]:
         """Numbers of micro-batches to try. Raises `InputError` where the batch does not divide."""
-        data = self.data or 1
+        data = (self.data or 1) * self.expert
         asked = task.num_micro_batches or self.num_micro_batches
         rows = _batch_rows(task.graph)
         if rows % (data * (asked or 1)):
             per = f" in each of {asked} micro-batches" if asked else ""
+            over = f"dp{self.data or 1}" + (f" x ep{self.expert}" if self.expert > 1 else "")
             raise InputError(
-                f"A batch of {rows} cannot be split over dp{data}{per}. Use a global batch that is"
+                f"A batch of {rows} cannot be split over {over}{per}. Use a global batch that is"
                 f" a multiple of {data * (asked or 1)}, fewer micro-batches, or a smaller data"
                 " degree."
             )

@@ -311,7 +311,6 @@ def test_lists_of_names():
         ("megatron:,", "it has no degrees"),
         ("megatron:dp0,foo,tp8,tp4", "dp0: a degree is at least 1; 'foo': .*; tp is given twice"),
         ("megatron:zero1-fsdp", "zero1 and fsdp exclude each other"),
-        ("megatron:ep2,pp2", "use pp or ep, not both"),
         ("megatro:dp2", "Unknown method 'megatro:dp2'"),
     ],
 )
@@ -365,6 +364,27 @@ def test_layouts_that_do_not_apply(method, changes, said):
     work = gpt(**changes)
     with pytest.raises(InputError, match=said):
         aq.plan(work.train_step, work.state, work.batch, cluster=CLUSTER, method=method)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_all_degrees_that_do_not_divide_are_said_at_once(pipeline):
+    sizes = {**SIZES, "num_layers": 2, "num_experts": 6, "num_kv_heads": 2, "ffn_size": 30}
+    work = zoo.build(zoo.configure("mixtral-8x7b", **sizes), 2 * ROWS, dtype="bf16")
+    layout = aq.Megatron(expert=4, tensor=4, pipeline=pipeline)
+    with pytest.raises(InputError) as refusal:
+        aq.plan(
+            work.train_step,
+            work.state,
+            work.batch,
+            cluster=aq.Cluster.preset("4x8xH100"),
+            method=layout,
+        )
+    for said in (
+        "6 experts cannot be split over ep 4",
+        "an expert degree that divides 6: 2 or 3 or 6",
+        "cannot be split over tp 4",
+    ):
+        assert said in str(refusal.value)
 
 
 def test_a_batch_that_does_not_divide():

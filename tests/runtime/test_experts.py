@@ -24,35 +24,42 @@ def swiglu(gate: Any, up: Any) -> Any:
 def train_step(params: Any, batch: Any) -> Any:
     def loss(params: Any) -> Any:
         x = jnp.tanh(batch @ params["enter"])
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(x @ params["router"]), TOP)
-        into = params["gate"], params["up"]
-        y = x + aq.experts(x, chosen, weights, into, params["down"], activation=swiglu)
-        return jnp.mean((y @ params["leave"] - batch) ** 2)
+        for layer in params["layers"]:
+            weights, chosen = jax.lax.top_k(jax.nn.softmax(x @ layer["router"]), TOP)
+            into = layer["gate"], layer["up"]
+            x = x + aq.experts(x, chosen, weights, into, layer["down"], activation=swiglu)
+        return jnp.mean((x @ params["leave"] - batch) ** 2)
 
     value, grads = jax.value_and_grad(loss)(params)
     return jax.tree.map(lambda p, g: p - 3 * g, params, grads), value
 
 
 @functools.cache
-def start() -> tuple[Any, Any]:
+def start(num_layers: int) -> tuple[Any, Any]:
     random = np.random.default_rng(0)
-    shapes = {
-        "enter": (WIDTH, WIDTH),
-        "leave": (WIDTH, WIDTH),
+
+    def draw(*shape: int) -> Any:
+        return random.normal(size=shape) * 0.5
+
+    layers = [
+        {
+            "router": draw(WIDTH, EXPERTS),
+            "gate": draw(EXPERTS, WIDTH, INNER),
+            "up": draw(EXPERTS, WIDTH, INNER),
+            "down": draw(EXPERTS, INNER, WIDTH),
+        }
+        for _ in range(num_layers)
+    ]
+    for layer in layers:
         # Far from equal: most tokens choose the first experts.
-        "router": (WIDTH, EXPERTS),
-        "gate": (EXPERTS, WIDTH, INNER),
-        "up": (EXPERTS, WIDTH, INNER),
-        "down": (EXPERTS, INNER, WIDTH),
-    }
-    params = {name: random.normal(size=shape) * 0.5 for name, shape in shapes.items()}
-    params["router"][:, :3] *= 4
-    return params, random.normal(size=(ROWS, SEQ, WIDTH))
+        layer["router"][:, :3] *= 4
+    params = {"enter": draw(WIDTH, WIDTH), "layers": layers, "leave": draw(WIDTH, WIDTH)}
+    return params, 2 * draw(ROWS, SEQ, WIDTH)
 
 
 @functools.cache
-def plain(dtype: str) -> Any:
-    arrays = jax.tree.map(lambda x: x.astype(dtype), start())
+def plain(num_layers: int, dtype: str) -> Any:
+    arrays = jax.tree.map(lambda x: x.astype(dtype), start(num_layers))
     return jax.device_get(jax.jit(train_step)(*arrays))
 
 
@@ -67,9 +74,12 @@ LAYOUTS = [
     ("megatron:dp2,cp2,ep2", None),
     ("zero2", 2),
     ("shard", None),
+    ("megatron:dp1,ep2,tp2,pp2", 4),
+    ("megatron:dp2,ep2,pp2", 2),
+    ("megatron:dp1,ep4,pp2", 1),
 ]
 QUICK = {(LAYOUTS[1], "float32"), (LAYOUTS[2], "float64"), (LAYOUTS[3], "float64")}
-QUICK |= {(LAYOUTS[4], "float64"), (LAYOUTS[7], "float32")}
+QUICK |= {(LAYOUTS[4], "float64"), (LAYOUTS[7], "float32"), (LAYOUTS[10], "float64")}
 
 
 @pytest.mark.parametrize(
@@ -83,9 +93,10 @@ QUICK |= {(LAYOUTS[4], "float64"), (LAYOUTS[7], "float32")}
 )
 def test_equal_to_one_device(layout: tuple[str, int | None], dtype: str) -> None:
     name, micro_batches = layout
+    num_layers = 2 if "pp" in name else 1
     with jax.enable_x64(dtype == "float64"):
-        params, batch = jax.tree.map(lambda x: x.astype(dtype), start())
-        wanted = plain(dtype)
+        params, batch = jax.tree.map(lambda x: x.astype(dtype), start(num_layers))
+        wanted = plain(num_layers, dtype)
         step = aq.parallelize(
             train_step,
             cluster=aq.Cluster.preset("8xcpu"),
@@ -102,7 +113,7 @@ def test_equal_to_one_device(layout: tuple[str, int | None], dtype: str) -> None
 def test_experts_stay_and_tokens_travel(name: str) -> None:
     plan = aq.plan(
         train_step,
-        *jax.tree.map(lambda x: x.astype("float32"), start()),
+        *jax.tree.map(lambda x: x.astype("float32"), start(1)),
         cluster=aq.Cluster.preset("8xcpu"),
         method=method_by_name(name),
     )

@@ -22,7 +22,7 @@ class EqualStages(AbstractInter):
     if they do not fit otherwise, and of several numbers of micro-batches the fastest is taken.
 
     Attributes:
-        data, context, tensor: degrees inside each stage.
+        data, expert, context, tensor: degrees inside each stage.
         num_stages: how many stages.
         name: the method's name, as plans show it.
     """
@@ -30,6 +30,7 @@ class EqualStages(AbstractInter):
     data: int
     tensor: int
     num_stages: int
+    expert: int = 1
     context: int = 1
     name: str = "megatron"
 
@@ -75,12 +76,13 @@ class EqualStages(AbstractInter):
 
     @property
     def _degrees(self) -> str:
+        expert = f"ep{self.expert}," if self.expert > 1 else ""
         context = f"cp{self.context}," if self.context > 1 else ""
-        return f"dp{self.data},{context}tp{self.tensor},pp{self.num_stages}"
+        return f"dp{self.data},{expert}{context}tp{self.tensor},pp{self.num_stages}"
 
     def _is_asked_for(self, plan: ChainPlan, chain: AbstractChain) -> bool:
         option = chain.options[plan.stages[0].option]
-        others = self.context * self.tensor
+        others = self.expert * self.context * self.tensor
         return (option.dp, option.tp, len(plan.stages)) == (self.data, others, self.num_stages)
 
     def _refusal(self, chain: AbstractChain) -> str:

@@ -161,15 +161,17 @@ class MegatronSplit(AbstractIntra):
     @property
     def ways_beside_tensor(self) -> int:
         """See `AbstractIntra.ways_beside_tensor`."""
-        return self.context
+        return self.expert * self.context
 
     def stage_axes(self, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
         """See `AbstractIntra.stage_axes`."""
         data, others = shape
-        if others % self.context:
+        tensor, rest = divmod(others, self.expert * self.context)
+        if rest:
             # A mesh that this layout does not use.
             return ("data", data), ("tensor", others)
-        return ("data", data), ("context", self.context), ("tensor", others // self.context)
+        sizes = data, self.expert, self.context, tensor
+        return tuple(zip(MEGATRON_AXES, sizes, strict=True))
 
     def stage_choices(
         self, problem: Problem, mesh_shape: tuple[int, ...], data_axes: frozenset[int]
@@ -178,7 +180,7 @@ class MegatronSplit(AbstractIntra):
         axes = dict(self.axes)
         # A mesh of other degrees belongs to another layout.
         is_mine = mesh_shape == tuple(axes.values()) and bool(data_axes) == (self.data > 1)
-        chosen = self.choices(problem, tuple(axes)) if is_mine and self.expert == 1 else []
+        chosen = self.choices(problem, tuple(axes)) if is_mine else []
         return chosen if all(map(len, chosen)) else []
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> MegatronSplit:
@@ -241,7 +243,13 @@ class MegatronSplit(AbstractIntra):
             + f" cannot be split over tp {self.tensor}"
             for fine in too_fine
         ]
-        counts = {problem.nodes.nodes[n].factors[f].size for n, f in experts.items()}
+        counts = sorted(
+            {
+                problem.nodes.nodes[n].factors[f].size
+                for n, f in experts.items()
+                if n in kinds.parameters
+            }
+        )
         faults += [
             f"{count} experts cannot be split over ep {self.expert}"
             for count in counts
@@ -281,7 +289,13 @@ class MegatronSplit(AbstractIntra):
                 if fine.parts == fine.size
             ]
         if any(count % self.expert for count in counts):
-            advice.append(f"an expert degree that divides {math.gcd(*counts)}")
+            common = math.gcd(*counts)
+            degrees = [str(n) for n in range(2, common + 1) if common % n == 0]
+            advice.append(
+                f"an expert degree that divides {common}: {' or '.join(degrees)}"
+                if degrees
+                else "no ep, as the numbers of experts have no common divisor"
+            )
         advice += of_context
         raise InputError(
             listing(
