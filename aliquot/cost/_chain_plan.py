@@ -104,7 +104,8 @@ def judge_stages(
     """
     chain = chain.under(schedule)
     submeshes = num_submeshes or len(stages)
-    chunks = len(stages) // submeshes
+    # Where stages are too few for as many on each submesh, the last submeshes have one less.
+    chunks = -(-len(stages) // submeshes)
     kept = chain_in_flight(schedule, chain.num_micro_batches, len(stages), submeshes)
     figures = chain.quote(stages, kept.tolist(), chunks)
     times = _Times(
@@ -171,9 +172,10 @@ def find_stage_faults(
     ]
     faults += _faulty_units(chain, stages)
     submeshes = num_submeshes or len(stages)
-    if not stages or len(stages) % submeshes:
-        faults.append(f"{len(stages)} stages cannot be dealt out to {submeshes} submeshes equally")
-    if len(known) == len(stages) and len(stages) % submeshes == 0:
+    enough = 1 <= submeshes <= len(stages)
+    if not enough:
+        faults.append(f"{len(stages)} stages cannot be dealt out to {submeshes} submeshes")
+    if len(known) == len(stages) and enough:
         faults += _faulty_devices(
             chain, stages, schedule_kind(schedule).placement(len(stages), submeshes)
         )

@@ -12,9 +12,9 @@ from .intra import ATTENTION_WAYS
 LAYOUTS = {"tp": "tp:8", "megatron": "megatron:dp4,tp8,pp2"}
 """Names that take degrees after a colon, each with an example."""
 
-_DEGREES = ("dp", "tp", "pp", "ep", "cp")
+_DEGREES = ("dp", "tp", "pp", "vpp", "ep", "cp")
 _SEPARATORS = re.compile(r"[,\-+]")
-_DEGREE = re.compile(r"(dp|tp|pp|ep|cp)(\d{1,6})")
+_DEGREE = re.compile(rf"({'|'.join(_DEGREES)})(\d{{1,6}})")
 
 
 def layout_by_name(
@@ -61,7 +61,7 @@ def layout_by_name(
     if faults or not (degrees or zero):
         raise InputError(
             f"{name} cannot be read: {'; '.join(faults) or 'it has no degrees'}. A layout has"
-            " degrees dp, tp, pp, ep and cp, and may end in"
+            " degrees dp, tp, pp, vpp, ep and cp, and may end in"
             f" {', '.join(filter(None, ZERO_STAGES))}, and with cp in"
             f" {', '.join(ATTENTION_WAYS)}: {LAYOUTS['megatron']}, or megatron:dp4-tp8-pp2 in a"
             " list of methods."
@@ -70,6 +70,7 @@ def layout_by_name(
         data=degrees.get("dp"),
         tensor=degrees.get("tp", 1),
         pipeline=degrees.get("pp", 1),
+        chunks=degrees.get("vpp", 1),
         expert=degrees.get("ep", 1),
         context=degrees.get("cp", 1),
         attention=ways[0] if ways else None,

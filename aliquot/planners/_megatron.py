@@ -33,12 +33,15 @@ class Megatron(AbstractMethod):
 
     Of two products in a row the first is split by columns and the second by rows, attention by
     heads, embedding and output head by vocabulary; activations are all-reduced after every second
-    product. Stages are equally deep and run 1f1b.
+    product. Stages are equally deep and run 1f1b, or interleaved.
 
     Attributes:
         data: degree of data parallelism; None takes all devices that the other degrees leave.
         tensor: degree of tensor parallelism, over neighbouring devices of a host.
         pipeline: number of stages; 1 makes one program.
+        chunks: virtual stages of each stage of the pipeline (`vpp` in names): devices run so many
+            chunks of layers each, interleaved, which divides the bubble and multiplies transfers.
+            Where layers are too few, the last stages have one chunk less.
         expert: degree of expert parallelism: these devices split the experts of an MoE model, and
             the batch everywhere else.
         context: degree of context parallelism: these devices split the sequence, from the lookup
@@ -60,6 +63,7 @@ class Megatron(AbstractMethod):
     data: int | None = None
     tensor: int = 1
     pipeline: int = 1
+    chunks: int = 1
     expert: int = 1
     context: int = 1
     attention: str | None = None
@@ -72,6 +76,7 @@ class Megatron(AbstractMethod):
             "data": self.data,
             "tensor": self.tensor,
             "pipeline": self.pipeline,
+            "chunks": self.chunks,
             "expert": self.expert,
             "context": self.context,
         }
@@ -80,6 +85,11 @@ class Megatron(AbstractMethod):
             raise InputError(f"A layout has degrees of at least 1, got {', '.join(faults)}.")
         if self.zero_stage not in ZERO_STAGES.values():
             raise InputError(f"zero_stage={self.zero_stage}: pass 0, 1, 2 or 3.")
+        if self.chunks > 1 and self.pipeline == 1:
+            raise InputError(
+                f"chunks={self.chunks} (vpp) interleaves the stages of a pipeline, and pipeline=1"
+                " (pp) has none: give pp2 or more."
+            )
         if self.attention is not None and (
             self.attention not in ATTENTION_WAYS or self.context == 1
         ):
@@ -103,6 +113,7 @@ class Megatron(AbstractMethod):
             "cp": self.context,
             "tp": self.tensor,
             "pp": self.pipeline,
+            "vpp": self.chunks,
         }
         return [f"{word}{n}" for word, n in degrees.items() if n and (n > 1 or word == "dp")]
 
@@ -146,7 +157,8 @@ class Megatron(AbstractMethod):
                 expert=self.expert,
                 context=self.context,
                 tensor=self.tensor,
-                num_stages=self.pipeline,
+                num_submeshes=self.pipeline,
+                chunks=self.chunks,
                 name=self.name,
             ),
             intra=self._rule,
@@ -255,7 +267,7 @@ class Megatron(AbstractMethod):
     def _refusal(self, cluster: Cluster) -> str:
         others = self.expert * self.context * self.tensor * self.pipeline
         given = self.data or 1
-        product = " x ".join(self._words) or "dp1"
+        product = " x ".join(w for w in self._words if not w.startswith("vpp")) or "dp1"
         mismatch = (
             f"{product} makes {given * others} devices, and {cluster.name} has"
             f" {cluster.num_devices}."

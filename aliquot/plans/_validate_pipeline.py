@@ -77,8 +77,8 @@ def _layers(plan: Plan) -> Iterator[str]:
 
 def _devices(plan: Plan) -> Iterator[str]:
     submeshes = plan.num_submeshes
-    if submeshes < 1 or len(plan.stages) % submeshes:
-        yield f"{len(plan.stages)} stages cannot be dealt out to {submeshes} submeshes equally"
+    if not 1 <= submeshes <= len(plan.stages):
+        yield f"{len(plan.stages)} stages cannot be dealt out to {submeshes} submeshes"
         submeshes = len(plan.stages)
     kind = SCHEDULES.get(plan.schedule)
     placement = (

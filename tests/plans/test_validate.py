@@ -162,8 +162,12 @@ def test_sample_pipelines_have_none(num_stages):
     [
         (_pipeline(schedule="single"), "4 stages have no schedule"),
         (_pipeline(schedule="1f1"), "there is no schedule '1f1': did you mean '1f1b'"),
-        (_pipeline(num_submeshes=3), "4 stages cannot be dealt out to 3 submeshes equally"),
-        (_pipeline(num_submeshes=0), "4 stages cannot be dealt out to 0 submeshes equally"),
+        (
+            _pipeline(num_submeshes=3),
+            "stage 3 on devices 6 to 7 should be on those of stage 0, with which it shares a",
+        ),
+        (_pipeline(num_submeshes=5), "4 stages cannot be dealt out to 5 submeshes"),
+        (_pipeline(num_submeshes=0), "4 stages cannot be dealt out to 0 submeshes"),
         (
             _pipeline(num_submeshes=2),
             (

@@ -15,21 +15,24 @@ from ._grid import GRID_SCHEDULE, layouts, nothing_fits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualStages(AbstractInter):
-    """Stages of equal depth with given degrees of data and tensor parallelism, 1f1b: a layout that
-    is given, not searched.
+    """Stages of equal depth with given degrees of data and tensor parallelism, 1f1b or, with
+    several stages on each submesh, interleaved-1f1b: a layout that is given, not searched.
 
-    If the number of stages does not divide the units, later stages have one more. Stages recompute
-    if they do not fit otherwise, and of several numbers of micro-batches the fastest is taken.
+    If the number of stages does not divide the units, later stages have one more. If there are more
+    stages than units, the last submeshes have one stage less. Stages recompute if they do not fit
+    otherwise, and of several numbers of micro-batches the fastest is taken.
 
     Attributes:
         data, expert, context, tensor: degrees inside each stage.
-        num_stages: how many stages.
+        num_submeshes: how many submeshes, the pipeline's degree.
+        chunks: stages of each.
         name: the method's name, as plans show it.
     """
 
     data: int
     tensor: int
-    num_stages: int
+    num_submeshes: int
+    chunks: int = 1
     expert: int = 1
     context: int = 1
     name: str = "megatron"
@@ -42,7 +45,7 @@ class EqualStages(AbstractInter):
     @property
     def own_way(self) -> str:
         """See `AbstractInter.own_way`."""
-        return f"has {self.num_stages} equal stages, with {GRID_SCHEDULE}"
+        return f"has {self.num_submeshes * self.chunks} equal stages, with {self._schedule}"
 
     def solve(
         self,
@@ -58,7 +61,7 @@ class EqualStages(AbstractInter):
         plans = [
             (plan, chain)
             for chain in chains
-            for plan in layouts(chain)
+            for plan in layouts(chain, self._schedule, self.chunks)
             if self._is_asked_for(plan, chain)
         ]
         if not plans:
@@ -75,21 +78,35 @@ class EqualStages(AbstractInter):
         return best
 
     @property
+    def _schedule(self) -> str:
+        return GRID_SCHEDULE if self.chunks == 1 else "interleaved-1f1b"
+
+    @property
     def _degrees(self) -> str:
         expert = f"ep{self.expert}," if self.expert > 1 else ""
         context = f"cp{self.context}," if self.context > 1 else ""
-        return f"dp{self.data},{expert}{context}tp{self.tensor},pp{self.num_stages}"
+        chunks = f",vpp{self.chunks}" if self.chunks > 1 else ""
+        return f"dp{self.data},{expert}{context}tp{self.tensor},pp{self.num_submeshes}{chunks}"
 
     def _is_asked_for(self, plan: ChainPlan, chain: AbstractChain) -> bool:
         option = chain.options[plan.stages[0].option]
         others = self.expert * self.context * self.tensor
-        return (option.dp, option.tp, len(plan.stages)) == (self.data, others, self.num_stages)
+        degrees = option.dp, option.tp, plan.num_submeshes
+        return degrees == (self.data, others, self.num_submeshes)
 
     def _refusal(self, chain: AbstractChain) -> str:
-        if self.num_stages > chain.num_units:
+        if self.num_submeshes > chain.num_units:
             return (
-                f"{self.num_stages} stages were asked for, and the step can be cut into"
+                f"{self.num_submeshes} stages were asked for, and the step can be cut into"
                 f" {chain.num_units} at most. Use pp{chain.num_units} or fewer."
+            )
+        most = -(-chain.num_units // self.num_submeshes)
+        if self.chunks > most:
+            return (
+                f"pp{self.num_submeshes},vpp{self.chunks} makes"
+                f" {self.num_submeshes * self.chunks} stages, and the step can be cut into"
+                f" {chain.num_units} at most, which would leave every submesh a chunk without a"
+                f" layer. Use vpp{most} or fewer."
             )
         hosts, per_host = chain.num_hosts, chain.devices_per_host
         return (

@@ -18,6 +18,7 @@ from ....cost import (
     find_stage_faults,
     judge_stages,
 )
+from ....plans import SCHEDULES
 from ..._helper import HelperProcess
 from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
 from .._simulated import fastest, simulated, worth_simulating
@@ -86,27 +87,40 @@ class Grid(AbstractInter):
         return best
 
 
-def layouts(chain: AbstractChain) -> Iterator[ChainPlan]:
-    """All regular plans that can run, with or without enough memory."""
+def layouts(
+    chain: AbstractChain, schedule: str = GRID_SCHEDULE, chunks: int = 1
+) -> Iterator[ChainPlan]:
+    """All regular plans that can run, with or without enough memory.
+
+    Args:
+        chunks: stages of each submesh; where units are too few for that, the last submeshes have
+            one less.
+    """
     for k, option in enumerate(chain.options):
         # Only options that state their degrees form a grid.
         if option.dp is None or option.tp is None:
             continue
-        size = option.num_devices
-        count, remainder = divmod(chain.num_devices, size)
-        if remainder or count > chain.num_units:
+        submeshes, remainder = divmod(chain.num_devices, option.num_devices)
+        fewest = submeshes if chunks == 1 else submeshes * (chunks - 1) + 1
+        if remainder or chain.num_units < fewest:
             continue
-        stages = _equal_stages(chain, k, count)
-        if stages and not find_stage_faults(chain, stages, GRID_SCHEDULE, check_memory=False):
-            yield judge_stages(chain, stages, GRID_SCHEDULE)
+        count = min(submeshes * chunks, chain.num_units)
+        stages = _equal_stages(chain, k, count, schedule, submeshes)
+        if stages and not find_stage_faults(
+            chain, stages, schedule, num_submeshes=submeshes, check_memory=False
+        ):
+            yield judge_stages(chain, stages, schedule, num_submeshes=submeshes)
 
 
-def _equal_stages(chain: AbstractChain, option: int, count: int) -> list[StageChoice]:
+def _equal_stages(
+    chain: AbstractChain, option: int, count: int, schedule: str, submeshes: int
+) -> list[StageChoice]:
     """Equal stages under one option, within the memory limit if possible; none if the option cannot
     run them.
     """
     edges = [stage * chain.num_units // count for stage in range(count + 1)]
-    in_flight = chain_in_flight(GRID_SCHEDULE, chain.num_micro_batches, count, count)
+    in_flight = chain_in_flight(schedule, chain.num_micro_batches, count, submeshes)
+    placement = SCHEDULES[schedule].placement(count, submeshes)
     size = chain.options[option].num_devices
     stages = []
     for stage, (first, last) in enumerate(zip(edges, edges[1:])):
@@ -115,8 +129,9 @@ def _equal_stages(chain: AbstractChain, option: int, count: int) -> list[StageCh
             option,
             first,
             last,
-            first_device=stage * size,
+            first_device=placement[stage] * size,
             in_flight=float(in_flight[stage]),
+            chunks=-(-count // submeshes),
         )
         # Keep stages that do not fit, so that the error can say how much memory they need.
         choice = propose(limit_bytes=chain.memory_limit_bytes) or propose(limit_bytes=math.inf)

@@ -143,13 +143,13 @@ class ManualStages(AbstractInter):
         # faults.
         count, submeshes = len(stages), self.num_submeshes or len(stages)
         whole = stages and all(0 <= s.first_unit < s.last_unit <= chain.num_units for s in stages)
-        if not whole or count % submeshes:
+        if not whole or count < submeshes:
             return stages
         in_flight = chain_in_flight(
             self.schedule, chain.num_micro_batches, count, submeshes
         ).tolist()
         return [
-            self._with_unit_options(chain, s, k, count // submeshes)
+            self._with_unit_options(chain, s, k, -(-count // submeshes))
             for s, k in zip(stages, in_flight)
         ]
 

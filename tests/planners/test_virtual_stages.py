@@ -1,0 +1,113 @@
+"""Layouts that give each submesh several chunks of layers: names, shapes, even where layers are too
+few, and what is refused.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import aliquot as aq
+from aliquot import zoo
+from aliquot.core import InputError
+from aliquot.planners import method_by_name
+
+SIZES = {
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "ffn_size": 24,
+    "vocab_size": 40,
+    "seq_len": 6,
+}
+ROWS = 16
+
+
+@functools.cache
+def llama(num_layers=5, scan=True, dtype="bf16"):
+    sizes = {**SIZES, "num_layers": num_layers}
+    return zoo.build("llama-7b", ROWS, overrides=sizes, dtype=dtype, scan=scan, recompute="none")
+
+
+def planned(name, work, cluster="8xcpu", micro_batches=4):
+    return aq.plan(
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=aq.Cluster.preset(cluster),
+        method=method_by_name(name),
+        num_micro_batches=micro_batches,
+    )
+
+
+def test_virtual_stages_have_a_name():
+    method = method_by_name("megatron:dp2,tp2,pp2,vpp3")
+    assert method == aq.Megatron(data=2, tensor=2, pipeline=2, chunks=3)
+    assert method.name == "megatron:dp2,tp2,pp2,vpp3"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_submeshes", "chunks"),
+    [
+        ("megatron:dp2,tp2,pp2,vpp2", 2, [2, 2]),
+        # Five layers in six chunks: the last submesh has one less.
+        ("megatron:dp2,tp2,pp2,vpp3", 2, [3, 2]),
+        ("megatron:tp2,pp4,vpp2", 4, [2, 1, 1, 1]),
+    ],
+)
+def test_chunks_are_dealt_out_in_turn(name, num_submeshes, chunks):
+    plan = planned(name, llama())
+    assert (plan.schedule, plan.num_submeshes) == ("interleaved-1f1b", num_submeshes)
+    assert [len(plan.stages[k::num_submeshes]) for k in range(num_submeshes)] == chunks
+    for k, stage in enumerate(plan.stages):
+        assert stage.first_device == plan.stages[k % num_submeshes].first_device
+    assert aq.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.slow
+def test_chunks_without_a_layer_compute_what_the_plain_step_does(x64):
+    work = llama(scan=False, num_layers=3, dtype="float64")
+    plan = planned("megatron:tp2,pp4,vpp2", work, micro_batches=8)
+    assert len(plan.stages) % plan.num_submeshes
+    run = aq.parallelize(work.train_step, plan, devices=jax.devices()[:8])
+    state, split_up = work.init(jax.random.key(0)), run.init(work.init, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, ROWS, SIZES["seq_len"]))
+    batch = dict(zip(("inputs", "targets"), tokens.astype(np.int32), strict=True))
+    step = jax.jit(work.train_step)
+    for _ in range(2):
+        state, wanted = step(state, batch)
+        split_up, found = run(split_up, batch)
+        assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-9)
+    for a, b in zip(jax.tree.leaves(split_up), jax.tree.leaves(state), strict=True):
+        assert np.max(np.abs(np.asarray(a) - b)) <= 1e-9 * max(np.max(np.abs(b)), 1e-30)
+
+
+def test_more_chunks_make_a_smaller_bubble():
+    work = zoo.build(
+        "gpt-2.6b", 64, overrides={"num_layers": 8}, dtype="bf16", scan=True, recompute="block"
+    )
+    plans = [
+        planned(f"megatron:tp2,pp4{chunks}", work, "8xH100", micro_batches=8)
+        for chunks in ("", ",vpp2")
+    ]
+    bubbles = [plan.prediction.bubble_s for plan in plans]
+    assert bubbles[1] < 0.7 * bubbles[0]
+    assert plans[1].prediction.step_time_s < plans[0].prediction.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("megatron:dp4,tp2,vpp2", r"chunks=2 \(vpp\) interleaves .* give pp2 or more"),
+        ("megatron:dp4,pp2,vpp0", "vpp0: a degree is at least 1"),
+        (
+            "megatron:dp2,tp2,pp2,vpp4",
+            "pp2,vpp4 makes 8 stages, and the step can be cut into 5 at most,"
+            r" .* Use vpp3 or fewer",
+        ),
+    ],
+)
+def test_chunks_that_cannot_be(name, said):
+    with pytest.raises(InputError, match=said):
+        planned(name, llama())
