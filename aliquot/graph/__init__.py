@@ -28,6 +28,7 @@ from ._effects import operators_with_effects as operators_with_effects
 from ._evaluate import ReplayHook as ReplayHook
 from ._evaluate import evaluate as evaluate
 from ._experts import EXPERTS as EXPERTS
+from ._experts import ROOM as ROOM
 from ._experts import experts as experts
 from ._experts import run_experts as run_experts
 from ._experts import run_gradients as run_gradients

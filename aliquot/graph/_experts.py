@@ -24,6 +24,10 @@ from ..core import InputError, listing
 
 Activation: TypeAlias = Callable[..., Any]
 _FIRST_MATRIX = 3
+ROOM = 1.25
+"""Rows for which there is room where experts are split, as a multiple of what devices would send
+each other if all experts were chosen equally often. Other rows take further rounds.
+"""
 
 
 def experts(

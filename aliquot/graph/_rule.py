@@ -73,14 +73,15 @@ class Exchange:
     Attributes:
         factor: the experts that rows have chosen.
         beside: the factor of the dim of rows with which it is split.
-        sends: operands whose rows travel, each with the number of times that a row does.
+        sends: operands whose rows travel, each with the number of times that a row does, on
+            average.
         returns: likewise results.
     """
 
     factor: str
     beside: str
-    sends: Mapping[int, int]
-    returns: Mapping[int, int]
+    sends: Mapping[int, float]
+    returns: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,7 +118,8 @@ def test_experts_stay_and_tokens_travel(name: str) -> None:
         method=method_by_name(name),
     )
     uses = plan.prediction.collectives
-    # Forward: tokens there and results back; backward: tokens, gradients, and those of tokens.
+    # Forward: tokens there and results back; backward: tokens, gradients, and those of tokens. With
+    # them, what was chosen and its weight, and back the gradient of that.
     sent = [use for use in uses if use.kind == "all-to-all" and "expert" in use.axes]
-    assert sum(use.count for use in sent) == 5
+    assert sum(use.count for use in sent) == 5 + 5
     assert not [use for use in uses if use.kind == "all-gather" and "down" in use.cause]

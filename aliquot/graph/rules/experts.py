@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .._experts import EXPERTS
+from .._experts import EXPERTS, ROOM
 from .._rule import DimRule, DimRuleFn, Exchange, HasShape, Inside, register_dim_rule
 from .._traits import Traits
 from ._factors import Factors
 
-_TOKENS, _FIRST_MATRIX = 0, 3
+_TOKENS, _CHOSEN, _WEIGHTS, _FIRST_MATRIX = range(4)
 
 
 def _experts(is_backward: bool) -> DimRuleFn:
@@ -21,8 +21,7 @@ def _experts(is_backward: bool) -> DimRuleFn:
 
     Each token is computed by itself. The elements inside experts are summed by the last product.
     If experts are split, so are the tokens, over the same devices: rows go to the experts and come
-    back. Products are counted as if all experts got equally many rows, and all rows stay on none of
-    the devices that hold their tokens.
+    back. Work is counted as if all experts were chosen equally often.
     """
 
     def declare(
@@ -39,8 +38,14 @@ def _experts(is_backward: bool) -> DimRuleFn:
         exchange = None
         if dim >= 0 and e != "1":
             # Split along with the tokens, over the same devices.
-            sends = {_TOKENS: top} | ({len(operands) - 1: top} if is_backward else {})
-            exchange = Exchange(factor=e, beside=lead[dim], sends=sends, returns={0: top})
+            # Rows of features for each choice, and what is said of each choice.
+            often = ROOM * top
+            sends = {_TOKENS: often, _CHOSEN: ROOM, _WEIGHTS: ROOM}
+            returns = {0: often}
+            if is_backward:
+                sends[len(operands) - 1] = often
+                returns[1] = ROOM
+            exchange = Exchange(factor=e, beside=lead[dim], sends=sends, returns=returns)
         rest = f.whole(count // f.sizes.get(e, 1))
         of_experts = (e + rest).replace("1", "") or "1"
         n, m = f.split(inner), f.whole(features)
@@ -54,6 +59,9 @@ def _experts(is_backward: bool) -> DimRuleFn:
         # each matrix: the gradients of what it reads, and its own.
         products = 3 * num_into + 2 if is_backward else num_into + 1
         of_tokens = frozenset((*lead, e)) - {"1"}
+        # The gradients hold twice as many at once, with a second copy of those of the matrices.
+        held = 2 * num_into + 1 if is_backward else num_into + 1
+        copies = itemsize * sum(math.prod(matrix.shape) for matrix in matrices)
         inside = (
             Inside(
                 num_bytes=rows * (features + made) * itemsize,
@@ -61,9 +69,12 @@ def _experts(is_backward: bool) -> DimRuleFn:
                 divided_by=of_tokens,
             ),
             Inside(
-                num_bytes=rows * inner * (num_into + 1) * itemsize,
-                passes=2.0 * (2 if is_backward else 1),
-                divided_by=of_tokens | {n},
+                num_bytes=rows * inner * held * itemsize, passes=2.0, divided_by=of_tokens | {n}
+            ),
+            Inside(
+                num_bytes=float(copies if is_backward else 0),
+                passes=1.0,
+                divided_by=frozenset({e, n}) - {"1"},
             ),
         )
         work = 2.0 * products * rows * features * inner
