@@ -27,7 +27,7 @@ ModelName = Annotated[
     typer.Argument(
         help=(
             "A name from the zoo, package.module:factory, or a config.json of Hugging Face (GPT-2,"
-            " Llama, Mistral, Qwen 2 or 3; --config FILE is the same)."
+            " Llama, Mistral, Mixtral, Qwen 2 or 3; --config FILE is the same)."
         ),
         show_default=False,
     ),

@@ -13,6 +13,7 @@ import msgspec
 
 from ..core import InputError, faults_of, listing, printable, read_file, shortened
 from ._config import LARGEST, ModelConfig
+from ._mixtral_config import MixtralConfig
 from ._sizes import OWN_CODE, changed, other_architecture
 
 _MOST_BYTES = 2**20
@@ -37,7 +38,7 @@ class _Gpt2(msgspec.Struct):
 
 
 class _Llama(msgspec.Struct):
-    """Likewise for Llama, Mistral, Qwen 2 and Qwen 3."""
+    """Likewise for Llama, Mistral, Qwen 2 and Qwen 3; with experts for Mixtral and Qwen 3."""
 
     hidden_size: int
     intermediate_size: int
@@ -58,14 +59,29 @@ class _Llama(msgspec.Struct):
     sliding_window: int | None = None
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
+    # Of experts: Mixtral has the first name for their number, Qwen the second.
+    num_local_experts: int | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool | None = None
+    router_aux_loss_coef: float = 0.001
+    router_jitter_noise: float = 0.0
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
 
+
+_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+"""Models with experts, each with the field of their number."""
 
 _KNOWN: dict[str, type[_Gpt2] | type[_Llama]] = {
     "gpt2": _Gpt2,
     "llama": _Llama,
     "mistral": _Llama,
+    "mixtral": _Llama,
     "qwen2": _Llama,
     "qwen3": _Llama,
+    "qwen3_moe": _Llama,
 }
 # What may stand in these fields, of any model; what else stands there makes other operators.
 _USUAL: dict[str, tuple[Any, ...]] = {
@@ -76,6 +92,9 @@ _USUAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
+    "router_jitter_noise": (0.0,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": (None, []),
 }
 _LLAMA3_SCALING = {
     "low_freq_factor": 1,
@@ -86,8 +105,9 @@ _LLAMA3_SCALING = {
 
 def from_config(
     config: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any
-) -> ModelConfig:
-    """A model from a `config.json` of Hugging Face: GPT-2, Llama, Mistral, Qwen 2 or Qwen 3.
+) -> ModelConfig | MixtralConfig:
+    """A model from a `config.json` of Hugging Face: GPT-2, Llama, Mistral, Mixtral, Qwen 2 or
+    Qwen 3, the last also with experts. These drop no tokens, unless `routing="capacity"` is given.
 
     Unless `seq_len` is given, a sequence has as many tokens as the model has positions, but no more
     than 8192, nor than its attention's window: few train on the longest that a model can read.
@@ -115,11 +135,18 @@ def from_config(
         why = other_architecture(str(kind).replace("_", "-"))
         fault = f"model_type={shortened(repr(kind), 60)} is not one of {', '.join(_KNOWN)}"
         raise InputError(listing(asked, [fault], why or OWN_CODE))
-    if faults := [*faults_of(dict(data), _KNOWN[kind], ""), *_of_its_own(data)]:
+    faults = [*faults_of(dict(data), _KNOWN[kind], ""), *_of_its_own(data)]
+    if kind in _EXPERTS:
+        needed = (_EXPERTS[kind], "num_experts_per_tok")
+        faults += [f"{field} is missing" for field in needed if data.get(field) is None]
+    if faults:
         raise InputError(listing(asked, faults, "Give the config.json as it was published."))
     read = msgspec.convert(dict(data), _KNOWN[kind])
     name = _name(data, where)
-    made = _gpt(read, name) if isinstance(read, _Gpt2) else _llama(read, name, kind)
+    dense = _gpt(read, name) if isinstance(read, _Gpt2) else _llama(read, name, kind)
+    made: ModelConfig | MixtralConfig = dense
+    if isinstance(read, _Llama) and kind in _EXPERTS:
+        made = _with_experts(read, dense, kind)
     made = changed(made, overrides)
     if faults := [*_unusual(read), *_other_attention(read, kind, made.seq_len)]:
         raise InputError(listing(asked, faults, OWN_CODE))
@@ -187,12 +214,37 @@ def _llama(read: _Llama, name: str, kind: str) -> ModelConfig:
         vocab_size=read.vocab_size,
         seq_len=min(read.max_position_embeddings, _MOST_TOKENS, _window(read, kind) or LARGEST),
         tied_embedding=read.tie_word_embeddings,
-        head_size=read.head_dim or (128 if kind == "qwen3" else 0),
+        head_size=read.head_dim or (128 if kind.startswith("qwen3") else 0),
         norm_epsilon=read.rms_norm_eps,
         rope_theta=_number(theta, read.rope_theta),
         rope_factor=_number(factor, 1.0) if _rope_kind(rope) == "llama3" else 1.0,
         qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
+        qk_norm=kind.startswith("qwen3"),
+    )
+
+
+def _with_experts(read: _Llama, dense: ModelConfig, kind: str) -> MixtralConfig:
+    number = getattr(read, _EXPERTS[kind])
+    assert number is not None and read.num_experts_per_tok is not None, "their absence is refused"
+    return MixtralConfig(
+        name=dense.name,
+        num_layers=dense.num_layers,
+        hidden_size=dense.hidden_size,
+        num_heads=dense.num_heads,
+        num_kv_heads=dense.num_kv_heads,
+        ffn_size=read.intermediate_size if kind == "mixtral" else read.moe_intermediate_size or 768,
+        vocab_size=dense.vocab_size,
+        seq_len=dense.seq_len,
+        num_experts=number,
+        top_k=read.num_experts_per_tok,
+        # Mixtral's weights always sum to one.
+        normalized_weights=kind == "mixtral" or bool(read.norm_topk_prob),
+        balance_weight=read.router_aux_loss_coef,
+        tied_embedding=dense.tied_embedding,
+        head_size=dense.head_size,
+        norm_epsilon=dense.norm_epsilon,
+        rope_theta=dense.rope_theta,
+        qk_norm=dense.qk_norm,
     )
 
 
@@ -230,7 +282,9 @@ def _other_attention(read: _Gpt2 | _Llama, kind: str, seq_len: int) -> Iterator[
         is_llama3 = _rope_kind(rope) == "llama3" and all(
             rope.get(key) == value for key, value in _LLAMA3_SCALING.items()
         )
-        if any(_number(value, -1.0) <= 0 for value in numbers.values()) or not (
+        if kind in _EXPERTS and _rope_kind(rope) != "default":
+            yield f"{field}={shortened(repr(rope), 100)}: with experts it has no scaled rotations"
+        elif any(_number(value, -1.0) <= 0 for value in numbers.values()) or not (
             is_llama3 or _rope_kind(rope) == "default"
         ):
             yield f"{field}={shortened(repr(rope), 100)}: of scaled rotations it has Llama 3.1's"

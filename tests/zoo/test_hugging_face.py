@@ -95,6 +95,35 @@ QWEN3 = {
     "sliding_window": None,
     "tie_word_embeddings": False,
 }
+MIXTRAL = {
+    **LLAMA2,
+    "model_type": "mixtral",
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+QWEN3_MOE = {
+    **QWEN3,
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +155,14 @@ def test_a_published_file_is_the_named_model():
     assert from_config({**newer, "_name_or_path": "qwen3-8b"}, seq_len=4096) == said
 
 
+def test_experts_are_those_of_the_models_by_name():
+    for config, name in ((MIXTRAL, "mixtral-8x7b"), (QWEN3_MOE, "qwen3-30b-a3b")):
+        made = from_config({**config, "_name_or_path": name}, seq_len=4096, balance_weight=0)
+        assert made == MODELS[name]
+    assert from_config(MIXTRAL, routing="capacity").routing == "capacity"
+    assert from_config(MIXTRAL).balance_weight == 0.02
+
+
 def test_a_model_is_called_as_its_folder(tmp_path):
     (tmp_path / "My-Llama").mkdir()
     path = tmp_path / "My-Llama" / "config.json"
@@ -141,7 +178,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({**LLAMA2, "model_type": "mixtral"}, "model_type='mixtral' is not one of gpt2, llama"),
+        ({**LLAMA2, "model_type": "gpt_neox"}, "model_type='gpt_neox' is not one of gpt2, llama"),
+        ({**LLAMA2, "model_type": "mixtral"}, "num_local_experts is missing"),
+        ({**MIXTRAL, "router_jitter_noise": 0.1}, "router_jitter_noise=0.1: its operators"),
+        ({**MIXTRAL, "rope_scaling": LLAMA31["rope_scaling"]}, "it has no scaled rotations"),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "top_k=9 is more than num_experts=8"),
+        ({**QWEN3_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step=2: its operators"),
+        ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers=[0]: its operators"),
         ({}, "model_type=None is not one of"),
         ({**LLAMA2, "hidden_act": "gelu"}, "hidden_act=gelu: its operators are those of silu"),
         ({**LLAMA2, "attention_bias": True}, "attention_bias=True: its operators are those of Fa"),

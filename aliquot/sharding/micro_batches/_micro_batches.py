@@ -283,8 +283,14 @@ def _refusal(
     shown = list(lines.items())[:3]
     text = "".join(f"\n  - {line}; {reached} on it" for line, reached in shown)
     more = f"\n  - and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
+    instead = ""
+    if any(op.name == "ragged_dot_general" for op in graph.ops):
+        instead = (
+            " aliquot.experts in place of the sort and the grouped products (ragged_dot), which"
+            " micro-batches and split experts leave exact, or"
+        )
     return CaptureError(
-        f"{graph.name} does not decompose into micro-batches:{text}{more}\n  Use"
+        f"{graph.name} does not decompose into micro-batches:{text}{more}\n  Use{instead}"
         f" num_micro_batches=1{_or_independent(graph, num_micro_batches, on_missing_rule)}."
     )
 
