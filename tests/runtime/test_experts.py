@@ -123,3 +123,22 @@ def test_experts_stay_and_tokens_travel(name: str) -> None:
     sent = [use for use in uses if use.kind == "all-to-all" and "expert" in use.axes]
     assert sum(use.count for use in sent) == 5 + 5
     assert not [use for use in uses if use.kind == "all-gather" and "down" in use.cause]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "name", "said"),
+    [
+        ("8xH100", "megatron:dp4,ep2", "Each device has 4 experts of a layer"),
+        ("8xH100", "megatron:dp1,ep8", ""),
+        ("v5e-8", "megatron:dp4,ep2", ""),
+    ],
+)
+def test_products_that_gpus_do_not_group_are_noted(cluster: str, name: str, said: str) -> None:
+    plan = aq.plan(
+        train_step,
+        *jax.tree.map(lambda x: x.astype("float32"), start(1)),
+        cluster=aq.Cluster.preset(cluster),
+        method=method_by_name(name),
+    )
+    found = [note for note in plan.notes if "experts of a layer" in note]
+    assert len(found) == bool(said) and all(said in note for note in found)

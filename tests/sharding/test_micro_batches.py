@@ -317,3 +317,14 @@ def test_monotonic_functions_of_maxima_are_maxima(made, combine):
     """The other results are computed from the maximum itself, after the last part."""
     found = plan(lambda w, b: (losses(w, b).mean(), made(b["x"] @ w)), has_aux=True)
     assert found.combine["[1][1]"] == combine
+
+
+def test_sorted_rows_are_refused_with_the_operator_that_does_without():
+    def loss(w, batch):
+        order = jnp.argsort(batch["y"])
+        sizes = jnp.bincount(batch["y"], length=4)
+        made = jax.lax.ragged_dot(batch["x"][order], jnp.stack([w] * 4), sizes)
+        return jnp.mean(made**2)
+
+    with pytest.raises(CaptureError, match=r"aliquot\.experts in place of the sort"):
+        plan(loss)

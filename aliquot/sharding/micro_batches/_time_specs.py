@@ -299,6 +299,10 @@ def _of_slices(op: Op, rule: DimRule, specs: Sequence[TimeSpec], positions: bool
         return "it needs a dim of the batch as a whole"
     if _looks_up(op, rule, specs, letter):
         return "it looks up examples by their position in the batch"
+    if op.name == "ragged_dot_general":
+        (ragged,) = op.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+        if letter in rule.operands[0][ragged]:
+            return "its groups are sizes of the batch as a whole"
     results = []
     for position, dims in enumerate(rule.results):
         dim = next((d for d, names in enumerate(dims) if names[0] == letter), -1)
