@@ -61,9 +61,24 @@ class ChainPlan:
         return None if self.lower_bound_s is None else self.closed_form_s / self.lower_bound_s - 1
 
     @property
+    def submesh_bytes(self) -> tuple[float, ...]:
+        """For each submesh the memory of a device, at most: of interleaved stages, which run one at
+        a time, the largest working memory counts.
+        """
+        if self.num_submeshes == len(self.stages):
+            return tuple(figures.peak_bytes for figures in self.figures)
+        kind = schedule_kind(self.schedule)
+        placement = kind.placement(len(self.stages), self.num_submeshes)
+        kept, working = [0.0] * self.num_submeshes, [0.0] * self.num_submeshes
+        for figures, submesh in zip(self.figures, placement, strict=True):
+            kept[submesh] += figures.state_bytes + figures.held_bytes
+            working[submesh] = max(working[submesh], figures.working_bytes)
+        return tuple(a + b for a, b in zip(kept, working, strict=True))
+
+    @property
     def peak_bytes(self) -> float:
         """Memory of the fullest device."""
-        return max(figures.peak_bytes for figures in self.figures)
+        return max(self.submesh_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -183,12 +198,13 @@ def find_stage_faults(
         return tuple(faults)
     faults += [f"stage {k} {fault}" for k, s in enumerate(stages) if (fault := chain.find_fault(s))]
     if check_memory and not faults:
-        figures = judge_stages(chain, stages, schedule, num_submeshes=num_submeshes).figures
+        plan = judge_stages(chain, stages, schedule, num_submeshes=num_submeshes)
+        what = "stage" if submeshes == len(stages) else "submesh"
         faults += [
-            f"stage {k} needs {format_bytes(f.peak_bytes)} of"
-            f" {format_bytes(chain.memory_limit_bytes)} on each device"
-            for k, f in enumerate(figures)
-            if f.peak_bytes > chain.memory_limit_bytes
+            f"{what} {k} needs {format_bytes(needed)} of {format_bytes(chain.memory_limit_bytes)}"
+            " on each device"
+            for k, needed in enumerate(plan.submesh_bytes)
+            if needed > chain.memory_limit_bytes
         ]
     return tuple(faults)
 

@@ -147,25 +147,27 @@ def nothing_fits(
     """The error to raise if all plans need too much memory; describes the smallest plan."""
     plan, chain = min(plans, key=lambda pair: pair[0].peak_bytes)
     option = chain.options[plan.stages[0].option]
-    k = max(range(len(plan.figures)), key=lambda k: plan.figures[k].peak_bytes)
-    figures = plan.figures[k]
+    k = max(range(plan.num_submeshes), key=lambda k: plan.submesh_bytes[k])
+    # Grids deal stages out in turn.
+    mine = plan.figures[k :: plan.num_submeshes]
     parts = {
-        "state": figures.state_bytes,
-        "activations in flight": figures.held_bytes,
-        "working memory": figures.working_bytes,
+        "state": sum(f.state_bytes for f in mine),
+        "activations in flight": sum(f.held_bytes for f in mine),
+        "working memory": max(f.working_bytes for f in mine),
     }
     listed = ", ".join(f"{format_bytes(v)} {name}" for name, v in parts.items())
+    where = f"stage {k}" if len(mine) == 1 else f"submesh {k}"
     return InfeasibleError(
         f"No {what} fits {chain.num_hosts}x{chain.devices_per_host} devices"
         f" ({format_bytes(chain.memory_limit_bytes)} usable on each).\n  The smallest,"
         f" {len(plan.stages)} stages of {option.name} with {plan.num_micro_batches} micro-batches,"
-        f" needs {format_bytes(figures.peak_bytes)} on stage {k}: {listed}.",
+        f" needs {format_bytes(plan.peak_bytes)} on {where}: {listed}.",
         advice=[
             "stages that differ (StageDP)",
             "options that recompute or split more",
             "more micro-batches",
         ],
-        required_bytes=int(figures.peak_bytes),
+        required_bytes=int(plan.peak_bytes),
         available_bytes=int(chain.memory_limit_bytes),
         parts=parts,
     )
