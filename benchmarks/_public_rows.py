@@ -16,6 +16,9 @@ DEVICES = {
     "A100-40GB": "A100-40GB",
     "A100-80GB": "A100-80GB",
     "B200": "B200",
+    "B300": "B300",
+    "GB200": "GB200",
+    "GB300": "GB300",
     "H100": "H100",
     "H100-80GB-SXM": "H100",
     "H100-96GB-HBM2e-500W": "H100",
@@ -38,6 +41,7 @@ _RECOMPUTE = {
     "save_dot_with_context_except_mlp": "save_attention",
     # What is offloaded is kept; the transfers beside compute are not part of these steps here.
     "remat_policy qkv_proj_offloaded": "save_qkv",
+    "none at 8K": "none",
     "custom: offload decoder_layer_input": "block",
     "custom: offload decoder_layer_input, query/key/value/out_proj": "save_qkv",
 }
@@ -48,6 +52,9 @@ _NETWORKS_GBPS = {
     "400 Gbps per GPU RoCE (Arista 7800) ": 3200.0,
 }
 _CUBE_MESH_GBPS = 100.0
+# Frameworks that recompute only where they are told to, so that a row without a word on it does
+# not.
+_RECOMPUTES_ON_REQUEST = ("Megatron-Bridge", "NeMo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +72,8 @@ class Case:
     tensor: int
     context: int
     pipeline: int
+    chunks: int
+    is_fp8: bool
     seq_len: int
     measured_s: float
     measured_bytes: float | None
@@ -76,9 +85,11 @@ class Case:
     @property
     def is_fitted(self) -> bool:
         """Whether figures may be fitted to this row: half of the groups, by a hash of their
-        names. Pipelines and split sequences are never fitted.
+        names. Pipelines, split sequences and products of 8 bits are never fitted.
         """
-        return self.pipeline * self.context == 1 and zlib.crc32(self.group.encode()) % 2 == 0
+        if self.pipeline * self.context > 1 or self.is_fp8:
+            return False
+        return zlib.crc32(self.group.encode()) % 2 == 0
 
 
 def express(row: dict[str, Any]) -> Case:
@@ -94,25 +105,22 @@ def express(row: dict[str, Any]) -> Case:
     reasons = []
     if model["experts"]:
         reasons.append("experts")
-    for degree, what in (
-        ("vp", "virtual stages"),
-        ("ep", "experts"),
-    ):
-        if (degrees[degree] or 1) > 1:
-            reasons.append(what)
-    if "interleaved" in (degrees["schedule"] or ""):
-        reasons.append("virtual stages")
-    pipeline = degrees["pp"] or 1
-    if model["layers"] % pipeline:
+    if (degrees["ep"] or 1) > 1:
+        reasons.append("experts")
+    pipeline, chunks = degrees["pp"] or 1, degrees["vp"] or 1
+    if "interleaved" in (degrees["schedule"] or "") and chunks == 1:
+        reasons.append("a number of virtual stages that is not stated")
+    if model["layers"] % pipeline and chunks == 1:
         reasons.append("stages of unequal depth")
-    precision = row["precision"].lower()
-    if "fp8" in precision or "fp4" in precision or "float8" in precision:
-        reasons.append("products of 8 bits or fewer")
+    if "fp4" in row["precision"].lower():
+        reasons.append("products of 4 bits")
     if where["device"] not in DEVICES:
         reasons.append(f"no preset for {where['device']}")
     if measured["step_s"] is None:
         reasons.append("no step time")
     said = (row["recompute"] or "").partition("(")[0].strip()
+    if not said and row["framework"].startswith(_RECOMPUTES_ON_REQUEST):
+        said = "none"
     recompute = _RECOMPUTE.get(said)
     if recompute is None:
         reasons.append(f"recomputation: {row['recompute'] or 'not stated'}")
@@ -135,6 +143,8 @@ def express(row: dict[str, Any]) -> Case:
         tensor=degrees["tp"] or 1,
         context=degrees["cp"] or 1,
         pipeline=pipeline,
+        chunks=chunks,
+        is_fp8=_is_fp8(row),
         seq_len=model["seq"],
         measured_s=measured["step_s"],
         measured_bytes=(measured["peak_memory_gib"] or 0) * 2**30 or None,
@@ -165,20 +175,30 @@ def _settings(row: dict[str, Any], recompute: str) -> dict[str, Any]:
     if head and head * heads != model["hidden"]:
         fields["head_size"] = head
     half = "float16" if row["precision"].lower().startswith("fp16") else "bf16"
+    dtype = "fp8" if _is_fp8(row) else half
     attention = "plain" if "unfused" in (row["attention"] or "unfused") else "auto"
     return {
         "model": fields,
         "global_batch": row["batch"]["global_sequences"],
-        "dtype": half,
+        "dtype": dtype,
         "recompute": recompute,
         "scan": ":" not in recompute,
         "attention": attention,
     }
 
 
+def _is_fp8(row: dict[str, Any]) -> bool:
+    """Whether linear layers multiply in 8 bits, with scales of tensors, rows or blocks."""
+    precision = row["precision"].lower()
+    return "fp8" in precision or "float8" in precision
+
+
 def _cluster(where: dict[str, Any]) -> Cluster:
     device = DEVICES[where["device"]]
     count = where["devices"]
+    if device.startswith("GB"):
+        # Hosts of four in a domain of NVLink of 72.
+        return Cluster.preset(f"{count}x{device}")
     if device.startswith("v"):
         per_host = count if count <= 8 and device != "v5p" else 4
     else:
@@ -202,6 +222,7 @@ def _method(degrees: dict[str, Any], num_devices: int, count: int) -> AbstractMe
             context=context,
             tensor=tensor,
             pipeline=pipeline,
+            chunks=degrees["vp"] or 1,
             zero_stage=3 if sharded > 1 else zero,
             num_micro_batches=count if pipeline > 1 else None,
         )

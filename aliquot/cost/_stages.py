@@ -27,6 +27,8 @@ from ._recomputed import NOTHING_AGAIN, Recomputation, recomputation, whole_reco
 from ._transfers import edge_seconds
 from .memory import keeping_casts, known_memory
 
+_IN_FLIGHT, _WORKING = "activations in flight", "working memory"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedStage:
@@ -249,8 +251,8 @@ def _stage_prediction(
     kept_bytes = stage.casts_bytes if casts_once else 0.0
     memory = {
         "state": float(costs.state_bytes[k]) - kept_bytes,
-        "activations in flight": float(times.held_bytes[k]),
-        "working memory": float(costs.working_bytes[k]),
+        _IN_FLIGHT: float(times.held_bytes[k]),
+        _WORKING: float(costs.working_bytes[k]),
         **({"casts of parameters": kept_bytes} if kept_bytes else {}),
     }
     return StagePrediction(
@@ -271,7 +273,7 @@ def _stage_prediction(
             part: num_bytes
             for part, num_bytes in (
                 ("state", stage.costs.host_state_bytes),
-                ("activations in flight", in_flight * stage.costs.host_in_flight_bytes),
+                (_IN_FLIGHT, in_flight * stage.costs.host_in_flight_bytes),
             )
             if num_bytes
         },
@@ -298,10 +300,20 @@ def _step_prediction(
         for k in busiest
     )
     fullest = max(range(len(stages)), key=lambda k: predictions[k].peak_memory_bytes)
+    submesh = schedule.submesh_of(fullest)
+    if schedule.num_submeshes < len(stages):
+        submesh = int(times.peak_bytes.argmax())
+    mine = schedule.stages_of(submesh)
+    fullest = max(mine, key=lambda k: predictions[k].peak_memory_bytes)
     memory: defaultdict[str, float] = defaultdict(float)
-    for k in schedule.stages_of(schedule.submesh_of(fullest)):
+    for k in mine:
         for part, num_bytes in predictions[k].memory_bytes.items():
             memory[part] += num_bytes
+    if len(mine) > 1:
+        # Interleaved stages run one at a time, and do not all keep the most at the same moment.
+        memory[_WORKING] = max(predictions[k].memory_bytes[_WORKING] for k in mine)
+        others = sum(num_bytes for part, num_bytes in memory.items() if part != _IN_FLIGHT)
+        memory[_IN_FLIGHT] = max(0.0, float(times.peak_bytes[submesh]) - others)
     on_host: dict[str, float] = {}
     for predicted in predictions:
         if sum(predicted.host_memory_bytes.values()) > sum(on_host.values()):

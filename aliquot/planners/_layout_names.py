@@ -6,7 +6,7 @@ import re
 
 from ..core import InputError, nearest
 from ._base import AbstractMethod
-from ._megatron import ZERO_STAGES, Megatron, TensorParallel
+from ._megatron import SEQUENCE, ZERO_STAGES, Megatron, TensorParallel
 from .intra import ATTENTION_WAYS
 
 LAYOUTS = {"tp": "tp:8", "megatron": "megatron:dp4,tp8,pp2"}
@@ -36,6 +36,7 @@ def layout_by_name(
     degrees: dict[str, int] = {}
     zero: list[str] = []
     ways: list[str] = []
+    sequence = False
     faults = []
     # In a list of methods, commas separate methods, so other separators join degrees.
     for word in filter(None, map(str.strip, _SEPARATORS.split(words))):
@@ -46,12 +47,14 @@ def layout_by_name(
             faults.append(f"{word}: a degree is at least 1")
         elif degree:
             degrees[degree[1]] = int(degree[2])
+        elif word == SEQUENCE:
+            sequence = True
         elif word in ZERO_STAGES:
             zero.append(word)
         elif word in ATTENTION_WAYS:
             ways.append(word)
         else:
-            others = (*filter(None, ZERO_STAGES), *ATTENTION_WAYS)
+            others = (SEQUENCE, *filter(None, ZERO_STAGES), *ATTENTION_WAYS)
             faults.append(f"{word!r}: {nearest(word, [*(f'{d}8' for d in _DEGREES), *others])}")
     faults += [
         f"{' and '.join(words)} exclude each other" for words in (zero, ways) if len(words) > 1
@@ -61,14 +64,15 @@ def layout_by_name(
     if faults or not (degrees or zero):
         raise InputError(
             f"{name} cannot be read: {'; '.join(faults) or 'it has no degrees'}. A layout has"
-            " degrees dp, tp, pp, vpp, ep and cp, and may end in"
-            f" {', '.join(filter(None, ZERO_STAGES))}, and with cp in"
+            " degrees dp, tp, pp, vpp, ep and cp, with tp the word"
+            f" {SEQUENCE}, and may end in {', '.join(filter(None, ZERO_STAGES))}, and with cp in"
             f" {', '.join(ATTENTION_WAYS)}: {LAYOUTS['megatron']}, or megatron:dp4-tp8-pp2 in a"
             " list of methods."
         )
     return Megatron(
         data=degrees.get("dp"),
         tensor=degrees.get("tp", 1),
+        sequence=sequence,
         pipeline=degrees.get("pp", 1),
         chunks=degrees.get("vpp", 1),
         expert=degrees.get("ep", 1),
@@ -93,7 +97,7 @@ def method_names(text: str) -> list[str]:
         if (
             names
             and names[-1].startswith("megatron:")
-            and (_DEGREE.fullmatch(part) or part == "zero1")
+            and (_DEGREE.fullmatch(part) or part in ("zero1", SEQUENCE))
         ):
             names[-1] += f",{part}"
         else:

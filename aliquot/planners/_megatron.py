@@ -23,6 +23,9 @@ ZERO_STAGES = {"": 0, "zero1": 1, "zero2": 2, "fsdp": 3}
 """Words for what a layout splits over its data axis besides the batch, each with its stage of ZeRO.
 """
 
+SEQUENCE = "sp"
+"""The word for sequence parallelism between the products that a layout splits."""
+
 _ROWS_OF_A_RANK = (1, 2, 4, 8, 16)
 
 
@@ -38,6 +41,10 @@ class Megatron(AbstractMethod):
     Attributes:
         data: degree of data parallelism; None takes all devices that the other degrees leave.
         tensor: degree of tensor parallelism, over neighbouring devices of a host.
+        sequence: whether residual streams, norms and what else lies between the products that are
+            split over the tensor ranks is split there along the sequence (sequence parallelism):
+            activations are then gathered before and reduce-scattered after these products, and no
+            rank repeats another's norms.
         pipeline: number of stages; 1 makes one program.
         chunks: virtual stages of each stage of the pipeline (`vpp` in names): devices run so many
             chunks of layers each, interleaved, which divides the bubble and multiplies transfers.
@@ -62,6 +69,7 @@ class Megatron(AbstractMethod):
 
     data: int | None = None
     tensor: int = 1
+    sequence: bool = False
     pipeline: int = 1
     chunks: int = 1
     expert: int = 1
@@ -90,6 +98,11 @@ class Megatron(AbstractMethod):
                 f"chunks={self.chunks} (vpp) interleaves the stages of a pipeline, and pipeline=1"
                 " (pp) has none: give pp2 or more."
             )
+        if self.sequence and self.tensor == 1:
+            raise InputError(
+                "sequence=True (sp) splits the sequence over the devices that split products, and"
+                " tensor=1 (tp) has none: give tp2 or more."
+            )
         if self.attention is not None and (
             self.attention not in ATTENTION_WAYS or self.context == 1
         ):
@@ -102,7 +115,9 @@ class Megatron(AbstractMethod):
     def name(self) -> str:
         """The name as it is typed: `megatron:dp4,tp8,pp2`."""
         zero = next(word for word, stage in ZERO_STAGES.items() if stage == self.zero_stage)
-        return f"megatron:{','.join([*self._words, *filter(None, (self.attention, zero))])}"
+        sequence = SEQUENCE if self.sequence else ""
+        words = filter(None, (sequence, self.attention, zero))
+        return f"megatron:{','.join([*self._words, *words])}"
 
     @property
     def _words(self) -> list[str]:
@@ -219,6 +234,7 @@ class Megatron(AbstractMethod):
             context=self.context,
             attention=self.attention,
             tensor=self.tensor,
+            sequence=self.sequence,
             zero_stage=stage,
         )
 

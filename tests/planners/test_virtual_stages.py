@@ -111,3 +111,15 @@ def test_more_chunks_make_a_smaller_bubble():
 def test_chunks_that_cannot_be(name, said):
     with pytest.raises(InputError, match=said):
         planned(name, llama())
+
+
+def test_chunks_run_one_at_a_time_in_the_memory_of_a_device():
+    plan = planned("megatron:dp2,tp2,pp2,vpp2", llama())
+    found, working = plan.prediction, "working memory"
+    of_submeshes = [[stage.prediction for stage in plan.stages[k::2]] for k in range(2)]
+    largest = [max(each.memory_bytes[working] for each in mine) for mine in of_submeshes]
+    assert found.memory_bytes[working] in largest
+    assert found.peak_memory_bytes == sum(found.memory_bytes.values())
+    assert found.peak_memory_bytes < min(
+        sum(each.peak_memory_bytes for each in mine) for mine in of_submeshes
+    )

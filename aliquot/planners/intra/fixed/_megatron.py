@@ -39,6 +39,8 @@ class MegatronSplit(AbstractIntra):
         attention: how attention is computed where the sequence is split: "ring", "gather" or
             "ulysses", see `Megatron`; None for what `rest` finds best.
         tensor: devices along the tensor axis.
+        sequence: whether the tensor axis splits the sequence of residual streams and norms, between
+            the products that it splits.
         zero_stage: what the data and the context axis split besides batch and sequence: 0 nothing,
             2 optimizer state and gradients, 3 parameters too.
         rest: the planner that decides what the rule leaves open, such as how temporary values of
@@ -50,6 +52,7 @@ class MegatronSplit(AbstractIntra):
     context: int = 1
     attention: str | None = None
     tensor: int = 1
+    sequence: bool = False
     zero_stage: int = 0
     rest: AbstractIntra = field(default_factory=ILP)
 
@@ -87,14 +90,19 @@ class MegatronSplit(AbstractIntra):
         sizes = [dict(self.axes).get(name, 1) for name in axis_names]
         tensor = tensor_split(problem.nodes, kinds, self.tensor if "tensor" in place else 1)
         experts = expert_split(problem.nodes, kinds) if "expert" in place else {}
-        context = context_split(problem.graph, problem.nodes, kinds) if "context" in place else None
+        tokens = "context" in place or ("tensor" in place and self.sequence)
+        tokens_split = context_split(problem.graph, problem.nodes, kinds) if tokens else None
+        context = tokens_split if "context" in place else None
         split = tensor.factors if "tensor" in place else {}
         state = kinds.parameters | kinds.update
         chosen = []
         for node in problem.nodes.nodes:
             choices = enumerate_choices(node, sizes)
             if "tensor" in place:
-                choices = _split_by(choices, place["tensor"], split.get(node.index, frozenset()))
+                factors = split.get(node.index, frozenset())
+                if self.sequence and tokens_split and node.index in tensor.streams:
+                    factors = tokens_split.tokens.get(node.index, frozenset())
+                choices = _split_by(choices, place["tensor"], factors)
             batch_axes = [place[name] for name in ("data", "expert") if name in place]
             if node.index in experts:
                 choices = _split_by(choices, place["expert"], {experts[node.index]})
@@ -256,6 +264,12 @@ class MegatronSplit(AbstractIntra):
             if count % self.expert
         ]
         of_context: list[str] = []
+        ranks = self.context * self.tensor
+        uneven = [n for n in self._sequences(problem, kinds, tensor) if n % ranks]
+        faults += [
+            f"a sequence of {size} cannot be split over {ranks} devices (cp x tp), as sp does"
+            for size in uneven
+        ]
         if self.context > 1:
             split = context_split(problem.graph, problem.nodes, kinds)
             if not split.tokens:
@@ -296,6 +310,8 @@ class MegatronSplit(AbstractIntra):
                 if degrees
                 else "no ep, as the numbers of experts have no common divisor"
             )
+        if uneven:
+            advice.append(f"no sp, or sequences of a multiple of {ranks}")
         advice += of_context
         raise InputError(
             listing(
@@ -304,6 +320,24 @@ class MegatronSplit(AbstractIntra):
                 f"Use {', or '.join(advice)}.",
             )
         )
+
+    def _sequences(self, problem: Problem, kinds: Kinds, tensor: TensorSplit) -> list[int]:
+        """Lengths of the sequences of residual streams that the tensor axis is to split.
+
+        Raises:
+            InputError: it is to split some, and there are none.
+        """
+        if not self.sequence:
+            return []
+        tokens = context_split(problem.graph, problem.nodes, kinds).tokens
+        streams = [(n, f) for n in sorted(tensor.streams) for f in tokens.get(n, ())]
+        if not streams:
+            raise InputError(
+                "Sequence parallelism (sp) splits residual streams along the dim of the batch's"
+                f" arrays behind the batch dim, and {problem.graph.name} has none that could be."
+                " Leave sp out."
+            )
+        return list(dict.fromkeys(problem.nodes.nodes[n].factors[f].size for n, f in streams))
 
     def _refuse_batch(self, problem: Problem, node: Node) -> None:
         ways = self.data * self.expert

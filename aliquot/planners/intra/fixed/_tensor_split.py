@@ -39,10 +39,12 @@ class TensorSplit:
 
     Attributes:
         factors: by node.
+        streams: groups that hold residual streams, with their norms; they are not listed.
         too_fine: the dims of weights that the degree does not divide.
     """
 
     factors: dict[int, frozenset[int]]
+    streams: frozenset[int]
     too_fine: tuple[TooFine, ...]
 
 
@@ -52,7 +54,7 @@ def tensor_split(nodes: NodeGraph, kinds: Kinds, degree: int) -> TensorSplit:
     for product in walk.products:
         # In program order, so that what a product reads is decided before the product.
         walk.decide(product)
-    return TensorSplit(factors=walk.spread(), too_fine=tuple(walk.too_fine))
+    return TensorSplit(factors=walk.spread(), streams=walk.streams, too_fine=tuple(walk.too_fine))
 
 
 def expert_split(nodes: NodeGraph, kinds: Kinds) -> dict[int, int]:
