@@ -109,6 +109,7 @@ def test_compiled_programs_gather_and_scatter():
     for word, kinds in (("", set()), (",sp", {"all-gather", "reduce-scatter"})):
         plan = planned(f"megatron:dp2,tp4{word}", work, "8xcpu")
         run = aq.parallelize(work.train_step, plan, devices=jax.devices()[:8])
+        run.prepare(work.state, work.batch)
         program = run.lower().compile().as_text()
         assert {
             kind for kind in ("all-gather", "reduce-scatter") if f" {kind}(" in program
