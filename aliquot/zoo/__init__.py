@@ -4,6 +4,7 @@ in Flax NNX, and text in the batches that they take.
 Importing this package needs neither Flax nor JAX; calling `build` does.
 """
 
+from ._config import ROUTINGS as ROUTINGS
 from ._config import AbstractConfig as AbstractConfig
 from ._config import AbstractTextConfig as AbstractTextConfig
 from ._config import ModelConfig as ModelConfig

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import aliquot as aq
+from aliquot import zoo
 from aliquot.planners import method_by_name
 
 ROWS, SEQ, WIDTH, INNER, EXPERTS, TOP = 16, 4, 8, 24, 8, 2
@@ -142,3 +143,40 @@ def test_products_that_gpus_do_not_group_are_noted(cluster: str, name: str, said
     )
     found = [note for note in plan.notes if "experts of a layer" in note]
     assert len(found) == bool(said) and all(said in note for note in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", zoo.ROUTINGS)
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "moe-380m"])
+def test_models_in_pipelines_with_split_experts(model: str, routing: str) -> None:
+    sizes: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 16,
+        "num_heads": 4,
+        "ffn_size": 32,
+        "vocab_size": 64,
+        "seq_len": 8,
+        "num_experts": 4,
+        "balance_weight": 0.1,
+        "routing": routing,
+    }
+    if model.startswith("mixtral"):
+        sizes |= {"num_kv_heads": 2, "shared_ffn_size": 16}
+    with jax.enable_x64(True):
+        work = zoo.build(model, 16, overrides=sizes, dtype="float64", attention="plain")
+        random = np.random.default_rng(0)
+        batch = {
+            name: random.integers(0, 64, array.shape).astype("int32")
+            for name, array in work.batch.items()
+        }
+        state = work.init(jax.random.key(0))
+        wanted = jax.device_get(jax.jit(work.train_step)(state, batch))
+        step = aq.parallelize(
+            work.train_step,
+            cluster=aq.Cluster.preset("8xcpu"),
+            method=method_by_name("megatron:dp2,ep2,pp2"),
+            num_micro_batches=2,
+        )
+        found = jax.device_get(step(state, batch))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
