@@ -83,8 +83,9 @@ class Network(AbstractNetwork):
         ends, kinds = _FAMILIES[config.family]
         self._cross_entropy = masked_cross_entropy if config.family == "bert" else cross_entropy
         self.num_layers, self.scan = config.num_layers, scan
-        has_experts = isinstance(config, MoEConfig | MixtralConfig)
-        self.balance_weight = config.balance_weight if has_experts else 0.0
+        self.balance_weight = 0.0
+        if isinstance(config, MoEConfig | MixtralConfig):
+            self.balance_weight = config.balance_weight
         self._ends_def, self._ends_shapes, self._init_ends = _module(
             lambda k: _make(ends, config, replace(precision, is_fp8=False), k)
         )

@@ -59,20 +59,23 @@ def _experts(is_backward: bool) -> DimRuleFn:
         # each matrix: the gradients of what it reads, and its own.
         products = 3 * num_into + 2 if is_backward else num_into + 1
         of_tokens = frozenset((*lead, e)) - {"1"}
-        # The gradients hold twice as many at once, with a second copy of those of the matrices.
+        # The gradients hold twice as many at once, and those of the matrices for one round beside
+        # their sums over rounds, which the loop copies.
         held = 2 * num_into + 1 if is_backward else num_into + 1
         copies = itemsize * sum(math.prod(matrix.shape) for matrix in matrices)
         inside = (
             Inside(
-                num_bytes=rows * (features + made) * itemsize,
+                num_bytes=ROOM * rows * (features + made) * itemsize,
                 passes=2.0 * (3 if is_backward else 1),
                 divided_by=of_tokens,
             ),
             Inside(
-                num_bytes=rows * inner * held * itemsize, passes=2.0, divided_by=of_tokens | {n}
+                num_bytes=ROOM * rows * inner * held * itemsize,
+                passes=2.0,
+                divided_by=of_tokens | {n},
             ),
             Inside(
-                num_bytes=float(copies if is_backward else 0),
+                num_bytes=2.0 * copies if is_backward else 0.0,
                 passes=1.0,
                 divided_by=frozenset({e, n}) - {"1"},
             ),

@@ -304,10 +304,10 @@ class MegatronSplit(AbstractIntra):
             ]
         if any(count % self.expert for count in counts):
             common = math.gcd(*counts)
-            degrees = [str(n) for n in range(2, common + 1) if common % n == 0]
+            fitting = [str(n) for n in range(2, common + 1) if common % n == 0]
             advice.append(
-                f"an expert degree that divides {common}: {' or '.join(degrees)}"
-                if degrees
+                f"an expert degree that divides {common}: {' or '.join(fitting)}"
+                if fitting
                 else "no ep, as the numbers of experts have no common divisor"
             )
         if uneven:
