@@ -53,8 +53,8 @@ _NETWORKS_GBPS = {
 }
 _CUBE_MESH_GBPS = 100.0
 # Frameworks that recompute only where they are told to, so that a row without a word on it does
-# not.
-_RECOMPUTES_ON_REQUEST = ("Megatron-Bridge", "NeMo")
+# not; and that split the sequence beside tensor parallelism unless they are told not to.
+_MEGATRON_CORE = ("Megatron-Bridge", "NeMo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +110,6 @@ def express(row: dict[str, Any]) -> Case:
     pipeline, chunks = degrees["pp"] or 1, degrees["vp"] or 1
     if "interleaved" in (degrees["schedule"] or "") and chunks == 1:
         reasons.append("a number of virtual stages that is not stated")
-    if model["layers"] % pipeline and chunks == 1:
-        reasons.append("stages of unequal depth")
     if "fp4" in row["precision"].lower():
         reasons.append("products of 4 bits")
     if where["device"] not in DEVICES:
@@ -119,7 +117,7 @@ def express(row: dict[str, Any]) -> Case:
     if measured["step_s"] is None:
         reasons.append("no step time")
     said = (row["recompute"] or "").partition("(")[0].strip()
-    if not said and row["framework"].startswith(_RECOMPUTES_ON_REQUEST):
+    if not said and row["framework"].startswith(_MEGATRON_CORE):
         said = "none"
     recompute = _RECOMPUTE.get(said)
     if recompute is None:
@@ -150,7 +148,7 @@ def express(row: dict[str, Any]) -> Case:
         measured_bytes=(measured["peak_memory_gib"] or 0) * 2**30 or None,
         settings=_settings(row, recompute or "none"),
         cluster=cluster,
-        method=_method(degrees, cluster.num_devices, count or 1),
+        method=_method(row, cluster.num_devices, count or 1),
         num_micro_batches=count or 1,
     )
 
@@ -212,7 +210,8 @@ def _cluster(where: dict[str, Any]) -> Cluster:
     return cluster.with_network(gbps)
 
 
-def _method(degrees: dict[str, Any], num_devices: int, count: int) -> AbstractMethod:
+def _method(row: dict[str, Any], num_devices: int, count: int) -> AbstractMethod:
+    degrees = row["parallelism"]
     tensor, pipeline, zero = degrees["tp"] or 1, degrees["pp"] or 1, degrees["zero"] or 0
     context = degrees["cp"] or 1
     replicas, sharded = degrees["dp"] or 1, degrees["fsdp"] or 1
@@ -221,6 +220,9 @@ def _method(degrees: dict[str, Any], num_devices: int, count: int) -> AbstractMe
             data=num_devices // (tensor * context * pipeline),
             context=context,
             tensor=tensor,
+            sequence=tensor > 1
+            and degrees["sequence_parallel"] is not False
+            and row["framework"].startswith(_MEGATRON_CORE),
             pipeline=pipeline,
             chunks=degrees["vp"] or 1,
             zero_stage=3 if sharded > 1 else zero,

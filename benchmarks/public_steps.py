@@ -4,7 +4,8 @@ Plans publicly reported training steps (GPT and Llama on A100, H100, H200, B200,
 V100) with the model, cluster, method, recomputation and number of micro-batches of each row, and
 compares predicted with reported step times. Rows are split in halves by source and model family:
 the sustained share of each device is fitted to one half (`--fit`), the other half is held out.
-Pipelines, with stages as deep as each other and 1f1b, are never fitted.
+Pipelines, with stages as deep as each other and 1f1b or interleaved, split sequences and products
+of 8 bits are never fitted.
 
     python benchmarks/public_steps.py FOLDER [--quick] [--fit] [--only TEXT]
 
@@ -100,7 +101,7 @@ def main() -> int:
     if not (chosen.quick or chosen.only):
         _write_page(rows, left_out)
     held = np.array([row.error for row in _flat(rows) if not row.case.is_fitted])
-    piped = np.array([row.error for row in rows if row.case.pipeline > 1])
+    piped = np.array([row.error for row in rows if _parallelism(row.case) == "pipeline"])
     met = None
     if len(held) and len(piped):
         sizes = np.abs(held)
@@ -243,6 +244,7 @@ def _write_errors(rows: Sequence[Row]) -> None:
         held = [row for row in rows if FILES.get(row.case.device) == file]
         # Context parallelism, of which one framework reported nearly all rows, stands by itself.
         held = [row for row in held if not row.case.is_fitted and row.case.context == 1]
+        held = [row for row in held if not row.case.is_fp8]
         errors = np.array([abs(row.error) for row in held])
         if len(errors):
             figures = [len(errors), round(float(np.median(errors)), 3)]
@@ -276,15 +278,21 @@ def _by(rows: Sequence[Row], what: str, key: Callable[[Row], str]) -> list[dict[
 
 
 def _parallelism(case: Case) -> str:
+    bits = ", 8 bits" if case.is_fp8 else ""
     if case.pipeline > 1:
-        return "pipeline"
+        return ("pipeline" if case.chunks == 1 else "pipeline, interleaved") + bits
     if case.context > 1:
-        return "context"
-    return "tensor" if case.tensor > 1 else "data, FSDP"
+        return "context" + bits
+    return ("tensor" if case.tensor > 1 else "data, FSDP") + bits
 
 
 def _tables(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
-    flat, others = _flat(rows), [row for row in rows if row.case.context == 1]
+    flat = _flat(rows)
+    others = [
+        row
+        for row in rows
+        if row.case.context == 1 and row.case.chunks == 1 and not row.case.is_fp8
+    ]
     return {
         "Data parallel and FSDP, without V100": [
             {"half": half, **_figures(r for r in flat if r.case.is_fitted is fitted)}
@@ -296,7 +304,10 @@ def _tables(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
         "Pipelines": _by(
             [r for r in rows if r.case.pipeline > 1],
             "framework, device",
-            lambda r: f"{r.case.framework}, {r.case.device}",
+            lambda r: (
+                f"{r.case.framework}, {r.case.device}"
+                f"{_parallelism(r.case).removeprefix('pipeline')}"
+            ),
         ),
         "By sequence": _by(others, "tokens", lambda r: f"{r.case.seq_len:>7,}"),
     }
@@ -346,16 +357,16 @@ def _write_page(rows: Sequence[Row], left_out: collections.Counter[str]) -> None
     lines = [
         "# How far predictions are from reported steps",
         "",
-        "Step times of training runs that others reported, beside what aliquot predicts for the"
-        " same model, cluster, parallelism, recomputation and batch. Rows are split in halves by"
-        " source and model family. To one half a figure of each device was fitted, the share of"
-        " single products' speed that whole steps sustain; the other half was held out, and so were"
-        " all pipelines. Two more"
-        " figures come from reported steps, and were chosen before this split: the share of the"
-        " peak that fused attention reaches, and the share of collectives that runs beside compute"
-        " (one for all GPUs, one for all TPUs). Rows with context parallelism are in the table by"
-        " parallelism alone. Made by `benchmarks/public_steps.py`; nothing here"
-        " was measured by aliquot.",
+        "Step times of training runs that others reported, beside what aliquot predicts for the "
+        "same model, cluster, parallelism, recomputation and batch. Rows are split in halves by "
+        "source and model family. To one half a figure of each device was fitted, the share of "
+        "single products' speed that whole steps sustain; the other half was held out, and so "
+        "were all pipelines. Two more figures come from reported steps, and were chosen before "
+        "this split: the share of the peak that fused attention reaches, and the share of "
+        "collectives that runs beside compute (one for all GPUs, one for all TPUs). Rows with "
+        "context parallelism, interleaved pipelines or products of 8 bits are in the table by "
+        "parallelism alone. Made by `benchmarks/public_steps.py`; nothing here was measured by "
+        "aliquot.",
     ]
     for title, table in _tables(rows).items():
         lines += ["", f"## {title}", "", *_markdown(table)]

@@ -56,9 +56,10 @@ class Fp8Linear(nnx.Module):
         self.amax_kernel = nnx.Variable(magnitude(kernel))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        # Parameters are cast to 16 bits first: plans keep such casts for all micro-batches.
         y = scaled_product(
             x.astype(self.compute),
-            self.kernel[...],
+            self.kernel[...].astype(self.compute),
             self.amax_inputs[...],
             self.amax_kernel[...],
             self.amax_gradients[...],
