@@ -71,8 +71,9 @@ def extract_stages(
     maker = {
         o: k
         for k, (item, stage) in enumerate(zip(staging.items, staging.stage, strict=True))
-        if stage == SHARED and item.phase is not Phase.UPDATE
+        if stage == SHARED
         for o in item.outputs
+        if item.phase is not Phase.UPDATE or graph.values[o].shape
     }
     links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
     deferrable = deferrable_items(graph, staging.items, staging.stage)
@@ -172,8 +173,8 @@ def _indices(op: Op) -> list[int | None]:
 def _with_shared(
     items: Sequence[Item], maker: Mapping[ValueId, int], positions: Iterable[int]
 ) -> list[int]:
-    """Positions of items and of the shared items that they need, except the update's arithmetic
-    between scalars, which `maker` leaves out because it is long and cheap.
+    """Positions of items and of the shared items that they need, except scalars of the update,
+    which `maker` leaves out because their arithmetic is long and cheap.
     """
     chosen = set(positions)
     waiting = list(chosen)

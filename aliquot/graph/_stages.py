@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ._dataflow import Item
 from ._layers import Layers
-from ._types import Graph, Phase, Role, StageId, ValueId
+from ._types import Call, Graph, Phase, Role, StageId, ValueId
 
 SHARED = StageId(-1)
 """In place of a stage: each stage that needs the result computes it for itself."""
@@ -125,7 +125,8 @@ def place_update(
     """Write the stages of update items into `stages`, and return the homes of inputs.
 
     Arrays that the same update item reads or makes belong together, on the first stage that uses
-    their parameter. Items that involve only scalars are shared.
+    their parameter. Items that involve only scalars and constants are shared, also where they make
+    arrays.
 
     Args:
         update: positions of the items to place.
@@ -133,18 +134,19 @@ def place_update(
         homes: for each input that forward and backward items read, the first stage that does.
     """
     groups = _Groups()
-    scalar = [math.prod(v.shape) <= 1 for v in graph.values]
+    # What every stage has, or makes for itself.
+    shared = [math.prod(v.shape) <= 1 or k in graph.constants for k, v in enumerate(graph.values)]
     arrays: dict[int, list[int]] = {}
     for k in update:
-        arrays[k] = [
-            v
-            for v in (*items[k].inputs, *items[k].outputs)
-            if not scalar[v] and v not in graph.constants
-        ]
+        item = items[k]
+        if not isinstance(item.op_or_call, Call) and all(shared[i] for i in item.inputs):
+            for o in item.outputs:
+                shared[o] = True
+        arrays[k] = [v for v in (*item.inputs, *item.outputs) if not shared[v]]
         for v in arrays[k][1:]:
             groups.join(arrays[k][0], v)
     kept = {
-        i.value: i.role for i in graph.inputs if i.role is not Role.BATCH and not scalar[i.value]
+        i.value: i.role for i in graph.inputs if i.role is not Role.BATCH and not shared[i.value]
     }
     votes: dict[int, tuple[int, StageId]] = {}
     # Any vote wins over this default, and without votes all stages serve equally well.
@@ -161,7 +163,7 @@ def place_update(
         if stage != SHARED:
             vote(value, 2, stage)
     for k in update:
-        if arrays[k] and any(not scalar[i] for i in items[k].inputs):
+        if arrays[k] and any(not shared[i] for i in items[k].inputs):
             stages[k] = votes.get(groups.find(arrays[k][0]), nobody)[1]
     return {value: votes.get(groups.find(value), nobody)[1] for value in kept}
 

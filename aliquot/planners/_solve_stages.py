@@ -129,6 +129,7 @@ def _fit(
     shrink, needed, least_needed = 1.0, 0.0, math.inf
     cut, cache = graph, StageCache()
     proposal: ChainPlan | None = None
+    refusal: InfeasibleError | None = None
     limits = replace(method.limits, faster_than_s=faster_than_s)
     for _ in range(_ROUNDS):
         if proposal is not None and proposal.peak_bytes <= limit * shrink:
@@ -139,12 +140,17 @@ def _fit(
         tighter = replace(chain, memory_limit_bytes=limit * shrink)
         try:
             proposal = method.inter.solve([tighter], limits=limits, helper=helper)
-        except InfeasibleError:
-            if proposal is None:
-                raise
+        except InfeasibleError as error:
             # This error states the tighter limit; the one below states the real limit, and what
             # solved stages need.
-            break
+            if proposal is not None:
+                break
+            if method.inter.searches:
+                raise
+            # Solved as wholes, given stages may need less than the sums of their layers.
+            refusal = error
+            ample = replace(chain, memory_limit_bytes=_AMPLE_BYTES)
+            proposal = method.inter.solve([ample], limits=limits, helper=helper)
         if proposal.step_time_s >= faster_than_s:
             raise NoFasterStages("no stages promise less than those that were found")
         bounds = (*(s.first_unit for s in proposal.stages), length)
@@ -168,6 +174,8 @@ def _fit(
         )
         if isinstance(result, Decision):
             return result, proposal
+        if refusal is not None:
+            raise refusal
         needed = result
         least_needed = min(least_needed, needed)
         shrink *= min(0.97, limit / needed)

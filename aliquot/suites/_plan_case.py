@@ -80,6 +80,8 @@ def build_case(case: Case) -> BuiltCase:
             overrides=sizes,
             dtype=case.precision,
             recompute="block" if case.recompute else "none",
+            optimizer=case.optimizer,
+            momentum=case.momentum,
             attention="plain",
         )
         step, state = made.train_step, made.state

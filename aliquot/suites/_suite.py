@@ -45,6 +45,8 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     set: dict[str, int | float | str | bool] | None = None
     dtype: str | None = None
     recompute: bool | None = None
+    optimizer: Literal["adamw", "adafactor", "sgd"] | None = None
+    momentum: Annotated[float, Meta(ge=0, lt=1)] | None = None
     reduce_scatter: bool | None = None
     semantics: Literal["exact", "independent"] | None = None
     forward_only: bool | None = None
@@ -93,6 +95,7 @@ class Case:
         suite, number: its name: cases of a suite count from 1.
         overrides: changed sizes of the zoo's model.
         recompute: whether each block computes its activations again in the backward pass.
+        optimizer, momentum: as for `aliquot.zoo.build`.
         reduce_scatter: whether optimizer state is split over the data axis, as in ZeRO-2.
         forward_only: whether it is the forward pass alone.
         layout: degrees of data, tensor and pipeline parallelism.
@@ -111,6 +114,8 @@ class Case:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
     recompute: bool = True
+    optimizer: str = "adamw"
+    momentum: float = 0.0
     reduce_scatter: bool = True
     semantics: str = "exact"
     forward_only: bool = False
@@ -285,6 +290,8 @@ def _case(suite: str, number: int, said: Mapping[str, Any]) -> tuple[Case | None
                 configure(said["model"], **(said["set"] or {}))
             except InputError as error:
                 faults.append(str(error))
+    if said["momentum"] and said["optimizer"] != "sgd":
+        faults.append('`momentum` is for `optimizer = "sgd"`: others have moments of their own')
     if faults:
         return None, faults
     case = Case(
@@ -304,6 +311,8 @@ def _case(suite: str, number: int, said: Mapping[str, Any]) -> tuple[Case | None
     optional = (
         "dtype",
         "recompute",
+        "optimizer",
+        "momentum",
         "reduce_scatter",
         "semantics",
         "forward_only",

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
+import jax.numpy as jnp
 import pytest
 from graph.layered import layered
 from graph.steps import STEPS
 
-from aliquot.graph import SHARED, Phase, Role, capture, cut_layers, items_of, stage_layers
+from aliquot.graph import (
+    SHARED,
+    Phase,
+    Role,
+    capture,
+    cut_layers,
+    extract_stages,
+    items_of,
+    stage_layers,
+)
 
 
 def staged(**settings):
@@ -104,6 +117,24 @@ def test_operators_between_scalars_are_shared_by_all_stages(made):
         if graph.ops[i.op_or_call].name == "sqrt" and not i.outputs[1:]
     ]
     assert SHARED in norms
+
+
+def test_each_stage_makes_the_constants_of_its_update_for_itself():
+    def step(params, x):
+        def loss(params):
+            return functools.reduce(lambda x, w: jnp.tanh(x @ w), params, x).sum()
+
+        grads = jax.grad(loss)(params)
+        # An array that needs nothing, and that the update of every parameter reads.
+        limit = jnp.full((8, 8), 0.5)
+        return [w - jnp.minimum(g, limit) for w, g in zip(params, grads, strict=True)]
+
+    graph = capture(step, [jnp.ones((8, 8))] * 4, jnp.ones((4, 8)))
+    parts = extract_stages(graph, stage_layers(graph, cut_layers(graph, layers=2), [0, 1]), {})
+    shapes = [[part.graph.values[i.value].shape for i in part.graph.inputs] for part in parts]
+    # Each parameter is read by one stage, with the update of its own, and nothing of their shape
+    # comes from the other.
+    assert sum(each.count((8, 8)) for each in shapes) == 4 and all((8, 8) in s for s in shapes)
 
 
 @pytest.mark.parametrize("name", ["plain_gan", "plain_accumulation"])

@@ -339,3 +339,30 @@ def test_a_refusal_advises_no_number_of_micro_batches_that_was_searched():
         plan_of(limit=1e5, num_stages=2)
     assert "micro-batches (now" not in str(refused.value)
     assert "more micro-batches" not in str(refused.value)
+
+
+def test_given_stages_are_refused_by_what_they_need_as_wholes():
+    config = aq.zoo.configure(
+        "gpt-125m", num_layers=4, hidden_size=256, num_heads=4, vocab_size=512, seq_len=128
+    )
+    work = aq.zoo.build(config, 16, dtype="float32", recompute="none", attention="plain")
+    given = aq.ManualStages(boundaries=((0, 2), (2, 5)), options=("dp1 tp1",) * 2)
+    method = aq.PipeshardParallel(inter=given, num_micro_batches=4, layers="layers[*]")
+
+    def plan(limit_bytes=None):
+        return aq.plan(
+            work.train_step,
+            work.state,
+            work.batch,
+            cluster=aq.Cluster.preset("2xV100-16GB"),
+            method=method,
+            memory_limit_bytes=limit_bytes,
+        )
+
+    needed = plan().prediction.peak_memory_bytes
+    with pytest.raises(InfeasibleError, match="stage 1 needs") as refused:
+        plan(needed * 0.9)
+    by_layers = refused.value.required_bytes
+    assert by_layers > needed
+    fits = plan((needed + by_layers) / 2).prediction
+    assert fits.peak_memory_bytes <= needed

@@ -116,6 +116,16 @@ def chunked(params, batch, chunks=4):
     return total / len(z)
 
 
+def token_groups(params, batch, rows=2):
+    """The tokens of two sequences are a group, and each place of an expert takes of all of them."""
+    x = params["tokens"][batch["chosen"]]
+    groups = x.reshape(-1, rows * x.shape[1], x.shape[2])
+    sent = jax.nn.softmax(groups @ params["gate"], axis=1)
+    taken = jnp.einsum("gse,gsm->gem", sent, groups)
+    made = jnp.einsum("gse,gem->gsm", sent, network(params["blocks"], taken))
+    return ((x + made.reshape(x.shape)) ** 2).mean()
+
+
 LOSSES = {
     f.__name__: f
     for f in (
@@ -129,6 +139,7 @@ LOSSES = {
         patches,
         beams,
         chunked,
+        token_groups,
     )
 }
 
@@ -161,7 +172,7 @@ def joined(name, *, rows=32, d=16, length=6, vocabulary=32, dtype=jnp.float64, a
 
         params = {"blocks": blocks(DEPTH, d)}
         batch = {}
-        if name in ("preferences", "grouped_rewards"):
+        if name in ("preferences", "grouped_rewards", "token_groups"):
             batch |= {"chosen": ids(rows, length), "reference": normal(rows)}
         else:
             batch |= {"x": normal(rows, d)}
@@ -169,7 +180,9 @@ def joined(name, *, rows=32, d=16, length=6, vocabulary=32, dtype=jnp.float64, a
             batch["y"] = normal(rows, d)
         if name == "tiled_labels":
             batch |= {"y": normal(rows, d), "label": ids(rows) % d}
-        if name in ("preferences", "grouped_rewards", "chunked"):
+        if name == "token_groups":
+            params["gate"] = normal(d, 8)
+        if name in ("preferences", "grouped_rewards", "chunked", "token_groups"):
             params["tokens"] = normal(vocabulary, d)
         if name == "preferences":
             batch["rejected"] = ids(rows, length)
@@ -189,7 +202,13 @@ def joined(name, *, rows=32, d=16, length=6, vocabulary=32, dtype=jnp.float64, a
 
 
 # Rows of each step at real size; those of sequences have 1,024 tokens each.
-_ROWS = {"preferences": 128, "grouped_rewards": 256, "views": 32768, "chunked": 262144}
+_ROWS = {
+    "preferences": 128,
+    "token_groups": 256,
+    "grouped_rewards": 256,
+    "views": 32768,
+    "chunked": 262144,
+}
 
 
 def real_size(name, times=1):

@@ -19,7 +19,7 @@ METHODS = {
     "shard": aq.ShardParallel(),
     "pipe": aq.PipeshardParallel(num_stages=2),
 }
-QUICK = {("preferences", "dp"), ("rolled", "zero2"), ("chunked", "dp")}
+QUICK = {("preferences", "dp"), ("rolled", "zero2"), ("chunked", "dp"), ("token_groups", "shard")}
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,18 @@ CHUNKS = {"sizes": (1, 2), "chunks": 2, "micro_batches": 4, "schedule": "interle
 WHOLE = {"sizes": (1, 2), "micro_batches": 1}
 
 SGD = optax.sgd(0.1)
+
+
+def limited(updates, params):
+    """Gradients below an array that those of equal shape have in common."""
+    limits = {}
+
+    def limit(g):
+        return jnp.minimum(g, limits.setdefault(g.shape, jnp.full(g.shape, 0.01, g.dtype)))
+
+    return jax.tree.map(limit, updates)
+
+
 CASES = {
     "tied, clipped by the global norm": (
         tied,
@@ -137,6 +149,7 @@ CASES = {
     "tied, in one micro-batch": (tied, optax.adam(0.1), WHOLE),
     "tied, in chunks": (tied, SGD, {**CHUNKS, "micro_batches": 2}),
     "clipped by value": (tied, optax.chain(optax.clip(0.01), SGD), TWO),
+    "limited by an array that all share": (tied, optax.chain(optax.stateless(limited), SGD), TWO),
     "leaves joined by the optimizer": (tied, optax.flatten(optax.adam(0.1)), TWO),
     "factored moments": (tied, optax.adafactor(0.1, min_dim_size_to_factor=4), GROUPS),
     "masked mean": (masked_mean, SGD, GROUPS),

@@ -10,6 +10,7 @@ from aliquot.core import InputError
 from aliquot.suites import (
     GivenStage,
     alpa_suites,
+    build_case,
     find_cases,
     find_suite,
     operations,
@@ -142,6 +143,28 @@ def test_everything_wrong_with_a_file_is_listed():
         "`suite.b`: it has no cases",
     ):
         assert fault in str(refused.value)
+
+
+def test_cases_have_the_optimizers_that_they_ran_with():
+    suites = alpa_suites()
+    found = {
+        name: {(case.optimizer, case.momentum) for case in suites[name].cases}
+        for name in ("gpt.perf_test_auto", "moe.perf_test_auto", "wresnet.grid_search_auto")
+    }
+    assert list(found.values()) == [{("adamw", 0.0)}, {("adafactor", 0.0)}, {("sgd", 0.9)}]
+    built = build_case(small_case(suites["moe.perf_test_auto"].cases[1]))
+    assert built.reference.settings["optimizer"] == "adafactor"
+    text = """
+    [suite.a]
+    cases = [
+      { model = "gpt-350m", batch = 8, devices = 2, momentum = 0.9 },
+      { model = "gpt-350m", batch = 8, devices = 2, optimizer = "adam" },
+    ]
+    """
+    with pytest.raises(InputError, match="optimizer"):
+        parse_suites(text, asked="it")
+    with pytest.raises(InputError, match="others have moments of their own"):
+        parse_suites(text.replace('"adam"', '"sgd"'), asked="it")
 
 
 def test_unknown_suites_and_cases_are_told_the_nearest():
