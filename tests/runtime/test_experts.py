@@ -78,6 +78,7 @@ LAYOUTS = [
     ("megatron:dp1,ep2,tp2,pp2", 4),
     ("megatron:dp2,ep2,pp2", 2),
     ("megatron:dp1,ep4,pp2", 1),
+    ("megatron:dp2,ep2,pp2,vpp2", 2),
 ]
 QUICK = {(LAYOUTS[1], "float32"), (LAYOUTS[2], "float64"), (LAYOUTS[3], "float64")}
 QUICK |= {(LAYOUTS[4], "float64"), (LAYOUTS[7], "float32"), (LAYOUTS[10], "float64")}
@@ -94,7 +95,7 @@ QUICK |= {(LAYOUTS[4], "float64"), (LAYOUTS[7], "float32"), (LAYOUTS[10], "float
 )
 def test_equal_to_one_device(layout: tuple[str, int | None], dtype: str) -> None:
     name, micro_batches = layout
-    num_layers = 2 if "pp" in name else 1
+    num_layers = 4 if "vpp" in name else 2 if "pp" in name else 1
     with jax.enable_x64(dtype == "float64"):
         params, batch = jax.tree.map(lambda x: x.astype(dtype), start(num_layers))
         wanted = plain(num_layers, dtype)
