@@ -62,7 +62,7 @@ class Case:
     """A reported step that the zoo can express.
 
     `group` names source and model family; rows of one group are fitted together or held out
-    together. `tensor`, `context` and `pipeline` are degrees of parallelism.
+    together. `tensor`, `context`, `pipeline` and `expert` are degrees of parallelism.
     """
 
     id: str
@@ -73,6 +73,7 @@ class Case:
     context: int
     pipeline: int
     chunks: int
+    expert: int
     is_fp8: bool
     seq_len: int
     measured_s: float
@@ -83,11 +84,17 @@ class Case:
     num_micro_batches: int
 
     @property
+    def model(self) -> dict[str, Any]:
+        """Fields of the zoo's configuration."""
+        fields: dict[str, Any] = self.settings["model"]
+        return fields
+
+    @property
     def is_fitted(self) -> bool:
         """Whether figures may be fitted to this row: half of the groups, by a hash of their
-        names. Pipelines, split sequences and products of 8 bits are never fitted.
+        names. Pipelines, split sequences, experts and products of 8 bits are never fitted.
         """
-        if self.pipeline * self.context > 1 or self.is_fp8:
+        if self.pipeline * self.context > 1 or self.is_fp8 or "num_experts" in self.model:
             return False
         return zlib.crc32(self.group.encode()) % 2 == 0
 
@@ -104,9 +111,12 @@ def express(row: dict[str, Any]) -> Case:
     measured = row["measured"]
     reasons = []
     if model["experts"]:
-        reasons.append("experts")
-    if (degrees["ep"] or 1) > 1:
-        reasons.append("experts")
+        if _is_fp8(row):
+            reasons.append("experts that multiply in 8 bits")
+        if "MLA" in (model["note"] or ""):
+            reasons.append("latent attention")
+        if ((degrees["dp"] or 1) * (degrees["fsdp"] or 1)) % (degrees["ep"] or 1):
+            reasons.append("experts split over more than the data ranks")
     pipeline, chunks = degrees["pp"] or 1, degrees["vp"] or 1
     if "interleaved" in (degrees["schedule"] or "") and chunks == 1:
         reasons.append("a number of virtual stages that is not stated")
@@ -142,6 +152,7 @@ def express(row: dict[str, Any]) -> Case:
         context=degrees["cp"] or 1,
         pipeline=pipeline,
         chunks=chunks,
+        expert=degrees["ep"] or 1,
         is_fp8=_is_fp8(row),
         seq_len=model["seq"],
         measured_s=measured["step_s"],
@@ -169,6 +180,17 @@ def _settings(row: dict[str, Any], recompute: str) -> dict[str, Any]:
         "seq_len": model["seq"],
         "tied_embedding": bool(model["tied_embeddings"]),
     }
+    if model["experts"]:
+        # Every layer has experts; tokens are never dropped. gpt-oss is without its sliding windows
+        # and sinks.
+        fields |= {
+            "family": "mixtral",
+            "num_experts": model["experts"],
+            "top_k": model["experts_per_token"],
+            "ffn_size": model["moe_ffn"],
+            "shared_ffn_size": (model["shared_experts"] or 0) * model["moe_ffn"],
+            "qk_norm": model["name"].startswith("qwen3"),
+        }
     head = model["head_dim"]
     if head and head * heads != model["hidden"]:
         fields["head_size"] = head
@@ -214,10 +236,12 @@ def _method(row: dict[str, Any], num_devices: int, count: int) -> AbstractMethod
     degrees = row["parallelism"]
     tensor, pipeline, zero = degrees["tp"] or 1, degrees["pp"] or 1, degrees["zero"] or 0
     context = degrees["cp"] or 1
+    expert = degrees["ep"] or 1
     replicas, sharded = degrees["dp"] or 1, degrees["fsdp"] or 1
-    if tensor * context * pipeline > 1:
+    if tensor * context * pipeline * expert > 1:
         return Megatron(
-            data=num_devices // (tensor * context * pipeline),
+            data=num_devices // (tensor * context * pipeline * expert),
+            expert=expert,
             context=context,
             tensor=tensor,
             sequence=tensor > 1

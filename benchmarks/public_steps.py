@@ -244,7 +244,7 @@ def _write_errors(rows: Sequence[Row]) -> None:
         held = [row for row in rows if FILES.get(row.case.device) == file]
         # Context parallelism, of which one framework reported nearly all rows, stands by itself.
         held = [row for row in held if not row.case.is_fitted and row.case.context == 1]
-        held = [row for row in held if not row.case.is_fp8]
+        held = [r for r in held if not (r.case.is_fp8 or "num_experts" in r.case.model)]
         errors = np.array([abs(row.error) for row in held])
         if len(errors):
             figures = [len(errors), round(float(np.median(errors)), 3)]
@@ -278,6 +278,8 @@ def _by(rows: Sequence[Row], what: str, key: Callable[[Row], str]) -> list[dict[
 
 
 def _parallelism(case: Case) -> str:
+    if "num_experts" in case.model:
+        return "experts"
     bits = ", 8 bits" if case.is_fp8 else ""
     if case.pipeline > 1:
         return ("pipeline" if case.chunks == 1 else "pipeline, interleaved") + bits
@@ -291,7 +293,10 @@ def _tables(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
     others = [
         row
         for row in rows
-        if row.case.context == 1 and row.case.chunks == 1 and not row.case.is_fp8
+        if row.case.context == 1
+        and row.case.chunks == 1
+        and not row.case.is_fp8
+        and "num_experts" not in row.case.model
     ]
     return {
         "Data parallel and FSDP, without V100": [
@@ -302,7 +307,7 @@ def _tables(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
         "By framework": _by(others, "framework", lambda r: r.case.framework),
         "By parallelism": _by(rows, "parallelism", lambda r: _parallelism(r.case)),
         "Pipelines": _by(
-            [r for r in rows if r.case.pipeline > 1],
+            [r for r in rows if _parallelism(r.case).startswith("pipeline")],
             "framework, device",
             lambda r: (
                 f"{r.case.framework}, {r.case.device}"
@@ -364,7 +369,8 @@ def _write_page(rows: Sequence[Row], left_out: collections.Counter[str]) -> None
         "were all pipelines. Two more figures come from reported steps, and were chosen before "
         "this split: the share of the peak that fused attention reaches, and the share of "
         "collectives that runs beside compute (one for all GPUs, one for all TPUs). Rows with "
-        "context parallelism, interleaved pipelines or products of 8 bits are in the table by "
+        "context parallelism, interleaved pipelines, experts or products of 8 bits are in the"
+        " table by "
         "parallelism alone. Made by `benchmarks/public_steps.py`; nothing here was measured by "
         "aliquot.",
     ]
