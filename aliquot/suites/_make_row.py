@@ -98,7 +98,9 @@ def measured_row(
     losses = measured.pop("losses")
     if timing.compares and not any(map(math.isnan, losses)):
         started = time.perf_counter()
-        wanted, facts["one_device_s"] = _alone(built, devices[:1], len(losses), timing.repeats)
+        wanted, facts["one_device_s"] = _alone(
+            built, plan.num_micro_batches, devices[:1], len(losses), timing.repeats
+        )
         difference = _difference(losses, wanted)
         phase("compare", time.perf_counter() - started)
         facts["max_difference"] = difference
@@ -205,21 +207,21 @@ def _run(
 
 
 def _alone(
-    built: BuiltCase, devices: Sequence[Any], steps: int, repeats: int
+    built: BuiltCase, count: int, devices: Sequence[Any], steps: int, repeats: int
 ) -> tuple[list[float], float]:
     """Losses on one device, and the median of the seconds of a step: of the step as it is, or,
-    where micro-batches are independent, of the step in as many micro-batches.
+    where micro-batches are independent, of the step in `count` micro-batches.
     """
     import jax
 
     from .._api import parallelize
 
     case = built.case
-    if case.semantics == "independent" and case.num_micro_batches > 1:
+    if case.semantics == "independent" and count > 1:
         alone = replace(built, case=replace(case, num_devices=1))
         cluster = Cluster.detect(devices)
         method = ShardParallel(mesh_shape=(1,))
-        plan = planned(alone, cluster, method, count=case.num_micro_batches)
+        plan = planned(alone, cluster, method, count=count)
         step = parallelize(built.step, plan, devices=devices)
         state = step.init(built.init, jax.random.key(_SEED))
     else:
