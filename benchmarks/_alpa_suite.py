@@ -21,7 +21,7 @@ from aliquot.graph import Layers, cut_alike
 from aliquot.planners._counts import counts_to_try
 from aliquot.planners._layer_costs import build_chains
 from aliquot.planners.inter import Grid, ManualStages, StageDP
-from aliquot.sharding import LayeredStep, sketch_step
+from aliquot.sharding import LayeredStep, runs_in_groups, sketch_step
 from aliquot.suites import Case, alpa_suites, stage_bounds
 
 FAMILIES = ("gpt", "moe", "wresnet")
@@ -70,8 +70,11 @@ def make_chains(
 
 
 def own_counts(graph: Any, cluster: aq.Cluster) -> list[int]:
-    """The largest numbers of micro-batches that the planner may try."""
-    return [count for group in counts_to_try(graph, cluster) for count in group[-2:]]
+    """The largest numbers of micro-batches that the planner may try, and on which the step can be
+    traced: experts choose among the tokens of two sequences.
+    """
+    counts = [count for group in counts_to_try(graph, cluster) for count in group[-2:]]
+    return [n for n in counts if n == 1 or runs_in_groups(graph, n, 1, semantics="independent")]
 
 
 def answer(planner: StageDP | Grid, chains: Sequence[Chain]) -> ChainPlan | None:
