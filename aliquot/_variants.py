@@ -175,8 +175,13 @@ def plan_variants(
     refusal: InfeasibleError | TimeLimitError | None = None
     for k, variant in enumerate(ordered):
         to_beat_s = best.prediction.step_time_s if best else math.inf
-        if variant in too_large or (best and least_compute_s(problem(variant)) >= to_beat_s):
-            tried.append(_tried(variant, None))
+        if variant in too_large:
+            tried.append(
+                _tried(variant, outcome="does not fit: it keeps more than one that does not")
+            )
+            continue
+        if best and least_compute_s(problem(variant)) >= to_beat_s:
+            tried.append(_tried(variant, outcome="slower: its compute alone takes as long"))
             continue
         used, since = how, time.perf_counter()
         if isinstance(how, (Auto, WholeProgram)):
@@ -208,40 +213,36 @@ def plan_variants(
                 refusal = error
             if best is None and isinstance(error, InfeasibleError):
                 too_large = variants[: variants.index(variant)]
-            tried.append(_tried(variant, None))
+            outcome = "no faster plan fits" if best else "does not fit"
+            is_late = isinstance(error, TimeLimitError)
+            tried.append(_tried(variant, outcome="not found in time" if is_late else outcome))
         except KeyboardInterrupt as stopped:
             later: Plan | None = getattr(stopped, "plan", None)
             if best is None or (later and later.prediction.step_time_s < to_beat_s):
                 raise
             instead = Interrupted(None)
-            instead.plan = _beside(best, [*tried, _tried(variant, None, "interrupted")])
+            instead.plan = _beside(best, [*tried, _tried(variant, outcome="interrupted")])
             raise instead from None
         else:
             slower, slower_s = variant, found.prediction.step_time_s
             if slower_s < to_beat_s:
                 slower, slower_s, best, built = built, to_beat_s, found, variant
             if math.isfinite(slower_s):
-                tried.append(_tried(slower, slower_s))
+                tried.append(_tried(slower, slower_s, "slower"))
     if best is None:
         assert refusal is not None
         raise refusal
     return _beside(best, tried) if len(variants) > 1 else best
 
 
-def _tried(
-    variant: Variant, step_time_s: float | None, outcome: str = "no faster, or not found in time"
-) -> dict[str, Any]:
-    """A variant among what a plan says was tried.
-
-    Args:
-        step_time_s: of its plan; None if it has none, and then `outcome` says why.
-    """
+def _tried(variant: Variant, step_time_s: float | None = None, outcome: str = "") -> dict[str, Any]:
+    """A variant among what a plan says was tried, with the step time of its plan if it has one."""
     return {
         "name": variant.name,
         "mesh": "",
         "lower_bound_s": None,
         "step_time_s": step_time_s,
-        "outcome": outcome if step_time_s is None else "slower",
+        "outcome": outcome,
     }
 
 

@@ -44,6 +44,8 @@ def compare(
     methods: Annotated[
         str | None,
         typer.Option(
+            "--methods",
+            "--method",
             metavar="M1,M2",
             help="Methods as in aliquot plan, such as auto,tp:8; by default the usual ones.",
         ),

@@ -93,7 +93,7 @@ class ReportedSteps:
     def __str__(self) -> str:
         return (
             f"{self.median_error:.0%} in the median and {self.error_of_90_percent:.0%} at the 90th"
-            f" percentile of {self.rows} reported steps that were not fitted"
+            f" percentile of {self.rows} reported steps held out of the fit"
         )
 
 

@@ -178,6 +178,8 @@ _AMPERE_PCIE = "NVIDIA A100 data sheet (PCIe, 40 GB, dense; float64 on tensor co
 _HOPPER = (
     "data sheet (SXM, dense: half of the printed sparse figures; float64 on tensor cores)" + _XLA
 )
+# Superchips are no SXM modules.
+_SUPERCHIP = _HOPPER.replace("SXM, ", "")
 _GEFORCE_F64 = "; float64 at 1/64 of float32"
 _NEURON = "AWS Neuron documentation (per chip); float64 an assumption: an eighth of float32"
 
@@ -222,14 +224,14 @@ _CATALOGUE = (
         (80.0, 1250.0, 2500.0, 2500.0, 40.0, 5000.0),
         197_897_748_480,
         8000,
-        "NVIDIA GB200 NVL72 " + _HOPPER,
+        "NVIDIA GB200 NVL72 " + _SUPERCHIP,
     ),
     _gpu(
         "GB300",
         (80.0, 1250.0, 2500.0, 2500.0, 1.39, 5000.0),
         297_021_079_552,
         8000,
-        "NVIDIA GB300 NVL72 " + _HOPPER,
+        "NVIDIA GB300 NVL72 " + _SUPERCHIP,
     ),
     _gpu(
         "MI300X",

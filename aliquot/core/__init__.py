@@ -41,6 +41,7 @@ from ._units import format_count as format_count
 from ._units import format_flops as format_flops
 from ._units import format_flops_per_s as format_flops_per_s
 from ._units import format_seconds as format_seconds
+from ._units import format_share_of_limit as format_share_of_limit
 from ._units import parse_bytes as parse_bytes
 from ._units import parse_flops_per_s as parse_flops_per_s
 from ._units import parse_rate as parse_rate

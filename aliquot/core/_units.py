@@ -59,6 +59,17 @@ def format_bytes(value_bytes: float) -> str:
     )
 
 
+def format_share_of_limit(value: float, limit: float) -> str:
+    """A share of a limit in percent. Only the limit itself is 100%.
+
+    >>> [format_share_of_limit(x, 1000) for x in (436, 997, 1000, 1002)]
+    ['44%', '99%', '100%', '101%']
+    """
+    share = value / limit
+    percent = round(100 * share)
+    return f"{min(percent, 99) if share < 1 else max(percent, 101) if share > 1 else 100}%"
+
+
 def format_flops(value_flops: float) -> str:
     """A number of floating-point operations: an amount of work, not a speed.
 

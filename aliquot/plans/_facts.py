@@ -4,7 +4,7 @@ memory, and the bound.
 
 from __future__ import annotations
 
-from ..core import counted, format_bytes, format_seconds
+from ..core import counted, format_bytes, format_seconds, format_share_of_limit
 from ._idle_hosts import idle_devices, plan_devices
 from ._plan import Plan
 from ._stage_text import meshes
@@ -124,7 +124,8 @@ def bound(plan: Plan) -> str:
     """Lower bound of the step time, the plans among which it holds, and the gap to it."""
     p = plan.provenance
     if p.lower_bound_s is None:
-        return f"no lower bound; {p.status} within {p.bound_holds_for or 'its method'}"
+        found = "the best plan" if p.status == "optimal" else p.status
+        return f"no lower bound; {found} within {p.bound_holds_for or 'its method'}"
     if p.bound_holds_for.startswith(_CLOSED_FORM):
         return _bound_of_closed_forms(plan, p.lower_bound_s)
     scope = _SCOPES.get(p.bound_holds_for, p.bound_holds_for)
@@ -207,7 +208,7 @@ def _idle_rows(plan: Plan) -> list[tuple[str, str]]:
 def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
     p = plan.prediction
     share = (
-        f", {p.peak_memory_bytes / p.memory_limit_bytes:.0%} of the limit"
+        f", {format_share_of_limit(p.peak_memory_bytes, p.memory_limit_bytes)} of the limit"
         if p.memory_limit_bytes
         else ""
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ..core import format_bytes, format_seconds
+from ..core import format_bytes, format_seconds, format_share_of_limit
 from ._arrays import ArrayGroup, grouped_arrays
 from ._plan import Plan, StagePlan, StagePrediction
 from ._schedules import SCHEDULES
@@ -282,7 +282,7 @@ def _devices(stage: StagePlan) -> str:
 def _figures(p: StagePrediction | None, limit_bytes: float, sends: bool) -> tuple[str, ...]:
     if p is None:
         return ("",) * 7
-    share = f" {p.peak_memory_bytes / limit_bytes:.0%}" if limit_bytes else ""
+    share = f" {format_share_of_limit(p.peak_memory_bytes, limit_bytes)}" if limit_bytes else ""
     return (
         format_seconds(p.forward_s),
         format_seconds(p.backward_s),

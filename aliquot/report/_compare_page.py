@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from ..core import format_bytes, format_count, format_seconds
+from ..core import format_bytes, format_count, format_seconds, format_share_of_limit
 from ..plans import examples_per_step, expected_error, tokens_per_step
 from ._comparison import (
     Candidate,
@@ -187,9 +187,9 @@ def _throughput(candidate: Candidate, comparison: Comparison) -> str:
 
 def _share(candidate: Candidate) -> str:
     p = candidate.plan.prediction if candidate.plan else None
-    return (
-        f" ({p.peak_memory_bytes / p.memory_limit_bytes:.0%})" if p and p.memory_limit_bytes else ""
-    )
+    if not p or not p.memory_limit_bytes:
+        return ""
+    return f" ({format_share_of_limit(p.peak_memory_bytes, p.memory_limit_bytes)})"
 
 
 def _with(name: str, figure: str) -> str:

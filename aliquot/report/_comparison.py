@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ..cluster import Cluster, HostPrice
-from ..core import format_bytes, format_count, format_seconds
+from ..core import format_bytes, format_count, format_seconds, format_share_of_limit
 from ..plans import (
     Plan,
     examples_per_step,
@@ -231,7 +231,8 @@ def _cells(candidate: Candidate, objective: str | None, counted: bool, tokens: b
     p, used = plan.prediction, mfu_of(plan, objective)
     count = tokens_per_step(plan) if tokens else examples_per_step(plan)
     seconds = seconds_of(plan, objective)
-    share = f" {p.peak_memory_bytes / p.memory_limit_bytes:.0%}" if p.memory_limit_bytes else ""
+    limit = p.memory_limit_bytes
+    share = f" {format_share_of_limit(p.peak_memory_bytes, limit)}" if limit else ""
     return [
         layout(plan),
         format_seconds(p.step_time_s),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from ..core import format_bytes, format_seconds
+from ..core import format_bytes, format_seconds, format_share_of_limit
 from ..plans import (
     EXPLAINED,
     Plan,
@@ -84,7 +84,8 @@ def whole_page(name: str, card: str, sections: Iterable[tuple[str, str]]) -> str
 def _card(plan: Plan) -> str:
     """What most readers look for first."""
     p, limit_bytes = plan.prediction, plan.prediction.memory_limit_bytes
-    share = f" of {format_bytes(limit_bytes)} ({p.peak_memory_bytes / limit_bytes:.0%})"
+    used = format_share_of_limit(p.peak_memory_bytes, limit_bytes)
+    share = f" of {format_bytes(limit_bytes)} ({used})"
     facts = [
         ("model", plan.model.name or "step"),
         ("cluster", str(plan.cluster.get("name", ""))),

@@ -318,21 +318,34 @@ def sizing_table(sizing: Sizing) -> Group:
     )
     lines: list[RenderableType] = [Text(f"{goal} (predicted)", style="bold")]
     choice, money = sizing.choice(), sizing.currency
-    best = "cheapest in time" if sizing.prices else "fewest hosts in time"
+    meets = "that meets" if sizing.prices else "that meet"
+    best = f"{'cheapest' if sizing.prices else 'fewest hosts'} {meets} the deadline"
     if choice:
         lines.append(Text(f"  {best}  {_named(choice, money)}"))
     else:
         lines += [Text(f"  {line}") for line in _none_in_time(sizing)]
-    lines += [Text(""), Text("If steps take more or less than predicted", style="bold")]
+    lines += [Text(""), Text("If a step takes more or less than predicted", style="bold")]
     for slower in SLOWER:
         if slower != 1.0:
             option = sizing.choice(slower)
-            text = _named(option, money, slower) if option else "none that was tried is in time"
+            text = (
+                _named(option, money, slower)
+                if option
+                else "none that was tried meets the deadline"
+            )
             lines.append(Padding(Text(f"{slower:g}x: {text}"), (0, 0, 0, 2)))
     lines.append(Text(""))
     priced = any(o.cost is not None for o in sizing.options)
     unit = f" ({money})" if money else ""
-    header = ["cluster", "method", "step", f"{_unit(sizing)}/s each", "MFU", "days", "in time"]
+    header = [
+        "cluster",
+        "method",
+        "step",
+        f"{_unit(sizing)}/s each",
+        "MFU",
+        "days",
+        "meets deadline",
+    ]
     header += [f"per hour{unit}", f"cost{unit}"] if priced else []
     rows = []
     for o in sizing.options:
@@ -369,14 +382,16 @@ def _none_in_time(sizing: Sizing) -> list[str]:
         return [f"It fits on none of up to {hosts}: --max-hosts tries more."]
     fastest = min(planned, key=lambda o: o.training_s or 0.0)
     first = sizing.first_in_time
-    lines = [f"none of up to {hosts} is in time; the fastest: {_named(fastest, sizing.currency)}"]
+    lines = [
+        f"none of up to {hosts} meets the deadline; the fastest: {_named(fastest, sizing.currency)}"
+    ]
     if first:
         lines.append(
-            f"About {first} hosts would be, if each computed as fast: try --max-hosts {first}"
+            f"About {first} hosts would, if each computed as fast: try --max-hosts {first}"
         )
     else:
         lines.append(
-            "No more hosts divide the batch and would be: allow more time with --by, or use a"
+            "No more hosts divide the batch and would: allow more time with --by, or use a"
             " larger batch."
         )
     return lines

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..core import format_bytes, format_seconds
+from ..core import format_bytes, format_seconds, format_share_of_limit
 from ._tables import Facts, columns
 
 _MOST = 12
@@ -50,11 +50,10 @@ def _facts(figures: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterable[tup
         stage["compiled_bytes"],
         figures["limit_bytes"],
     )
-    share = (
-        f", {compiled / limit:.0%} of the {format_bytes(limit)} that a program may take"
-        if limit
-        else ""
-    )
+    share = ""
+    if limit:
+        used = format_share_of_limit(compiled, limit)
+        share = f", {used} of the {format_bytes(limit)} that a program may take"
     yield (
         "memory",
         f"{format_bytes(compiled)} on each device{share}; predicted {format_bytes(predicted)}",

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..graph import Phase, Role
 from ._disjoint_sets import DisjointSets
@@ -269,13 +269,10 @@ class _Search:
     def _resolve(self, link: _Link, source: _Reached) -> None:
         """Choose the dim of each array of a link that holds the batch, and reach it."""
         rows = source.rows
-        places = [place for array in link.arrays for place in array]
-        # The major factors of dims that hold the batch already.
-        of_batch = {self._letters(place)[0] for place in places if self._holds_batch(place)}
         kept: dict[Place, int] = {}
         left_out: list[Place] = []
         for array in link.arrays:
-            chosen = max(array, key=lambda place: self._preference(place, rows, of_batch))
+            chosen = max(array, key=lambda place: self._preference(place, rows))
             if not self._elements(chosen):
                 continue
             size = self._rows_of(link, chosen, rows)
@@ -318,29 +315,23 @@ class _Search:
             rolls=known.rolls or rolls,
         )
 
-    def _preference(self, place: Place, rows: int, of_batch: Set[str]) -> tuple[Any, ...]:
+    def _preference(self, place: Place, rows: int) -> tuple[bool, bool, bool, int]:
         """Order of the dims of an array as holders of the batch: of equal ones, the first.
 
-        A dim whose major factor is the batch's needs no exchange, so that it is preferred although
-        it may have fewer rows, as groups of several sequences have.
+        A dim of rows alone is preferred to one that they share with others, although it may have
+        fewer of them, as groups of several sequences have beside the tokens of each.
         """
         elements = self._elements(place)
         if not elements:
             return False, False, False, 0
-        part = math.gcd(self.sizes[elements[0]], rows)
+        root, size = self.sets.root(elements[0]), self.sizes[elements[0]]
+        known, part = self.reached.get(root), math.gcd(size, rows)
         return (
-            self._holds_batch(place),
-            self.sets.root(elements[0]) not in self.sequential,
-            self._letters(place)[0] in of_batch and part >= _LEAST_PART * rows,
+            known is not None and known.origin is None,
+            root not in self.sequential,
+            part == size and part >= _LEAST_PART * rows,
             part,
         )
-
-    def _holds_batch(self, place: Place) -> bool:
-        """Whether a dim is known to hold the batch."""
-        for element in self._elements(place)[:1]:
-            known = self.reached.get(self.sets.root(element))
-            return known is not None and known.origin is None
-        return False
 
     def _rows_of(self, link: _Link, place: Place, rows: int) -> int:
         """Rows of the batch that a dim holds; 0 if it stays whole."""

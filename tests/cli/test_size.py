@@ -53,7 +53,7 @@ def test_a_deadline_that_nothing_meets_is_an_answer():
         "size", *SMALL, "--device", "H100", "--tokens", "900T", "--by", "1h", "--max-hosts", "1"
     )
     assert found.exit_code == 1
-    assert "none of up to 1 host is in time; the fastest: 1x8xH100 (1 host)" in found.stdout
+    assert "none of up to 1 host meets the deadline; the fastest: 1x8xH100 (1 host)" in found.stdout
     assert "No more hosts divide the batch and would be" in found.stdout
     assert " days, cost USD 1,4" in found.stdout and "(USD)" in found.stdout
     assert "900T tokens in 1 hour, batch 8" in found.stdout

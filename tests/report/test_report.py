@@ -108,7 +108,9 @@ def test_a_plan_without_bound():
             PROVENANCE, lower_bound_s=None, gap=None, status="optimal", bound_holds_for=""
         )
     )
-    assert "no lower bound; optimal within its method" in as_text(explanation(plan), width=200)
+    assert "no lower bound; the best plan within its method" in as_text(
+        explanation(plan), width=200
+    )
 
 
 def test_difference_merges_layers():

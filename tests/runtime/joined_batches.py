@@ -181,7 +181,7 @@ def joined(name, *, rows=32, d=16, length=6, vocabulary=32, dtype=jnp.float64, a
         if name == "tiled_labels":
             batch |= {"y": normal(rows, d), "label": ids(rows) % d}
         if name == "token_groups":
-            params["gate"] = normal(d, 8)
+            params["gate"] = normal(d, max(d // 4, 8))
         if name in ("preferences", "grouped_rewards", "chunked", "token_groups"):
             params["tokens"] = normal(vocabulary, d)
         if name == "preferences":
