@@ -387,12 +387,12 @@ def _none_in_time(sizing: Sizing) -> list[str]:
     ]
     if first:
         lines.append(
-            f"About {first} hosts would, if each computed as fast: try --max-hosts {first}"
+            f"About {first} hosts would meet it, if each computed as fast: try --max-hosts {first}"
         )
     else:
         lines.append(
-            "No more hosts divide the batch and would: allow more time with --by, or use a"
-            " larger batch."
+            "No more hosts that divide the batch would meet it: allow more time with --by, or use"
+            " a larger batch."
         )
     return lines
 

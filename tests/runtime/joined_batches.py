@@ -118,7 +118,7 @@ def chunked(params, batch, chunks=4):
 
 def token_groups(params, batch, rows=2):
     """The tokens of two sequences are a group, and each place of an expert takes of all of them."""
-    x = params["tokens"][batch["chosen"]]
+    x = params["tokens"][batch["chosen"][:, :-1]]
     groups = x.reshape(-1, rows * x.shape[1], x.shape[2])
     sent = jax.nn.softmax(groups @ params["gate"], axis=1)
     taken = jnp.einsum("gse,gsm->gem", sent, groups)

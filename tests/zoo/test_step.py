@@ -276,7 +276,8 @@ def test_all_bad_options_are_listed():
     with pytest.raises(InputError, match="overrides"):
         build(MODELS["gpt-10m"], 1, overrides={"num_layers": 1})
     with pytest.raises(
-        InputError, match="family=None is not one of gpt, bert, llama, mixtral, moe, t5, wide-resnet"
+        InputError,
+        match="family=None is not one of gpt, bert, llama, mixtral, moe, t5, wide-resnet",
     ):
         build({"name": "x"}, 1)
     with pytest.raises(InputError, match="not those of a ModelConfig"):
