@@ -141,8 +141,9 @@ def _report() -> Report:
             " %, and pairs on as many GPUs that differ by 5 % or more are ranked right"
         ),
         method=(
-            "Plans: the cases of `aliquot bench list`, blocks recomputed, AdamW, on"
-            " p3.16xlarge machines (8 V100-16GB with NVLink, 25 Gbit/s between machines). Layers"
+            "Plans: the cases of `aliquot bench list`, blocks recomputed, with the optimizers that"
+            " they ran with, on p3.16xlarge machines (8 V100-16GB with NVLink, 25 Gbit/s between"
+            " machines). Layers"
             " are priced once and all plans are simulated with these prices: StageDP and Grid over"
             " the planner's own numbers of micro-batches and the suite's; Alpa's plan with the"
             " suite's number, 1f1b, its layers taken for equal groups of blocks. A mesh of Alpa's"
