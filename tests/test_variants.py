@@ -123,6 +123,9 @@ def words(recompute="block"):
     assert recompute in ("none", "block"), recompute
     return build(recompute == "block")
 def fixed(): return build()
+def other(recompute=None):
+    assert recompute is None
+    return build()
 """
 
 
@@ -154,6 +157,9 @@ def test_a_factory_without_it_says_so(tmp_path, monkeypatch):
     (tmp_path / "own_fixed.py").write_text(FACTORY)
     on = ("plan", "own_fixed:fixed", "--cluster", "1x2xV100-32GB", "--method", "dp")
     refused(run(*on, "--recompute", "auto"), "Give it an argument recompute")
+    # What arguments with other defaults take is not known.
+    assert run("plan", "own_fixed:other", *on[2:]).exit_code == 0
+    refused(run("plan", "own_fixed:other", *on[2:], "--recompute", "none"), "whose default is")
     on = ("plan", "own_fixed:switch", *on[2:])
     refused(run(*on, "--recompute", "minimal"), "say none, block or auto")
     refused(run(*on, "--recompute", "none", "--set", "recompute=1"), "leave one out")

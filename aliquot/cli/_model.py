@@ -296,12 +296,18 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
 
 
 def recomputes(name: str) -> bool:
-    """Whether a factory has an argument `recompute`, so that its step may be built in two ways."""
+    """Whether a factory has an argument `recompute` whose default is true, false, "none" or
+    "block", so that its step may be built in two ways. Other defaults do not say what it takes.
+    """
     try:
-        return "recompute" in inspect.signature(find_factory(name)).parameters
+        argument = inspect.signature(find_factory(name)).parameters.get("recompute")
     except (TypeError, ValueError):
         # Built-in functions may have no signature that Python knows.
         return False
+    if argument is None:
+        return False
+    default = argument.default
+    return isinstance(default, bool) or (isinstance(default, str) and default in ("none", "block"))
 
 
 def _recompute_argument(name: str, how: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,9 +319,8 @@ def _recompute_argument(name: str, how: str, settings: Mapping[str, Any]) -> dic
     """
     if not recomputes(name):
         raise InputError(
-            f"--recompute {how}: {name} decides this by itself. Give it an argument recompute, for"
-            ' which it then gets "none" and "block", or False and True if its default is one of'
-            " them."
+            f"--recompute {how}: {name} decides this by itself. Give it an argument recompute"
+            ' whose default is "none" or "block", or False or True: it then gets one of these.'
         )
     if "recompute" in settings:
         raise InputError("--recompute and --set recompute=... say the same thing; leave one out.")

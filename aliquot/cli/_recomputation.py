@@ -19,7 +19,7 @@ AUTO = "auto"
 def ways_to_build(name: str, options: ZooOptions, where: Cluster) -> tuple[Model, ...]:
     """The model as it is asked for. A model of which nothing is said about recomputation may be
     built in two ways: without, and with recomputation of each block. So may that of a factory with
-    an argument `recompute`.
+    an argument `recompute`; see `recomputes`.
     """
     if options.recompute not in (None, AUTO):
         return (resolve(name, options, where),)
