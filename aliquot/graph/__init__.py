@@ -25,6 +25,11 @@ from ._effects import any_effects as any_effects
 from ._effects import has_effects as has_effects
 from ._effects import is_ordered as is_ordered
 from ._effects import operators_with_effects as operators_with_effects
+from ._eight_bits import NARROW as NARROW
+from ._eight_bits import WIDE as WIDE
+from ._eight_bits import magnitude as magnitude
+from ._eight_bits import to_eight_bits as to_eight_bits
+from ._eight_bits import unscaling as unscaling
 from ._evaluate import ReplayHook as ReplayHook
 from ._evaluate import evaluate as evaluate
 from ._experts import EXPERTS as EXPERTS

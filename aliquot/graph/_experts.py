@@ -5,6 +5,9 @@ grouped products, their rows would stand in an order that depends on the data, a
 tokens would not pass. One operator can declare that it is a sum over tokens, of which tokens,
 experts and the elements inside experts may all be split (`rules/experts.py`).
 
+With magnitudes by which to scale, their products are of 8-bit floats. What is to be scaled is cast
+before the operator, so it travels and is kept in 8 bits; what experts hold inside is cast there.
+
 Reference: T. Gale, D. Narayanan, C. Young, M. Zaharia, "MegaBlocks: efficient sparse training with
 mixture-of-experts", MLSys 2023.
 """
@@ -21,6 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ..core import InputError, listing
+from ._eight_bits import NARROW, WIDE, magnitude, to_eight_bits, unscaling
 
 Activation: TypeAlias = Callable[..., Any]
 _FIRST_MATRIX = 3
@@ -38,6 +42,7 @@ def experts(
     out: Any,
     *,
     activation: Activation,
+    amax: Sequence[Sequence[Any]] | None = None,
 ) -> Any:
     """The weighted sum of what each token's experts make of it. No token is dropped.
 
@@ -54,15 +59,29 @@ def experts(
         out: `(experts, inner, features)`.
         activation: makes one array of as many as there are in `into`, element by element, such as
             `lambda gate, up: jax.nn.silu(gate) * up`. Give the same function each time.
+        amax: makes all products, forward and backward, multiply 8-bit floats: e4m3, and e5m2 for
+            gradients. Three sequences with a scalar for each matrix in `into` and for `out`: the
+            largest magnitudes of what the matrix multiplies, of the matrix itself, and of the
+            gradient of the product, as a step before saw them. Arrays are scaled by these, and what
+            is larger is clipped; zeros leave an array as it is. The "gradients" of the first and
+            third are the magnitudes that this step saw; of those of the matrices they are zero.
 
     Raises:
         InputError: shapes or dtypes do not fit; all faults are listed.
     """
     into = tuple(into)
     faults = _faults(tokens, chosen, weights, into, out)
+    if amax is not None and [len(each) for each in amax] != [len(into) + 1] * 3:
+        faults.append(
+            f"amax has {[len(each) for each in amax]} magnitudes, and needs three times"
+            f" {len(into) + 1}, one for each matrix in into and for out"
+        )
     if faults:
         raise InputError(listing("These experts cannot be computed", faults, "See help(experts)."))
-    return _differentiable(activation, tokens, chosen, weights, *into, out)
+    if amax is None:
+        return _differentiable(activation, tokens, chosen, weights, *into, out)
+    scales = tuple(tuple(jnp.asarray(a, jnp.float32) for a in each) for each in amax)
+    return _in_eight_bits(activation, scales, tokens, chosen, weights, (*into, out))
 
 
 def _faults(tokens: Any, chosen: Any, weights: Any, into: tuple[Any, ...], out: Any) -> list[str]:
@@ -95,42 +114,101 @@ def _faults(tokens: Any, chosen: Any, weights: Any, into: tuple[Any, ...], out: 
 
 
 def run_experts(
-    tokens: Any, chosen: Any, weights: Any, *matrices: Any, activation: Activation
+    tokens: Any,
+    chosen: Any,
+    weights: Any,
+    *matrices: Any,
+    activation: Activation,
+    wide: str | None = None,
 ) -> Any:
     """The experts that `matrices` hold, in JAX's own operators. Numbers below zero, or above the
     last, stand for experts that are elsewhere: these add nothing.
+
+    With `wide`, the dtype of the result, tokens and matrices are 8-bit floats, and their magnitudes
+    `(3, matrices)`, as in `experts`, stand behind the matrices.
     """
-    *into, out = matrices
-    count, top = out.shape[0], chosen.shape[-1]
-    numbers = chosen.reshape(-1).astype(jnp.int32)
-    is_here = (numbers >= 0) & (numbers < count)
-    numbers = jnp.where(is_here, numbers, count)
-    order = jnp.argsort(numbers, stable=True)
-    sizes = jnp.zeros(count + 1, jnp.int32).at[numbers].add(1)[:count]
-    rows = tokens.reshape(-1, tokens.shape[-1])[order // top]
-    shares = jnp.where(is_here, weights.reshape(-1), 0)[order][:, None]
-    hidden = activation(*(jax.lax.ragged_dot(rows, matrix, sizes) for matrix in into))
-    # Shares are factors of the last product, which is linear. Applied before it, their gradient
-    # needs no result of it.
-    wide = jnp.promote_types(hidden.dtype, shares.dtype)
-    hidden = (hidden.astype(wide) * shares.astype(wide)).astype(tokens.dtype)
-    hidden = jnp.where(is_here[order][:, None], hidden, 0)
-    made = jax.lax.ragged_dot(hidden, out, sizes)
+    rows = _Rows(chosen, weights, matrices[0].shape[0])
+    taken = tokens.reshape(-1, tokens.shape[-1])[rows.token]
+    if wide is None:
+        *into, out = matrices
+        pre = [jax.lax.ragged_dot(taken, matrix, rows.sizes) for matrix in into]
+        made = jax.lax.ragged_dot(rows.shared(activation, *pre, rows.shares), out, rows.sizes)
+    else:
+        *into, out, amax = matrices
+        pre = _scaled_products(taken, into, amax, rows.sizes, wide)
+        hidden = rows.shared(activation, *pre, rows.shares)
+        narrow = to_eight_bits(hidden, amax[0, -1], NARROW)
+        (made,) = _scaled_products(narrow, [out], amax[:, -1:], rows.sizes, wide)
     # Kernels leave undefined what lies behind the last group.
-    made = jnp.where(is_here[order][:, None], made, 0)
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
-    by_token = made[back].reshape(-1, top, made.shape[-1])
+    by_token = rows.by_choice(rows.only_here(made))
     total = by_token.astype(jnp.promote_types(made.dtype, jnp.float32)).sum(1)
     return total.astype(made.dtype).reshape(*tokens.shape[:-1], made.shape[-1])
 
 
+class _Rows:
+    """Tokens, once for each expert that they chose, in the order of the experts."""
+
+    def __init__(self, chosen: Any, weights: Any, num_experts: int) -> None:
+        self.top = chosen.shape[-1]
+        numbers = chosen.reshape(-1).astype(jnp.int32)
+        is_here = (numbers >= 0) & (numbers < num_experts)
+        numbers = jnp.where(is_here, numbers, num_experts)
+        self.order = jnp.argsort(numbers, stable=True)
+        self.sizes = jnp.zeros(num_experts + 1, jnp.int32).at[numbers].add(1)[:num_experts]
+        self.token = self.order // self.top
+        self.shares = jnp.where(is_here, weights.reshape(-1), 0)[self.order][:, None]
+        self.is_here = is_here[self.order][:, None]
+
+    def only_here(self, rows: Any) -> Any:
+        """Rows, with zeros for those of experts that are elsewhere."""
+        return jnp.where(self.is_here, rows, 0)
+
+    def shared(self, activation: Activation, *pre_and_shares: Any) -> Any:
+        """What the last product reads. Shares are factors of it, as it is linear. Applied before
+        it, their gradient needs no result of it.
+        """
+        *pre, shares = pre_and_shares
+        hidden = activation(*pre)
+        wide = jnp.promote_types(hidden.dtype, shares.dtype)
+        hidden = (hidden.astype(wide) * shares.astype(wide)).astype(pre[0].dtype)
+        return self.only_here(hidden)
+
+    def by_choice(self, rows: Any) -> Any:
+        """`(tokens, top, ...)`, in the order of the tokens."""
+        places = jnp.arange(self.order.size, dtype=self.order.dtype)
+        back = jnp.zeros_like(self.order).at[self.order].set(places)
+        return rows[back].reshape(-1, self.top, rows.shape[-1])
+
+
+def _scaled_products(
+    rows: Any, matrices: Sequence[Any], amax: Any, sizes: Any, dtype: str
+) -> list[Any]:
+    """Grouped products of 8-bit floats, without their scales."""
+    return [
+        jax.lax.ragged_dot(rows, matrix, sizes, preferred_element_type=dtype)
+        * unscaling((amax[0, k], NARROW), (amax[1, k], NARROW)).astype(dtype)
+        for k, matrix in enumerate(matrices)
+    ]
+
+
 def run_gradients(
-    tokens: Any, chosen: Any, weights: Any, *rest: Any, activation: Activation
+    tokens: Any,
+    chosen: Any,
+    weights: Any,
+    *rest: Any,
+    activation: Activation,
+    wide: str | None = None,
 ) -> list[Any]:
     """The gradients of tokens, weights and matrices, given that of the result as the last
-    argument.
+    argument. With `wide` also the magnitudes that each token had in the experts,
+    `(..., matrices)`: of the gradient of each product by `into`, and of what `out` multiplies.
     """
     *matrices, gradient = rest
+    if wide:
+        *matrices, amax = matrices
+        return _scaled_gradients(
+            tokens, chosen, weights, matrices, amax, gradient, activation, wide
+        )
 
     def forward(tokens: Any, weights: Any, *matrices: Any) -> Any:
         return run_experts(tokens, chosen, weights, *matrices, activation=activation)
@@ -139,12 +217,69 @@ def run_gradients(
     return list(backward(gradient))
 
 
+def _scaled_gradients(
+    tokens: Any,
+    chosen: Any,
+    weights: Any,
+    matrices: Sequence[Any],
+    amax: Any,
+    gradient: Any,
+    activation: Activation,
+    wide: str,
+) -> list[Any]:
+    *into, out = matrices
+    rows = _Rows(chosen, weights, out.shape[0])
+    taken, dmade = (x.reshape(-1, x.shape[-1])[rows.token] for x in (tokens, gradient))
+    pre = _scaled_products(taken, into, amax, rows.sizes, wide)
+    hidden, backward = jax.vjp(
+        functools.partial(rows.shared, activation), *map(rows.only_here, pre), rows.shares
+    )
+
+    def before(k: int, after: Any) -> Any:
+        """The gradient of the rows that matrix `k` multiplies."""
+        made = jax.lax.ragged_dot_general(
+            after, matrices[k], rows.sizes, _BY_COLUMNS, preferred_element_type=wide
+        )
+        return made * unscaling((amax[1, k], NARROW), (amax[2, k], WIDE)).astype(wide)
+
+    def of_matrix(k: int, rows8: Any, after: Any) -> Any:
+        made = jax.lax.ragged_dot_general(
+            rows8, after, rows.sizes, _OVER_ROWS, preferred_element_type=wide
+        )
+        return made * unscaling((amax[0, k], NARROW), (amax[2, k], WIDE)).astype(wide)
+
+    *dpre, dshares = backward(rows.only_here(before(len(into), dmade)))
+    narrow = [to_eight_bits(each, amax[2, k], WIDE) for k, each in enumerate(dpre)]
+    drows = sum(before(k, each) for k, each in enumerate(narrow))
+    by_token = rows.by_choice(rows.only_here(drows))
+    dtokens = by_token.astype(jnp.promote_types(wide, jnp.float32)).sum(1).astype(wide)
+    hidden8 = to_eight_bits(hidden, amax[0, -1], NARROW)
+    seen = jnp.stack([jnp.max(jnp.abs(x), -1).astype(jnp.float32) for x in (*dpre, hidden)], -1)
+    return [
+        dtokens.reshape(tokens.shape),
+        rows.by_choice(dshares).reshape(weights.shape),
+        *(of_matrix(k, taken, each) for k, each in enumerate(narrow)),
+        of_matrix(len(into), hidden8, dmade),
+        rows.by_choice(seen).max(1).reshape(*tokens.shape[:-1], len(matrices)),
+    ]
+
+
+_BY_COLUMNS, _OVER_ROWS = (
+    jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((mine,), (others,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=groups,
+    )
+    for mine, others, groups in ((1, 2, [0]), (0, 0, []))
+)
+
+
 def _primitive(name: str, run: Callable[..., Any], results: Callable[..., Any]) -> Any:
     """A primitive that is computed as `run` where no plan says otherwise."""
     primitive: Any = Primitive(name)
     primitive.multiple_results = run is run_gradients
     primitive.def_abstract_eval(results)
-    primitive.def_impl(jax.jit(run, static_argnames="activation"))
+    primitive.def_impl(jax.jit(run, static_argnames=("activation", "wide")))
     mlir.register_lowering(
         primitive, mlir.lower_fun(run, multiple_results=primitive.multiple_results)
     )
@@ -166,14 +301,41 @@ def _primitive(name: str, run: Callable[..., Any], results: Callable[..., Any]) 
     return primitive
 
 
-def _result(tokens: Any, chosen: Any, weights: Any, *matrices: Any, activation: Activation) -> Any:
-    return tokens.update(shape=(*tokens.shape[:-1], matrices[-1].shape[-1]), weak_type=False)
+def _result(
+    tokens: Any,
+    chosen: Any,
+    weights: Any,
+    *matrices: Any,
+    activation: Activation,
+    wide: str | None = None,
+) -> Any:
+    out = matrices[-2 if wide else -1]
+    return tokens.update(
+        shape=(*tokens.shape[:-1], out.shape[-1]), dtype=_dtype(tokens, wide), weak_type=False
+    )
 
 
 def _results(
-    tokens: Any, chosen: Any, weights: Any, *rest: Any, activation: Activation
+    tokens: Any,
+    chosen: Any,
+    weights: Any,
+    *rest: Any,
+    activation: Activation,
+    wide: str | None = None,
 ) -> list[Any]:
-    return [array.update(weak_type=False) for array in (tokens, weights, *rest[:-1])]
+    matrices = rest[: -2 if wide else -1]
+    results = [
+        array.update(dtype=_dtype(array, wide), weak_type=False) for array in (tokens, *matrices)
+    ]
+    results.insert(1, weights.update(weak_type=False))
+    if wide:
+        shape = (*tokens.shape[:-1], len(matrices))
+        results.append(tokens.update(shape=shape, dtype=jnp.dtype("float32"), weak_type=False))
+    return results
+
+
+def _dtype(array: Any, wide: str | None) -> Any:
+    return jnp.dtype(wide) if wide else array.dtype
 
 
 _forward = _primitive("experts", run_experts, _result)
@@ -197,3 +359,41 @@ def _gradients(activation: Activation, arrays: tuple[Any, ...], gradient: Any) -
 
 
 _differentiable.defvjp(_forward_keeping, _gradients)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_eight_bits(
+    activation: Activation, amax: Any, tokens: Any, chosen: Any, weights: Any, matrices: Any
+) -> Any:
+    return _in_eight_bits_keeping(activation, amax, tokens, chosen, weights, matrices)[0]
+
+
+def _in_eight_bits_keeping(
+    activation: Activation, amax: Any, tokens: Any, chosen: Any, weights: Any, matrices: Any
+) -> tuple[Any, Any]:
+    of_inputs, of_matrices, _ = amax
+    # What travels between devices is 8-bit floats, too.
+    narrow = [to_eight_bits(tokens, of_inputs[0], NARROW), chosen, weights]
+    narrow += [to_eight_bits(m, a, NARROW) for m, a in zip(matrices, of_matrices, strict=True)]
+    # All matrices in `into` multiply the same.
+    inputs = (*of_inputs[:1] * (len(matrices) - 1), of_inputs[-1])
+    scales = jnp.stack([jnp.stack(each) for each in (inputs, *amax[1:])])
+    wide = str(tokens.dtype)
+    made = _forward.bind(*narrow, scales, activation=activation, wide=wide)
+    return made, (narrow, scales, magnitude(tokens))
+
+
+def _eight_bit_gradients(activation: Activation, kept: Any, gradient: Any) -> tuple[Any, ...]:
+    narrow, scales, of_tokens = kept
+    after = to_eight_bits(gradient, scales[2, -1], WIDE)
+    tokens, weights, *matrices, by_token = _backward.bind(
+        *narrow, scales, after, activation=activation, wide=str(gradient.dtype)
+    )
+    rows = tuple(range(by_token.ndim - 1))
+    *of_pre, of_hidden = (magnitude(by_token[..., k], rows) for k in range(len(matrices)))
+    inputs = (of_tokens,) * len(of_pre) + (of_hidden,)
+    amax = inputs, (jnp.zeros(()),) * len(inputs), (*of_pre, magnitude(gradient))
+    return amax, tokens, None, weights, tuple(matrices)
+
+
+_in_eight_bits.defvjp(_in_eight_bits_keeping, _eight_bit_gradients)

@@ -1,16 +1,14 @@
 """Linear layers that multiply in 8-bit floats, with scales from the step before.
 
-Inputs and weights are cast to e4m3, gradients of results to e5m2, each array scaled so that its
-largest magnitude is the largest number of the type. For inputs and gradients that magnitude is the
-one of the last step (delayed scaling): so no product waits for a maximum over all examples, and
-micro-batches compute what the whole batch does. Weights are scaled by their own. What is larger
-than expected is clipped.
+Arrays are scaled by their largest magnitudes (`graph/_eight_bits.py`). For inputs and gradients
+that is the one of the last step (delayed scaling): so no product waits for a maximum over all
+examples, and micro-batches compute what the whole batch does. Weights are scaled by their own.
 
-A layer's `amax_...` leaves hold these magnitudes. They are no parameters: `split` takes them out of
-a tree of parameters, and their "gradients" are the magnitudes that a step saw.
+A layer's `amax_...` leaves hold these magnitudes: of one kernel, or, with the kernel's name at
+their end, of each of several. They are no parameters: `split` takes them out of a tree of
+parameters, and their "gradients" are the magnitudes that a step saw.
 
-Reference: Micikevicius et al., "FP8 formats for deep learning", 2022, sections 3 and 4; delayed
-scaling as in NVIDIA's Transformer Engine.
+Reference: delayed scaling as in NVIDIA's Transformer Engine.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..graph import NARROW, WIDE, magnitude, to_eight_bits, unscaling
 from ._precision import Precision
 
 Tree = Any
 
-_NARROW, _WIDE = jnp.float8_e4m3fn, jnp.float8_e5m2
-# Of Micikevicius et al., table 1.
-_LARGEST = {_NARROW: 448.0, _WIDE: 57344.0}
 _PREFIX = "amax_"
+AMAX = ("amax_inputs", "amax_kernel", "amax_gradients")
+"""The magnitudes of a layer's product."""
 
 
 class Fp8Linear(nnx.Module):
@@ -53,20 +51,23 @@ class Fp8Linear(nnx.Module):
         self.use_bias = use_bias
         if use_bias:
             self.bias = nnx.Param(jnp.zeros((size_out,), precision.params))
-        self.amax_inputs = nnx.Variable(jnp.zeros((), jnp.float32))
-        self.amax_gradients = nnx.Variable(jnp.zeros((), jnp.float32))
-        self.amax_kernel = nnx.Variable(magnitude(kernel))
+        for name, amax in magnitudes(kernel).items():
+            setattr(self, name, amax)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         # Parameters are cast to 16 bits first: plans keep such casts for all micro-batches.
         y = scaled_product(
             x.astype(self.compute),
             self.kernel[...].astype(self.compute),
-            self.amax_inputs[...],
-            self.amax_kernel[...],
-            self.amax_gradients[...],
+            *(getattr(self, name)[...] for name in AMAX),
         )
         return y + self.bias[...].astype(y.dtype) if self.use_bias else y
+
+
+def magnitudes(kernel: jax.Array) -> dict[str, nnx.Variable[jax.Array]]:
+    """Those of a new kernel, by the names in `AMAX`; of all else nothing is known."""
+    known = jnp.zeros((), jnp.float32), magnitude(kernel), jnp.zeros((), jnp.float32)
+    return {name: nnx.Variable(amax) for name, amax in zip(AMAX, known, strict=True)}
 
 
 @jax.custom_vjp
@@ -77,9 +78,10 @@ def scaled_product(
     amax_kernel: jax.Array,
     amax_gradients: jax.Array,
 ) -> jax.Array:
-    """`x @ kernel` over the last dim of `x`, in the dtype of `x`.
+    """`x @ kernel` over the last dim of `x`, in the dtype of `x`; or, of a stack of kernels
+    `(n, in, out)`, each with its part of `x`, `(n, ..., in)`.
 
-    The gradient of `kernel` still has the scales of its factors, which `unscaled` takes off: they
+    The gradient of one kernel still has the scales of its factors, which `unscaled` takes off: they
     are the same for all micro-batches, so sums may come first. The gradients of `amax_inputs` and
     `amax_gradients` are the largest magnitudes of `x` and of the result's gradient.
     """
@@ -93,59 +95,46 @@ def _forward(
     amax_kernel: jax.Array,
     amax_gradients: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    x8 = _cast(x, amax_inputs, _NARROW)
-    kernel8 = _cast(kernel, amax_kernel, _NARROW)
-    y = jax.lax.dot_general(
-        x8, kernel8, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype
-    )
-    off = 1 / (_scale(amax_inputs, _NARROW) * _scale(amax_kernel, _NARROW))
+    x8 = to_eight_bits(x, amax_inputs, NARROW)
+    kernel8 = to_eight_bits(kernel, amax_kernel, NARROW)
+    y = _product(x8, kernel8, x.ndim - 1, kernel.ndim - 2, x.dtype)
+    off = unscaling((amax_inputs, NARROW), (amax_kernel, NARROW))
     like_kernel = jnp.zeros((), kernel.dtype)
-    return y * off.astype(x.dtype), (
-        x8,
-        kernel8,
-        magnitude(x),
-        amax_kernel,
-        amax_gradients,
-        like_kernel,
-    )
+    kept = x8, kernel8, magnitude(x), amax_inputs, amax_kernel, amax_gradients, like_kernel
+    return y * off.astype(x.dtype), kept
 
 
 def _backward(kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, ...]:
-    x8, kernel8, amax_inputs, amax_kernel, amax_gradients, like_kernel = kept
-    dy8 = _cast(dy, amax_gradients, _WIDE)
-    dx = jax.lax.dot_general(
-        dy8, kernel8, (((dy.ndim - 1,), (1,)), ((), ())), preferred_element_type=dy.dtype
-    )
-    off = 1 / (_scale(amax_gradients, _WIDE) * _scale(amax_kernel, _NARROW))
-    rows = tuple(range(dy.ndim - 1))
+    x8, kernel8, seen, amax_inputs, amax_kernel, amax_gradients, like_kernel = kept
+    dy8 = to_eight_bits(dy, amax_gradients, WIDE)
+    dx = _product(dy8, kernel8, dy.ndim - 1, kernel8.ndim - 1, dy.dtype)
+    off = unscaling((amax_gradients, WIDE), (amax_kernel, NARROW))
+    stacked = tuple(range(kernel8.ndim - 2))
+    rows = tuple(range(len(stacked), dy.ndim - 1))
     dkernel = jax.lax.dot_general(
-        x8, dy8, ((rows, rows), ((), ())), preferred_element_type=dy.dtype
+        x8, dy8, ((rows, rows), (stacked, stacked)), preferred_element_type=dy.dtype
     )
+    if stacked:
+        dkernel *= unscaling((amax_inputs, NARROW), (amax_gradients, WIDE)).astype(dy.dtype)
     return (
         dx * off.astype(dy.dtype),
         dkernel.astype(like_kernel.dtype),
-        amax_inputs,
+        seen,
         jnp.zeros_like(amax_kernel),
         magnitude(dy),
     )
 
 
+def _product(x: jax.Array, kernel: jax.Array, dim: int, of_kernel: int, dtype: Any) -> jax.Array:
+    """Summed over a dim of `x` and one of the kernel, which may be stacked."""
+    stacked = tuple(range(kernel.ndim - 2))
+    made: jax.Array = jax.lax.dot_general(
+        x, kernel, (((dim,), (of_kernel,)), (stacked, stacked)), preferred_element_type=dtype
+    )
+    return made
+
+
 scaled_product.defvjp(_forward, _backward)
-
-
-def magnitude(x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
-    """The largest magnitude of an array."""
-    return jnp.max(jnp.abs(x), axis=axis).astype(jnp.float32)
-
-
-def _scale(amax: jax.Array, dtype: Any) -> jax.Array:
-    """By what arrays of such magnitudes are multiplied; 1 if nothing is known of them."""
-    return jnp.where(amax > 0, _LARGEST[dtype] / amax, 1.0)
-
-
-def _cast(x: jax.Array, amax: jax.Array, dtype: Any) -> jax.Array:
-    top = _LARGEST[dtype]
-    return jnp.clip(x * _scale(amax, dtype).astype(x.dtype), -top, top).astype(dtype)
 
 
 def split(tree: Tree) -> tuple[Tree, Tree]:
@@ -176,7 +165,9 @@ def unscaled(grads: Tree, amax: Tree) -> Tree:
     """Gradients of parameters without the scales that those of kernels have."""
 
     def of_layer(layer: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-        off = 1 / (_scale(own["amax_inputs"], _NARROW) * _scale(own["amax_gradients"], _WIDE))
+        if "amax_kernel" not in own:
+            return layer
+        off = unscaling((own["amax_inputs"], NARROW), (own["amax_gradients"], WIDE))
         kernel = layer["kernel"]
         return {**layer, "kernel": kernel * _in_front(off, kernel).astype(kernel.dtype)}
 
@@ -187,9 +178,12 @@ def seen(amax: Tree, params: Tree) -> Tree:
     """The magnitudes for the next step: those that this one saw, and those of the new kernels."""
 
     def of_layer(own: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
-        stacked = own["amax_inputs"].ndim
-        kernel = layer["kernel"]
-        return {**own, "amax_kernel": magnitude(kernel, tuple(range(stacked, kernel.ndim)))}
+        new = {}
+        for name in own:
+            if name.startswith("amax_kernel"):
+                kernel = layer[name.removeprefix("amax_kernel").lstrip("_") or "kernel"]
+                new[name] = magnitude(kernel, tuple(range(own[name].ndim, kernel.ndim)))
+        return own | new
 
     return _in_layers(of_layer, amax, params)
 
@@ -200,11 +194,13 @@ def _in_front(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _in_layers(of_layer: Callable[..., Tree], tree: Tree, other: Tree) -> Tree:
-    """`of_layer` of each linear layer that has magnitudes in either tree; all else of the first."""
+    """`of_layer` of each layer that has magnitudes of its own in either tree; all else of the
+    first.
+    """
     if other is None or not isinstance(tree, list | dict):
         return tree
     if isinstance(tree, list):
         return [_in_layers(of_layer, *each) for each in zip(tree, other, strict=True)]
-    if "amax_inputs" in tree or "amax_inputs" in other:
-        return of_layer(tree, other)
-    return {key: _in_layers(of_layer, each, other.get(key)) for key, each in tree.items()}
+    below = {key: _in_layers(of_layer, each, other.get(key)) for key, each in tree.items()}
+    has_own = any(key.startswith(_PREFIX) for key in (*tree, *other))
+    return of_layer(below, other) if has_own else below

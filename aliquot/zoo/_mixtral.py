@@ -13,8 +13,11 @@ from flax import nnx
 
 from ..graph import experts
 from . import _llama, _moe
+from ._fp8 import AMAX, magnitudes, scaled_product
 from ._mixtral_config import MixtralConfig
 from ._precision import Precision
+
+_MATRICES = ("gate", "up", "down")
 
 
 class Experts(nnx.Module):
@@ -30,6 +33,12 @@ class Experts(nnx.Module):
         self.gate = _moe.weight(into, 0.02, precision, rngs)
         self.up = _moe.weight(into, 0.02, precision, rngs)
         self.down = _moe.weight(out, small, precision, rngs)
+        self.is_fp8 = precision.is_fp8
+        if precision.is_fp8:
+            # Leaves of their own, as parameters have the same names in all dtypes.
+            for name in _MATRICES:
+                for kind, amax in magnitudes(getattr(self, name)[...]).items():
+                    setattr(self, f"{kind}_{name}", amax)
         if config.shared_ffn_size:
             self.shared = _llama.FeedForward(
                 config.dense, precision, rngs=rngs, size=config.shared_ffn_size
@@ -46,7 +55,15 @@ class Experts(nnx.Module):
         if config.normalized_weights:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         if config.routing == "dropless":
-            y = experts(x, chosen, weights, matrices[:2], matrices[2], activation=swiglu)
+            y = experts(
+                x,
+                chosen,
+                weights,
+                matrices[:2],
+                matrices[2],
+                activation=swiglu,
+                amax=self._amax() if self.is_fp8 else None,
+            )
         else:
             y = self._with_places(x, chosen, weights, *matrices)
         if config.shared_ffn_size:
@@ -73,13 +90,24 @@ class Experts(nnx.Module):
         )
         dispatch_gsec = (combine_gsec > 0).astype(self.compute)
         taken_egcm = jnp.einsum("gsec,gsm->egcm", dispatch_gsec, x_gsm)
-        inner_egcf = swiglu(
-            jnp.einsum("egcm,emf->egcf", taken_egcm, gate),
-            jnp.einsum("egcm,emf->egcf", taken_egcm, up),
-        )
-        made_egcm = jnp.einsum("egcf,efm->egcm", inner_egcf, down)
+        if self.is_fp8:
+            of_gate, of_up, of_down = zip(*self._amax(), strict=True)
+            inner_egcf = swiglu(
+                scaled_product(taken_egcm, gate, *of_gate), scaled_product(taken_egcm, up, *of_up)
+            )
+            made_egcm = scaled_product(inner_egcf, down, *of_down)
+        else:
+            inner_egcf = swiglu(
+                jnp.einsum("egcm,emf->egcf", taken_egcm, gate),
+                jnp.einsum("egcm,emf->egcf", taken_egcm, up),
+            )
+            made_egcm = jnp.einsum("egcf,efm->egcm", inner_egcf, down)
         y_gsm = jnp.einsum("gsec,egcm->gsm", combine_gsec.astype(self.compute), made_egcm)
         return y_gsm.reshape(x.shape)
+
+    def _amax(self) -> list[list[jax.Array]]:
+        """As `aliquot.experts` takes them."""
+        return [[getattr(self, f"{kind}_{name}")[...] for name in _MATRICES] for kind in AMAX]
 
 
 class Block(nnx.Module):

@@ -65,6 +65,32 @@ def test_experts_of_a_vmap_are_those_of_each():
     np.testing.assert_allclose(each, whole, rtol=1e-5, atol=1e-7)
 
 
+def test_products_of_8_bit_floats_are_near_and_tell_their_magnitudes():
+    tokens, chosen, weights, into, out = drawn()
+    zero = jnp.zeros(())
+
+    @jax.jit
+    def run(amax):
+        def loss(tokens, weights, into, out, amax):
+            y = aliquot.experts(tokens, chosen, weights, into, out, activation=swiglu, amax=amax)
+            return jnp.sum(y * jnp.sin(jnp.arange(y.size).reshape(y.shape))), y
+
+        return jax.grad(loss, (0, 1, 2, 3, 4), has_aux=True)(tokens, weights, into, out, amax)
+
+    of_matrices = [jnp.max(jnp.abs(matrix)) for matrix in (*into, out)]
+    # Of a first step nothing is known; the second is scaled by what it saw.
+    (*_, (inputs, _, gradients)), _ = run([[zero] * 3, of_matrices, [zero] * 3])
+    (*found, seen), y = run([inputs, of_matrices, gradients])
+    (*wanted, _), y_wide = run(None)
+    for a, b in zip(jax.tree.leaves((found, y)), jax.tree.leaves((wanted, y_wide)), strict=True):
+        assert 1e-4 < jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)) < 0.2
+    assert inputs[0] == inputs[1] == jnp.max(jnp.abs(tokens)) and seen[1] == [0, 0, 0]
+    hidden = swiglu(*(jnp.einsum("...m,emf->...ef", tokens, matrix) for matrix in into))
+    taken = jnp.take_along_axis(hidden, chosen[..., None], -2) * weights[..., None]
+    np.testing.assert_allclose(seen[0][2], jnp.max(jnp.abs(taken)), rtol=0.1)
+    assert seen[2][2] == jnp.max(jnp.abs(jnp.sin(jnp.arange(y.size))))
+
+
 def test_all_faults_of_shapes_and_dtypes_are_said_at_once():
     tokens, chosen, weights, into, out = drawn()
     with pytest.raises(aliquot.InputError) as refusal:
@@ -75,6 +101,7 @@ def test_all_faults_of_shapes_and_dtypes_are_said_at_once():
             [into[0], into[1][:, :3]],
             out,
             activation=swiglu,
+            amax=[[1.0] * 3] * 2,
         )
-    for word in ("float32", "(3, 2, 2)", "into[1]", "bfloat16"):
+    for word in ("float32", "(3, 2, 2)", "into[1]", "bfloat16", "amax has [3, 3]"):
         assert word in str(refusal.value)

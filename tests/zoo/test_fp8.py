@@ -93,21 +93,39 @@ def test_a_step_scales_by_what_the_step_before_saw(scan):
     assert work.evaluate(state, text(4))["loss"] < losses[0]
 
 
+EXPERTS = {"num_experts": 4, "num_kv_heads": 2, "shared_ffn_size": 16}
+WITH_PLACES = {**EXPERTS, "routing": "capacity"}
+
+
 @pytest.mark.parametrize(
-    ("method", "micro_batches", "scan"),
+    ("method", "micro_batches", "scan", "experts"),
     [
-        (aq.Zero3Parallel(), 2, True),
-        pytest.param(aq.Megatron(data=2, tensor=4), 2, False, marks=pytest.mark.slow),
-        pytest.param(aq.Megatron(data=2, tensor=2, pipeline=2), 4, False, marks=pytest.mark.slow),
+        (aq.Zero3Parallel(), 2, True, {}),
+        pytest.param(aq.Megatron(data=2, tensor=4), 2, False, {}, marks=pytest.mark.slow),
+        pytest.param(
+            aq.Megatron(data=2, tensor=2, pipeline=2), 4, False, {}, marks=pytest.mark.slow
+        ),
+        pytest.param(aq.Zero3Parallel(), 2, False, WITH_PLACES, marks=pytest.mark.slow),
+        (aq.Megatron(data=2, expert=2, tensor=2), 2, True, EXPERTS),
+        pytest.param(
+            aq.Megatron(data=2, expert=2, pipeline=2), 4, False, EXPERTS, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            aq.Megatron(data=2, expert=2, pipeline=2),
+            4,
+            False,
+            WITH_PLACES,
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["zero3", "tensor", "pipeline"],
 )
-def test_parallel_steps_equal_plain_ones(method, micro_batches, scan, monkeypatch, x64):
+def test_parallel_steps_equal_plain_ones(method, micro_batches, scan, experts, monkeypatch, x64):
     # In float64 rounding hides nothing; products still are of 8-bit floats.
     wide = Precision(compute="float64", params="float64", is_fp8=True)
     monkeypatch.setitem(PRECISIONS, "fp8", wide)
     rows = 16
-    work = build("llama-7b", rows, overrides=SIZES, dtype="fp8", scan=scan)
+    model = "mixtral-8x7b" if experts else "llama-7b"
+    work = build(model, rows, overrides=SIZES | experts, dtype="fp8", scan=scan)
     plan = aq.plan(
         work.train_step,
         work.state,
@@ -146,16 +164,42 @@ def test_inference_takes_the_parameters_in_bf16():
     assert jax.tree.structure(inference.params) == jax.tree.structure(work.state["params"])
 
 
-def test_eight_bits_are_predicted_faster():
+def test_magnitudes_of_experts_are_those_of_the_last_step():
+    work = build("mixtral-8x7b", 4, overrides=SIZES | EXPERTS, dtype="fp8", learning_rate=1e-2)
+    wide = build("mixtral-8x7b", 4, overrides=SIZES | EXPERTS, dtype="bf16")
+    assert jax.tree.structure(work.state["params"]) == jax.tree.structure(wide.state["params"])
+    state, losses = work.init(jax.random.key(0)), []
+    for _ in range(8):
+        state, metrics = jax.jit(work.train_step)(state, text(4))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.5
+    own, params = state["amax"]["layers"][0]["moe"], state["params"]["layers"][0]["moe"]
+    for name in ("gate", "up", "down"):
+        assert own[f"amax_kernel_{name}"] == magnitude(params[name])
+        assert own[f"amax_inputs_{name}"] > 0 and own[f"amax_gradients_{name}"] > 0
+    assert own["amax_inputs_gate"] == own["amax_inputs_up"] != own["amax_inputs_down"]
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("gpt-2.6b", {}),
+        ("mixtral-8x7b", {"seq_len": 1024}),
+        pytest.param(
+            "mixtral-8x7b", {"seq_len": 1024, "routing": "capacity"}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_eight_bits_are_predicted_faster(model, changes):
     seconds = {}
     for dtype in ("bf16", "fp8"):
         work = build(
-            "gpt-2.6b",
+            model,
             32,
             dtype=dtype,
             device=DEVICES["H100"],
             scan=True,
-            overrides={"num_layers": 2},
+            overrides={"num_layers": 2, **changes},
         )
         plan = aq.plan(
             work.train_step,

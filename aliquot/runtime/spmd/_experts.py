@@ -57,7 +57,8 @@ def experts_on_pieces(
         wide_sums: see `Pins`.
     """
     is_backward = eqn.primitive.name != EXPERTS[0]
-    num_matrices = len(eqn.invars) - 3 - is_backward
+    is_scaled = eqn.params.get("wide") is not None
+    num_matrices = len(eqn.invars) - 3 - is_backward - is_scaled
     lead, (of_experts, of_inner, _) = given[0][:-1], given[2 + num_matrices]
     of_tokens = tuple(itertools.chain(*lead))
     exchanged = tuple(axis for axis in of_experts if axis in of_tokens)
@@ -66,14 +67,17 @@ def experts_on_pieces(
     others = tuple(axis for axis in (*of_experts, *of_inner) if axis not in exchanged)
     by_token = (*lead, ())
     matrices = [(of_experts, (), of_inner)] * (num_matrices - 1) + [(of_experts, of_inner, ())]
-    operands = [*[by_token] * 3, *matrices, *[by_token] * is_backward]
+    operands = [*[by_token] * 3, *matrices, *[((), ())] * is_scaled, *[by_token] * is_backward]
     results = [by_token, by_token, *matrices] if is_backward else [by_token]
+    largest = len(results) if is_backward and is_scaled else None
+    if largest is not None:
+        results.append(by_token)
     # Gradients of matrices, behind those of tokens and weights, are sums over tokens.
     elsewhere = tuple(axis for axis in of_tokens if axis not in exchanged)
     sums = [others if k < _OF_TOKENS else elsewhere for k in range(len(results))]
     scatters = [
-        scattered(split, goal, axes)
-        for split, goal, axes in zip(results, wanted, sums, strict=True)
+        scattered(split, goal, axes) if k != largest else {}
+        for k, (split, goal, axes) in enumerate(zip(results, wanted, sums, strict=True))
     ]
 
     def run(*pieces: Any) -> list[Any]:
@@ -91,7 +95,9 @@ def experts_on_pieces(
         return [summed(k, piece) for k, piece in enumerate(made)]
 
     def summed(k: int, piece: Any) -> Any:
-        """A result, summed over all devices that have a part of it."""
+        """A result, summed over all devices that have a part of it; of magnitudes the largest."""
+        if k == largest:
+            return jax.lax.pmax(piece, others) if others else piece
         dtype = piece.dtype
         if wide_sums and jnp.issubdtype(dtype, jnp.inexact):
             piece = piece.astype(jnp.promote_types(dtype, jnp.float32))
@@ -149,8 +155,9 @@ def _in_rounds(
         exchanged, of_tokens: axes along which rows are exchanged, and all that split tokens.
         chosen: numbers of experts on their devices.
     """
-    is_backward = compute is run_gradients
-    matrices, gradients = (rest[:-1], rest[-1:]) if is_backward else (rest, ())
+    is_backward, wide = compute is run_gradients, params.get("wide")
+    fixed, gradients = (rest[:-1], rest[-1:]) if is_backward else (rest, ())
+    matrices = fixed[:-1] if wide else fixed
     count, top, features = _num_devices(exchanged), chosen.shape[-1], tokens.shape[-1]
     chosen, shares = chosen.reshape(-1), weights.reshape(-1)
     rows = [array.reshape(-1, array.shape[-1]) for array in (tokens, *gradients)]
@@ -175,26 +182,35 @@ def _in_rounds(
         here = sent(jnp.where(is_row, chosen[choice], -1))
         share = sent(jnp.where(is_row, shares[choice], 0))
         x, *dy = (array.reshape(-1, array.shape[-1]) for array in arrived)
-        results = compute(x, here.reshape(-1, 1), share.reshape(-1, 1), *matrices, *dy, **params)
-        by_row = results[:_OF_TOKENS] if is_backward else [results]
+        results = compute(x, here.reshape(-1, 1), share.reshape(-1, 1), *fixed, *dy, **params)
+        of_matrices = slice(_OF_TOKENS, _OF_TOKENS + len(totals))
+        more = results[of_matrices] if is_backward else []
+        by_row = [*results[:_OF_TOKENS], *results[of_matrices.stop :]] if is_backward else [results]
         back = [sent(array.reshape(count, room, -1)) for array in by_row]
+        # Each choice comes back in one round.
         made = [
             total.at[choice].add(jnp.where(is_row[..., None], array, 0))
             for total, array in zip(made, back, strict=True)
         ]
-        more = results[_OF_TOKENS:] if is_backward else []
         return number + 1, made, [a + b for a, b in zip(totals, more, strict=True)]
 
+    dtype = jnp.dtype(wide or tokens.dtype)
     if is_backward:
-        kinds = [(features, tokens.dtype), (1, weights.dtype)]
+        kinds = [(features, dtype), (1, weights.dtype)]
+        kinds += [(len(matrices), jnp.dtype("float32"))] if wide else []
     else:
-        kinds = [(matrices[-1].shape[-1], tokens.dtype)]
-    made = [jnp.zeros((chosen.size, width), dtype) for width, dtype in kinds]
-    totals = [jnp.zeros_like(matrix) for matrix in matrices] if is_backward else []
+        kinds = [(matrices[-1].shape[-1], dtype)]
+    made = [jnp.zeros((chosen.size, width), kind) for width, kind in kinds]
+    totals = [jnp.zeros(m.shape, dtype) for m in matrices] if is_backward else []
     _, made, totals = jax.lax.while_loop(
         lambda state: state[0] < rounds, turn, (jnp.zeros_like(rounds), made, totals)
     )
-    wide = jnp.promote_types(tokens.dtype, jnp.float32)
-    summed = made[0].reshape(-1, top, made[0].shape[-1]).astype(wide).sum(1).astype(tokens.dtype)
+    by_choice = made[0].reshape(-1, top, made[0].shape[-1])
+    summed = by_choice.astype(jnp.promote_types(dtype, jnp.float32)).sum(1).astype(dtype)
     of_token = summed.reshape(*tokens.shape[:-1], summed.shape[-1])
-    return [of_token, made[1].reshape(weights.shape), *totals] if is_backward else [of_token]
+    largest = [
+        array.reshape(*tokens.shape[:-1], top, array.shape[-1]).max(-2)
+        for array in made[_OF_TOKENS:]
+    ]
+    of_weights = [made[1].reshape(weights.shape)] if is_backward else []
+    return [of_token, *of_weights, *totals, *largest]

@@ -247,12 +247,10 @@ class _Constrain(ReplayHook):
             for s, a in zip(given, arrays, strict=True)
         ]
         if op.name in EXPERTS and pin is not None:
-            shapes = [arrays[k].shape for k in (0, *range(2, len(arrays) - 1))]
-            if len(op.outputs) == 1:
-                shapes = [(*arrays[0].shape[:-1], arrays[-1].shape[-1])]
+            made = jax.eval_shape(lambda *arrays: list(bind(op.eqn, arrays)), *arrays)
             wanted = [
-                partition(mesh, chain[0] if chain else (), shape, without, minor)
-                for chain, minor, shape in zip(pin.results, pin.minor, shapes, strict=True)
+                partition(mesh, chain[0] if chain else (), one.shape, without, minor)
+                for chain, minor, one in zip(pin.results, pin.minor, made, strict=True)
             ]
             return split_experts(
                 op.eqn, arrays, mesh, groups, splits, wanted, wide_sums=self._pins.wide_sums
