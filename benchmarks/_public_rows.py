@@ -11,6 +11,7 @@ from typing import Any
 from aliquot.cluster import Cluster
 from aliquot.core import InputError
 from aliquot.planners import AbstractMethod, DataParallel, Megatron, Zero2Parallel, Zero3Parallel
+from aliquot.zoo import MODELS, as_fields
 
 DEVICES = {
     "A100-40GB": "A100-40GB",
@@ -51,6 +52,17 @@ _NETWORKS_GBPS = {
     "400 Gb/s RDMA per GPU": 3200.0,
     "400 Gbps per GPU RoCE (Arista 7800) ": 3200.0,
 }
+_OF_DEEPSEEK = (
+    "num_dense_layers",
+    "dense_ffn_size",
+    "kv_rank",
+    "query_rank",
+    "head_size",
+    "rope_head_size",
+    "value_head_size",
+    "gating",
+    "routed_scale",
+)
 _CUBE_MESH_GBPS = 100.0
 # Frameworks that recompute only where they are told to, so that a row without a word on it does
 # not; and that split the sequence beside tensor parallelism unless they are told not to.
@@ -111,10 +123,6 @@ def express(row: dict[str, Any]) -> Case:
     measured = row["measured"]
     reasons = []
     if model["experts"]:
-        if _is_fp8(row):
-            reasons.append("experts that multiply in 8 bits")
-        if "MLA" in (model["note"] or ""):
-            reasons.append("latent attention")
         if ((degrees["dp"] or 1) * (degrees["fsdp"] or 1)) % (degrees["ep"] or 1):
             reasons.append("experts split over more than the data ranks")
     pipeline, chunks = degrees["pp"] or 1, degrees["vp"] or 1
@@ -164,6 +172,17 @@ def express(row: dict[str, Any]) -> Case:
     )
 
 
+def is_harder(row: dict[str, Any]) -> bool:
+    """Whether a complete row has a pipeline, split sequences, experts, or products of 8 bits or
+    fewer.
+    """
+    degrees = row["parallelism"]
+    is_split = (degrees["pp"] or 1) * (degrees["cp"] or 1) > 1
+    is_narrow = _is_fp8(row) or "fp4" in row["precision"].lower()
+    has_time = row["measured"]["step_s"] is not None
+    return has_time and bool(is_split or row["model"]["experts"] or is_narrow)
+
+
 def _settings(row: dict[str, Any], recompute: str) -> dict[str, Any]:
     """Arguments of `zoo.build`."""
     model = row["model"]
@@ -181,8 +200,8 @@ def _settings(row: dict[str, Any], recompute: str) -> dict[str, Any]:
         "tied_embedding": bool(model["tied_embeddings"]),
     }
     if model["experts"]:
-        # Every layer has experts; tokens are never dropped. gpt-oss is without its sliding windows
-        # and sinks.
+        # Tokens are never dropped. gpt-oss is without its sliding windows and sinks, and DeepSeek
+        # V3 without the prediction of several tokens and its choice of experts on few hosts.
         fields |= {
             "family": "mixtral",
             "num_experts": model["experts"],
@@ -191,8 +210,10 @@ def _settings(row: dict[str, Any], recompute: str) -> dict[str, Any]:
             "shared_ffn_size": (model["shared_experts"] or 0) * model["moe_ffn"],
             "qk_norm": model["name"].startswith("qwen3"),
         }
+        if "MLA" in (model["note"] or ""):
+            fields |= _latent()
     head = model["head_dim"]
-    if head and head * heads != model["hidden"]:
+    if head and "kv_rank" not in fields and head * heads != model["hidden"]:
         fields["head_size"] = head
     half = "float16" if row["precision"].lower().startswith("fp16") else "bf16"
     dtype = "fp8" if _is_fp8(row) else half
@@ -205,6 +226,12 @@ def _settings(row: dict[str, Any], recompute: str) -> dict[str, Any]:
         "scan": ":" not in recompute,
         "attention": attention,
     }
+
+
+def _latent() -> dict[str, Any]:
+    """What DeepSeek V3 has besides experts."""
+    published = as_fields(MODELS["deepseek-v3"])
+    return {name: published[name] for name in _OF_DEEPSEEK}
 
 
 def _is_fp8(row: dict[str, Any]) -> bool:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from _calibration_files import update
-from _public_rows import Case, express
+from _public_rows import Case, express, is_harder
 from _results import Report, options, say
 from numpy.typing import NDArray
 
@@ -87,6 +87,12 @@ def main() -> int:
             cases.append(express(each))
         except InputError as error:
             left_out.update(str(error).split("; "))
+    expressed = {case.id for case in cases}
+    harder = [each["id"] in expressed for each in reported if is_harder(each)]
+    say(
+        f"{sum(harder)} of {len(harder)} rows with pipelines, split sequences, experts or products"
+        f" of 8 bits or fewer can be expressed: {np.mean(harder):.0%}"
+    )
     cases = [case for case in cases if chosen.only in case.id + case.device]
     if chosen.quick:
         cases = cases[::10]

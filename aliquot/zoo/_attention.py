@@ -41,7 +41,7 @@ def attention(
     kernel: str = "plain",
 ) -> jax.Array:
     """Softmax attention to all positions, or, if causal, to a position itself and those before it;
-    returns `(B, S, H, E)`.
+    returns `(B, S, H, E)`, with as many elements in each head as `v_btke` has.
 
     If several query heads share a key head, keys and values are not copied.
 
@@ -54,7 +54,12 @@ def attention(
         checkpoint_name(x, name)
         for x, name in ((q_bshe, "query"), (k_btke, "key"), (v_btke, "value"))
     )
-    out = _KERNELS[kernel](q_bshe, k_btke, v_btke, is_causal)
+    width = v_btke.shape[-1]
+    missing = q_bshe.shape[-1] - width
+    if missing and kernel != "plain":
+        # Kernels have heads of one size.
+        v_btke = jnp.pad(v_btke, [(0, 0)] * 3 + [(0, missing)])
+    out = _KERNELS[kernel](q_bshe, k_btke, v_btke, is_causal)[..., :width]
     named: jax.Array = checkpoint_name(out, "attention")
     return named
 

@@ -36,10 +36,10 @@ class Attention(nnx.Module):
         kv_size = config.num_kv_heads * config.head_dim
         q_size = config.num_heads * config.head_dim
         biased = config.qkv_bias
-        self.q = _linear(config.hidden_size, q_size, precision, rngs, use_bias=biased)
-        self.k = _linear(config.hidden_size, kv_size, precision, rngs, use_bias=biased)
-        self.v = _linear(config.hidden_size, kv_size, precision, rngs, use_bias=biased)
-        self.out = _linear(q_size, config.hidden_size, precision, rngs, depth=config.num_layers)
+        self.q = linear(config.hidden_size, q_size, precision, rngs, use_bias=biased)
+        self.k = linear(config.hidden_size, kv_size, precision, rngs, use_bias=biased)
+        self.v = linear(config.hidden_size, kv_size, precision, rngs, use_bias=biased)
+        self.out = linear(q_size, config.hidden_size, precision, rngs, depth=config.num_layers)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
             self.q_norm = norm(config, precision, rngs, size=config.head_dim)
@@ -73,7 +73,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q).astype(q.dtype), self.k_norm(k).astype(k.dtype)
         v = split_heads(self.v(x), self.num_kv_heads)
         if position is None:
-            return _rotate(q, self.theta, self.factor), _rotate(k, self.theta, self.factor), v
+            return rotate(q, self.theta, self.factor), rotate(k, self.theta, self.factor), v
         q = _rotated_at(q, self.theta, self.factor, position)
         return q, _rotated_at(k, self.theta, self.factor, position), v
 
@@ -87,9 +87,9 @@ class FeedForward(nnx.Module):
         self, config: ModelConfig, precision: Precision, *, rngs: nnx.Rngs, size: int = 0
     ) -> None:
         inside = size or config.ffn_size
-        self.gate = _linear(config.hidden_size, inside, precision, rngs)
-        self.up = _linear(config.hidden_size, inside, precision, rngs)
-        self.down = _linear(inside, config.hidden_size, precision, rngs, depth=config.num_layers)
+        self.gate = linear(config.hidden_size, inside, precision, rngs)
+        self.up = linear(config.hidden_size, inside, precision, rngs)
+        self.down = linear(inside, config.hidden_size, precision, rngs, depth=config.num_layers)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -127,7 +127,7 @@ class Ends(nnx.Module):
         )
         self.norm = norm(config, precision, rngs)
         if not self.tied:
-            self.head = _linear(config.hidden_size, config.vocab_size, precision, rngs)
+            self.head = linear(config.hidden_size, config.vocab_size, precision, rngs)
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
         """`(B, S)` token ids to `(B, S, hidden_size)`."""
@@ -144,14 +144,14 @@ class Ends(nnx.Module):
 
 
 def _rotated_at(x_bhe: jax.Array, theta: float, factor: float, position_b: jax.Array) -> jax.Array:
-    """As `_rotate`, for one token of each sequence at its position."""
+    """As `rotate`, for one token of each sequence at its position."""
     wide, half = jnp.promote_types(x_bhe.dtype, jnp.float32), x_bhe.shape[2] // 2
     exponent = jax.lax.broadcasted_iota(wide, (1, 1, half), 2) * (-1.0 / half)
     angle = position_b.astype(wide)[:, None, None] * _frequency(exponent, theta, factor)
     return _turned(x_bhe, angle)
 
 
-def _rotate(x_bshe: jax.Array, theta: float, factor: float) -> jax.Array:
+def rotate(x_bshe: jax.Array, theta: float, factor: float = 1.0) -> jax.Array:
     """Rotate the pair `(x[i], x[i + E/2])` at position `s` by the angle `s * theta ** (-2 i / E)`,
     in float32 or wider.
 
@@ -188,7 +188,7 @@ def _turned(x: jax.Array, angle: jax.Array) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-def _linear(
+def linear(
     size_in: int,
     size_out: int,
     precision: Precision,
@@ -197,6 +197,9 @@ def _linear(
     depth: int = 0,
     use_bias: bool = False,
 ) -> nnx.Linear | Fp8Linear:
+    """A product with a matrix, `(size_in, size_out)`; `depth` is given for those that add to the
+    residual stream: the layers of the model.
+    """
     # Projections into the residual stream start the smaller, the deeper the model is, so that the
     # stream keeps its variance.
     scale = 0.02 if not depth else 0.02 / (2 * depth) ** 0.5

@@ -1,8 +1,11 @@
 """Mixtral: Llama with gated experts in every layer; and what its relatives add: shared experts and
-many small ones (DeepSeekMoE), normalised queries and keys (Qwen 3).
+many small ones (DeepSeekMoE), normalised queries and keys (Qwen 3), latent attention, dense first
+layers and sigmoid gates (DeepSeek-V3, without its choice of experts on few hosts, the bias that
+balances their use, and the prediction of several tokens).
 
 References: Jiang et al., "Mixtral of Experts", 2024; Dai et al., "DeepSeekMoE: towards ultimate
-expert specialization in mixture-of-experts language models", 2024.
+expert specialization in mixture-of-experts language models", 2024; DeepSeek-AI,
+"DeepSeek-V3 technical report", 2024, section 2.1.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from flax import nnx
 from ..graph import experts
 from . import _llama, _moe
 from ._fp8 import AMAX, magnitudes, scaled_product
+from ._latent import LatentAttention
 from ._mixtral_config import MixtralConfig
 from ._precision import Precision
 
@@ -49,11 +53,14 @@ class Experts(nnx.Module):
         config = self.config
         # The choice is made in float32 or wider: rounding would send tokens to other experts.
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        gates_bse = jax.nn.softmax(x.astype(wide) @ self.router[...].astype(wide))
+        gate = jax.nn.softmax if config.gating == "softmax" else jax.nn.sigmoid
+        gates_bse = gate(x.astype(wide) @ self.router[...].astype(wide))
         matrices = [m[...].astype(self.compute) for m in (self.gate, self.up, self.down)]
         weights, chosen = jax.lax.top_k(gates_bse, config.top_k)
         if config.normalized_weights:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        if config.routed_scale != 1:
+            weights = weights * config.routed_scale
         if config.routing == "dropless":
             y = experts(
                 x,
@@ -68,6 +75,8 @@ class Experts(nnx.Module):
             y = self._with_places(x, chosen, weights, *matrices)
         if config.shared_ffn_size:
             y = y + self.shared(x)
+        if config.gating != "softmax":
+            gates_bse = gates_bse / jnp.sum(gates_bse, axis=-1, keepdims=True)
         return y, unequal_use(gates_bse, chosen)
 
     def _with_places(
@@ -124,7 +133,7 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.norm1 = _llama.norm(config.dense, precision, rngs)
-        self.attn = _llama.Attention(config.dense, precision, kernel=attention, rngs=rngs)
+        self.attn = _attention(config, precision, attention, rngs)
         self.norm2 = _llama.norm(config.dense, precision, rngs)
         self.moe = Experts(config, precision, rngs=rngs)
 
@@ -132,6 +141,33 @@ class Block(nnx.Module):
         x = x + self.attn(self.norm1(x).astype(x.dtype))
         y, balance = self.moe(self.norm2(x).astype(x.dtype))
         return (x + y, balance) if self.moe.config.balance_weight else x + y
+
+
+class DenseBlock(_llama.Block):
+    """One of the first layers, with one network in place of experts."""
+
+    def __init__(
+        self,
+        config: MixtralConfig,
+        precision: Precision,
+        *,
+        attention: str = "plain",
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.norm1 = _llama.norm(config.dense, precision, rngs)
+        self.attn = _attention(config, precision, attention, rngs)
+        self.norm2 = _llama.norm(config.dense, precision, rngs)
+        self.mlp = _llama.FeedForward(
+            config.dense, precision, rngs=rngs, size=config.dense_ffn_size
+        )
+
+
+def _attention(
+    config: MixtralConfig, precision: Precision, kernel: str, rngs: nnx.Rngs
+) -> nnx.Module:
+    if config.kv_rank:
+        return LatentAttention(config, precision, kernel=kernel, rngs=rngs)
+    return _llama.Attention(config.dense, precision, kernel=kernel, rngs=rngs)
 
 
 class Ends(_llama.Ends):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -68,7 +68,8 @@ class Network(AbstractNetwork):
     """A model of text.
 
     `layers` is a list with one dict for each layer, or, with `scan`, a dict whose arrays have a
-    leading layer dim: one such dict, or one for each kind of layer.
+    leading layer dim: one such dict, or one for each kind of layer. If the first layers are of
+    another kind, the scanned form is a list of these, `first`, and a dict for the `rest`.
     """
 
     def __init__(
@@ -89,25 +90,29 @@ class Network(AbstractNetwork):
         self._ends_def, self._ends_shapes, self._init_ends = _module(
             lambda k: _make(ends, config, replace(precision, is_fp8=False), k)
         )
-        self._kinds = [
-            _Kind(
-                functools.partial(_make, cls, config, precision, attention=attention),
-                recompute=recompute,
-                scan=scan,
-            )
-            for cls in kinds.values()
-        ]
+
+        def made(cls: Any, *, scan: bool) -> _Kind:
+            make = functools.partial(_make, cls, config, precision, attention=attention)
+            return _Kind(make, recompute=recompute, scan=scan)
+
+        self._kinds = [made(cls, scan=scan) for cls in kinds.values()]
         self._names = list(kinds)
+        self._first: list[_Kind] = []
+        if isinstance(config, MixtralConfig) and config.num_dense_layers:
+            self._first = [made(_mixtral.DenseBlock, scan=False)] * config.num_dense_layers
 
     def shapes(self) -> dict[str, Tree]:
         """Shapes of the parameters; a model of text keeps nothing else."""
         if self.scan:
-            count = self.num_layers // len(self._kinds)
+            count = self._num_turns
             stacks = [
                 jax.tree.map(lambda x: abstract((count, *x.shape), x.dtype), kind.shapes)
                 for kind in self._kinds
             ]
             layers = self._stacked(stacks)
+            if self._first:
+                first = [jax.tree.map(lambda x: x, kind.shapes) for kind in self._first]
+                layers = {"first": first, "rest": layers}
         else:
             layers = [jax.tree.map(lambda x: x, kind.shapes) for kind in self._turns()]
         return {"params": {**self._ends_shapes, "layers": layers}}
@@ -117,20 +122,24 @@ class Network(AbstractNetwork):
         key.
         """
         ends_key, layers_key = jax.random.split(key)
+
+        def one_by_one(kinds: Iterable[_Kind]) -> list[Tree]:
+            return [kind.init(jax.random.fold_in(layers_key, i)) for i, kind in enumerate(kinds)]
+
         if self.scan:
-            step = len(self._kinds)
+            step, count = len(self._kinds), len(self._first)
             layers = self._stacked(
                 [
                     jax.vmap(kind.init)(
-                        _folded(layers_key, jnp.arange(first, self.num_layers, step))
+                        _folded(layers_key, jnp.arange(count + first, self.num_layers, step))
                     )
                     for first, kind in enumerate(self._kinds)
                 ]
             )
+            if self._first:
+                layers = {"first": one_by_one(self._first), "rest": layers}
         else:
-            layers = [
-                kind.init(jax.random.fold_in(layers_key, i)) for i, kind in enumerate(self._turns())
-            ]
+            layers = one_by_one(self._turns())
         return {"params": {**self._init_ends(ends_key), "layers": layers}}
 
     def loss(
@@ -144,7 +153,7 @@ class Network(AbstractNetwork):
         loss = self._cross_entropy(ends.logits(x), batch["targets"])
         if not balance:
             return loss, {}, {}
-        mean = sum(balance[1:], start=balance[0]) / (self.num_layers // len(self._kinds))
+        mean = sum(balance[1:], start=balance[0]) / self._num_turns
         return loss + self.balance_weight * mean, {"balance_loss": mean}, {}
 
     def forward(self, params: Tree, tokens: jax.Array) -> jax.Array:
@@ -218,11 +227,21 @@ class Network(AbstractNetwork):
                 reports += report
             return x, reports
 
+        if self._first:
+            for first in layers["first"]:
+                x, _ = self._first[0].apply(first, x)
+            layers = layers["rest"]
         x, stacked = jax.lax.scan(turn, x, layers)
         return x, [report.sum() for report in stacked]
 
+    @property
+    def _num_turns(self) -> int:
+        """How often the kinds of layers alternate behind the first layers."""
+        return (self.num_layers - len(self._first)) // len(self._kinds)
+
     def _turns(self) -> Iterator[_Kind]:
-        return itertools.islice(itertools.cycle(self._kinds), self.num_layers)
+        kinds = itertools.chain(self._first, itertools.cycle(self._kinds))
+        return itertools.islice(kinds, self.num_layers)
 
     def _stacked(self, stacks: list[Tree]) -> Tree:
         return stacks[0] if len(stacks) == 1 else dict(zip(self._names, stacks, strict=True))

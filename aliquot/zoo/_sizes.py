@@ -41,7 +41,10 @@ _OTHERS = {
         "it has sliding windows, attention sinks and biases. gpt-oss-like-20b and -120b have its"
         f" sizes without these. {OWN_CODE}"
     ),
-    "deepseek": f"it has latent attention; deepseek-moe-16b has ordinary heads. {OWN_CODE}",
+    "deepseek": (
+        "it may choose experts on few hosts, scale rotations or predict several tokens."
+        f" deepseek-v3, -v2-lite and -moe-16b are without these. {OWN_CODE}"
+    ),
     "gemma": f"it has GeGLU and scaled embeddings. {OWN_CODE}",
     "phi": f"its queries, keys and values are one product. {OWN_CODE}",
 }
@@ -200,6 +203,45 @@ def _qwen3_moe(name: str, layers: int, hidden: int, heads: int, ffn: int) -> Mix
     )
 
 
+def _deepseek(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    *,
+    ffn: int,
+    experts: int,
+    top: int,
+    shared: int,
+    num_dense: int,
+    dense_ffn: int,
+    vocab: int,
+    **others: Any,
+) -> MixtralConfig:
+    """With latent attention; at the 4096 tokens of most of pre-training."""
+    return _mixtral(
+        name,
+        layers,
+        hidden,
+        heads,
+        kv_heads=heads,
+        ffn=ffn,
+        experts=experts,
+        top=top,
+        vocab=vocab,
+        shared_ffn_size=shared * ffn,
+        num_dense_layers=num_dense,
+        dense_ffn_size=dense_ffn,
+        kv_rank=512,
+        head_size=128,
+        rope_head_size=64,
+        value_head_size=128,
+        norm_epsilon=1e-6,
+        rope_theta=10000.0,
+        **others,
+    )
+
+
 def _gpt_oss_like(name: str, layers: int, experts: int) -> MixtralConfig:
     """The sizes of the "gpt-oss model card", 2025; without attention sinks, sliding windows,
     biases and the clamps of its experts.
@@ -252,7 +294,9 @@ def _wide_resnet(name: str, layers: int, channels: int, factor: int) -> WideResN
 # sequences: Aceso (Liu et al., EuroSys 2024), whose GPT of up to 1024 narrow layers is scale-layer.
 # Mixtral: Jiang et al., "Mixtral of Experts", 2024, table 1, and the configuration of 8x22B as
 # released. DeepSeek 16B: Dai et al., "DeepSeekMoE", 2024, section 5.1, without the one layer, the
-# first, that has a dense network. Their sequences are those of most published steps.
+# first, that has a dense network; V2 Lite and V3: "DeepSeek-V2", 2024, appendix B, and "DeepSeek-V3
+# technical report", 2024, section 4.2, without multi-token prediction. Their sequences are those of
+# most published steps.
 _ALL: tuple[AbstractConfig, ...] = (
     _gpt("gpt-10m", 6, 384, 8, seq_len=128, vocab=256),
     _gpt("gpt-125m", 12, 768, 12),
@@ -306,6 +350,36 @@ _ALL: tuple[AbstractConfig, ...] = (
         normalized_weights=False,
         norm_epsilon=1e-6,
         rope_theta=10000.0,
+    ),
+    _deepseek(
+        "deepseek-v2-lite",
+        27,
+        2048,
+        16,
+        ffn=1408,
+        experts=64,
+        top=6,
+        shared=2,
+        num_dense=1,
+        dense_ffn=10944,
+        vocab=102400,
+        normalized_weights=False,
+    ),
+    _deepseek(
+        "deepseek-v3",
+        61,
+        7168,
+        128,
+        ffn=2048,
+        experts=256,
+        top=8,
+        shared=1,
+        num_dense=3,
+        dense_ffn=18432,
+        vocab=129280,
+        query_rank=1536,
+        gating="sigmoid",
+        routed_scale=2.5,
     ),
     _gpt_oss_like("gpt-oss-like-20b", 24, 32),
     _gpt_oss_like("gpt-oss-like-120b", 36, 128),

@@ -46,6 +46,8 @@ PUBLISHED = {
     "mixtral-8x22b": 140.62e9,
     # All layers with experts; as published, 16.4 with a dense first layer.
     "deepseek-moe-16b": 16.4e9,
+    "deepseek-v2-lite": 15.706e9,
+    "deepseek-v3": 671.03e9,
     "gpt-oss-like-20b": 20.9e9,
     "gpt-oss-like-120b": 116.8e9,
     "moe-380m": 380e6,
