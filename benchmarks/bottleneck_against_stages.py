@@ -20,7 +20,7 @@ from _results import Journal, Report, options
 from aliquot import zoo
 from aliquot.cluster import Cluster
 from aliquot.graph import capture
-from aliquot.planners import Bottleneck, PipeshardParallel, StageDP, Task, solve_pipeline
+from aliquot.planners import Bottleneck, PipeshardParallel, StageDP, Task
 
 _BAR, _GOAL = 0.03, 0.01
 
@@ -120,8 +120,8 @@ def _row(case: Case) -> dict[str, Any]:
             inter=inter, num_stages=case.stages, num_micro_batches=case.micro_batches
         )
         start = time.process_time()
-        found = solve_pipeline(method, task).decision
-        assert found is not None and found.pipeline is not None
+        found = method.decide(task)
+        assert found.pipeline is not None
         times[label] = found.step_time_s
         row |= {
             f"{label} step s": found.step_time_s,

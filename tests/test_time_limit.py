@@ -73,11 +73,11 @@ def test_a_search_in_another_thread_ends_when_it_tells_its_progress():
     "stopped", [KeyboardInterrupt(), Interrupted(None)], ids=["in between", "in a race"]
 )
 def test_the_best_plan_so_far_is_the_answer_with_its_gap(stopped, monkeypatch):
-    def stop(method, task, faster_than_s):
+    def stop(pipelines, search):
         monkeypatch.setattr(_time_limit.TimeLimit, "is_over", property(lambda limit: True))
         raise stopped
 
-    monkeypatch.setattr("aliquot.planners._pipeshard.solve_pipeline", stop)
+    monkeypatch.setattr("aliquot.planners._pipelines.Pipelines.open", stop)
     monkeypatch.setattr("aliquot.planners._auto.least_compute_s", lambda problem: 0.0)
     plan = aq.plan(*STEP, cluster=CLUSTER, time_limit_s=3600.0)
     known = plan.provenance

@@ -32,7 +32,6 @@ from ._registry import METHODS as METHODS
 from ._registry import PIPELINES as PIPELINES
 from ._registry import PipelineOptions as PipelineOptions
 from ._registry import method_by_name as method_by_name
-from ._search_counts import solve_pipeline as solve_pipeline
 from ._write import write_plan as write_plan
 from .inter import NO_LIMITS as NO_LIMITS
 from .inter import AbstractInter as AbstractInter

@@ -34,9 +34,9 @@ class Candidate:
     """One mesh (or method) that was tried: its bound and, if it was solved, its step time."""
 
     name: str
-    mesh: str
-    lower_bound_s: float | None
-    step_time_s: float | None
+    mesh: str = ""
+    lower_bound_s: float | None = None
+    step_time_s: float | None = None
     outcome: str
 
 
@@ -261,7 +261,7 @@ class AbstractMethod(abc.ABC):
             interrupted.decision = best and replace(best, combine=task.combine(count))
             raise
         except InfeasibleError as error:
-            raise _that_decomposes(error, task) from None
+            raise that_decomposes(error, task) from None
 
     @abc.abstractmethod
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
@@ -282,7 +282,7 @@ def faster(one: Decision | None, other: Decision | None) -> Decision | None:
     return other if other.step_time_s < one.step_time_s else one
 
 
-def _that_decomposes(error: InfeasibleError, task: Task) -> InfeasibleError:
+def that_decomposes(error: InfeasibleError, task: Task) -> InfeasibleError:
     """The error without advice to use micro-batches into which the step does not decompose."""
     kept = []
     for change in error.advice:

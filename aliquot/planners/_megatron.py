@@ -15,7 +15,7 @@ from ..graph import Graph, Role
 from ._base import AbstractMethod, Decision, Progress, Task
 from ._pipeshard import PipeshardParallel
 from ._race import Entry, race
-from ._tried import tried_pipeline
+from ._tried import tried_decision
 from .inter import EqualStages
 from .intra import ATTENTION_WAYS, MegatronSplit, Space, fixed
 
@@ -196,7 +196,7 @@ class Megatron(AbstractMethod):
                 if count == 1 or not is_open:
                     raise
                 continue
-            tried.append(tried_pipeline(decision))
+            tried.append(tried_decision(decision, "simulated"))
             # Larger micro-batches mean less overhead and a larger bubble, so the step time first
             # falls and then rises: stop at the first rise.
             if best is not None and decision.step_time_s >= best.step_time_s:

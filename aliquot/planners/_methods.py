@@ -6,20 +6,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh, logical_mesh_shapes
-from ..core import InputError
+from ..core import InfeasibleError, InputError
 from ..cost import Problem, price
-from ._base import AbstractMethod, Decision, Progress, Task
-from ._fewer_hosts import fastest_on_any_hosts
+from ._base import AbstractMethod, Decision, Progress, Task, that_decomposes
+from ._hosts import Hosts
 from ._neighbourhood import FEW_AXES, choices_to_try
-from ._race import Entry, goes_first, race
-from ._scopes import one_program_scope
+from ._programs import Programs
+from ._quick_bounds import least_compute_s
+from ._race import Entry, RaceInParts, finished, goes_first, race, race_in_parts
+from ._search import AbstractFamily, Refusal, Search
 from .intra import ILP, AbstractIntra, Fixed, Space, fixed
 
 
@@ -165,29 +167,37 @@ class WholeProgram(AbstractMethod):
         """See `AbstractMethod.decide`. Without a given mesh hosts may be left idle, if that is
         faster.
         """
-        on_all = AbstractMethod.decide(self, task)
-        if self.mesh_shape is not None:
-            return on_all
-        return fastest_on_any_hosts(task, on_all, self._decide_on)
+        count = 1 if task.num_micro_batches is None else task.num_micro_batches
 
-    def _decide_on(self, task: Task, faster_than_s: float) -> Decision:
-        """The decision for some of the hosts; `TooSlowError` if none is fast enough."""
-        method = replace(self, faster_than_s=min(self.faster_than_s, faster_than_s))
-        decision = AbstractMethod.decide(method, task)
-        return replace(decision, bound_holds_for=one_program_scope(decision))
+        def families(task: Task) -> list[AbstractFamily]:
+            return [Programs(task=task, method=self, count=count, most=count)]
+
+        problem, on_fewer = task.problem(count), list[Hosts]()
+        if self.mesh_shape is None and task.cluster.num_hosts > 1:
+            on_fewer = Hosts.below(task, families, least_compute_s(problem))
+        search = Search(task=task, faster_than_s=self.faster_than_s)
+        decision = search.run([*families(task), *on_fewer], "program")
+        return decision or self._refused(search.refusal_of(Programs), task, problem)
+
+    def _refused(self, refusal: Refusal | None, task: Task, problem: Problem) -> Decision:
+        """Say why no program fits, after a search if arrays alone are too large."""
+        try:
+            if refusal is not None:
+                raise refusal
+            return self.solve(problem, task.progress)
+        except InfeasibleError as error:
+            raise that_decomposes(error, task) from None
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
-        return self.solve_beside(problem, progress, None)
+        return finished(self.race(problem, progress, pauses=False))
 
-    def solve_beside(
-        self, problem: Problem, progress: Progress | None, rival: Callable[[float], float] | None
-    ) -> Decision:
-        """As `solve`, with `rival`, a search of other plans such as pipelines; see `race`.
+    def race(self, problem: Problem, progress: Progress | None, *, pauses: bool) -> RaceInParts:
+        """As `solve`, with a pause where memory makes the search long; see `race_in_parts`.
 
         Raises:
             TooSlowError: no program that fits is known, because the search ended once none could
-                beat both `faster_than_s` and the rival.
+                beat `faster_than_s` and the time that was sent.
         """
         entries = []
         if self.mesh_shape is None:
@@ -201,7 +211,7 @@ class WholeProgram(AbstractMethod):
                     continue
         # The most promising meshes come first, so that a limit on their number drops the others.
         meshes = _meshes(problem, self.mesh_shape, self.max_axes)[: self.max_meshes]
-        return race(
+        return race_in_parts(
             problem,
             itertools.chain(entries, _shard_entries(problem, meshes, self.intra)),
             expected=len(entries) + len(meshes),
@@ -211,7 +221,7 @@ class WholeProgram(AbstractMethod):
             states_bound=True,
             progress=progress,
             faster_than_s=self.faster_than_s,
-            rival=rival,
+            pauses=pauses,
         )
 
 

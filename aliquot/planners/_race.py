@@ -15,10 +15,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,27 @@ class Entry:
         return self.space.priced.mesh
 
 
-def race(
+RaceInParts: TypeAlias = Generator[Decision | None, float, Decision]
+"""A race that may pause once, if memory makes it long, and yields its best decision so far: other
+plans, such as pipelines, may be found sooner. It is sent the step time to beat from then on."""
+
+
+def race(problem: Problem, entries: Iterable[Entry], **settings: Any) -> Decision:
+    """As `race_in_parts`, without a pause."""
+    return finished(race_in_parts(problem, entries, pauses=False, **settings))
+
+
+def finished(race: RaceInParts) -> Decision:
+    """The decision of a race that does not pause."""
+    try:
+        next(race)
+    except StopIteration as end:
+        decision: Decision = end.value
+        return decision
+    raise AssertionError("the race pauses")
+
+
+def race_in_parts(
     problem: Problem,
     entries: Iterable[Entry],
     *,
@@ -62,8 +82,8 @@ def race(
     expected: int = 1,
     progress: Progress | None = None,
     faster_than_s: float = math.inf,
-    rival: Callable[[float], float] | None = None,
-) -> Decision:
+    pauses: bool = True,
+) -> RaceInParts:
     """The best decision among all entries, with a bound that holds for all of them.
 
     Args:
@@ -73,10 +93,9 @@ def race(
         states_bound: whether the plan states the lower bound; fixed methods state none.
         expected: about how many entries there are, for `progress`.
         faster_than_s: entries that cannot take less are not searched further; the answer may then
-            be any plan that fits.
-        rival: a search for other plans, such as pipelines. It is called at most once, if memory
-            makes the race long: with the least step time so far, and it returns that of its own
-            plans. From then on entries that cannot take less are not searched at all.
+            be any plan that fits. After a pause it is the time that was sent, and these entries are
+            not searched at all.
+        pauses: whether the race pauses if memory makes it long.
 
     Raises:
         InfeasibleError: no entry fits in memory; describes the smallest plan and remedies.
@@ -87,20 +106,19 @@ def race(
     runners: list[_Runner] = []
     notes: dict[str, Any] = {}
     best: tuple[_Runner, IntraSolution] | None = None
-    rival_s = math.inf
+    sent_s = math.inf
     report = progress or (lambda what, done, of: None)
 
     def cutoff_s(best: tuple[_Runner, IntraSolution] | None) -> float:
         """The step time that a solution must stay below to be of use."""
         # Improvements within the accepted gap do not count.
         improved_s = best[1].step_time_s / (1 + relative_gap) if best else np.inf
-        return min(improved_s, faster_than_s, rival_s)
+        return min(improved_s, faster_than_s, sent_s)
 
-    def ask_rival() -> None:
-        nonlocal rival, rival_s
-        if rival is not None:
-            ask, rival = rival, None
-            rival_s = ask(best[1].step_time_s if best else math.inf)
+    def unfinished() -> Decision | None:
+        return best and _decision(
+            best, runners, problem, method, planner, states_bound, "interrupted", relative_gap
+        )
 
     # HiGHS releases Python's global lock while it solves, so threads run in parallel.
     pool = ThreadPoolExecutor(max_workers=os.cpu_count())
@@ -110,15 +128,16 @@ def race(
             k = len(runners)
             report(f"{entry.space.name} on {entry.mesh}", k, max(expected, k + 1))
             # The fastest plan known to fit is an upper bound for this search.
-            ceiling_s = min(best[1].step_time_s if best else np.inf, rival_s)
+            ceiling_s = min(best[1].step_time_s if best else np.inf, sent_s)
             runners.append(runner := _Runner.start(entry, problem, pool, ceiling_s, notes))
-            # The rival is called only after the meshes of one axis: their integer programs are
-            # small, and their solutions limit its search.
-            if rival is not None and goes_first(entry.mesh) and len(entry.mesh.shape) > 1:
+            # The race pauses only after the meshes of one axis: their integer programs are small,
+            # and their solutions limit other searches.
+            if pauses and goes_first(entry.mesh) and len(entry.mesh.shape) > 1:
                 ahead = _priced_meanwhile(upcoming, pool.submit(runner.bound, -np.inf))
                 upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
                 if runner.is_open(cutoff_s(best)):
-                    ask_rival()
+                    pauses = False
+                    sent_s = yield unfinished()
             if goes_first(entry.mesh):
                 ahead = _priced_meanwhile(upcoming, pool.submit(runner.bound, cutoff_s(best)))
                 upcoming, best = itertools.chain(ahead, upcoming), _better(best, runner)
@@ -132,8 +151,8 @@ def race(
             # useful for all.
             runner.bound(-np.inf)
             best = _better(best, runner)
-        if any(runner.is_open(cutoff_s(best)) for runner in runners):
-            ask_rival()
+        if pauses and any(runner.is_open(cutoff_s(best)) for runner in runners):
+            sent_s = yield unfinished()
         lift_to_s = cutoff_s(best)
         for runner, lifted in [(r, pool.submit(r.bound, lift_to_s)) for r in unsolved]:
             lifted.result()
@@ -149,18 +168,11 @@ def race(
                 best = runner, improved
     except KeyboardInterrupt as error:
         best = best or _salvage(runners)
-        decision = (
-            _decision(
-                best, runners, problem, method, planner, states_bound, "interrupted", relative_gap
-            )
-            if best
-            else None
-        )
-        raise Interrupted(decision) from error
+        raise Interrupted(unfinished()) from error
     finally:
         pool.shutdown(cancel_futures=True)
     if best is None:
-        enough_s = min(faster_than_s, rival_s)
+        enough_s = min(faster_than_s, sent_s)
         if any(r.bound_s is not None and r.bound_s >= enough_s for r in runners):
             raise TooSlowError(
                 f"No plan of method {method} takes less than {format_seconds(enough_s)}."

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ..core import counted
 from ..cost import ChainPlan
 from ._base import Candidate, Decision
 
-if TYPE_CHECKING:
-    from ._one_program import OneProgram
 
-
-def tried_pipeline(decision: Decision, outcome: str = "simulated") -> Candidate:
-    """A pipeline as a candidate: its stages, its micro-batches, and the meshes of its stages."""
-    assert decision.pipeline is not None
+def tried_decision(decision: Decision, outcome: str) -> Candidate:
+    """A plan as a candidate: its micro-batches, its stages if it is a pipeline, and its meshes."""
     meshes = dict.fromkeys("x".join(map(str, stage.priced.mesh.shape)) for stage in decision.stages)
-    schedule = decision.pipeline.schedule.name
-    stages = counted(len(decision.stages), "stage")
     parts = counted(decision.num_micro_batches, "micro-batch")
+    if decision.pipeline is None:
+        name, bound_s = f"program, {parts}", decision.lower_bound_s
+    else:
+        schedule, stages = decision.pipeline.schedule.name, counted(len(decision.stages), "stage")
+        name = f"{decision.method}, {stages}, {schedule}, {parts}"
+        bound_s = _bound_of_steps_s(decision)
     return Candidate(
-        name=f"{decision.method}, {stages}, {schedule}, {parts}",
+        name=name,
         mesh=next(iter(meshes)) if len(meshes) == 1 else f"{len(meshes)} meshes",
-        lower_bound_s=_bound_of_steps_s(decision),
+        lower_bound_s=bound_s,
         step_time_s=decision.step_time_s,
         outcome=outcome,
     )
@@ -42,41 +41,6 @@ def _bound_of_steps_s(decision: Decision) -> float | None:
     return bound_s if bound_s is not None and bound_s <= decision.step_time_s else None
 
 
-def tried_programs(
-    solved: Sequence[Decision], estimated: OneProgram | None
-) -> tuple[Candidate, ...]:
-    """Programs that are slower than a pipeline: those that were solved, or else the estimate of one
-    from its layers.
-    """
-    if solved:
-        return tuple(
-            Candidate(
-                name=_name_of_program(each.num_micro_batches),
-                mesh="x".join(map(str, each.stages[0].priced.mesh.shape)),
-                lower_bound_s=each.lower_bound_s,
-                step_time_s=each.step_time_s,
-                outcome="slower",
-            )
-            for each in solved
-        )
-    if estimated is None:
-        return ()
-    return (
-        Candidate(
-            name=_name_of_program(estimated.num_micro_batches),
-            mesh="x".join(map(str, estimated.mesh_shape)),
-            # The estimate is a sum over layers, not a bound: the whole step may take less.
-            lower_bound_s=None,
-            step_time_s=estimated.least_s,
-            outcome="slower, as estimated from its layers",
-        ),
-    )
-
-
-def _name_of_program(num_micro_batches: int) -> str:
-    return f"program, {counted(num_micro_batches, 'micro-batch')}"
-
-
 def tried_counts(
     promised: ChainPlan | None, method: str, best_s: float, counts: Sequence[int]
 ) -> Candidate:
@@ -86,8 +50,6 @@ def tried_counts(
     slower = promised is not None and promised.step_time_s >= best_s
     return Candidate(
         name=f"{method}, {listed(counts)} micro-batch{'es' if counts[-1] > 1 else ''}",
-        mesh="",
-        lower_bound_s=None,
         step_time_s=promised.step_time_s if promised else None,
         outcome=(
             "slower, as estimated from its layers"

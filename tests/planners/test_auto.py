@@ -108,10 +108,10 @@ def test_fewer_stages_are_tried_with_one_micro_batch():
 
 
 def no_pipelines(monkeypatch, error):
-    def refuse(method, task, faster_than_s):
+    def refuse(pipelines, search):
         raise error
 
-    monkeypatch.setattr("aliquot.planners._pipeshard.solve_pipeline", refuse)
+    monkeypatch.setattr("aliquot.planners._pipelines.Pipelines.open", refuse)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,9 @@ def test_pipelines_are_not_searched_where_one_program_is_all_compute(monkeypatch
 
 
 def test_plans_for_very_many_devices_say_that_pipelines_were_not_searched(monkeypatch):
-    no_pipelines(monkeypatch, AssertionError("pipelines were searched"))
+    monkeypatch.setattr(
+        "aliquot.planners._pipelines._price_ends", lambda *args: pytest.fail("layers were priced")
+    )
     monkeypatch.setattr("aliquot.planners._auto._MOST_DEVICES", 1)
     plan = aq.plan(*deep(1024, 4096, 4), cluster=SLOW_LINKS)
     assert len(plan.stages) == 1
@@ -140,7 +142,7 @@ def test_plans_for_very_many_devices_say_that_pipelines_were_not_searched(monkey
 
 
 def test_pipelines_are_searched_on_many_devices_and_plans_say_which_numbers_were_not(monkeypatch):
-    for module in ("_counts", "_search_counts"):
+    for module in ("_counts", "_pipelines"):
         monkeypatch.setattr(f"aliquot.planners.{module}.MANY_DEVICES", 1)
     step = deep(1024, 4096, 4)
     plans = [
@@ -214,10 +216,10 @@ def test_stages_are_not_solved_as_wholes_where_they_promise_no_less(method, coun
     program = aq.plan(*step, cluster=CLUSTER, method=WholeProgram(), num_micro_batches=count)
     # As if layers promised ten times as much as the program takes.
     for name, value in [("_SMALL", 0), ("_IDLE_WITH_ONE", math.inf), ("_LESS_AS_WHOLES", -9.0)]:
-        monkeypatch.setattr(f"aliquot.planners._search_counts.{name}", value)
+        monkeypatch.setattr(f"aliquot.planners._pipelines.{name}", value)
     monkeypatch.setattr("aliquot.planners._auto.least_compute_s", lambda problem: 0.0)
     monkeypatch.setattr(
-        "aliquot.planners._search_counts.solve_with", lambda *args: pytest.fail("solved as wholes")
+        "aliquot.planners._pipelines.solve_with", lambda *args: pytest.fail("solved as wholes")
     )
     plan = aq.plan(*step, cluster=CLUSTER, method=method, num_micro_batches=count)
     assert plan.prediction.step_time_s == program.prediction.step_time_s
@@ -277,64 +279,63 @@ def tight_program():
     return WholeProgram().solve(tight)
 
 
-def test_other_plans_are_asked_for_only_where_memory_is_short():
-    asked = []
+def raced(problem, sent_s):
+    """The decision of a program, and what it had when it paused, where it does."""
+    race, unfinished = WholeProgram().race(problem, None, pauses=True), "no pause"
+    try:
+        unfinished = next(race)
+        race.send(sent_s)
+    except StopIteration as end:
+        return end.value, unfinished
+    pytest.fail("it paused twice")
 
-    def rival(seconds):
-        asked.append(seconds)
-        return math.inf
 
+def test_a_search_pauses_only_where_memory_is_short():
     tight, free = tight_problem()
-    WholeProgram().solve_beside(free, None, rival)
-    assert not asked
-    beside, alone = WholeProgram().solve_beside(tight, None, rival), tight_program()
-    assert len(asked) == 1 and asked[0] >= beside.step_time_s
-    assert (beside.step_time_s, beside.lower_bound_s) == (alone.step_time_s, alone.lower_bound_s)
+    assert raced(free, math.inf)[1] == "no pause"
+    (found, unfinished), alone = raced(tight, math.inf), tight_program()
+    assert unfinished is None or unfinished.step_time_s >= found.step_time_s
+    assert (found.step_time_s, found.lower_bound_s) == (alone.step_time_s, alone.lower_bound_s)
 
 
 def test_programs_that_other_plans_undercut_are_not_searched():
     tight, _ = tight_problem()
     alone = tight_program()
     try:
-        found = WholeProgram().solve_beside(tight, None, lambda seconds: alone.step_time_s / 10)
+        found, _ = raced(tight, alone.step_time_s / 10)
     except TooSlowError as error:
         assert "takes less than" in str(error)
     else:
         assert found.lower_bound_s <= alone.lower_bound_s <= found.step_time_s
     # A little slower than the best program, it changes nothing.
-    found = WholeProgram().solve_beside(tight, None, lambda seconds: alone.step_time_s * 1.01)
+    found, _ = raced(tight, alone.step_time_s * 1.01)
     assert found.step_time_s == alone.step_time_s
 
 
 def test_no_number_of_micro_batches_is_searched_twice_where_nothing_fits(monkeypatch):
     counts = []
-    solve = WholeProgram.solve_beside
+    race = WholeProgram.race
 
-    def counting(method, problem, progress, rival):
-        counts.append(problem.num_micro_batches)
-        return solve(method, problem, progress, rival)
+    def counting(method, problem, progress, *, pauses):
+        if pauses or counts:
+            counts.append(problem.num_micro_batches)
+        return race(method, problem, progress, pauses=pauses)
 
-    monkeypatch.setattr(WholeProgram, "solve_beside", counting)
+    monkeypatch.setattr(WholeProgram, "race", counting)
     # Enough for an even share of all arrays, so that the search must find that nothing fits.
-    monkeypatch.setattr("aliquot.planners._one_program.cannot_fit", lambda problem: False)
+    monkeypatch.setattr("aliquot.planners._programs.cannot_fit", lambda problem: False)
     with pytest.raises(InfeasibleError):
         aq.plan(*STEP, cluster=CLUSTER, memory_limit_bytes=100_000)
     assert len(counts) > 2 and len(counts) == len(set(counts))
 
 
 def test_an_interrupt_while_programs_are_searched_keeps_the_pipeline_found_before(monkeypatch):
-    pipeline = aq.planners.solve_pipeline(
-        PipeshardParallel(num_stages=2, num_micro_batches=2),
-        aq.planners.Task(graph=aq.capture(*STEP), cluster=CLUSTER),
-    )
-    monkeypatch.setattr("aliquot.planners._pipeshard.solve_pipeline", lambda *asked: pipeline)
-
-    def stopped(method, problem, progress, rival):
-        rival(math.inf)
+    def stopped(method, problem, progress, *, pauses):
+        yield None
         raise Interrupted(None)
 
-    monkeypatch.setattr(WholeProgram, "solve_beside", stopped)
+    monkeypatch.setattr(WholeProgram, "race", stopped)
     for method in (Auto(), PipeshardParallel()):
         with pytest.raises(Interrupted) as interrupted:
-            aq.plan(*STEP, cluster=CLUSTER, method=method)
+            aq.plan(*deep(1024, 4096, 4), cluster=SLOW_LINKS, method=method)
         assert interrupted.value.plan is not None and len(interrupted.value.plan.stages) == 2

@@ -13,8 +13,8 @@ from planners.small_steps import mlp
 
 import aliquot as aq
 from aliquot.core import PlanFileError, PlanMismatchError
-from aliquot.planners import Auto, Interrupted, PipeshardParallel, Task
-from aliquot.planners._fewer_hosts import fewer_hosts
+from aliquot.planners import Auto, Interrupted, PipeshardParallel
+from aliquot.planners._hosts import Hosts, fewer_hosts
 from aliquot.plans import Plan, diff, mfu, require_busy_processes, violations
 from aliquot.report import explained, explanation
 
@@ -204,10 +204,13 @@ def test_ctrl_c_while_fewer_hosts_are_searched_keeps_the_best_plan():
 @pytest.mark.parametrize("method", [Auto(), PipeshardParallel()], ids=["auto", "pipeshard"])
 def test_fewer_hosts_are_not_searched_where_they_compute_too_long(method, monkeypatch):
     searched = []
-    on_hosts = Task.on_hosts
-    monkeypatch.setattr(
-        Task, "on_hosts", lambda task, hosts: searched.append(hosts) or on_hosts(task, hosts)
-    )
+    open_hosts = Hosts.open
+
+    def opened(hosts, search):
+        searched.append(hosts.task.cluster.num_hosts)
+        return open_hosts(hosts, search)
+
+    monkeypatch.setattr(Hosts, "open", opened)
     # With one host of two, computing alone takes longer than the step on both.
     large = mlp((8192, 8192, 8192), 65536)
     assert planned(large, 2, method).idle_hosts == 0 and 1 not in searched

@@ -10,7 +10,7 @@ import pytest
 from planners import helper_calls
 from planners.test_pipeshard import plan_of
 
-from aliquot.planners import _helper, _search_counts
+from aliquot.planners import _helper, _search
 from aliquot.planners._helper import HelperProcess
 
 
@@ -173,10 +173,10 @@ def test_a_pipeline_does_not_depend_on_the_helper(monkeypatch):
 
     call = _helper.SharedQueue._call
     monkeypatch.setattr(_helper.SharedQueue, "_call", counted)
-    monkeypatch.setattr(_search_counts, "HelperProcess", Ready)
+    monkeypatch.setattr(_search, "HelperProcess", Ready)
     plans = []
     for fewest in (10**9, 0):
-        monkeypatch.setattr(_search_counts, "_MANY_OPS", fewest)
+        monkeypatch.setattr(_search, "_MANY_OPS", fewest)
         plans.append(plan_of(num_stages=3, num_micro_batches=8))
     assert plans[0] == plans[1]
     assert 0 < here[1] < here[0]

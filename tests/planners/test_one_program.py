@@ -1,6 +1,8 @@
 """One program with fewer micro-batches: which numbers are tried, and what comes of it."""
 
+import math
 import types
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,10 @@ import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import CaptureError, InfeasibleError, InputError
 from aliquot.cost import make_problem
-from aliquot.planners import Interrupted, ShardParallel, _one_program
-from aliquot.planners._one_program import fewer_micro_batches, one_program_by_doubling
-from aliquot.planners._pipeline_search import StoppedSearch
+from aliquot.planners import Decision, ShardParallel, StageDecision, _programs
+from aliquot.planners._programs import Programs, fewer_micro_batches
 from aliquot.planners._quick_bounds import is_too_large
+from aliquot.planners._search import AbstractFamily, Search
 from aliquot.sharding import plan_micro_batches
 
 
@@ -52,7 +54,7 @@ class Seconds:
     ],
 )
 def test_numbers_of_micro_batches_that_are_tried(seconds, most, tried, found, monkeypatch):
-    monkeypatch.setattr(_one_program, "is_too_large", lambda problem, count: False)
+    monkeypatch.setattr(_programs, "is_too_large", lambda problem, count: False)
     method = Seconds(seconds)
     best = fewer_micro_batches(method, problem_with, most=most, faster_than_s=20)
     assert method.tried == tried
@@ -71,12 +73,12 @@ def test_numbers_of_micro_batches_that_cannot_fit_are_not_tried(monkeypatch):
         return lambda problem, count: problem.num_micro_batches > count and count < least
 
     seconds = {n: 10 + n for n in (4, 8, 16, 32)}
-    monkeypatch.setattr(_one_program, "is_too_large", no_less_than(4))
+    monkeypatch.setattr(_programs, "is_too_large", no_less_than(4))
     method = Seconds(seconds)
     best = fewer_micro_batches(method, making, most=64, faster_than_s=20)
     assert (made, method.tried, best.count) == ([8, 4], [8, 4], 4)
     made.clear()
-    monkeypatch.setattr(_one_program, "is_too_large", no_less_than(32))
+    monkeypatch.setattr(_programs, "is_too_large", no_less_than(32))
     upwards = Seconds({32: 11})
     best = fewer_micro_batches(upwards, making, most=64, faster_than_s=20, known=problem_with(64))
     assert (made, upwards.tried, best.count) == ([32], [32], 32)
@@ -198,10 +200,10 @@ def test_a_search_for_stages_is_never_slower_than_auto(count):
     ids=["memory", "devices", "micro-batches"],
 )
 def test_one_program_is_planned_where_no_pipeline_fits(refusal, monkeypatch):
-    def nothing_fits(method, task, faster_than_s):
+    def nothing_fits(pipelines, search):
         raise refusal
 
-    monkeypatch.setattr("aliquot.planners._pipeshard.solve_pipeline", nothing_fits)
+    monkeypatch.setattr("aliquot.planners._pipelines.Pipelines.open", nothing_fits)
     plan = plan_of()
     assert len(plan.stages) == 1
     assert "one program" in plan.provenance.bound_holds_for
@@ -214,54 +216,75 @@ def test_a_wrong_pattern_of_layers_is_refused_though_one_program_has_none():
         plan_of(layers="no_such_layers[*]")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "tried", "found"),
-    [
-        pytest.param({1: 10, 2: 8}, [1, 2], None, id="none is fast enough"),
-        pytest.param({1: 10, 2: 4, 4: 5}, [1, 2, 4], 2, id="one more is tried"),
-        pytest.param({1: 10, 2: 12}, [1, 2], None, id="more micro-batches are slower still"),
-        pytest.param({2: 4}, [1], None, id="the fewest do not fit"),
-    ],
-)
-def test_programs_beside_a_faster_pipeline(seconds, tried, found, monkeypatch):
-    monkeypatch.setattr("aliquot.planners._one_program.cannot_fit", lambda problem: False)
-    method, known = Seconds(seconds), {}
-    task = types.SimpleNamespace(problem=problem_with, progress=None)
-    settings = {"first": 1, "most": 64, "until_it_fits": False, "known": known}
-    for _ in range(2):
-        # What is known is not searched again.
-        best = one_program_by_doubling(method, task, faster_than_s=6, **settings)
-        assert method.tried == tried == list(known)
-        assert (best and best.count) == found
-
-
-@pytest.mark.parametrize(
-    ("seconds", "most", "tried", "found"),
-    [
-        pytest.param({1: 10, 2: 11}, 64, [1, 2], 1, id="one is the fastest"),
-        pytest.param({2: 12, 4: 11, 8: 13}, 64, [1, 2, 4, 8], 4, id="memory asks for more"),
-        pytest.param({}, 64, [1, 2, 4, 8, 16, 32], None, id="at most six are planned"),
-        pytest.param({1: 10, 2: 9}, 1, [1], 1, id="no more than the batch has"),
-    ],
-)
-def test_programs_with_ever_more_micro_batches(seconds, most, tried, found, monkeypatch):
-    monkeypatch.setattr("aliquot.planners._one_program.cannot_fit", lambda problem: False)
-    method = Seconds(seconds)
-    task = types.SimpleNamespace(problem=problem_with, progress=None)
-    best = one_program_by_doubling(method, task, first=1, most=most, until_it_fits=True)
-    assert method.tried == tried
-    assert (best and best.count) == found
-
-
-@pytest.mark.parametrize(("inner_s", "kept_s"), [(None, 2.0), (1.0, 1.0), (3.0, 2.0)])
-def test_an_interruption_within_another_search_hands_over_the_faster_plan(inner_s, kept_s):
-    outer, inner = (
-        types.SimpleNamespace(step_time_s=seconds) if seconds else None
-        for seconds in (2.0, inner_s)
+def decision_of(step_time_s, count=1, method="program"):
+    """A plan of one program that knows its step time and micro-batches alone."""
+    priced = types.SimpleNamespace(mesh=types.SimpleNamespace(shape=(1,)))
+    return Decision(
+        method=method,
+        planner="",
+        stages=(StageDecision(problem=problem_with(count), priced=priced, picks=None),),
+        step_time_s=step_time_s,
+        lower_bound_s=None,
+        bound_holds_for="",
+        status="optimal",
     )
-    stopped = StoppedSearch.beside(outer, StoppedSearch(inner))
-    assert stopped.decision.step_time_s == kept_s
-    assert StoppedSearch.beside(None, StoppedSearch(inner)).decision is inner
-    # What the search of a stage found is no plan of the step.
-    for other in (KeyboardInterrupt(), Interrupted(inner)):
-        assert StoppedSearch.beside(outer, other).decision is outer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Racing:
+    """Stands for `WholeProgram`: knows what a number of micro-batches takes."""
+
+    seconds: dict
+    tried: list
+    faster_than_s: float = math.inf
+
+    def race(self, problem, progress, *, pauses):
+        count = problem.num_micro_batches
+        self.tried.append(count)
+        if count not in self.seconds:
+            raise InfeasibleError("too large", required_bytes=2, available_bytes=1)
+        return decision_of(self.seconds[count], count)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "beside_s", "tried", "found"),
+    [
+        pytest.param({1: 10, 2: 11}, 64, None, [1, 2], 1, id="one is the fastest"),
+        pytest.param({2: 12, 4: 11, 8: 13}, 64, None, [1, 2, 4, 8], 4, id="memory asks for more"),
+        pytest.param({}, 64, None, [1, 2, 4, 8, 16, 32], None, id="at most six are planned"),
+        pytest.param({1: 10, 2: 9}, 1, None, [1], 1, id="no more than the batch has"),
+        pytest.param({1: 10, 2: 8}, 64, 6, [1, 2], None, id="none is fast enough"),
+        pytest.param({1: 10, 2: 4, 4: 5}, 64, 6, [1, 2, 4], 2, id="one more is tried"),
+        pytest.param({1: 10, 2: 12}, 64, 6, [1, 2], None, id="more micro-batches are slower still"),
+        pytest.param({2: 4}, 64, 6, [1], None, id="the fewest do not fit"),
+    ],
+)
+def test_programs_with_ever_more_micro_batches(seconds, most, beside_s, tried, found, monkeypatch):
+    """Alone, or beside a pipeline that is found after the first program."""
+    monkeypatch.setattr(_programs, "cannot_fit", lambda problem: False)
+    task = types.SimpleNamespace(
+        problem=problem_with,
+        progress=None,
+        combine=lambda count: {},
+        cluster=types.SimpleNamespace(num_hosts=1),
+    )
+    method = Racing(seconds=seconds, tried=[])
+
+    @dataclass(frozen=True, kw_only=True, eq=False)
+    class Pipeline(AbstractFamily):
+        task: object
+        expected_s: float = 0.0
+
+        def open(self, search):
+            search.add(decision_of(beside_s, 7), self.task)
+            return ()
+
+    families = [Programs(task=task, method=method, count=1, most=most)]
+    if beside_s is not None:
+        families.append(Pipeline(task=task))
+    search = Search(task=task)
+    best = search.run(families, "auto")
+    assert method.tried == tried
+    count = best.num_micro_batches if best else None
+    assert (None if count == 7 else count) == found

@@ -13,7 +13,8 @@ import pytest
 
 import aliquot as aq
 from aliquot.core import InfeasibleError, InputError
-from aliquot.planners import AbstractInter, _solve_stages, solve_pipeline
+from aliquot.planners import AbstractInter, _solve_stages
+from aliquot.planners._pipelines import Pipelines
 from aliquot.plans import Plan, violations
 
 LAYERS = 6
@@ -127,11 +128,13 @@ def test_more_stages_than_layers_are_refused():
 
 
 def test_a_search_for_stages_may_return_one_program(monkeypatch):
-    def slowly(*args, **options):
-        time.sleep(0.5)
-        return solve_pipeline(*args, **options)
+    open_pipelines = Pipelines.open
 
-    monkeypatch.setattr("aliquot.planners._pipeshard.solve_pipeline", slowly)
+    def slowly(pipelines, search):
+        time.sleep(0.5)
+        return open_pipelines(pipelines, search)
+
+    monkeypatch.setattr(Pipelines, "open", slowly)
     plan = plan_of(cluster="1xV100-16GB")
     assert (len(plan.stages), plan.schedule) == (1, "single")
     # To search for stages is no tracing.

@@ -1,0 +1,287 @@
+"""Families of plans that are one program without stages, with a number of micro-batches: often
+fewer and larger ones than a pipeline needs.
+
+With more micro-batches, a program gathers split parameters and launches kernels more often, but
+needs less memory. Prices of single layers show neither, so programs are solved as a whole.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..core import InfeasibleError, counted
+from ..cost import Chain, Problem
+from ._base import Candidate, Decision, Interrupted, Progress, Task, TooSlowError
+from ._counts import MOST_MICRO_BATCHES, batch_size
+from ._quick_bounds import cannot_fit, is_too_large
+from ._race import RaceInParts
+from ._search import AbstractFamily, Search
+
+if TYPE_CHECKING:
+    from ._methods import ShardParallel, WholeProgram
+
+# At most so many numbers of micro-batches are tried.
+_MOST_PROGRAMS = 6
+# After so many programs that are slower than a pipeline, the next mostly is slower, too.
+_MOST_SLOW = 2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Programs(AbstractFamily):
+    """The step as one program in `count` micro-batches, then in twice as many, and so on.
+
+    It ends at the first program that fits and is no faster than one with fewer micro-batches: every
+    micro-batch repeats collectives, and the only gain of more of them is memory. So more of them
+    are not tried to make a program fit where another plan is known to fit.
+
+    Where memory makes the search of a program long, it pauses once all meshes are bounded. It goes
+    on when no other family promises anything, and what these have found then limits it.
+
+    Attributes:
+        most: the most micro-batches.
+        pauses: whether a long search pauses.
+        before_s: the least that a program with fewer micro-batches takes; infinite if none fits.
+        num_tried, num_slow: how many programs were tried, and how many of these take longer than a
+            plan of another family.
+    """
+
+    task: Task
+    method: WholeProgram
+    count: int
+    most: int
+    pauses: bool = False
+    expected_s: float = 0.0
+    before_s: float = math.inf
+    num_tried: int = 0
+    num_slow: int = 0
+
+    @classmethod
+    def of(cls, task: Task, method: WholeProgram, asked: int | None, *, pauses: bool) -> Programs:
+        """The programs in the number of micro-batches that is asked for, or in any number."""
+        most = min(batch_size(task.graph), MOST_MICRO_BATCHES) if asked is None else asked
+        return cls(task=task, method=method, count=asked or 1, most=most, pauses=pauses)
+
+    def open(self, search: Search) -> Iterable[AbstractFamily]:
+        """See `AbstractFamily.open`."""
+        to_beat_s = search.to_beat_s(self.task)
+        if self.num_tried and math.isinf(self.before_s) and search.best is not None:
+            return ()
+        num_slow = self.num_slow + (to_beat_s < self.before_s < math.inf)
+        if num_slow == _MOST_SLOW:
+            return ()
+        trying = replace(self, num_tried=self.num_tried + 1, num_slow=num_slow)
+        problem = self.task.problem(self.count)
+        if cannot_fit(problem):
+            return trying._with_more(search, math.inf)
+        method = replace(self.method, faster_than_s=min(self.method.faster_than_s, to_beat_s))
+        race = method.race(problem, self.task.progress, pauses=self.pauses)
+        return trying.go_on(search, race, None)
+
+    def go_on(
+        self, search: Search, race: RaceInParts, faster_than_s: float | None
+    ) -> Iterable[AbstractFamily]:
+        """Take the race to its next pause, or to its end."""
+        try:
+            unfinished = next(race) if faster_than_s is None else race.send(faster_than_s)
+        except StopIteration as end:
+            found: Decision = end.value
+            search.add(found, self.task)
+            return self._with_more(search, found.step_time_s)
+        except TooSlowError as error:
+            search.refusals.append((self, error))
+            slow = replace(self, num_slow=self.num_slow + 1)
+            return slow._with_more(search, search.to_beat_s(self.task))
+        except InfeasibleError as error:
+            search.refusals.append((self, error))
+            return self._with_more(search, math.inf)
+        except Interrupted as interrupted:
+            if interrupted.decision is not None:
+                search.add(interrupted.decision, self.task)
+            raise
+        if unfinished is not None:
+            search.add(unfinished, self.task)
+        return (_PausedProgram(task=self.task, of=self, race=race),)
+
+    def _with_more(self, search: Search, step_time_s: float) -> Iterable[AbstractFamily]:
+        """The programs with more micro-batches, unless the last was no faster than those before."""
+        is_over = self.num_tried == _MOST_PROGRAMS or 2 * self.count > self.most
+        if is_over or (step_time_s >= self.before_s and math.isfinite(self.before_s)):
+            return ()
+        more = replace(
+            self,
+            count=2 * self.count,
+            pauses=False,
+            expected_s=search.to_beat_s(self.task),
+            before_s=min(self.before_s, step_time_s),
+        )
+        return (more,)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _PausedProgram(AbstractFamily):
+    """A program whose search goes on when no other family promises anything."""
+
+    task: Task
+    of: Programs
+    race: RaceInParts
+
+    def open(self, search: Search) -> Iterable[AbstractFamily]:
+        """See `AbstractFamily.open`."""
+        return self.of.go_on(search, self.race, search.to_beat_s(self.task))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneProgram:
+    """An estimate of a step as one program on all devices: the mesh on which its layers take the
+    least time in total, and that time (`least_s`), without a memory limit.
+    """
+
+    mesh_shape: tuple[int, ...]
+    num_micro_batches: int
+    least_s: float
+
+
+def as_one_program(chains: Sequence[Chain]) -> OneProgram | None:
+    """The estimate of a step as one program, from prices of its layers; None if they cannot run on
+    all devices.
+    """
+    seconds = [
+        (_layers_s(chain, k), option.mesh_shape, chain.num_micro_batches)
+        for chain in chains
+        for k, option in enumerate(chain.options)
+        if option.num_devices == chain.num_devices
+    ]
+    # Ties go to the smallest tuple, so that the answer does not depend on the order of chains.
+    least_s, mesh_shape, count = min(seconds, default=(math.inf, (), 1))
+    if not math.isfinite(least_s):
+        return None
+    return OneProgram(mesh_shape=mesh_shape, num_micro_batches=count, least_s=least_s)
+
+
+def _layers_s(chain: Chain, option: int) -> float:
+    """Seconds of a step whose layers run one after another, all under the same option."""
+    passes = float(chain.forward_s[:, option].sum() + chain.backward_s[:, option].sum())
+    return chain.num_micro_batches * passes + float(chain.once_s[:, option].sum())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FewerMicroBatches(AbstractFamily):
+    """The step as one program with fewer micro-batches than a pipeline has; and for a pipeline of a
+    single stage, which is one program itself, the program on the mesh of that stage.
+
+    Attributes:
+        whole: makes the method that plans one program on a given mesh.
+        pipeline: the fastest pipeline.
+        program: an estimate of the program from its layers, if the answer may be one program.
+    """
+
+    task: Task
+    whole: Callable[[tuple[int, ...]], ShardParallel]
+    pipeline: Decision
+    program: OneProgram | None
+
+    def open(self, search: Search) -> Iterable[AbstractFamily]:
+        """See `AbstractFamily.open`."""
+        task, pipeline, program = self.task, self.pipeline, self.program
+        best, most = search.best, pipeline.num_micro_batches
+        is_single = len(pipeline.stages) == 1
+        if best and best.pipeline is None and best.step_time_s <= pipeline.step_time_s:
+            return ()
+        found: Decision | None = None
+        try:
+            limit_s = min(pipeline.step_time_s, search.to_beat_s(task))
+            if program is not None and program.least_s < limit_s:
+                found = fewer_micro_batches(
+                    self.whole(program.mesh_shape),
+                    task.problem,
+                    most=most,
+                    faster_than_s=limit_s,
+                    # If none is faster, a single stage becomes a program, for which the problem is
+                    # needed.
+                    known=task.problem(most) if is_single else None,
+                    progress=task.progress,
+                )
+            elif program is not None:
+                # A sum over layers is no bound: the whole step may take less.
+                estimate = Candidate(
+                    name=f"program, {counted(program.num_micro_batches, 'micro-batch')}",
+                    mesh="x".join(map(str, program.mesh_shape)),
+                    step_time_s=program.least_s,
+                    outcome="slower, as estimated from its layers",
+                )
+                search.mention(estimate, task)
+            if found is None and is_single:
+                method = self.whole(pipeline.priced.mesh.shape)
+                found = method.solve(task.problem(most), task.progress)
+        except Interrupted as interrupted:
+            found = interrupted.decision
+            raise
+        finally:
+            if found is not None:
+                search.add(found, task)
+        return ()
+
+
+def fewer_micro_batches(
+    method: ShardParallel,
+    problem_with: Callable[[int], Problem],
+    *,
+    most: int,
+    faster_than_s: float,
+    known: Problem | None = None,
+    progress: Progress | None = None,
+) -> Decision | None:
+    """The best program with fewer micro-batches; None if none takes less than `faster_than_s`.
+
+    Starts at the square root of `most` and halves the number as long as that is faster, or doubles
+    it until a program fits. Numbers of which a problem with more micro-batches shows that no
+    program fits are passed over.
+
+    Args:
+        problem_with: the problem for a number of micro-batches.
+        most: the number of micro-batches whose smaller divisors are tried.
+        known: the problem for `most`, if it was made.
+
+    Raises:
+        Interrupted: Ctrl-C.
+    """
+    divisors = [n for n in range(1, most) if most % n == 0]
+    # The square root is a guess in the middle, from which both directions are short.
+    place = bisect.bisect_right(divisors, math.isqrt(most)) - 1
+    best, direction = None, -1
+    while 0 <= place < len(divisors):
+        count, decision = divisors[place], None
+        if known is None or not is_too_large(known, count):
+            problem = problem_with(count)
+            with contextlib.suppress(InfeasibleError):
+                decision = method.solve(problem, progress)
+            if known is None or count < known.num_micro_batches:
+                known = problem
+        if decision is None:
+            if best is not None:
+                break
+            direction = 1
+        else:
+            if best is not None and decision.step_time_s >= best.step_time_s:
+                break
+            best = decision
+            # When counting upwards, the first program that fits has the largest micro-batches.
+            if direction > 0:
+                break
+        place = _next_divisor(divisors, place, direction)
+    return best if best is not None and best.step_time_s < faster_than_s else None
+
+
+def _next_divisor(divisors: Sequence[int], place: int, direction: int) -> int:
+    """Position of the next divisor that is at most half as large (direction -1), or at least twice
+    (direction 1); out of range if there is none.
+    """
+    target = divisors[place] * 2**direction
+    if direction < 0:
+        return bisect.bisect_right(divisors, target) - 1
+    return bisect.bisect_left(divisors, target)

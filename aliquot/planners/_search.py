@@ -1,0 +1,197 @@
+"""The search of every method: best first over families of plans.
+
+A family is a set of plans that are searched together, such as the step as one program, its
+pipelines, or both on half of the hosts. It opens into smaller families and finished plans. The best
+plan so far, what was tried, why families have no plan, the helper process and Ctrl-C are kept here,
+once for all of them.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..core import CaptureError, InfeasibleError, InputError, counted
+from ._base import Candidate, Decision, Interrupted, Task
+from ._helper import HelperProcess
+from ._scopes import one_program_scope
+from ._tried import on_hosts, tried_decision
+
+# Hosts are left idle only if that shortens the step by more than this share.
+_LEAST_GAIN = 1e-3
+# The search of a step with fewer operators ends before a helper process is ready.
+_MANY_OPS = 1000
+
+
+class AbstractFamily(abc.ABC):
+    """Plans of a step that are searched together.
+
+    Attributes:
+        task: the step and the hosts that these plans use.
+        lower_bound_s: no plan of the family takes less. A family that cannot beat the best plan is
+            not opened.
+        expected_s: about as long as its best plan takes; infinite if nothing is known. The family
+            with the least is opened first, and it decides nothing else.
+        must_open: whether the user asked for just these plans: errors other than a lack of memory
+            then end the search.
+    """
+
+    task: Task
+    lower_bound_s: float = 0.0
+    expected_s: float = math.inf
+    must_open: bool = False
+
+    @abc.abstractmethod
+    def open(self, search: Search) -> Iterable[AbstractFamily]:
+        """Search the family: `search.add` takes the plans that are found, and the families that are
+        left are returned.
+
+        Raises:
+            InfeasibleError, InputError, CaptureError: why the family has no plan.
+            KeyboardInterrupt: Ctrl-C.
+        """
+
+
+Refusal = InfeasibleError | InputError | CaptureError
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Search:
+    """A best-first search for the fastest plan of a task.
+
+    Attributes:
+        task: the step and the whole cluster.
+        relative_gap: families that cannot take less than the best plan by more than this share are
+            not opened.
+        faster_than_s: plans that take this long or longer are of no use.
+        beside_others: whether bounds of one program must say that they hold for programs alone,
+            because pipelines may be plans, too.
+        best: the fastest plan so far.
+        slower: the other plans, each with its number of hosts; what they were decided from, which
+            is large, is not kept.
+        tried: what else plans shall say was tried, or was not, each with its number of hosts.
+        refusals: families that have no plan, each with the error that says why.
+    """
+
+    task: Task
+    relative_gap: float = 0.0
+    faster_than_s: float = math.inf
+    beside_others: bool = False
+    best: Decision | None = None
+    slower: list[tuple[int, Candidate]] = field(default_factory=list)
+    tried: list[tuple[int, Candidate]] = field(default_factory=list)
+    refusals: list[tuple[AbstractFamily, Refusal]] = field(default_factory=list)
+    _resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+    _helper: HelperProcess | None = None
+
+    def run(self, families: Sequence[AbstractFamily], method: str) -> Decision | None:
+        """Open families until none is left that may be faster, and return the best plan as that of
+        the method with this name; None if there is none, for which `refusals` say why.
+
+        Raises:
+            InputError, CaptureError: of a family that must be opened.
+            Interrupted: Ctrl-C, with the best plan so far.
+        """
+        numbers = itertools.count()
+        frontier: list[tuple[float, int, int, AbstractFamily]] = []
+
+        def push(families: Iterable[AbstractFamily]) -> None:
+            for each in families:
+                # Of families of which nothing is known, those on more hosts come first.
+                hosts = each.task.cluster.num_hosts
+                heapq.heappush(frontier, (each.expected_s, -hosts, next(numbers), each))
+
+        push(families)
+        with self._resources:
+            try:
+                while frontier:
+                    family = heapq.heappop(frontier)[-1]
+                    to_beat_s = self.to_beat_s(family.task) * (1 - self.relative_gap)
+                    if family.lower_bound_s >= to_beat_s:
+                        continue
+                    try:
+                        push(family.open(self))
+                    except (InfeasibleError, InputError, CaptureError) as error:
+                        if family.must_open and not isinstance(error, InfeasibleError):
+                            raise
+                        self.refusals.append((family, error))
+            except KeyboardInterrupt as stopped:
+                # What the search of a stage has found is no plan of the step.
+                raise Interrupted(self.best and self._written(self.best, method)) from stopped
+        return self.best and self._written(self.best, method)
+
+    def refusal_of(self, *kinds: type[AbstractFamily]) -> Refusal | None:
+        """Why the first family of some kinds that was refused has no plan; None if none was."""
+        return next((error for family, error in self.refusals if isinstance(family, kinds)), None)
+
+    def to_beat_s(self, task: Task) -> float:
+        """The step time below which a plan of a task is of use: one that leaves more hosts idle
+        than the best so far must be clearly faster.
+        """
+        if self.best is None:
+            return self.faster_than_s
+        leaves_more = task.cluster.num_hosts < self._hosts(self.best)
+        share = 1 - _LEAST_GAIN if leaves_more else 1.0
+        return min(self.faster_than_s, self.best.step_time_s * share)
+
+    def add(self, decision: Decision, task: Task) -> None:
+        """Add a plan of a task, on all hosts of the search or on fewer."""
+        is_better = self.best is None or decision.step_time_s < self.to_beat_s(task)
+        if self.best and self.best.status == "interrupted":
+            # The finished search of a program may end with the plan that it had when it paused.
+            is_better = decision.step_time_s <= self.best.step_time_s
+        if decision.pipeline is None:
+            decision = replace(decision, combine=task.combine(decision.num_micro_batches))
+        idle_hosts = self.task.cluster.num_hosts - task.cluster.num_hosts
+        decision = replace(decision, idle_hosts=idle_hosts)
+        slower = self.best if is_better else decision
+        if is_better:
+            self.best = decision
+        if slower is not None and slower.status != "interrupted":
+            self.slower.append((self._hosts(slower), tried_decision(slower, "slower")))
+
+    def mention(self, candidate: Candidate, task: Task) -> None:
+        """Let plans on as many hosts as a task has list what was tried, or was not."""
+        self.tried.append((task.cluster.num_hosts, candidate))
+
+    @property
+    def helper(self) -> HelperProcess:
+        """The second process, which the first use starts if there is enough work for it."""
+        if self._helper is None:
+            wanted = len(self.task.graph.ops) >= _MANY_OPS
+            self._helper = self._resources.enter_context(HelperProcess(wanted=wanted))
+        return self._helper
+
+    def _hosts(self, decision: Decision) -> int:
+        return self.task.cluster.num_hosts - decision.idle_hosts
+
+    def _written(self, best: Decision, method: str) -> Decision:
+        """The best plan as one of the method, with all else that was tried among its candidates."""
+        hosts = self._hosts(best)
+        own = best.candidates if best.pipeline is None else (tried_decision(best, "simulated"),)
+        beside = [each for on, each in (*self.slower, *self.tried) if on == hosts]
+        fastest_s: dict[int, float] = {}
+        for on, each in self.slower:
+            assert each.step_time_s is not None
+            fastest_s[on] = min(each.step_time_s, fastest_s.get(on, math.inf))
+        beside += [
+            Candidate(name=on_hosts(method, on), step_time_s=step_time_s, outcome="slower")
+            for on, step_time_s in sorted(fastest_s.items(), reverse=True)
+            if on != hosts
+        ]
+        scope = best.bound_holds_for
+        if best.pipeline is None and (self.beside_others or best.idle_hosts):
+            scope = one_program_scope(best)
+        if scope and best.idle_hosts:
+            scope = f"{scope} on {counted(hosts, 'host')}"
+        return replace(
+            best,
+            method=method,
+            bound_holds_for=scope,
+            candidates=(*own, *beside),
+        )
