@@ -5,17 +5,18 @@ parallelism.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..cluster import Cluster, LogicalMesh
-from ..core import CaptureError, InfeasibleError, InputError
+from ..core import InfeasibleError, InputError
 from ..cost import Problem, price
 from ..graph import Graph, Role
 from ._base import AbstractMethod, Decision, Progress, Task
+from ._pipelines import Pipelines
 from ._pipeshard import PipeshardParallel
 from ._race import Entry, race
-from ._tried import tried_decision
+from ._search import AbstractFamily, Search
 from .inter import EqualStages
 from .intra import ATTENTION_WAYS, MegatronSplit, Space, fixed
 
@@ -179,31 +180,16 @@ class Megatron(AbstractMethod):
             intra=self._rule,
             layers=self.layers,
         )
-        best: Decision | None = None
-        tried, counts = [], self._counts(task)
-        is_open = task.num_micro_batches is None and self.num_micro_batches is None
-        # The last resort of a step that does not decompose into micro-batches.
-        for count in [*counts, 1] if is_open and 1 not in counts else counts:
-            if best is not None and count not in counts:
-                break
-            try:
-                decision = replace(pipeline, num_micro_batches=count).decide(task)
-            except InfeasibleError:
-                if best is None:
-                    raise
-                break
-            except CaptureError:
-                if count == 1 or not is_open:
-                    raise
-                continue
-            tried.append(tried_decision(decision, "simulated"))
-            # Larger micro-batches mean less overhead and a larger bubble, so the step time first
-            # falls and then rises: stop at the first rise.
-            if best is not None and decision.step_time_s >= best.step_time_s:
-                break
-            best = decision
-        assert best is not None
-        return replace(best, candidates=tuple(tried))
+        counts = self._counts(task)
+        if task.num_micro_batches is None and self.num_micro_batches is None and 1 not in counts:
+            # The last resort of a step that does not decompose into micro-batches.
+            counts = [*counts, 1]
+        search = Search(task=task)
+        layouts = _SmallestMicroBatchesFirst(task=task, method=pipeline, counts=counts)
+        decision = search.run([layouts], self.name)
+        if decision is None:
+            raise search.refusals[-1][1]
+        return decision
 
     def _counts(self, task: Task) -> list[int]:
         """Numbers of micro-batches to try. Raises `InputError` where the batch does not divide."""
@@ -295,6 +281,33 @@ class Megatron(AbstractMethod):
             f"{mismatch} The product of the degrees ep, cp, tp and pp, {others}, must divide the"
             f" number of devices: use one of {', '.join(map(str, fitting))}."
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _SmallestMicroBatchesFirst(AbstractFamily):
+    """Pipelines of one layout. Larger micro-batches mean less overhead and a larger bubble, so the
+    step time first falls and then rises: the first rise ends the search.
+
+    Attributes:
+        counts: numbers of micro-batches that are left.
+        best: the best plan with the numbers before.
+    """
+
+    task: Task
+    method: PipeshardParallel
+    counts: Sequence[int]
+    best: Decision | None = None
+
+    def open(self, search: Search) -> Iterable[AbstractFamily]:
+        """See `AbstractFamily.open`."""
+        last_refusal = search.refusals[-1][1] if search.refusals else None
+        # A step may decompose into fewer micro-batches, or into a single one.
+        is_open = search.best is None and not isinstance(last_refusal, InfeasibleError | InputError)
+        if not self.counts or not (is_open or search.best is not self.best):
+            return ()
+        count, *left = self.counts
+        pipelines = Pipelines(task=self.task, method=replace(self.method, num_micro_batches=count))
+        return (pipelines, replace(self, counts=left, best=search.best))
 
 
 def _batch_rows(graph: Graph) -> int:
