@@ -274,7 +274,7 @@ class PipelineCounts(AbstractFamily):
             yield _OneMicroBatch(task=task, counts=self)
         program = as_one_program(self.chains) if is_open and method.may_be_one_program else None
         if program is not None or len(best.stages) == 1:
-            yield FewerMicroBatches(task=task, whole=method.whole, pipeline=best, program=program)
+            yield FewerMicroBatches.than(best, task, method.whole, program)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -303,7 +303,7 @@ class _OneMicroBatch(AbstractFamily):
         found = solve_with(method, task, priced, search.helper)
         _add(found, task, search)
         if len(found.stages) == 1:
-            yield FewerMicroBatches(task=task, whole=method.whole, pipeline=found, program=None)
+            yield FewerMicroBatches.than(found, task, method.whole, None)
         other_stages = method.asked_stages is None and method.inter.searches
         if other_stages and _is_small(priced.chains[0]):
             yield _OtherStages(task=task, method=method, priced=priced, around=len(found.stages))

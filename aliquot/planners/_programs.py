@@ -184,6 +184,21 @@ class FewerMicroBatches(AbstractFamily):
     whole: Callable[[tuple[int, ...]], ShardParallel]
     pipeline: Decision
     program: OneProgram | None
+    expected_s: float
+
+    @classmethod
+    def than(
+        cls,
+        pipeline: Decision,
+        task: Task,
+        whole: Callable[[tuple[int, ...]], ShardParallel],
+        program: OneProgram | None,
+    ) -> FewerMicroBatches:
+        """The family for a pipeline: of a single stage it is expected to take no longer."""
+        expected_s = pipeline.step_time_s if len(pipeline.stages) == 1 else math.inf
+        return cls(
+            task=task, whole=whole, pipeline=pipeline, program=program, expected_s=expected_s
+        )
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
         """See `AbstractFamily.open`."""
