@@ -63,7 +63,10 @@ class Zero3Parallel(AbstractMethod):
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
-        return _fixed(problem, progress, "zero3", Fixed(zero_stage=3), self.shard_within)
+        # As it is typed.
+        within = self.shard_within
+        name = "zero3" if within is None else "hsdp" if within == "host" else f"hsdp:{within}"
+        return _fixed(problem, progress, name, Fixed(zero_stage=3), within)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,8 @@ memory, and the bound.
 
 from __future__ import annotations
 
+import math
+
 from ..core import counted, format_bytes, format_seconds, format_share_of_limit
 from ._idle_hosts import idle_devices, plan_devices
 from ._plan import Plan
@@ -26,6 +28,7 @@ _WITHIN_GAP = "optimal within the gap"
 _DECISIONS = ("splits", "recomputation", "attention")
 # Outputs that are equal in all micro-batches or computed once: their rule is not shown.
 _EQUAL = "equal"
+_COMBINED = {"sum": "summed", "mean": "averaged", "concatenate": "joined along dim"}
 # Names that are shown in place of the short names in plan files.
 _PARTS_OF_MEMORY = {"resharded copies": "gathered or resharded copies"}
 
@@ -34,6 +37,7 @@ def fact_rows(plan: Plan) -> list[tuple[str, str]]:
     """Names and texts in reading order; a row without a name continues the row above it."""
     summary = summary_rows(plan)
     return [
+        *_batch_rows(plan),
         *(row for row in summary if row[0] in _DECISIONS),
         *_idle_rows(plan),
         ("micro-batches", micro_batches(plan)),
@@ -50,6 +54,19 @@ def fact_rows(plan: Plan) -> list[tuple[str, str]]:
             ),
         ),
     ]
+
+
+def _batch_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The largest array of the batch, and the type of most products."""
+    arrays = [array for array in plan.inputs if array.role == "batch" and array.shape]
+    if not arrays:
+        return []
+    largest = max(arrays, key=lambda array: math.prod(array.shape))
+    shape = ", ".join(map(str, largest.shape))
+    dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", ""))
+    products = f"; most products in {dtype}" if dtype else ""
+    name = largest.path.removeprefix("batch.")
+    return [("batch", f"{name} {largest.dtype}[{shape}]{products}")]
 
 
 def _stream_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -84,9 +101,19 @@ def is_pipeline(plan: Plan) -> bool:
 def time_parts(plan: Plan) -> str:
     """The predicted step time as a sum of its parts; of a pipeline those of its busiest submesh."""
     p = plan.prediction
-    hidden = f" - {format_seconds(p.hidden_s)} hidden behind compute" if p.hidden_s else ""
-    parts = [("communication", p.communication_s), ("gradient communication", p.gradient_s)]
-    communicated = "".join(f" + {format_seconds(s)} {name}" for name, s in parts if s)
+    total_s = p.communication_s + p.gradient_s
+    communicated = f" + {format_seconds(total_s - p.hidden_s)} exposed communication"
+    of_all = [
+        f"{format_seconds(s)} {what}"
+        for s, what in ((p.gradient_s, "for gradients"), (p.hidden_s, "hidden behind compute"))
+        if s
+    ]
+    behind = f"; of {format_seconds(total_s)} communication {', '.join(of_all)}"
+    if not p.hidden_s:
+        # All of it is exposed.
+        parts = [("communication", p.communication_s), ("gradient communication", p.gradient_s)]
+        communicated = "".join(f" + {format_seconds(s)} {name}" for name, s in parts if s)
+        behind = ""
     copied = ""
     if p.host_transfer_s:
         exposed_s = p.host_transfer_s - p.host_hidden_s
@@ -104,7 +131,7 @@ def time_parts(plan: Plan) -> str:
     busiest = f" (of the busiest {whose})" if is_pipeline(plan) else ""
     return (
         f"{format_seconds(p.step_time_s)} = {format_seconds(p.compute_s)} compute"
-        f"{communicated}{hidden}{copied}{bubble}{busiest}"
+        f"{communicated}{copied}{bubble}{busiest}{behind}"
     )
 
 
@@ -147,18 +174,19 @@ def _bound_of_closed_forms(plan: Plan, least_s: float) -> str:
     """What a bound on closed forms says of a simulated step, which may take more or less."""
     p = plan.provenance
     scope = p.bound_holds_for.removeprefix(_CLOSED_FORM)
-    how = "optimal" if _is_proven(plan) or p.gap is None else f"within {p.gap:.2%} of the optimum"
+    how = "optimal" if _is_proven(plan) or p.gap is None else f"within {p.gap:.2%} of the best"
     text = (
-        f"{how} among {scope} by the schedule's closed form, which is at least"
-        f" {format_seconds(least_s)}"
+        f"by the schedule's formula for the step time this plan is {how} among {scope}, none of"
+        f" which takes less than {format_seconds(least_s)}"
     )
     if p.status not in (_WITHIN_GAP, "optimal"):
         text += f"; {p.status}"
     above = plan.prediction.step_time_s / least_s - 1 if least_s else 0.0
     if above >= 0:
-        return f"{text}; the simulated step takes {above:.1%} more than that"
+        return f"{text}; simulated task by task it takes {above:.1%} more"
     return (
-        f"{text}; the simulated step takes {-above:.1%} less, so that this is no bound of its time"
+        f"{text}; simulated task by task it takes {-above:.1%} less, so that the formula is no"
+        " bound of its time"
     )
 
 
@@ -170,13 +198,17 @@ def micro_batches(plan: Plan) -> str:
     for path, rule in plan.combine.items():
         if rule != _EQUAL:
             by_rule.setdefault(rule, []).append(path)
-    rules = "; ".join(
-        f"{rule}: {paths[0] if len(paths) == 1 else f'{len(paths)} outputs'}"
-        for rule, paths in by_rule.items()
-    )
+    told = [
+        f"{paths[0]} is" if len(paths) == 1 else f"{len(paths)} outputs are"
+        for paths in by_rule.values()
+    ]
+    rules = [
+        " ".join([who, *(_COMBINED.get(word, word) for word in rule.split())])
+        for who, rule in zip(told, by_rule, strict=True)
+    ]
     semantics = "" if plan.micro_batch_semantics == "exact" else f", {plan.micro_batch_semantics}"
     return f"{plan.num_micro_batches}{semantics}" + (
-        f" (outputs combine by {rules})" if rules else ""
+        f"; over them {', '.join(rules)}" if rules else ""
     )
 
 

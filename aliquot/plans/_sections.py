@@ -90,7 +90,7 @@ def _tried(plan: Plan, most: int) -> Section:
         kind=SectionKind.TRIED,
         title="Tried in the search (predicted)"
         + (f", the first {most} of {len(rows)}" if len(rows) > most else ""),
-        header=("method", "mesh", "step time", "lower bound", "outcome"),
+        header=("method", "mesh", "step time", "at least", "outcome"),
         rows=tuple(rows),
         right=(2, 3),
         amounts=tuple(seconds for seconds, _ in priced if seconds is not None),

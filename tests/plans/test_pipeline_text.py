@@ -60,14 +60,15 @@ def test_headlines(plan, wanted):
 
 TEXT = """\
 gpt-10m: pipeshard, 4 stages on 2 devices each of 8xH100, 1f1b
+  batch                  inputs int32[8, 16]
   splits                 pipeline: 4 stages, 1f1b; x (2): data parallel, FSDP (ZeRO-3): parameters sharded
-  micro-batches          4 (outputs combine by sum: [1]['loss'])
+  micro-batches          4; over them [1]['loss'] is summed
   step time (predicted)  21.5 ms = 12.2 ms compute + 100.0 us communication + 200.0 us gradient communication + 9.0 ms
                          bubble (of the busiest stage)
   throughput             5953 tokens/s; predicted from NVIDIA H100 data sheet
   largest costs          compute 57%; waiting for other stages 42%
-  bound                  optimal among all stages by the schedule's closed form, which is at least 20.0 ms; the
-                         simulated step takes 7.5% more than that
+  bound                  by the schedule's formula for the step time this plan is optimal among all stages, none of
+                         which takes less than 20.0 ms; simulated task by task it takes 7.5% more
   memory (predicted)     6.5 GiB on each device, 10% of the limit of 65.2 GiB, at stage 0, with 2 micro-batches in
                          flight
                          3.7 GiB state + 1.9 GiB activations in flight + 953.7 MiB working memory

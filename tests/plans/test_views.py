@@ -23,7 +23,8 @@ def test_text_names_what_was_decided_and_predicted():
     text = " ".join(str(sample_plan()).split())  # Lines wrap.
     for part in (
         "gpt-10m: shard on mesh 4x2 (x, y) of 8xH100",
-        "step time (predicted) 11.0 ms = 8.0 ms compute + 2.0 ms communication",
+        "step time (predicted) 11.0 ms = 8.0 ms compute + 3.0 ms exposed communication;",
+        "of 5.0 ms communication 3.0 ms for gradients, 2.0 ms hidden behind compute",
         (
             "lower bound 10.0 ms among all splits of mesh 4x2; this plan is at most 10.00% above"
             " it; optimal"
@@ -32,16 +33,16 @@ def test_text_names_what_was_decided_and_predicted():
         "float32[64, 32]",
         "[x, y]",
         "all-reduce",
-        "2 (outputs combine by sum: [1]['loss'])",
+        "2; over them [1]['loss'] is summed",
     ):
         assert part in text
 
 
 def test_text_names_only_outputs_that_differ_between_micro_batches():
     both = sample_plan(combine={"[0].w": "equal", "[1]['loss']": "sum"})
-    assert "2 (outputs combine by sum: [1]['loss'])" in " ".join(str(both).split())
+    assert "2; over them [1]['loss'] is summed" in " ".join(str(both).split())
     equal = sample_plan(combine={"[0].w": "equal", "[1]['loss']": "equal"})
-    assert "combine" not in str(equal)
+    assert "over them" not in str(equal)
 
 
 def test_text_of_odd_plans():
@@ -210,5 +211,7 @@ def test_bounds_are_stated_in_words(holds_for, status, gap, wanted):
 def test_a_closed_form_above_the_simulated_time_is_called_no_bound_of_it():
     slower = replace(sample_pipeline().provenance, lower_bound_s=0.022)
     text = bound(replace(sample_pipeline(), provenance=slower))
-    assert "at least 22.0 ms" in text and "takes 2.3% less, so that this is no bound" in text
+    assert (
+        "less than 22.0 ms" in text and "takes 2.3% less, so that the formula is no bound" in text
+    )
     assert "lower bound" not in text
