@@ -66,7 +66,7 @@ def cluster(
         if target.memory_advice:
             usable += f" ({target.memory_advice})"
         facts = [*described.facts(), ("usable", usable), ("meshes", ", ".join(meshes))]
-        facts += [("reaches", _reaches(target))]
+        facts += [("sustains", _reaches(target))]
         known = None if described.device.calibration else reported_steps(described.device.name)
         if known is not None:
             facts.append(("expected error", f"of step times: {known}"))

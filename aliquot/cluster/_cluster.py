@@ -278,7 +278,7 @@ class Cluster:
         8xH100: 1 host x 8 devices = 8 x H100
         """
         return "\n".join(
-            [self.headline(), *(f"  {name:<7}  {value}" for name, value in self.facts())]
+            [self.headline(), *(f"  {name:<13}  {value}" for name, value in self.facts())]
         )
 
     def headline(self) -> str:
@@ -300,11 +300,14 @@ class Cluster:
             ("device", f"{format_bytes(self.device.memory_bytes)} at {bandwidth}"),
             ("peak", peaks),
             ("source", self.device.source),
-            ("in host", f"{_describe_link(self.intra)} per device"),
+            ("within a host", _describe_link(self.intra, "per device")),
         ]
         if self.num_hosts > 1:
             facts.append(
-                ("network", f"{_describe_link(self.inter)} per host, shared by its devices")
+                (
+                    "between hosts",
+                    _describe_link(self.inter, "per host, shared by its devices"),
+                )
             )
         memory = self.host.memory_bytes
         facts.append(
@@ -317,7 +320,7 @@ class Cluster:
             )
         )
         if self.topology:
-            facts.append(("links", self.topology))
+            facts.append(("wiring", self.topology))
         return facts
 
 
@@ -339,8 +342,8 @@ def _host_dict(host: Host) -> dict[str, float]:
     return {**memory, "copy_bytes_per_s": host.copy_bytes_per_s}
 
 
-def _describe_link(link: Link) -> str:
+def _describe_link(link: Link, whose: str) -> str:
     return (
-        f"{format_bytes_per_s(link.bandwidth_bytes_per_s)} each way,"
-        f" {format_seconds(link.latency_s)}"
+        f"{format_bytes_per_s(link.bandwidth_bytes_per_s)} each way {whose},"
+        f" {format_seconds(link.latency_s)} latency"
     )
