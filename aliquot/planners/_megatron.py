@@ -36,8 +36,8 @@ class Megatron(AbstractMethod):
     computed as in Megatron-LM.
 
     Of two products in a row the first is split by columns and the second by rows, attention by
-    heads, embedding and output head by vocabulary; activations are all-reduced after every second
-    product. Stages are equally deep and run 1f1b, or interleaved.
+    heads, experts inside, embedding and output head by vocabulary; activations are all-reduced
+    after every second product. Stages are equally deep and run 1f1b, or interleaved.
 
     Attributes:
         data: degree of data parallelism; None takes all devices that the other degrees leave.

@@ -127,6 +127,18 @@ def test_experts_stay_and_tokens_travel(name: str) -> None:
     assert not [use for use in uses if use.kind == "all-gather" and "down" in use.cause]
 
 
+def test_tensor_parallelism_splits_what_is_inside_experts() -> None:
+    plan = aq.plan(
+        train_step,
+        *jax.tree.map(lambda x: x.astype("float32"), start(1)),
+        cluster=aq.Cluster.preset("8xcpu"),
+        method=method_by_name("megatron:dp2,ep2,tp2"),
+    )
+    specs = {name.rpartition(".")[2]: spec for name, spec in plan.partition_specs().items()}
+    assert specs["gate"] == specs["up"] == jax.P("expert", None, "tensor")
+    assert specs["down"] == jax.P("expert", "tensor", None)
+
+
 @pytest.mark.parametrize(
     ("cluster", "name", "said"),
     [

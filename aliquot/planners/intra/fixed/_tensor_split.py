@@ -107,12 +107,14 @@ def expert_split(nodes: NodeGraph, kinds: Kinds) -> dict[int, int]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The factors of a product with a weight: those that it contracts, its output features, and
-    those that weight, activation and result share, which count experts.
+    those that weight, activation and result share, which count experts; and, of experts that are
+    one operator, those that only the weights have: what is inside an expert.
     """
 
     contraction: tuple[int, ...] = ()
     features: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
+    inner: tuple[int, ...] = ()
     is_lookup: bool = False
 
 
@@ -182,6 +184,8 @@ class Forward:
         # What feeds the residual stream must not be split by columns: the stream stays whole.
         elif parts.features and not any(e.target in self.streams for e in self.outgoing[product]):
             chosen = self._column(product, parts.features)
+        elif parts.inner:
+            chosen = parts.inner[0]
         if chosen is None:
             return
         self.split[product] = chosen
@@ -210,11 +214,14 @@ class Forward:
             return Parts()
         ordered = list(dict.fromkeys(order))
         contraction = tuple(f for f in ordered if f not in results)
+        experts = tuple(f for f in ordered if f in results and f in activation)
+        only_weights = bool(contraction) and not activation & set(contraction)
         return Parts(
             contraction=contraction,
             features=tuple(f for f in ordered if f in results and f not in activation),
-            experts=tuple(f for f in ordered if f in results and f in activation),
-            is_lookup=bool(contraction) and not activation & set(contraction),
+            experts=experts,
+            inner=contraction if only_weights and experts else (),
+            is_lookup=only_weights and not experts,
         )
 
     def neighbours(self, node: int, factor: int) -> Iterator[tuple[int, int]]:
