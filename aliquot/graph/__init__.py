@@ -33,6 +33,7 @@ from ._eight_bits import unscaling as unscaling
 from ._evaluate import ReplayHook as ReplayHook
 from ._evaluate import evaluate as evaluate
 from ._experts import EXPERTS as EXPERTS
+from ._experts import FIRST_MATRIX as FIRST_MATRIX
 from ._experts import ROOM as ROOM
 from ._experts import experts as experts
 from ._experts import run_experts as run_experts

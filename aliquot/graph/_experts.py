@@ -27,7 +27,8 @@ from ..core import InputError, listing
 from ._eight_bits import NARROW, WIDE, magnitude, to_eight_bits, unscaling
 
 Activation: TypeAlias = Callable[..., Any]
-_FIRST_MATRIX = 3
+FIRST_MATRIX = 3
+"""The operand that is the first of the matrices, behind tokens, choices and weights."""
 ROOM = 1.25
 """Rows for which there is room where experts are split, as a multiple of what devices would send
 each other if all experts were chosen equally often. Other rows take further rounds.
@@ -290,9 +291,9 @@ def _primitive(name: str, run: Callable[..., Any], results: Callable[..., Any]) 
             jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
             for a, d in zip(arrays, dims, strict=True)
         ]
-        if all(d is None for d in dims[_FIRST_MATRIX:]):
+        if all(d is None for d in dims[FIRST_MATRIX:]):
             # More tokens of the same experts.
-            return primitive.bind(*fronted[:_FIRST_MATRIX], *arrays[_FIRST_MATRIX:], **params), 0
+            return primitive.bind(*fronted[:FIRST_MATRIX], *arrays[FIRST_MATRIX:], **params), 0
         # Grouped products have no general `vmap`.
         out = jax.lax.map(lambda one: run(*one, **params), tuple(fronted))
         return out, [0] * len(out) if primitive.multiple_results else 0

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from ..cluster import Cluster, target_for
 from ..core import counted, format_bytes, format_seconds
 from ..cost import collective_uses, work_alike
-from ..graph import EXPERTS, Phase, Role, named_operator, source_line
+from ..graph import EXPERTS, FIRST_MATRIX, Phase, Role, named_operator, source_line
 from ..sharding import find_blocks, outside_blocks
 from ._base import Decision, StageDecision
 from ._tried import on_hosts
@@ -174,10 +174,9 @@ def _ungrouped(stages: Sequence[StageDecision]) -> Iterator[str]:
             continue
         for site in priced.graph.sites:
             op = next(ops[k] for k, c in enumerate(priced.graph.op_class) if c == site.op_class)
-            port = site.operands[-1]
-            if op.name != EXPERTS[0] or port is None:
+            if op.name != EXPERTS[0] or (port := site.operands[FIRST_MATRIX]) is None:
                 continue
-            matrix = op.inputs[-1]
+            matrix = op.inputs[FIRST_MATRIX]
             assert isinstance(matrix, int), "matrices are arrays"
             choice = priced.nodes[port.node].choices[stage.picks[port.node]]
             pieces = math.prod(

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._experts import EXPERTS, ROOM
+from .._experts import EXPERTS, FIRST_MATRIX, ROOM
 from .._rule import DimRule, DimRuleFn, Exchange, HasShape, Inside, register_dim_rule
 from .._traits import Traits
 from ._factors import Factors
 
-_TOKENS, _CHOSEN, _WEIGHTS, _FIRST_MATRIX = range(4)
+_TOKENS, _CHOSEN, _WEIGHTS = range(FIRST_MATRIX)
 
 
 def _experts(is_backward: bool) -> DimRuleFn:
@@ -91,7 +91,7 @@ def _experts(is_backward: bool) -> DimRuleFn:
         results_of = [(*lead, width)]
         linear = [0, 0, 1, *[0] * num_into, 2]
         if is_backward:
-            results_of = [x, per_choice, *each[_FIRST_MATRIX:]]
+            results_of = [x, per_choice, *each[FIRST_MATRIX:]]
             linear = [0, 0, 0, *[0] * num_into, 0, 1]
         sums = frozenset(range(len(results_of))) if is_backward else frozenset[int]()
         if wide:
