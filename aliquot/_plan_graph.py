@@ -125,15 +125,16 @@ def _plan_counts(
     **options: Any,
 ) -> Plan:
     """See `plan`."""
-    make = functools.partial(plan_captured, graph, method=method, **options)
-    searches = method is None or isinstance(method, (Auto, PipeshardParallel))
+    make = functools.partial(
+        plan_captured,
+        graph,
+        method=method,
+        tries_counts=num_micro_batches == "auto",
+        **options,
+    )
     count = None if num_micro_batches == "auto" else num_micro_batches
-    if objective == "throughput" and searches:
+    if objective == "throughput" and isinstance(method or Auto(), (Auto, PipeshardParallel)):
         return _best_stream(make, method, count)
-    if num_micro_batches == "auto" and not searches:
-        return _fastest_count(
-            make, time_between_calls_s if objective == "throughput" else one_call_s
-        )
     return make(num_micro_batches=count)
 
 
@@ -194,48 +195,6 @@ def _best_stream(
     return best
 
 
-def one_call_s(plan: Plan) -> float:
-    """Predicted seconds of one call, from its start to its end."""
-    return plan.prediction.step_time_s
-
-
-def _fastest_count(make: Callable[..., Plan], seconds: Callable[[Plan], float]) -> Plan:
-    """The fastest plan over several numbers of micro-batches.
-
-    The number doubles until it no longer divides the batch, or until a plan that fits is no faster
-    than one with fewer micro-batches: every micro-batch repeats collectives, and the only gain of
-    more of them is memory.
-
-    Raises:
-        InfeasibleError: no number fits; says how much memory one micro-batch needs.
-    """
-    best: Plan | None = None
-    refusal: InfeasibleError | None = None
-    count = 1
-    while count <= _MOST_MICRO_BATCHES:
-        try:
-            candidate = make(num_micro_batches=count)
-        except InfeasibleError as error:
-            refusal = refusal or error
-        except TimeLimitError:
-            if best is None:
-                raise
-            break
-        except (InputError, CaptureError):
-            if count == 1:
-                raise
-            break
-        else:
-            if best is not None and seconds(candidate) >= seconds(best):
-                break
-            best = candidate
-        count *= 2
-    if best is None:
-        assert refusal is not None
-        raise refusal
-    return best
-
-
 def plan_captured(
     graph: Graph,
     *,
@@ -244,6 +203,7 @@ def plan_captured(
     cluster: Cluster | None = None,
     method: AbstractMethod | None = None,
     num_micro_batches: int | None = None,
+    tries_counts: bool = False,
     micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
     on_missing_rule: str = "infer",
@@ -258,6 +218,7 @@ def plan_captured(
         graph=graph,
         cluster=cluster or Cluster.detect(),
         num_micro_batches=num_micro_batches,
+        tries_counts=tries_counts,
         semantics=micro_batch_semantics,
         on_missing_rule=on_missing_rule,
         memory_limit_bytes=memory_limit_bytes,

@@ -2,7 +2,6 @@
 
 from ._apply import apply_plan as apply_plan
 from ._auto import Auto as Auto
-from ._base import AbstractMethod as AbstractMethod
 from ._base import Candidate as Candidate
 from ._base import Decision as Decision
 from ._base import Interrupted as Interrupted
@@ -18,6 +17,7 @@ from ._layout_names import LAYOUTS as LAYOUTS
 from ._layout_names import method_names as method_names
 from ._megatron import Megatron as Megatron
 from ._megatron import TensorParallel as TensorParallel
+from ._method import AbstractMethod as AbstractMethod
 from ._methods import DataParallel as DataParallel
 from ._methods import ManualParallel as ManualParallel
 from ._methods import ShardParallel as ShardParallel

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from ..core import InfeasibleError, format_bytes
 from ..cost import Problem
-from ._base import AbstractMethod, Decision, Progress, Task
+from ._base import Decision, Progress, Task
 from ._hosts import Hosts
+from ._method import AbstractMethod
 from ._methods import WholeProgram
 from ._pipelines import PipelineCounts, Pipelines
 from ._pipeshard import PipeshardParallel

@@ -1,8 +1,7 @@
-"""The interface of methods: the task that a method receives and the decision that it returns."""
+"""The task that a method receives and the decision that it returns."""
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -22,7 +21,6 @@ from ..sharding import (
     NodeId,
     StagedStep,
     plan_micro_batches,
-    runs_in_groups,
 )
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -147,6 +145,7 @@ class Task:
         cluster: what it runs on.
         num_micro_batches: the number that the user asks for. None lets methods that search for the
             number choose it, and means 1 for the others.
+        tries_counts: whether the others try 1, 2, 4, ... micro-batches, too.
         semantics: see `plan_micro_batches`.
         on_missing_rule: see `dim_rule`.
         memory_limit_bytes: on each device; by default what the device's runtime leaves to programs.
@@ -157,6 +156,7 @@ class Task:
     graph: Graph
     cluster: Cluster
     num_micro_batches: int | None = None
+    tries_counts: bool = False
     semantics: str = "exact"
     on_missing_rule: str = "infer"
     memory_limit_bytes: float | None = None
@@ -232,74 +232,12 @@ class Task:
         return self._problems[count]
 
 
-class AbstractMethod(abc.ABC):
-    """A way to parallelize a step. Methods are frozen, pure and deterministic: no devices, no
-    clocks, no files.
-
-    Attributes:
-        layers: where methods that make stages may cut the step; see `PipeshardParallel`.
-    """
-
-    layers: str | int | None = None
-
-    def decide(self, task: Task) -> Decision:
-        """Plan a captured step; by default as one program, in as many micro-batches as the task
-        says, or one.
-
-        Raises:
-            InfeasibleError, InputError, Interrupted: as `solve` does.
-            CaptureError: The step does not decompose into micro-batches.
-        """
-        count = 1 if task.num_micro_batches is None else task.num_micro_batches
-        try:
-            return replace(
-                self.solve(task.problem(count), task.progress), combine=task.combine(count)
-            )
-        except Interrupted as interrupted:
-            best = interrupted.decision
-            # Complete the best decision so far, so that a plan can be written from it.
-            interrupted.decision = best and replace(best, combine=task.combine(count))
-            raise
-        except InfeasibleError as error:
-            raise that_decomposes(error, task) from None
-
-    @abc.abstractmethod
-    def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """Plan a step as one program.
-
-        Raises:
-            InfeasibleError: Nothing fits; describes the plan that needs the least memory.
-            InputError: The method cannot plan this problem.
-            Interrupted: Ctrl-C; carries the best decision so far.
-        """
-
-
 def faster(one: Decision | None, other: Decision | None) -> Decision | None:
     """The faster of two decisions; the first if they are equally fast."""
     if one is None or other is None:
         return one or other
     # Ties go to the first, so that the order of methods decides and not rounding.
     return other if other.step_time_s < one.step_time_s else one
-
-
-def that_decomposes(error: InfeasibleError, task: Task) -> InfeasibleError:
-    """The error without advice to use micro-batches into which the step does not decompose."""
-    kept = []
-    for change in error.advice:
-        number, _, unit = change.partition(" ")
-        counts = number.isdecimal() and unit.startswith("micro-batches")
-        if not counts or runs_in_groups(
-            task.graph,
-            int(number),
-            1,
-            semantics=task.semantics,
-            on_missing_rule=task.on_missing_rule,
-        ):
-            kept.append(change)
-    if len(kept) == len(error.advice):
-        return error
-    said = "The step does not decompose into micro-batches, with which it could fit."
-    return error.reworded(f"{error.message}\n  {said}", kept)
 
 
 class TooSlowError(InfeasibleError):

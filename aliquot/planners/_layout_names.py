@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from ..core import InputError, nearest
-from ._base import AbstractMethod
 from ._megatron import SEQUENCE, ZERO_STAGES, Megatron, TensorParallel
+from ._method import AbstractMethod
 from .intra import ATTENTION_WAYS
 
 LAYOUTS = {"tp": "tp:8", "megatron": "megatron:dp4,tp8,pp2"}

@@ -12,7 +12,8 @@ from ..cluster import Cluster, LogicalMesh
 from ..core import InfeasibleError, InputError
 from ..cost import Problem, price
 from ..graph import Graph, Role
-from ._base import AbstractMethod, Decision, Progress, Task
+from ._base import Decision, Progress, Task
+from ._method import AbstractMethod
 from ._pipelines import Pipelines
 from ._pipeshard import PipeshardParallel
 from ._race import Entry, race

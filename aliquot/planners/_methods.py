@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh, logical_mesh_shapes
-from ..core import InfeasibleError, InputError
+from ..core import InputError
 from ..cost import Problem, price
-from ._base import AbstractMethod, Decision, Progress, Task, that_decomposes
+from ._base import Decision, Progress, Task
 from ._hosts import Hosts
+from ._method import AbstractMethod
 from ._neighbourhood import FEW_AXES, choices_to_try
-from ._programs import Programs
 from ._quick_bounds import least_compute_s
 from ._race import Entry, RaceInParts, finished, goes_first, race, race_in_parts
-from ._search import AbstractFamily, Refusal, Search
+from ._search import Search
 from .intra import ILP, AbstractIntra, Fixed, Space, fixed
 
 
@@ -170,37 +170,26 @@ class WholeProgram(AbstractMethod):
         """See `AbstractMethod.decide`. Without a given mesh hosts may be left idle, if that is
         faster.
         """
-        count = 1 if task.num_micro_batches is None else task.num_micro_batches
-
-        def families(task: Task) -> list[AbstractFamily]:
-            return [Programs(task=task, method=self, count=count, most=count)]
-
-        problem, on_fewer = task.problem(count), list[Hosts]()
+        on_fewer = list[Hosts]()
         if self.mesh_shape is None and task.cluster.num_hosts > 1:
-            on_fewer = Hosts.below(task, families, least_compute_s(problem))
+            least_s = least_compute_s(task.problem(task.num_micro_batches or 1))
+            on_fewer = Hosts.below(task, self.programs, least_s)
         search = Search(task=task, faster_than_s=self.faster_than_s)
-        decision = search.run([*families(task), *on_fewer], "program")
-        return decision or self._refused(search.refusal_of(Programs), task, problem)
-
-    def _refused(self, refusal: Refusal | None, task: Task, problem: Problem) -> Decision:
-        """Say why no program fits, after a search if arrays alone are too large."""
-        try:
-            if refusal is not None:
-                raise refusal
-            return self.solve(problem, task.progress)
-        except InfeasibleError as error:
-            raise that_decomposes(error, task) from None
+        return self.searched(search, [*self.programs(task), *on_fewer])
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
-        return finished(self.race(problem, progress, pauses=False))
+        race = self.race(problem, progress, faster_than_s=self.faster_than_s, pauses=False)
+        return finished(race)
 
-    def race(self, problem: Problem, progress: Progress | None, *, pauses: bool) -> RaceInParts:
-        """As `solve`, with a pause where memory makes the search long; see `race_in_parts`.
+    def race(
+        self, problem: Problem, progress: Progress | None, *, faster_than_s: float, pauses: bool
+    ) -> RaceInParts:
+        """See `AbstractMethod.race`: it pauses where memory makes it long.
 
         Raises:
             TooSlowError: no program that fits is known, because the search ended once none could
-                beat `faster_than_s` and the time that was sent.
+                be fast enough.
         """
         entries = []
         if self.mesh_shape is None:
@@ -223,7 +212,7 @@ class WholeProgram(AbstractMethod):
             relative_gap=self.intra.relative_gap,
             states_bound=True,
             progress=progress,
-            faster_than_s=self.faster_than_s,
+            faster_than_s=faster_than_s,
             pauses=pauses,
         )
 

@@ -23,7 +23,8 @@ from ._race import RaceInParts
 from ._search import AbstractFamily, Search
 
 if TYPE_CHECKING:
-    from ._methods import ShardParallel, WholeProgram
+    from ._method import AbstractMethod
+    from ._methods import ShardParallel
 
 # At most so many numbers of micro-batches are tried.
 _MOST_PROGRAMS = 6
@@ -44,6 +45,7 @@ class Programs(AbstractFamily):
 
     Attributes:
         most: the most micro-batches.
+        most_programs: so many numbers of micro-batches are tried at most.
         pauses: whether a long search pauses.
         before_s: the least that a program with fewer micro-batches takes; infinite if none fits.
         num_tried, num_slow: how many programs were tried, and how many of these take longer than a
@@ -51,9 +53,10 @@ class Programs(AbstractFamily):
     """
 
     task: Task
-    method: WholeProgram
+    method: AbstractMethod
     count: int
     most: int
+    most_programs: int | None = _MOST_PROGRAMS
     pauses: bool = False
     expected_s: float = 0.0
     before_s: float = math.inf
@@ -61,10 +64,25 @@ class Programs(AbstractFamily):
     num_slow: int = 0
 
     @classmethod
-    def of(cls, task: Task, method: WholeProgram, asked: int | None, *, pauses: bool) -> Programs:
+    def of(
+        cls,
+        task: Task,
+        method: AbstractMethod,
+        asked: int | None,
+        *,
+        most_programs: int | None = _MOST_PROGRAMS,
+        pauses: bool = False,
+    ) -> Programs:
         """The programs in the number of micro-batches that is asked for, or in any number."""
         most = min(batch_size(task.graph), MOST_MICRO_BATCHES) if asked is None else asked
-        return cls(task=task, method=method, count=asked or 1, most=most, pauses=pauses)
+        return cls(
+            task=task,
+            method=method,
+            count=asked or 1,
+            most=most,
+            most_programs=most_programs,
+            pauses=pauses,
+        )
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
         """See `AbstractFamily.open`."""
@@ -78,8 +96,9 @@ class Programs(AbstractFamily):
         problem = self.task.problem(self.count)
         if cannot_fit(problem):
             return trying._with_more(search, math.inf)
-        method = replace(self.method, faster_than_s=min(self.method.faster_than_s, to_beat_s))
-        race = method.race(problem, self.task.progress, pauses=self.pauses)
+        race = self.method.race(
+            problem, self.task.progress, faster_than_s=to_beat_s, pauses=self.pauses
+        )
         return trying.go_on(search, race, None)
 
     def go_on(
@@ -109,7 +128,7 @@ class Programs(AbstractFamily):
 
     def _with_more(self, search: Search, step_time_s: float) -> Iterable[AbstractFamily]:
         """The programs with more micro-batches, unless the last was no faster than those before."""
-        is_over = self.num_tried == _MOST_PROGRAMS or 2 * self.count > self.most
+        is_over = self.num_tried == self.most_programs or 2 * self.count > self.most
         if is_over or (step_time_s >= self.before_s and math.isfinite(self.before_s)):
             return ()
         more = replace(

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from ..core import InputError, nearest
 from ..plans import training_schedules
 from ._auto import Auto
-from ._base import AbstractMethod
 from ._layout_names import LAYOUTS, layout_by_name
 from ._megatron import Megatron
+from ._method import AbstractMethod
 from ._methods import DataParallel, ShardParallel, WholeProgram, Zero2Parallel, Zero3Parallel
 from ._pipeshard import PipeshardParallel
 from .inter import AbstractInter, Bottleneck, Grid, StageDP, StageLimits

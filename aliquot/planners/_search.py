@@ -89,9 +89,13 @@ class Search:
     _resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     _helper: HelperProcess | None = None
 
-    def run(self, families: Sequence[AbstractFamily], method: str) -> Decision | None:
-        """Open families until none is left that may be faster, and return the best plan as that of
-        the method with this name; None if there is none, for which `refusals` say why.
+    def run(self, families: Sequence[AbstractFamily], method: str = "") -> Decision | None:
+        """Open families until none is left that may be faster, and return the best plan; None if
+        there is none, for which `refusals` say why.
+
+        Args:
+            families: those that the method allows.
+            method: the name that the plan states as its method; by default that of its family.
 
         Raises:
             InputError, CaptureError: of a family that must be opened.
@@ -172,6 +176,7 @@ class Search:
 
     def _written(self, best: Decision, method: str) -> Decision:
         """The best plan as one of the method, with all else that was tried among its candidates."""
+        method = method or best.method
         hosts = self._hosts(best)
         own = best.candidates if best.pipeline is None else (tried_decision(best, "simulated"),)
         beside = [each for on, each in (*self.slower, *self.tried) if on == hosts]
@@ -180,7 +185,9 @@ class Search:
             assert each.step_time_s is not None
             fastest_s[on] = min(each.step_time_s, fastest_s.get(on, math.inf))
         beside += [
-            Candidate(name=on_hosts(method, on), step_time_s=step_time_s, outcome="slower")
+            Candidate(
+                name=on_hosts(method or best.method, on), step_time_s=step_time_s, outcome="slower"
+            )
             for on, step_time_s in sorted(fastest_s.items(), reverse=True)
             if on != hosts
         ]

@@ -281,7 +281,8 @@ def tight_program():
 
 def raced(problem, sent_s):
     """The decision of a program, and what it had when it paused, where it does."""
-    race, unfinished = WholeProgram().race(problem, None, pauses=True), "no pause"
+    race = WholeProgram().race(problem, None, faster_than_s=math.inf, pauses=True)
+    unfinished = "no pause"
     try:
         unfinished = next(race)
         race.send(sent_s)
@@ -316,10 +317,9 @@ def test_no_number_of_micro_batches_is_searched_twice_where_nothing_fits(monkeyp
     counts = []
     race = WholeProgram.race
 
-    def counting(method, problem, progress, *, pauses):
-        if pauses or counts:
-            counts.append(problem.num_micro_batches)
-        return race(method, problem, progress, pauses=pauses)
+    def counting(method, problem, progress, **settings):
+        counts.append(problem.num_micro_batches)
+        return race(method, problem, progress, **settings)
 
     monkeypatch.setattr(WholeProgram, "race", counting)
     # Enough for an even share of all arrays, so that the search must find that nothing fits.
@@ -330,7 +330,7 @@ def test_no_number_of_micro_batches_is_searched_twice_where_nothing_fits(monkeyp
 
 
 def test_an_interrupt_while_programs_are_searched_keeps_the_pipeline_found_before(monkeypatch):
-    def stopped(method, problem, progress, *, pauses):
+    def stopped(method, problem, progress, **settings):
         yield None
         raise Interrupted(None)
 

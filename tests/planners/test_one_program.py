@@ -1,6 +1,5 @@
 """One program with fewer micro-batches: which numbers are tried, and what comes of it."""
 
-import math
 import types
 from dataclasses import dataclass
 
@@ -236,9 +235,8 @@ class Racing:
 
     seconds: dict
     tried: list
-    faster_than_s: float = math.inf
 
-    def race(self, problem, progress, *, pauses):
+    def race(self, problem, progress, *, faster_than_s, pauses):
         count = problem.num_micro_batches
         self.tried.append(count)
         if count not in self.seconds:

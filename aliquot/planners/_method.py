@@ -1,0 +1,97 @@
+"""The interface of methods, and how those plan that make one program."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+from ..core import InfeasibleError
+from ..cost import Problem
+from ..sharding import runs_in_groups
+from ._base import Decision, Progress, Task
+from ._programs import Programs
+from ._race import RaceInParts
+from ._search import AbstractFamily, Search
+
+
+class AbstractMethod(abc.ABC):
+    """A way to parallelize a step. Methods are frozen, pure and deterministic: no devices, no
+    clocks, no files.
+
+    Attributes:
+        layers: where methods that make stages may cut the step; see `PipeshardParallel`.
+    """
+
+    layers: str | int | None = None
+
+    def decide(self, task: Task) -> Decision:
+        """Plan a captured step; by default as one program, in as many micro-batches as the task
+        says, or one.
+
+        Raises:
+            InfeasibleError, InputError, Interrupted: as `solve` does.
+            CaptureError: The step does not decompose into micro-batches.
+        """
+        return self.searched(Search(task=task), self.programs(task))
+
+    def programs(self, task: Task) -> list[AbstractFamily]:
+        """The family of programs that this method makes of a task."""
+        asked = task.num_micro_batches or (None if task.tries_counts else 1)
+        return [Programs.of(task, self, asked, most_programs=None)]
+
+    def searched(self, search: Search, families: Sequence[AbstractFamily]) -> Decision:
+        """The best program of some families.
+
+        Raises:
+            InfeasibleError, InputError, CaptureError: as `decide` does.
+        """
+        decision = search.run(families)
+        if decision is not None:
+            return decision
+        task = search.task
+        try:
+            if (refusal := search.refusal_of(Programs)) is not None:
+                raise refusal
+            # Arrays alone are too large, so that nothing was searched yet.
+            return self.solve(task.problem(task.num_micro_batches or 1), task.progress)
+        except InfeasibleError as error:
+            raise _that_decomposes(error, task) from None
+
+    def race(
+        self, problem: Problem, progress: Progress | None, *, faster_than_s: float, pauses: bool
+    ) -> RaceInParts:
+        """As `solve`, for methods that search in parts: these may pause, and need not find plans
+        that take `faster_than_s` or longer; see `race_in_parts`. By default in one part.
+        """
+        yield from ()
+        return self.solve(problem, progress)
+
+    @abc.abstractmethod
+    def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
+        """Plan a step as one program.
+
+        Raises:
+            InfeasibleError: Nothing fits; describes the plan that needs the least memory.
+            InputError: The method cannot plan this problem.
+            Interrupted: Ctrl-C; carries the best decision so far.
+        """
+
+
+def _that_decomposes(error: InfeasibleError, task: Task) -> InfeasibleError:
+    """The error without advice to use micro-batches into which the step does not decompose."""
+    kept = []
+    for change in error.advice:
+        number, _, unit = change.partition(" ")
+        counts = number.isdecimal() and unit.startswith("micro-batches")
+        if not counts or runs_in_groups(
+            task.graph,
+            int(number),
+            1,
+            semantics=task.semantics,
+            on_missing_rule=task.on_missing_rule,
+        ):
+            kept.append(change)
+    if len(kept) == len(error.advice):
+        return error
+    said = "The step does not decompose into micro-batches, with which it could fit."
+    return error.reworded(f"{error.message}\n  {said}", kept)
