@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..core import InfeasibleError, counted
+from ..core import CaptureError, InfeasibleError, InputError, counted
 from ..cost import Chain, Problem
 from ._base import Candidate, Decision, Interrupted, Progress, Task, TooSlowError
 from ._counts import MOST_MICRO_BATCHES, batch_size
@@ -93,7 +93,13 @@ class Programs(AbstractFamily):
         if num_slow == _MOST_SLOW:
             return ()
         trying = replace(self, num_tried=self.num_tried + 1, num_slow=num_slow)
-        problem = self.task.problem(self.count)
+        try:
+            problem = self.task.problem(self.count)
+        except (InputError, CaptureError):
+            # What cannot be cut into so many parts cannot be cut into twice as many either.
+            if self.num_tried:
+                return ()
+            raise
         if cannot_fit(problem):
             return trying._with_more(search, math.inf)
         race = self.method.race(
