@@ -269,7 +269,7 @@ class PipelineCounts(AbstractFamily):
         other_stages = method.asked_stages is None and method.inter.searches
         if other_stages and self.is_small:
             priced = self.priced[best.num_micro_batches]
-            yield _OtherStages(task=task, method=method, priced=priced, around=len(best.stages))
+            yield _OtherStages(task=task, method=method, priced=priced, known=best)
         if is_open and 1 not in self.priced:
             yield _OneMicroBatch(task=task, counts=self)
         program = as_one_program(self.chains) if is_open and method.may_be_one_program else None
@@ -290,7 +290,9 @@ class _OneMicroBatch(AbstractFamily):
     def open(self, search: Search) -> Iterable[AbstractFamily]:
         """See `AbstractFamily.open`."""
         task, counts, method = self.task, self.counts, self.counts.opened.method
-        to_beat_s = search.to_beat_s(task)
+        assert counts.best is not None
+        # A pipeline of a single stage is not among the plans yet.
+        to_beat_s = min(search.to_beat_s(task), counts.best.step_time_s)
         if not (counts.is_small or _one_micro_batch_may_do(task, counts.least_s, to_beat_s)):
             return
         last = counts.priced[counts.opened.groups[0][-1]]
@@ -306,12 +308,12 @@ class _OneMicroBatch(AbstractFamily):
             yield FewerMicroBatches.than(found, task, method.whole, None)
         other_stages = method.asked_stages is None and method.inter.searches
         if other_stages and _is_small(priced.chains[0]):
-            yield _OtherStages(task=task, method=method, priced=priced, around=len(found.stages))
+            yield _OtherStages(task=task, method=method, priced=priced, known=found)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _OtherStages(AbstractFamily):
-    """Pipelines of small steps with one stage more than `around`, and with fewer for as long as
+    """Pipelines of small steps with one stage more than a known one, and with fewer for as long as
     their layers promise less than the best plan takes: the number of stages that is fastest by sums
     of layers need not be the fastest when stages are solved as wholes.
     """
@@ -319,14 +321,15 @@ class _OtherStages(AbstractFamily):
     task: Task
     method: PipeshardParallel
     priced: PricedLayers
-    around: int
+    known: Decision
     expected_s: float = 0.0
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
         """See `AbstractFamily.open`."""
-        for count in (self.around + 1, *range(self.around - 1, 1, -1)):
+        around = len(self.known.stages)
+        for count in (around + 1, *range(around - 1, 1, -1)):
             fixed = replace(self.method, num_stages=count)
-            to_beat_s = search.to_beat_s(self.task)
+            to_beat_s = min(search.to_beat_s(self.task), self.known.step_time_s)
             try:
                 promised = fixed.inter.solve(
                     self.priced.chains[:1], limits=fixed.limits, helper=search.helper
@@ -335,7 +338,7 @@ class _OtherStages(AbstractFamily):
                     _add(
                         solve_with(fixed, self.task, self.priced, search.helper), self.task, search
                     )
-                elif count < self.around:
+                elif count < around:
                     break
             except (InfeasibleError, InputError):
                 continue
