@@ -4,6 +4,8 @@ Plans publicly reported training steps (GPT and Llama on A100, H100, H200, B200,
 V100) with the model, cluster, method, recomputation and number of micro-batches of each row, and
 compares predicted with reported step times. Rows are split in halves by source and model family:
 the sustained share of each device is fitted to one half (`--fit`), the other half is held out.
+PyTorch's rows on Hopper, of 2023 and 2024, ran older libraries than JAX does, and have figures of
+their own, fitted to the same half.
 Pipelines, with stages as deep as each other and 1f1b or interleaved, split sequences and products
 of 8 bits are never fitted.
 
@@ -50,6 +52,10 @@ FILES = {
     "v5p": "v5p",
     "v6e": "v6e",
 }
+
+
+# What is printed of rows with the figures `PYTORCH_ON_HOPPER`, which are written there by hand.
+OLDER = "PyTorch on Hopper"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +151,20 @@ def _predicted(case: Case) -> Row | str:
 
 def _at_share(case: Case, shares: Mapping[str, float]) -> Case:
     """A case whose devices have the share that was fitted to them."""
-    share = shares.get(FILES.get(case.device, ""))
+    share = shares.get(_fitted_with(case))
     if share is None:
         return case
-    device = dataclasses.replace(case.cluster.device, calibration={"sustained_share": share})
+    device = case.cluster.device
+    calibration = {**device.calibration, "sustained_share": share}
+    device = dataclasses.replace(device, calibration=calibration)
     return dataclasses.replace(case, cluster=dataclasses.replace(case.cluster, device=device))
+
+
+def _fitted_with(case: Case) -> str:
+    """The calibration file with whose rows a case is fitted, or the libraries that it has in place
+    of the target's; empty for devices that are not fitted.
+    """
+    return OLDER if case.cluster.device.calibration else FILES.get(case.device, "")
 
 
 def _flat(rows: Sequence[Row]) -> list[Row]:
@@ -225,8 +240,9 @@ def _fit(rows: Sequence[Row]) -> tuple[list[Row], dict[str, float]]:
     found: dict[str, float] = {}
     fitted = {row.case.id: row for row in rows}
     shares = np.linspace(SUSTAINED_SHARES[0], 1.0, 141)
-    for file in dict.fromkeys(FILES.values()):
-        some = [row for row in rows if FILES.get(row.case.device) == file and row.case.is_fitted]
+    for file in (*dict.fromkeys(FILES.values()), OLDER):
+        mine = [row for row in rows if _fitted_with(row.case) == file]
+        some = [row for row in mine if row.case.is_fitted]
         if not some:
             continue
         errors = [
@@ -235,12 +251,12 @@ def _fit(rows: Sequence[Row]) -> tuple[list[Row], dict[str, float]]:
         ]
         share = found[file] = float(f"{shares[int(np.argmin(errors))]:.3g}")
         origin = f"{len(some)} publicly reported steps: benchmarks/public_steps.py"
-        update(file, {"sustained_share": (share, f"least median error over {origin}")})
+        if file != OLDER:
+            update(file, {"sustained_share": (share, f"least median error over {origin}")})
         say(f"{file}: sustained share {share:.3f}, {len(some)} rows, error {min(errors):.1%}")
-        for row in rows:
-            if FILES.get(row.case.device) == file:
-                again = float(at_share(row.times, share)[0])
-                fitted[row.case.id] = dataclasses.replace(row, step_s=again)
+        for row in mine:
+            again = float(at_share(row.times, share)[0])
+            fitted[row.case.id] = dataclasses.replace(row, step_s=again)
     return list(fitted.values()), found
 
 

@@ -90,7 +90,7 @@ def _reaches(target: Target) -> str:
         products += f", of which whole steps sustain {target.sustained_share:.0%}"
     beside = (
         f"{target.overlap_fraction:.0%} of gradient sums and parameter gathers, and"
-        f" {target.activation_overlap:.0%} of sums of activations, beside compute"
+        f" {target.activation_overlap:.0%} of sums and gathers of activations, beside compute"
     )
     return (
         f"{products}; elementwise code {target.bandwidth_efficiency:.0%} of the memory bandwidth;"

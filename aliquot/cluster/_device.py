@@ -28,6 +28,7 @@ CALIBRATED = (
     "kernel_overhead_s",
     "overlap_fraction",
     "activation_overlap",
+    "attention_share",
 )
 """Figures of a target that a device may have values of its own for; see `Target` and `Products` for
 what they mean.

@@ -144,6 +144,7 @@ class _Calibration(_Table, frozen=True):
     kernel_overhead_s: Figure | None = None
     overlap_fraction: Figure | None = None
     activation_overlap: Figure | None = None
+    attention_share: Figure | None = None
 
 
 class _OwnDevice(_Table, frozen=True):

@@ -74,8 +74,8 @@ class Target:
             copies its operand and its result, so that this dim comes first.
         overlap_fraction: Share of the time of collectives that sum gradients or gather parameters
             that can hide behind compute, 0 to 1.
-        activation_overlap: The same share of collectives that sum activations, as of tensor
-            parallelism.
+        activation_overlap: The same share of collectives that sum or gather activations, as of
+            tensor and sequence parallelism.
         matmul_efficiency: Reached share of the peak in large products, 0 to 1.
         sustained_share: Share of the speed of single products that the products of a whole step
             sustain, 0 to 1: clocks fall under load, and layouts differ.
@@ -196,9 +196,11 @@ class Target:
         return self.hides_latency and self.overlaps_all_reduces
 
     def figure(self, name: str) -> float:
-        """One of the figures `CALIBRATED` by its name."""
+        """One of the figures `CALIBRATED` by its name; `attention_share` is 0 without a kernel."""
         if name.startswith("product_"):
             return float(getattr(self.products, name.removeprefix("product_")))
+        if name == "attention_share":
+            return 0.0 if self.attention is None else self.attention.share
         return float(getattr(self, name))
 
     def collective_share(self, size: int) -> float:
@@ -443,4 +445,9 @@ def _calibrated(target: Target, device: Device) -> Target:
     if "collective_efficiency" in figures:
         # A fitted efficiency replaces the shares by group size.
         figures["collective_shares"] = ()
-    return replace(target, products=replace(target.products, **shapes), **figures)
+    attention, share = target.attention, figures.pop("attention_share", None)
+    if attention is not None and share is not None:
+        attention = replace(attention, share=share, source="the device's own calibration")
+    return replace(
+        target, attention=attention, products=replace(target.products, **shapes), **figures
+    )

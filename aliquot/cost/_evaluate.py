@@ -40,8 +40,8 @@ def evaluate(priced: Priced, picks: Ints, *, casts_once: bool = True) -> StepTim
     """Step time under a choice for every node. Equal conversions of one array are paid once.
     `casts_once`: see `StagePlan`.
 
-    Gathers of parameters, sums of gradients and, in part, sums of activations run beside the
-    compute of the forward and backward pass: as far as the target's compiler overlaps them, and at
+    Gathers of parameters, sums of gradients and, in part, sums and gathers of activations run
+    beside the compute of the forward and backward pass: as far as the target's compiler overlaps them, and at
     most as long as that compute takes. What is summed once in a step hides behind the backward pass
     of the last micro-batch alone.
     """

@@ -20,6 +20,7 @@ from ..graph import Phase
 from ..plans import item_bytes
 from ..sharding import (
     PARTIAL,
+    REPLICATED,
     RING,
     Edge,
     Move,
@@ -317,7 +318,7 @@ class _Pricer:
         )
         if edge.gradient and self.repeats > 1 and edge.phase is not Phase.UPDATE:
             seconds, once = self.with_deferred_sums(edge, sources, targets, seconds)
-        hideable, once_hideable = self.hideable(edge, sources, seconds, once)
+        hideable, once_hideable = self.hideable(edge, sources, targets, seconds, once)
         return PricedEdge(
             sources=sources,
             targets=targets,
@@ -331,11 +332,11 @@ class _Pricer:
         )
 
     def hideable(
-        self, edge: Edge, sources: _Specs, seconds: Floats, once: Floats
+        self, edge: Edge, sources: _Specs, targets: _Specs, seconds: Floats, once: Floats
     ) -> tuple[Floats, Floats]:
         """The parts of an edge's `seconds` and `once_s` that the compiler can run beside compute:
-        a share of sums of gradients and gathers of parameters, and one of sums of activations, as
-        of tensor parallelism.
+        a share of sums of gradients and gathers of parameters, and one of sums and gathers of
+        activations, as of tensor and sequence parallelism.
         """
         finite = np.where(np.isfinite(seconds), seconds, 0.0)
         if edge.beside_compute:
@@ -344,8 +345,8 @@ class _Pricer:
         none = np.broadcast_to(0.0, seconds.shape)
         if edge.phase is Phase.UPDATE or not self.target.activation_overlap:
             return none, none
-        summed = np.array([min(source) <= PARTIAL for source in sources])
-        return self.target.activation_overlap * np.where(summed[:, None], finite, 0.0), none
+        hides = np.array([[sums_or_gathers(p, q) for q in targets] for p in sources])
+        return self.target.activation_overlap * np.where(hides, finite, 0.0), none
 
     def splits(
         self, node: int, projection: Projection, nodes: Sequence[PricedNode]
@@ -447,6 +448,15 @@ class _Pricer:
     def times(self, phase: Phase) -> int:
         """Number of runs of a phase in a step."""
         return 1 if phase is Phase.UPDATE else self.repeats
+
+
+def sums_or_gathers(source: Spec, target: Spec) -> bool:
+    """Whether a conversion adds up partial sums, or else only gathers: the two halves of what
+    tensor parallelism sums, of which sequence parallelism does one before its norms and one after.
+    """
+    if min(source) <= PARTIAL:
+        return True
+    return all(after in (before, REPLICATED) for before, after in zip(source, target, strict=True))
 
 
 def sum_collective(edge: Edge, target: Target, *, total: bool = False) -> SumCollective:

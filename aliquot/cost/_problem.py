@@ -9,7 +9,7 @@ from ..graph import Graph
 from ..sharding import NodeGraph, build_nodes, index_nodes, runs_in_groups
 from ._host_copies import HostCopy, find_copies
 from ._work import Work, count_work
-from .memory import Held, Resident, find_storage, held_arrays, residents, stored_by_fusion
+from .memory import Held, Resident, find_storage, held_arrays, residents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,7 +89,6 @@ def make_problem(
     sums_gradients = num_micro_batches > 1
     index = index_nodes(graph, repeats=repeats, on_missing_rule=on_missing_rule)
     nodes = build_nodes(index, target, sums_gradients=sums_gradients)
-    fused = stored_by_fusion(index.cuts)
     storage = find_storage(index.cuts, target, sums_gradients=sums_gradients)
     limit = (
         target.usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
@@ -97,9 +96,9 @@ def make_problem(
     return Problem(
         graph=graph,
         nodes=nodes,
-        work=count_work(index, fused),
+        work=count_work(index, storage.stored),
         residents=tuple(residents(index, storage, target, sums_gradients=sums_gradients)),
-        held=tuple(held_arrays(index, fused)),
+        held=tuple(held_arrays(index, storage.stored)),
         copies=find_copies(index, storage.stored, cluster.device, target),
         cluster=cluster,
         num_micro_batches=num_micro_batches,

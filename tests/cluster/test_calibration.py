@@ -86,6 +86,18 @@ def test_a_sustained_share_slows_all_products():
     assert speeds[0] == pytest.approx(2 * speeds[1])
 
 
+def test_a_device_may_have_an_attention_of_its_own_speed():
+    device = DEVICES["H100"]
+    slow = dataclasses.replace(device, calibration={"attention_share": 0.31})
+    kernels = [target_for(d).attention for d in (device, slow)]
+    assert kernels[0].share == pytest.approx(2 * kernels[1].share)
+    assert target_for(slow).figure("attention_share") == 0.31
+    for name in ("V100-16GB", "cpu"):  # They have no kernel whose speed could be told.
+        without = dataclasses.replace(DEVICES[name], calibration={"attention_share": 0.31})
+        assert target_for(without).attention is None
+        assert target_for(without).figure("attention_share") == 0.0
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
 def test_every_figure_has_a_source(path):
     fields = {f.name for f in dataclasses.fields(TARGETS["gpu"])} | {

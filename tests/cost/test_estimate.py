@@ -54,6 +54,26 @@ def test_collectives_cost_what_the_judge_charges(shape, cluster):
         assert listed == pytest.approx(time.communication_s + time.gradient_s, rel=1e-9)
 
 
+def test_what_kernels_compute_again_is_no_traffic():
+    """A GPU's compiler computes the sigmoid again in the backward pass instead of storing it."""
+
+    def step(weights, x):
+        def loss(weights):
+            hidden = x @ weights[0]
+            return jnp.sum(hidden * jax.nn.sigmoid(hidden) @ weights[1])
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    square = struct(256, 256)
+    graph = aq.capture(step, (square, square), square)
+    fused_bytes, stored_bytes = (
+        sum(num_bytes for works in problem.work for work in works for num_bytes, _ in work.arrays)
+        for problem in (make_problem(graph, Cluster.preset(c)) for c in ("1xH100", "1xcpu"))
+    )
+    # One array less is written, and read by the backward pass.
+    assert stored_bytes - fused_bytes >= 2 * square.size * square.dtype.itemsize
+
+
 def test_equal_conversions_are_paid_once(problem):
     priced = price(problem, LogicalMesh(shape=(8,), cluster=CLUSTER))
     rng = np.random.default_rng(2)

@@ -202,10 +202,16 @@ class _Share:
             )
         pairs = list(numbers)
         self.paid = np.array([_conversion_s(judge, edges[0], p, q) for p, q in pairs])
-        self.summed = np.where([min(p) <= PARTIAL for p, _ in pairs], self.paid, 0.0)
+        hides = [
+            min(p) <= PARTIAL or all(b in (a, -1) for a, b in zip(p, q, strict=True))
+            for p, q in pairs
+        ]
+        self.summed = np.where(hides, self.paid, 0.0)
 
     def cost(self, picks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of each combination, and the part of them that goes to sums."""
+        """Seconds of each combination, and the part of them that goes to sums and
+        gathers.
+        """
         codes = [
             c[picks[e.source], picks[e.target]] for e, c in zip(self.edges, self.codes, strict=True)
         ]

@@ -2,6 +2,7 @@
 and what is refused.
 """
 
+import dataclasses
 import functools
 from collections import Counter
 
@@ -68,6 +69,20 @@ def test_all_reduces_become_gathers_and_reduce_scatters():
     assert found["reduce-scatter"] >= 4 * LAYERS and found["all-gather"] >= 4 * LAYERS
     # What is left is summed over the vocabulary, or gradients of norms.
     assert over_tensor(split, local)["all-reduce"] <= 1
+
+
+@pytest.mark.parametrize("word", ["", ",sp"])
+def test_gathers_hide_beside_compute_as_sums_do(word):
+    cluster = aq.Cluster.preset("8xH100")
+    device = dataclasses.replace(
+        cluster.device, calibration={"activation_overlap": 0.25, "overlap_fraction": 0.25}
+    )
+    cluster = dataclasses.replace(cluster, device=device)
+    work = zoo.build("llama-7b", 8, overrides={"num_layers": 2}, scan=True)
+    method = method_by_name(f"megatron:tp8{word}")
+    found = aq.plan(work.train_step, work.state, work.batch, cluster=cluster, method=method)
+    can_hide = found.prediction.communication_s + found.prediction.gradient_s
+    assert found.prediction.hidden_s == pytest.approx(0.25 * can_hide, rel=0.02)
 
 
 def test_norms_and_residuals_are_computed_once_and_held_once():
