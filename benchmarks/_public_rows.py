@@ -69,7 +69,16 @@ _CUBE_MESH_GBPS = 100.0
 # So these rows have two figures of their own, the least median error over the half that may be
 # fitted.
 _PYTORCH = ("llm-foundry", "nanotron", "torchtitan")
-PYTORCH_ON_HOPPER = {"attention_share": 0.21, "sustained_share": 0.67}
+PYTORCH_ON_HOPPER = {"attention_share": 0.21, "sustained_share": 0.66}
+# Frameworks of 2020 to 2022, which run operator by operator: what one computes is not computed
+# again in another. In all but OneFlow, computation also waits for every collective.
+_WITHOUT_OVERLAP = (
+    "Megatron-LM 2021",
+    "Megatron-LM 2022",
+    "Megatron-LM 8aa4619f",
+    "DeepSpeed ZeRO-3",
+)
+_BY_OPERATOR = (*_WITHOUT_OVERLAP, "OneFlow")
 # Frameworks that recompute only where they are told to, so that a row without a word on it does
 # not; and that split the sequence beside tensor parallelism unless they are told not to.
 _MEGATRON_CORE = ("Megatron-Bridge", "NeMo")
@@ -81,6 +90,7 @@ class Case:
 
     `group` names source and model family; rows of one group are fitted together or held out
     together. `tensor`, `context`, `pipeline` and `expert` are degrees of parallelism.
+    `by_operator`: whether results of operators are stored that a compiler would compute again.
     """
 
     id: str
@@ -100,6 +110,7 @@ class Case:
     cluster: Cluster
     method: AbstractMethod
     num_micro_batches: int
+    by_operator: bool
 
     @property
     def model(self) -> dict[str, Any]:
@@ -149,9 +160,12 @@ def express(row: dict[str, Any]) -> Case:
     if reasons:
         raise InputError("; ".join(dict.fromkeys(reasons)))
     cluster = _cluster(where)
+    figures = {}
     if row["framework"].startswith(_PYTORCH) and cluster.device.name in ("H100", "H200"):
-        device = replace(cluster.device, calibration=PYTORCH_ON_HOPPER)
-        cluster = replace(cluster, device=device)
+        figures = PYTORCH_ON_HOPPER
+    elif row["framework"].startswith(_WITHOUT_OVERLAP):
+        figures = {"overlap_fraction": 0.0, "activation_overlap": 0.0}
+    cluster = replace(cluster, device=replace(cluster.device, calibration=figures))
     count = batch["num_micro_batches"]
     if count is None and batch["micro_batch_sequences"]:
         ranks = (degrees["dp"] or 1) * (degrees["fsdp"] or 1)
@@ -178,6 +192,7 @@ def express(row: dict[str, Any]) -> Case:
         cluster=cluster,
         method=_method(row, cluster.num_devices, count or 1),
         num_micro_batches=count or 1,
+        by_operator=row["framework"].startswith(_BY_OPERATOR),
     )
 
 

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 import aliquot as aq
 from aliquot._fit_steps import SUSTAINED_SHARES, at_share, step_times
+from aliquot.cluster import TARGETS
 from aliquot.core import AliquotError, InputError
 from aliquot.cost import make_problem, predict
 from aliquot.planners import Task
@@ -143,10 +144,15 @@ def _predict_all(cases: Sequence[Case], left_out: collections.Counter[str]) -> l
 
 def _predicted(case: Case) -> Row | str:
     """A row, or the reason why there is none."""
+    target = TARGETS["gpu"]
+    if case.by_operator:
+        TARGETS["gpu"] = dataclasses.replace(target, repeats_cheap_work=False)
     try:
         return _predict_pipeline(case) if case.pipeline > 1 else _predict(case)
     except AliquotError as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        TARGETS["gpu"] = target
 
 
 def _at_share(case: Case, shares: Mapping[str, float]) -> Case:
@@ -164,7 +170,11 @@ def _fitted_with(case: Case) -> str:
     """The calibration file with whose rows a case is fitted, or the libraries that it has in place
     of the target's; empty for devices that are not fitted.
     """
-    return OLDER if case.cluster.device.calibration else FILES.get(case.device, "")
+    return (
+        OLDER
+        if "sustained_share" in case.cluster.device.calibration
+        else FILES.get(case.device, "")
+    )
 
 
 def _flat(rows: Sequence[Row]) -> list[Row]:
@@ -388,9 +398,14 @@ def _write_page(rows: Sequence[Row], left_out: collections.Counter[str]) -> None
         "same model, cluster, parallelism, recomputation and batch. Rows are split in halves by "
         "source and model family. To one half a figure of each device was fitted, the share of "
         "single products' speed that whole steps sustain; the other half was held out, and so "
-        "were all pipelines. Two more figures come from reported steps, and were chosen before "
-        "this split: the share of the peak that fused attention reaches, and the share of "
-        "collectives that runs beside compute (one for all GPUs, one for all TPUs). Rows with "
+        "were all pipelines. Two more figures come from reported steps: the share of the peak that "
+        "fused attention reaches (of A100, fitted to the same half; of H100, from measured "
+        "kernels; of TPUs, from before this split), and the share of "
+        "collectives that runs beside compute (one for all GPUs, one for all TPUs). PyTorch's rows "
+        "on H100, of 2023 and 2024, ran older libraries than JAX does: they have figures of their "
+        "own, fitted to the same half. Frameworks of 2020 to 2022 run operator by operator, and "
+        "most compute nothing beside collectives. Layers are scanned over where the framework does "
+        "so. Rows with "
         "context parallelism, interleaved pipelines, experts or products of 8 bits are in the"
         " table by "
         "parallelism alone. Made by `benchmarks/public_steps.py`; nothing here was measured by "

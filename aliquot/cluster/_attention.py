@@ -104,15 +104,15 @@ _CUDNN = (
 # and Blackwell are cuDNN's: FlashAttention 2, which frameworks of before 2025 run, uses none of
 # what is new in them.
 _GPU_FIGURES = {
-    "A100-40GB": (0.43, 24_000, f"{_FITTED}; {_BY_ROWS}"),
-    "A100-80GB": (0.43, 24_000, f"{_FITTED}; {_BY_ROWS}"),
-    "A100-PCIe": (0.43, 24_000, "as A100-40GB"),
+    "A100-40GB": (0.37, 24_000, f"{_FITTED}; {_BY_ROWS}"),
+    "A100-80GB": (0.37, 24_000, f"{_FITTED}; {_BY_ROWS}"),
+    "A100-PCIe": (0.37, 24_000, "as A100-40GB"),
     "H100": (0.62, 34_000, f"{_CUDNN}; rows: two blocks of 128 for each processor, assumed"),
     "H200": (0.62, 34_000, "as H100"),
     "B200": (0.55, 78_000, _BY_ROWS),
     **dict.fromkeys(("B300", "GB200", "GB300"), (0.55, 78_000, "as B200, assumed")),
 }
-_OTHER_GPU = (0.43, 24_000, "as A100, assumed")
+_OTHER_GPU = (0.37, 24_000, "as A100, assumed")
 _TPU_FIGURES = {
     "v5e": (0.39, _FITTED),
     "v6e": (0.38, _FITTED),

@@ -41,9 +41,9 @@ def evaluate(priced: Priced, picks: Ints, *, casts_once: bool = True) -> StepTim
     `casts_once`: see `StagePlan`.
 
     Gathers of parameters, sums of gradients and, in part, sums and gathers of activations run
-    beside the compute of the forward and backward pass: as far as the target's compiler overlaps them, and at
-    most as long as that compute takes. What is summed once in a step hides behind the backward pass
-    of the last micro-batch alone.
+    beside the compute of the forward and backward pass: as far as the target's compiler overlaps
+    them, and at most as long as that compute takes. What is summed once in a step hides behind the
+    backward pass of the last micro-batch alone.
     """
     compute = communication = gradient = hideable = once = beside = last = 0.0
     for node, pick in zip(priced.nodes, picks.tolist(), strict=True):
