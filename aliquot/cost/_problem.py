@@ -9,7 +9,7 @@ from ..graph import Graph
 from ..sharding import NodeGraph, build_nodes, index_nodes, runs_in_groups
 from ._host_copies import HostCopy, find_copies
 from ._work import Work, count_work
-from .memory import Held, Resident, find_storage, held_arrays, residents
+from .memory import Held, Resident, find_storage, held_arrays, residents, stored_by_fusion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,7 +98,8 @@ def make_problem(
         nodes=nodes,
         work=count_work(index, storage.stored),
         residents=tuple(residents(index, storage, target, sums_gradients=sums_gradients)),
-        held=tuple(held_arrays(index, storage.stored)),
+        # The runtime decides what halves of a backward pass hand on, whatever compilers do.
+        held=tuple(held_arrays(index, stored_by_fusion(index.cuts))),
         copies=find_copies(index, storage.stored, cluster.device, target),
         cluster=cluster,
         num_micro_batches=num_micro_batches,

@@ -246,7 +246,7 @@ class FewerMicroBatches(AbstractFamily):
                     known=task.problem(most) if is_single else None,
                     progress=task.progress,
                 )
-            elif program is not None:
+            elif program is not None and (best is None or best.pipeline is not None):
                 # A sum over layers is no bound: the whole step may take less.
                 estimate = Candidate(
                     name=f"program, {counted(program.num_micro_batches, 'micro-batch')}",

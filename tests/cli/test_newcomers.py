@@ -15,7 +15,7 @@ WRONG = [
     ("plan llama-2 --cluster 8xH100 --global-batch 8", "did you mean 'llama-2-7b'"),
     ("plan gemma-7b --cluster 8xH100 --global-batch 8", "package.module:factory"),
     ("plan gpt-oss-20b --cluster 8xH100 --global-batch 8", "package.module:factory"),
-    ("plan deepseek-v3 --cluster 8xH100 --global-batch 8", "package.module:factory"),
+    ("plan deepseek-r1 --cluster 8xH100 --global-batch 8", "package.module:factory"),
     ("plan mistral-7b --cluster 8xH100 --global-batch 8", "Give its config.json"),
     ("plan Qwen2.5-7B --cluster 8xH100 --global-batch 8", "Give its config.json"),
     ("plan --config config.json --cluster 8xH100 --global-batch 8", "cannot be read: No such"),

@@ -257,7 +257,7 @@ def test_plans_say_which_hosts_are_idle(factory, tmp_path):
         assert "1 host, 4 devices, is idle: the step is faster on 1 host" in " ".join(text.split())
 
 
-@pytest.mark.parametrize("name", ["gemma-7b", "deepseek-v3", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", ["gemma-7b", "deepseek-r1", "gpt-oss-20b"])
 def test_models_that_no_family_can_express_are_refused_with_the_reason(name):
     found = run("plan", name, "--cluster", "8xH100", "--global-batch", "8")
     refused(found, f"there is no model {name!r}: ", "Plan your own code of it, as package.module")

@@ -56,11 +56,14 @@ def test_a_time_limit_is_kept_over_both():
     assert found.exit_code == 1 and "whether one fits is not known" in found.stderr
 
 
-# Where memory is fast beside products, as on V100, computing blocks twice costs more than storing
-# and reading what they keep. On H100 it is predicted to cost less.
-@pytest.mark.parametrize(("device", "faster"), [("V100-32GB", "none"), ("H100", "block")])
-def test_the_default_of_auto_is_never_slower_than_either(device, faster):
-    on = (*f"gpt-125m --cluster 1x4x{device} --global-batch 32 --scan --mesh 4".split(),)
+# Computing blocks twice costs more than storing what they keep and reading it. Scanned, all of it
+# is also copied into stacks of all layers and back, which is predicted to cost more still.
+@pytest.mark.parametrize(
+    ("device", "scan", "faster"), [("V100-32GB", False, "none"), ("H100", True, "block")]
+)
+def test_the_default_of_auto_is_never_slower_than_either(device, scan, faster):
+    on = (*f"gpt-125m --cluster 1x4x{device} --global-batch 32 --mesh 4".split(),)
+    on = (*on, "--scan") if scan else on
     unasked = json.loads(run("plan", *on, "--json", "--no-remedies").stdout)
     seconds = {how: planned(on, how)["step_time_s"] for how in ("none", "block")}
     assert unasked["step_time_s"] == min(seconds.values())

@@ -11,7 +11,7 @@ from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search, _branching
 from aliquot.planners.intra.ilp._judging import model_of
 
-_CLUSTER = Cluster.preset("8xH100")
+_CLUSTER = Cluster.preset("2x4xH100")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
 from aliquot.planners.intra.ilp._judging import model_of
 
-_CLUSTER = Cluster.preset("8xV100-16GB")
+_CLUSTER = Cluster.preset("2x4xV100-16GB")
 _UNLIMITED = 1e15
 
 

@@ -13,7 +13,7 @@ from aliquot.planners.intra.ilp._judging import model_of
 from aliquot.planners.intra.ilp._least import LeastPeak
 from aliquot.planners.intra.ilp._work import Work
 
-_CLUSTER = Cluster.preset("8xV100-16GB")
+_CLUSTER = Cluster.preset("2x4xV100-16GB")
 
 
 @pytest.fixture(scope="module")

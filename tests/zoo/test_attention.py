@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from aliquot.zoo._attention import attention, merge_heads, split_heads
-from aliquot.zoo._llama import _rotate
+from aliquot.zoo._llama import rotate as rotate_pairs
 
 causal_attention = partial(attention, is_causal=True)
-attend, rotate = jax.jit(causal_attention), jax.jit(_rotate, static_argnums=2)
+attend, rotate = jax.jit(causal_attention), jax.jit(rotate_pairs, static_argnums=2)
 
 
 def draw(seed, *shape):
