@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..core import CaptureError, InfeasibleError, InputError, counted
+from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Chain, Problem
-from ._base import Candidate, Decision, Interrupted, Progress, Task, TooSlowError
+from ._base import Decision, Interrupted, Progress, Task, TooSlowError
 from ._counts import MOST_MICRO_BATCHES, batch_size
 from ._quick_bounds import cannot_fit, is_too_large
 from ._race import RaceInParts
@@ -246,15 +246,6 @@ class FewerMicroBatches(AbstractFamily):
                     known=task.problem(most) if is_single else None,
                     progress=task.progress,
                 )
-            elif program is not None and (best is None or best.pipeline is not None):
-                # A sum over layers is no bound: the whole step may take less.
-                estimate = Candidate(
-                    name=f"program, {counted(program.num_micro_batches, 'micro-batch')}",
-                    mesh="x".join(map(str, program.mesh_shape)),
-                    step_time_s=program.least_s,
-                    outcome="slower, as estimated from its layers",
-                )
-                search.mention(estimate, task)
             if found is None and is_single:
                 method = self.whole(pipeline.priced.mesh.shape)
                 found = method.solve(task.problem(most), task.progress)
