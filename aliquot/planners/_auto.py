@@ -106,7 +106,7 @@ class Auto(AbstractMethod):
         try:
             if (of_programs := search.refusal_of(Programs)) is not None:
                 raise of_programs
-            return replace(self.program, faster_than_s=math.inf).solve(problem)
+            return self.program.solve(problem, search.task.progress)
         except InfeasibleError as error:
             if not isinstance(of_pipelines, InfeasibleError):
                 raise

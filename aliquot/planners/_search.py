@@ -58,6 +58,7 @@ class AbstractFamily(abc.ABC):
 
 
 Refusal = InfeasibleError | InputError | CaptureError
+"""Why a family has no plan."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -185,9 +186,7 @@ class Search:
             assert each.step_time_s is not None
             fastest_s[on] = min(each.step_time_s, fastest_s.get(on, math.inf))
         beside += [
-            Candidate(
-                name=on_hosts(method or best.method, on), step_time_s=step_time_s, outcome="slower"
-            )
+            Candidate(name=on_hosts(method, on), step_time_s=step_time_s, outcome="slower")
             for on, step_time_s in sorted(fastest_s.items(), reverse=True)
             if on != hosts
         ]
@@ -196,9 +195,4 @@ class Search:
             scope = one_program_scope(best)
         if scope and best.idle_hosts:
             scope = f"{scope} on {counted(hosts, 'host')}"
-        return replace(
-            best,
-            method=method,
-            bound_holds_for=scope,
-            candidates=(*own, *beside),
-        )
+        return replace(best, method=method, bound_holds_for=scope, candidates=(*own, *beside))
