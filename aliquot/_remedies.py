@@ -285,5 +285,6 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
         for each in vain
     ]
     unknown = [each.change for each in remedies if not each.is_known]
-    lines += [f"No answer within the time for remedies: {', '.join(unknown)}"] if unknown else []
+    lines += ["May fit; not checked, as time ran out:"] if unknown else []
+    lines += [f"  {change}" for change in unknown]
     return "\n".join(lines)

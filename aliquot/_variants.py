@@ -221,7 +221,8 @@ def plan_variants(
             if best is None or (later and later.prediction.step_time_s < to_beat_s):
                 raise
             instead = Interrupted(None)
-            instead.plan = _beside(best, [*tried, _tried(variant, outcome="interrupted")])
+            tried.append(_tried(variant, outcome="interrupted"))
+            instead.plan = _beside(best, tried, variants, started)
             raise instead from None
         else:
             slower, slower_s = variant, found.prediction.step_time_s
@@ -232,7 +233,7 @@ def plan_variants(
     if best is None:
         assert refusal is not None
         raise refusal
-    return _beside(best, tried) if len(variants) > 1 else best
+    return _beside(best, tried, variants, started) if len(variants) > 1 else best
 
 
 def _tried(variant: Variant, step_time_s: float | None = None, outcome: str = "") -> dict[str, Any]:
@@ -246,9 +247,19 @@ def _tried(variant: Variant, step_time_s: float | None = None, outcome: str = ""
     }
 
 
-def _beside(plan: Plan, tried: Sequence[Mapping[str, Any]]) -> Plan:
-    """The plan, with the other variants among what was tried."""
+def _beside(
+    plan: Plan, tried: Sequence[Mapping[str, Any]], variants: Variants, started: float
+) -> Plan:
+    """The plan, with the other variants among what was tried, and the seconds that tracing and
+    searching all of them took since `started`.
+    """
+    trace_s = sum(seconds for variant in variants for _, seconds in variant._traced)
+    search_s = time.perf_counter() - started - trace_s
     provenance = msgspec.structs.replace(
-        plan.provenance, candidates=(*plan.provenance.candidates, *tried)
+        plan.provenance,
+        candidates=(*plan.provenance.candidates, *tried),
+        trace_s=trace_s,
+        # What was traced before is not part of the time since then.
+        search_s=max(search_s, plan.provenance.search_s),
     )
     return msgspec.structs.replace(plan, provenance=provenance)

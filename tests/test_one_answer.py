@@ -91,7 +91,7 @@ def test_a_batch_that_fits_in_micro_batches_fits():
     )
     assert found.largest.num_micro_batches > 1 and not found.is_limited
     assert found.largest.global_batch > found.largest.micro_batch >= 1024
-    assert f"in micro-batches of {found.largest.micro_batch}" in str(found)
+    assert f"micro-batches of {found.largest.micro_batch};" in str(found)
 
 
 @pytest.mark.parametrize("needed_more", [1.0, 1.3, 100.0])

@@ -86,6 +86,24 @@ def test_where_none_is_in_time_the_first_that_would_be_is_named():
     assert "It fits on none of up to 8 hosts: --max-hosts tries more." in text
 
 
+@pytest.mark.parametrize(
+    ("days", "wanted"),
+    [
+        (29.1, "even if steps take 3% longer: less than the expected error (median 7%"),
+        (20.0, "even if steps take 50% longer: more than the expected error (median 7%"),
+    ],
+)
+def test_what_is_left_before_the_deadline_stands_beside_the_expected_error(days, wanted):
+    sizing = Sizing(
+        model="gpt-10m",
+        tokens=1e9,
+        by_s=30 * 86_400.0,
+        global_batch=48,
+        options=(option(8, days * 86_400.0),),
+    )
+    assert wanted in str(sizing)
+
+
 def test_a_price_list_may_name_its_currency(tmp_path):
     path = tmp_path / "prices.csv"
     path.write_text("device, devices per host, price per hour (eur)\nH100, 8, 50\n")

@@ -85,7 +85,7 @@ def test_the_best_plan_so_far_is_the_answer_with_its_gap(stopped, monkeypatch):
         str(plan).split()
     )
     assert known.lower_bound_s <= plan.prediction.step_time_s and known.gap is not None
-    assert known.bound_holds_for.startswith("plans of one program")
+    assert known.bound_holds_for.startswith("plans without a pipeline")
 
 
 def test_a_plan_without_a_bound_of_its_own_is_compared_with_compute_alone(monkeypatch):

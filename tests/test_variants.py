@@ -5,6 +5,7 @@ several ways.
 import functools
 import json
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,13 @@ def test_the_fastest_that_fits_is_kept_and_says_how_to_build_it(alone):
     assert small.model.name == f"{__name__}:build" and small.model.kind == "factory"
     step, state, batch = build(**small.model.settings)
     assert aq.estimate(small, step, state, batch) == small.prediction
+
+
+def test_the_seconds_of_a_search_are_those_of_all_ways():
+    started = time.perf_counter()
+    p = fastest().provenance
+    elapsed_s = time.perf_counter() - started
+    assert 0.8 * elapsed_s < p.trace_s + p.search_s <= elapsed_s
 
 
 def test_any_number_of_ways_in_their_order(monkeypatch):

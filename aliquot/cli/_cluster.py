@@ -62,11 +62,11 @@ def cluster(
         target = target_for(described.device)
         usable_bytes = target.usable_memory_fraction * described.device.memory_bytes
         meshes = ["x".join(map(str, shape)) for shape in logical_mesh_shapes(described.num_devices)]
-        usable = f"{format_bytes(usable_bytes)} of each device's memory for a plan"
+        usable = f"{format_bytes(usable_bytes)} on each device"
         if target.memory_advice:
             usable += f" ({target.memory_advice})"
-        facts = [*described.facts(), ("usable", usable), ("meshes", ", ".join(meshes))]
-        facts += [("sustains", _reaches(target))]
+        facts = [*described.facts(), ("limit of a plan", usable), ("meshes", ", ".join(meshes))]
+        facts += [("assumed", _reaches(target))]
         known = None if described.device.calibration else reported_steps(described.device.name)
         if known is not None:
             facts.append(("expected error", f"of step times: {known}"))
@@ -85,16 +85,18 @@ def cluster(
 
 def _reaches(target: Target) -> str:
     """The shares of its peaks that the cost model assumes a device to reach."""
-    products = f"large products {target.matmul_efficiency:.0%} of the peak"
+    matmuls = f"large matmuls reach {target.matmul_efficiency:.0%} of the peak"
     if target.sustained_share < 1:
-        products += f", of which whole steps sustain {target.sustained_share:.0%}"
-    beside = (
-        f"{target.overlap_fraction:.0%} of gradient sums and parameter gathers, and"
-        f" {target.activation_overlap:.0%} of sums and gathers of activations, beside compute"
+        share = target.matmul_efficiency * target.sustained_share
+        matmuls += f" alone and {share:.0%} within a step"
+    overlap = (
+        f"overlap with compute: {target.overlap_fraction:.0%} of the collectives of gradients and"
+        f" parameters, {target.activation_overlap:.0%} of those of activations"
     )
     return (
-        f"{products}; elementwise code {target.bandwidth_efficiency:.0%} of the memory bandwidth;"
-        f" collectives {target.collective_efficiency:.0%} of the links; {beside}"
+        f"{matmuls}; elementwise operators {target.bandwidth_efficiency:.0%} of the memory"
+        f" bandwidth; collectives {target.collective_efficiency:.0%} of the links' bandwidth;"
+        f" {overlap}"
     )
 
 

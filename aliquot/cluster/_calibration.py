@@ -92,8 +92,8 @@ class ReportedSteps:
 
     def __str__(self) -> str:
         return (
-            f"{self.median_error:.0%} in the median and {self.error_of_90_percent:.0%} at the 90th"
-            f" percentile of {self.rows} reported steps held out of the fit"
+            f"median {self.median_error:.0%}, 90th percentile {self.error_of_90_percent:.0%}, over"
+            f" {self.rows} published steps held out of the fit"
         )
 
 

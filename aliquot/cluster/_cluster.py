@@ -297,8 +297,8 @@ class Cluster:
         )
         bandwidth = format_bytes_per_s(self.device.memory_bandwidth_bytes_per_s)
         facts = [
-            ("device", f"{format_bytes(self.device.memory_bytes)} at {bandwidth}"),
-            ("peak", peaks),
+            ("device memory", f"{format_bytes(self.device.memory_bytes)}, {bandwidth}"),
+            ("peak compute", peaks),
             ("source", self.device.source),
             ("within a host", _describe_link(self.intra, "per device")),
         ]
@@ -312,10 +312,10 @@ class Cluster:
         memory = self.host.memory_bytes
         facts.append(
             (
-                "host",
+                "host memory",
                 (
-                    f"{format_bytes(memory) if memory else 'memory of unknown size'}, copied at"
-                    f" {format_bytes_per_s(self.host.copy_bytes_per_s)} each way per device"
+                    f"{format_bytes(memory) if memory else 'size unknown'}; copies to or from a"
+                    f" device {format_bytes_per_s(self.host.copy_bytes_per_s)} each way"
                 ),
             )
         )

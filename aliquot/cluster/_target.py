@@ -323,7 +323,7 @@ _GPU = Target(
     collective_overhead_s=10e-6,
     usable_memory_fraction=0.9,
     compact_above=0.76,
-    memory_advice="set XLA_CLIENT_MEM_FRACTION=0.9: JAX preallocates 75 % of a GPU otherwise",
+    memory_advice="set XLA_CLIENT_MEM_FRACTION=0.9; by default JAX preallocates only 75%",
     source=(
         "XLA GPU as of JAX 0.10: compiled programs; Megatron-LM (2021), NCCL tests; overlap:"
         " publicly reported steps"

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..cluster import MEASURED, MEASURED_COMPUTE, Corrections
 from ..core import PlanMismatchError
-from ..graph import Graph, Memory, Phase, line_or_nearest, source_line
+from ..graph import Graph, Memory, Op, Phase, line_or_nearest, parameter_of, source_line
 from ..plans import CollectiveUse, OpSharding, Prediction, StagePlan
 from ..sharding import Choice, NodeGraph, reshard, result_fraction, shards_of, split_deferred_sums
 from ._choices import can_split
@@ -89,11 +89,7 @@ def predict(
         peak_memory_bytes=peak,
         memory_limit_bytes=memory_limit_bytes,
         memory_bytes=parts,
-        peak_moment=(
-            f"{op.phase.name.lower()}, {op.name}:{op.index} {source_line(op)}".rstrip()
-            if op
-            else ""
-        ),
+        peak_moment=(f"{op.phase.name.lower()}, {_operator_text(op, graph)}" if op else ""),
         collectives=tuple(with_source_line(use, graph) for use in collective_uses(priced, picks)),
         measured_share=measured.share,
         measured_compute_share=measured.alone_share,
@@ -113,8 +109,8 @@ def casts_fit(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Gra
 
 
 def with_source_line(use: CollectiveUse, graph: Graph) -> CollectiveUse:
-    """A collective whose label names an operator, with that operator's line of the user's code, or
-    the nearest.
+    """A collective whose label names an operator, with the parameter that the operator reads, or
+    else with its line of the user's code, or the nearest.
 
     Other collectives are returned as they are.
     """
@@ -123,9 +119,18 @@ def with_source_line(use: CollectiveUse, graph: Graph) -> CollectiveUse:
         return use
     # The links of a loop, which are no operators of JAX, carry its state.
     what = use.label.replace("tie:", "state of a loop:") if name == "tie" else use.label
+    if path := parameter_of(graph, int(index)):
+        phase = graph.ops[int(index)].phase.name.lower()
+        return msgspec.structs.replace(use, label=f"{what} with {path}, {phase}")
     return msgspec.structs.replace(
         use, label=f"{what} {line_or_nearest(graph, int(index))}".rstrip()
     )
+
+
+def _operator_text(op: Op, graph: Graph) -> str:
+    """Name and number of an operator, and the parameter that it reads, or else its line."""
+    path = parameter_of(graph, op.index)
+    return f"{op.name}:{op.index} {f'with {path}' if path else source_line(op)}".rstrip()
 
 
 def peak_memory(

@@ -100,6 +100,7 @@ from ._segments import wildcard as wildcard
 from ._source import equation_line as equation_line
 from ._source import line_or_nearest as line_or_nearest
 from ._source import named_operator as named_operator
+from ._source import parameter_of as parameter_of
 from ._source import source_line as source_line
 from ._split_reach import LayerScan as LayerScan
 from ._split_reach import scans_over_layers as scans_over_layers

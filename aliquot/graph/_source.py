@@ -6,7 +6,11 @@ import posixpath
 import re
 from typing import Any
 
-from ._types import Graph, Op
+from ._segments import wildcard
+from ._types import Graph, Op, Role
+
+# Operators after which a parameter is still the same one.
+_SAME = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "copy"})
 
 
 def source_line(op: Op, *, short: bool = True) -> str:
@@ -44,6 +48,21 @@ def line_or_nearest(graph: Graph, index: int) -> str:
                 seen.add(other.index)
                 reached.append(other)
     return ""
+
+
+def parameter_of(graph: Graph, index: int) -> str:
+    """Path of the one parameter that an operator reads, as it is or cast or rearranged, with `*`
+    for numbers; empty if there is none, or several.
+    """
+    paths = {i.value: i.path for i in graph.inputs if i.role is Role.PARAMETER}
+    makers = {value: op for op in graph.ops for value in op.outputs}
+    found = set()
+    for value in graph.ops[index].inputs:
+        while value in makers and makers[value].name in _SAME:
+            value = makers[value].inputs[0]
+        if value in paths:
+            found.add(wildcard(paths[value]))
+    return found.pop() if len(found) == 1 else ""
 
 
 def named_operator(op: Op) -> str:

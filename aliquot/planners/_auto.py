@@ -120,7 +120,7 @@ def _for_both_searches(error: InfeasibleError, task: Task) -> InfeasibleError:
     if claim.startswith("No "):
         claim = (
             f"No plan fits {task.cluster.name} ({format_bytes(task.limit_bytes)} usable on each"
-            " device), neither as one program nor as a pipeline."
+            " device), neither with a pipeline nor without."
         )
     return error.reworded(f"{claim}\n{rest}", _untried(error, task))
 

@@ -107,10 +107,10 @@ def crowded_note(peak_bytes: float, cluster: Cluster) -> Iterator[str]:
     most = target_for(device).compact_above * device.memory_bytes
     if peak_bytes > most < device.memory_bytes:
         yield (
-            f"Above {format_bytes(most)} of a device's memory, XLA orders operators so that they"
-            " take less, and computes some again: the step may take longer than predicted, and need"
-            " more or less memory. --verify, or verify=True, compiles the plan and looks for"
-            " another if it does not fit."
+            f"Compile the plan before use: --verify, or verify=True, also plans anew if it does not"
+            f" fit. Above {format_bytes(most)} on a device XLA rematerializes: it computes some"
+            " operators twice to save memory, so that the step may be slower than predicted, and"
+            " its memory another."
         )
 
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from ..cluster import LogicalMesh
 from ..core import InfeasibleError, InputError, format_bytes, format_seconds
 from ..cost import Problem, known_memory, peak_memory
+from ..plans import name_of_part
 from ._advice import what_may_fit
 from ._base import Candidate, Decision, Interrupted, Progress, StageDecision, TooSlowError
 from ._neighbourhood import FEW_AXES
@@ -33,8 +34,8 @@ from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space
 
 _SLOWER = "slower"
 _NO_BETTER = "no faster by more than the gap"
-_AS_FAST = "as fast as the best found"
-_BEST = "best of one program"
+_AS_FAST = "as fast as the chosen"
+_BEST = "best without a pipeline"
 _GAVE_UP = "work limit reached"
 
 
@@ -286,7 +287,7 @@ class _Runner:
         self.first_bound_s.result()
         self.bound_s = self.search.bound(cutoff_s)
         self.incumbent = self.search.incumbent() if self.bound_s is not None else None
-        self.outcome = "does not fit" if self.bound_s is None else "bounded"
+        self.outcome = "does not fit" if self.bound_s is None else "not searched to the end"
 
     def finish(self, best: IntraSolution | None, cutoff_s: float) -> IntraSolution | None:
         """Search for a solution below `cutoff_s`; None if there is none."""
@@ -408,13 +409,13 @@ def _infeasible(
     claim = f"No plan of method {method} fits"
     if gave_up:
         claim = f"Within the limits of the search no plan of method {method} was found that fits"
-    listed = ", ".join(f"{format_bytes(v)} {k}" for k, v in list(parts.items())[:5])
+    listed = ", ".join(f"{format_bytes(v)} {name_of_part(k)}" for k, v in list(parts.items())[:5])
     spaces = [r.entry.space for r in runners]
     changes, remark = what_may_fit(problem, runner.entry.space.priced, picks, spaces)
     return InfeasibleError(
         f"{claim} {problem.cluster.name} ({format_bytes(limit_bytes)} usable on each device).\n"
         f"  The smallest found, on a mesh {_mesh_name(runner.entry.mesh)}, needs"
-        f" {format_bytes(peak_bytes)}: {listed}.{remark}",
+        f" {format_bytes(peak_bytes)} on each: {listed}.{remark}",
         advice=changes,
         required_bytes=int(peak_bytes),
         available_bytes=int(limit_bytes),

@@ -6,7 +6,7 @@ from ._base import Decision
 
 _ONE_PROGRAM_SCOPES = {
     "all copies of all layers": "",
-    "gap_within_folded_space": " that split equal layers equally",
+    "gap_within_folded_space": " that shard equal layers alike",
     "gap_within_neighbourhood": " with choices near the solutions of coarser meshes",
 }
 
@@ -19,7 +19,9 @@ def one_program_scope(decision: Decision) -> str:
         return ""
     count = decision.num_micro_batches
     shown = (
-        "plans of one program" if count == 1 else f"plans of one program in {count} micro-batches"
+        "plans without a pipeline"
+        if count == 1
+        else f"plans without a pipeline in {count} micro-batches"
     )
     return shown + _ONE_PROGRAM_SCOPES.get(
         decision.bound_holds_for, f", {decision.bound_holds_for}"

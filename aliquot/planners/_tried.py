@@ -14,7 +14,7 @@ def tried_decision(decision: Decision, outcome: str) -> Candidate:
     meshes = dict.fromkeys("x".join(map(str, stage.priced.mesh.shape)) for stage in decision.stages)
     parts = counted(decision.num_micro_batches, "micro-batch")
     if decision.pipeline is None:
-        name, bound_s = f"program, {parts}", decision.lower_bound_s
+        name, bound_s = f"no pipeline, {parts}", decision.lower_bound_s
     else:
         schedule, stages = decision.pipeline.schedule.name, counted(len(decision.stages), "stage")
         name = f"{decision.method}, {stages}, {schedule}, {parts}"

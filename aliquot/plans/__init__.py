@@ -23,6 +23,7 @@ from ._facts import headline as headline
 from ._facts import idle_parts as idle_parts
 from ._facts import is_pipeline as is_pipeline
 from ._facts import memory_parts as memory_parts
+from ._facts import name_of_part as name_of_part
 from ._facts import origin_rows as origin_rows
 from ._facts import rebuild as rebuild
 from ._facts import time_parts as time_parts

@@ -68,11 +68,11 @@ def format_dims(dims: Sequence[Sequence[str]]) -> str:
     """A split as text: the axes of each dim, `-` for none.
 
     >>> format_dims((("x",), (), ("y", "z"))), format_dims(((), ())), format_dims(())
-    ('[x, -, yz]', 'replicated', 'replicated')
+    ('[x, -, y+z]', 'replicated', 'replicated')
     """
     if not any(dims):
         return "replicated"
-    return f"[{', '.join(''.join(axes) or '-' for axes in dims)}]"
+    return f"[{', '.join('+'.join(axes) or '-' for axes in dims)}]"
 
 
 def grouped_arrays(

@@ -10,7 +10,7 @@ from ._section import Section, SectionKind
 from ._stage_text import stage_numbers
 
 _DIGITS = re.compile(r"\d+")
-_HEADER = ("kind", "axes", "count", "size", "time", "what")
+_HEADER = ("collective", "axes", "count", "total output", "total time", "of what")
 _RIGHT = (2, 3, 4)
 
 
@@ -20,7 +20,7 @@ def collective_table(plan: Plan) -> Section:
     return Section(
         kind=SectionKind.COMMUNICATION,
         title=(
-            f"The most expensive of {counted(len(uses), 'kind')} of communication in a step"
+            f"The most expensive of {counted(len(uses), 'kind')} of collectives in a step"
             " (predicted)"
             if uses
             else "No communication is predicted."
@@ -38,7 +38,7 @@ def stage_collective_table(plan: Plan) -> Section:
     return Section(
         kind=SectionKind.COMMUNICATION,
         title=(
-            f"The most expensive of {counted(len(entries), 'kind')} of communication within a stage"
+            f"The most expensive of {counted(len(entries), 'kind')} of collectives within a stage"
             " in a step (predicted)"
             if entries
             else "No communication is predicted within stages."

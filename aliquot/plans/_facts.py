@@ -20,17 +20,28 @@ _CLOSED_FORM = "closed forms of "
 # Sets of plans among which a bound holds, by their names in plan files.
 _SCOPES = {
     "all copies of all layers": "",
-    "gap_within_folded_space": "plans that split equal layers equally",
+    "gap_within_folded_space": "plans that shard equal layers alike",
     "gap_within_neighbourhood": "choices near the solutions of coarser meshes",
 }
 _WITHIN_GAP = "optimal within the gap"
 # Rows of the summary that state decisions; the others state their effect.
-_DECISIONS = ("splits", "recomputation", "attention")
+_DECISIONS = ("parallelism", "recomputation", "attention")
 # Outputs that are equal in all micro-batches or computed once: their rule is not shown.
 _EQUAL = "equal"
+# What micro-batches compute, by the names in plan files.
+_SEMANTICS = {
+    "exact": "with the result of the whole batch",
+    "independent": "independent: each is a step of its own",
+}
 _COMBINED = {"sum": "summed", "mean": "averaged", "concatenate": "joined along dim"}
 # Names that are shown in place of the short names in plan files.
-_PARTS_OF_MEMORY = {"resharded copies": "gathered or resharded copies"}
+_PARTS_OF_MEMORY = {
+    "casts of parameters": "low-precision copies of parameters",
+    "resharded copies": "gathered or resharded copies",
+    # Of a stage; without a pipeline each part has a name of its own.
+    "state": "parameters, gradients and optimizer state",
+    "working memory": "temporaries",
+}
 
 
 def fact_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -47,24 +58,24 @@ def fact_rows(plan: Plan) -> list[tuple[str, str]]:
         ("bound", bound(plan)),
         *_memory_rows(plan),
         (
-            "found in",
+            "planned in",
             (
-                f"{format_seconds(plan.provenance.search_s)}, after tracing for"
-                f" {format_seconds(plan.provenance.trace_s)}"
+                f"{format_seconds(plan.provenance.search_s)} of search, after"
+                f" {format_seconds(plan.provenance.trace_s)} of tracing"
             ),
         ),
     ]
 
 
 def _batch_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The largest array of the batch, and the type of most products."""
+    """The largest array of the batch, and the type of most matrix products."""
     arrays = [array for array in plan.inputs if array.role == "batch" and array.shape]
     if not arrays:
         return []
     largest = max(arrays, key=lambda array: math.prod(array.shape))
     shape = ", ".join(map(str, largest.shape))
     dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", ""))
-    products = f"; most products in {dtype}" if dtype else ""
+    products = f"; most matmuls in {dtype}" if dtype else ""
     name = largest.path.removeprefix("batch.")
     return [("batch", f"{name} {largest.dtype}[{shape}]{products}")]
 
@@ -90,7 +101,8 @@ def headline(plan: Plan) -> str:
     what, cluster = plan.model.name or "step", plan.cluster.get("name", "a cluster")
     if is_pipeline(plan):
         return f"{what}: {plan.method}, {meshes(plan)} of {cluster}, {plan.schedule}"
-    return f"{what}: {plan.method} on {meshes(plan)} of {cluster}"
+    stages = ", no pipeline," if plan.method.startswith("pipeshard") else ""
+    return f"{what}: {plan.method}{stages} on {meshes(plan)} of {cluster}"
 
 
 def is_pipeline(plan: Plan) -> bool:
@@ -103,12 +115,11 @@ def time_parts(plan: Plan) -> str:
     p = plan.prediction
     total_s = p.communication_s + p.gradient_s
     communicated = f" + {format_seconds(total_s - p.hidden_s)} exposed communication"
-    of_all = [
-        f"{format_seconds(s)} {what}"
-        for s, what in ((p.gradient_s, "for gradients"), (p.hidden_s, "hidden behind compute"))
-        if s
-    ]
-    behind = f"; of {format_seconds(total_s)} communication {', '.join(of_all)}"
+    behind = (
+        f"; all communication {format_seconds(total_s)}, of which {format_seconds(p.hidden_s)}"
+        " overlap with compute"
+    )
+    behind += f"; {format_seconds(p.gradient_s)} are for gradients" if p.gradient_s else ""
     if not p.hidden_s:
         # All of it is exposed.
         parts = [("communication", p.communication_s), ("gradient communication", p.gradient_s)]
@@ -119,7 +130,7 @@ def time_parts(plan: Plan) -> str:
         exposed_s = p.host_transfer_s - p.host_hidden_s
         copied = f" + {format_seconds(exposed_s)} copies to and from host memory"
         if p.host_hidden_s:
-            copied += f" ({format_seconds(p.host_hidden_s)} more beside compute)"
+            copied += f" ({format_seconds(p.host_hidden_s)} more overlap with compute)"
     transfers_s = idle_parts(plan)[0]
     sent = f" + {format_seconds(transfers_s)} transfers" if transfers_s else ""
     bubble = (
@@ -152,7 +163,9 @@ def bound(plan: Plan) -> str:
     p = plan.provenance
     if p.lower_bound_s is None:
         found = "the best plan" if p.status == "optimal" else p.status
-        return f"no lower bound; {found} within {p.bound_holds_for or 'its method'}"
+        within = p.bound_holds_for or f"method {plan.method}"
+        others = "" if p.bound_holds_for or plan.method == "auto" else "; --method auto tries all"
+        return f"no lower bound; {found} within {within}{others}"
     if p.bound_holds_for.startswith(_CLOSED_FORM):
         return _bound_of_closed_forms(plan, p.lower_bound_s)
     scope = _SCOPES.get(p.bound_holds_for, p.bound_holds_for)
@@ -199,17 +212,15 @@ def micro_batches(plan: Plan) -> str:
         if rule != _EQUAL:
             by_rule.setdefault(rule, []).append(path)
     told = [
-        f"{paths[0]} is" if len(paths) == 1 else f"{len(paths)} outputs are"
+        f"output {paths[0]} is" if len(paths) == 1 else f"{len(paths)} outputs are"
         for paths in by_rule.values()
     ]
     rules = [
-        " ".join([who, *(_COMBINED.get(word, word) for word in rule.split())])
+        " ".join([who, *(_COMBINED.get(word, word) for word in rule.split()), "over them"])
         for who, rule in zip(told, by_rule, strict=True)
     ]
-    semantics = "" if plan.micro_batch_semantics == "exact" else f", {plan.micro_batch_semantics}"
-    return f"{plan.num_micro_batches}{semantics}" + (
-        f"; over them {', '.join(rules)}" if rules else ""
-    )
+    semantics = _SEMANTICS.get(plan.micro_batch_semantics, plan.micro_batch_semantics)
+    return "; ".join([f"{plan.num_micro_batches}, {semantics}", *rules])
 
 
 def rebuild(plan: Plan) -> str:
@@ -227,7 +238,12 @@ def rebuild(plan: Plan) -> str:
 def memory_parts(plan: Plan) -> list[tuple[str, float]]:
     """Names and bytes of the parts of a device's memory at the peak, the largest first."""
     sizes = sorted(plan.prediction.memory_bytes.items(), key=lambda item: -item[1])
-    return [(_PARTS_OF_MEMORY.get(name, name), size) for name, size in sizes]
+    return [(name_of_part(name), size) for name, size in sizes]
+
+
+def name_of_part(name: str) -> str:
+    """A part of a device's memory for readers, by its name in plan files."""
+    return _PARTS_OF_MEMORY.get(name, name)
 
 
 def _idle_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -240,17 +256,15 @@ def _idle_rows(plan: Plan) -> list[tuple[str, str]]:
 def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
     p = plan.prediction
     share = (
-        f", {format_share_of_limit(p.peak_memory_bytes, p.memory_limit_bytes)} of the limit"
+        f", {format_share_of_limit(p.peak_memory_bytes, p.memory_limit_bytes)} of the limit of"
+        f" {format_bytes(p.memory_limit_bytes)}"
         if p.memory_limit_bytes
         else ""
     )
     return [
         (
             "memory (predicted)",
-            (
-                f"{format_bytes(p.peak_memory_bytes)} on each device{share} of"
-                f" {format_bytes(p.memory_limit_bytes)}, at {p.peak_moment}"
-            ),
+            (f"{format_bytes(p.peak_memory_bytes)} on each device{share}; peak at {p.peak_moment}"),
         ),
         ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in memory_parts(plan))),
         *_host_memory_rows(plan),

@@ -17,7 +17,7 @@ from ._section import Section, SectionKind
 from ._stage_text import equal_stages, stage_numbers, stage_table
 from ._summary import chosen_candidate, mesh_of
 
-_MOMENTS_LEFT_OUT = "; optimizer state that is split like its parameters is left out"
+_MOMENTS_LEFT_OUT = "; optimizer state sharded like its parameters is left out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
     else:
         for stage in plan.stages:
             groups = grouped_arrays(plan.inputs, stage, stage.shardings)
-            title = f"The largest of {len(plan.inputs)} inputs on each device"
+            title = f"Sharding of the largest of {len(plan.inputs)} arrays"
             yield _arrays(groups, detail.arrays, title)
         yield collective_table(plan).first(detail.collectives)
     if plan.inferred_rules:
@@ -90,7 +90,7 @@ def _tried(plan: Plan, most: int) -> Section:
         kind=SectionKind.TRIED,
         title="Tried in the search (predicted)"
         + (f", the first {most} of {len(rows)}" if len(rows) > most else ""),
-        header=("method", "mesh", "step time", "at least", "outcome"),
+        header=("method", "mesh", "step time", "lower bound", "outcome"),
         rows=tuple(rows),
         right=(2, 3),
         amounts=tuple(seconds for seconds, _ in priced if seconds is not None),
@@ -102,14 +102,14 @@ def _tried(plan: Plan, most: int) -> Section:
 def _memory(plan: Plan) -> Section:
     p = plan.prediction
     parts = memory_parts(plan)
-    sizes = [*parts, ("together", p.peak_memory_bytes)]
+    sizes = [*parts, ("total", p.peak_memory_bytes)]
     limit = p.memory_limit_bytes
     rows = [
         (name, format_bytes(size), f"{size / limit:.1%}" if limit else "") for name, size in sizes
     ]
     return Section(
         kind=SectionKind.MEMORY,
-        title=f"Memory on each device at the worst moment: {p.peak_moment} (predicted)",
+        title=f"Memory on each device at its peak: {p.peak_moment} (predicted)",
         header=("part", "size", "of the limit"),
         rows=(*rows, ("limit", format_bytes(limit), "")),
         right=(1, 2),
@@ -124,9 +124,7 @@ def _arrays_of_stages(plan: Plan, detail: Detail) -> Iterator[Section]:
         which = (
             f"Stage {numbers[0]}" if len(numbers) == 1 else f"Stages {stage_numbers(numbers)}, each"
         )
-        title = (
-            f"{which}: the largest of {sum(group.count for group in groups)} inputs on each device"
-        )
+        title = f"{which}: sharding of the largest of {sum(group.count for group in groups)} arrays"
         yield _arrays(groups, detail.arrays_of_stage, title)
     others = sorted(number for numbers, _ in kinds[detail.kinds_of_stages :] for number in numbers)
     if others:
@@ -145,7 +143,7 @@ def _arrays(groups: Sequence[ArrayGroup], most: int, title: str) -> Section:
     return Section(
         kind=SectionKind.ARRAYS,
         title=f"{title}{_MOMENTS_LEFT_OUT if len(listed) < len(groups) else ''}",
-        header=("path", "count", "each", "split by axes", "on each device"),
+        header=("array", "count", "each", "sharding", "on each device"),
         rows=tuple(
             (
                 group.pattern,

@@ -35,8 +35,8 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     rows = []
     if len(plan.stages) == 1:
         stage = plan.stages[0]
-        rows = [("splits", "; ".join(axis_roles(plan, stage, uses_of_stage(plan, stage))))]
-    rows += [("splits", text) for text in _splits_of_stages(plan)]
+        rows = [("parallelism", "; ".join(axis_roles(plan, stage, uses_of_stage(plan, stage))))]
+    rows += [("parallelism", text) for text in _splits_of_stages(plan)]
     if how := _recomputation(plan):
         rows.append(("recomputation", how))
     if attends := _ATTENTION.get(str(plan.model.settings.get("attention"))):
@@ -76,7 +76,7 @@ def _recomputation(plan: Plan) -> str:
     counts = Counter(stage.recompute for stage in plan.stages)
     words = {"stage": "everything", "operators": "some operators"}
     told = [
-        f"{counts[kind]} of {len(plan.stages)} stages work {what} out again"
+        f"{counts[kind]} of {len(plan.stages)} stages recompute {what}"
         for kind, what in words.items()
         if counts[kind]
     ]
@@ -146,12 +146,12 @@ def _largest_costs(plan: Plan) -> str:
     parts = [
         ("compute", p.compute_s, ""),
         (
-            "communication that is not hidden" if p.hidden_s else "communication",
+            "exposed communication" if p.hidden_s else "communication",
             p.communication_s + p.gradient_s - p.hidden_s,
             _dearest(plan),
         ),
         ("copies to and from host memory", p.host_transfer_s - p.host_hidden_s, ""),
-        ("waiting for other stages", p.bubble_s, ""),
+        ("pipeline bubble", p.bubble_s, ""),
     ]
     largest = [
         part

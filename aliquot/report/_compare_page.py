@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from html import escape
 
 from ..core import format_bytes, format_count, format_seconds, format_share_of_limit
-from ..plans import examples_per_step, expected_error, tokens_per_step
+from ..plans import examples_per_step, memory_parts, tokens_per_step
 from ._comparison import (
     Candidate,
     Comparison,
     format_cost,
     layout,
     mfu_of,
+    name_of,
     notes_of,
     parts_of,
-    seconds_of,
+    recommendation,
 )
 from ._drawings import bars_in_parts, round_ticks
 from ._page import card, table, whole_page
@@ -44,7 +45,7 @@ def _card(comparison: Comparison) -> str:
     return card(
         [
             ("fastest", name_of(best, comparison)),
-            (f"{_timed(comparison)} (predicted)", format_seconds(_seconds(best, comparison))),
+            (f"{_timed(comparison)} (predicted)", format_seconds(comparison.seconds(best))),
             ("throughput", _throughput(best, comparison)),
             ("memory on each device", f"{format_bytes(p.peak_memory_bytes)}{_share(best)}"),
             (comparison.cost_unit, format_cost(cost)),
@@ -88,7 +89,7 @@ def _memory(planned: list[Candidate], comparison: Comparison) -> str:
                 name_of(c, comparison),
                 f"{format_bytes(c.plan.prediction.peak_memory_bytes)}{_share(c)}",
             ),
-            c.plan.prediction.memory_bytes,
+            dict(memory_parts(c.plan)),
         )
         for c in planned
         if c.plan
@@ -99,54 +100,6 @@ def _memory(planned: list[Candidate], comparison: Comparison) -> str:
         marks=[(tick, format_bytes(tick)) for tick in round_ticks(most, binary=True)],
         label="memory on each device of each candidate, by part",
     )
-
-
-def recommendation(comparison: Comparison) -> list[str]:
-    """What to take, in sentences: the fastest, how sure its lead is, and the cheapest."""
-    planned = [c for c in comparison.candidates if c.plan]
-    if not planned:
-        return ["No candidate fits. Why not is listed below, with what each would need."]
-    best, *others = planned
-    assert best.plan is not None
-    said = [
-        f"Take {name_of(best, comparison)}: {format_seconds(_seconds(best, comparison))} a"
-        f" {'call' if comparison.objective == 'throughput' else 'step'}."
-    ]
-    error = expected_error(best.plan)
-    if error is not None:
-        said.append(f"Predicted step times on these devices were off by {error}.")
-    best_s = _seconds(best, comparison)
-    if others and best_s:
-        second = others[0]
-        behind = _seconds(second, comparison) / best_s - 1
-        lead = f"{name_of(second, comparison)} is next, {behind:.1%} slower"
-        if error is None:
-            said.append(f"{lead}; how far predictions are off here is not known, so measure both.")
-        elif behind <= error.error_of_90_percent:
-            said.append(f"{lead}: less than that error, so measure both, or take the simpler one.")
-        else:
-            said.append(f"{lead}: more than that error.")
-    costs = [(cost, c) for c in planned if (cost := comparison.cost(c)) is not None]
-    if costs:
-        cost, cheapest = min(costs, key=lambda item: item[0])
-        own = comparison.cost(best)
-        if cheapest is best or own is None:
-            said.append(f"It is the cheapest, too: {format_cost(cost)} {comparison.cost_unit}.")
-        else:
-            said.append(
-                f"The cheapest is {name_of(cheapest, comparison)}: {format_cost(cost)}"
-                f" {comparison.cost_unit}, and {format_cost(own)} for the fastest."
-            )
-    return said
-
-
-def name_of(candidate: Candidate, comparison: Comparison) -> str:
-    """What a candidate is called: its cluster, its method, or both."""
-    several = len({c.cluster for c in comparison.candidates}) > 1
-    methods = len({c.method for c in comparison.candidates}) > 1
-    if not several:
-        return candidate.method
-    return f"{candidate.cluster}, {candidate.method}" if methods else candidate.cluster
 
 
 def _row(candidate: Candidate, comparison: Comparison) -> list[str]:
@@ -160,7 +113,7 @@ def _row(candidate: Candidate, comparison: Comparison) -> list[str]:
     return [
         name,
         layout(plan),
-        format_seconds(_seconds(candidate, comparison)),
+        format_seconds(comparison.seconds(candidate)),
         "" if used is None else f"{used:.1%}",
         _throughput(candidate, comparison),
         *cost,
@@ -172,12 +125,8 @@ def _timed(comparison: Comparison) -> str:
     return "time between calls" if comparison.objective == "throughput" else "step time"
 
 
-def _seconds(candidate: Candidate, comparison: Comparison) -> float:
-    return seconds_of(candidate.plan, comparison.objective) if candidate.plan else 0.0
-
-
 def _throughput(candidate: Candidate, comparison: Comparison) -> str:
-    plan, step_s = candidate.plan, _seconds(candidate, comparison)
+    plan, step_s = candidate.plan, comparison.seconds(candidate)
     if plan is None or not step_s:
         return ""
     tokens = tokens_per_step(plan)

@@ -18,14 +18,18 @@ from ..core import format_bytes, format_count, format_seconds, format_share_of_l
 from ..plans import (
     Plan,
     examples_per_step,
+    expected_error,
     is_pipeline,
     mfu,
+    summary_rows,
     time_between_calls_s,
     tokens_per_step,
 )
 from ._tables import columns
 
 _MOST_PARTS = 3
+# Step times that differ by less decide nothing: predictions are off by more.
+_EQUAL = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +89,10 @@ class Comparison:
         if self.best is None or candidate.plan is self.best:
             return ""
         return _loss(candidate.plan, self.best, self.objective)
+
+    def seconds(self, candidate: Candidate) -> float:
+        """What is least in the fastest candidate; 0 without a plan."""
+        return seconds_of(candidate.plan, self.objective) if candidate.plan else 0.0
 
     def cost(self, candidate: Candidate) -> float | None:
         """What a candidate costs for 10**9 tokens (10**6 examples where a step has no tokens), idle
@@ -153,7 +161,7 @@ class Comparison:
 
 
 def comparison_table(comparison: Comparison) -> Group:
-    """A table of the candidates, and below it a line for each that is not the fastest."""
+    """What to take, a table of the candidates, and a line for each that is not the fastest."""
     clusters = list(dict.fromkeys(candidate.cluster for candidate in comparison.candidates))
     several, methods = len(clusters) > 1, len({c.method for c in comparison.candidates}) > 1
     first = [*(["cluster"] if several else []), *(["method"] if methods or not several else [])]
@@ -187,7 +195,8 @@ def comparison_table(comparison: Comparison) -> Group:
     )
     right = range(len(first) + 1, len(header))
     table = columns(title, header, rows, right=right, narrow=True)
-    parts: list[RenderableType] = [table]
+    parts: list[RenderableType] = [Text(line) for line in recommendation(comparison)]
+    parts += ["", table]
     parts += [Text("Why not", style="bold"), *lines] if lines else []
     notes = notes_of(comparison)
     parts += (
@@ -195,7 +204,56 @@ def comparison_table(comparison: Comparison) -> Group:
         if notes
         else []
     )
-    return Group(*parts) if len(parts) > 1 else table
+    return Group(*parts)
+
+
+def recommendation(comparison: Comparison) -> list[str]:
+    """What to take, in sentences: the fastest, how sure its lead is, and the cheapest."""
+    planned = [c for c in comparison.candidates if c.plan]
+    if not planned:
+        return ["No candidate fits. Why not is listed below, with what each would need."]
+    best, *others = planned
+    assert best.plan is not None
+    said = [
+        f"Take {name_of(best, comparison)}: {format_seconds(comparison.seconds(best))} a"
+        f" {'call' if comparison.objective == 'throughput' else 'step'} (predicted)."
+    ]
+    said += [f"It is {text}." for name, text in summary_rows(best.plan) if name == "parallelism"]
+    error = expected_error(best.plan)
+    if error is not None:
+        said.append(f"Errors of step times predicted for these devices: {error}.")
+    best_s = comparison.seconds(best)
+    if others and best_s:
+        second = others[0]
+        behind = comparison.seconds(second) / best_s - 1
+        lead = f"{name_of(second, comparison)} is next, {behind:.1%} slower"
+        if error is None:
+            said.append(f"{lead}; how far predictions are off here is not known, so measure both.")
+        elif behind <= error.error_of_90_percent:
+            said.append(f"{lead}: less than that error, so measure both, or take the simpler one.")
+        else:
+            said.append(f"{lead}: more than that error.")
+    costs = [(cost, c) for c in planned if (cost := comparison.cost(c)) is not None]
+    if costs:
+        cost, cheapest = min(costs, key=lambda item: item[0])
+        own = comparison.cost(best)
+        if cheapest is best or own is None:
+            said.append(f"It is the cheapest, too: {format_cost(cost)} {comparison.cost_unit}.")
+        else:
+            said.append(
+                f"The cheapest is {name_of(cheapest, comparison)}: {format_cost(cost)}"
+                f" {comparison.cost_unit}, and {format_cost(own)} for the fastest."
+            )
+    return said
+
+
+def name_of(candidate: Candidate, comparison: Comparison) -> str:
+    """What a candidate is called: its cluster, its method, or both."""
+    several = len({c.cluster for c in comparison.candidates}) > 1
+    methods = len({c.method for c in comparison.candidates}) > 1
+    if not several:
+        return candidate.method
+    return f"{candidate.cluster}, {candidate.method}" if methods else candidate.cluster
 
 
 def notes_of(comparison: Comparison) -> list[str]:
@@ -231,16 +289,22 @@ def _cells(candidate: Candidate, objective: str | None, counted: bool, tokens: b
     p, used = plan.prediction, mfu_of(plan, objective)
     count = tokens_per_step(plan) if tokens else examples_per_step(plan)
     seconds = seconds_of(plan, objective)
-    limit = p.memory_limit_bytes
-    share = f" {format_share_of_limit(p.peak_memory_bytes, limit)}" if limit else ""
     return [
         layout(plan),
         format_seconds(p.step_time_s),
         *([format_seconds(seconds)] if streams else []),
         *([f"{used:.1%}" if used is not None else ""] if counted else []),
         format_count(float(round(count / seconds))) if count and seconds else "",
-        f"{format_bytes(p.peak_memory_bytes)}{share}",
+        memory_of(plan),
     ]
+
+
+def memory_of(plan: Plan) -> str:
+    """Memory on each device, and its share of the limit if there is one."""
+    p = plan.prediction
+    limit = p.memory_limit_bytes
+    share = f" {format_share_of_limit(p.peak_memory_bytes, limit)}" if limit else ""
+    return f"{format_bytes(p.peak_memory_bytes)}{share}"
 
 
 def format_cost(cost: float | None) -> str:
@@ -275,19 +339,22 @@ def _loss(plan: Plan, best: Plan, objective: str | None) -> str:
         if mine_s <= theirs_s:
             return "as fast as the fastest"
         return (
-            f"{mine_s / theirs_s:.2f}x: a call every {format_seconds(mine_s)}, not every"
+            f"{mine_s / theirs_s:.2f}x as long: a call every {format_seconds(mine_s)}, not every"
             f" {format_seconds(theirs_s)}"
         )
     extra_s = plan.prediction.step_time_s - best.prediction.step_time_s
-    if extra_s <= 0:
-        return "as fast as the fastest"
+    if extra_s <= _EQUAL * best.prediction.step_time_s:
+        return f"as fast as the fastest, within {_EQUAL:.1%}"
     mine, theirs = parts_of(plan), parts_of(best)
     more = sorted(((mine[name] - theirs[name], name) for name in mine), reverse=True)
     said = [f"+{format_seconds(s)} {name}" for s, name in more[:_MOST_PARTS] if s > extra_s / 20]
     less = [f"-{format_seconds(-s)} {name}" for s, name in reversed(more) if -s > extra_s / 20]
     ratio = plan.prediction.step_time_s / best.prediction.step_time_s
-    worst = _dearest(plan) if more[0][1] == "communication" else ""
-    return f"{ratio:.2f}x: {', '.join([*said, *less])}{f' (most: {worst})' if worst else ''}"
+    ways = [each.model.settings.get("recompute") for each in (plan, best)]
+    again = f", with --recompute {ways[0]}" if ways[0] != ways[1] and ways[0] else ""
+    worst = _dearest(plan) if more[0][1] == "exposed communication" else ""
+    most = f" (most: {worst})" if worst else ""
+    return f"step {ratio:.2f}x as long: {', '.join([*said, *less])}{most}{again}"
 
 
 def parts_of(plan: Plan) -> dict[str, float]:
@@ -295,10 +362,10 @@ def parts_of(plan: Plan) -> dict[str, float]:
     p = plan.prediction
     return {
         "compute": p.compute_s,
-        # What is hidden may be sums of gradients or gathers of parameters.
-        "communication": p.communication_s + p.gradient_s - p.hidden_s,
+        # What overlaps may be sums of gradients or gathers of parameters.
+        "exposed communication": p.communication_s + p.gradient_s - p.hidden_s,
         "copies to and from host memory": p.host_transfer_s - p.host_hidden_s,
-        "waiting for other stages": p.bubble_s,
+        "pipeline bubble": p.bubble_s,
     }
 
 

@@ -23,7 +23,7 @@ _NAMES = {
     "num_micro_batches": "micro-batches",
     "num_submeshes": "submeshes",
     "gradient_s": "gradient communication",
-    "hidden_s": "hidden behind compute",
+    "hidden_s": "communication overlapped with compute",
     "host_transfer_s": "copies to and from host memory",
     "host_hidden_s": "copies to and from host memory beside compute",
 }

@@ -21,9 +21,11 @@ from ..plans import (
 from ._tables import columns
 
 # Facts of a plan that say how it is laid out, as its head shows them.
-_LAYOUT = ("splits", "recomputation", "attention", "micro-batches")
+_LAYOUT = ("parallelism", "recomputation", "attention", "micro-batches")
 # Settings that are no part of what a model is, or that are said beside it.
 _SAID = ("recompute", "attention", "model", "global_batch")
+# From this ratio on, percentages are harder to read than multiples.
+_MANY = 10
 Row = tuple[str, str, str, str]
 
 
@@ -35,11 +37,12 @@ def summarised(
     """
     if changes.identical:
         return Text(f"{names[0]} and {names[1]} decide and predict the same.")
-    parts: list[RenderableType] = []
+    parts: list[RenderableType] = [Text(_verdict(before, after, names), style="bold")]
     if _model(before) != _model(after) or before.interface_fingerprint != (
         after.interface_fingerprint
     ):
-        parts += [Text(_two_models(before, after, names), style="bold"), Text("")]
+        parts = [Text(_two_models(before, after, names), style="bold")]
+    parts.append(Text(""))
     heads = ("what", *names)
     for title, rows in (
         ("Layout", list(_layout(before, after))),
@@ -53,6 +56,24 @@ def summarised(
         parts.append(columns(title, header, [row[:width] for row in rows], right=right))
     parts.append(Text(_rest(changes)))
     return Group(*parts)
+
+
+def _verdict(before: Plan, after: Plan, names: tuple[str, str]) -> str:
+    """Which plan is faster, by how much, and what it takes of memory."""
+    (fast, fast_name), (slow, slow_name) = sorted(
+        ((before, names[0]), (after, names[1])), key=lambda pair: pair[0].prediction.step_time_s
+    )
+    f, s = fast.prediction, slow.prediction
+    memory = (
+        f"memory {format_bytes(f.peak_memory_bytes)} on a device, not"
+        f" {format_bytes(s.peak_memory_bytes)}"
+    )
+    if not (less := _relative(s.step_time_s, f.step_time_s)):
+        return f"As fast within 0.5%: {fast_name} has {memory} (predicted)."
+    return (
+        f"{fast_name} is faster: {format_seconds(f.step_time_s)} a step, not"
+        f" {format_seconds(s.step_time_s)} ({less}); {memory} (predicted)."
+    )
 
 
 def _model(plan: Plan) -> tuple[object, ...]:
@@ -85,7 +106,7 @@ def _layout(before: Plan, after: Plan) -> Iterator[Row]:
                 rows[name] = f"{rows[name]}; {text}" if name in rows else text
     first, second = named
     for name in dict.fromkeys([*first, *second]):
-        if first.get(name) != second.get(name) or name in ("method", "splits"):
+        if first.get(name) != second.get(name) or name in ("method", "parallelism"):
             yield name, first.get(name, "none"), second.get(name, "none"), ""
 
 
@@ -114,24 +135,27 @@ def _times(before: Plan, after: Plan) -> Iterator[Row]:
 
 
 def _seconds(plan: Plan) -> dict[str, float]:
-    """The step time and its parts, as `time_parts` says them."""
+    """The step time, the parts that add up to it, and all communication, as `time_parts` says
+    them.
+    """
     p = plan.prediction
     transfers_s, bubble_s = idle_parts(plan)
     return {
         "step time": p.step_time_s,
         "compute": p.compute_s,
-        "communication": p.communication_s,
-        "gradient communication": p.gradient_s,
-        "hidden behind compute": p.hidden_s,
+        "exposed communication": p.communication_s + p.gradient_s - p.hidden_s,
         "copies to and from host memory": p.host_transfer_s - p.host_hidden_s,
         "transfers between stages": transfers_s,
-        "bubble": bubble_s,
+        "pipeline bubble": bubble_s,
+        "all communication": p.communication_s + p.gradient_s,
+        "of it for gradients": p.gradient_s,
+        "of it overlapped": p.hidden_s,
     }
 
 
 def _memory(before: Plan, after: Plan) -> Iterator[Row]:
     named = [
-        {"together": plan.prediction.peak_memory_bytes, **dict(memory_parts(plan))}
+        {"total": plan.prediction.peak_memory_bytes, **dict(memory_parts(plan))}
         for plan in (before, after)
     ]
     for name in dict.fromkeys([*named[0], *named[1]]):
@@ -144,6 +168,8 @@ def _memory(before: Plan, after: Plan) -> Iterator[Row]:
 
 def _relative(first: float, second: float) -> str:
     text = f"{second / first - 1:+.0%}" if first and second else ""
+    if first and second >= _MANY * first:
+        text = f"{second / first:.0f}x"
     return "" if text in ("+0%", "-0%") else text
 
 

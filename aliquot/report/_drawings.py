@@ -17,14 +17,12 @@ from ..core import format_seconds
 # hues.
 _COLOURS = {
     "parameters": "#0072b2",
-    "state": "#0072b2",
+    "parameters, gradients and optimizer state": "#0072b2",
     "optimizer state": "#56b4e9",
     "gradients": "#e69f00",
     "activations": "#009e73",
     "activations in flight": "#009e73",
-    "working memory": "#cc79a7",
     "temporaries": "#cc79a7",
-    "resharded copies": "#d55e00",
     "gathered or resharded copies": "#d55e00",
     "batch": "#f0e442",
     "forward": "#56b4e9",
@@ -35,7 +33,7 @@ _COLOURS = {
     "compute": "#3b6ea5",
     "communication": "#d55e00",
     "copies to and from host memory": "#8c6d31",
-    "waiting for other stages": "#999999",
+    "pipeline bubble": "#999999",
 }
 _OTHERS = ("#999999", "#8c6d31", "#7b4173", "#637939", "#bcbd22")
 _BAR_WIDTH = 160

@@ -144,6 +144,15 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
     rest = [other for other in alternatives if other.subject not in told and not _is_as_fast(other)]
     if rest:
         parts.append(_alternatives(rest))
+    if any(_is_faster(other) for other in alternatives):
+        parts.append(
+            Text(
+                f"The faster alternatives are not plans of method {plan.method}: --method auto"
+                " searches among all."
+                if plan.method != "auto"
+                else "The faster alternatives lie within the gap of the search; see bound."
+            )
+        )
     if remark:
         parts.append(Text(remark))
     return Group(*parts)
@@ -191,8 +200,13 @@ def _best_other(other: Alternative | None) -> str:
     if other.alternative_step_time_s is None:
         return f"{other.alternative}: does not fit"
     extra_s = other.alternative_step_time_s - other.chosen_step_time_s
-    sign = "+" if extra_s >= 0 else "-"
-    return f"{other.alternative}: {sign}{format_seconds(abs(extra_s))} a step"
+    how = "faster" if extra_s < 0 else "slower"
+    return f"{other.alternative}: {format_seconds(abs(extra_s))} {how} a step"
+
+
+def _is_faster(other: Alternative) -> bool:
+    seconds = other.alternative_step_time_s
+    return seconds is not None and seconds < other.chosen_step_time_s and not _is_as_fast(other)
 
 
 def _is_as_fast(other: Alternative) -> bool:

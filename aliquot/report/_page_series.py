@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core import format_seconds
-from ..plans import Plan, TaskKind, TraceEvent, in_flight_events, submesh_names
+from ..plans import Plan, TaskKind, TraceEvent, in_flight_events, name_of_part, submesh_names
 from ._drawings import Segment, time_marks
 from ._trace import planned_trace
 
@@ -67,7 +67,7 @@ def memory_series(plan: Plan) -> MemorySeries | None:
         marks = _spread([*marks, (places[-1], format_seconds(places[-1]))], 1.5 * extent)
     return MemorySeries(
         places=places,
-        parts=dict(steadiest),
+        parts={name_of_part(name): sizes for name, sizes in steadiest},
         marks=tuple(marks),
         who="",
         steps=False,
@@ -85,7 +85,7 @@ def _spread(marks: Sequence[tuple[float, str]], extent: float) -> list[tuple[flo
 
 
 def _fullest_stage(plan: Plan) -> MemorySeries | None:
-    """Memory of the fullest stage: state and working memory are constant, and each micro-batch in
+    """Memory of the fullest stage: state and temporaries are constant, and each micro-batch in
     flight adds its activations.
     """
     index, prediction = max(
@@ -106,7 +106,7 @@ def _fullest_stage(plan: Plan) -> MemorySeries | None:
     # The prediction holds the activations at the moment with the most micro-batches in flight.
     each_bytes = prediction.memory_bytes.get(_KEPT, 0.0) / prediction.in_flight
     parts = {
-        name: (
+        name_of_part(name): (
             tuple(count * each_bytes for count in counts)
             if name == _KEPT
             else (num_bytes,) * len(places)

@@ -5,7 +5,7 @@ tables and plain data.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,18 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ..core import counted, format_bytes, format_count, format_seconds
+from ..core import counted, format_count, format_seconds
 from ..plans import (
     Plan,
     chosen_candidate,
     examples_per_step,
+    expected_error,
     is_pipeline,
     meshes,
     mfu,
     tokens_per_step,
 )
+from ._comparison import memory_of
 from ._tables import columns
 
 _DAY_S = 86_400.0
@@ -137,12 +139,12 @@ def batch_table(search: BatchSearch) -> Group:
         end = f"; {largest.global_batch + search.unit} does not fit"
     elif largest.num_micro_batches > 1:
         end = (
-            f", in micro-batches of {largest.micro_batch}; larger ones were not tried and may fit"
-            " in more of these"
+            f", by gradient accumulation over {largest.num_micro_batches} micro-batches of"
+            f" {largest.micro_batch}; larger ones need more of these, and were not tried"
         )
-    lines.append(Text(f"  largest batch that fits     {largest.global_batch}{end}"))
+    lines.append(Text(f"  largest batch tried that fits  {largest.global_batch}{end}"))
     rate = f"{format_count(float(round(_per_s(fastest))))} {_what(fastest)}/s"
-    lines.append(Text(f"  batch of highest throughput {fastest.global_batch}, {rate}"))
+    lines.append(Text(f"  batch of highest throughput    {fastest.global_batch}, {rate}"))
     lines.append(Text(""))
     rows = [
         (
@@ -150,12 +152,13 @@ def batch_table(search: BatchSearch) -> Group:
             format_seconds(t.plan.prediction.step_time_s) if t.plan else "does not fit",
             _percent(mfu(t.plan)) if t.plan else "",
             format_count(float(round(_per_s(t)))) if t.plan else "",
-            format_bytes(t.plan.prediction.peak_memory_bytes) if t.plan else "",
+            memory_of(t.plan) if t.plan else "",
             str(t.plan.num_micro_batches) if t.plan else "",
+            str(t.plan.model.settings.get("recompute", "")) if t.plan else "",
         )
         for t in search.trials
     ]
-    header = ("batch", "step", "MFU", f"{_what(fastest)}/s", "memory", "micro-batches")
+    header = ("batch", "step", "MFU", f"{_what(fastest)}/s", "memory", "micro-batches", "recompute")
     return Group(*lines, columns("Tried", header, rows, right=range(len(header)), narrow=True))
 
 
@@ -322,6 +325,7 @@ def sizing_table(sizing: Sizing) -> Group:
     best = f"{'cheapest' if sizing.prices else 'fewest hosts'} {meets} the deadline"
     if choice:
         lines.append(Text(f"  {best}  {_named(choice, money)}"))
+        lines += [Text(f"  {line}") for line in _slack(choice, sizing.by_s)]
     else:
         lines += [Text(f"  {line}") for line in _none_in_time(sizing)]
     lines += [Text(""), Text("If a step takes more or less than predicted", style="bold")]
@@ -364,6 +368,21 @@ def sizing_table(sizing: Sizing) -> Group:
     right = [2, 3, 4, 5, *([7, 8] if priced else [])]
     rest = [Text(f"Prices: {sizing.prices}")] if sizing.prices else []
     return Group(*lines, columns("Planned", header, rows, right=right, narrow=True), *rest)
+
+
+def _slack(choice: ClusterOption, by_s: float) -> Iterator[str]:
+    """How much longer steps may take before the deadline is missed, beside the expected error."""
+    if choice.plan is None or not choice.training_s:
+        return
+    slack = by_s / choice.training_s - 1
+    error = expected_error(choice.plan)
+    text = f"in time even if steps take {slack:.0%} longer"
+    if error is None:
+        yield f"{text}; how far predictions are off here is not known"
+    elif slack <= error.error_of_90_percent:
+        yield f"{text}: less than the expected error ({error}). The choice for 1.25x is safer"
+    else:
+        yield f"{text}: more than the expected error ({error})"
 
 
 def _span(seconds: float) -> str:

@@ -80,7 +80,7 @@ def without_partial(spec: Spec) -> Spec:
 
 
 def format_spec(spec: Spec, axis_names: Sequence[str], rank: int) -> str:
-    """A spec as a reader writes it: `[x, -, yz]`, with `+y` behind it for a partial sum over y."""
-    dims = ", ".join("".join(axes) or "-" for axes in dims_of(spec, axis_names, rank))
+    """A spec as a reader writes it: `[x, -, y+z]`, with `+y` behind it for a partial sum over y."""
+    dims = ", ".join("+".join(axes) or "-" for axes in dims_of(spec, axis_names, rank))
     partial = "".join(n for n, p in zip(axis_names, spec, strict=True) if p <= PARTIAL)
     return f"[{dims}]" + (f"+{partial}" if partial else "")

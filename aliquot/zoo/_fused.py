@@ -75,8 +75,7 @@ def _lacks(
         if device is None:
             return ["which kernel depends on the device, and none was named: give device="]
         return [
-            f"{device.name} has none (cuDNN's is for GPUs from Ampere on, splash attention for"
-            " TPUs)"
+            f"{device.name} has none: cuDNN's is for GPUs from Ampere on, splash attention for TPUs"
         ]
     if config is None or dtype not in PRECISIONS:
         return []

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import aliquot as aq
-from aliquot.graph import line_or_nearest, source_line
+from aliquot.graph import line_or_nearest, parameter_of, source_line
 
 
 def looked_up(params, batch):
@@ -28,3 +28,20 @@ def test_operators_without_a_line_have_that_of_their_nearest():
     for index in range(len(graph.ops)):
         near = "near " if index in lost else ""
         assert line_or_nearest(graph, index).startswith(f"{near}test_source.py:")
+
+
+def test_a_product_is_known_by_the_parameter_that_it_reads_whatever_its_form():
+    def step(params, batch):
+        def loss(params):
+            hidden = batch.astype(jnp.bfloat16) @ params["up"][0].astype(jnp.bfloat16)
+            return jnp.sum(jnp.tanh(hidden).astype(jnp.float32) @ params["down"])
+
+        grads = jax.grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads)
+
+    params = {"up": [jnp.ones((8, 16))], "down": jnp.ones((16, 8))}
+    graph = aq.capture(step, params, jnp.ones((4, 8)))
+    products = [op.index for op in graph.ops if op.name == "dot_general"]
+    found = [parameter_of(graph, index) for index in products]
+    # Two of the forward pass, the one of the input's gradient, and two that read activations.
+    assert sorted(found) == ["", "", "params.down", "params.down", "params.up[*]"]

@@ -109,7 +109,7 @@ def test_a_step_that_forgets_to_return_its_state_is_noted():
 @pytest.mark.parametrize(("rows", "is_said"), [(14_000_000, False), (17_000_000, True)])
 def test_a_plan_that_fills_a_gpu_says_that_the_compiler_saves_memory(rows, is_said):
     plan = aq.plan(lambda x: x * 2.0, struct(1024, rows), cluster=aq.Cluster.preset("1xH100"))
-    assert any("XLA orders operators" in note for note in plan.notes) == is_said
+    assert any("XLA rematerializes" in note for note in plan.notes) == is_said
 
 
 def test_a_replicated_update_is_noted_in_one_line():

@@ -205,7 +205,7 @@ def test_one_program_is_planned_where_no_pipeline_fits(refusal, monkeypatch):
     monkeypatch.setattr("aliquot.planners._pipelines.Pipelines.open", nothing_fits)
     plan = plan_of()
     assert len(plan.stages) == 1
-    assert "one program" in plan.provenance.bound_holds_for
+    assert "without a pipeline" in plan.provenance.bound_holds_for
     with pytest.raises(type(refusal), match="no pipeline fits"):
         plan_of(num_stages=2)
 

@@ -61,18 +61,19 @@ def test_headlines(plan, wanted):
 TEXT = """\
 gpt-10m: pipeshard, 4 stages on 2 devices each of 8xH100, 1f1b
   batch                  inputs int32[8, 16]
-  splits                 pipeline: 4 stages, 1f1b; x (2): data parallel, FSDP (ZeRO-3): parameters sharded
-  micro-batches          4; over them [1]['loss'] is summed
+  parallelism            pipeline: 4 stages, 1f1b; x (2): data parallel, FSDP (ZeRO-3): parameters sharded
+  micro-batches          4, with the result of the whole batch; output [1]['loss'] is summed over them
   step time (predicted)  21.5 ms = 12.2 ms compute + 100.0 us communication + 200.0 us gradient communication + 9.0 ms
                          bubble (of the busiest stage)
   throughput             5953 tokens/s; predicted from NVIDIA H100 data sheet
-  largest costs          compute 57%; waiting for other stages 42%
+  largest costs          compute 57%; pipeline bubble 42%
   bound                  by the schedule's formula for the step time this plan is optimal among all stages, none of
                          which takes less than 20.0 ms; simulated task by task it takes 7.5% more
-  memory (predicted)     6.5 GiB on each device, 10% of the limit of 65.2 GiB, at stage 0, with 2 micro-batches in
+  memory (predicted)     6.5 GiB on each device, 10% of the limit of 65.2 GiB; peak at stage 0, with 2 micro-batches in
                          flight
-                         3.7 GiB state + 1.9 GiB activations in flight + 953.7 MiB working memory
-  found in               2.25 s, after tracing for 1.50 s
+                         3.7 GiB parameters, gradients and optimizer state + 1.9 GiB activations in flight + 953.7 MiB
+                         temporaries
+  planned in             2.25 s of search, after 1.50 s of tracing
 
 Stages (predicted)
   stage  layers     host  devices  mesh  forward  backward    update  to next       memory  in flight  bubble
@@ -84,18 +85,18 @@ Stages (predicted)
   memory: on each device, and its share of the limit of 65.2 GiB
   in flight: micro-batches kept at once, at most; bubble: share of the step in which the devices wait
 
-Stage 0: the largest of 2 inputs on each device
-  path                      count  each             split by axes  on each device
-  state.params.layers[0].w      1  float32[64, 32]  [x, -]                4.0 KiB
-  batch.inputs                  1  int32[8, 16]     [x, -]                  256 B
+Stage 0: sharding of the largest of 2 arrays
+  array                     count  each             sharding  on each device
+  state.params.layers[0].w      1  float32[64, 32]  [x, -]           4.0 KiB
+  batch.inputs                  1  int32[8, 16]     [x, -]             256 B
 
-Stages 1-3, each: the largest of 1 inputs on each device
-  path                      count  each             split by axes  on each device
-  state.params.layers[*].w      1  float32[64, 32]  [x, -]                4.0 KiB
+Stages 1-3, each: sharding of the largest of 1 arrays
+  array                     count  each             sharding  on each device
+  state.params.layers[*].w      1  float32[64, 32]  [x, -]           4.0 KiB
 
-The most expensive of 1 kind of communication within a stage in a step (predicted)
-  stages  kind        axes  count     size      time  what
-  0-3     all-reduce  x         2  2.0 KiB  200.0 us  layers[*].w"""
+The most expensive of 1 kind of collectives within a stage in a step (predicted)
+  stages  collective  axes  count  total output  total time  of what
+  0-3     all-reduce  x         2       2.0 KiB    200.0 us  layers[*].w"""
 
 
 def test_the_whole_text():
@@ -112,9 +113,9 @@ def test_parts_of_the_time_add_up_with_the_bubble():
         p.step_time_s
     )
     text = time_parts(sample_pipeline())
-    assert "9.0 ms bubble" in text and "hidden" not in text
+    assert "9.0 ms bubble" in text and "overlap" not in text
     assert "transfers" not in text
-    assert "bubble" not in time_parts(sample_plan()) and "hidden" in time_parts(sample_plan())
+    assert "bubble" not in time_parts(sample_plan()) and "overlap" in time_parts(sample_plan())
 
 
 def test_transfers_of_the_busiest_stage_are_not_counted_as_bubble():

@@ -24,7 +24,7 @@ def test_text_names_what_was_decided_and_predicted():
     for part in (
         "gpt-10m: shard on mesh 4x2 (x, y) of 8xH100",
         "step time (predicted) 11.0 ms = 8.0 ms compute + 3.0 ms exposed communication;",
-        "of 5.0 ms communication 3.0 ms for gradients, 2.0 ms hidden behind compute",
+        "all communication 5.0 ms, of which 2.0 ms overlap with compute; 3.0 ms are for gradients",
         (
             "lower bound 10.0 ms among all splits of mesh 4x2; this plan is at most 10.00% above"
             " it; optimal"
@@ -33,14 +33,17 @@ def test_text_names_what_was_decided_and_predicted():
         "float32[64, 32]",
         "[x, y]",
         "all-reduce",
-        "2; over them [1]['loss'] is summed",
+        "2, with the result of the whole batch; output [1]['loss'] is summed over them",
     ):
         assert part in text
 
 
 def test_text_names_only_outputs_that_differ_between_micro_batches():
     both = sample_plan(combine={"[0].w": "equal", "[1]['loss']": "sum"})
-    assert "2; over them [1]['loss'] is summed" in " ".join(str(both).split())
+    assert (
+        "2, with the result of the whole batch; output [1]['loss'] is summed over them"
+        in " ".join(str(both).split())
+    )
     equal = sample_plan(combine={"[0].w": "equal", "[1]['loss']": "equal"})
     assert "over them" not in str(equal)
 
@@ -178,14 +181,14 @@ def test_operators_are_compared_where_the_stages_are_the_same():
             "gap_within_folded_space",
             "optimal",
             0.0,
-            "proven optimal among plans that split equal layers equally; lower bound 25.0 ms",
+            "proven optimal among plans that shard equal layers alike; lower bound 25.0 ms",
         ),
         (
             "gap_within_folded_space",
             "optimal within the gap",
             0.004,
             (
-                "lower bound 25.0 ms among plans that split equal layers equally; this plan is at"
+                "lower bound 25.0 ms among plans that shard equal layers alike; this plan is at"
                 " most 0.40% above it"
             ),
         ),

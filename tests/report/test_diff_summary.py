@@ -29,9 +29,11 @@ def test_two_methods_fit_on_a_screen_with_the_figures_of_the_plans():
     assert found["method"].split() == ["method", "shard", "pipeshard"]
     assert found["stages"].split("  ")[-1].strip() == "4, 1f1b"
     assert found["step time"].split()[2:] == ["11.0", "ms", "21.5", "ms", "+95%"]
-    assert format_seconds(idle_parts(after)[1]) in found["bubble"]
+    assert format_seconds(idle_parts(after)[1]) in found["pipeline bubble"]
     p = after.prediction
-    assert found["communication"].split()[-3:-1] == format_seconds(p.communication_s).split()
+    moved_s = format_seconds(p.communication_s + p.gradient_s)
+    assert found["all communication"].split()[-3:-1] == moved_s.split()
+    assert text.startswith("a.json is faster: 11.0 ms a step, not 21.5 ms (-49%); memory 2.9 KiB")
     assert "--all lists every term" in text
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ....core import InfeasibleError, format_bytes
 from ....cost import AbstractChain, Chain, ChainPlan, PrefixSums, judge_stages
-from ....plans import Keeps, schedule_kind
+from ....plans import Keeps, name_of_part, schedule_kind
 from .._work import WorkLeft
 from ._devices import DeviceProgram
 from ._rounds import RoundsProgram, round_counts
@@ -47,7 +47,7 @@ def nothing_fits(
         "activations in flight": chunks * figures.held_bytes,
         "working memory": chunks * figures.working_bytes,
     }
-    listed = ", ".join(f"{format_bytes(v)} {name}" for name, v in parts.items())
+    listed = ", ".join(f"{format_bytes(v)} {name_of_part(name)}" for name, v in parts.items())
     limit = chain.memory_limit_bytes
     count = f"{len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}"
     names = chain.unit_names[stage.first_unit], chain.unit_names[stage.last_unit - 1]
