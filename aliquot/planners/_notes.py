@@ -107,10 +107,9 @@ def crowded_note(peak_bytes: float, cluster: Cluster) -> Iterator[str]:
     most = target_for(device).compact_above * device.memory_bytes
     if peak_bytes > most < device.memory_bytes:
         yield (
-            f"Compile the plan before use: --verify, or verify=True, also plans anew if it does not"
+            "Compile the plan before use: --verify, or verify=True, also plans anew if it does not"
             f" fit. Above {format_bytes(most)} on a device XLA rematerializes: it computes some"
-            " operators twice to save memory, so that the step may be slower than predicted, and"
-            " its memory another."
+            " operators twice to save memory, so that time and memory may differ from these."
         )
 
 

@@ -162,10 +162,11 @@ def bound(plan: Plan) -> str:
     """Lower bound of the step time, the plans among which it holds, and the gap to it."""
     p = plan.provenance
     if p.lower_bound_s is None:
-        found = "the best plan" if p.status == "optimal" else p.status
-        within = p.bound_holds_for or f"method {plan.method}"
-        others = "" if p.bound_holds_for or plan.method == "auto" else "; --method auto tries all"
-        return f"no lower bound; {found} within {within}{others}"
+        if p.bound_holds_for:
+            found = "the best plan" if p.status == "optimal" else p.status
+            return f"no lower bound; {found} within {p.bound_holds_for}"
+        others = "" if plan.method == "auto" else f"; --method auto tries more than {plan.method}"
+        return f"no lower bound{others}"
     if p.bound_holds_for.startswith(_CLOSED_FORM):
         return _bound_of_closed_forms(plan, p.lower_bound_s)
     scope = _SCOPES.get(p.bound_holds_for, p.bound_holds_for)

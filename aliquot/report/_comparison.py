@@ -223,6 +223,11 @@ def recommendation(comparison: Comparison) -> list[str]:
     if error is not None:
         said.append(f"Errors of step times predicted for these devices: {error}.")
     best_s = comparison.seconds(best)
+    equal = [c for c in others if comparison.seconds(c) <= (1 + _EQUAL) * best_s]
+    if equal:
+        names = ", ".join(name_of(c, comparison) for c in equal)
+        said.append(f"As fast within {_EQUAL:.1%}: {names}. Take the simplest of these.")
+        others = others[len(equal) :]
     if others and best_s:
         second = others[0]
         behind = comparison.seconds(second) / best_s - 1

@@ -147,8 +147,8 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
     if any(_is_faster(other) for other in alternatives):
         parts.append(
             Text(
-                f"The faster alternatives are not plans of method {plan.method}: --method auto"
-                " searches among all."
+                f"The faster alternatives are no plans of method {plan.method}: --method auto"
+                " searches among them, too."
                 if plan.method != "auto"
                 else "The faster alternatives lie within the gap of the search; see bound."
             )

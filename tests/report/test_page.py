@@ -129,5 +129,15 @@ def test_a_lead_within_the_error_is_said_to_be_no_lead():
     assert "fsdp is next, 2.0% slower: less than that error, so measure both" in compare_page(two)
 
 
+def test_candidates_as_fast_as_the_fastest_are_not_ranked():
+    near = replace(PREDICTION, step_time_s=PREDICTION.step_time_s * 1.001)
+    second = Candidate(method="ddp", cluster="8xH100", plan=sample_plan(prediction=near))
+    best, third = COMPARISON.candidates[:2]
+    said = compare_page(Comparison(model="m", candidates=(best, second, third)))
+    assert "As fast within 0.2%: ddp. Take the simplest of these." in said
+    assert "ddp is next" not in said and "fsdp&gt; is next" in said
+    assert "as fast as the fastest, within 0.2%" in said
+
+
 def test_colours_are_told_for_dark_and_light():
     assert "prefers-color-scheme:dark" in page(sample_plan())
