@@ -35,6 +35,7 @@ from ._evaluate import conversions, evaluate
 from ._priced import Ints, Priced, corrected_work, sum_collective
 from .memory import (
     MemoryModel,
+    category_of,
     converted,
     keeping_casts,
     known_memory,
@@ -147,7 +148,7 @@ def peak_memory(
         parts[r.category] += alive * float(local[picks[r.node]] if r.node >= 0 else local[0])
     for conversion, num_bytes in converted(model, priced, picks):
         alive = int(np.count_nonzero((conversion.births <= moment) & (conversion.deaths >= moment)))
-        parts["resharded copies"] += alive * num_bytes
+        parts[category_of(conversion, priced)] += alive * num_bytes
     return (
         float(use[moment]),
         moment,

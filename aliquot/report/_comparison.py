@@ -218,7 +218,11 @@ def recommendation(comparison: Comparison) -> list[str]:
         f"Take {name_of(best, comparison)}: {format_seconds(comparison.seconds(best))} a"
         f" {'call' if comparison.objective == 'throughput' else 'step'} (predicted)."
     ]
-    said += [f"It is {text}." for name, text in summary_rows(best.plan) if name == "parallelism"]
+    said += [
+        f"Its parallelism: {text}."
+        for name, text in summary_rows(best.plan)
+        if name == "parallelism"
+    ]
     error = expected_error(best.plan)
     if error is not None:
         said.append(f"Errors of step times predicted for these devices: {error}.")

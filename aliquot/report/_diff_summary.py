@@ -64,12 +64,12 @@ def _verdict(before: Plan, after: Plan, names: tuple[str, str]) -> str:
         ((before, names[0]), (after, names[1])), key=lambda pair: pair[0].prediction.step_time_s
     )
     f, s = fast.prediction, slow.prediction
-    memory = (
-        f"memory {format_bytes(f.peak_memory_bytes)} on a device, not"
-        f" {format_bytes(s.peak_memory_bytes)}"
+    sizes = [format_bytes(p.peak_memory_bytes) for p in (f, s)]
+    memory = f"memory on each device {sizes[0]}" + (
+        ", as the other" if sizes[0] == sizes[1] else f", not {sizes[1]}"
     )
     if not (less := _relative(s.step_time_s, f.step_time_s)):
-        return f"As fast within 0.5%: {fast_name} has {memory} (predicted)."
+        return f"As fast within 0.5%; {fast_name}: {memory} (predicted)."
     return (
         f"{fast_name} is faster: {format_seconds(f.step_time_s)} a step, not"
         f" {format_seconds(s.step_time_s)} ({less}); {memory} (predicted)."

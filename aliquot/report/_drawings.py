@@ -23,6 +23,7 @@ _COLOURS = {
     "activations": "#009e73",
     "activations in flight": "#009e73",
     "temporaries": "#cc79a7",
+    "unreduced gradients": "#f7d08a",
     "gathered or resharded copies": "#d55e00",
     "batch": "#f0e442",
     "forward": "#56b4e9",
@@ -32,6 +33,7 @@ _COLOURS = {
     "update": "#7f7f7f",
     "compute": "#3b6ea5",
     "communication": "#d55e00",
+    "exposed communication": "#d55e00",
     "copies to and from host memory": "#8c6d31",
     "pipeline bubble": "#999999",
 }

@@ -75,7 +75,8 @@ def _lacks(
         if device is None:
             return ["which kernel depends on the device, and none was named: give device="]
         return [
-            f"{device.name} has none: cuDNN's is for GPUs from Ampere on, splash attention for TPUs"
+            f"{device.name} has none, as cuDNN's is for GPUs from Ampere on, and splash attention"
+            " for TPUs"
         ]
     if config is None or dtype not in PRECISIONS:
         return []

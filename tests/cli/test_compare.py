@@ -92,7 +92,10 @@ def test_clusters_are_compared():
 def test_table_fits_eighty_columns():
     found = run("compare", *ONE_LAYER, "--methods", "fsdp,ddp")
     advice, table = found.stdout.split("Why not")[0].split("\n\n", 1)
-    assert advice.startswith("Take fsdp: ") and "\nIt is x (8): data parallel, FSDP" in advice
+    assert (
+        advice.startswith("Take fsdp: ")
+        and "\nIts parallelism: x (8): data parallel, FSDP" in advice
+    )
     assert max(map(len, table.splitlines())) <= 80
     assert "MFU" in table and "tokens/s" in table
 

@@ -142,12 +142,14 @@ def test_micro_batches_hold_their_gradients():
             assert (b.births == a.births).all() and (b.deaths == a.deaths).all()
 
 
-def test_gathered_parameters_count():
-    """Unrolled without recomputation, each gathered weight stays from its first use to its last."""
+def test_gradients_that_wait_for_their_sum_count_whole():
+    """Without micro-batches, each is whole on every device until it is summed and sharded."""
     plan = aq.plan(
         *mlp((256, 512, 256), 16), cluster=Cluster.preset("8xH100"), method=Zero3Parallel()
     )
-    assert plan.prediction.memory_bytes["resharded copies"] >= 4 * 256 * 512
+    memory = plan.prediction.memory_bytes
+    assert memory["unreduced gradients"] >= 4 * 2 * 256 * 512
+    assert memory["unreduced gradients"] > memory["resharded copies"] > 0
 
 
 def test_the_limit_is_kept():

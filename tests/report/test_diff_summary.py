@@ -33,7 +33,9 @@ def test_two_methods_fit_on_a_screen_with_the_figures_of_the_plans():
     p = after.prediction
     moved_s = format_seconds(p.communication_s + p.gradient_s)
     assert found["all communication"].split()[-3:-1] == moved_s.split()
-    assert text.startswith("a.json is faster: 11.0 ms a step, not 21.5 ms (-49%); memory 2.9 KiB")
+    assert text.startswith(
+        "a.json is faster: 11.0 ms a step, not 21.5 ms (-49%); memory on each device 2.9 KiB, not "
+    )
     assert "--all lists every term" in text
 
 

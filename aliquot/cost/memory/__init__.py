@@ -11,6 +11,7 @@ from ._host import is_on_host as is_on_host
 from ._model import Conversion as Conversion
 from ._model import MemoryModel as MemoryModel
 from ._model import alive_over_time as alive_over_time
+from ._model import category_of as category_of
 from ._model import converted as converted
 from ._model import keeping_casts as keeping_casts
 from ._model import known_memory as known_memory

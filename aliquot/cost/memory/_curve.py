@@ -9,7 +9,7 @@ import numpy as np
 from ...graph import Graph, Phase
 from ...plans import MemoryCurve
 from ...sharding import dim_rule
-from ._model import Conversion, MemoryModel, alive_over_time, converted
+from ._model import Conversion, MemoryModel, alive_over_time, category_of, converted
 from ._residents import Resident
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def memory_over_time(
     for resident, local in zip(model.residents, model.local_bytes, strict=True):
         num_bytes = float(local[picks[resident.node]] if resident.node >= 0 else local[0])
         categories.setdefault(resident.category, []).append((resident, num_bytes))
-    categories.setdefault("resharded copies", []).extend(converted(model, priced, picks))
+    for conversion, num_bytes in converted(model, priced, picks):
+        name = category_of(conversion, priced)
+        categories.setdefault(name, []).append((conversion, num_bytes))
     use = {name: alive_over_time(parts, model.num_times) for name, parts in categories.items()}
     # Stretches of equal time. Bounds that coincide, where operators take longer, are merged.
     total = np.sum(list(use.values()), axis=0)

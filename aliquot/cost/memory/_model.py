@@ -314,6 +314,14 @@ def alive_over_time(parts: Sequence[tuple[Resident | Conversion, float]], num_ti
     return np.cumsum(change)[:-1]
 
 
+def category_of(conversion: Conversion, priced: Priced) -> str:
+    """What readers call the second copies of a conversion: gradients that wait for their sum over
+    devices, as large as that needs them, or other copies.
+    """
+    gradients = all(priced.graph.edges[i].gradient for i in conversion.edges)
+    return "unreduced gradients" if gradients else "resharded copies"
+
+
 def converted(
     model: MemoryModel, priced: Priced, picks: NDArray[np.int64]
 ) -> list[tuple[Conversion, float]]:
