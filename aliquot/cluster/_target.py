@@ -47,6 +47,9 @@ class Target:
             operands are held as they are and cast where they are read.
         zeroes_early: Whether the buffers of backward loops' results are zeroed, and so held, before
             the forward loop's results are used.
+        copies_rows: Whether loops copy rows of stacks beside what their operators do: the stacks of
+            their results are zeroed beforehand, and products, as calls of a library, read copies of
+            rows. False too where no compiled program was looked at.
         gathered_ahead: Share of the parameters that are gathered before anything else happens,
             outside of loops, 0 to 1.
         gathers_leading_dim: Whether arrays are gathered along their first dim alone: where another
@@ -108,6 +111,7 @@ class Target:
     repeats_cheap_work: bool
     held_product_bytes: int
     zeroes_early: bool
+    copies_rows: bool
     gathered_ahead: float
     gathers_leading_dim: bool
     combined_bytes: int
@@ -231,10 +235,11 @@ class Target:
 # programs compiled by XLA's CPU backend (JAX 0.10): no all-reduce and slice becomes a
 # reduce-scatter, bfloat16 and float16 are reduced in float32, optimization barriers are dropped, a
 # gather or reduce-scatter along a dim that is not the first gets that dim in front by its layout,
-# with a copy on either side. Devices of a host read each other's arrays from shared memory: up to
-# 256 KiB a reduce-scatter and an all-gather take 0.9 to 1.9 times as long as an all-reduce, and are
-# priced at 1.3 times. Shares and overheads: measured by benchmarks/calibrate_cpu.py on a 2-core
-# machine, for sizes of small models.
+# with a copy on either side; loops zero their stacks, and copy rows before products read them.
+# Devices of a host read each other's arrays from shared memory: up to 256 KiB a reduce-scatter and
+# an all-gather take 0.9 to 1.9 times as long as an all-reduce, and are priced at 1.3 times. Shares
+# and overheads: measured by benchmarks/calibrate_cpu.py on a 2-core machine, for sizes of small
+# models.
 _CPU = Target(
     kind="cpu",
     reduce_scatter=False,
@@ -244,6 +249,7 @@ _CPU = Target(
     repeats_cheap_work=False,
     held_product_bytes=0,
     zeroes_early=False,
+    copies_rows=True,
     gathered_ahead=0.0,
     gathers_leading_dim=False,
     combined_bytes=0,
@@ -285,6 +291,7 @@ _CPU = Target(
 # computes (D. Narayanan et al., 2021), and its reported steps are shorter than tasks and transfers
 # one after the other. Launch: about 2 us within a CUDA graph, more outside. Usable memory: CUDA
 # context, NCCL buffers and fragmentation take the rest; JAX by itself preallocates only 75 %.
+# Loops: bytes of zeroes and of copied rows are those of programs compiled for V100, A100 and H100.
 # Memory: repeated work, zeroes, transposed copies, what convolutions and maxima hold, and what
 # waits, as in the buffers that XLA assigns for H100 and A100 (JAX 0.10,
 # benchmarks/memory_deviceless.py; Wide-ResNet by `aliquot verify`). Combined: XLA's default
@@ -301,6 +308,7 @@ _GPU = Target(
     repeats_cheap_work=True,
     held_product_bytes=0,
     zeroes_early=True,
+    copies_rows=True,
     gathered_ahead=0.75,
     gathers_leading_dim=True,
     combined_bytes=30 * 2**20,
@@ -349,6 +357,7 @@ _TPU = Target(
     repeats_cheap_work=True,
     held_product_bytes=2,
     zeroes_early=False,
+    copies_rows=False,
     gathered_ahead=0.0,
     gathers_leading_dim=False,
     combined_bytes=0,

@@ -96,7 +96,7 @@ def make_problem(
     return Problem(
         graph=graph,
         nodes=nodes,
-        work=count_work(index, storage.stored),
+        work=count_work(index, storage),
         residents=tuple(residents(index, storage, target, sums_gradients=sums_gradients)),
         # The runtime decides what halves of a backward pass hand on, whatever compilers do.
         held=tuple(held_arrays(index, stored_by_fusion(index.cuts))),

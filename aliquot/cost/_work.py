@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..graph import Literal, Phase, Scores
@@ -15,7 +15,7 @@ from ..sharding import (
     divided_by,
     whole_bytes,
 )
-from .memory import classes_of_casts, is_on_host
+from .memory import Storage, classes_of_casts, is_on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +50,14 @@ class Work:
         return repeats if self.cast is None or repeats == 1 else int(self.cast)
 
 
-def count_work(index: NodeIndex, stored: Sequence[bool]) -> tuple[tuple[Work, ...], ...]:
-    """The work of all nodes, in their order. `stored[c]`: whether values of class `c` reach
-    memory.
-    """
+def count_work(index: NodeIndex, storage: Storage) -> tuple[tuple[Work, ...], ...]:
+    """The work of all nodes, in their order, with what a target's compiler stores."""
     casts = classes_of_casts(index.cuts)
     return tuple(
         (
             _product_work(index, which)
             if kind == "product"
-            else _group_work(index, NodeId(node), SlotId(which), stored, casts)
+            else _group_work(index, NodeId(node), SlotId(which), storage, casts)
         )
         for node, (kind, which) in enumerate(index.kinds)
     )
@@ -145,11 +143,11 @@ def _group_work(
     index: NodeIndex,
     node: NodeId,
     group: SlotId,
-    stored: Sequence[bool],
+    storage: Storage,
     casts: Mapping[int, bool],
 ) -> tuple[Work, ...]:
-    """Memory traffic of a group, by phase: each stored array is written once, and read once in each
-    phase that reads it. Casts of parameters stand apart.
+    """Memory traffic of a group, by phase: each stored array is written once, or as often as its
+    compiler does, and read once in each phase that reads it. Casts of parameters stand apart.
 
     An operator that runs whole reads and writes whole arrays on every device, even if these are
     split before and after it.
@@ -162,7 +160,7 @@ def _group_work(
         value_class = index.slot_value[slot]
         producer = cuts.producer[value_class]
         # Arrays in host memory are copied, which copy engines do (`_host_copies.py`).
-        if not stored[value_class] or is_on_host(cuts, value_class):
+        if not storage.writes[value_class] or is_on_host(cuts, value_class):
             continue
         members = cuts.folding.value_members[value_class]
         trips = cuts.first[producer[0]].trips if producer is not None else 1
@@ -174,9 +172,11 @@ def _group_work(
             maker = cuts.first[producer[0]]
             made = (maker.phase, maker.deferrable, casts.get(producer[0]))
             if not index.runs_whole(producer[0]):
-                arrays[made].append((num_bytes, split_by))
+                arrays[made].append((num_bytes * storage.writes[value_class], split_by))
             kernels[made] += len(members) * trips
-        for phase, deferrable in index.reads_by_phase(slot).items():
+        # A copied row is read by products, and where it lies by other code.
+        reads = index.reads_by_phase(slot) if storage.stored[value_class] else {}
+        for phase, deferrable in reads.items():
             # The update of an array is one kernel, which need not read again what it has written.
             if not (
                 producer is not None and phase is cuts.first[producer[0]].phase is Phase.UPDATE

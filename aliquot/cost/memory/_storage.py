@@ -32,6 +32,8 @@ class Storage:
 
     Attributes:
         stored: for each value class, whether it reaches memory.
+        writes: for each value class, how often memory is written each time that it is made; see
+            `_count_writes`.
         made_at, last_use: live range of each value: the operator from which it is alive, and the
             last that needs it (-1 if none does).
         late_run, late_use: position of each operator, and end of each value's live range, if
@@ -39,6 +41,7 @@ class Storage:
     """
 
     stored: tuple[bool, ...]
+    writes: tuple[int, ...]
     made_at: NDArray[np.int64]
     last_use: NDArray[np.int64]
     late_run: NDArray[np.int64]
@@ -79,6 +82,7 @@ def find_storage(cuts: Cuts, target: Target, *, sums_gradients: bool = False) ->
         last_use[members] = late_use[members] = len(cuts.graph.ops)
     return Storage(
         stored=tuple(stored),
+        writes=_count_writes(cuts, stored, target),
         made_at=made_at,
         last_use=last_use,
         late_run=np.array(late, np.int64),
@@ -154,6 +158,27 @@ def _stored_where_cheaper(
                     cheaper or (target.slow_result_bytes > 0 and is_slow(cuts.first[op_class]))
                 )
     return stored
+
+
+def _count_writes(cuts: Cuts, stored: list[bool], target: Target) -> tuple[int, ...]:
+    """For each value class, how often memory is written each time that it is made: once if it is
+    stored.
+
+    Around loops, compilers write more than they store. A stack is zeroed before the loop that fills
+    it, which then writes each row in place. And while other code reads rows where they lie, a
+    library's products take whole arrays, so that a row is copied before them.
+    """
+    writes = [int(found) for found in stored]
+    if not target.copies_rows:
+        return tuple(writes)
+    readers = _readers(cuts)
+    for value_class, producer in enumerate(cuts.producer):
+        name = cuts.first[producer[0]].name if producer is not None else ""
+        if name == "scan_stack":
+            writes[value_class] += 1
+        elif name == "scan_slice":
+            writes[value_class] += any(_is_kernel(cuts, r) for r in readers[value_class])
+    return tuple(writes)
 
 
 def is_slow(op: Op) -> bool:
