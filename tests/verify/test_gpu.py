@@ -3,7 +3,9 @@ installs them).
 """
 
 import dataclasses
+import math
 import os
+import re
 import subprocess
 import sys
 
@@ -12,8 +14,9 @@ import jax.numpy as jnp
 import pytest
 
 import aliquot as aq
-from aliquot.cluster import Cluster
+from aliquot.cluster import TARGETS, Cluster
 from aliquot.core import InputError
+from aliquot.cost import make_problem
 from aliquot.verification import (
     GPU_DESCRIPTIONS,
     CompilerMissingError,
@@ -246,6 +249,58 @@ def test_weights_that_a_loop_keeps_are_gathered_as_planned(method, tmp_path):
         [each.predicted_bytes for each in gathers]
     )
     assert stage.unintended == ()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("cluster", ["1xV100-32GB", "1xA100-40GB", "1xH100"])
+def test_loops_zero_stacks_and_copy_rows_as_priced(cluster, dtype, tmp_path, monkeypatch):
+    def step(layers, batch):
+        def loss(layers):
+            def turn(x, layer):
+                return jnp.tanh(x @ layer.astype(dtype)), None
+
+            return jnp.mean(jax.lax.scan(turn, batch, layers)[0].astype(jnp.float32) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(layers)
+        return layers - 0.1 * grads, value
+
+    shapes = (
+        jax.ShapeDtypeStruct((6, 512, 512), jnp.float32),
+        jax.ShapeDtypeStruct((2048, 512), dtype),
+    )
+    where = Cluster.preset(cluster)
+    graph = aq.capture(step, *shapes)
+
+    def moved_bytes() -> float:
+        works = [work for node in make_problem(graph, where).work for work in node]
+        return sum(num_bytes for work in works for num_bytes, _ in work.arrays)
+
+    plan = aq.plan(step, *shapes, cluster=where, method=aq.DataParallel())
+    priced = moved_bytes()
+    without = dataclasses.replace(TARGETS["gpu"], copies_rows=False)
+    monkeypatch.setitem(TARGETS, "gpu", without)
+    priced -= moved_bytes()
+    monkeypatch.undo()
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path}/text --xla_dump_hlo_as_text")
+    aq.verify(plan, step, *shapes, cache=tmp_path)
+    (text,) = (tmp_path / "text").glob("*gpu_after_optimizations.txt")
+    assert written_around_loops(text.read_text(), num_layers=6) == priced > 0
+
+
+def written_around_loops(text, num_layers):
+    """Bytes of stacks that kernels zero, and of rows that kernels only copy, in a compiled step."""
+    found = 0
+    for result, name in re.findall(
+        r"^ *(?:ROOT )?%\S+ = (.*?) fusion\(.*calls=%(\S+?),", text, re.M
+    ):
+        arrays = re.findall(r"f(16|32)\[([\d,]+)\]", result)
+        sizes = [[int(n) for n in dims.split(",")] for _, dims in arrays]
+        counts = [math.prod(size) * int(bits) // 8 for (bits, _), size in zip(arrays, sizes)]
+        if name.startswith("fused_broadcast"):
+            found += sum(c for c, size in zip(counts, sizes) if size[0] == num_layers)
+        elif "dynamic_slice" in name:
+            found += num_layers * sum(counts)
+    return found
 
 
 def uncalibrated(name, overlap_fraction=0.5):
