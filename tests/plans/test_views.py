@@ -215,6 +215,6 @@ def test_a_closed_form_above_the_simulated_time_is_called_no_bound_of_it():
     slower = replace(sample_pipeline().provenance, lower_bound_s=0.022)
     text = bound(replace(sample_pipeline(), provenance=slower))
     assert (
-        "less than 22.0 ms" in text and "takes 2.3% less, so that the formula is no bound" in text
+        "closed form, whose least step time is 22.0 ms" in text and "tasks gives 2.3% less" in text
     )
     assert "lower bound" not in text
