@@ -159,6 +159,7 @@ def step_times(
             replace(priced.mesh, cluster=replace(cluster, device=device)),
             repeats=priced.repeats,
             data_axes=priced.data_axes,
+            gathers_once=priced.gathers_once,
             choices=choices,
         )
         return evaluate(again, np.zeros(len(choices), np.int64)).total_s

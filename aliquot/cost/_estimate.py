@@ -17,7 +17,15 @@ from ..cluster import MEASURED, MEASURED_COMPUTE, Corrections
 from ..core import PlanMismatchError
 from ..graph import Graph, Memory, Op, Phase, line_or_nearest, parameter_of, source_line
 from ..plans import CollectiveUse, OpSharding, Prediction, StagePlan
-from ..sharding import Choice, NodeGraph, reshard, result_fraction, shards_of, split_deferred_sums
+from ..sharding import (
+    Choice,
+    NodeGraph,
+    reshard,
+    result_fraction,
+    shards_of,
+    split_deferred_sums,
+    without_axes,
+)
 from ._choices import can_split
 from ._collectives import (
     collective_corrections,
@@ -69,11 +77,11 @@ def predict(
         casts_once: see `StagePlan`; by default what `casts_fit` says.
     """
     if casts_once is None:
-        casts_once = casts_fit(priced, picks, memory_limit_bytes, graph)
+        casts_once = casts_fit(priced, picks, memory_limit_bytes)
     time = evaluate(priced, picks, casts_once=casts_once)
     model = known_memory(priced, picks)
     if casts_once:
-        model = keeping_casts(model, graph)
+        model = keeping_casts(model)
     peak, moment, parts = peak_memory(model, priced, picks)
     op = graph.ops[min(moment, len(graph.ops) - 1)] if graph.ops else None
     measured = measured_share(priced, picks)
@@ -99,13 +107,16 @@ def predict(
     )
 
 
-def casts_fit(priced: Priced, picks: Ints, memory_limit_bytes: float, graph: Graph) -> bool:
+def casts_fit(priced: Priced, picks: Ints, memory_limit_bytes: float) -> bool:
     """Whether a program under picks casts parameters once a step: there are casts, and memory to
     keep them.
     """
     if not sum(seconds_of_casts(priced, picks)):
         return False
-    model = keeping_casts(known_memory(priced, picks), graph)
+    # What is gathered once is kept; a search has counted its memory.
+    if priced.gathers_once:
+        return True
+    model = keeping_casts(known_memory(priced, picks))
     return peak_memory(model, priced, picks)[0] <= memory_limit_bytes
 
 
@@ -221,16 +232,23 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
         # and over the other axes for each: two changes instead of one.
         if edge.gradient and priced.repeats > 1 and edge.phase is not Phase.UPDATE:
             changes = list(split_deferred_sums(*changes[0], priced.data_axes))
+        elif priced.gathers_once and edge.cast:
+            # Its cast is gathered over the data axes once, and what is left is done for each.
+            gathered = without_axes(changes[0][0], priced.data_axes)
+            changes = [(gathered, changes[0][1]), (changes[0][0], gathered)]
+            if edge.phase is Phase.BACKWARD:
+                del changes[1]
         for (before, after), once in zip(changes, (False, True), strict=False):
             count = edge.count * (1 if once or edge.phase is Phase.UPDATE else priced.repeats)
-            whole = edge.num_bytes * widening(edge.dtype, target, total=once)
+            total = once and edge.gradient
+            whole = edge.num_bytes * widening(edge.dtype, target, total=total)
             # Tables were priced with the measured speed of the rounded size. It is used here, too,
             # so that seconds add up to the predicted step time.
             priced_bytes = rounded_bytes(whole, mesh)
             parts = pieces(edge, before, after, target)
             count, whole = count * parts, whole / parts
             for move in (
-                reshard(before, after, sizes, sum_collective(edge, target, total=once)) or ()
+                reshard(before, after, sizes, sum_collective(edge, target, total=total)) or ()
             ):
                 entering, leaving = move.fraction * whole, result_fraction(move, sizes) * whole
                 latency_s, s_per_byte = move_line(

@@ -91,7 +91,11 @@ def phase_costs(
     for (index, source, target), paid in conversions(priced, picks).items():
         edge, table = priced.graph.edges[index], priced.edges[index]
         once = float(table.once_s[source, target])
-        gradient += once
+        if edge.gradient:
+            gradient += once
+        else:
+            # Casts of parameters, gathered before the first micro-batch.
+            communication[Phase.UPDATE] += once
         hideable_once += float(table.once_hideable_s[source, target])
         # A gradient's partial sums are reduced in the backward pass, even where the edge belongs to
         # the update.

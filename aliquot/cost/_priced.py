@@ -31,6 +31,7 @@ from ..sharding import (
     Spec,
     reshard,
     split_deferred_sums,
+    without_axes,
 )
 from ._attention import attention_seconds
 from ._choices import distinct_specs, enumerate_choices, joined_axes, shards
@@ -109,8 +110,8 @@ class PricedEdge:
         source_index, target_index: for each choice of the source (target) node, the position of
             the spec that it gives the array.
         seconds: `(sources, targets)`; infinite where no conversion exists.
-        once_s: the part of `seconds` that is paid once in a step, for sums of gradients after the
-            last micro-batch.
+        once_s: the part of `seconds` that is paid once in a step: sums of gradients after the last
+            micro-batch, and gathers of casts before the first; see `Priced.gathers_once`.
         hideable_s, once_hideable_s: the parts of `seconds` and of `once_s` that the compiler can
             run beside compute.
         moves: True where a conversion takes a collective.
@@ -129,7 +130,9 @@ class PricedEdge:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Priced:
-    """A priced problem. All phases before the update run `repeats` times, for each micro-batch."""
+    """A priced problem. All phases before the update run `repeats` times, for each micro-batch.
+    `gathers_once`: see `StagePlan`.
+    """
 
     graph: NodeGraph
     work: tuple[tuple[Work, ...], ...]
@@ -140,6 +143,7 @@ class Priced:
     target: Target
     repeats: int
     data_axes: frozenset[int]
+    gathers_once: bool
     nodes: tuple[PricedNode, ...]
     edges: tuple[PricedEdge, ...]
 
@@ -155,6 +159,7 @@ def price(
     *,
     repeats: int = 1,
     data_axes: frozenset[int] = frozenset(),
+    gathers_once: bool = False,
     choices: Sequence[Ints] | None = None,
 ) -> Priced:
     """Price choices and conversions.
@@ -165,19 +170,23 @@ def price(
         data_axes: axes (by position) that split nothing but the batch, so that gradients are summed
             over them once, after the last micro-batch; none for independent micro-batches, of
             which each sums its own.
+        gathers_once: whether casts of parameters are gathered over the data axes once in a step;
+            see `StagePlan`. Without effect where nothing is cast once.
         choices: for each node the choices to price, `(choices, axes)`; by default all choices.
     """
     graph, target = problem.nodes, target_for(mesh.cluster.device)
     if problem.semantics == "independent":
         data_axes = frozenset()
+    # Independent micro-batches are steps of their own.
+    keeps_casts = repeats > 1 and problem.semantics != "independent"
     # One pricer for all nodes and edges, so that they share its cache.
     pricer = _Pricer(
         mesh=mesh,
         target=target,
         repeats=repeats,
         data_axes=data_axes,
-        # Independent micro-batches are steps of their own.
-        keeps_casts=repeats > 1 and problem.semantics != "independent",
+        keeps_casts=keeps_casts,
+        gathers_once=gathers_once and keeps_casts and any(edge.cast for edge in graph.edges),
     )
     if choices is None:
         choices = [enumerate_choices(node, mesh.shape) for node in graph.nodes]
@@ -196,6 +205,7 @@ def price(
         target=target,
         repeats=repeats,
         data_axes=data_axes,
+        gathers_once=pricer.gathers_once,
         nodes=nodes,
         edges=edges,
     )
@@ -229,6 +239,7 @@ class _Pricer:
     repeats: int
     data_axes: frozenset[int]
     keeps_casts: bool
+    gathers_once: bool
     cache: _Cache = field(default_factory=_Cache)
 
     def node(self, node: Node, node_work: Sequence[Work], choices: Ints) -> PricedNode:
@@ -318,6 +329,8 @@ class _Pricer:
         )
         if edge.gradient and self.repeats > 1 and edge.phase is not Phase.UPDATE:
             seconds, once = self.with_deferred_sums(edge, sources, targets, seconds)
+        if self.gathers_once and edge.cast:
+            seconds, once, moves = self.gathered_once(edge, sources, targets, moves)
         hideable, once_hideable = self.hideable(edge, sources, targets, seconds, once)
         return PricedEdge(
             sources=sources,
@@ -339,6 +352,9 @@ class _Pricer:
         activations, as of tensor and sequence parallelism.
         """
         finite = np.where(np.isfinite(seconds), seconds, 0.0)
+        if self.gathers_once and edge.cast:
+            # What is gathered before the first micro-batch has no compute to hide beside.
+            finite, once = finite - np.where(np.isfinite(seconds), once, 0.0), np.zeros_like(once)
         if edge.beside_compute:
             share = self.target.overlap_fraction
             return share * finite, share * np.where(np.isfinite(once), once, 0.0)
@@ -435,6 +451,26 @@ class _Pricer:
                 once[p, q] = self.conversion_seconds(*total, sums, total_bytes) * edge.count
                 seconds[p, q] = each_s * self.times(edge.phase) + once[p, q]
         return seconds, once
+
+    def gathered_once(
+        self, edge: Edge, sources: _Specs, targets: _Specs, moves: NDArray[np.bool_]
+    ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+        """`seconds`, `once_s` and `moves` of conversions of a parameter's cast: it is gathered over
+        the data axes before the first micro-batch, and converted further for each.
+        """
+        seconds, once = np.zeros((2, *moves.shape))
+        moves = moves.copy()
+        whole = edge.num_bytes * widening(edge.dtype, self.target)
+        sums = sum_collective(edge, self.target)
+        for p, source in enumerate(sources):
+            gathered = without_axes(source, self.data_axes)
+            if edge.phase is not Phase.BACKWARD:
+                once[p] = edge.count * self.conversion_seconds(source, gathered, sums, whole)
+            for q, target in enumerate(targets):
+                each_s = self.conversion_seconds(gathered, target, sums, whole)
+                moves[p, q] = each_s > 0
+                seconds[p, q] = once[p, q] + edge.count * self.times(edge.phase) * each_s
+        return seconds, once, moves
 
     def conversion_seconds(
         self, source: Spec, target: Spec, sums: SumCollective, whole_bytes: float

@@ -98,7 +98,7 @@ def price_stage(
         again = recomputation(priced, picks, graph, model, repeat)
     casts_bytes, working_bytes = 0.0, costs.working_bytes
     if sum(costs.casts_s):
-        peak_bytes, _, parts = peak_memory(keeping_casts(model, graph), priced, picks)
+        peak_bytes, _, parts = peak_memory(keeping_casts(model), priced, picks)
         casts_bytes = parts.get("casts of parameters", 0.0)
         held_bytes = costs.state_bytes + costs.in_flight_bytes + casts_bytes
         working_bytes = max(0.0, peak_bytes - held_bytes)
@@ -147,7 +147,10 @@ def predict_stages(
             casts_once=cast,
         )
         fits = (found.times.peak_bytes <= memory_limit_bytes).tolist()
-        casts_once = [once and fits[schedule.submesh_of(k)] for k, once in enumerate(cast)]
+        casts_once = [
+            once and (fits[schedule.submesh_of(k)] or stages[k].priced.gathers_once)
+            for k, once in enumerate(cast)
+        ]
         if casts_once == cast:
             return found
     places = [(stage.first_device, stage.num_devices) for stage in stages]

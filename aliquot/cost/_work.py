@@ -12,10 +12,11 @@ from ..sharding import (
     NodeIndex,
     SlotId,
     SplitBy,
+    classes_of_casts,
     divided_by,
     whole_bytes,
 )
-from .memory import Storage, classes_of_casts, is_on_host
+from .memory import Storage, is_on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

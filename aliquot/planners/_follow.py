@@ -115,7 +115,14 @@ def _priced(
             np.unique(np.vstack([some, [mine]]), axis=0)
             for some, mine in zip(tried, choices, strict=True)
         ]
-    return price(problem, mesh, repeats=problem.num_micro_batches, data_axes=axes, choices=tried)
+    return price(
+        problem,
+        mesh,
+        repeats=problem.num_micro_batches,
+        data_axes=axes,
+        gathers_once=stage.gathers_once,
+        choices=tried,
+    )
 
 
 def _without(

@@ -297,7 +297,12 @@ def price_option(problem: Problem, shape: tuple[int, ...], intra: AbstractIntra)
     if not choices:
         return None
     return price(
-        problem, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices
+        problem,
+        mesh,
+        repeats=problem.num_micro_batches,
+        data_axes=data_axes,
+        gathers_once=intra.gathers_once,
+        choices=choices,
     )
 
 

@@ -223,6 +223,7 @@ class Megatron(AbstractMethod):
             tensor=self.tensor,
             sequence=self.sequence,
             zero_stage=stage,
+            gathers_once=stage == 2,
         )
 
     def _solved(self, problem: Problem, progress: Progress | None, name: str) -> Decision:
@@ -242,7 +243,6 @@ class Megatron(AbstractMethod):
         rule = self._rule
         names, sizes = zip(*rule.axes, strict=True)
         mesh = LogicalMesh(shape=sizes, axis_names=names, cluster=problem.cluster)
-        choices = rule.choices(problem, names)
         data = frozenset({names.index("data")} if "data" in names else ())
         can_wait = (
             problem.num_micro_batches > 1
@@ -252,20 +252,23 @@ class Megatron(AbstractMethod):
         # Gradients that are reduced after the last micro-batch accumulate whole; if these do not
         # fit, each micro-batch adds to sharded accumulators.
         waiting = [data] if can_wait else []
-        for data_axes in (
-            [*waiting, frozenset[int]()] if self.zero_stage >= 2 or not waiting else waiting
-        ):
+        ways = [(axes, rule) for axes in waiting]
+        if self.zero_stage >= 2 or not waiting:
+            once = rule.gathers_once and problem.num_micro_batches == 1
+            ways.append((frozenset(), replace(rule, gathers_once=once)))
+        for data_axes, way in ways:
             priced = price(
                 problem,
                 mesh,
                 repeats=problem.num_micro_batches,
                 data_axes=data_axes,
-                choices=choices,
+                gathers_once=way.gathers_once,
+                choices=way.choices(problem, names),
             )
             each = problem.num_micro_batches > 1 and not data_axes
             label = f"{name}, gradients summed in each micro-batch" if each else name
             space = Space(name=label, priced=priced, allowed=fixed.everything(priced))
-            yield Entry(space=space, intra=rule)
+            yield Entry(space=space, intra=way)
 
     def _refusal(self, cluster: Cluster) -> str:
         others = self.expert * self.context * self.tensor * self.pipeline

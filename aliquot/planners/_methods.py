@@ -305,11 +305,20 @@ def _fixed_entries(
     deferring = (
         [all_axes] if problem.num_micro_batches > 1 and _can_wait(problem, mesh, all_axes) else []
     )
+    # The casts that a step computes with take less to gather, and to store, than parameters.
+    once = replace(rule, gathers_once=intra.zero_stage == 2)
+    ways = [(axes, once) for axes in deferring]
+    if intra.zero_stage >= 2 or not deferring:
+        ways.append((frozenset(), rule if problem.num_micro_batches > 1 else once))
     entries = []
-    for data_axes in (
-        [*deferring, frozenset[int]()] if intra.zero_stage >= 2 or not deferring else deferring
-    ):
-        priced = price(problem, mesh, repeats=problem.num_micro_batches, data_axes=data_axes)
+    for data_axes, way in ways:
+        priced = price(
+            problem,
+            mesh,
+            repeats=problem.num_micro_batches,
+            data_axes=data_axes,
+            gathers_once=way.gathers_once,
+        )
         sums_each = problem.num_micro_batches > 1 and not data_axes
         label = name
         if sums_each:
@@ -317,10 +326,10 @@ def _fixed_entries(
                 f"{name}, gradients {'split' if intra.zero_stage >= 2 else 'summed'} in each"
                 " micro-batch"
             )
-        space = rule.restrict(
+        space = way.restrict(
             problem, Space(name=label, priced=priced, allowed=fixed.everything(priced))
         )
-        entries.append(Entry(space=space, intra=rule.rest))
+        entries.append(Entry(space=space, intra=way.rest))
     return entries
 
 

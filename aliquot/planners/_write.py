@@ -88,6 +88,7 @@ def write_plan(
                 layer_names=stage.layer_names,
                 recompute=stage.recompute,
                 casts_once=once,
+                gathers_once=stage.priced.gathers_once,
                 folded=stage.folded,
                 prediction=predicted,
             )
@@ -143,9 +144,11 @@ def _prediction(
         step = msgspec.structs.replace(found.step, memory_limit_bytes=memory_limit_bytes)
         return step, found.casts_once
     (stage,) = decision.stages
-    of_stage = (stage.priced, stage.picks, memory_limit_bytes, stage.problem.graph)
-    once = casts_fit(*of_stage)
-    return predict(*of_stage, once), (once,)
+    once = casts_fit(stage.priced, stage.picks, memory_limit_bytes)
+    return (
+        predict(stage.priced, stage.picks, memory_limit_bytes, stage.problem.graph, once),
+        (once,),
+    )
 
 
 def _refuse_full_hosts(prediction: Prediction, cluster: Cluster) -> None:

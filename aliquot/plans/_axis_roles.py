@@ -176,11 +176,16 @@ def _role_of_data(axis: _Axis, words: str, stored: float, expert: float) -> str:
     if expert:
         return f"{words}, expert parallel: experts {_sharded(expert)}"
     state = axis.share("optimizer_state", axis.splits)
+    # Where gradients are summed once, after the last micro-batch, stages 1 and 2 are the same.
+    stage = 1 if "zero1" in axis.plan.method else 2
+    if stored > _MOST and axis.stage.gathers_once:
+        return (
+            f"{words}, ZeRO-{stage}: optimizer state and parameters {_sharded(stored)}, parameters"
+            " gathered once a step, after they are cast"
+        )
     if stored > _MOST:
         return f"{words}, FSDP (ZeRO-3): parameters {_sharded(stored)}"
     if state > _MOST:
-        # Where gradients are summed once, after the last micro-batch, stages 1 and 2 are the same.
-        stage = 1 if "zero1" in axis.plan.method else 2
         return (
             f"{words}, ZeRO-{stage}: optimizer state {_sharded(state)}, parameters"
             f" {_sharded(stored)}"

@@ -161,6 +161,9 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             `interior` marks with `recompute`.
         casts_once: whether parameters are cast to the narrower type in which the step computes once
             a step, and these casts kept, instead of once for each micro-batch.
+        gathers_once: whether these casts are also gathered over `data_axes` once a step, so that
+            parameters are stored as optimizer state is, and every device keeps casts that these
+            axes do not split: stages 1 and 2 of ZeRO in mixed precision.
         folded: whether equal layers share one decision; otherwise `interior` has an entry for each
             operator.
         like: an earlier stage with the same operators, whose `interior` this stage shares; None for
@@ -179,6 +182,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     layer_names: tuple[str, ...] = ()
     recompute: str = "none"
     casts_once: bool = False
+    gathers_once: bool = False
     folded: bool = True
     like: int | None = None
     prediction: StagePrediction | None = None

@@ -30,6 +30,7 @@ from ._node_collectives import RING as RING
 from ._node_collectives import divided_by as divided_by
 from ._node_collectives import whole_bytes as whole_bytes
 from ._node_index import NodeIndex as NodeIndex
+from ._node_index import classes_of_casts as classes_of_casts
 from ._nodes import Choice as Choice
 from ._nodes import Edge as Edge
 from ._nodes import Factor as Factor
@@ -64,6 +65,7 @@ from ._spec import divides as divides
 from ._spec import format_spec as format_spec
 from ._spec import num_shards as num_shards
 from ._spec import spec_from_dims as spec_from_dims
+from ._spec import without_axes as without_axes
 from ._spec import without_partial as without_partial
 from ._staged_step import LayeredStep as LayeredStep
 from ._staged_step import StagedStep as StagedStep

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 from ..cluster import Target
 from ..graph import Phase, Role, wildcard
 from ._ids import NodeId
-from ._node_index import adds, adds_or_hands_on, adds_or_transposes, adds_transposes_or_casts
+from ._node_index import (
+    adds,
+    adds_or_hands_on,
+    adds_or_transposes,
+    adds_transposes_or_casts,
+    classes_of_casts,
+)
 from ._nodes import Edge, Port
 
 if TYPE_CHECKING:
@@ -33,10 +39,12 @@ class EdgeBuilder:
     _known: dict[Hashable, int] = field(default_factory=dict)
     _parameter_of: dict[NodeId, str] = field(default_factory=dict)
     _copy: dict[object, int] = field(default_factory=dict)
+    _casts: Mapping[int, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cuts = self.naming.cuts
         graph = cuts.graph
+        self._casts = classes_of_casts(cuts)
         for members in cuts.folding.value_members:
             self._copy.update({v: number for number, v in enumerate(members)})
         for item in graph.inputs:
@@ -216,6 +224,7 @@ class EdgeBuilder:
         value = self.naming.cuts.graph.values[
             self.naming.cuts.folding.value_members[value_class][0]
         ]
+        producer = self.naming.cuts.producer[value_class]
         # The compiler merges equal conversions, also across forward and backward pass, into one.
         # Barriers around a remat region keep its conversions apart from those outside.
         # Other copies have conversions of their own.
@@ -267,6 +276,7 @@ class EdgeBuilder:
                 on_pieces=self.naming.on_pieces(value_class),
                 deferrable=deferrable,
                 parameter=self.naming.cuts.param_only[value_class],
+                cast=producer is not None and producer[0] in self._casts,
             )
         )
 

@@ -10,6 +10,7 @@ from ._cuts import Cuts, rearranges
 from ._ids import NO_NODE, NodeId, SlotId
 from ._nodes import Port
 from ._spec import PARTIAL, REPLICATED
+from .programs import parameter_casts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -342,3 +343,15 @@ def adds_or_hands_on(op: Op) -> bool:
 
 def _hands_on_or_sums(op: Op) -> bool:
     return adds_or_hands_on(op) or traits_of(op.name).join == "add" or op.name == "scan_stack"
+
+
+def classes_of_casts(cuts: Cuts) -> dict[int, bool]:
+    """The classes of the step's own casts of parameters to narrower types, and whether each is the
+    first one that has its result (`parameter_casts`).
+    """
+    casts = parameter_casts(cuts.graph)
+    return {
+        op_class: all(casts[op] == op for op in ops)
+        for op_class, ops in enumerate(cuts.folding.members)
+        if all(op in casts for op in ops)
+    }

@@ -112,6 +112,7 @@ class Edge:
             own pieces, so that the runtime reduce-scatters them where a compiler does not.
         deferrable: whether the operators that read it are; see `Op`.
         parameter: whether it is a parameter, or made of parameters alone, such as a cast.
+        cast: whether it is a parameter's cast to a narrower type; see `parameter_casts`.
     """
 
     index: int
@@ -135,6 +136,7 @@ class Edge:
     on_pieces: bool = False
     deferrable: bool = False
     parameter: bool = False
+    cast: bool = False
 
     @property
     def beside_compute(self) -> bool:

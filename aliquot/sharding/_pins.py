@@ -8,16 +8,17 @@ gathers the operands instead. Any other array is pinned where a product wants it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from ..cluster import SumCollective, Target
 from ..graph import Graph, Op, Operand, Phase, ValueId
 from ._nodes import Choice, NodeGraph, Port, Site, project
 from ._reshard import intermediate_specs, minor_axes, spec_after_sums, split_deferred_sums
 from ._rows import gathered_by_rows
-from ._spec import PARTIAL, REPLICATED, Spec, divides, without_partial
+from ._spec import PARTIAL, REPLICATED, Spec, divides, without_axes, without_partial
+from .programs import parameter_casts
 
 TotalConstraints: TypeAlias = tuple[tuple[Spec, tuple[int, ...]], ...]
 """Specs to constrain a running total to, one after the other, each with its minor axes."""
@@ -86,6 +87,7 @@ def make_pins(
     target: Target,
     *,
     data_axes: Collection[int] = (),
+    gathers_once: bool = False,
 ) -> Pins:
     """Pins of a step under a choice for every node.
 
@@ -98,6 +100,7 @@ def make_pins(
             Inputs of more than its `rows_above_bytes` are replaced row by row; see
             `gathered_by_rows`.
         data_axes: along which sums of gradients wait for the last micro-batch.
+        gathers_once: whether casts of parameters are gathered over these axes where they are made.
     """
     maker = _PinMaker(
         graph=graph,
@@ -114,8 +117,11 @@ def make_pins(
     inputs = tuple(without_partial(maker.spec(p)) for p in nodes.input_ports)
     computed = tuple(without_partial(maker.spec(p)) for p in nodes.output_ports)
     values = {v: without_partial(maker.spec(p)) for v, p in nodes.loop_ports.items()}
+    by_class = {s.op_class: maker.pin(s, first_of[s.op_class]) for s in nodes.sites}
+    if gathers_once:
+        by_class |= maker.gathered_casts(inputs)
     return Pins(
-        by_class={s.op_class: maker.pin(s, first_of[s.op_class]) for s in nodes.sites},
+        by_class=by_class,
         op_class=nodes.op_class,
         inputs=inputs,
         outputs=_outputs_in_place(graph, inputs, computed),
@@ -208,6 +214,29 @@ class _PinMaker:
         if not divides(shape, summed, self.axis_sizes):
             return ()
         return tuple(d >= 0 for s, d in zip(product_spec, summed, strict=True) if s <= PARTIAL)
+
+    def gathered_casts(self, inputs: Sequence[Spec]) -> Iterator[tuple[int, Pin]]:
+        """Pins of the classes of parameters' casts: as the parameter is split, then gathered over
+        the data axes.
+
+        Args:
+            inputs: splits of the step's inputs.
+        """
+        of_input = {i.value: spec for i, spec in zip(self.graph.inputs, inputs, strict=True)}
+        for number in parameter_casts(self.graph):
+            (parameter,) = self.graph.ops[number].inputs
+            spec = of_input[cast("ValueId", parameter)]
+            gathered = without_axes(spec, self.data_axes)
+            yield (
+                self.nodes.op_class[number],
+                Pin(
+                    operands=(None,),
+                    between=((),),
+                    results=(tuple(dict.fromkeys((spec, gathered))),),
+                    minor=((),),
+                    totals=((),),
+                ),
+            )
 
     def between(
         self, operand: Operand, source: Port | None, target: Port | None

@@ -79,6 +79,15 @@ def without_partial(spec: Spec) -> Spec:
     return tuple(REPLICATED if placement <= PARTIAL else placement for placement in spec)
 
 
+def without_axes(spec: Spec, axes: Collection[int]) -> Spec:
+    """The same split with nothing split over some axes, given by position.
+
+    >>> without_axes((0, 1), {1})
+    (0, -1)
+    """
+    return tuple(REPLICATED if a in axes else placement for a, placement in enumerate(spec))
+
+
 def format_spec(spec: Spec, axis_names: Sequence[str], rank: int) -> str:
     """A spec as a reader writes it: `[x, -, y+z]`, with `+y` behind it for a partial sum over y."""
     dims = ", ".join("+".join(axes) or "-" for axes in dims_of(spec, axis_names, rank))

@@ -18,7 +18,6 @@ from ._model import known_memory as known_memory
 from ._model import memory_model as memory_model
 from ._model import over_time as over_time
 from ._model import timeline as timeline
-from ._operands import classes_of_casts as classes_of_casts
 from ._residents import Resident as Resident
 from ._residents import residents as residents
 from ._storage import Storage as Storage

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ...graph import Graph, Memory, Phase
+from ...graph import Memory, Phase
 from ...sharding import Edge, NodeGraph, NodeId, Spec, num_shards
 from .._choices import shards
 from .._collectives import pieces
@@ -63,7 +63,8 @@ def memory_model(priced: Priced, *, in_turn: bool, memory: Memory = Memory.DEVIC
     """
     graph = priced.graph
     # Gradients are summed over data axes only after the last micro-batch. Until then each device
-    # holds its own sum, so data axes do not divide its bytes.
+    # holds its own sum, so data axes do not divide its bytes; nor those of casts that are gathered
+    # once.
     summed = tuple(1 if a in priced.data_axes else n for a, n in enumerate(priced.axis_sizes))
     residents, local = [], []
     # Cached, because many arrays are split alike.
@@ -72,25 +73,28 @@ def memory_model(priced: Priced, *, in_turn: bool, memory: Memory = Memory.DEVIC
         if r.memory is not memory:
             continue
         gradient = priced.repeats > 1 and r.category == "gradients"
+        gathered = priced.gathers_once and (r.cast is not None or r.hoisted)
+        whole = gradient or gathered
         if r.node < 0:
             num_bytes = np.array([float(r.num_bytes)])
         else:
-            key = r.node, r.projection, gradient
+            key = r.node, r.projection, whole
             if key not in parts:
                 split_by = tuple([dim >= 0 for dim in r.projection])
-                sizes = summed if gradient else priced.axis_sizes
+                sizes = summed if whole else priced.axis_sizes
                 parts[key] = shards(priced.nodes[r.node].choices, split_by, sizes)
             num_bytes = r.num_bytes / parts[key]
         for part in _summed(r, graph) if gradient else (r,):
             residents.append(part)
             local.append(num_bytes)
-    return MemoryModel(
+    model = MemoryModel(
         # One moment more than operators: the end, when results are held.
         num_times=graph.num_ops + 1,
         residents=tuple(residents),
         local_bytes=tuple(local),
         conversions=tuple(_conversions(priced, in_turn)) if memory is Memory.DEVICE else (),
     )
+    return keeping_casts(model) if priced.gathers_once else model
 
 
 def known_memory(priced: Priced, picks: Ints) -> MemoryModel:
@@ -254,11 +258,10 @@ def _waits_for_nothing(edge: Edge, priced: Priced) -> bool:
     return edge.parameter and edge.phase is Phase.FORWARD and edge.count == len(edge.starts)
 
 
-def keeping_casts(model: MemoryModel, graph: Graph) -> MemoryModel:
+def keeping_casts(model: MemoryModel) -> MemoryModel:
     """Memory if casts of parameters are made before the first micro-batch and kept until the
     update: equal ones are one array.
     """
-    until = max((op.index for op in graph.ops if op.phase is not Phase.UPDATE), default=0)
 
     def kept(resident: Resident) -> Resident:
         copies = len(resident.births) if resident.cast else 0
@@ -266,7 +269,7 @@ def keeping_casts(model: MemoryModel, graph: Graph) -> MemoryModel:
             resident,
             category="casts of parameters",
             births=np.zeros(copies, np.int64),
-            deaths=np.full(copies, until, np.int64),
+            deaths=np.full(copies, resident.read_until, np.int64),
         )
 
     residents = tuple(r if r.cast is None else kept(r) for r in model.residents)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...graph import Op, Phase, traits_of
-from ...sharding import Cuts, parameter_casts
+from ...sharding import Cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +93,6 @@ def casts_of_parameters(cuts: Cuts, product_itemsize: int, *, in_loop: bool) -> 
         if op.phase is not Phase.UPDATE and (in_loop or op.trips > 1)
     )
     return Casts(itemsize=itemsize, replaced=frozenset(replaced), until=max(turned, default=0))
-
-
-def classes_of_casts(cuts: Cuts) -> dict[int, bool]:
-    """The classes of the step's own casts of parameters to narrower types, and whether each is the
-    first one that has its result (`parameter_casts`).
-    """
-    casts = parameter_casts(cuts.graph)
-    return {
-        op_class: all(casts[op] == op for op in ops)
-        for op_class, ops in enumerate(cuts.folding.members)
-        if all(op in casts for op in ops)
-    }
 
 
 def _backwards(cuts: Cuts) -> list[int]:

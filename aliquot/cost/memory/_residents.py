@@ -12,9 +12,17 @@ from numpy.typing import NDArray
 
 from ...cluster import Target
 from ...graph import Input, Memory, Phase, Role, traits_of
-from ...sharding import NO_NODE, REPLICATED, NodeId, NodeIndex, Port, Projection
+from ...sharding import (
+    NO_NODE,
+    REPLICATED,
+    NodeId,
+    NodeIndex,
+    Port,
+    Projection,
+    classes_of_casts,
+)
 from ._library import copied_kernels, indexed_maxima
-from ._operands import Casts, casts_of_parameters, classes_of_casts, only_multiplied
+from ._operands import Casts, casts_of_parameters, only_multiplied
 from ._storage import Storage, is_slow
 
 _CATEGORY_OF_ROLE = {
@@ -44,6 +52,8 @@ class Resident:
             cannot be deferred.
         cast: of casts of parameters whether they are the first ones that have their results; None
             of all else.
+        read_until: of casts of parameters the last operator before the update.
+        hoisted: whether it is a parameter's cast that the compiler makes before a loop.
     """
 
     node: NodeId
@@ -61,6 +71,8 @@ class Resident:
     unreduced_from: NDArray[np.int64] | None = field(default=None, repr=False)
     producer_node: NodeId = NO_NODE
     cast: bool | None = None
+    read_until: int = 0
+    hoisted: bool = False
 
 
 def residents(
@@ -83,6 +95,7 @@ def residents(
     if itemsize:
         narrow = only_multiplied(cuts)
         casts = casts_of_parameters(cuts, itemsize, in_loop=sums_gradients)
+    last_read = max((op.index for op in graph.ops if op.phase is not Phase.UPDATE), default=0)
     late_readers, own_casts = _LateReaders(index, storage), classes_of_casts(cuts)
     # A new parameter takes the buffer of the old one; other outputs are new arrays.
     replacing = {graph.outputs[i.output].value for i in graph.inputs if i.output is not None}
@@ -110,7 +123,9 @@ def residents(
         )
         maker = cuts.producer[value_class]
         assert maker is not None
-        yield replace(found, cast=own_casts[maker[0]]) if maker[0] in own_casts else found
+        if maker[0] in own_casts:
+            found = replace(found, cast=own_casts[maker[0]], read_until=last_read)
+        yield found
 
 
 def _widening(index: NodeIndex, value_class: int, target: Target) -> int:
@@ -153,6 +168,7 @@ def _of_input(
             label=f"cast of {index.label_of_value(value_class)}",
             births=births,
             deaths=np.full(len(members), casts.until, np.int64),
+            hoisted=True,
         )
 
 

@@ -125,6 +125,11 @@ class AbstractIntra(abc.ABC):
     def name(self) -> str:
         """The name that plans and tables show."""
 
+    @property
+    def gathers_once(self) -> bool:
+        """Whether casts of parameters are gathered once in a step; see `StagePlan`."""
+        return False
+
     @abc.abstractmethod
     def solve(
         self,

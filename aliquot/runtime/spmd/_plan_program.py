@@ -68,4 +68,5 @@ def stage_pins(
         stage.mesh_shape,
         target,
         data_axes=[stage.axis_names.index(a) for a in stage.data_axes] if waits else [],
+        gathers_once=stage.gathers_once,
     )

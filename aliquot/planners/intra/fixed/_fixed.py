@@ -22,12 +22,15 @@ class Fixed(AbstractIntra):
     Attributes:
         zero_stage: 0 replicates everything but the batch (data parallelism), 2 splits optimizer
             state and gradients, 3 parameters too.
+        gathers_once: whether stage 2 also splits parameters of which the step reads casts to a
+            narrower type, and gathers these casts once in a step; see `StagePlan`.
         first_shard_axis: ZeRO splits over this mesh axis and those after it; 1 replicates over the
             first axis.
         rest: the planner of all other choices, such as those of temporary values of the update.
     """
 
     zero_stage: int = 0
+    gathers_once: bool = False
     first_shard_axis: int = 0
     rest: AbstractIntra = field(default_factory=ILP)
 
@@ -59,6 +62,7 @@ class Fixed(AbstractIntra):
             space.priced,
             kinds_of(problem),
             zero_stage=self.zero_stage,
+            gathers_once=self.gathers_once,
             shard_axes=shard_axes,
         )
         return replace(space, allowed=[a & b for a, b in zip(space.allowed, rule, strict=True)])

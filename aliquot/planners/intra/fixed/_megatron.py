@@ -43,6 +43,7 @@ class MegatronSplit(AbstractIntra):
             the products that it splits.
         zero_stage: what the data and the context axis split besides batch and sequence: 0 nothing,
             2 optimizer state and gradients, 3 parameters too.
+        gathers_once: see `Fixed`.
         rest: the planner that decides what the rule leaves open, such as how temporary values of
             the update are split.
     """
@@ -54,6 +55,7 @@ class MegatronSplit(AbstractIntra):
     tensor: int = 1
     sequence: bool = False
     zero_stage: int = 0
+    gathers_once: bool = False
     rest: AbstractIntra = field(default_factory=ILP)
 
     @property
@@ -216,7 +218,8 @@ class MegatronSplit(AbstractIntra):
         unsplit = (columns == -1).all(axis=1)
         is_parameter, is_update = node.index in kinds.parameters, node.index in kinds.update
         if is_parameter or is_update:
-            if self.zero_stage < (3 if is_parameter else 2):
+            gathered = self.gathers_once and node.index in kinds.cast
+            if self.zero_stage < (3 if is_parameter and not gathered else 2):
                 return _rows(choices, unsplit)
             # If two axes split one dim of a vector, its gradient, which one of them splits, would
             # have to move between devices.

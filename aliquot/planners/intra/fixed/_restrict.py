@@ -32,9 +32,12 @@ Masks: TypeAlias = list[NDArray[np.bool_]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """Nodes by role: parameters, values that only the update touches, inputs of the batch."""
+    """Nodes by role: parameters, those of them that the step casts to a narrower type, values that
+    only the update touches, inputs of the batch.
+    """
 
     parameters: frozenset[int]
+    cast: frozenset[int]
     update: frozenset[int]
     batch_inputs: frozenset[int]
 
@@ -53,6 +56,7 @@ def kinds_of(problem: Problem) -> Kinds:
     parameters = by_role[Role.PARAMETER]
     return Kinds(
         parameters=frozenset(parameters - {-1}),
+        cast=frozenset({edge.source for edge in problem.nodes.edges if edge.cast} & parameters),
         # A parameter is updated too, but its storage has a rule of its own.
         update=frozenset(update - parameters - {-1}),
         batch_inputs=frozenset(by_role[Role.BATCH] - {-1}),
@@ -128,10 +132,16 @@ def _batch_alone(
 
 
 def batch_restriction(
-    problem: Problem, priced: Priced, kinds: Kinds, *, zero_stage: int, shard_axes: frozenset[int]
+    problem: Problem,
+    priced: Priced,
+    kinds: Kinds,
+    *,
+    zero_stage: int,
+    gathers_once: bool = False,
+    shard_axes: frozenset[int],
 ) -> Masks:
     """Masks of ZeRO: all axes split the batch, `shard_axes` the optimizer state (stage 2) and
-    parameters (stage 3).
+    parameters (stage 3; with `gathers_once` those of stage 2 that the step casts).
 
     Raises:
         InputError: the batch cannot be split over all devices.
@@ -146,9 +156,8 @@ def batch_restriction(
         choices = table.choices
         batch = priced.graph.batch_factors[node.index]
         if node.index in kinds.parameters:
-            masks.append(
-                _most_split(choices, priced, shard_axes) if zero_stage >= 3 else _unsplit(choices)
-            )
+            splits = zero_stage >= 3 or (gathers_once and node.index in kinds.cast)
+            masks.append(_most_split(choices, priced, shard_axes) if splits else _unsplit(choices))
         elif node.index in kinds.update:
             masks.append(
                 _most_split(choices, priced, shard_axes) if zero_stage >= 2 else _unsplit(choices)
