@@ -60,7 +60,8 @@ class Megatron(AbstractMethod):
             are computed, and "ulysses" splits heads instead of the sequence there, with an
             all-to-all before and after. None takes whichever is fastest in each place.
         zero_stage: 0 keeps the whole state on every data and context rank, 1 and 2 split optimizer
-            state (2 gradients too, in every micro-batch), 3 parameters too.
+            state (2 gradients too, in every micro-batch) and parameters of which the step reads
+            casts to 16 bits, 3 all parameters.
         num_micro_batches: None means 1 for one program; for a pipeline, it tries micro-batches of
             1, 2, 4, ... rows on each data rank.
         layers: where a pipeline may be cut, see `PipeshardParallel`.

@@ -38,6 +38,9 @@ class DataParallel(AbstractMethod):
 class Zero2Parallel(AbstractMethod):
     """Data parallelism with optimizer state and gradients split over devices.
 
+    Parameters of which the step reads casts to 16 bits are split too, and their casts gathered,
+    with micro-batches once a step; other parameters are whole on every device.
+
     With `shard_within="host"` they are split over the devices of a host and replicated across
     hosts; with a number, over that many neighbouring devices and replicated over the groups.
     """

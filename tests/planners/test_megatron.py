@@ -142,14 +142,17 @@ def test_gradients_are_summed_over_data_alone():
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "moments"), [("zero1", False, True), ("fsdp", True, True)]
+    ("name", "parameters", "others", "moments"),
+    [("", False, False, False), (",zero1", True, False, True), (",fsdp", True, True, True)],
 )
-def test_what_the_data_axis_splits_besides(name, parameters, moments):
-    stage = planned(f"megatron:dp2,tp4,{name}").stages[0]
+def test_what_the_data_axis_splits_besides(name, parameters, others, moments):
+    """`parameters` are those of which the step reads casts, `others` are read as they are."""
+    stage = planned(f"megatron:dp2,tp4{name}").stages[0]
     up = stage.shardings["state.params.layers[0].mlp.up.kernel"]
     mu = stage.shardings["state.opt_state[0].mu.layers[0].mlp.up.kernel"]
     assert ("data" in sum(up, ())) is parameters and "tensor" in sum(up, ())
     assert ("data" in sum(mu, ())) is moments and "tensor" in sum(mu, ())
+    assert ("data" in sum(stage.shardings["state.params.position"], ())) is others
 
 
 def test_tensor_parallelism_takes_the_other_devices_for_data():
