@@ -250,13 +250,10 @@ class Megatron(AbstractMethod):
             and bool(data)
             and problem.runs_in_groups(math.prod(sizes[a] for a in data))
         )
-        # Gradients that are reduced after the last micro-batch accumulate whole; if these do not
-        # fit, each micro-batch adds to sharded accumulators.
         waiting = [data] if can_wait else []
-        ways = [(axes, rule) for axes in waiting]
-        if self.zero_stage >= 2 or not waiting:
-            once = rule.gathers_once and problem.num_micro_batches == 1
-            ways.append((frozenset(), replace(rule, gathers_once=once)))
+        ways = fixed.ways_to_sum(
+            rule, waiting, splits=self.zero_stage >= 2, repeats=problem.num_micro_batches
+        )
         for data_axes, way in ways:
             priced = price(
                 problem,

@@ -49,7 +49,9 @@ class Zero2Parallel(AbstractMethod):
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
-        return _fixed(problem, progress, "zero2", Fixed(zero_stage=2), self.shard_within)
+        return _fixed(
+            problem, progress, "zero2", Fixed(zero_stage=2, gathers_once=True), self.shard_within
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +201,10 @@ class WholeProgram(AbstractMethod):
             for name, stage in (("dp", 0), ("zero2", 2), ("zero3", 3)):
                 try:
                     entries += _fixed_entries(
-                        problem, name, Fixed(zero_stage=stage, rest=self.intra), None
+                        problem,
+                        name,
+                        Fixed(zero_stage=stage, gathers_once=stage == 2, rest=self.intra),
+                        None,
                     )
                 except InputError:
                     # The devices do not divide the batch; the search has other splits.
@@ -303,16 +308,12 @@ def _fixed_entries(
     all_axes = frozenset(range(len(mesh.shape)))
     # Of a group, only the second axis splits the state.
     rule = replace(intra, first_shard_axis=1 if splits_in_group else 0)
-    # Reducing once means accumulating whole gradients until the last micro-batch. If these do not
-    # fit, ZeRO adds the gradients of each micro-batch to sharded accumulators.
     deferring = (
         [all_axes] if problem.num_micro_batches > 1 and _can_wait(problem, mesh, all_axes) else []
     )
-    # The casts that a step computes with take less to gather, and to store, than parameters.
-    once = replace(rule, gathers_once=intra.zero_stage == 2)
-    ways = [(axes, once) for axes in deferring]
-    if intra.zero_stage >= 2 or not deferring:
-        ways.append((frozenset(), rule if problem.num_micro_batches > 1 else once))
+    ways = fixed.ways_to_sum(
+        rule, deferring, splits=intra.zero_stage >= 2, repeats=problem.num_micro_batches
+    )
     entries = []
     for data_axes, way in ways:
         priced = price(

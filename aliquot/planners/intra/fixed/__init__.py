@@ -12,3 +12,4 @@ from ._restrict import kinds_of as kinds_of
 from ._restrict import matching as matching
 from ._restrict import pinned as pinned
 from ._restrict import regular_choices as regular_choices
+from ._ways_to_sum import ways_to_sum as ways_to_sum
