@@ -61,6 +61,8 @@ def size(
 
     Raises:
         InputError: The numbers make no sense.
+        KeyboardInterrupt: On Ctrl-C; its `sizing` has the clusters that are planned by then, if
+            there are any.
     """
     variants = (Variant(step=step, args=args, kwargs=kwargs, model=model),)
     return size_built(
@@ -128,28 +130,39 @@ def size_built(
             price_per_hour=None if price_per_hour is None else price_per_hour * num_hosts,
             refusal=refusal,
         )
+        rows.append(option)
         if found:
             found(option)
         return option
 
     rows: list[ClusterOption] = []
+
+    def sizing(*, complete: bool) -> Sizing:
+        plans = [option.plan for option in rows if option.plan]
+        return Sizing(
+            model=variant.title,
+            tokens=tokens,
+            by_s=by_s,
+            global_batch=examples_per_step(plans[0]) if plans else 0,
+            options=sorted_options(rows),
+            prices=prices,
+            currency=next((h.currency for h in hosts if isinstance(h, HostPrice)), ""),
+            max_hosts=max_hosts,
+            is_complete=complete,
+        )
+
     for host in hosts:
         device, each = (host.device, host.devices_per_host) if isinstance(host, HostPrice) else host
         hourly = host.price_per_hour if isinstance(host, HostPrice) else None
         variant = build(wire(f"1x{each}x{device}", device, 1, each))[0]
         counts = _counts(variant, device, each, max_hosts, tokens, by_s)
-        rows += _tried(counts, by_s, functools.partial(planned, device, each, hourly))
-    plans = [option.plan for option in rows if option.plan]
-    return Sizing(
-        model=variant.title,
-        tokens=tokens,
-        by_s=by_s,
-        global_batch=examples_per_step(plans[0]) if plans else 0,
-        options=sorted_options(rows),
-        prices=prices,
-        currency=next((h.currency for h in hosts if isinstance(h, HostPrice)), ""),
-        max_hosts=max_hosts,
-    )
+        try:
+            _try(counts, by_s, functools.partial(planned, device, each, hourly))
+        except KeyboardInterrupt as stopped:
+            if rows:
+                stopped.sizing = sizing(complete=False)  # type: ignore[attr-defined]
+            raise
+    return sizing(complete=True)
 
 
 def _counts(
@@ -169,9 +182,7 @@ def _counts(
     return [n for n in divide if one_host_s / n <= by_s] or divide[-1:]
 
 
-def _tried(
-    counts: Sequence[int], by_s: float, planned: Callable[[int], ClusterOption]
-) -> list[ClusterOption]:
+def _try(counts: Sequence[int], by_s: float, planned: Callable[[int], ClusterOption]) -> None:
     """Plans for numbers of hosts: the fewest, and twice as many until the margin is met; then those
     between the most that are too slow or too small and the fewest that are in time, until these are
     neighbours. Left out are numbers whose devices would have to compute faster than those of both.
@@ -196,4 +207,3 @@ def _tried(
             break
         middle = between[(len(between) - 1) // 2]
         tried[middle] = planned(middle)
-    return list(tried.values())

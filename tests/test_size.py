@@ -9,7 +9,7 @@ from planners.small_steps import mlp
 from sample_plans import sample_plan
 
 import aliquot as aq
-from aliquot._size import _counts, _tried
+from aliquot._size import _counts, _try
 from aliquot._variants import Variant
 from aliquot.report import ClusterOption, Sizing
 
@@ -32,7 +32,7 @@ def planned(counts, by_s, seconds):
         asked.append(count)
         return option(count, seconds(count))
 
-    _tried(counts, by_s, plan)
+    _try(counts, by_s, plan)
     return asked
 
 

@@ -12,6 +12,7 @@ import typer
 from ..core import InputError, shortened
 from ._devices import use_host_only
 from ._groups import takes_groups
+from ._interrupts import INTERRUPTED
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
 from ._options import Json, ModelName, read_cluster
 from ._progress import search_progress
@@ -79,20 +80,27 @@ def size(
 
         options, limit = model_options.read(), read_memory_limit(memory_limit)
         priced = isinstance(kinds[0], HostPrice)
-        with user_code(model), search_progress(say) as report:
-            sizing = size_built(
-                builder(model, options, say),
-                hosts=kinds,
-                tokens=wanted,
-                by_s=by_s,
-                prices=origin_of(prices) if priced else "",
-                found=lambda option: say.note(option_line(option)),
-                max_hosts=max_hosts,
-                memory_limit_bytes=limit,
-                progress=report,
-            )
+        try:
+            with user_code(model), search_progress(say) as report:
+                sizing = size_built(
+                    builder(model, options, say),
+                    hosts=kinds,
+                    tokens=wanted,
+                    by_s=by_s,
+                    prices=origin_of(prices) if priced else "",
+                    found=lambda option: say.note(option_line(option)),
+                    max_hosts=max_hosts,
+                    memory_limit_bytes=limit,
+                    progress=report,
+                )
+        except KeyboardInterrupt as stopped:
+            if not hasattr(stopped, "sizing"):
+                raise
+            sizing = stopped.sizing
         say.show(sizing_table(sizing))
         say.finish(sizing.to_dict())
+        if not sizing.is_complete:
+            raise typer.Exit(INTERRUPTED)
         if sizing.choice() is None:
             raise typer.Exit(1)
 

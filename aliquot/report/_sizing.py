@@ -217,6 +217,7 @@ class Sizing:
         options: all clusters that were planned for, by device and number of hosts.
         prices, currency: where the prices come from, and their currency; empty without prices.
         max_hosts: the most hosts that were to be tried.
+        is_complete: whether all of them were, before an interrupt.
     """
 
     model: str
@@ -227,6 +228,7 @@ class Sizing:
     prices: str = ""
     currency: str = ""
     max_hosts: int = 64
+    is_complete: bool = True
 
     @property
     def first_in_time(self) -> int | None:
@@ -271,6 +273,7 @@ class Sizing:
             "prices": self.prices or None,
             "currency": self.currency or None,
             "first_in_time": self.first_in_time,
+            "is_complete": self.is_complete,
             "choice": chosen.cluster if (chosen := self.choice()) else None,
             "sensitivity": [
                 {
@@ -320,6 +323,13 @@ def sizing_table(sizing: Sizing) -> Group:
         f" batch {sizing.global_batch}"
     )
     lines: list[RenderableType] = [Text(f"{goal} (predicted)", style="bold")]
+    if not sizing.is_complete:
+        lines.append(
+            Text(
+                "  interrupted: other clusters, which were not planned, may be better. --device"
+                " NAME plans those of one device"
+            )
+        )
     choice, money = sizing.choice(), sizing.currency
     meets = "that meets" if sizing.prices else "that meet"
     best = f"{'cheapest' if sizing.prices else 'fewest hosts'} {meets} the deadline"

@@ -7,6 +7,8 @@ import pytest
 from command_line import TINY, refused, run
 
 import aliquot as aq
+from aliquot import _size
+from aliquot.cli._interrupts import INTERRUPTED
 from aliquot.cli._size import read_count, read_duration
 from aliquot.cluster import load_prices
 from aliquot.zoo import build
@@ -47,6 +49,32 @@ def test_the_cheapest_in_time_is_chosen(prices):
     assert one["training_s"] == pytest.approx(1e9 / (8 * 1024) * one["step_time_s"])
     assert one["cost"] == pytest.approx(one["price_per_hour"] * one["training_s"] / 3600)
     assert [s["slower"] for s in answer["sensitivity"]] == [0.8, 1.0, 1.25, 1.5]
+
+
+def test_ctrl_c_keeps_the_clusters_that_are_planned(monkeypatch, prices):
+    known = _size.plan_variants
+    asked = []
+
+    def interrupted_later(variants, *, cluster, **options):
+        asked.append(cluster.name)
+        if len(asked) > allowed:
+            raise KeyboardInterrupt
+        return known(variants, cluster=cluster, **options)
+
+    monkeypatch.setattr(_size, "plan_variants", interrupted_later)
+    command = ["size", *SMALL, "--tokens", "1B", "--by", "30d", "--prices", prices]
+    allowed = 1
+    found = run(*command, "--max-hosts", "1")
+    assert found.exit_code == INTERRUPTED
+    assert "interrupted: other clusters" in found.stdout and asked[0] in found.stdout
+    asked.clear()
+    found = run(*command, "--max-hosts", "1", "--json")
+    answer = json.loads(found.stdout)
+    assert not answer["is_complete"] and answer["choice"] == asked[0]
+    asked.clear()
+    allowed = 0
+    found = run(*command, "--max-hosts", "1")
+    assert found.exit_code == INTERRUPTED and "interrupted; nothing was written" in found.output
 
 
 def test_a_deadline_that_nothing_meets_is_an_answer():
