@@ -162,7 +162,8 @@ def _modelled_line(
 
 def combined_share(num_bytes: NDArray[np.float64] | float, target: Target) -> NDArray[np.float64]:
     """Share of a collective's start that an array of `num_bytes` pays: compilers combine the sums
-    of gradients, and the gathers of parameters, up to a threshold of bytes.
+    of gradients, and the gathers of parameters, new ones at the end of a step included, up to a
+    threshold of bytes.
     """
     combined_bytes = target.combined_bytes or 1e-9
     return np.asarray(np.minimum(np.asarray(num_bytes) / combined_bytes, 1.0), np.float64)

@@ -254,7 +254,8 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
                 latency_s, s_per_byte = move_line(
                     move, through_copies(move, before, after, target), mesh, target, priced_bytes
                 )
-                if edge.beside_compute and edge.kind != "alias":
+                # Rows that are gathered one after the other are not combined.
+                if parts == 1 and (edge.kind == "alias" or edge.beside_compute):
                     latency_s *= float(combined_share(whole, target))
                 yield _Collective(
                     move.kind,

@@ -316,9 +316,8 @@ class _Pricer:
         sums, near_bytes = sum_collective(edge, self.target), rounded_bytes(whole, self.mesh)
         latency, per_byte, moves = self.conversion_lines(sources, targets, sums, near_bytes)
         if edge.kind == "alias":
-            latency = latency * np.array(
-                [[pieces(edge, p, q, self.target) for q in targets] for p in sources]
-            )
+            parts = np.array([[pieces(edge, p, q, self.target) for q in targets] for p in sources])
+            latency = latency * np.where(parts > 1, parts, combined_share(whole, self.target))
         elif edge.beside_compute:
             latency = latency * combined_share(whole, self.target)
         times = edge.count * self.times(edge.phase)
