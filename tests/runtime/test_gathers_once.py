@@ -67,6 +67,7 @@ def megatron(zero_stage, **degrees):
 # Each with the same layout that replicates parameters, whose numbers it has.
 METHODS = {
     "zero2": (aq.Zero2Parallel(), aq.DataParallel()),
+    "groups": (aq.Zero2Parallel(shard_within=2), aq.DataParallel()),
     "tensor": (megatron(1, data=2, tensor=2), megatron(0, data=2, tensor=2)),
     "pipeline": (megatron(1, data=2, pipeline=2), megatron(0, data=2, pipeline=2)),
     "interleaved": (
@@ -113,7 +114,7 @@ def test_parameters_are_stored_in_parts_and_their_casts_are_gathered_once(name):
     for stage in plan.stages:
         blocks = [v for path, v in stage.shardings.items() if path.startswith("state[0]['layers']")]
         blocks += [v for path, v in stage.shardings.items() if path.startswith("state[0].layers")]
-        assert blocks and all({"data", "x"} & {a for axes in b for a in axes} for b in blocks)
+        assert blocks and all({"data", "x", "y"} & {a for axes in b for a in axes} for b in blocks)
     gathers = [
         use
         for stage in plan.stages
@@ -135,7 +136,7 @@ def test_parameters_are_stored_in_parts_and_their_casts_are_gathered_once(name):
     )
 
 
-@pytest.mark.parametrize("name", ["zero2", "tensor"])
+@pytest.mark.parametrize("name", ["zero2", "groups", "tensor"])
 def test_programs_gather_before_the_loop(name):
     step = aq.parallelize(train_step, planned(name), devices=jax.devices()[:4])
     text = step.prepare(*jax.eval_shape(arrays)).lower().compile().as_text()
