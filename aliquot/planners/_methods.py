@@ -14,7 +14,7 @@ import numpy as np
 
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh, logical_mesh_shapes
 from ..core import InputError
-from ..cost import Problem, price
+from ..cost import Priced, Problem, price
 from ._base import Decision, Progress, Task
 from ._hosts import Hosts
 from ._method import AbstractMethod
@@ -108,7 +108,7 @@ class ManualParallel(AbstractMethod):
             pins = fixed.pinned(problem, priced, self.specs, mesh.axis_names)
             both = [a & b for a, b in zip(masks, pins, strict=True)]
             if all(m.any() for m in both):
-                name = _variant_name("manual", axes, mesh)
+                name = _variant_name("manual", axes, priced)
                 entries.append(
                     Entry(space=Space(name=name, priced=priced, allowed=both), intra=self.intra)
                 )
@@ -253,9 +253,10 @@ def _meshes(problem: Problem, shape: Sequence[int] | None, max_axes: int = 2) ->
 
 def _variants(
     problem: Problem, mesh: LogicalMesh, intra: AbstractIntra, also: frozenset[int] = frozenset()
-) -> Iterator[tuple[frozenset[int], fixed.Masks, Any]]:
+) -> Iterator[tuple[frozenset[int], fixed.Masks, Priced]]:
     """Ways to use a mesh: sets of data axes with their masks and prices. Data axes split only the
-    batch, and so reduce gradients once, after the last micro-batch.
+    batch, and so reduce gradients once, after the last micro-batch. Casts of parameters that they
+    split are gathered in each micro-batch, beside compute, or once, before the first.
     """
     kinds = fixed.kinds_of(problem)
     sets = [frozenset[int]()]
@@ -267,12 +268,18 @@ def _variants(
         sets = leading if leading and len(mesh.shape) > FEW_AXES else sets + leading
     for data_axes in sets:
         choices = choices_to_try(problem, mesh, data_axes, intra, also)
-        priced = price(
-            problem, mesh, repeats=problem.num_micro_batches, data_axes=data_axes, choices=choices
-        )
-        masks = fixed.data_axes_restriction(priced, kinds, data_axes)
-        if masks is not None:
-            yield data_axes, masks, priced
+        for gathers_once in (False, True) if data_axes and kinds.cast else (False,):
+            priced = price(
+                problem,
+                mesh,
+                repeats=problem.num_micro_batches,
+                data_axes=data_axes,
+                gathers_once=gathers_once,
+                choices=choices,
+            )
+            masks = fixed.data_axes_restriction(priced, kinds, data_axes)
+            if masks is not None:
+                yield data_axes, masks, priced
 
 
 def _can_wait(problem: Problem, mesh: LogicalMesh, axes: frozenset[int]) -> bool:
@@ -280,12 +287,10 @@ def _can_wait(problem: Problem, mesh: LogicalMesh, axes: frozenset[int]) -> bool
     return problem.runs_in_groups(math.prod(mesh.shape[a] for a in axes))
 
 
-def _variant_name(name: str, axes: frozenset[int], mesh: LogicalMesh) -> str:
-    return (
-        f"{name}, batch alone on {''.join(mesh.axis_names[a] for a in sorted(axes))}"
-        if axes
-        else name
-    )
+def _variant_name(name: str, axes: frozenset[int], priced: Priced) -> str:
+    names = priced.mesh.axis_names
+    alone = f", batch alone on {''.join(names[a] for a in sorted(axes))}" if axes else ""
+    return f"{name}{alone}{', parameters gathered once' if priced.gathers_once else ''}"
 
 
 def _shard_entries(
@@ -293,7 +298,7 @@ def _shard_entries(
 ) -> Iterator[Entry]:
     for mesh in meshes:
         for axes, masks, priced in _variants(problem, mesh, intra):
-            name = _variant_name(intra.name, axes, mesh)
+            name = _variant_name(intra.name, axes, priced)
             yield Entry(space=Space(name=name, priced=priced, allowed=masks), intra=intra)
 
 

@@ -86,7 +86,7 @@ def test_a_pipeline_is_listed_among_what_was_tried():
     )
     assert tried["step_time_s"] == plan.prediction.step_time_s
     assert "Tried in the search" in str(plan)
-    stages = [row for row in str(plan).splitlines() if row.startswith("  splits")]
+    stages = [row for row in str(plan).splitlines() if row.startswith("  parallelism")]
     assert [f"stage {k} of 2" in row for k, row in enumerate(stages)] == [True, True]
 
 

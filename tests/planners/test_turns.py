@@ -78,7 +78,7 @@ def test_running_weight_gradients_at_once_fits_where_deferring_does_not(problem)
 def test_if_the_best_choices_fit_only_at_once_all_products_are_deferred(problem):
     """The bound is still one of all choices, and the status says what was searched."""
     # Where little is hidden beside compute, splits that need less memory are slower.
-    little = replace(_CLUSTER.device, calibration={"overlap_fraction": 0.1})
+    little = replace(_CLUSTER.device, calibration={"overlap_fraction": 0.2})
     cluster = replace(_CLUSTER, device=little)
     priced = price(problem, LogicalMesh(shape=(4,), axis_names=("x",), cluster=cluster))
     free = Search(priced, everything(priced), limit_bytes=1e15)

@@ -43,7 +43,7 @@ def train_step(state, batch):
     return (optax.apply_updates(params, updates), moments), loss
 
 
-def arrays():
+def arrays(examples=EXAMPLES):
     keys = jax.random.split(jax.random.key(0), NUM_WEIGHTS + 3)
     params = {
         "layers": [
@@ -54,8 +54,8 @@ def arrays():
         "head": jax.random.normal(keys[-3], (WIDTH, 2)) / WIDTH,
     }
     batch = {
-        "x": jax.random.normal(keys[-2], (EXAMPLES, WIDTH)),
-        "y": jax.random.normal(keys[-1], (EXAMPLES, 2)),
+        "x": jax.random.normal(keys[-2], (examples, WIDTH)),
+        "y": jax.random.normal(keys[-1], (examples, 2)),
     }
     return (params, OPTIMIZER.init(params)), batch
 
@@ -205,3 +205,22 @@ def test_plan_files_keep_it(tmp_path):
         msgspec.structs.replace(plan, stages=stages), train_step, *jax.eval_shape(arrays)
     )
     assert each.step_time_s > plan.prediction.step_time_s
+
+
+def test_integer_programs_choose_it_where_it_is_faster():
+    def batch_of_many():
+        return arrays(examples=4096)
+
+    plan = aq.plan(
+        train_step,
+        *jax.eval_shape(batch_of_many),
+        cluster=aq.Cluster.preset("2x2xcpu"),
+        method=aq.ShardParallel(),
+        num_micro_batches=MICRO_BATCHES,
+    )
+    assert plan.stages[0].gathers_once and plan.method == "shard"
+    got, plain = (
+        jax.device_get(step(*batch_of_many()))
+        for step in (aq.parallelize(train_step, plan), jax.jit(train_step))
+    )
+    np.testing.assert_allclose(float(got[1]), float(plain[1]), rtol=1e-3)
