@@ -178,10 +178,13 @@ def _role_of_data(axis: _Axis, words: str, stored: float, expert: float) -> str:
     state = axis.share("optimizer_state", axis.splits)
     # Where gradients are summed once, after the last micro-batch, stages 1 and 2 are the same.
     stage = 1 if "zero1" in axis.plan.method else 2
-    if stored > _MOST and axis.stage.gathers_once:
+    asked = any(name in axis.plan.method for name in ("zero1", "zero2"))
+    if stored > _MOST and (axis.stage.gathers_once or asked):
+        # Without micro-batches, what the backward pass recomputes gathers again.
+        once = "once a step, " if axis.stage.gathers_once else ""
         return (
             f"{words}, ZeRO-{stage}: optimizer state and parameters {_sharded(stored)}, parameters"
-            " gathered once a step, after they are cast"
+            f" gathered {once}after they are cast"
         )
     if stored > _MOST:
         return f"{words}, FSDP (ZeRO-3): parameters {_sharded(stored)}"

@@ -166,6 +166,8 @@ def test_tasks_of_a_pipeline_receive_what_is_gathered(name):
 def test_without_micro_batches_parameters_are_stored_in_parts_too():
     plan, replicated = planned("zero2", micro_batches=1), planned("zero2", 1, micro_batches=1)
     assert not plan.stages[0].gathers_once
+    text = " ".join(str(plan).split())
+    assert "ZeRO-2: optimizer state and parameters sharded, parameters gathered after" in text
     assert plan.prediction.memory_bytes["parameters"] < (
         replicated.prediction.memory_bytes["parameters"] / 2
     )
