@@ -47,9 +47,12 @@ class Target:
             operands are held as they are and cast where they are read.
         zeroes_early: Whether the buffers of backward loops' results are zeroed, and so held, before
             the forward loop's results are used.
-        copies_rows: Whether loops copy rows of stacks beside what their operators do: the stacks of
-            their results are zeroed beforehand, and products, as calls of a library, read copies of
-            rows. False too where no compiled program was looked at.
+        zeroes_stacks: Whether the stacks that loops fill row by row are zeroed beforehand. False
+            too where no compiled program was looked at.
+        copies_rows: Whether products in loops, as calls of a library, read copies of the rows of
+            stacks. For GPUs the compiler of JAX 0.10 copies them; that of JAX 0.12 reads rows
+            where they lie, so that such loops are priced somewhat too slow with it. False too
+            where no compiled program was looked at.
         gathered_ahead: Share of the parameters that are gathered before anything else happens,
             outside of loops, 0 to 1.
         gathers_leading_dim: Whether arrays are gathered along their first dim alone: where another
@@ -111,6 +114,7 @@ class Target:
     repeats_cheap_work: bool
     held_product_bytes: int
     zeroes_early: bool
+    zeroes_stacks: bool
     copies_rows: bool
     gathered_ahead: float
     gathers_leading_dim: bool
@@ -249,6 +253,7 @@ _CPU = Target(
     repeats_cheap_work=False,
     held_product_bytes=0,
     zeroes_early=False,
+    zeroes_stacks=True,
     copies_rows=True,
     gathered_ahead=0.0,
     gathers_leading_dim=False,
@@ -308,6 +313,7 @@ _GPU = Target(
     repeats_cheap_work=True,
     held_product_bytes=0,
     zeroes_early=True,
+    zeroes_stacks=True,
     copies_rows=True,
     gathered_ahead=0.75,
     gathers_leading_dim=True,
@@ -357,6 +363,7 @@ _TPU = Target(
     repeats_cheap_work=True,
     held_product_bytes=2,
     zeroes_early=False,
+    zeroes_stacks=False,
     copies_rows=False,
     gathered_ahead=0.0,
     gathers_leading_dim=False,

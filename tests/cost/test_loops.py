@@ -53,7 +53,8 @@ def moved(cluster: str, step, *arguments) -> tuple[float, float]:
 def without_copies(monkeypatch, cluster: str, step, *arguments) -> tuple[float, float]:
     with monkeypatch.context() as patch:
         for kind, target in TARGETS.items():
-            patch.setitem(TARGETS, kind, dataclasses.replace(target, copies_rows=False))
+            neither = dataclasses.replace(target, zeroes_stacks=False, copies_rows=False)
+            patch.setitem(TARGETS, kind, neither)
         return moved(cluster, step, *arguments)
 
 

@@ -169,14 +169,12 @@ def _count_writes(cuts: Cuts, stored: list[bool], target: Target) -> tuple[int, 
     library's products take whole arrays, so that a row is copied before them.
     """
     writes = [int(found) for found in stored]
-    if not target.copies_rows:
-        return tuple(writes)
     readers = _readers(cuts)
     for value_class, producer in enumerate(cuts.producer):
         name = cuts.first[producer[0]].name if producer is not None else ""
         if name == "scan_stack":
-            writes[value_class] += 1
-        elif name == "scan_slice":
+            writes[value_class] += target.zeroes_stacks
+        elif name == "scan_slice" and target.copies_rows:
             writes[value_class] += any(_is_kernel(cuts, r) for r in readers[value_class])
     return tuple(writes)
 
