@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -27,7 +28,7 @@ from .planners import (
 _STATUS = "time limit reached"
 _COMPUTE_ALONE = "all plans, by compute alone that all devices share evenly"
 _IMPORTS = "<frozen importlib"
-# An import must not be interrupted; after so long the signal looks again whether it is over.
+# Some code must not be interrupted; after so long the signal looks again whether it is over.
 _AGAIN_S = 0.02
 
 
@@ -131,7 +132,7 @@ def _alarm(limit: TimeLimit) -> Iterator[None]:
     def ring(number: int, frame: FrameType | None) -> None:
         if not armed:
             return
-        if _imports(frame):
+        if _must_end(frame):
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
             return
         raise _OutOfTime
@@ -146,10 +147,17 @@ def _alarm(limit: TimeLimit) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _imports(frame: FrameType | None) -> bool:
-    """True if a module is being imported: C++ modules crash if their import is interrupted."""
+def _must_end(frame: FrameType | None) -> bool:
+    """True within code that must not be interrupted: C++ modules crash if their import is, and
+    Python prints and drops what is raised while an object is deleted.
+    """
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_IMPORTS):
+        code = frame.f_code
+        if (
+            code.co_filename.startswith(_IMPORTS)
+            or code.co_filename == weakref.__file__
+            or code.co_name == "__del__"
+        ):
             return True
         frame = frame.f_back
     return False

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 import time
+import weakref
 
 import pytest
 from planners.small_steps import mlp
@@ -139,3 +140,30 @@ def test_a_search_that_found_nothing_by_then_falls_back_on_a_fixed_method(
     simple = aq.plan(*STEP, **asked, method=aq.Zero3Parallel())
     assert plan.prediction == simple.prediction and plan.method == "zero3"
     assert plan.provenance.status == "time limit reached"
+
+
+@pytest.mark.parametrize("deletes_slowly", ["method", "callback"])
+def test_a_limit_that_is_reached_while_objects_are_deleted_is_not_lost(deletes_slowly):
+    class Key:
+        pass
+
+    class Slow:
+        def __del__(self):
+            wait_until(until_s + 0.1)
+
+    def wait_until(moment_s):
+        while time.perf_counter() < moment_s:
+            pass
+
+    until_s = time.perf_counter() + 0.1
+    key = Key()
+    if deletes_slowly == "method":
+        held = [Slow()]
+    else:
+        held = weakref.WeakKeyDictionary({key: Slow()})
+    limit = _time_limit.TimeLimit(seconds=0.1, until_s=until_s)
+    with pytest.raises(KeyboardInterrupt), _time_limit._alarm(limit):
+        del key
+        held.clear()
+        assert time.perf_counter() > until_s
+        wait_until(until_s + 1)
