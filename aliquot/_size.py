@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ._variants import Method, Variant, Variants, plan_variants
 from .cluster import Cluster, HostPrice, wire
-from .core import InfeasibleError, InputError
+from .core import InfeasibleError, InputError, counted
 from .graph import Role
 from .planners import Progress, Task, least_compute_s
 from .plans import ModelReference, examples_per_step, tokens_per_step
@@ -21,6 +23,45 @@ SLOWEST = 1.5
 time."""
 _SLACK = 1.05
 """Devices of another number of hosts may compute that much faster than those of its neighbours."""
+_TIMES_ITS_COMPUTE = 2.0
+"""How long training is expected to take before anything is planned, in times of its compute."""
+
+
+class SizingInterrupted(KeyboardInterrupt):
+    """Ctrl-C during `size`; `sizing` has the clusters that were planned by then, at least one."""
+
+    def __init__(self, sizing: Sizing) -> None:
+        super().__init__("interrupted")
+        self.sizing = sizing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """How far a search has come.
+
+    Attributes:
+        done, of: clusters that are planned, and about how many will be.
+        left_s: about how long the others take; None before one is planned.
+    """
+
+    done: int
+    of: int
+    left_s: float | None
+
+    def __str__(self) -> str:
+        if self.done == self.of:
+            return ""
+        return ", ".join(
+            filter(None, (f"{self.done} of about {counted(self.of, 'cluster')}", self.time))
+        )
+
+    @property
+    def time(self) -> str:
+        """The time left, in words; empty if it is not known."""
+        if self.left_s is None:
+            return ""
+        minutes = round(self.left_s / 60)
+        return f"about {counted(minutes, 'minute')} left" if minutes else "less than a minute left"
 
 
 def size(
@@ -44,9 +85,10 @@ def size(
     """The hosts that finish training in time: the cheapest of these if there are prices, else the
     fewest.
 
-    Numbers of hosts that divide the batch are tried: first the fewest that could be in time if
-    their devices computed all the time, then twice as many and so on, until training meets the
-    deadline with a margin (`SLOWEST`) or more hosts take no less time; then those between.
+    Kinds of hosts come in the order of what training costs, or of how many hosts it needs, if their
+    devices compute all the time. Of each kind, numbers that divide the batch are tried: first the
+    fewest that could be in time then, twice as many and so on, until training meets the deadline
+    with a margin (`SLOWEST`) or more hosts take no less time; then those between.
 
     Args:
         step, *args, **kwargs: as for `aliquot.plan`.
@@ -61,8 +103,7 @@ def size(
 
     Raises:
         InputError: The numbers make no sense.
-        KeyboardInterrupt: On Ctrl-C; its `sizing` has the clusters that are planned by then, if
-            there are any.
+        SizingInterrupted: On Ctrl-C, once a cluster is planned.
     """
     variants = (Variant(step=step, args=args, kwargs=kwargs, model=model),)
     return size_built(
@@ -91,14 +132,14 @@ def size_built(
     prices: str = "",
     max_hosts: int = 64,
     progress: Progress | None = None,
-    found: Callable[[ClusterOption], None] | None = None,
+    found: Callable[[ClusterOption, Outlook], None] | None = None,
     **options: Any,
 ) -> Sizing:
     """As `size`, for a step that may be built in several ways.
 
     Args:
         build: the ways to build the step for a cluster.
-        found: is called with each cluster as soon as it is planned.
+        found: is called with each cluster as soon as it is planned, and with what is left.
         options: those of `aliquot.plan`.
     """
     if not (tokens > 0 and by_s > 0 and 1 <= max_hosts <= _MOST_HOSTS and hosts):
@@ -107,12 +148,23 @@ def size_built(
             f" got tokens={tokens}, by_s={by_s}, max_hosts={max_hosts}."
         )
 
-    def planned(
-        device: str, each: int, price_per_hour: float | None, num_hosts: int
-    ) -> ClusterOption:
+    rows: list[ClusterOption] = []
+    kinds: list[_Kind] = []
+    started_s = time.monotonic()
+
+    def outlook() -> Outlook:
+        slower = max((kind.slower for kind in kinds), default=0.0) or _TIMES_ITS_COMPUTE
+        of = sum(kind.num_expected(by_s, slower) for kind in kinds)
+        each_s = (time.monotonic() - started_s) / len(rows) if rows else None
+        left_s = None if each_s is None else each_s * (of - len(rows))
+        return Outlook(done=len(rows), of=of, left_s=left_s)
+
+    def planned(kind: _Kind, num_hosts: int) -> float | None:
+        device, each, hourly = kind.device, kind.each, kind.price_per_hour
         cluster = wire(f"{num_hosts}x{each}x{device}", device, num_hosts, each)
         if progress:
-            progress(cluster.name, 0, 0)
+            left = outlook()
+            progress(", ".join(filter(None, (cluster.name, left.time))), left.done, left.of)
         plan, training_s, refusal = None, None, ""
         try:
             plan = plan_variants(build(cluster), cluster=cluster, **options)
@@ -127,49 +179,120 @@ def size_built(
             devices_per_host=each,
             plan=plan,
             training_s=training_s,
-            price_per_hour=None if price_per_hour is None else price_per_hour * num_hosts,
+            price_per_hour=None if hourly is None else hourly * num_hosts,
             refusal=refusal,
         )
         rows.append(option)
+        kind.tried[num_hosts] = training_s
         if found:
-            found(option)
-        return option
-
-    rows: list[ClusterOption] = []
+            found(option, outlook())
+        return training_s
 
     def sizing(*, complete: bool) -> Sizing:
         plans = [option.plan for option in rows if option.plan]
         return Sizing(
-            model=variant.title,
+            model=kinds[0].model,
             tokens=tokens,
             by_s=by_s,
             global_batch=examples_per_step(plans[0]) if plans else 0,
-            options=sorted_options(rows),
+            options=sorted_options(rows, [kind.device for kind in kinds]),
             prices=prices,
             currency=next((h.currency for h in hosts if isinstance(h, HostPrice)), ""),
             max_hosts=max_hosts,
             is_complete=complete,
         )
 
-    for host in hosts:
-        device, each = (host.device, host.devices_per_host) if isinstance(host, HostPrice) else host
-        hourly = host.price_per_hour if isinstance(host, HostPrice) else None
-        variant = build(wire(f"1x{each}x{device}", device, 1, each))[0]
-        counts = _counts(variant, device, each, max_hosts, tokens, by_s)
-        try:
-            _try(counts, by_s, functools.partial(planned, device, each, hourly))
-        except KeyboardInterrupt as stopped:
-            if rows:
-                stopped.sizing = sizing(complete=False)  # type: ignore[attr-defined]
+    try:
+        for number, host in enumerate(hosts):
+            kinds.append(_kind(build, host, max_hosts, tokens, by_s))
+            if progress:
+                progress("comparing the compute of devices", number + 1, len(hosts))
+        started_s = time.monotonic()
+        for kind in sorted(kinds, key=lambda kind: kind.promise(by_s)):
+            _try(kind.counts, by_s, functools.partial(planned, kind))
+    except KeyboardInterrupt:
+        if not rows:
             raise
+        raise SizingInterrupted(sizing(complete=False)) from None
     return sizing(complete=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kind:
+    """Hosts of one kind.
+
+    Attributes:
+        model: what tables call the model.
+        each: devices of a host.
+        counts: numbers of hosts that may be planned.
+        least_s: of training on one host whose devices compute all the time.
+        tried: seconds of training on the numbers of hosts that are planned; None where it does not
+            fit.
+    """
+
+    model: str
+    device: str
+    each: int
+    price_per_hour: float | None
+    counts: Sequence[int]
+    least_s: float
+    tried: dict[int, float | None] = field(default_factory=dict)
+
+    def promise(self, by_s: float) -> tuple[bool, bool, float, float]:
+        """Less for kinds that may be better: that can be in time, have a price, and cost less, or
+        else are fewer hosts, if their devices compute all the time.
+        """
+        is_late = self.least_s / self.counts[-1] > by_s
+        price = self.price_per_hour
+        cost = self.counts[0] if price is None else price * self.least_s
+        return is_late, price is None, cost, self.least_s
+
+    @property
+    def slower(self) -> float:
+        """How many times the compute training takes, as planned so far; 0 if nothing is."""
+        done = [n * seconds for n, seconds in self.tried.items() if seconds is not None]
+        return min(done) / self.least_s if done and self.least_s else 0.0
+
+    def num_expected(self, by_s: float, slower: float) -> int:
+        """Numbers of hosts that will be planned, if training on the others takes `slower` times its
+        compute, or as many times as on those that are planned.
+        """
+        asked: set[int] = set()
+
+        def guess(count: int) -> float | None:
+            asked.add(count)
+            guessed_s = (self.slower or slower) * self.least_s / count
+            return self.tried.get(count, guessed_s)
+
+        _try(self.counts, by_s, guess)
+        return len(asked | set(self.tried))
+
+
+def _kind(
+    build: Callable[[Cluster], Variants],
+    host: tuple[str, int] | HostPrice,
+    max_hosts: int,
+    tokens: float,
+    by_s: float,
+) -> _Kind:
+    device, each = (host.device, host.devices_per_host) if isinstance(host, HostPrice) else host
+    variant = build(wire(f"1x{each}x{device}", device, 1, each))[0]
+    counts, least_s = _counts(variant, device, each, max_hosts, tokens, by_s)
+    return _Kind(
+        model=variant.title,
+        device=device,
+        each=each,
+        price_per_hour=host.price_per_hour if isinstance(host, HostPrice) else None,
+        counts=counts,
+        least_s=least_s,
+    )
 
 
 def _counts(
     variant: Variant, device: str, each: int, max_hosts: int, tokens: float, by_s: float
-) -> list[int]:
+) -> tuple[list[int], float]:
     """Numbers of hosts that divide the batch and would be in time if their devices computed all the
-    time; the largest number if none would.
+    time, the largest number if none would; and the seconds that one host would take.
     """
     graph, _ = variant.traced()
     batch = [graph.values[i.value] for i in graph.inputs if i.role is Role.BATCH]
@@ -179,28 +302,27 @@ def _counts(
     alone = Task(graph=graph, cluster=wire(f"1x1x{device}", device, 1, 1))
     one_host_s = steps * least_compute_s(alone.problem(1)) / each
     divide = [n for n in range(1, max_hosts + 1) if not examples or examples % n == 0]
-    return [n for n in divide if one_host_s / n <= by_s] or divide[-1:]
+    return [n for n in divide if one_host_s / n <= by_s] or divide[-1:], one_host_s
 
 
-def _try(counts: Sequence[int], by_s: float, planned: Callable[[int], ClusterOption]) -> None:
+def _try(counts: Sequence[int], by_s: float, planned: Callable[[int], float | None]) -> None:
     """Plans for numbers of hosts: the fewest, and twice as many until the margin is met; then those
     between the most that are too slow or too small and the fewest that are in time, until these are
     neighbours. Left out are numbers whose devices would have to compute faster than those of both.
     """
-    tried: dict[int, ClusterOption] = {}
+    tried: dict[int, float | None] = {}
     count, last_s = counts[0], math.inf
     while True:
-        tried[count] = planned(count)
-        took_s = tried[count].training_s
+        took_s = tried[count] = planned(count)
         larger = [n for n in counts if n > count]
         if not larger or (took_s is not None and (took_s <= by_s / SLOWEST or took_s >= last_s)):
             break
         last_s = last_s if took_s is None else took_s
         count = next((n for n in larger if n >= 2 * count), larger[-1])
-    while enough := [n for n, o in tried.items() if o.training_s and o.training_s <= by_s]:
+    while enough := [n for n, seconds in tried.items() if seconds and seconds <= by_s]:
         fewest = min(enough)
         below = max((n for n in tried if n < fewest), default=0)
-        times = [(n, tried[n].training_s) for n in (below, fewest) if n]
+        times = [(n, tried[n]) for n in (below, fewest) if n]
         work_s = min(n * seconds for n, seconds in times if seconds is not None)
         between = [n for n in counts if below < n < fewest and work_s / n <= by_s * _SLACK]
         if not between:

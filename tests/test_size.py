@@ -9,8 +9,10 @@ from planners.small_steps import mlp
 from sample_plans import sample_plan
 
 import aliquot as aq
-from aliquot._size import _counts, _try
+from aliquot import _size
+from aliquot._size import Outlook, SizingInterrupted, _counts, _Kind, _try, size_built
 from aliquot._variants import Variant
+from aliquot.cluster import HostPrice
 from aliquot.report import ClusterOption, Sizing
 
 
@@ -30,7 +32,7 @@ def planned(counts, by_s, seconds):
 
     def plan(count):
         asked.append(count)
-        return option(count, seconds(count))
+        return seconds(count)
 
     _try(counts, by_s, plan)
     return asked
@@ -56,7 +58,7 @@ def test_numbers_between_are_planned_where_they_may_be_the_fewest(by_s, seconds,
 
 def test_numbers_that_are_too_slow_at_best_are_not_planned():
     variant = Variant(step=mlp((64, 128, 64), 48)[0], args=mlp((64, 128, 64), 48)[1:])
-    every = _counts(variant, "H100", 8, 8, 1e6, 1e9)
+    every, _ = _counts(variant, "H100", 8, 8, 1e6, 1e9)
     assert every == [1, 2, 3, 4, 6, 8]
     alone = aq.plan(
         variant.step,
@@ -65,9 +67,127 @@ def test_numbers_that_are_too_slow_at_best_are_not_planned():
         method=aq.DataParallel(),
     ).prediction.compute_s
     tokens_in_time_on_23 = 48 * 23.0 / alone
-    some = _counts(variant, "H100", 8, 8, tokens_in_time_on_23, 1.0)
+    some, one_host_s = _counts(variant, "H100", 8, 8, tokens_in_time_on_23, 1.0)
     assert some[-1] == 8 and some[0] in (2, 3)
-    assert _counts(variant, "H100", 8, 5, 1e30, 1.0) == [4]
+    assert one_host_s == pytest.approx(23.0 / 8, rel=0.2)
+    assert _counts(variant, "H100", 8, 5, 1e30, 1.0)[0] == [4]
+
+
+@pytest.fixture
+def planned_at_once(monkeypatch):
+    """No cluster has a plan, and each takes a minute. The clusters that are asked for; at one that
+    is put into `stop` Ctrl-C is pressed.
+    """
+    asked, stop = [], []
+
+    def refuse(variants, *, cluster, **options):
+        asked.append(cluster.name)
+        if cluster.name in stop:
+            raise KeyboardInterrupt
+        if cluster.device.name == "H200":
+            return sample_plan()
+        raise aq.InfeasibleError("does not fit")
+
+    monkeypatch.setattr(_size, "plan_variants", refuse)
+    monkeypatch.setattr(_size.time, "monotonic", lambda: 60.0 * len(asked))
+    return asked, stop
+
+
+def priced(device, price):
+    return HostPrice(device=device, devices_per_host=8, price_per_hour=price)
+
+
+def sized(hosts, **options):
+    step, *args = mlp((64, 128, 64), 48)
+    variants = (Variant(step=step, args=tuple(args)),)
+    return size_built(lambda cluster: variants, hosts=hosts, tokens=1e6, by_s=1e6, **options)
+
+
+def test_devices_on_which_compute_is_cheap_come_first(planned_at_once):
+    asked, _ = planned_at_once
+    hosts = [priced("V100-16GB", 300.0), priced("H100", 55.0), priced("A100-80GB", 100.0)]
+    found = sized(hosts, max_hosts=1)
+    assert asked == ["1x8xH100", "1x8xA100-80GB", "1x8xV100-16GB"]
+    assert [o.cluster for o in found.options] == ["1x8xV100-16GB", "1x8xH100", "1x8xA100-80GB"]
+    asked.clear()
+    sized([("V100-16GB", 8), ("H100", 8)], max_hosts=1)
+    assert asked == ["1x8xH100", "1x8xV100-16GB"]
+
+
+def test_devices_that_cannot_be_in_time_come_last():
+    kind = _Kind(model="", device="H100", each=8, price_per_hour=9.0, counts=[1, 2], least_s=1000.0)
+    late = dataclasses.replace(kind, price_per_hour=1.0, least_s=3000.0)
+    unpriced = dataclasses.replace(kind, price_per_hour=None)
+    kinds = [late, unpriced, kind]
+    assert sorted(kinds, key=lambda each: each.promise(1000.0)) == [kind, unpriced, late]
+
+
+def test_what_is_left_is_told_before_and_after_each_cluster(planned_at_once):
+    asked, _ = planned_at_once
+    before, after = [], []
+    sized(
+        [("H100", 8), ("A100-80GB", 8)],
+        max_hosts=8,
+        progress=lambda *told: before.append(told),
+        found=lambda option, outlook: after.append((option.num_hosts, str(outlook))),
+    )
+    assert before[:3] == [
+        ("comparing the compute of devices", 1, 2),
+        ("comparing the compute of devices", 2, 2),
+        ("1x8xH100", 0, 2),
+    ]
+    # One host of each would do if it fitted; if 8 fit and 4 do not, 6 come next.
+    assert before[-1] == ("8x8xA100-80GB, about 2 minutes left", 7, 9)
+    assert after[0] == (1, "1 of about 3 clusters, about 2 minutes left")
+    assert after[-1] == (8, "")
+
+
+@pytest.mark.parametrize(
+    ("left_s", "wanted"),
+    [
+        (None, "3 of about 9 clusters"),
+        (29.0, "3 of about 9 clusters, less than a minute left"),
+        (400.0, "3 of about 9 clusters, about 7 minutes left"),
+    ],
+)
+def test_the_time_left_is_told_in_minutes(left_s, wanted):
+    assert str(Outlook(done=3, of=9, left_s=left_s)) == wanted
+
+
+def test_clusters_are_expected_as_training_is_predicted_so_far():
+    kind = _Kind(
+        model="",
+        device="H100",
+        each=8,
+        price_per_hour=None,
+        counts=[1, 2, 4, 8, 16],
+        least_s=100.0,
+    )
+    assert kind.num_expected(150.0, 1.0) == 1
+    # 1 is too slow, 2 are in time, and 4 with a margin.
+    assert kind.num_expected(140.0, 2.0) == 3
+    kind.tried[1] = 500.0
+    assert kind.num_expected(140.0, 2.0) == 4
+
+
+def test_ctrl_c_carries_the_table_so_far(planned_at_once):
+    _, stop = planned_at_once
+    stop.append("1x8xA100-80GB")
+    with pytest.raises(SizingInterrupted) as stopped:
+        sized([priced("A100-80GB", 40.0), priced("H200", 50.0)], max_hosts=1)
+    sizing = stopped.value.sizing
+    assert [o.cluster for o in sizing.options] == ["1x8xH200"] and not sizing.is_complete
+    stop.append("1x8xH100")
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        sized([("H100", 8)])
+    assert not isinstance(stopped.value, SizingInterrupted)
+
+
+def test_the_table_says_what_shard_is():
+    sizing = Sizing(
+        model="gpt-10m", tokens=1e9, by_s=86_400.0, global_batch=48, options=(option(4, 1e4),)
+    )
+    assert str(sizing).count("shard: every operator and array split as an integer program") == 1
 
 
 def test_where_none_is_in_time_the_first_that_would_be_is_named():

@@ -73,13 +73,18 @@ def size(
         table = load_prices(prices)
         use_host_only()
         kinds = _kinds(device, devices_per_host, table, given=prices is not None)
-        from .._size import size_built
-        from ..report import option_line, sizing_table
+        from .._size import Outlook, SizingInterrupted, size_built
+        from ..report import ClusterOption, option_line, sizing_table
         from ._model import user_code
         from ._recomputation import builder
 
         options, limit = model_options.read(), read_memory_limit(memory_limit)
         priced = isinstance(kinds[0], HostPrice)
+
+        def tell(option: ClusterOption, outlook: Outlook) -> None:
+            left = str(outlook)
+            say.note(f"{option_line(option)}{f' ({left})' if left else ''}")
+
         try:
             with user_code(model), search_progress(say) as report:
                 sizing = size_built(
@@ -88,14 +93,12 @@ def size(
                     tokens=wanted,
                     by_s=by_s,
                     prices=origin_of(prices) if priced else "",
-                    found=lambda option: say.note(option_line(option)),
+                    found=tell,
                     max_hosts=max_hosts,
                     memory_limit_bytes=limit,
                     progress=report,
                 )
-        except KeyboardInterrupt as stopped:
-            if not hasattr(stopped, "sizing"):
-                raise
+        except SizingInterrupted as stopped:
             sizing = stopped.sizing
         say.show(sizing_table(sizing))
         say.finish(sizing.to_dict())

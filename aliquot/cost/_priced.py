@@ -360,7 +360,7 @@ class _Pricer:
         none = np.broadcast_to(0.0, seconds.shape)
         if edge.phase is Phase.UPDATE or not self.target.activation_overlap:
             return none, none
-        hides = np.array([[sums_or_gathers(p, q) for q in targets] for p in sources])
+        hides = sums_or_gathers(np.array(sources), np.array(targets))
         return self.target.activation_overlap * np.where(hides, finite, 0.0), none
 
     def splits(
@@ -485,13 +485,19 @@ class _Pricer:
         return 1 if phase is Phase.UPDATE else self.repeats
 
 
-def sums_or_gathers(source: Spec, target: Spec) -> bool:
-    """Whether a conversion adds up partial sums, or else only gathers: the two halves of what
-    tensor parallelism sums, of which sequence parallelism does one before its norms and one after.
+def sums_or_gathers(sources: Ints, targets: Ints) -> NDArray[np.bool_]:
+    """Whether conversions add up partial sums, or else only gather: the two halves of what tensor
+    parallelism sums, of which sequence parallelism does one before its norms and one after.
+
+    Args:
+        sources, targets: specs, `(specs, axes)`.
+
+    Returns:
+        For each pair of a source and a target, `(sources, targets)`.
     """
-    if min(source) <= PARTIAL:
-        return True
-    return all(after in (before, REPLICATED) for before, after in zip(source, target, strict=True))
+    stays = targets == sources[:, None]
+    only_gathers: NDArray[np.bool_] = (stays | (targets == REPLICATED)).all(axis=-1)
+    return only_gathers | (sources.min(axis=-1) <= PARTIAL)[:, None]
 
 
 def sum_collective(edge: Edge, target: Target, *, total: bool = False) -> SumCollective:

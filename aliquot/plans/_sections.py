@@ -5,8 +5,8 @@ differ only in the number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ..core import format_bytes, format_seconds
 from ._arrays import ArrayGroup, format_dims, grouped_arrays, without_moments
@@ -18,6 +18,15 @@ from ._stage_text import equal_stages, stage_numbers, stage_table
 from ._summary import chosen_candidate, mesh_of
 
 _MOMENTS_LEFT_OUT = "; optimizer state sharded like its parameters is left out"
+
+# Methods whose names are neither those of a layout, such as zero3, nor followed by their stages.
+_METHODS = {
+    "shard": "every operator and array split as an integer program finds fastest (data, tensor,"
+    " sequence and ZeRO-style splits together)",
+    "blocks": "as shard, with one decision for all products through which a split passes without"
+    " communication",
+    "program": "one program without pipeline stages, the fastest of dp, zero2, zero3 and shard",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +104,15 @@ def _tried(plan: Plan, most: int) -> Section:
         right=(2, 3),
         amounts=tuple(seconds for seconds, _ in priced if seconds is not None),
     ).first(most)
+    section = replace(section, remarks=tuple(explained_methods(row[0] for row in section.rows)))
     has_bounds = any(row[3] for row in section.rows)
     return section if has_bounds else section.columns((0, 1, 2, 4))
+
+
+def explained_methods(names: Iterable[str]) -> list[str]:
+    """What the names of methods in a table mean, where they do not say so: a line for each."""
+    words = dict.fromkeys(name.partition(",")[0].partition(" ")[0] for name in names)
+    return [f"{word}: {_METHODS[word]}." for word in words if word in _METHODS]
 
 
 def _memory(plan: Plan) -> Section:

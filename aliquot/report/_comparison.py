@@ -19,6 +19,7 @@ from ..plans import (
     Plan,
     examples_per_step,
     expected_error,
+    explained_methods,
     is_pipeline,
     mfu,
     summary_rows,
@@ -266,14 +267,14 @@ def name_of(candidate: Candidate, comparison: Comparison) -> str:
 
 
 def notes_of(comparison: Comparison) -> list[str]:
-    """What some candidates recompute and others do not, and notes of the plans on batches that the
-    devices do not divide, each once.
+    """What names of methods mean, what some candidates recompute and others do not, and notes of
+    the plans on batches that the devices do not divide, each once.
     """
     by_way: dict[str, list[str]] = {}
     for c in comparison.candidates:
         if c.plan and (way := c.plan.model.settings.get("recompute")):
             by_way.setdefault(way, []).append(c.method)
-    notes = []
+    notes = explained_methods(c.method for c in comparison.candidates)
     if len(by_way) > 1:
         ways = (f"{way}: {', '.join(dict.fromkeys(names))}" for way, names in by_way.items())
         notes.append(f"Recomputation of the fastest plan of each. {'; '.join(ways)}.")

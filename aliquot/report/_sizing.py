@@ -19,6 +19,7 @@ from ..plans import (
     chosen_candidate,
     examples_per_step,
     expected_error,
+    explained_methods,
     is_pipeline,
     meshes,
     mfu,
@@ -376,7 +377,8 @@ def sizing_table(sizing: Sizing) -> Group:
             ]
         rows.append([*row, *([_money(o.price_per_hour), _money(o.cost)] if priced else [])])
     right = [2, 3, 4, 5, *([7, 8] if priced else [])]
-    rest = [Text(f"Prices: {sizing.prices}")] if sizing.prices else []
+    rest = [Text(line) for line in explained_methods(row[1] for row in rows)]
+    rest += [Text(f"Prices: {sizing.prices}")] if sizing.prices else []
     return Group(*lines, columns("Planned", header, rows, right=right, narrow=True), *rest)
 
 
@@ -473,12 +475,9 @@ def _money(value: float | None) -> str:
     return "" if value is None else f"{value:,.2f}" if value < 1000 else f"{value:,.0f}"
 
 
-def sorted_options(options: Sequence[ClusterOption]) -> tuple[ClusterOption, ...]:
-    """The options ordered by device, in the order in which devices first appear, and then by number
-    of hosts.
-    """
-    order = {
-        name: k
-        for k, name in enumerate(dict.fromkeys(o.cluster.rpartition("x")[2] for o in options))
-    }
+def sorted_options(
+    options: Sequence[ClusterOption], devices: Sequence[str]
+) -> tuple[ClusterOption, ...]:
+    """The options ordered by device, in the order of `devices`, and then by number of hosts."""
+    order = {name: k for k, name in reversed([*enumerate(devices)])}
     return tuple(sorted(options, key=lambda o: (order[o.cluster.rpartition("x")[2]], o.num_hosts)))

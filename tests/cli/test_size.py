@@ -49,6 +49,12 @@ def test_the_cheapest_in_time_is_chosen(prices):
     assert one["training_s"] == pytest.approx(1e9 / (8 * 1024) * one["step_time_s"])
     assert one["cost"] == pytest.approx(one["price_per_hour"] * one["training_s"] / 3600)
     assert [s["slower"] for s in answer["sensitivity"]] == [0.8, 1.0, 1.25, 1.5]
+    # The device whose compute is cheapest is planned first, and listed where its price stands.
+    assert [o["cluster"] for o in answer["options"]] == ["1x8xH100", "1x8xA100-80GB"]
+    assert re.search(
+        r"1x8xA100-80GB: .* days \(1 of about 2 clusters, .* left\)\n(.*\n)*1x8xH100: .* days\n",
+        found.stderr,
+    ), found.stderr
 
 
 def test_ctrl_c_keeps_the_clusters_that_are_planned(monkeypatch, prices):
@@ -70,7 +76,7 @@ def test_ctrl_c_keeps_the_clusters_that_are_planned(monkeypatch, prices):
     asked.clear()
     found = run(*command, "--max-hosts", "1", "--json")
     answer = json.loads(found.stdout)
-    assert not answer["is_complete"] and answer["choice"] == asked[0]
+    assert not answer["is_complete"] and answer["choice"] == asked[0] == "1x8xA100-80GB"
     asked.clear()
     allowed = 0
     found = run(*command, "--max-hosts", "1")

@@ -79,6 +79,16 @@ def test_a_column_without_bounds_is_left_out():
     )
 
 
+def test_names_of_methods_that_say_nothing_are_explained_below_the_table():
+    shown = ("shard, batch alone on x", "zero3", "shard", "pipeshard, 2 stages, 1f1b", "blocks")
+    candidates = tuple({"name": name, "step_time_s": 0.1, "outcome": "slower"} for name in shown)
+    plan = sample_plan(provenance=replace(PROVENANCE, candidates=candidates))
+    remarks = next(iter(sections(plan, EXPLAINED))).remarks
+    assert [text.partition(":")[0] for text in remarks] == ["shard", "blocks"]
+    assert f"  {remarks[0]}" in describe(plan).splitlines() and remarks[0] in page(plan)
+    assert not next(iter(sections(PLANS["program"], EXPLAINED))).remarks
+
+
 def test_notes_that_are_left_out_are_counted():
     plan = sample_plan(notes=tuple(f"note {k}" for k in range(9)))
     assert "  and 3 more" in str(plan) and "note 8" not in str(plan)
