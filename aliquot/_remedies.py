@@ -21,7 +21,6 @@ from .core import (
     format_bytes,
     format_seconds,
 )
-from .graph import Role
 from .planners import (
     Auto,
     PipeshardParallel,
@@ -159,10 +158,8 @@ def remedies_for(
 
     graph, _ = variants[-1].traced()
     task = Task(graph=graph, cluster=cluster, memory_limit_bytes=memory_limit_bytes)
-    held = (Role.PARAMETER, Role.OPTIMIZER_STATE)
-    # All devices together must hold these under any plan.
-    state_bytes = sum(graph.values[i.value].num_bytes for i in graph.inputs if i.role in held)
-    may_fit = state_bytes <= task.limit_bytes * cluster.num_devices
+    # All devices together must hold the state under any plan.
+    may_fit = task.holds_state
     given = num_micro_batches or getattr(method, "num_micro_batches", None)
     is_auto = method is None or isinstance(method, Auto)
     # Otherwise the number of micro-batches was searched already.
@@ -174,7 +171,7 @@ def remedies_for(
         kinds.append([attempt(f"--micro-batches {n}", num_micro_batches=n) for n in counts])
     if may_fit:
         kinds += others
-    hosts_needed = state_bytes / task.limit_bytes / cluster.devices_per_host
+    hosts_needed = sum(task.state_bytes.values()) / task.limit_bytes / cluster.devices_per_host
     larger = _larger(cluster, hosts_needed)
     kinds.append([attempt(_named(each), cluster=each) for each in larger])
     left_out = _left_out(method)

@@ -111,6 +111,8 @@ class TimeLimit:
 
 def _simple(task: Task) -> Decision | None:
     """ZeRO-3 in the fewest micro-batches of a few numbers in which it fits; None if in none."""
+    if not task.holds_state:
+        return None
     asked = task.num_micro_batches
     for count in (1, 4, 16, 64) if asked is None else (asked,):
         with contextlib.suppress(InfeasibleError, InputError, CaptureError):

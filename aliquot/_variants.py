@@ -16,7 +16,6 @@ import msgspec
 from ._plan_graph import plan_graph
 from .cluster import Cluster
 from .core import InfeasibleError, InputError, TimeLimitError, collecting_seldom
-from .cost import Problem
 from .graph import Graph, capture
 from .planners import (
     AbstractMethod,
@@ -163,12 +162,15 @@ def plan_variants(
     limit_bytes = options.get("memory_limit_bytes")
 
     @functools.cache
-    def problem(variant: Variant) -> Problem:
-        """The step on its whole batch."""
+    def task(variant: Variant) -> Task:
         graph, _ = variant.traced()
-        return Task(graph=graph, cluster=where, memory_limit_bytes=limit_bytes).problem(1)
+        return Task(graph=graph, cluster=where, memory_limit_bytes=limit_bytes)
 
-    first = next((v for v in variants[:-1] if not cannot_fit(problem(v))), variants[-1])
+    def can_fit(variant: Variant) -> bool:
+        """False if the whole batch is too large, or what all variants keep from step to step."""
+        return task(variants[-1]).holds_state and not cannot_fit(task(variant).problem(1))
+
+    first = next((v for v in variants[:-1] if can_fit(v)), variants[-1])
     ordered = [first, *(v for v in variants if v is not first)]
     best, built, tried = None, first, list[dict[str, Any]]()
     too_large: Variants = ()
@@ -180,7 +182,7 @@ def plan_variants(
                 _tried(variant, outcome="does not fit: it keeps more than one that does not")
             )
             continue
-        if best and least_compute_s(problem(variant)) >= to_beat_s:
+        if best and least_compute_s(task(variant).problem(1)) >= to_beat_s:
             tried.append(_tried(variant, outcome="slower: its compute alone takes as long"))
             continue
         used, since = how, time.perf_counter()

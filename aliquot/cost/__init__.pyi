@@ -70,6 +70,7 @@ from ._stages import PricedStage as PricedStage
 from ._stages import predict_stages as predict_stages
 from ._stages import price_stage as price_stage
 from ._work import Work as Work
+from .memory import CATEGORY_OF_ROLE as CATEGORY_OF_ROLE
 from .memory import Conversion as Conversion
 from .memory import MemoryModel as MemoryModel
 from .memory import Resident as Resident

@@ -68,6 +68,7 @@ class Auto(AbstractMethod):
             InfeasibleError: neither a program nor a pipeline was found that fits; describes the one
                 of the two that needs less memory.
         """
+        task.refuse_large_state()
         asked = task.num_micro_batches
         problem = task.problem(1 if asked is None else asked)
         pipeshard = PipeshardParallel(intra=self.intra, num_micro_batches=asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -10,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import Cluster, subcluster, target_for
-from ..core import InfeasibleError
-from ..cost import PipelinePrediction, Priced, Problem, make_problem
-from ..graph import Graph
+from ..core import InfeasibleError, format_bytes
+from ..cost import CATEGORY_OF_ROLE, PipelinePrediction, Priced, Problem, make_problem
+from ..graph import Graph, Memory, Role
 from ..plans import Plan, Schedule
 from ..sharding import (
     SEMANTICS,
@@ -23,6 +24,7 @@ from ..sharding import (
     plan_micro_batches,
 )
 
+_STAYS = (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE)
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called as `progress(what, done, of)` while a method searches."""
 
@@ -174,6 +176,48 @@ class Task:
             target_for(device).usable_bytes(device)
             if self.memory_limit_bytes is None
             else self.memory_limit_bytes
+        )
+
+    @property
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of the arrays that stay in the memory of devices from one step to the next, by
+        part, summed over all devices if each array is held once.
+        """
+        held = {CATEGORY_OF_ROLE[role]: 0 for role in _STAYS}
+        for item in self.graph.inputs:
+            value = self.graph.values[item.value]
+            if item.role in _STAYS and value.memory is Memory.DEVICE:
+                held[CATEGORY_OF_ROLE[item.role]] += value.num_bytes
+        return held
+
+    @property
+    def holds_state(self) -> bool:
+        """False if the state is too large even if all devices share it evenly, so that nothing
+        fits, whatever the method and the number of micro-batches.
+        """
+        return sum(self.state_bytes.values()) <= self.limit_bytes * self.cluster.num_devices
+
+    def refuse_large_state(self) -> None:
+        """Check `holds_state`.
+
+        Raises:
+            InfeasibleError: it is false.
+        """
+        if self.holds_state:
+            return
+        devices, limit_bytes = self.cluster.num_devices, self.limit_bytes
+        by_size = sorted(self.state_bytes.items(), key=lambda part: -part[1])
+        parts = {name: size / devices for name, size in by_size if size}
+        least_bytes = sum(parts.values())
+        listed = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items())
+        raise InfeasibleError(
+            f"No plan fits {self.cluster.name} ({format_bytes(limit_bytes)} usable on each"
+            " device).\n  What must stay in memory from step to step needs"
+            f" {format_bytes(least_bytes)} on each, even if all devices share it evenly: {listed}.",
+            advice=[f"at least {math.ceil(least_bytes * devices / limit_bytes)} devices"],
+            required_bytes=int(least_bytes),
+            available_bytes=int(limit_bytes),
+            parts=parts,
         )
 
     def with_limit(self, memory_limit_bytes: float) -> Task:

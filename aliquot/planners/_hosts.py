@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..graph import Role
 from ._base import Task
 from ._search import AbstractFamily, Search
 
@@ -53,8 +52,7 @@ class Hosts(AbstractFamily):
         """See `AbstractFamily.open`. What does not fit on all hosts is not tried on fewer."""
         # Problems that were made since then are reused.
         task = self.of.on_hosts(self.task.cluster.num_hosts)
-        limit_bytes = task.limit_bytes * task.cluster.num_devices
-        if search.best is None or _state_bytes(task) > limit_bytes:
+        if search.best is None or not task.holds_state:
             return ()
         return (*self.families(task), *self._next())
 
@@ -75,11 +73,3 @@ def fewer_hosts(total: int) -> list[int]:
     halves = {total >> k for k in range(1, total.bit_length())}
     powers = {1 << k for k in range(total.bit_length())}
     return sorted((n for n in halves | powers if 0 < n < total), reverse=True)
-
-
-def _state_bytes(task: Task) -> int:
-    """Bytes of the arrays that live from one step to the next, summed over all devices if each
-    array is held once.
-    """
-    values = task.graph.values
-    return sum(values[i.value].num_bytes for i in task.graph.inputs if i.role is not Role.BATCH)

@@ -175,6 +175,7 @@ class WholeProgram(AbstractMethod):
         """See `AbstractMethod.decide`. Without a given mesh hosts may be left idle, if that is
         faster.
         """
+        task.refuse_large_state()
         on_fewer = list[Hosts]()
         if self.mesh_shape is None and task.cluster.num_hosts > 1:
             least_s = least_compute_s(task.problem(task.num_micro_batches or 1))

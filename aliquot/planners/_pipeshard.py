@@ -77,6 +77,7 @@ class PipeshardParallel(AbstractMethod):
         the given number of micro-batches or with 1, 2, 4, ... of them; see `Programs`. An inter
         planner that searches may leave hosts idle.
         """
+        task.refuse_large_state()
         count = self.num_micro_batches if task.num_micro_batches is None else task.num_micro_batches
         method = replace(self, num_micro_batches=count)
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from offloaded import batch_of, offloaded_step, shapes_of
 from planners.small_steps import mlp
 
 import aliquot as aq
 from aliquot.cluster import Cluster
 from aliquot.core import CaptureError, InfeasibleError, InputError
 from aliquot.cost import known_memory, make_problem, timeline
-from aliquot.planners import Auto, Interrupted, PipeshardParallel, WholeProgram
+from aliquot.planners import Auto, Interrupted, PipeshardParallel, Task, WholeProgram
 from aliquot.planners._base import TooSlowError
 
 STEP = mlp((256, 512, 512, 256), 64)
@@ -339,3 +340,27 @@ def test_an_interrupt_while_programs_are_searched_keeps_the_pipeline_found_befor
         with pytest.raises(Interrupted) as interrupted:
             aq.plan(*deep(1024, 4096, 4), cluster=SLOW_LINKS, method=method)
         assert interrupted.value.plan is not None and len(interrupted.value.plan.stages) == 2
+
+
+@pytest.mark.parametrize("method", [Auto(), PipeshardParallel(), WholeProgram()])
+def test_state_that_all_devices_cannot_share_is_refused_before_anything_is_searched(
+    method, monkeypatch
+):
+    graph = aq.capture(*STEP)
+    held = sum(Task(graph=graph, cluster=CLUSTER).state_bytes.values())
+    limit_bytes = held / CLUSTER.num_devices - 1
+    monkeypatch.setattr("aliquot.planners._base.make_problem", None)
+    with pytest.raises(InfeasibleError, match="even if all devices share it evenly") as refused:
+        aq.plan(*STEP, cluster=CLUSTER, method=method, memory_limit_bytes=limit_bytes)
+    assert refused.value.required_bytes == held // CLUSTER.num_devices
+    assert f"at least {CLUSTER.num_devices + 1} devices" in str(refused.value)
+
+
+@pytest.mark.parametrize("moments", ["device", "host"])
+def test_state_in_host_memory_needs_none_of_the_devices(moments):
+    step, init = offloaded_step("save", moments=moments)
+    state = jax.eval_shape(init, jax.random.key(0))
+    graph = aq.capture(step, shapes_of(state, moments), batch_of())
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state["params"]))
+    held = Task(graph=graph, cluster=CLUSTER).state_bytes
+    assert sum(held.values()) == (size if moments == "host" else 2 * size)

@@ -18,6 +18,7 @@ from ._model import known_memory as known_memory
 from ._model import memory_model as memory_model
 from ._model import over_time as over_time
 from ._model import timeline as timeline
+from ._residents import CATEGORY_OF_ROLE as CATEGORY_OF_ROLE
 from ._residents import Resident as Resident
 from ._residents import residents as residents
 from ._storage import Storage as Storage

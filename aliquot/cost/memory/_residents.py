@@ -25,7 +25,8 @@ from ._library import copied_kernels, indexed_maxima
 from ._operands import Casts, casts_of_parameters, only_multiplied
 from ._storage import Storage, is_slow
 
-_CATEGORY_OF_ROLE = {
+# Parts of memory that inputs are.
+CATEGORY_OF_ROLE = {
     Role.PARAMETER: "parameters",
     Role.OPTIMIZER_STATE: "optimizer state",
     Role.STATE: "other state",
@@ -153,7 +154,7 @@ def _of_input(
         node=port.node,
         projection=port.projection,
         num_bytes=value.num_bytes * (item.copies if item else 1),
-        category=_CATEGORY_OF_ROLE[item.role] if item else "constants",
+        category=CATEGORY_OF_ROLE[item.role] if item else "constants",
         label=item.path if item else index.label_of_value(value_class),
         memory=value.memory,
         births=births,
