@@ -30,6 +30,7 @@ from ..zoo import (
     other_architecture,
     precision_name,
     settings_faults,
+    typed_setting,
 )
 from ._devices import use_precision
 from ._session import Session
@@ -269,7 +270,8 @@ def _from_factory(name: str, options: ZooOptions) -> Model:
     settings = dict(options.overrides)
     if options.recompute is not None:
         settings |= _recompute_argument(name, options.recompute, settings)
-    _check_call(name, factory, settings)
+    settings |= _batch_argument(factory, options.global_batch, settings)
+    settings = _check_call(name, factory, settings)
     with user_code(name, "fails", everywhere=True):
         returned = factory(**settings)
     if not (isinstance(returned, tuple) and len(returned) == 3 and callable(returned[0])):
@@ -334,13 +336,45 @@ def _recompute_argument(name: str, how: str, settings: Mapping[str, Any]) -> dic
     return {"recompute": how != "none"}
 
 
-def _check_call(name: str, factory: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """Check that the factory takes what is set and needs nothing else."""
+def _batch_argument(
+    factory: Callable[..., Any], global_batch: int | None, settings: Mapping[str, Any]
+) -> dict[str, int]:
+    """The argument `global_batch` of a factory that has one, if `--global-batch` is given.
+
+    Raises:
+        InputError: `--set` gives it, too.
+    """
+    if global_batch is None or "global_batch" not in (_parameters(factory) or ()):
+        return {}
+    if "global_batch" in settings:
+        raise InputError(
+            "--global-batch and --set global_batch=... say the same thing; leave one out."
+        )
+    return {"global_batch": global_batch}
+
+
+def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of a factory by name; None if Python does not know them, as of some built-in
+    functions.
+    """
     try:
-        parameters = inspect.signature(factory).parameters
+        return inspect.signature(factory).parameters
     except (TypeError, ValueError):
-        # Built-in functions may have none that Python knows. The call will show.
-        return
+        return None
+
+
+def _check_call(
+    name: str, factory: Callable[..., Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is set, with texts converted to what the factory's arguments take.
+
+    Raises:
+        InputError: The factory does not take what is set, or needs something else.
+    """
+    parameters = _parameters(factory)
+    if parameters is None:
+        # The call will show.
+        return dict(settings)
     kinds = inspect.Parameter
     known = [
         each
@@ -350,10 +384,17 @@ def _check_call(name: str, factory: Callable[..., Any], settings: Mapping[str, A
     faults = []
     if not any(p.kind is kinds.VAR_KEYWORD for p in parameters.values()):
         faults += [
-            f"it has no argument {key!r}: {nearest(key, known)}"
+            f"it has no argument {key!r}: {nearest(key, known).removesuffix('.')}"
             for key in settings
             if key not in known
         ]
+    typed = dict(settings)
+    for key, value in settings.items():
+        if isinstance(value, str):
+            try:
+                typed[key] = typed_setting(value, _kind_of_argument(parameters.get(key)))
+            except InputError as error:
+                faults.append(f"{key}={error}")
     needed = [
         each for each in known if parameters[each].default is kinds.empty and each not in settings
     ]
@@ -366,6 +407,19 @@ def _check_call(name: str, factory: Callable[..., Any], settings: Mapping[str, A
         faults.append("it needs arguments without names, which cannot be given")
     if faults:
         raise InputError(f"{name} cannot be called: {'; '.join(faults)}.")
+    return typed
+
+
+def _kind_of_argument(parameter: inspect.Parameter | None) -> Any:
+    """The type that an argument's annotation names, or else that of its default; None if neither
+    is there.
+    """
+    kinds = inspect.Parameter
+    if parameter is None or parameter.kind is kinds.VAR_KEYWORD:
+        return None
+    if parameter.annotation is not kinds.empty:
+        return parameter.annotation
+    return None if parameter.default in (kinds.empty, None) else type(parameter.default)
 
 
 def find_factory(name: str) -> Callable[..., Any]:
@@ -412,7 +466,8 @@ def _check_batch(name: str, batch: Any, global_batch: int | None) -> None:
         listed = ", ".join(map(str, sorted(sizes)))
         raise InputError(
             f"{name} made a batch of {listed}, and --global-batch says {global_batch}. Leave the"
-            " option out, or change the factory."
+            " option out, or give the factory an argument global_batch and make a batch of that"
+            " size."
         )
 
 

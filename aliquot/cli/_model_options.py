@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from ._model import ZooOptions
 
 BatchSize = Annotated[
-    int | None, typer.Option("--global-batch", help="Sequences in a step, over all devices.")
+    int | None,
+    typer.Option(
+        "--global-batch",
+        help="Sequences in a step, over all devices. A factory is told if it has an argument"
+        " global_batch.",
+    ),
 ]
 SeqLen = Annotated[
     int | None, typer.Option("--seq-len", help="Tokens in a sequence; short for --set seq_len=N.")
@@ -53,7 +58,8 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="Override a model setting, such as seq_len=4096; repeatable.",
+        help="Override a model setting, such as seq_len=4096, or give an argument to a factory;"
+        " repeatable.",
     ),
 ]
 TokensPerStep = Annotated[

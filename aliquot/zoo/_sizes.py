@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -502,6 +503,34 @@ def _is(value: Any, kind: type) -> bool:
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, int | float) if kind is float else isinstance(value, kind)
+
+
+def typed_setting(text: str, kind: Any) -> Any:
+    """A setting as a command line gives it, as the type that an argument takes.
+
+    >>> typed_setting("64", int), typed_setting("64", str), typed_setting("no", "bool")
+    (64, '64', False)
+    >>> typed_setting("64", None), typed_setting("1e-3", None), typed_setting("big", None)
+    (64, 0.001, 'big')
+
+    Args:
+        kind: int, float, bool or str, or the name of one. Of anything else, numbers, true and false
+            become what they say, and the rest stays text.
+
+    Raises:
+        InputError: The text is not of that type.
+    """
+    known = _TYPES.get(getattr(kind, "__name__", kind) if isinstance(kind, type | str) else None)
+    if known is not None:
+        try:
+            return _parse(known, text)
+        except ValueError:
+            raise InputError(f"{shortened(repr(text), 60)} is not {_KINDS[known]}") from None
+    try:
+        value = json.loads(text.lower() if text.lower() in ("true", "false") else text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float) else text
 
 
 def _parse(kind: type, value: Any) -> Any:

@@ -116,14 +116,13 @@ def factory(width=16):
     def train_step(state, batch):
         loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(state["w"])
         return {"w": state["w"] - 0.1 * grad}, {"loss": loss}
-    width = int(width)
     state = {"w": jax.ShapeDtypeStruct((width, width), jnp.float32)}
     return train_step, state, {"x": jax.ShapeDtypeStruct((8, width), jnp.float32)}
 """
 
 
 def test_a_factory(factory, tmp_path):
-    name = factory(GOOD.replace("width = int", "print('hello from the factory'); width = int"))
+    name = factory(GOOD.replace("state = ", "print('hello from the factory'); state = "))
     args = (
         "plan",
         name,
@@ -141,7 +140,7 @@ def test_a_factory(factory, tmp_path):
     assert json.loads(found.stdout)["model"] == name
     assert "hello from the factory" in found.stderr
     model = Plan.load(tmp_path / "plan.json").model
-    assert (model.kind, model.name, model.settings) == ("factory", name, {"width": "32"})
+    assert (model.kind, model.name, model.settings) == ("factory", name, {"width": 32})
 
 
 @pytest.mark.parametrize(
@@ -171,6 +170,51 @@ def test_another_batch_than_the_factorys(factory):
         "made a batch of 8",
         "says 16",
     )
+
+
+TOLD = (
+    GOOD.replace("width=16", "global_batch, width: int = 16, rate=0.1, name='', **others")
+    .replace("(8, width)", "(global_batch, width)")
+    .replace(
+        "return train_step", "print([global_batch, width, rate, name, others]); return train_step"
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--global-batch", 16), "[16, 16, 0.1, '', {}]"),
+        (("--set", "global_batch=24"), "[24, 16, 0.1, '', {}]"),
+        (
+            ("--global-batch", 16, "--set", "width=32", "--set", "rate=1e-2"),
+            "[16, 32, 0.01, '', {}]",
+        ),
+        (
+            ("--global-batch", 16, "--set", "name=7", "--set", "deep=True", "--set", "kind=a"),
+            "[16, 16, 0.1, '7', {'deep': True, 'kind': 'a'}]",
+        ),
+    ],
+)
+def test_a_factory_is_told_the_batch_and_numbers(factory, tmp_path, options, told):
+    name, out = factory(TOLD), tmp_path / "plan.json"
+    args = ("--cluster", "8xH100", "--method", "dp", "--out", out)
+    found = run("plan", name, *args, *options)
+    assert found.exit_code == 0, found.stderr
+    assert told in found.stderr + found.stdout
+    # What the plan file keeps makes the same step again.
+    again = run("explain", out, "--model", name)
+    assert again.exit_code == 0 and told in again.stderr + again.stdout, again.stderr
+
+
+def test_what_an_argument_of_a_factory_does_not_take(factory):
+    name = factory(TOLD.replace(", **others", ""))
+    args = ("plan", name, "--cluster", "8xH100", "--method", "dp")
+    found = run(*args, "--set", "width=wide", "--set", "rate=fast", "--set", "widht=2")
+    refused(found, "width='wide' is not a whole number", "rate='fast' is not a number", "add --set")
+    assert "'widht'" in found.stderr and "name;" in found.stderr
+    both = run(*args, "--global-batch", 8, "--set", "global_batch=8")
+    refused(both, "--global-batch and --set global_batch=... say the same thing")
 
 
 def test_tokens_that_a_batch_hides_are_said(factory, tmp_path):
