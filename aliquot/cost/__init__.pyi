@@ -2,6 +2,7 @@
 adds them up.
 """
 
+from ._alike import REPLICATED_BY_PLAN as REPLICATED_BY_PLAN
 from ._alike import WorkAlike as WorkAlike
 from ._alike import work_alike as work_alike
 from ._chain import UNIT_FIGURES as UNIT_FIGURES

@@ -12,7 +12,7 @@ from ._priced import Ints, Priced, work_seconds
 
 UPDATE = "the update of state that is not split"
 WHOLE = "operators that run whole"
-OTHER = "operators that the plan replicates"
+REPLICATED_BY_PLAN = "operators that the plan replicates"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +20,12 @@ class WorkAlike:
     """Seconds of compute in a step that every device spends on the same work.
 
     `alike_s` gives them by reason; `total_s` is all compute of a device. Neither counts kernel
-    launches.
+    launches. `longest` names what takes most of the time of `REPLICATED_BY_PLAN`, if anything does.
     """
 
     alike_s: dict[str, float]
     total_s: float
+    longest: str = ""
 
 
 def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
@@ -32,6 +33,7 @@ def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
     device.
     """
     alike: dict[str, float] = defaultdict(float)
+    by_label: dict[str, float] = defaultdict(float)
     total = 0.0
     single = math.prod(priced.axis_sizes) == 1
     whole_s = _whole_seconds(priced)
@@ -61,14 +63,18 @@ def work_alike(priced: Priced, picks: Ints) -> WorkAlike:
                 share = sum(b for b, s in local if s == 1) / moved if moved else 0.0
             total += times * seconds
             if share and not single:
-                reason = UPDATE if work.phase is Phase.UPDATE else OTHER
+                reason = UPDATE if work.phase is Phase.UPDATE else REPLICATED_BY_PLAN
                 alike[reason] += times * seconds * share
+                if reason == REPLICATED_BY_PLAN:
+                    by_label[node.label] += times * seconds * share
     # Operators that always run whole are part of the sums above, but count for another reason.
     for phase, seconds in whole_s.items() if not single else ():
-        alike[UPDATE if phase is Phase.UPDATE else OTHER] -= seconds
+        alike[UPDATE if phase is Phase.UPDATE else REPLICATED_BY_PLAN] -= seconds
         alike[WHOLE] += seconds
     return WorkAlike(
-        alike_s={reason: seconds for reason, seconds in alike.items() if seconds > 0}, total_s=total
+        alike_s={reason: seconds for reason, seconds in alike.items() if seconds > 0},
+        total_s=total,
+        longest=max(by_label, key=lambda label: by_label[label], default=""),
     )
 
 

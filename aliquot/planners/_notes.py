@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from ..cluster import Cluster, target_for
 from ..core import counted, format_bytes, format_seconds
-from ..cost import collective_uses, work_alike
-from ..graph import EXPERTS, FIRST_MATRIX, Phase, Role, named_operator, source_line
+from ..cost import REPLICATED_BY_PLAN, collective_uses, work_alike
+from ..graph import EXPERTS, FIRST_MATRIX, Op, Phase, Role, named_operator, source_line
 from ..sharding import find_blocks, outside_blocks
 from ._base import Decision, StageDecision
 from ._tried import on_hosts
@@ -149,19 +149,31 @@ def _odd_batch(stages: Sequence[StageDecision]) -> Iterator[str]:
 
 def _much_alike(stages: Sequence[StageDecision]) -> Iterator[str]:
     alike_s: dict[str, float] = defaultdict(float)
+    longest: dict[str, float] = {}
     total_s = 0.0
     for stage in stages:
         work = work_alike(stage.priced, stage.picks)
         for reason, seconds in work.alike_s.items():
             alike_s[reason] += seconds
+        label = _with_line(work.longest, stage.problem.graph.ops)
+        longest[label] = max(longest.get(label, 0.0), work.alike_s.get(REPLICATED_BY_PLAN, 0.0))
         total_s += work.total_s
     share = sum(alike_s.values()) / total_s if total_s else 0.0
     if share > _ALIKE:
         largest = sorted(alike_s.items(), key=lambda item: -item[1])
+        first = max(longest, key=lambda label: longest[label])
+        named = {REPLICATED_BY_PLAN: f", the longest {first}"} if first else {}
         parts = ", ".join(
-            f"{reason} ({s / total_s:.0%})" for reason, s in largest if s > 0.01 * total_s
+            f"{reason} ({s / total_s:.0%}{named.get(reason, '')})"
+            for reason, s in largest
+            if s > 0.01 * total_s
         )
         yield f"{share:.0%} of the compute is replicated (the same on every device): {parts}."
+
+
+def _with_line(label: str, ops: Sequence[Op]) -> str:
+    """The label of a node, with the line of its operator if it is one."""
+    return next((named_operator(op) for op in ops if f"{op.name}:{op.index}" == label), label)
 
 
 def _ungrouped(stages: Sequence[StageDecision]) -> Iterator[str]:

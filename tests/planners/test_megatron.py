@@ -416,6 +416,17 @@ def test_more_stages_than_layers():
         )
 
 
+def test_stages_of_a_step_that_accumulates_gradients_in_a_loop():
+    step, state, batch = mlp((64, 256, 64), 32)
+
+    def train_step(state, batch):
+        micro = jax.tree.map(lambda x: x.reshape(4, 8, *x.shape[1:]), batch)
+        return jax.lax.scan(step, state, micro)
+
+    with pytest.raises(InputError, match=r"no place was found .* give num_micro_batches \(--micro"):
+        aq.plan(train_step, state, batch, cluster=CLUSTER, method=aq.Megatron(pipeline=2))
+
+
 def test_a_plain_network_alternates_columns_and_rows():
     plan = aq.plan(*mlp((64, 256, 64), 32), cluster=CLUSTER, method=aq.TensorParallel(degree=8))
     assert plan.stages[0].shardings["state.params[0]"] == ((), TENSOR)

@@ -65,6 +65,23 @@ def test_with_a_rule_the_step_is_faster_and_has_no_note():
     )
 
 
+def test_the_longest_operator_that_a_plan_replicates_is_named():
+    def train_step(params, batch):
+        def loss(w):
+            return jnp.mean((jnp.tanh(w["long"] @ w["wide"]) @ batch.T) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    args = {"long": struct(4096, 4096), "wide": struct(4096, 512)}, struct(64, 512)
+    plan = aq.plan(train_step, *args, cluster=EIGHT, method=aq.DataParallel())
+    (line,) = [note for note in plan.notes if "replicated" in note]
+    assert re.search(
+        r"operators that the plan replicates \(\d\d%, the longest dot_general:0 at"
+        r" test_notes.py:\d+ ",
+        line,
+    ), line
+
+
 def test_a_batch_that_is_no_argument_is_noted():
     batch = np.ones((1024, 512), np.float32)
 

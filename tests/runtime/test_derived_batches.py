@@ -106,20 +106,23 @@ def test_gradients_wait_for_the_last_micro_batch_where_devices_divide_its_parts(
     shapes = [jax.ShapeDtypeStruct((_WIDTH, _WIDTH), jnp.float32)] * 2
     batch = {"x": jax.ShapeDtypeStruct((_ROWS, *_SHAPE), jnp.float32)}
 
-    def planned(form):
+    def planned(form, count=2):
         return aq.plan(
             _step(_FORMS[form]),
             shapes,
             batch,
             cluster=aq.Cluster.preset(f"{_DEVICES}xcpu"),
             method=_METHODS[method],
-            num_micro_batches=2,
+            num_micro_batches=count,
         )
 
     assert planned("in a row").stages[0].data_axes
     # Each of the four parts has two rows of a micro-batch, for four devices.
-    with pytest.raises(aq.InputError, match="makes 2 rows or groups of it"):
+    with pytest.raises(
+        aq.InputError, match="makes 2 rows or groups of it.* Use 1 micro-batch, 2 devices, a step"
+    ):
         planned("in four")
+    assert any(planned("in four", 1).stages[0].shardings["batch.x"])
 
 
 def test_independent_micro_batches_sum_their_gradients_each():

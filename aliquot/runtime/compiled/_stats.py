@@ -110,7 +110,8 @@ class Stats:
                 for c in stage.collectives:
                     place = f"{','.join(c.axes) or '-'}{' in a loop' if c.in_loop else ''}"
                     lines.append(
-                        f"{c.kind} over {place}: {c.count:g} times, {format_bytes(c.num_bytes)}"
+                        f"{c.kind} over {place}: {c.count:g} time{'' if c.count == 1 else 's'},"
+                        f" {format_bytes(c.num_bytes)}"
                     )
             else:
                 lines.append(

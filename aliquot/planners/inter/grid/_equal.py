@@ -95,6 +95,14 @@ class EqualStages(AbstractInter):
         return degrees == (self.data, others, self.num_submeshes)
 
     def _refusal(self, chain: AbstractChain) -> str:
+        if self.num_submeshes > chain.num_units == 1:
+            return (
+                f"{self.num_submeshes} stages were asked for, and no place was found where the step"
+                " can be cut into stages: a pipeline needs layers that follow one another, outside"
+                " of loops that run them all. If the step accumulates gradients in a loop of its"
+                " own, take that loop out and give num_micro_batches (--micro-batches) instead;"
+                " otherwise use pp1."
+            )
         if self.num_submeshes > chain.num_units:
             return (
                 f"{self.num_submeshes} stages were asked for, and the step can be cut into"

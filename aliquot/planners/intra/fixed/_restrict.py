@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ....core import InputError, nearest
+from ....core import InputError, counted, nearest
 from ....cost import Priced, Problem, enumerate_choices, shards
 from ....graph import Phase, Role, source_line
 from ....sharding import NodeGraph, Spec, project, spec_from_dims
@@ -241,12 +241,17 @@ def _why_regrouped(problem: Problem, priced: Priced, kinds: Kinds, asked: str, d
     op = problem.graph.ops[least.shortest or 0]
     where = source_line(op)
     fewer = max(n for n in range(1, devices) if least.size % n == 0)
+    count = problem.num_micro_batches
+    # With fewer micro-batches, each has more of these rows.
+    longer = [
+        n for n in range(1, count) if count % n == 0 and least.size * count // n % devices == 0
+    ]
+    larger = f"{counted(longer[-1], 'micro-batch')}, " if longer else ""
     return (
         f"{asked}: `{op.name}`{f' at {where}' if where else ''} makes {least.size} rows or groups"
-        f" of it, which {devices} devices do not divide, in arrays too large to be whole on every"
-        f" device. This method splits nothing else. Use {fewer}"
-        f" device{'s' if fewer > 1 else ''}, a step that makes a multiple of {devices} there, or"
-        " method shard or auto."
+        f" of it, which {devices} devices do not divide. This method splits nothing but the batch."
+        f" Use {larger}{counted(fewer, 'device')}, a step that makes a multiple of"
+        f" {devices} there, or method shard or auto."
     )
 
 
