@@ -496,8 +496,9 @@ def sums_or_gathers(sources: Ints, targets: Ints) -> NDArray[np.bool_]:
         For each pair of a source and a target, `(sources, targets)`.
     """
     stays = targets == sources[:, None]
-    only_gathers: NDArray[np.bool_] = (stays | (targets == REPLICATED)).all(axis=-1)
-    return only_gathers | (sources.min(axis=-1) <= PARTIAL)[:, None]
+    sums = sources.min(axis=-1)[:, None] <= PARTIAL
+    either: NDArray[np.bool_] = sums | (stays | (targets == REPLICATED)).all(axis=-1)
+    return either
 
 
 def sum_collective(edge: Edge, target: Target, *, total: bool = False) -> SumCollective:

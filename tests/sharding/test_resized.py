@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from aliquot.core import CaptureError
-from aliquot.graph import capture
+from aliquot.graph import capture, split_scans
 from aliquot.sharding import layer_step, trace_part, traces_in_groups
 from aliquot.sharding.micro_batches import _cut_state, _micro_batches, _traces
 from aliquot.sharding.micro_batches._resized import resized
@@ -79,6 +79,48 @@ def test_groups_are_ruled_out_as_by_their_program(fn, first, monkeypatch):
     known = answers()
     monkeypatch.setattr(_micro_batches, "_resizes", lambda *args: False)
     assert known == answers()
+
+
+def looks_at_its_size_in_layers(w, x):
+    def loss(w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].sum()
+
+    grads = jax.grad(loss)(w)
+    return w - 0.1 * (jnp.sign(grads) if x.shape[0] > 8 else grads)
+
+
+def in_layers(w, x):
+    return w - 0.1 * jax.grad(lambda w: jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0].sum())(w)
+
+
+@pytest.mark.parametrize(
+    ("fn", "first", "is_ruled_out"),
+    [(in_layers, 4, False), (looks_at_its_size_in_layers, 16, True)],
+)
+def test_groups_are_ruled_out_for_ranges_of_layers_as_by_their_program(
+    fn, first, is_ruled_out, monkeypatch
+):
+    numbers = (first, 2, 4, 8, 16, 32, 64)
+
+    def ranges():
+        batch = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+        graph = split_scans(capture(fn, jnp.ones((4, 8, 8)), batch), (0, 1, 4)).graph
+        assert graph.split is not None
+        return graph
+
+    def is_same_program(graph, parts):
+        try:
+            align(graph, trace_part(graph, parts))
+        except CaptureError:
+            return False
+        return True
+
+    compared = ranges()
+    wanted = [is_same_program(compared, parts) for parts in numbers]
+    assert (False in wanted) == is_ruled_out
+    known = ranges()
+    monkeypatch.setattr(_traces, "split_scans", lambda *args: pytest.fail("cut again"))
+    assert [traces_in_groups(known, parts, 1) for parts in numbers] == wanted
 
 
 def sizes_written_down(w, x):

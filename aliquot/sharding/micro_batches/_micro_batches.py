@@ -236,6 +236,9 @@ def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> b
     """True if the step is the same program on the share of a micro-batch that each group takes;
     also True if the groups cannot divide it.
     """
+    if graph.split is not None:
+        # Where scans are cut depends on no batch: pieces are equal wherever their originals are.
+        return traces_in_groups(graph.split.original, num_micro_batches, num_groups)
     parts = num_micro_batches * num_groups
     try:
         if _resizes(graph, parts):
@@ -252,7 +255,7 @@ def _resizes(graph: Graph, parts: int) -> bool:
     """True if the step on one of so many parts can be derived from its traces on two other sizes,
     and is the same program on the smaller of these as on the whole batch.
     """
-    if graph.split is not None or not any(item.role is Role.BATCH for item in graph.inputs):
+    if not any(item.role is Role.BATCH for item in graph.inputs):
         return False
     known: dict[int, Graph] = graph.calling.traces
     size, rest = divmod(batch_size(graph), parts)
