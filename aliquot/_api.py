@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._plan_graph import plan_captured, plan_graph
+from ._plan_graph import check_kinds, plan_captured, plan_graph
 from .cluster import AbstractMeasured, Cluster
 from .core import InputError, collecting_seldom
 from .cost import PlannedStep
@@ -105,6 +105,7 @@ def plan(
         Interrupted: on Ctrl-C, with the best plan so far.
     """
     started = time.perf_counter()
+    check_kinds(cluster=cluster, method=method)
     graph = capture(step, *args, **kwargs)
     return plan_graph(
         graph,
@@ -147,10 +148,11 @@ def parallelize(
     `aliquot.plan`.
 
     Raises:
-        InputError: `step` is no function.
+        InputError: `step` is no function, or another argument is of the wrong kind.
         PlanMismatchError: at the first call, if the plan was made for another step, or for more
             devices.
     """
+    check_kinds(cluster=cluster, method=method, plan=plan)
     if step is None:
         return functools.partial(
             parallelize,

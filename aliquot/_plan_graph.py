@@ -8,7 +8,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +23,7 @@ from .core import (
     InfeasibleError,
     InputError,
     TimeLimitError,
+    listing,
     nearest,
 )
 from .graph import Graph, Phase, coordination_client, is_ordered, source_line
@@ -37,6 +38,7 @@ from .planners import (
     Streaming,
     Task,
     apply_plan,
+    method_by_name,
     write_plan,
 )
 from .plans import ModelReference, Plan, time_between_calls_s
@@ -257,6 +259,58 @@ def plan_captured(
             raise
 
     return _first_that_fits(propose, task) if verify else propose()
+
+
+def check_kinds(*, cluster: object = None, method: object = None, plan: object = None) -> None:
+    """Check that what a user gives as a cluster, method and plan is one, or None.
+
+    Raises:
+        InputError: Lists what is not, with what to write instead: texts are for the command line.
+    """
+    faults = []
+    if not isinstance(cluster, Cluster | None):
+        write = (
+            "Cluster.preset({!r}), or Cluster.load of a file" if isinstance(cluster, str) else ""
+        )
+        faults.append(_of_wrong_kind("cluster", cluster, write or "Cluster.preset('8xH100')"))
+    if not isinstance(method, AbstractMethod | None):
+        faults.append(_of_wrong_kind("method", method, _written(method)))
+    if isinstance(plan, AbstractMethod):
+        faults.append(
+            f"plan is a {type(plan).__name__}, a method: write method=aliquot.{_written(plan)}"
+        )
+    elif not isinstance(plan, Plan | None):
+        write = "Plan.load({!r})" if isinstance(plan, str | Path) else "plan(step, state, batch)"
+        faults.append(_of_wrong_kind("plan", plan, write))
+    if faults:
+        raise InputError(listing("these arguments are of another kind", faults))
+
+
+def _of_wrong_kind(name: str, value: object, write: str) -> str:
+    """The fault of an argument, with what to write instead; `{!r}` stands for its text."""
+    what = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.60}"
+    text = str(value)
+    return f"{name} is {what}: write {name}=aliquot.{write.format(text)}"
+
+
+def _written(method: object) -> str:
+    """How Python makes a method, or the one that a text or a class names; else an example."""
+    if isinstance(method, type) and issubclass(method, AbstractMethod):
+        return f"{method.__name__}()"
+    if not isinstance(method, AbstractMethod):
+        try:
+            method = method_by_name(str(method))
+        except InputError:
+            method = Auto()
+    given: Any = method
+    settings = []
+    for field in fields(given):
+        value = getattr(given, field.name)
+        usual = field.default if field.default_factory is MISSING else field.default_factory()
+        if value != usual:
+            made = f"aliquot.{type(value).__name__}()" if is_dataclass(value) else repr(value)
+            settings.append(f"{field.name}={made}")
+    return f"{type(method).__name__}({', '.join(settings)})"
 
 
 def _is_one_of_many() -> bool:

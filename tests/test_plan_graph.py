@@ -133,3 +133,34 @@ def test_objectives_that_cannot_be(objective, said):
     asked = {"clusters": aq.Cluster.preset("2xcpu"), "objective": objective}
     with pytest.raises(InputError, match=said):
         aq.compare(step, shape(8, 8), batch(8), **asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cluster": "8xH100"}, "write cluster=aliquot.Cluster.preset('8xH100'), or Cluster.load"),
+        ({"cluster": ["8xH100"]}, "write cluster=aliquot.Cluster.preset("),
+        ({"method": "fsdp"}, "method is 'fsdp': write method=aliquot.Zero3Parallel()"),
+        ({"method": "megatron:dp4,pp2"}, "write method=aliquot.Megatron(data=4, pipeline=2)"),
+        ({"method": "blocks"}, "write method=aliquot.ShardParallel(intra=aliquot.Blocks())"),
+        ({"method": "anything"}, "write method=aliquot.Auto()"),
+        ({"method": aq.Zero2Parallel}, "the class Zero2Parallel: write method=aliquot.Zero2Parall"),
+        ({"plan": aq.Zero2Parallel()}, "a method: write method=aliquot.Zero2Parallel()"),
+        ({"plan": "plan.json"}, "write plan=aliquot.Plan.load('plan.json')"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_before_anything_is_traced(options, said):
+    with pytest.raises(InputError) as refusal:
+        aq.parallelize(**options)
+    assert said in str(refusal.value)
+    if "plan" not in options:
+        with pytest.raises(InputError) as refusal:
+            aq.plan(None, **options)
+        assert said in str(refusal.value)
+
+
+def test_arguments_of_another_kind_are_listed_at_once():
+    with pytest.raises(
+        InputError, match="(?s)cluster is 7.*method is 'tp:8'.*TensorParallel.degree=8"
+    ):
+        aq.parallelize(cluster=7, method="tp:8")
