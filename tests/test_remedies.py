@@ -22,6 +22,8 @@ from aliquot.planners import Auto, DataParallel, PipeshardParallel, WholeProgram
 CLUSTER = Cluster.preset("1x4xH100")
 # Activations weigh more than parameters, so that micro-batches help.
 STEP = mlp((64, 128, 64), 4096)
+# Enough for an even share of the state, 32 KiB, but not for any plan.
+MORE_THAN_STATE = 40_000
 STATE_BYTES = sum(4 * leaf.size for leaf in jax.tree.leaves(STEP[1]))
 
 
@@ -85,8 +87,10 @@ def test_where_the_state_alone_is_too_large_only_as_many_hosts_as_hold_it_are_tr
 
 def test_a_refusal_of_auto_speaks_of_the_cluster_and_of_all_that_was_searched():
     with pytest.raises(InfeasibleError) as refused:
-        aq.plan(*STEP, cluster=CLUSTER, memory_limit_bytes=100.0)
-    assert str(refused.value).startswith(f"No plan fits {CLUSTER.name} (100 B usable on each")
+        aq.plan(*STEP, cluster=CLUSTER, memory_limit_bytes=MORE_THAN_STATE)
+    assert str(refused.value).startswith(
+        f"No plan fits {CLUSTER.name} (39.1 KiB usable on each device), neither with a pipeline nor"
+    )
 
 
 def test_micro_batches_that_do_not_divide_the_batch_are_not_advised():
@@ -196,7 +200,7 @@ def test_auto_micro_batches_say_what_one_needs_where_nothing_fits():
             *STEP,
             cluster=CLUSTER,
             method=WholeProgram(),
-            memory_limit_bytes=100.0,
+            memory_limit_bytes=MORE_THAN_STATE,
             num_micro_batches="auto",
         )
 
@@ -204,7 +208,7 @@ def test_auto_micro_batches_say_what_one_needs_where_nothing_fits():
 def test_auto_says_the_smallest_need_of_all_that_it_searched():
     def need(method):
         with pytest.raises(InfeasibleError) as refused:
-            aq.plan(*STEP, cluster=CLUSTER, method=method, memory_limit_bytes=100.0)
+            aq.plan(*STEP, cluster=CLUSTER, method=method, memory_limit_bytes=MORE_THAN_STATE)
         return refused.value.required_bytes
 
     assert need(Auto()) == min(need(WholeProgram()), need(PipeshardParallel()))

@@ -54,10 +54,10 @@ class InfeasibleError(AliquotError):
     Args:
         message: What was tried, and what the smallest plan needs.
         advice: Changes with which it may fit.
-        required_bytes: Memory per device of the smallest plan found, or None if none was completed.
+        required_bytes: Memory per device of the smallest plan found, or the least that any plan
+            needs where that is too much; None if no plan was completed.
         available_bytes: Memory per device that a plan may use.
-        parts: Bytes per device of the smallest plan by component (`"parameters"`, `"activations"`,
-            ...).
+        parts: `required_bytes` by component (`"parameters"`, `"activations"`, ...).
     """
 
     exit_code = 1

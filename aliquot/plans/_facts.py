@@ -20,7 +20,7 @@ _CLOSED_FORM = "closed forms of "
 # Sets of plans among which a bound holds, by their names in plan files.
 _SCOPES = {
     "all copies of all layers": "",
-    "gap_within_folded_space": "plans that shard equal layers alike",
+    "gap_within_folded_space": "plans that split all repeated layers the same way",
     "gap_within_neighbourhood": "choices near the solutions of coarser meshes",
 }
 _WITHIN_GAP = "optimal within the gap"
@@ -165,7 +165,9 @@ def bound(plan: Plan) -> str:
         if p.bound_holds_for:
             found = "the best plan" if p.status == "optimal" else p.status
             return f"no lower bound; {found} within {p.bound_holds_for}"
-        others = "" if plan.method == "auto" else f"; --method auto tries more than {plan.method}"
+        others = (
+            "" if plan.method == "auto" else f"; --method auto compares {plan.method} with others"
+        )
         return f"no lower bound{others}"
     if p.bound_holds_for.startswith(_CLOSED_FORM):
         return _bound_of_closed_forms(plan, p.lower_bound_s)

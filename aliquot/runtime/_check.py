@@ -95,7 +95,7 @@ class StepCheck:
             f" {worst.relative:.2e} at {worst.path or 'the result'} of {len(self.leaves)} outputs"
         )
         if worst.largest > _tolerance(self.rounding) * worst.magnitude:
-            text += ", which changes as much if the arguments are rounded otherwise"
+            text += ", no more than rounding the arguments differently changes the plain step"
         return text
 
 

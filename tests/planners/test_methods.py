@@ -24,6 +24,7 @@ from aliquot.planners import (
     Interrupted,
     ManualParallel,
     ShardParallel,
+    Task,
     WholeProgram,
     Zero2Parallel,
     Zero3Parallel,
@@ -245,10 +246,13 @@ def test_indivisible_batch():
     "name", ["dp", "zero3", pytest.param("shard", marks=pytest.mark.slow), "auto", "manual"]
 )
 def test_infeasible_errors_name_what_would_fit(name):
+    # Too little for any plan, though not for an even share of the state, which is refused at once.
+    state = Task(graph=aq.capture(*STEP), cluster=CLUSTER).state_bytes
+    limit_bytes = int(1.01 * sum(state.values()) / CLUSTER.num_devices)
     with pytest.raises(InfeasibleError) as found:
-        aq.plan(*STEP, cluster=CLUSTER, method=ALL_METHODS[name], memory_limit_bytes=1e5)
+        aq.plan(*STEP, cluster=CLUSTER, method=ALL_METHODS[name], memory_limit_bytes=limit_bytes)
     error = found.value
-    assert error.available_bytes == 1e5 < error.required_bytes
+    assert error.available_bytes == limit_bytes < error.required_bytes
     assert sum(error.parts.values()) == pytest.approx(error.required_bytes, rel=1e-6)
     assert "2x4xH100" in str(error) and "parameters" in str(error)
     # So little memory that changes by which a plan could fit are few.

@@ -121,7 +121,10 @@ def test_a_program_that_was_paused_is_replaced_by_its_end():
     ]
     found = Search(task=WHOLE, beside_others=True).run(families, "auto")
     assert found.status == "optimal" and found.candidates == ()
-    assert found.bound_holds_for == "plans without a pipeline that shard equal layers alike"
+    assert (
+        found.bound_holds_for
+        == "plans without a pipeline that split all repeated layers the same way"
+    )
 
 
 REFUSALS = [

@@ -181,15 +181,16 @@ def test_operators_are_compared_where_the_stages_are_the_same():
             "gap_within_folded_space",
             "optimal",
             0.0,
-            "proven optimal among plans that shard equal layers alike; lower bound 25.0 ms",
+            "proven optimal among plans that split all repeated layers the same way;"
+            " lower bound 25.0 ms",
         ),
         (
             "gap_within_folded_space",
             "optimal within the gap",
             0.004,
             (
-                "lower bound 25.0 ms among plans that shard equal layers alike; this plan is at"
-                " most 0.40% above it"
+                "lower bound 25.0 ms among plans that split all repeated layers the same way;"
+                " this plan is at most 0.40% above it"
             ),
         ),
         (

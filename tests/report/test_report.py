@@ -108,7 +108,7 @@ def test_a_plan_without_bound():
             PROVENANCE, lower_bound_s=None, gap=None, status="optimal", bound_holds_for=""
         )
     )
-    assert "no lower bound; --method auto tries more than shard" in as_text(
+    assert "no lower bound; --method auto compares shard with others" in as_text(
         explanation(plan), width=200
     )
 
