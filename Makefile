@@ -53,7 +53,8 @@ test: $(INSTALLED)
 # Planners, costs, texts and messages between processes are the same for every version: they read graphs, which are tested here.
 OF_GRAPHS := $(filter-out $(addprefix tests/graph/test_,$(addsuffix .py,deferrable layers recompute render stages)), \
     $(wildcard tests/graph/test_*.py))
-OF_VERSIONS := $(OF_GRAPHS) tests/verify/test_compile.py tests/verify/test_pipeline.py tests/test_package.py tests/test_quickstart.py \
+OF_VERSIONS := $(OF_GRAPHS) $(addprefix tests/test_,$(addsuffix .py,package quickstart readme)) \
+    tests/verify/test_compile.py tests/verify/test_pipeline.py \
     $(addprefix tests/sharding/test_,$(addsuffix .py,all_primitives coverage rules traits)) \
     $(addprefix tests/runtime/test_,$(addsuffix .py,effects every_step hlo host_memory kernels loops mapped pipeline pipeline_scan \
     scattered step)) tests/runtime/checkpoints
