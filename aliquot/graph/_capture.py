@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..core import CaptureError
+import numpy as np
+
+from ..core import AliquotError, CaptureError
 from . import _jax_compat as compat
 from ._calling import Calling, calling_of
 from ._inline import Inliner
@@ -24,6 +26,9 @@ from ._types import Graph, Input, Op, OpId, Output, Phase, Role, Value, ValueId
 
 # The most traces of a step that are spent on finding which of its numbers must be static.
 _MOST_TRIALS = 8
+# Objects, texts and dates, which NumPy keeps in arrays and JAX does not.
+_KINDS_OF_NUMPY_ALONE = frozenset("OUSMm")
+_MOST_LISTED = 6
 # Counts of elements up to here are exact in float64, in which costs and solvers count.
 _MOST_ELEMENTS = 2**53
 
@@ -39,12 +44,13 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
 
     Args:
         fn: the step: plain, jitted, or one that changes Flax NNX objects in place. Its errors come
-            through unwrapped.
+            through unwrapped, with a note that says which arguments it was given.
         *args, **kwargs: example arguments; arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-        CaptureError: `fn` is no function, takes no arrays, returns something that is no array, or
-            makes an array of more than 2**53 elements.
+        CaptureError: `fn` is no function, takes no arrays, returns something that is no array,
+            makes an array of more than 2**53 elements; an example argument has no shape of whole
+            numbers, or no dtype of JAX.
     """
     calling = calling_of(fn, args, kwargs)
     if not calling.call.leaves:
@@ -53,6 +59,20 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
             " (arrays or jax.ShapeDtypeStruct) after the function: capture(train_step, state,"
             " batch)."
         )
+    _refuse_malformed_arrays(calling)
+    try:
+        return _trace_with_numbers(calling, fn, args, kwargs)
+    except AliquotError:
+        raise
+    except Exception as error:
+        error.add_note(f"aliquot traced {_name(calling)} with {_examples(calling)}.")
+        raise
+
+
+def _trace_with_numbers(
+    calling: Calling, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Graph:
+    """The graph, with numbers static if the step needs their values."""
     numbers = calling.call.numbers
     if not numbers:
         return build_graph(calling, calling.call.leaves)
@@ -66,6 +86,45 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
         calling = calling_of(fn, args, kwargs, static_numbers=frozenset(numbers))
         graph = build_graph(calling, calling.call.leaves)
     return _with_fewest_static(fn, args, kwargs, numbers, graph)
+
+
+def _refuse_malformed_arrays(calling: Calling) -> None:
+    """Raise `CaptureError` for examples that no array can look like, which JAX would refuse without
+    their names; all at once.
+    """
+    faults = []
+    for path, leaf in zip(calling.call.paths, calling.call.leaves, strict=True):
+        sizes = tuple(leaf.shape)
+        if not all(isinstance(n, int | np.integer) and n >= 0 for n in sizes):
+            faults.append(f"{path} has the shape {sizes}; sizes are whole numbers from 0")
+        if getattr(leaf.dtype, "kind", "") in _KINDS_OF_NUMPY_ALONE:
+            faults.append(f"{path} has the dtype {leaf.dtype}, which JAX does not have")
+    if faults:
+        raise CaptureError(
+            f"{_name(calling)} cannot be traced with these example arguments:"
+            + "".join(f"\n  - {fault}" for fault in faults[:_MOST_LISTED])
+            + (f"\n  - and {n} more" if (n := len(faults) - _MOST_LISTED) > 0 else "")
+            + "\nA plan is made for the shapes and dtypes that the step will run with. Pass arrays,"
+            " or shapes such as jax.ShapeDtypeStruct((16, 65), jnp.float32)."
+        )
+
+
+def _name(calling: Calling) -> str:
+    return getattr(calling.fn, "__name__", type(calling.fn).__name__)
+
+
+def _examples(calling: Calling) -> str:
+    """The last example arguments, mostly the batch, as they were understood."""
+    call = calling.call
+    arrays = [
+        f"{path} {leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
+        for path, leaf in zip(call.paths, call.leaves, strict=True)
+    ]
+    others = [
+        f"{path}, a {type(value).__name__} and no array"
+        for path, (_, value) in zip(call.static_paths, call.statics, strict=True)
+    ]
+    return "; ".join([*arrays[-_MOST_LISTED:], *others[-_MOST_LISTED:]])
 
 
 def _with_fewest_static(
@@ -178,7 +237,7 @@ def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
         [Output(path=p, value=v) for p, v in zip(calling.out_paths, body.outputs, strict=True)]
     )
     return Graph(
-        name=getattr(calling.fn, "__name__", type(calling.fn).__name__),
+        name=_name(calling),
         values=values,
         ops=ops,
         body=body,

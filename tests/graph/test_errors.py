@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from graph.step_base import batch, mlp_params, mse, sgd
 
+import aliquot as aq
 from aliquot.core import CaptureError, InputError
 from aliquot.graph import capture, evaluate
 
@@ -23,6 +25,46 @@ def test_no_function():
 def test_no_arrays():
     with pytest.raises(CaptureError, match="train_step was given no arrays"):
         capture(train_step)
+
+
+def test_arrays_that_cannot_be_are_refused_by_name():
+    wrong = {
+        "x": jax.ShapeDtypeStruct(("16", 65), jnp.float32),
+        "y": jax.ShapeDtypeStruct((-1, 65), jnp.float32),
+        "z": np.array(["a"]),
+    }
+    with pytest.raises(CaptureError) as caught:
+        capture(train_step, mlp_params(), wrong)
+    for said in (
+        "batch.x has the shape ('16', 65); sizes are whole numbers from 0",
+        "batch.y has the shape (-1, 65)",
+        "batch.z has the dtype <U1, which JAX does not have",
+        "such as jax.ShapeDtypeStruct((16, 65), jnp.float32)",
+    ):
+        assert said in str(caught.value)
+    with pytest.raises(CaptureError, match=r"w has the shape \(2\.0,\)"):
+        aq.parallelize(train_step, method=aq.DataParallel())(
+            {"w": jax.ShapeDtypeStruct((2.0,), "float32")}, batch()
+        )
+
+
+def test_a_note_says_what_the_step_was_given():
+    with pytest.raises(TypeError) as caught:
+        capture(train_step, mlp_params(), {"x": jnp.ones((3, 5)), "y": "text"})
+    (note,) = [note for note in caught.value.__notes__ if "aliquot" in note]
+    assert note.endswith("batch.x float32[3, 5]; batch.y, a str and no array.")
+
+
+def test_a_batch_without_rows_has_nothing_to_split():
+    none = jax.tree.map(lambda a: jax.ShapeDtypeStruct((0, *a.shape[1:]), a.dtype), batch())
+    with pytest.raises(InputError, match="has no rows, .* over 8 devices. Pass .* such as 8"):
+        aq.plan(
+            train_step,
+            mlp_params(),
+            none,
+            cluster=aq.Cluster.preset("8xcpu"),
+            method=aq.DataParallel(),
+        )
 
 
 def test_collectives_over_devices():

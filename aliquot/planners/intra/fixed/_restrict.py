@@ -207,6 +207,11 @@ def _refuse_batch(problem: Problem, priced: Priced, kinds: Kinds) -> None:
         f"A batch of {total} ({batch.path} has {size} rows{per}) cannot be split over {devices}"
         " devices"
     )
+    if not size:
+        raise InputError(
+            f"{batch.path} has no rows, so that there is nothing to split over {devices} devices."
+            f" Pass a batch of the size that the step will run with, such as {devices}."
+        )
     if size % devices == 0:
         raise InputError(_why_regrouped(problem, priced, kinds, asked, devices))
     below = total - total % (devices * count)
