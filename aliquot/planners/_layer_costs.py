@@ -409,8 +409,13 @@ def _chain(
     # cannot be deferred.
     weight_gradient = np.where(recomputes & can_run, 0.0, figures("deferrable_s") * scale)
     deferred_bytes = np.where(recomputes & can_run, 0.0, figures("deferred_bytes") * scale)
+    # Names of the layers that others are copies of would not tell these apart.
+    are_copies = len(set(units)) < len(units)
     return Chain(
-        unit_names=tuple(step.layers.names[unit] for unit in units),
+        unit_names=tuple(
+            f"layers[{k}]" if are_copies else step.layers.names[unit]
+            for k, unit in enumerate(units)
+        ),
         options=tuple(options),
         num_micro_batches=count,
         forward_s=forward,

@@ -257,7 +257,6 @@ def _solve_stages(
     if peak > limit:
         return peak
     first_of = {k: members[0] for members in groups for k in members}
-    names = chain.unit_names if split is None else [f"layers[{k}]" for k in range(chain.num_units)]
     return Decision(
         method=method.inter.method,
         planner=f"{type(method.inter).__name__}, each stage by {method.intra.name}",
@@ -266,7 +265,7 @@ def _solve_stages(
                 solved[k][0],
                 first_device=choice.first_device,
                 first_layer=choice.first_unit,
-                layer_names=tuple(names[choice.first_unit : choice.last_unit]),
+                layer_names=chain.unit_names[choice.first_unit : choice.last_unit],
                 recompute=options[k].recompute,
                 like=first_of[k] if first_of[k] != k else None,
             )

@@ -21,6 +21,7 @@ from ..planners import (
     PipeshardParallel,
     Progress,
     ShardParallel,
+    layer_starts,
 )
 from ..plans import ModelReference, Plan
 from ..zoo import Inference, Workload, build, build_inference
@@ -28,7 +29,6 @@ from ._suite import Case
 
 # Blocks of the zoo's models: Alpa's layers are equal groups of them.
 _BLOCKS = "params.layers[*]"
-_BLOCK = re.compile(r"layers\[(\d+)\]")
 _BLOCK_PARAMETER = re.compile(r".*\bparams\.layers\[(\d+)\]")
 # More than any device has, but finite.
 _AMPLE_BYTES = 1e15
@@ -244,11 +244,7 @@ def stage_bounds(groups: Sequence[int], unit_names: Sequence[str]) -> tuple[tupl
     Raises:
         InputError: there are more stages than blocks.
     """
-    starts: dict[int, int] = {}
-    for unit, name in enumerate(unit_names):
-        if found := _BLOCK.search(name):
-            starts.setdefault(int(found[1]), unit)
-    blocks = sorted(starts)
+    blocks = layer_starts(unit_names)
     if len(groups) > len(blocks):
         raise InputError(f"{len(groups)} stages need as many blocks, and there are {len(blocks)}.")
     firsts, done, least = [0], 0, 1
@@ -256,6 +252,6 @@ def stage_bounds(groups: Sequence[int], unit_names: Sequence[str]) -> tuple[tupl
         done += group
         wanted = round(done * len(blocks) / sum(groups))
         block = min(max(wanted, least), len(blocks) - (len(groups) - k))
-        firsts.append(starts[blocks[block]])
+        firsts.append(blocks[block])
         least = block + 1
     return tuple(zip(firsts, [*firsts[1:], len(unit_names)], strict=True))

@@ -8,6 +8,7 @@ from ._base import check_chains as check_chains
 from .bottleneck import Bottleneck as Bottleneck
 from .grid import EqualStages as EqualStages
 from .grid import Grid as Grid
+from .grid import layer_starts as layer_starts
 from .manual import ManualStages as ManualStages
 from .stages import StageDP as StageDP
 from .stages import Streaming as Streaming

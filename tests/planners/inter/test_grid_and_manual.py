@@ -6,7 +6,7 @@ import pytest
 from planners.inter.chains import even_chain
 
 from aliquot.core import InfeasibleError, InputError, PlanMismatchError
-from aliquot.planners.inter import Grid, ManualStages
+from aliquot.planners.inter import EqualStages, Grid, ManualStages
 
 
 def test_a_grid_is_regular():
@@ -15,6 +15,28 @@ def test_a_grid_is_regular():
     sizes = [s.last_unit - s.first_unit for s in plan.stages]
     assert max(sizes) - min(sizes) <= 1 and sum(sizes) == 10
     assert plan.schedule == "1f1b" and plan.lower_bound_s is None and plan.gap is None
+
+
+@pytest.mark.parametrize(
+    ("names", "chunks", "wanted"),
+    [
+        # Megatron-LM's stages: as many layers each, the embedding in front, norm and head behind.
+        ("embed l[0] l[1] norm loss head", 1, [(0, 2), (2, 6)]),
+        ("embed table l[0] l[1] l[2] l[3] head", 1, [(0, 4), (4, 7)]),
+        # A layer that is cut inside stays whole.
+        ("l[0] l[0] l[0] l[1] head", 1, [(0, 3), (3, 5)]),
+        ("h_0 h_1 h_2 h_3 h_4 head", 1, [(0, 2), (2, 6)]),
+        ("embed l[0] l[1] l[2] norm head", 2, [(0, 2), (2, 3), (3, 6)]),
+        # With too few layers, and without numbered ones, by units.
+        ("embed l[0] norm head", 1, [(0, 2), (2, 4)]),
+        ("stem w1 b c d x[2]", 1, [(0, 3), (3, 6)]),
+    ],
+)
+def test_stages_have_equal_numbers_of_layers(names, chunks, wanted):
+    units = tuple(names.split())
+    chain = replace(even_chain(len(units), devices=2), unit_names=units)
+    stages = EqualStages(data=1, tensor=1, num_submeshes=2, chunks=chunks).solve([chain]).stages
+    assert [(s.first_unit, s.last_unit) for s in stages] == wanted
 
 
 def test_a_grid_takes_the_fastest_that_fits():

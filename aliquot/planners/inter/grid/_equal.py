@@ -1,4 +1,4 @@
-"""`EqualStages`: a given number of stages, all with equally many units and the given degrees."""
+"""`EqualStages`: a given number of stages, all with equally many layers and the given degrees."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class EqualStages(AbstractInter):
     """Stages of equal depth with given degrees of data and tensor parallelism, 1f1b or, with
     several stages on each submesh, interleaved-1f1b: a layout that is given, not searched.
 
-    If the number of stages does not divide the units, later stages have one more. If there are more
-    stages than units, the last submeshes have one stage less. Stages recompute if they do not fit
+    As in `Grid`, layers are numbered modules, with what precedes the first and follows the last. If
+    the number of stages does not divide the layers, later stages have one more. If there are more
+    stages than layers, the last submeshes have one stage less. Stages recompute if they do not fit
     otherwise, and of several numbers of micro-batches the fastest is taken.
 
     Attributes:

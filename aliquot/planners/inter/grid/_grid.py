@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
 from .._simulated import fastest, simulated, worth_simulating
 
 GRID_SCHEDULE = "1f1b"
+# A numbered module, as layers are named by their parameters: "params.layers[3]", "h_3".
+_NUMBERED = re.compile(r"(\S*?)(\d+)\]?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +35,8 @@ class Grid(AbstractInter):
     by 1f1b.
 
     All options that state `dp` and `tp` are tried, recomputing or not, with every number of
-    micro-batches given. Where the number of stages does not divide the units, later stages have one
-    more. A baseline: it proves no bound.
+    micro-batches given. Stages have equal numbers of layers (see `layer_starts`); where their
+    number does not divide the layers, later stages have one more. A baseline: it proves no bound.
 
     Attributes:
         simulated: the number of best plans by closed form that are simulated; the fastest is the
@@ -93,32 +96,55 @@ def layouts(
     """All regular plans that can run, with or without enough memory.
 
     Args:
-        chunks: stages of each submesh; where units are too few for that, the last submeshes have
+        chunks: stages of each submesh; where layers are too few for that, the last submeshes have
             one less.
     """
+    layers = layer_starts(chain.unit_names)
     for k, option in enumerate(chain.options):
         # Only options that state their degrees form a grid.
         if option.dp is None or option.tp is None:
             continue
         submeshes, remainder = divmod(chain.num_devices, option.num_devices)
         fewest = submeshes if chunks == 1 else submeshes * (chunks - 1) + 1
-        if remainder or chain.num_units < fewest:
+        # With fewer layers than stages, stages begin at any unit.
+        starts = layers if len(layers) >= fewest else range(chain.num_units)
+        if remainder or len(starts) < fewest:
             continue
-        count = min(submeshes * chunks, chain.num_units)
-        stages = _equal_stages(chain, k, count, schedule, submeshes)
+        count = min(submeshes * chunks, len(starts))
+        edges = [*(starts[stage * len(starts) // count] for stage in range(count)), chain.num_units]
+        stages = _equal_stages(chain, k, edges, schedule, submeshes)
         if stages and not find_stage_faults(
             chain, stages, schedule, num_submeshes=submeshes, check_memory=False
         ):
             yield judge_stages(chain, stages, schedule, num_submeshes=submeshes)
 
 
-def _equal_stages(
-    chain: AbstractChain, option: int, count: int, schedule: str, submeshes: int
-) -> list[StageChoice]:
-    """Equal stages under one option, within the memory limit if possible; none if the option cannot
-    run them.
+def layer_starts(unit_names: Sequence[str]) -> Sequence[int]:
+    """The units at which layers begin. Modules that are numbered count as layers, as in
+    Megatron-LM: what precedes the first, such as an embedding, belongs to it, and what follows a
+    layer, such as norm and head, to that layer. Every unit is a layer if no modules are numbered.
+
+    >>> layer_starts(["embed", "layers[0]", "layers[1]", "layers[1]", "layer 4", "norm", "head"])
+    [0, 2]
     """
-    edges = [stage * chain.num_units // count for stage in range(count + 1)]
+    found = [_NUMBERED.fullmatch(name) for name in unit_names]
+    numbers: dict[str, set[str]] = {}
+    for match in filter(None, found):
+        numbers.setdefault(match[1], set()).add(match[2])
+    layers: dict[str, int] = {}
+    for unit, match in enumerate(found):
+        if match and len(numbers[match[1]]) > 1:
+            layers.setdefault(match[0], unit)
+    return [0, *list(layers.values())[1:]] if layers else range(len(unit_names))
+
+
+def _equal_stages(
+    chain: AbstractChain, option: int, edges: Sequence[int], schedule: str, submeshes: int
+) -> list[StageChoice]:
+    """Stages between edges under one option, within the memory limit if possible; none if the
+    option cannot run them.
+    """
+    count = len(edges) - 1
     in_flight = chain_in_flight(schedule, chain.num_micro_batches, count, submeshes)
     placement = SCHEDULES[schedule].placement(count, submeshes)
     size = chain.options[option].num_devices
