@@ -29,7 +29,7 @@ from .planners import (
     Task,
     WholeProgram,
 )
-from .plans import ModelReference, Plan
+from .plans import ModelReference, Plan, examples_per_step
 
 # Limits of the searches for remedies, which are coarser than those of other plans.
 _RELATIVE_GAP = 0.02
@@ -269,8 +269,10 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
     fitting.sort(key=lambda pair: pair[1].step_time_s)
     width = max((len(each.change) for each in remedies), default=0)
     lines = ["Tried, and fits:"] if fitting else []
+    batches = {examples_per_step(each.plan) for each in remedies if each.plan is not None}
     lines += [
-        f"  {each.change:{width}}  {format_seconds(prediction.step_time_s)} a step, "
+        f"  {each.change:{width}}  {format_seconds(prediction.step_time_s)} a step"
+        f"{f' of {examples_per_step(each.plan)}' if each.plan and len(batches) > 1 else ''}, "
         f"{format_bytes(prediction.peak_memory_bytes)} on each device"
         for each, prediction in fitting
     ]

@@ -183,7 +183,11 @@ def plan_variants(
             )
             continue
         if best and least_compute_s(task(variant).problem(1)) >= to_beat_s:
-            tried.append(_tried(variant, outcome="slower: its compute alone takes as long"))
+            tried.append(
+                _tried(
+                    variant, outcome="slower: its compute alone takes as long as the chosen plan"
+                )
+            )
             continue
         used, since = how, time.perf_counter()
         if isinstance(how, (Auto, WholeProgram)):

@@ -15,7 +15,8 @@ def layer_names(
     starts: Sequence[int], ends: Sequence[int], users: Sequence[Sequence[str]]
 ) -> tuple[str, ...]:
     """Names of layers: the rows of the stacked parameters that a layer uses first, the numbered
-    module with most of its parameters, or the common part of their paths.
+    module with most of its parameters, or the common part of their paths. Without parameters of its
+    own, the last is called "output", and others are parts of the layer before.
     """
     seen: set[str] = set()
     names = []
@@ -36,5 +37,6 @@ def layer_names(
                 if numbered
                 else os.path.commonprefix(new_paths).rstrip(".[")
             )
-        names.append(common or f"layer {number}")
+        is_last = number == len(starts) - 1
+        names.append(common or ("output" if is_last else names[-1] if names else "input"))
     return tuple(names)

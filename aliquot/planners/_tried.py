@@ -55,6 +55,7 @@ def tried_counts(
             "slower, as estimated from its layers"
             if slower
             else "not searched: limit on numbers of micro-batches"
+            + ("; estimated from its layers" if promised else "")
         ),
     )
 

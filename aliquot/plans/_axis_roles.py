@@ -151,8 +151,9 @@ def _role_of(axis: _Axis) -> str:
     if computed > _MOST:
         what = "expert" if of_experts else "tensor"
         also = f", experts {_sharded(expert)}" if expert else ""
-        batch = "sharded, too" if names else "replicated"
-        return f"{what} parallel: parameters {_sharded(computed)}{also}, batch {batch}"
+        split = f"the batch is split over {axis.name}, too, outside of products with them"
+        batch = f"; {split}" if names else ", batch replicated"
+        return f"{what} parallel: parameters {_sharded(computed)}{also}{batch}"
     if axis.name in axis.stage.data_axes and not names:
         return "data parallel"
     state = axis.share("optimizer_state", axis.splits)
@@ -199,7 +200,7 @@ def _role_of_data(axis: _Axis, words: str, stored: float, expert: float) -> str:
 def _sharded(share: float) -> str:
     if share < _NOTHING:
         return "replicated"
-    return "sharded" if share > 1 - _NOTHING else f"sharded ({share:.0%})"
+    return "sharded" if share > 1 - _NOTHING else f"sharded ({share:.0%} of bytes)"
 
 
 def _is_expert(array: ArrayInterface) -> bool:

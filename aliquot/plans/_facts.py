@@ -11,9 +11,11 @@ from ._idle_hosts import idle_devices, plan_devices
 from ._plan import Plan
 from ._stage_text import meshes
 from ._streaming import has_gradients, time_between_calls_s
-from ._summary import summary_rows
+from ._summary import chosen_candidate, mesh_of, summary_rows
 
 _ROUNDING = 1e-6
+# Stages whose shares of waiting differ by less are said to wait alike.
+_ALIKE = 0.02
 # A bound on a schedule's closed form holds for the closed form alone: a simulation may lie on
 # either side of it.
 _CLOSED_FORM = "closed forms of "
@@ -122,7 +124,12 @@ def time_parts(plan: Plan) -> str:
     behind += f"; {format_seconds(p.gradient_s)} are for gradients" if p.gradient_s else ""
     if not p.hidden_s:
         # All of it is exposed.
-        parts = [("communication", p.communication_s), ("gradient communication", p.gradient_s)]
+        # Of stages, what overlaps with compute is left out of both.
+        exposed = "exposed " if is_pipeline(plan) else ""
+        parts = [
+            (f"{exposed}communication", p.communication_s),
+            (f"{exposed}gradient communication", p.gradient_s),
+        ]
         communicated = "".join(f" + {format_seconds(s)} {name}" for name, s in parts if s)
         behind = ""
     copied = ""
@@ -138,11 +145,21 @@ def time_parts(plan: Plan) -> str:
         if is_pipeline(plan) or p.bubble_s
         else ""
     )
-    whose = "stage" if plan.num_submeshes == len(plan.stages) else "submesh"
-    busiest = f" (of the busiest {whose})" if is_pipeline(plan) else ""
     return (
         f"{format_seconds(p.step_time_s)} = {format_seconds(p.compute_s)} compute"
-        f"{communicated}{copied}{bubble}{busiest}{behind}"
+        f"{communicated}{copied}{bubble}{_busiest(plan) if is_pipeline(plan) else ''}{behind}"
+    )
+
+
+def _busiest(plan: Plan) -> str:
+    """Whose parts add up to the step time of a pipeline, and how long the others wait."""
+    whose = "stage" if plan.num_submeshes == len(plan.stages) else "submesh"
+    shares = [stage.prediction.bubble for stage in plan.stages if stage.prediction]
+    if not shares or max(shares) - min(shares) < _ALIKE:
+        return f" (of the busiest {whose})"
+    number = shares.index(min(shares)) % plan.num_submeshes
+    return (
+        f" (of {whose} {number}, the busiest; others wait for up to {max(shares):.0%} of the step)"
     )
 
 
@@ -168,7 +185,7 @@ def bound(plan: Plan) -> str:
         others = (
             "" if plan.method == "auto" else f"; --method auto compares {plan.method} with others"
         )
-        return f"no lower bound{others}"
+        return f"{_bound_of_chosen(plan)}{others}"
     if p.bound_holds_for.startswith(_CLOSED_FORM):
         return _bound_of_closed_forms(plan, p.lower_bound_s)
     scope = _SCOPES.get(p.bound_holds_for, p.bound_holds_for)
@@ -180,6 +197,17 @@ def bound(plan: Plan) -> str:
     if p.gap is not None:
         text += f"; this plan is at most {p.gap:.2%} above it"
     return text if p.status == _WITHIN_GAP else f"{text}; {p.status}"
+
+
+def _bound_of_chosen(plan: Plan) -> str:
+    """The bound among plans of the candidate that was chosen, if that is all that is known."""
+    chosen = chosen_candidate(plan)
+    known = {} if chosen is None else plan.provenance.candidates[chosen]
+    least_s = known.get("lower_bound_s")
+    if not isinstance(least_s, int | float) or not least_s:
+        return "no lower bound"
+    mesh = f" on mesh {mesh_of(known)}" if mesh_of(known) else ""
+    return f"lower bound {format_seconds(least_s)} among plans of {known.get('name')}{mesh} alone"
 
 
 def _is_proven(plan: Plan) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..core import format_bytes, format_seconds
 from ._arrays import ArrayGroup, format_dims, grouped_arrays, without_moments
@@ -15,7 +16,7 @@ from ._facts import is_pipeline, memory_parts
 from ._plan import Plan
 from ._section import Section, SectionKind
 from ._stage_text import equal_stages, stage_numbers, stage_table
-from ._summary import chosen_candidate, mesh_of
+from ._summary import chosen_candidate, is_as_fast, mesh_of
 
 _MOMENTS_LEFT_OUT = "; optimizer state sharded like its parameters is left out"
 
@@ -81,7 +82,7 @@ def _tried(plan: Plan, most: int) -> Section:
     """Plans that the search tried: the fastest first, those that it did not price last."""
     chosen = chosen_candidate(plan)
     priced = [
-        (_number(c.get("step_time_s")), {**c, "outcome": "chosen"} if number == chosen else c)
+        (_number(c.get("step_time_s")), _told(plan, c, number == chosen))
         for number, c in enumerate(plan.provenance.candidates)
     ]
     priced.sort(key=lambda pair: float("inf") if pair[0] is None else pair[0])
@@ -107,6 +108,16 @@ def _tried(plan: Plan, most: int) -> Section:
     section = replace(section, remarks=tuple(explained_methods(row[0] for row in section.rows)))
     has_bounds = any(row[3] for row in section.rows)
     return section if has_bounds else section.columns((0, 1, 2, 4))
+
+
+def _told(plan: Plan, candidate: dict[str, Any], is_chosen: bool) -> dict[str, Any]:
+    """A candidate with its outcome as it is told: none is slower by what times do not show."""
+    step_s = _number(candidate.get("step_time_s"))
+    if is_chosen:
+        return {**candidate, "outcome": "chosen"}
+    if step_s and candidate.get("outcome") == "slower" and is_as_fast(plan, step_s):
+        return {**candidate, "outcome": "as fast as the chosen"}
+    return candidate
 
 
 def explained_methods(names: Iterable[str]) -> list[str]:

@@ -83,8 +83,8 @@ def _remarks(plan: Plan) -> list[str]:
 def short_layers(names: Sequence[str]) -> str:
     """Names of layers without the common part of their paths, consecutive numbers as a range.
 
-    >>> short_layers(["params.layers[0]", "params.layers[1]", "params.layers[2]", "layer 3"])
-    'layers[0..2], layer 3'
+    >>> short_layers(["params.layers[0]", "params.layers[1]", "params.layers[2]", "output"])
+    'layers[0..2], output'
     >>> short_layers(["layers[0:4]", "layers[4:8]"])
     'layers[0:8]'
     """

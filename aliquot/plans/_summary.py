@@ -19,6 +19,8 @@ from ._throughput import throughput
 
 _MOST_KINDS = 3
 _HIDDEN_AS_ROUNDING = 0.0005
+# Parts of the step time below this share would be told as 0%.
+_TOLD = 0.005
 # Fused attention of the zoo's models, by the names in their settings.
 _ATTENTION = {
     "cudnn": "fused, in cuDNN's kernel: no scores in memory",
@@ -161,6 +163,7 @@ def _largest_costs(plan: Plan) -> str:
     return "; ".join(
         f"{name} {seconds / p.step_time_s:.0%}{f', most of it {behind}' if behind else ''}"
         for name, seconds, behind in largest
+        if seconds >= _TOLD * p.step_time_s
     )
 
 
@@ -189,24 +192,29 @@ def runner_up(plan: Plan) -> str:
         return ""
     seconds, name = min(others)
     extra_s = seconds - chosen_s
-    if abs(extra_s) <= _HIDDEN_AS_ROUNDING * chosen_s:
+    if is_as_fast(plan, seconds):
         return f"{name}, as fast within {_HIDDEN_AS_ROUNDING:.2%}"
     sign = "+" if extra_s > 0 else "-"
     return f"{name}: {format_seconds(seconds)}, {sign}{format_seconds(abs(extra_s))} a step"
 
 
+def is_as_fast(plan: Plan, seconds: float) -> bool:
+    """Whether a step time equals the plan's but for what is hidden as rounding."""
+    chosen_s = plan.prediction.step_time_s
+    return abs(seconds - chosen_s) <= _HIDDEN_AS_ROUNDING * chosen_s
+
+
 def chosen_candidate(plan: Plan) -> int | None:
     """Position of the plan itself among the candidates of its search; None if it is not there."""
     chosen_s = plan.prediction.step_time_s
+    mesh = "x".join(map(str, plan.stages[0].mesh_shape)) if plan.stages else ""
     near = [
-        (number, candidate)
+        (mesh_of(candidate) != mesh, abs(seconds - chosen_s), number)
         for number, candidate in enumerate(plan.provenance.candidates)
         if isinstance(seconds := candidate.get("step_time_s"), int | float)
-        and abs(seconds - chosen_s) <= _HIDDEN_AS_ROUNDING * chosen_s
+        and is_as_fast(plan, seconds)
     ]
-    mesh = "x".join(map(str, plan.stages[0].mesh_shape)) if plan.stages else ""
-    on_its_mesh = [number for number, candidate in near if mesh_of(candidate) == mesh]
-    return next(iter([*on_its_mesh, *(number for number, _ in near)]), None)
+    return min(near)[2] if near else None
 
 
 def _named(candidate: dict[str, Any]) -> str:

@@ -231,7 +231,7 @@ def recommendation(comparison: Comparison) -> list[str]:
     equal = [c for c in others if comparison.seconds(c) <= (1 + _EQUAL) * best_s]
     if equal:
         names = ", ".join(name_of(c, comparison) for c in equal)
-        said.append(f"As fast within {_EQUAL:.1%}: {names}. Take the simplest of these.")
+        said.append(f"As fast within {_EQUAL:.1%}: {names}; any of these will do.")
         others = others[len(equal) :]
     if others and best_s:
         second = others[0]
@@ -240,9 +240,9 @@ def recommendation(comparison: Comparison) -> list[str]:
         if error is None:
             said.append(f"{lead}; how far predictions are off here is not known, so measure both.")
         elif behind <= error.error_of_90_percent:
-            said.append(f"{lead}: less than that error, so measure both, or take the simpler one.")
+            said.append(f"{lead}: within these errors, so measure both, or take the simpler one.")
         else:
-            said.append(f"{lead}: more than that error.")
+            said.append(f"{lead}: beyond these errors.")
     costs = [(cost, c) for c in planned if (cost := comparison.cost(c)) is not None]
     if costs:
         cost, cheapest = min(costs, key=lambda item: item[0])

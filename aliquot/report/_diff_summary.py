@@ -14,6 +14,7 @@ from ..plans import (
     examples_per_step,
     fact_rows,
     idle_parts,
+    is_pipeline,
     memory_parts,
     mfu,
     tokens_per_step,
@@ -116,7 +117,8 @@ def _cluster(plan: Plan) -> str:
 
 def _times(before: Plan, after: Plan) -> Iterator[Row]:
     named = [_seconds(plan) for plan in (before, after)]
-    for name in named[0]:
+    # Of stages, only the communication that is exposed is known.
+    for name in (name for name in named[0] if name in named[1]):
         first, second = (rows[name] for rows in named)
         if first or second:
             yield name, format_seconds(first), format_seconds(second), _relative(first, second)
@@ -140,16 +142,19 @@ def _seconds(plan: Plan) -> dict[str, float]:
     """
     p = plan.prediction
     transfers_s, bubble_s = idle_parts(plan)
+    whole = {
+        "all communication": p.communication_s + p.gradient_s,
+        "of it for gradients": p.gradient_s,
+        "of it overlapped": p.hidden_s,
+    }
     return {
         "step time": p.step_time_s,
         "compute": p.compute_s,
         "exposed communication": p.communication_s + p.gradient_s - p.hidden_s,
         "copies to and from host memory": p.host_transfer_s - p.host_hidden_s,
         "transfers between stages": transfers_s,
-        "pipeline bubble": bubble_s,
-        "all communication": p.communication_s + p.gradient_s,
-        "of it for gradients": p.gradient_s,
-        "of it overlapped": p.hidden_s,
+        "bubble of the busiest stage": bubble_s,
+        **({} if is_pipeline(plan) else whole),
     }
 
 

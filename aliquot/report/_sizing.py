@@ -356,7 +356,7 @@ def sizing_table(sizing: Sizing) -> Group:
         "cluster",
         "method",
         "step",
-        f"{_unit(sizing)}/s each",
+        f"{_unit(sizing)}/s per device",
         "MFU",
         "days",
         "meets deadline",
@@ -378,6 +378,13 @@ def sizing_table(sizing: Sizing) -> Group:
         rows.append([*row, *([_money(o.price_per_hour), _money(o.cost)] if priced else [])])
     right = [2, 3, 4, 5, *([7, 8] if priced else [])]
     rest = [Text(line) for line in explained_methods(row[1] for row in rows)]
+    if choice:
+        rest.append(
+            Text(
+                "Left out: numbers of hosts that do not divide the batch, and fewer hosts, which"
+                " could not be in time."
+            )
+        )
     rest += [Text(f"Prices: {sizing.prices}")] if sizing.prices else []
     return Group(*lines, columns("Planned", header, rows, right=right, narrow=True), *rest)
 

@@ -13,6 +13,7 @@ from aliquot.plans import (
     ArrayInterface,
     CollectiveUse,
     ModelReference,
+    fact_rows,
     grouped_arrays,
     mfu,
     runner_up,
@@ -86,7 +87,11 @@ WEIGHTS = {f"state.params.layers[{k}].w": (("x",), ()) for k in (0, 1)}
             "x (4): tensor parallel: parameters sharded, batch replicated",
         ),
         # The weights are used in pieces, so that their axis is no FSDP, whatever it splits beside.
-        (BATCH | WEIGHTS, (), "x (4): tensor parallel: parameters sharded, batch sharded, too"),
+        (
+            BATCH | WEIGHTS,
+            (),
+            "x (4): tensor parallel: parameters sharded; the batch is split over x, too, outside",
+        ),
         # Weights are gathered and gradients summed: data, though the input itself is whole.
         (
             WEIGHTS,
@@ -156,12 +161,30 @@ def test_the_runner_up_is_the_best_that_was_not_taken():
 def test_what_was_chosen_is_marked_among_what_was_tried():
     tried = (
         {"name": "dp", "mesh": "8", "step_time_s": 0.011, "outcome": "slower"},
+        {"name": "zero3", "mesh": "4x2", "step_time_s": 0.011002, "outcome": "slower"},
         {"name": "shard", "mesh": "4x2", "step_time_s": 0.011, "outcome": "slower"},
         {"name": "zero2", "mesh": "8", "step_time_s": 0.02, "outcome": "slower"},
     )
     text = str(sample_plan(provenance=replace(PROVENANCE, candidates=tried)))
-    outcomes = {line.split()[0]: line.split()[-1] for line in text.splitlines() if " ms  " in line}
-    assert outcomes["shard"] == "chosen" and outcomes["dp"] == outcomes["zero2"] == "slower"
+    rows = [line.split("  ") for line in text.splitlines() if " ms  " in line]
+    outcomes = {row[1]: row[-1] for row in rows}
+    assert outcomes["shard"] == "chosen" and outcomes["zero2"] == "slower"
+    # Times that read alike are not called slower.
+    assert outcomes["dp"] == outcomes["zero3"] == "as fast as the chosen"
+
+
+def test_a_bound_of_the_chosen_alone_is_shown_where_no_other_is_known():
+    tried = (
+        {"name": "dp", "mesh": "8", "step_time_s": 0.02, "lower_bound_s": 0.001},
+        {"name": "zero3", "mesh": "4x2", "step_time_s": 0.011, "lower_bound_s": 0.0105},
+    )
+    plain = replace(PROVENANCE, lower_bound_s=None, gap=None, bound_holds_for="")
+    given = sample_plan(provenance=replace(plain, candidates=tried), method="zero3")
+    assert dict(fact_rows(given))["bound"] == (
+        "lower bound 10.5 ms among plans of zero3 on mesh 4x2 alone; --method auto compares zero3"
+        " with others"
+    )
+    assert dict(fact_rows(sample_plan(provenance=plain)))["bound"].startswith("no lower bound")
 
 
 def test_parts_of_the_time_that_are_nothing_are_left_out():

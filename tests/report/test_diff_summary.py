@@ -29,10 +29,13 @@ def test_two_methods_fit_on_a_screen_with_the_figures_of_the_plans():
     assert found["method"].split() == ["method", "shard", "pipeshard"]
     assert found["stages"].split("  ")[-1].strip() == "4, 1f1b"
     assert found["step time"].split()[2:] == ["11.0", "ms", "21.5", "ms", "+95%"]
-    assert format_seconds(idle_parts(after)[1]) in found["pipeline bubble"]
+    assert format_seconds(idle_parts(after)[1]) in found["bubble of the busiest stage"]
     p = after.prediction
     moved_s = format_seconds(p.communication_s + p.gradient_s)
-    assert found["all communication"].split()[-3:-1] == moved_s.split()
+    assert found["exposed communication"].split()[-3:-1] == moved_s.split()
+    # Of stages, only what is exposed is known.
+    assert "all communication" not in found
+    assert "all communication" in rows(shown(before, replace(before, method="auto")))
     assert text.startswith(
         "a.json is faster: 11.0 ms a step, not 21.5 ms (-49%); memory on each device 2.9 KiB, not "
     )
