@@ -298,7 +298,14 @@ def _counts(
     batch = [graph.values[i.value] for i in graph.inputs if i.role is Role.BATCH]
     shapes = {v.shape for v in batch if len(v.shape) == 2 and "int" in v.dtype}
     examples = max((v.shape[0] for v in batch if v.shape), default=0)
-    steps = tokens / (sum(map(math.prod, shapes)) or examples or 1)
+    of_step = sum(map(math.prod, shapes)) or examples or 1
+    if tokens < of_step:
+        what = "tokens" if shapes else "examples"
+        raise InputError(
+            f"{tokens:g} {what} were asked for, and one step takes {of_step}. Give those of the"
+            " whole training run, such as --tokens 2T."
+        )
+    steps = tokens / of_step
     alone = Task(graph=graph, cluster=wire(f"1x1x{device}", device, 1, 1))
     one_host_s = steps * least_compute_s(alone.problem(1)) / each
     divide = [n for n in range(1, max_hosts + 1) if not examples or examples % n == 0]

@@ -190,6 +190,28 @@ def test_the_table_says_what_shard_is():
     assert str(sizing).count("shard: every operator and array split as an integer program") == 1
 
 
+def test_fewer_tokens_than_those_of_a_step_are_refused():
+    step, *args = mlp((64, 128, 64), 48)
+    variant = Variant(step=step, args=tuple(args))
+    with pytest.raises(aq.InputError, match="2 examples were asked for, and one step takes 48.*2T"):
+        _counts(variant, "H100", 8, 8, 2.0, 1e9)
+
+
+def test_what_is_left_out_is_said_if_some_are_in_time():
+    slow, fast = (
+        Sizing(
+            model="gpt-10m",
+            tokens=1e9,
+            by_s=86_400.0,
+            global_batch=48,
+            options=(option(4, seconds),),
+        )
+        for seconds in (1e6, 1e4)
+    )
+    assert "Left out: numbers of hosts that do not divide the batch, and fewer hosts" in str(fast)
+    assert "Left out" not in str(slow)
+
+
 def test_where_none_is_in_time_the_first_that_would_be_is_named():
     sizing = Sizing(
         model="gpt-10m",
@@ -211,6 +233,7 @@ def test_where_none_is_in_time_the_first_that_would_be_is_named():
     [
         (29.1, "even if steps take 3% longer: less than the expected error (median 7%"),
         (20.0, "even if steps take 50% longer: more than the expected error (median 7%"),
+        (2.0, "even if steps take 15 times as long: more than the expected error (median 7%"),
     ],
 )
 def test_what_is_left_before_the_deadline_stands_beside_the_expected_error(days, wanted):

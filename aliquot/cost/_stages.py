@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..cluster import Cluster
+from ..core import counted
 from ..graph import Graph
 from ..plans import CollectiveUse, Prediction, Schedule, StagePrediction
 from ..sharding import Crossing, NodeId
@@ -308,6 +309,7 @@ def _step_prediction(
         submesh = int(times.peak_bytes.argmax())
     mine = schedule.stages_of(submesh)
     fullest = max(mine, key=lambda k: predictions[k].peak_memory_bytes)
+    kept = counted(int(times.in_flight[fullest]), "micro-batch")
     memory: defaultdict[str, float] = defaultdict(float)
     for k in mine:
         for part, num_bytes in predictions[k].memory_bytes.items():
@@ -337,9 +339,7 @@ def _step_prediction(
         peak_memory_bytes=sum(memory.values()),
         memory_limit_bytes=memory_limit_bytes,
         memory_bytes=dict(memory),
-        peak_moment=(
-            f"stage {fullest}, with {int(times.in_flight[fullest])} micro-batches in flight"
-        ),
+        peak_moment=f"stage {fullest}, with {kept} in flight",
         collectives=tuple(sorted(collectives, key=lambda use: -use.seconds)),
         measured_share=measured.share,
         measured_compute_share=measured.alone_share,

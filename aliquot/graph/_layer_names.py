@@ -19,7 +19,7 @@ def layer_names(
     own, the last is called "output", and others are parts of the layer before.
     """
     seen: set[str] = set()
-    names = []
+    names: list[str] = []
     for number, (a, b) in enumerate(zip(starts, ends, strict=True)):
         new_paths = [p for used in users[a:b] for p in used if p not in seen]
         seen.update(new_paths)

@@ -17,6 +17,7 @@ from ..plans import (
     is_pipeline,
     memory_parts,
     mfu,
+    name_of_part,
     tokens_per_step,
 )
 from ._tables import columns
@@ -25,6 +26,15 @@ from ._tables import columns
 _LAYOUT = ("parallelism", "recomputation", "attention", "micro-batches")
 # Settings that are no part of what a model is, or that are said beside it.
 _SAID = ("recompute", "attention", "model", "global_batch")
+# Parts of the memory without stages, each with that of a stage to which it belongs; others are
+# temporaries.
+_OF_STAGES = {
+    **dict.fromkeys(
+        ("parameters", "optimizer state", "gradients", "other state"), name_of_part("state")
+    ),
+    "activations": "activations in flight",
+    "low-precision copies of parameters": "low-precision copies of parameters",
+}
 # From this ratio on, percentages are harder to read than multiples.
 _MANY = 10
 Row = tuple[str, str, str, str]
@@ -159,8 +169,9 @@ def _seconds(plan: Plan) -> dict[str, float]:
 
 
 def _memory(before: Plan, after: Plan) -> Iterator[Row]:
+    of_stages = is_pipeline(before) or is_pipeline(after)
     named = [
-        {"total": plan.prediction.peak_memory_bytes, **dict(memory_parts(plan))}
+        {"total": plan.prediction.peak_memory_bytes, **_parts(plan, of_stages)}
         for plan in (before, after)
     ]
     for name in dict.fromkeys([*named[0], *named[1]]):
@@ -169,6 +180,17 @@ def _memory(before: Plan, after: Plan) -> Iterator[Row]:
         yield name, texts[0], texts[1], _relative(first, second)
     limits = [plan.prediction.memory_limit_bytes for plan in (before, after)]
     yield "limit", format_bytes(limits[0]), format_bytes(limits[1]), _relative(*limits)
+
+
+def _parts(plan: Plan, of_stages: bool) -> dict[str, float]:
+    """The parts of the memory; beside a pipeline, summed as those of stages are."""
+    if is_pipeline(plan) or not of_stages:
+        return dict(memory_parts(plan))
+    sums: dict[str, float] = {}
+    for name, num_bytes in memory_parts(plan):
+        stages_name = _OF_STAGES.get(name, "temporaries")
+        sums[stages_name] = sums.get(stages_name, 0.0) + num_bytes
+    return sums
 
 
 def _relative(first: float, second: float) -> str:
@@ -181,7 +203,9 @@ def _relative(first: float, second: float) -> str:
 def _rest(changes: PlanDiff) -> str:
     arrays = sum(c.subject.startswith(("input ", "output ")) for c in changes.decisions)
     operators = sum("operator " in c.subject for c in changes.decisions)
+    some = [counted(n, what) for n, what in ((arrays, "array"), (operators, "operator")) if n]
+    are = "is" if arrays + operators < 2 else "are"
     return (
-        f"{counted(arrays, 'array')} and {counted(operators, 'operator')} are split differently;"
-        " --all lists every term, --json as data."
-    )
+        f"{' and '.join(some) or 'nothing'} {are} split differently; --all lists every term, --json"
+        " as data."
+    ).capitalize()

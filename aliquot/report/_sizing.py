@@ -29,6 +29,8 @@ from ._comparison import memory_of
 from ._tables import columns
 
 _DAY_S = 86_400.0
+# From this ratio on, percentages are harder to read than multiples.
+_MANY = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,7 +361,7 @@ def sizing_table(sizing: Sizing) -> Group:
         f"{_unit(sizing)}/s per device",
         "MFU",
         "days",
-        "meets deadline",
+        "in time",
     ]
     header += [f"per hour{unit}", f"cost{unit}"] if priced else []
     rows = []
@@ -395,7 +397,8 @@ def _slack(choice: ClusterOption, by_s: float) -> Iterator[str]:
         return
     slack = by_s / choice.training_s - 1
     error = expected_error(choice.plan)
-    text = f"in time even if steps take {slack:.0%} longer"
+    much = f"{slack:.0%} longer" if slack < _MANY else f"{1 + slack:.0f} times as long"
+    text = f"in time even if steps take {much}"
     if error is None:
         yield f"{text}; how far predictions are off here is not known"
     elif slack <= error.error_of_90_percent:

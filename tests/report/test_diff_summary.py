@@ -3,7 +3,7 @@
 import msgspec
 from sample_plans import sample_pipeline, sample_plan
 
-from aliquot.core import format_seconds
+from aliquot.core import format_bytes, format_seconds
 from aliquot.plans import diff, idle_parts
 from aliquot.report import as_text, summarised
 
@@ -58,3 +58,20 @@ def test_another_recomputation_is_the_same_model():
 
 def test_equal_plans_are_said_to_be_equal():
     assert shown(sample_plan(), sample_plan()) == "a.json and b.json decide and predict the same."
+
+
+def test_parts_of_the_memory_are_summed_as_a_pipeline_keeps_them():
+    before = sample_plan()
+    after = sample_pipeline(interface_fingerprint=before.interface_fingerprint)
+    found = rows(shown(before, after))
+    state = found["parameters, gradients and optimizer state"]
+    p = before.prediction.memory_bytes
+    kept = sum(p.get(name, 0.0) for name in ("parameters", "gradients", "optimizer state"))
+    assert kept and format_bytes(kept) in state and "none" not in state
+    assert "parameters" not in found and "optimizer state" not in found
+    assert "parameters" in rows(shown(before, replace(before, method="auto")))
+
+
+def test_only_what_is_split_differently_is_counted():
+    other = replace(sample_plan(), method="auto")
+    assert "Nothing is split differently; --all" in shown(sample_plan(), other)

@@ -129,8 +129,9 @@ def layer_starts(unit_names: Sequence[str]) -> Sequence[int]:
     """
     found = [_NUMBERED.fullmatch(name) for name in unit_names]
     numbers: dict[str, set[str]] = {}
-    for match in filter(None, found):
-        numbers.setdefault(match[1], set()).add(match[2])
+    for match in found:
+        if match:
+            numbers.setdefault(match[1], set()).add(match[2])
     layers: dict[str, int] = {}
     for unit, match in enumerate(found):
         if match and len(numbers[match[1]]) > 1:
