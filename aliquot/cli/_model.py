@@ -96,7 +96,7 @@ def resolve(name: str, options: ZooOptions, cluster: Cluster) -> Model:
     if options.global_batch is None:
         raise InputError(
             f"{name} needs --global-batch: the number of {config.examples} in a step, over all"
-            " devices."
+            " devices, such as --global-batch 64."
         )
     dtype = options.dtype_for(config, cluster)
     use_precision(dtype)

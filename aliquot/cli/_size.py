@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core import InputError, shortened
+from ..core import ClusterError, InputError, nearest, shortened
 from ._devices import use_host_only
 from ._groups import takes_groups
 from ._interrupts import INTERRUPTED
@@ -64,9 +64,12 @@ def size(
 ) -> None:
     """Find the clusters that train a model in time: the cheapest, or the fewest hosts."""
     with session(as_json) as say:
-        for option, given, such_as in (("--tokens", tokens, "2T"), ("--by", by, "30d")):
-            if not given:
-                raise InputError(f"aliquot size needs {option}, such as {option} {such_as}.")
+        needed = (("--tokens", tokens, "2T"), ("--by", by, "30d"))
+        if lacks := [f"{option} {such_as}" for option, given, such_as in needed if not given]:
+            raise InputError(
+                "aliquot size needs the tokens to train on and the time that they may take: add"
+                f" {' '.join(lacks)}, for example."
+            )
         wanted, by_s = read_count(tokens), read_duration(by)
         from ..cluster import HostPrice, load_prices
 
@@ -150,7 +153,17 @@ def _kinds(
     """The hosts to plan for: those with a price, of one device if it is named."""
     if device is None:
         return list(table)
-    name = read_cluster(device).device.name
+    try:
+        name = read_cluster(device).device.name
+    except ClusterError:
+        if not re.fullmatch(r"[A-Za-z][\w-]*", device):
+            raise
+        from ..cluster import DEVICES
+
+        raise InputError(
+            f"--device {device}: there is no such device:"
+            f" {nearest(device, DEVICES, listed_by='aliquot clusters')}"
+        ) from None
     priced = [host for host in table if host.device == name]
     if given and not priced:
         raise InputError(f"--device {name}: the prices have none for it.")

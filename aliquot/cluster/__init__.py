@@ -4,6 +4,7 @@ called.
 
 from ._attention import Attention as Attention
 from ._attention import attention_of as attention_of
+from ._calibration import REPORTED_BY_PARALLELISM as REPORTED_BY_PARALLELISM
 from ._calibration import Products as Products
 from ._calibration import ReportedSteps as ReportedSteps
 from ._calibration import is_calibrated as is_calibrated

@@ -138,7 +138,7 @@ def _role_of(axis: _Axis) -> str:
     names = axis.of_batch
     stored = axis.share("parameter", axis.splits)
     computed = axis.share("parameter", axis.splits_products_with)
-    expert = axis.share("parameter", axis.splits_products_with, _is_expert)
+    expert = axis.share("parameter", axis.splits_products_with, is_expert)
     dense = axis.share("parameter", axis.splits_products_with, _is_dense)
     sums_gradients = axis.share("parameter", axis.sums_gradient_of, _is_dense) > _MOST
     of_experts = expert > _MOST and dense <= _MOST
@@ -203,9 +203,10 @@ def _sharded(share: float) -> str:
     return "sharded" if share > 1 - _NOTHING else f"sharded ({share:.0%} of bytes)"
 
 
-def _is_expert(array: ArrayInterface) -> bool:
+def is_expert(array: ArrayInterface) -> bool:
+    """Whether an array holds experts, by its path."""
     return "expert" in array.path or "moe" in array.path
 
 
 def _is_dense(array: ArrayInterface) -> bool:
-    return not _is_expert(array)
+    return not is_expert(array)

@@ -16,6 +16,8 @@ from ._summary import chosen_candidate, mesh_of, summary_rows
 _ROUNDING = 1e-6
 # Stages whose shares of waiting differ by less are said to wait alike.
 _ALIKE = 0.02
+# Smaller gaps would be told as 0.00%.
+_LEAST_GAP = 1e-4
 # A bound on a schedule's closed form holds for the closed form alone: a simulation may lie on
 # either side of it.
 _CLOSED_FORM = "closed forms of "
@@ -195,7 +197,8 @@ def bound(plan: Plan) -> str:
         return f"proven optimal{among}; lower bound {lowest}"
     text = f"lower bound {lowest}{among}"
     if p.gap is not None:
-        text += f"; this plan is at most {p.gap:.2%} above it"
+        most = f"at most {p.gap:.2%}" if p.gap >= _LEAST_GAP else f"less than {_LEAST_GAP:.2%}"
+        text += f"; this plan is {most} above it"
     return text if p.status == _WITHIN_GAP else f"{text}; {p.status}"
 
 

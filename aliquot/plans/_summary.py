@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from ..cluster import ReportedSteps, is_calibrated, reported_steps
+from ..cluster import REPORTED_BY_PARALLELISM, ReportedSteps, is_calibrated, reported_steps
 from ..core import format_seconds
-from ._axis_roles import axis_roles, uses_of_stage
+from ._axis_roles import axis_roles, is_expert, uses_of_stage
 from ._plan import Plan
 from ._stage_text import stage_numbers
 from ._throughput import throughput
@@ -95,15 +95,34 @@ def _recomputation(plan: Plan) -> str:
 
 
 def expected_error(plan: Plan) -> ReportedSteps | None:
-    """How far predictions for the plan's devices were from reported steps of one program; None for
-    pipelines, if nothing is known, or if the plan rests on other figures than the catalogue's.
+    """How far predictions were from reported steps: on the plan's devices or, for pipelines, steps
+    with experts, in 8 bits or with a sequence that is split, on all. None if nothing is known, or
+    if the plan rests on other figures than the catalogue's.
     """
     device = plan.cluster.get("device")
-    if len(plan.stages) > 1 or plan.provenance.profiles:
+    if plan.provenance.profiles:
         return None
     if not isinstance(device, dict) or device.get("calibration"):
         return None
-    return reported_steps(str(device.get("name", "")))
+    of_device = reported_steps(str(device.get("name", "")))
+    kind = _kind_of_report(plan)
+    return REPORTED_BY_PARALLELISM.get(kind) if of_device and kind else of_device
+
+
+def _kind_of_report(plan: Plan) -> str:
+    """The kind of a step in `REPORTED_BY_PARALLELISM`; empty if figures of its devices hold."""
+    dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", ""))
+    bits = ", 8 bits" if dtype.startswith(("fp8", "float8")) else ""
+    if any(is_expert(array) for array in plan.inputs if array.role == "parameter"):
+        return "experts"
+    if len(plan.stages) > 1:
+        interleaved = ", interleaved" if plan.num_submeshes < len(plan.stages) else ""
+        return f"pipeline{interleaved}{bits}"
+    batch = [array.path for array in plan.inputs if array.role == "batch"]
+    splits = [stage.shardings.get(path, ()) for stage in plan.stages for path in batch]
+    if any(any(dims[1:]) for dims in splits):
+        return f"context{bits}"
+    return bits and f"data, FSDP{bits}"
 
 
 def _is_data_sheet(plan: Plan) -> bool:

@@ -226,7 +226,7 @@ def recommendation(comparison: Comparison) -> list[str]:
     ]
     error = expected_error(best.plan)
     if error is not None:
-        said.append(f"Errors of step times predicted for these devices: {error}.")
+        said.append(f"Expected error of predicted step times: {error}.")
     best_s = comparison.seconds(best)
     equal = [c for c in others if comparison.seconds(c) <= (1 + _EQUAL) * best_s]
     if equal:
@@ -240,9 +240,9 @@ def recommendation(comparison: Comparison) -> list[str]:
         if error is None:
             said.append(f"{lead}; how far predictions are off here is not known, so measure both.")
         elif behind <= error.error_of_90_percent:
-            said.append(f"{lead}: within these errors, so measure both, or take the simpler one.")
+            said.append(f"{lead}: within that error, so measure both, or take the simpler one.")
         else:
-            said.append(f"{lead}: beyond these errors.")
+            said.append(f"{lead}: beyond that error.")
     costs = [(cost, c) for c in planned if (cost := comparison.cost(c)) is not None]
     if costs:
         cost, cheapest = min(costs, key=lambda item: item[0])

@@ -131,8 +131,11 @@ def test_prices_that_cannot_be_used_say_why(tmp_path, text, message):
 
 
 def test_odd_sizes_are_refused(tmp_path, prices):
-    refused(run("size", *SMALL, "--by", "30d"), "size needs --tokens, such as --tokens 2T")
-    refused(run("size", *SMALL, "--tokens", "2T"), "size needs --by, such as --by 30d")
+    refused(run("size", *SMALL, "--by", "30d"), "time that they may take: add --tokens 2T, for")
+    refused(run("size", *SMALL, "--tokens", "2T"), "time that they may take: add --by 30d, for")
+    refused(run("size", *SMALL), "add --tokens 2T --by 30d, for example")
+    asked = ("--tokens", "2T", "--by", "30d", "--device", "H1000")
+    refused(run("size", *SMALL, *asked), "--device H1000: there is no such device: did you mean")
     refused(run("size", *SMALL, "--tokens", "many", "--by", "30d"), "--tokens 'many'")
     refused(run("size", *SMALL, "--tokens", "2T", "--by", "soon"), "--by 'soon'")
     refused(

@@ -5,12 +5,21 @@ from.
 import dataclasses
 import tomllib
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
-from aliquot.cluster import DEVICES, TARGETS, Products, attention_of, target_for
+from aliquot.cluster import (
+    DEVICES,
+    REPORTED_BY_PARALLELISM,
+    TARGETS,
+    Products,
+    attention_of,
+    target_for,
+)
 from aliquot.core import ClusterError
 
+ACCURACY = Path(__file__).parents[2] / "docs" / "accuracy.md"
 FILES = sorted(
     p
     for p in resources.files("aliquot.cluster").joinpath("calibration").iterdir()
@@ -26,6 +35,19 @@ def test_a_measured_device_has_its_own_figures_and_its_backends_habits():
     assert gpu.overlaps_transfers and not v100.overlaps_transfers
     habits = ("reduce_scatter", "combined_bytes", "usable_memory_fraction")
     assert all(getattr(v100, name) == getattr(gpu, name) for name in habits)
+
+
+def test_errors_by_parallelism_are_those_of_the_documentation():
+    table = ACCURACY.read_text().partition("## By parallelism")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    told = {
+        row[0]: (int(row[2]), row[4], row[5])
+        for row in rows
+        if len(row) > 1 and row[1] == "held out"
+    }
+    for kind, found in REPORTED_BY_PARALLELISM.items():
+        errors = (f"{found.median_error:.0%}", f"{found.error_of_90_percent:.0%}")
+        assert told[kind] == (found.rows, *errors), kind
 
 
 def test_changes_of_a_backend_apply_to_its_calibrated_devices(monkeypatch):

@@ -6,7 +6,7 @@ import dataclasses
 
 import msgspec
 import pytest
-from sample_plans import INPUTS, PREDICTION, PROVENANCE, SPLITS, STAGE, sample_plan
+from sample_plans import INPUTS, PREDICTION, PROVENANCE, SPLITS, STAGE, sample_pipeline, sample_plan
 
 from aliquot.cluster import Cluster
 from aliquot.plans import (
@@ -134,6 +134,34 @@ def test_devices_without_calibration_say_so(spec, said):
     assert "expected error" not in dict(summary_rows(plan))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "12 published steps held"),
+        ({"model": replace(MODEL, flops_dtype="fp8")}, "20 published steps in 8 bits held"),
+        (
+            {"stages": (replace(STAGE, shardings={**SPLITS, "batch.inputs": ((), ("x",))}),)},
+            "15 published steps that split the sequence held",
+        ),
+        (
+            {"inputs": (replace(INPUTS[0], path="state.params.moe.up"), *INPUTS)},
+            "122 published steps with experts held",
+        ),
+    ],
+)
+def test_the_expected_error_is_of_the_same_kind_of_step(changes, said):
+    assert said in dict(summary_rows(sample_plan(**changes)))["expected error"]
+
+
+def test_the_expected_error_of_pipelines_is_that_of_pipelines():
+    straight, chunks = (
+        dict(summary_rows(sample_pipeline(4, **changes)))["expected error"]
+        for changes in ({}, {"num_submeshes": 2, "schedule": "interleaved-1f1b"})
+    )
+    assert straight.endswith("over 18 published pipelines held out of the fit")
+    assert chunks.endswith("over 11 published interleaved pipelines held out of the fit")
+
+
 def test_the_two_largest_costs():
     assert dict(summary_rows(sample_plan()))["largest costs"].startswith(
         "compute 73%; exposed communication 27%"
@@ -185,6 +213,13 @@ def test_a_bound_of_the_chosen_alone_is_shown_where_no_other_is_known():
         " with others"
     )
     assert dict(fact_rows(sample_plan(provenance=plain)))["bound"].startswith("no lower bound")
+
+
+def test_a_gap_that_would_be_told_as_nothing_is_told_as_less_than_that():
+    near = replace(PROVENANCE, gap=1e-6, status="time limit reached")
+    assert "; this plan is less than 0.01% above it" in str(sample_plan(provenance=near)).replace(
+        "\n" + 25 * " ", " "
+    )
 
 
 def test_parts_of_the_time_that_are_nothing_are_left_out():

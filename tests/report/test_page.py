@@ -109,7 +109,7 @@ def test_a_comparison_is_one_page_with_time_memory_money_and_a_recommendation():
     body = ElementTree.fromstring(text[text.index("<body>") : text.index("</html>")])
     said = " ".join("".join(body.itertext()).split())
     assert "Take auto: 11.0 ms a step (predicted)." in said
-    assert "<fsdp> is next, 27.3% slower: beyond these errors." in said
+    assert "<fsdp> is next, 27.3% slower: beyond that error." in said
     assert "median 7%, 90th percentile 11%" in said and "mine.csv" in said
     # Eight sequences of 128 tokens in 11 ms, on a host of 36 USD an hour.
     tokens = aq.plans.tokens_per_step(sample_plan())
@@ -126,7 +126,7 @@ def test_a_lead_within_the_error_is_said_to_be_no_lead():
     near = replace(PREDICTION, step_time_s=PREDICTION.step_time_s * 1.02)
     second = Candidate(method="fsdp", cluster="8xH100", plan=sample_plan(prediction=near))
     two = Comparison(model="m", candidates=(COMPARISON.candidates[0], second))
-    assert "fsdp is next, 2.0% slower: within these errors, so measure both" in compare_page(two)
+    assert "fsdp is next, 2.0% slower: within that error, so measure both" in compare_page(two)
 
 
 def test_candidates_as_fast_as_the_fastest_are_not_ranked():
