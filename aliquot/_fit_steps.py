@@ -114,11 +114,10 @@ def fit_steps(
     if faults:
         raise InputError(f"These steps cannot be planned: {'; '.join(faults)}")
     used, held_out = tables[::2], tables[1::2]
-    share, overlap = _least_error(used)
     target = target_for(cluster.device)
     names = ("sustained_share", "overlap_fraction")
     before = {name: target.figure(name) for name in names}
-    found = {"sustained_share": share, "overlap_fraction": overlap}
+    found = dict(zip(names, _least_error(used, *before.values()), strict=True))
     errors = [_error(held_out, *figures.values()) for figures in (before, found)]
     better = errors[1] < errors[0]
     source = f"{len(used)} measured steps on {cluster.device.name}"
@@ -219,13 +218,21 @@ def _error(tables: Sequence[NDArray[np.float64]], share: float, overlap: float) 
     return float(np.median(np.abs(np.array(found) - 1)))
 
 
-def _least_error(tables: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
-    """The sustained share and the overlap with the least median error; of equal ones, the first of
-    the grid.
+def _least_error(
+    tables: Sequence[NDArray[np.float64]], share_before: float, overlap_before: float
+) -> tuple[float, float]:
+    """The sustained share and the overlap with the least median error; of equal ones, those nearest
+    to the figures before, which stay where steps say nothing about them.
     """
     grid = [
         (float(share), overlap)
         for share in np.linspace(SUSTAINED_SHARES[0], 1.0, 71)
-        for overlap in _OVERLAPS
+        for overlap in sorted({*_OVERLAPS, overlap_before})
     ]
-    return min(grid, key=lambda figures: _error(tables, *figures))
+
+    def badness(figures: tuple[float, float]) -> tuple[float, float, float]:
+        share, overlap = figures
+        error = _error(tables, share, overlap)
+        return error, abs(overlap - overlap_before), abs(share - share_before)
+
+    return min(grid, key=badness)

@@ -55,6 +55,8 @@ FILES = {
 }
 
 
+# Devices whose share is fitted to steps that were measured for it: `gpu_steps.py`.
+MEASURED = ("h100",)
 # What is printed of rows with the figures `PYTORCH_ON_HOPPER`, which are written there by hand.
 OLDER = "PyTorch on Hopper"
 
@@ -145,8 +147,12 @@ def _predict_all(cases: Sequence[Case], left_out: collections.Counter[str]) -> l
 def _predicted(case: Case) -> Row | str:
     """A row, or the reason why there is none."""
     target = TARGETS["gpu"]
-    if case.by_operator:
-        TARGETS["gpu"] = dataclasses.replace(target, repeats_cheap_work=False)
+    TARGETS["gpu"] = dataclasses.replace(
+        target,
+        repeats_cheap_work=target.repeats_cheap_work and not case.by_operator,
+        # Others than JAX have kernels for grouped products on GPUs.
+        groups_products=not case.framework.startswith("MaxText"),
+    )
     try:
         return _predict_pipeline(case) if case.pipeline > 1 else _predict(case)
     except AliquotError as error:
@@ -253,7 +259,7 @@ def _fit(rows: Sequence[Row]) -> tuple[list[Row], dict[str, float]]:
     for file in (*dict.fromkeys(FILES.values()), OLDER):
         mine = [row for row in rows if _fitted_with(row.case) == file]
         some = [row for row in mine if row.case.is_fitted]
-        if not some:
+        if not some or file in MEASURED:
             continue
         errors = [
             np.median([abs(at_share(row.times, s)[0] / row.case.measured_s - 1) for row in some])
@@ -397,8 +403,9 @@ def _write_page(rows: Sequence[Row], left_out: collections.Counter[str]) -> None
         "Step times of training runs that others reported, beside what aliquot predicts for the "
         "same model, cluster, parallelism, recomputation and batch. Rows are split in halves by "
         "source and model family. To one half a figure of each device was fitted, the share of "
-        "single products' speed that whole steps sustain; the other half was held out, and so "
-        "were all pipelines. Two more figures come from reported steps: the share of the peak that "
+        "single products' speed that whole steps sustain (of H100 and H200, to steps that were "
+        "measured on one H100: `gpu_steps`); the other half was held out, and so were all "
+        "pipelines. Two more figures come from reported steps: the share of the peak that "
         "fused attention reaches (of A100, fitted to the same half; of H100, from measured "
         "kernels; of TPUs, from before this split), and the share of "
         "collectives that runs beside compute (one for all GPUs, one for all TPUs). PyTorch's rows "
@@ -408,8 +415,8 @@ def _write_page(rows: Sequence[Row], left_out: collections.Counter[str]) -> None
         "so. Rows with "
         "context parallelism, interleaved pipelines, experts or products of 8 bits are in the"
         " table by "
-        "parallelism alone. Made by `benchmarks/public_steps.py`; nothing here was measured by "
-        "aliquot.",
+        "parallelism alone. Made by `benchmarks/public_steps.py`; none of these rows was measured "
+        "by aliquot.",
     ]
     for title, table in _tables(rows).items():
         lines += ["", f"## {title}", "", *_markdown(table)]

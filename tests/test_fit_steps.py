@@ -44,6 +44,19 @@ def test_the_figures_behind_measured_steps_are_found(truth):
     assert target_for(fit.cluster.device).sustained_share == pytest.approx(0.5, abs=0.02)
 
 
+def test_figures_on_which_the_steps_do_not_depend_stay():
+    """One device sends nothing, so its steps say nothing about what collectives hide behind."""
+    one = Cluster.preset("1xH100")
+    tables = [_planned(step(batch), one) for batch in BATCHES]
+    rows = [
+        step(batch, float(at_share(table, 0.5)[0]))
+        for batch, table in zip(BATCHES, tables, strict=True)
+    ]
+    figures = fit_steps(rows, one).figures
+    assert figures["sustained_share"]["value"] == pytest.approx(0.5, abs=0.02)
+    assert figures["overlap_fraction"]["value"] == target_for(one.device).overlap_fraction
+
+
 def test_figures_that_predict_no_better_are_not_taken(truth):
     """The held-out steps contradict the others, so that the figures before are better."""
     before = target_for(CLUSTER.device).sustained_share

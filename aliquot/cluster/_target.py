@@ -53,6 +53,8 @@ class Target:
             stacks. For GPUs the compiler of JAX 0.10 copies them; that of JAX 0.12 reads rows
             where they lie, so that such loops are priced somewhat too slow with it. False too
             where no compiled program was looked at.
+        groups_products: Whether a grouped product (`ragged_dot`) multiplies each row by the matrix
+            of its group alone; otherwise by those of all groups.
         gathered_ahead: Share of the parameters that are gathered before anything else happens,
             outside of loops, 0 to 1.
         gathers_leading_dim: Whether arrays are gathered along their first dim alone: where another
@@ -116,6 +118,7 @@ class Target:
     zeroes_early: bool
     zeroes_stacks: bool
     copies_rows: bool
+    groups_products: bool
     gathered_ahead: float
     gathers_leading_dim: bool
     combined_bytes: int
@@ -255,6 +258,7 @@ _CPU = Target(
     zeroes_early=False,
     zeroes_stacks=True,
     copies_rows=True,
+    groups_products=False,
     gathered_ahead=0.0,
     gathers_leading_dim=False,
     combined_bytes=0,
@@ -315,6 +319,7 @@ _GPU = Target(
     zeroes_early=True,
     zeroes_stacks=True,
     copies_rows=True,
+    groups_products=False,
     gathered_ahead=0.75,
     gathers_leading_dim=True,
     combined_bytes=30 * 2**20,
@@ -365,6 +370,7 @@ _TPU = Target(
     zeroes_early=False,
     zeroes_stacks=False,
     copies_rows=False,
+    groups_products=True,
     gathered_ahead=0.0,
     gathers_leading_dim=False,
     combined_bytes=0,

@@ -540,7 +540,7 @@ def corrected_work(
     points = None
     if work.flops:
         parts = shards(choices, work.split_by, mesh.shape)
-        flops = work.flops / parts
+        flops = work.flops / parts * (1.0 if target.groups_products else work.ungrouped)
         if work.scores is not None and target.attention is not None:
             peak = device.peak(work.dtype)
             arithmetic_s = attention_seconds(work.scores, flops, parts, target.attention, peak)

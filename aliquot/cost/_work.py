@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..graph import Literal, Phase, Scores
+from ..graph import EXPERTS, ROOM, Literal, Op, Phase, Scores
 from ..sharding import (
     NodeId,
     NodeIndex,
@@ -30,7 +30,8 @@ class Work:
 
     `cast` is None but for casts of parameters, which need not be made again for each micro-batch:
     true of the first ones that have their results, which are then made once a step, and false of
-    others, which are not made at all.
+    others, which are not made at all. Where compilers have no kernel for grouped products, there
+    is `ungrouped` times the arithmetic.
     """
 
     phase: Phase
@@ -43,6 +44,7 @@ class Work:
     scores: Scores | None = None
     is_kernel: bool = False
     cast: bool | None = None
+    ungrouped: float = 1.0
 
     def times(self, repeats: int) -> int:
         """How often it runs in a step of `repeats` micro-batches that keeps casts of parameters."""
@@ -116,8 +118,19 @@ def _product_work(index: NodeIndex, op_class: int) -> tuple[Work, ...]:
             deferrable=op.deferrable,
             scores=rule.scores,
             is_kernel=op.name == "pallas_call",
+            ungrouped=_ungrouped(index, op),
         ),
     )
+
+
+def _ungrouped(index: NodeIndex, op: Op) -> float:
+    """How much more arithmetic an operator of grouped products has as other products: experts
+    multiply all places that they have, and `ragged_dot` each row by the matrices of all groups.
+    """
+    if op.name == "ragged_dot_general":
+        sizes = op.inputs[2]
+        return float(index.cuts.graph.values[sizes].shape[-1]) if isinstance(sizes, int) else 1.0
+    return ROOM if op.name in EXPERTS else 1.0
 
 
 def _moved_bytes(index: NodeIndex, op_class: int) -> int:

@@ -15,7 +15,9 @@ mixture-of-experts", MLSys 2023.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -30,8 +32,8 @@ Activation: TypeAlias = Callable[..., Any]
 FIRST_MATRIX = 3
 """The operand that is the first of the matrices, behind tokens, choices and weights."""
 ROOM = 1.25
-"""Rows for which there is room where experts are split, as a multiple of what devices would send
-each other if all experts were chosen equally often. Other rows take further rounds.
+"""Rows for which there is room, as a multiple of those that each expert would have, or that devices
+would send each other, if all experts were chosen equally often. Other rows take further rounds.
 """
 
 
@@ -121,44 +123,231 @@ def run_experts(
     *matrices: Any,
     activation: Activation,
     wide: str | None = None,
+    room: float = ROOM,
 ) -> Any:
     """The experts that `matrices` hold, in JAX's own operators. Numbers below zero, or above the
     last, stand for experts that are elsewhere: these add nothing.
 
     With `wide`, the dtype of the result, tokens and matrices are 8-bit floats, and their magnitudes
     `(3, matrices)`, as in `experts`, stand behind the matrices.
+
+    Args:
+        room: for how many rows each expert has places at a time, as a multiple of the mean. Rows
+            that find none take further rounds.
     """
-    rows = _Rows(chosen, weights, matrices[0].shape[0])
-    taken = tokens.reshape(-1, tokens.shape[-1])[rows.token]
-    if wide is None:
-        *into, out = matrices
-        pre = [jax.lax.ragged_dot(taken, matrix, rows.sizes) for matrix in into]
-        made = jax.lax.ragged_dot(rows.shared(activation, *pre, rows.shares), out, rows.sizes)
-    else:
-        *into, out, amax = matrices
-        pre = _scaled_products(taken, into, amax, rows.sizes, wide)
+    *held, amax = matrices if wide else (*matrices, None)
+    *into, out = held
+
+    def one_round(rows: _Rows) -> list[Any]:
+        products = _Products(rows, held, amax, wide)
+        taken = rows.of_tokens(tokens)
+        pre = [products.after(k, taken) for k in range(len(into))]
         hidden = rows.shared(activation, *pre, rows.shares)
-        narrow = to_eight_bits(hidden, amax[0, -1], NARROW)
-        (made,) = _scaled_products(narrow, [out], amax[:, -1:], rows.sizes, wide)
-    # Kernels leave undefined what lies behind the last group.
-    by_token = rows.by_choice(rows.only_here(made))
-    total = by_token.astype(jnp.promote_types(made.dtype, jnp.float32)).sum(1)
-    return total.astype(made.dtype).reshape(*tokens.shape[:-1], made.shape[-1])
+        # Kernels leave undefined what lies behind the last group.
+        made = rows.only_here(products.after(len(into), products.narrow(hidden, 0, len(into))))
+        return [_sum_of_choices(rows.by_choice(made))]
+
+    (total,) = _by_round(one_round, chosen, weights, out.shape[0], room)
+    dtype = jnp.dtype(wide or tokens.dtype)
+    return total.astype(dtype).reshape(*tokens.shape[:-1], out.shape[-1])
 
 
+def run_gradients(
+    tokens: Any,
+    chosen: Any,
+    weights: Any,
+    *rest: Any,
+    activation: Activation,
+    wide: str | None = None,
+    room: float = ROOM,
+) -> list[Any]:
+    """The gradients of tokens, weights and matrices, given that of the result as the last
+    argument. With `wide` also the magnitudes that each token had in the experts,
+    `(..., matrices)`: of the gradient of each product by `into`, and of what `out` multiplies.
+    """
+    *matrices, gradient = rest
+    *matrices, amax = matrices if wide else (*matrices, None)
+    *into, out = matrices
+
+    def one_round(rows: _Rows) -> list[Any]:
+        products = _Products(rows, matrices, amax, wide)
+        taken, dmade = rows.of_tokens(tokens), rows.of_tokens(gradient)
+        pre = [rows.only_here(products.after(k, taken)) for k in range(len(into))]
+        hidden, backward = jax.vjp(functools.partial(rows.shared, activation), *pre, rows.shares)
+        *dpre, dshares = backward(rows.only_here(products.before(len(into), dmade)))
+        narrow = [products.narrow(each, 2, k) for k, each in enumerate(dpre)]
+        drows = sum(products.before(k, each) for k, each in enumerate(narrow))
+        hidden8 = products.narrow(hidden, 0, len(into))
+        results = [
+            _sum_of_choices(rows.by_choice(rows.only_here(drows))),
+            rows.by_choice(dshares),
+            *(products.of_matrix(k, taken, each) for k, each in enumerate(narrow)),
+            products.of_matrix(len(into), hidden8, dmade),
+        ]
+        if wide:
+            seen = [jnp.max(jnp.abs(x), -1).astype(jnp.float32) for x in (*dpre, hidden)]
+            results.append(rows.by_choice(jnp.stack(seen, -1)).max(1))
+        return results
+
+    of_tokens, of_weights, *of_matrices = _by_round(
+        one_round, chosen, weights, out.shape[0], room, largest=bool(wide)
+    )
+    results = [
+        of_tokens.astype(jnp.dtype(wide or tokens.dtype)).reshape(tokens.shape),
+        of_weights.reshape(weights.shape),
+        *of_matrices,
+    ]
+    if wide:
+        results[-1] = results[-1].reshape(*tokens.shape[:-1], len(matrices))
+    return results
+
+
+def _by_round(
+    one_round: Callable[[_Rows], list[Any]],
+    chosen: Any,
+    weights: Any,
+    num_experts: int,
+    room: float,
+    *,
+    largest: bool = False,
+) -> list[Any]:
+    """What `one_round` makes of the rows of all experts, added up.
+
+    TPUs have kernels that multiply consecutive rows by one matrix for each group, so rows stand in
+    the order of their experts. Elsewhere such products would multiply each row by all matrices;
+    there each expert has equally many places, and products are batched. Rows that find no place
+    take further rounds: of the last result, with `largest`, the largest counts.
+    """
+    ordered = _Ordered.of(chosen, num_experts)
+    most = chosen.size
+    # Kernels take sizes that are multiples of 16.
+    places = min(most, 16 * math.ceil(room * most / num_experts / 16))
+
+    def grouped(ordered: _Ordered, weights: Any) -> list[Any]:
+        return one_round(_Rows.in_groups(ordered, weights))
+
+    def batched(ordered: _Ordered, weights: Any) -> list[Any]:
+        total = one_round(_Rows.in_places(ordered, weights, places, 0))
+        if places == most:
+            return total
+        rounds = -(-jnp.max(ordered.sizes) // places)
+
+        def turn(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+            number, total = state
+            more = one_round(_Rows.in_places(ordered, weights, places, number))
+            added = [a + b for a, b in zip(total, more, strict=True)]
+            if largest:
+                added[-1] = jnp.maximum(total[-1], more[-1])
+            return number + 1, added
+
+        first = jnp.ones_like(rounds), total
+        return jax.lax.while_loop(lambda state: state[0] < rounds, turn, first)[1]
+
+    total: list[Any] = jax.lax.platform_dependent(ordered, weights, tpu=grouped, default=batched)
+    return total
+
+
+def _sum_of_choices(rows: Any) -> Any:
+    """`(tokens, features)` from `(tokens, top, features)`, in float32 at least."""
+    return rows.astype(jnp.promote_types(rows.dtype, jnp.float32)).sum(1)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["order", "place", "expert", "starts", "sizes"],
+    meta_fields=["top"],
+)
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    """All choices in the order of their experts; those of experts elsewhere come last.
+
+    Attributes:
+        order: `(choices,)`: which choice stands at each place of that order.
+        place: `(choices,)`: where each choice stands.
+        expert: `(choices,)`: of each choice; the number of experts if it is elsewhere.
+        starts, sizes: `(experts,)`: where the choices of each expert begin, and their number.
+        top: choices of each token.
+    """
+
+    order: Any
+    place: Any
+    expert: Any
+    starts: Any
+    sizes: Any
+    top: int
+
+    @staticmethod
+    def of(chosen: Any, num_experts: int) -> _Ordered:
+        expert = chosen.reshape(-1).astype(jnp.int32)
+        is_here = (expert >= 0) & (expert < num_experts)
+        expert = jnp.where(is_here, expert, num_experts)
+        order = jnp.argsort(expert, stable=True)
+        numbers = jnp.arange(order.size, dtype=order.dtype)
+        place = jnp.zeros_like(order).at[order].set(numbers)
+        sizes = jnp.zeros(num_experts + 1, jnp.int32).at[expert].add(1)[:num_experts]
+        starts = jnp.cumsum(sizes) - sizes
+        return _Ordered(order, place, expert, starts, sizes, chosen.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
 class _Rows:
-    """Tokens, once for each expert that they chose, in the order of the experts."""
+    """Rows of tokens, once for each expert that they chose, where products find them.
 
-    def __init__(self, chosen: Any, weights: Any, num_experts: int) -> None:
-        self.top = chosen.shape[-1]
-        numbers = chosen.reshape(-1).astype(jnp.int32)
-        is_here = (numbers >= 0) & (numbers < num_experts)
-        numbers = jnp.where(is_here, numbers, num_experts)
-        self.order = jnp.argsort(numbers, stable=True)
-        self.sizes = jnp.zeros(num_experts + 1, jnp.int32).at[numbers].add(1)[:num_experts]
-        self.token = self.order // self.top
-        self.shares = jnp.where(is_here, weights.reshape(-1), 0)[self.order][:, None]
-        self.is_here = is_here[self.order][:, None]
+    Attributes:
+        choice: `(rows,)`: the choice that each row is of.
+        is_here: `(rows, 1)`: whether there is such a choice, and its expert is here.
+        place: `(choices,)`: the row of each choice.
+        has_row: `(choices,)`: whether it has one.
+        shares: `(rows, 1)`: its weight.
+        sizes: `(experts,)`: rows of each expert, one expert after the other; None if each has
+            equally many.
+        top: choices of each token.
+    """
+
+    choice: Any
+    is_here: Any
+    place: Any
+    has_row: Any
+    shares: Any
+    sizes: Any
+    top: int
+
+    @staticmethod
+    def in_groups(ordered: _Ordered, weights: Any) -> _Rows:
+        """All rows, in the order of their experts."""
+        is_here = ordered.expert < ordered.sizes.size
+        return _Rows(
+            ordered.order,
+            is_here[ordered.order][:, None],
+            ordered.place,
+            is_here,
+            jnp.where(is_here, weights.reshape(-1), 0)[ordered.order][:, None],
+            ordered.sizes,
+            ordered.top,
+        )
+
+    @staticmethod
+    def in_places(ordered: _Ordered, weights: Any, places: int, number: Any) -> _Rows:
+        """Those that have one of the `places` of each expert in round `number`."""
+        rank = number * places + jnp.arange(places, dtype=jnp.int32)
+        is_here = (rank < ordered.sizes[:, None]).reshape(-1)
+        choice = ordered.order[jnp.where(is_here, (ordered.starts[:, None] + rank).reshape(-1), 0)]
+        expert = jnp.minimum(ordered.expert, ordered.sizes.size - 1)
+        rank_of = ordered.place - ordered.starts[expert] - number * places
+        has_row = (ordered.expert < ordered.sizes.size) & (rank_of >= 0) & (rank_of < places)
+        return _Rows(
+            choice,
+            is_here[:, None],
+            jnp.where(has_row, expert * places + rank_of, 0),
+            has_row,
+            jnp.where(is_here, weights.reshape(-1)[choice], 0)[:, None],
+            None,
+            ordered.top,
+        )
+
+    def of_tokens(self, tokens: Any) -> Any:
+        """The rows of an array `(..., features)` of all tokens."""
+        return tokens.reshape(-1, tokens.shape[-1])[self.choice // self.top]
 
     def only_here(self, rows: Any) -> Any:
         """Rows, with zeros for those of experts that are elsewhere."""
@@ -175,104 +364,69 @@ class _Rows:
         return self.only_here(hidden)
 
     def by_choice(self, rows: Any) -> Any:
-        """`(tokens, top, ...)`, in the order of the tokens."""
-        places = jnp.arange(self.order.size, dtype=self.order.dtype)
-        back = jnp.zeros_like(self.order).at[self.order].set(places)
-        return rows[back].reshape(-1, self.top, rows.shape[-1])
+        """`(tokens, top, ...)`, in the order of the tokens; zeros for choices without a row."""
+        found = jnp.where(self.has_row[:, None], rows[self.place], 0)
+        return found.reshape(-1, self.top, rows.shape[-1])
 
 
-def _scaled_products(
-    rows: Any, matrices: Sequence[Any], amax: Any, sizes: Any, dtype: str
-) -> list[Any]:
-    """Grouped products of 8-bit floats, without their scales."""
-    return [
-        jax.lax.ragged_dot(rows, matrix, sizes, preferred_element_type=dtype)
-        * unscaling((amax[0, k], NARROW), (amax[1, k], NARROW)).astype(dtype)
-        for k, matrix in enumerate(matrices)
-    ]
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """The products of an expert's rows with its matrices, for all experts at once.
 
-
-def run_gradients(
-    tokens: Any,
-    chosen: Any,
-    weights: Any,
-    *rest: Any,
-    activation: Activation,
-    wide: str | None = None,
-) -> list[Any]:
-    """The gradients of tokens, weights and matrices, given that of the result as the last
-    argument. With `wide` also the magnitudes that each token had in the experts,
-    `(..., matrices)`: of the gradient of each product by `into`, and of what `out` multiplies.
+    Attributes:
+        matrices: `(experts, ...)`.
+        amax: magnitudes by which 8-bit floats are scaled, `(3, matrices)`; None without.
+        wide: dtype of the results; None for that of the matrices.
     """
-    *matrices, gradient = rest
-    if wide:
-        *matrices, amax = matrices
-        return _scaled_gradients(
-            tokens, chosen, weights, matrices, amax, gradient, activation, wide
-        )
 
-    def forward(tokens: Any, weights: Any, *matrices: Any) -> Any:
-        return run_experts(tokens, chosen, weights, *matrices, activation=activation)
+    rows: _Rows
+    matrices: Sequence[Any]
+    amax: Any
+    wide: str | None
 
-    _, backward = jax.vjp(forward, tokens, weights, *matrices)
-    return list(backward(gradient))
+    def after(self, k: int, rows: Any) -> Any:
+        """Rows times matrix `k`."""
+        return self._unscaled(self._product(rows, self.matrices[k], 1), (0, NARROW), (1, NARROW), k)
 
+    def before(self, k: int, rows: Any) -> Any:
+        """The gradients of the rows that matrix `k` multiplies, from those of the products."""
+        return self._unscaled(self._product(rows, self.matrices[k], 2), (1, NARROW), (2, WIDE), k)
 
-def _scaled_gradients(
-    tokens: Any,
-    chosen: Any,
-    weights: Any,
-    matrices: Sequence[Any],
-    amax: Any,
-    gradient: Any,
-    activation: Activation,
-    wide: str,
-) -> list[Any]:
-    *into, out = matrices
-    rows = _Rows(chosen, weights, out.shape[0])
-    taken, dmade = (x.reshape(-1, x.shape[-1])[rows.token] for x in (tokens, gradient))
-    pre = _scaled_products(taken, into, amax, rows.sizes, wide)
-    hidden, backward = jax.vjp(
-        functools.partial(rows.shared, activation), *map(rows.only_here, pre), rows.shares
-    )
+    def of_matrix(self, k: int, rows: Any, after: Any) -> Any:
+        """The gradient of matrix `k`."""
+        return self._unscaled(self._product(rows, after, 0), (0, NARROW), (2, WIDE), k)
 
-    def before(k: int, after: Any) -> Any:
-        """The gradient of the rows that matrix `k` multiplies."""
-        made = jax.lax.ragged_dot_general(
-            after, matrices[k], rows.sizes, _BY_COLUMNS, preferred_element_type=wide
-        )
-        return made * unscaling((amax[1, k], NARROW), (amax[2, k], WIDE)).astype(wide)
+    def narrow(self, rows: Any, magnitudes: int, k: int) -> Any:
+        """Rows as 8-bit floats, if products are of these."""
+        if self.amax is None:
+            return rows
+        return to_eight_bits(rows, self.amax[magnitudes, k], WIDE if magnitudes == 2 else NARROW)
 
-    def of_matrix(k: int, rows8: Any, after: Any) -> Any:
-        made = jax.lax.ragged_dot_general(
-            rows8, after, rows.sizes, _OVER_ROWS, preferred_element_type=wide
-        )
-        return made * unscaling((amax[0, k], NARROW), (amax[2, k], WIDE)).astype(wide)
+    def _unscaled(self, made: Any, left: tuple[int, Any], right: tuple[int, Any], k: int) -> Any:
+        if self.amax is None:
+            return made
+        scales = ((self.amax[magnitudes, k], kind) for magnitudes, kind in (left, right))
+        return made * unscaling(*scales).astype(self.wide)
 
-    *dpre, dshares = backward(rows.only_here(before(len(into), dmade)))
-    narrow = [to_eight_bits(each, amax[2, k], WIDE) for k, each in enumerate(dpre)]
-    drows = sum(before(k, each) for k, each in enumerate(narrow))
-    by_token = rows.by_choice(rows.only_here(drows))
-    dtokens = by_token.astype(jnp.promote_types(wide, jnp.float32)).sum(1).astype(wide)
-    hidden8 = to_eight_bits(hidden, amax[0, -1], NARROW)
-    seen = jnp.stack([jnp.max(jnp.abs(x), -1).astype(jnp.float32) for x in (*dpre, hidden)], -1)
-    return [
-        dtokens.reshape(tokens.shape),
-        rows.by_choice(dshares).reshape(weights.shape),
-        *(of_matrix(k, taken, each) for k, each in enumerate(narrow)),
-        of_matrix(len(into), hidden8, dmade),
-        rows.by_choice(seen).max(1).reshape(*tokens.shape[:-1], len(matrices)),
-    ]
-
-
-_BY_COLUMNS, _OVER_ROWS = (
-    jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((mine,), (others,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=groups,
-    )
-    for mine, others, groups in ((1, 2, [0]), (0, 0, []))
-)
+    def _product(self, rows: Any, other: Any, summed: int) -> Any:
+        """Rows times the dim `summed` of `other`, which has matrices, or times other rows."""
+        over_rows = summed == 0
+        if self.rows.sizes is not None:
+            numbers = jax.lax.RaggedDotDimensionNumbers(
+                dot_dimension_numbers=(((0 if over_rows else 1,), (summed,)), ((), ())),
+                lhs_ragged_dimensions=[0],
+                rhs_group_dimensions=[] if over_rows else [0],
+            )
+            return jax.lax.ragged_dot_general(
+                rows, other, self.rows.sizes, numbers, preferred_element_type=self.wide
+            )
+        count = self.matrices[0].shape[0]
+        rows = rows.reshape(count, -1, rows.shape[-1])
+        if over_rows:
+            other = other.reshape(count, -1, other.shape[-1])
+        dims = (((1 if over_rows else 2,), (summed or 1,)), ((0,), (0,)))
+        made = jax.lax.dot_general(rows, other, dims, preferred_element_type=self.wide)
+        return made if over_rows else made.reshape(-1, made.shape[-1])
 
 
 def _primitive(name: str, run: Callable[..., Any], results: Callable[..., Any]) -> Any:
@@ -280,7 +434,7 @@ def _primitive(name: str, run: Callable[..., Any], results: Callable[..., Any]) 
     primitive: Any = Primitive(name)
     primitive.multiple_results = run is run_gradients
     primitive.def_abstract_eval(results)
-    primitive.def_impl(jax.jit(run, static_argnames=("activation", "wide")))
+    primitive.def_impl(jax.jit(run, static_argnames=("activation", "wide", "room")))
     mlir.register_lowering(
         primitive, mlir.lower_fun(run, multiple_results=primitive.multiple_results)
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from ..cluster import Cluster, target_for
 from ..core import counted, format_bytes, format_seconds
 from ..cost import REPLICATED_BY_PLAN, collective_uses, work_alike
-from ..graph import EXPERTS, FIRST_MATRIX, Op, Phase, Role, named_operator, source_line
+from ..graph import Op, Phase, Role, named_operator, source_line
 from ..sharding import find_blocks, outside_blocks
 from ._base import Decision, StageDecision
 from ._tried import on_hosts
@@ -29,7 +29,6 @@ def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
         *_likely_mistakes(stages),
         *_much_alike(stages),
         *_run_whole(stages),
-        *_ungrouped(stages),
         *_small(stages),
         *_odd_batch(stages),
         *undivided,
@@ -174,35 +173,6 @@ def _much_alike(stages: Sequence[StageDecision]) -> Iterator[str]:
 def _with_line(label: str, ops: Sequence[Op]) -> str:
     """The label of a node, with the line of its operator if it is one."""
     return next((named_operator(op) for op in ops if f"{op.name}:{op.index}" == label), label)
-
-
-def _ungrouped(stages: Sequence[StageDecision]) -> Iterator[str]:
-    """A note on experts without a capacity where a GPU holds several of a layer."""
-    most = 0
-    for stage in stages:
-        priced, ops = stage.priced, stage.problem.graph.ops
-        if priced.mesh.cluster.device.kind != "gpu":
-            continue
-        for site in priced.graph.sites:
-            op = next(ops[k] for k, c in enumerate(priced.graph.op_class) if c == site.op_class)
-            if op.name != EXPERTS[0] or (port := site.operands[FIRST_MATRIX]) is None:
-                continue
-            matrix = op.inputs[FIRST_MATRIX]
-            assert isinstance(matrix, int), "matrices are arrays"
-            choice = priced.nodes[port.node].choices[stage.picks[port.node]]
-            pieces = math.prod(
-                size
-                for size, factor in zip(priced.axis_sizes, choice, strict=True)
-                if factor >= 0 and port.projection[factor] == 0
-            )
-            most = max(most, stage.problem.graph.values[matrix].shape[0] // pieces)
-    if most > 1:
-        yield (
-            f"Each device has {most} experts of a layer. Predicted is that each row is multiplied"
-            " by its own expert's matrices, as kernels for grouped products do. JAX's ragged_dot"
-            f" has such a kernel on TPUs; on GPUs it multiplies by those of all {most}, which takes"
-            " more time and memory than predicted."
-        )
 
 
 def _run_whole(stages: Sequence[StageDecision]) -> Iterator[str]:

@@ -376,3 +376,9 @@ def test_gradients_are_reduced_after_the_last_micro_batch_if_they_fit(method):
         )
     assert plan.prediction.peak_memory_bytes < free.prediction.peak_memory_bytes
     assert plan.prediction.step_time_s >= free.prediction.step_time_s
+
+
+@pytest.mark.parametrize("name", ["dp", "zero2", "zero3", "megatron:dp1"])
+def test_one_device_takes_a_batch_of_one(name):
+    method, cluster = method_by_name(name), Cluster.preset("1xH100")
+    assert not aq.plan(*mlp(SIZES, 1), cluster=cluster, method=method).prediction.collectives

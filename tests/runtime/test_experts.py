@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import aliquot as aq
 from aliquot import zoo
+from aliquot.cluster import TARGETS
 from aliquot.planners import method_by_name
 
 ROWS, SEQ, WIDTH, INNER, EXPERTS, TOP = 16, 4, 8, 24, 8, 2
@@ -139,26 +141,30 @@ def test_tensor_parallelism_splits_what_is_inside_experts() -> None:
     assert specs["down"] == jax.P("expert", "tensor", None)
 
 
-@pytest.mark.parametrize(
-    ("cluster", "name", "said"),
-    [
-        ("8xH100", "megatron:dp4,ep2", "Each device has 4 experts of a layer"),
-        ("8xH100", "megatron:dp1,ep8", ""),
-        ("v5e-8", "megatron:dp4,ep2", ""),
-    ],
-)
-def test_products_that_gpus_do_not_group_are_noted(cluster: str, name: str, said: str) -> None:
-    plan = aq.plan(
-        train_step,
-        *jax.tree.map(lambda x: x.astype("float32"), start(1)),
-        cluster=aq.Cluster.preset(cluster),
-        method=method_by_name(name),
+@pytest.mark.parametrize(("preset", "more"), [("8xH100", 0.22), ("v5e-8", 0.0)])
+def test_places_of_experts_are_priced_where_products_are_not_grouped(
+    preset: str, more: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = aq.Cluster.preset(preset)
+    # So slow in products that nothing else counts. An eighth are not those of experts.
+    slow = dataclasses.replace(
+        cluster.device, peak_flops_per_s={"float32": 1e6}, calibration={"product_tile": 1}
     )
-    found = [note for note in plan.notes if "experts of a layer" in note]
-    assert len(found) == bool(said) and all(said in note for note in found)
+
+    def compute_s() -> float:
+        plan = aq.plan(
+            train_step,
+            *jax.tree.map(lambda x: x.astype("float32"), start(1)),
+            cluster=dataclasses.replace(cluster, device=slow),
+            method=method_by_name("megatron:dp4,ep2"),
+        )
+        return plan.prediction.compute_s
+
+    seconds, target = compute_s(), TARGETS[slow.kind]
+    monkeypatch.setitem(TARGETS, slow.kind, dataclasses.replace(target, groups_products=True))
+    assert seconds / compute_s() - 1 == pytest.approx(more, rel=0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("routing", zoo.ROUTINGS)
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "moe-380m"])
 def test_models_in_pipelines_with_split_experts(model: str, routing: str) -> None:

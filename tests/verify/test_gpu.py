@@ -573,3 +573,40 @@ def test_fused_attention_is_split_by_batch_and_heads(method, num_micro_batches, 
     parameter_bytes = (8 + 4 + 4 + 8) * 512 * 64 * 2
     sent = [e.compiled_bytes for e in stage.collectives if e.kind != "all-reduce"]
     assert sum(sent) <= 2 * parameter_bytes * num_micro_batches
+
+
+def test_grouped_products_are_of_all_groups_and_experts_of_their_places(tmp_path, monkeypatch):
+    """As `Target.groups_products` and the rule of experts say."""
+    rows, width, inner, count = 2048, 256, 512, 8
+    shape = jax.ShapeDtypeStruct
+    tokens = shape((rows, width), jnp.bfloat16)
+    into, out = (shape((count, *dims), jnp.bfloat16) for dims in ((width, inner), (inner, width)))
+
+    def by_experts(matrices, tokens):
+        chosen = jnp.argmax(tokens[:, :count], -1, keepdims=True)
+        weights = jnp.ones_like(chosen, jnp.bfloat16)
+        return aq.experts(tokens, chosen, weights, matrices[:1], matrices[1], activation=jnp.tanh)
+
+    def by_groups(matrices, tokens):
+        sizes = jnp.full(count, rows // count, jnp.int32)
+        hidden = jnp.tanh(jax.lax.ragged_dot(tokens, matrices[0], sizes))
+        return jax.lax.ragged_dot(hidden, matrices[1], sizes)
+
+    def most_elements(run):
+        def step(matrices, tokens):
+            def loss(matrices):
+                return jnp.mean(jnp.square(run(matrices, tokens).astype(jnp.float32)))
+
+            return jax.tree.map(lambda m, g: m - g, matrices, jax.grad(loss)(matrices))
+
+        folder = tmp_path / run.__name__
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={folder} --xla_dump_hlo_as_text")
+        arguments = [into, out], tokens
+        plan = aq.plan(step, *arguments, cluster=Cluster.preset("1xH100"), method=aq.DataParallel())
+        aq.verify(plan, step, *arguments, cache=tmp_path)
+        (path,) = folder.glob("*gpu_after_optimizations.txt")
+        found = re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", path.read_text())
+        return max(math.prod(map(int, dims.split(","))) for dims in found)
+
+    assert most_elements(by_experts) <= 1.3 * rows * inner
+    assert most_elements(by_groups) >= count * rows * width

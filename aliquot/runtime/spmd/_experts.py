@@ -182,7 +182,10 @@ def _in_rounds(
         here = sent(jnp.where(is_row, chosen[choice], -1))
         share = sent(jnp.where(is_row, shares[choice], 0))
         x, *dy = (array.reshape(-1, array.shape[-1]) for array in arrived)
-        results = compute(x, here.reshape(-1, 1), share.reshape(-1, 1), *fixed, *dy, **params)
+        # Where all devices send the same, there is room in what arrives.
+        results = compute(
+            x, here.reshape(-1, 1), share.reshape(-1, 1), *fixed, *dy, **params, room=1.0
+        )
         of_matrices = slice(_OF_TOKENS, _OF_TOKENS + len(totals))
         more = results[of_matrices] if is_backward else []
         by_row = [*results[:_OF_TOKENS], *results[of_matrices.stop :]] if is_backward else [results]

@@ -146,6 +146,9 @@ def batch_restriction(
     Raises:
         InputError: the batch cannot be split over all devices.
     """
+    if np.prod(priced.axis_sizes) == 1:
+        # Nothing is split, whatever the batch is.
+        return [_unsplit(table.choices) for table in priced.nodes]
     masks = []
     all_axes = frozenset(range(len(priced.axis_sizes)))
     # A stage inside a pipeline reads what the stage before it sends instead of the batch.
