@@ -81,7 +81,7 @@ def compare(
     """
     with session(as_json) as say:
         names = _listed(clusters) if clusters else [cluster] if cluster else []
-        if not names or (cluster and clusters):
+        if not names or (cluster and (clusters or "," in cluster)):
             raise InputError("compare needs --cluster C, or --clusters C1,C2 to compare several.")
         check_destination(html, "--html")
         if "detect" not in names:

@@ -290,7 +290,7 @@ def _can_wait(problem: Problem, mesh: LogicalMesh, axes: frozenset[int]) -> bool
 
 def _variant_name(name: str, axes: frozenset[int], priced: Priced) -> str:
     names = priced.mesh.axis_names
-    alone = f", batch alone on {''.join(names[a] for a in sorted(axes))}" if axes else ""
+    alone = f", {'+'.join(names[a] for a in sorted(axes))} only for the batch" if axes else ""
     return f"{name}{alone}{', parameters gathered once' if priced.gathers_once else ''}"
 
 

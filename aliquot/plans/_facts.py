@@ -11,7 +11,7 @@ from ._idle_hosts import idle_devices, plan_devices
 from ._plan import Plan
 from ._stage_text import meshes
 from ._streaming import has_gradients, time_between_calls_s
-from ._summary import chosen_candidate, mesh_of, summary_rows
+from ._summary import chosen_candidate, name_on_mesh, summary_rows
 
 _ROUNDING = 1e-6
 # Stages whose shares of waiting differ by less are said to wait alike.
@@ -209,8 +209,7 @@ def _bound_of_chosen(plan: Plan) -> str:
     least_s = known.get("lower_bound_s")
     if not isinstance(least_s, int | float) or not least_s:
         return "no lower bound"
-    mesh = f" on mesh {mesh_of(known)}" if mesh_of(known) else ""
-    return f"lower bound {format_seconds(least_s)} among plans of {known.get('name')}{mesh} alone"
+    return f"lower bound {format_seconds(least_s)} among plans of {name_on_mesh(known)} alone"
 
 
 def _is_proven(plan: Plan) -> bool:

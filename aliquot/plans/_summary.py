@@ -167,7 +167,7 @@ def _largest_costs(plan: Plan) -> str:
     parts = [
         ("compute", p.compute_s, ""),
         (
-            "exposed communication" if p.hidden_s else "communication",
+            "exposed communication" if p.hidden_s or len(plan.stages) > 1 else "communication",
             p.communication_s + p.gradient_s - p.hidden_s,
             _dearest(plan),
         ),
@@ -203,7 +203,7 @@ def runner_up(plan: Plan) -> str:
     chosen_s = plan.prediction.step_time_s
     chosen = chosen_candidate(plan)
     others = [
-        (float(seconds), _named(candidate))
+        (float(seconds), name_on_mesh(candidate))
         for number, candidate in enumerate(plan.provenance.candidates)
         if number != chosen and isinstance(seconds := candidate.get("step_time_s"), int | float)
     ]
@@ -236,9 +236,10 @@ def chosen_candidate(plan: Plan) -> int | None:
     return min(near)[2] if near else None
 
 
-def _named(candidate: dict[str, Any]) -> str:
-    mesh = mesh_of(candidate)
-    return f"{candidate.get('name', '')}{f' on {mesh}' if mesh else ''}"
+def name_on_mesh(candidate: dict[str, Any]) -> str:
+    """The method of a candidate on its mesh, then its other traits: "shard on 4x2, ..."."""
+    mesh, (method, *others) = mesh_of(candidate), str(candidate.get("name", "")).split(", ")
+    return ", ".join([f"{method} on {mesh}" if mesh else method, *others])
 
 
 def mesh_of(candidate: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from ..plans import (
     is_pipeline,
     meshes,
     mfu,
+    name_on_mesh,
     tokens_per_step,
 )
 from ._comparison import memory_of
@@ -451,8 +452,8 @@ def _method(plan: Plan) -> str:
     if is_pipeline(plan):
         return f"pipeshard, {len(plan.stages)} stages, {plan.schedule}"
     chosen = chosen_candidate(plan)
-    name = plan.method if chosen is None else plan.provenance.candidates[chosen].get("name", "")
-    return f"{name} on {meshes(plan).removeprefix('mesh ').partition(' ')[0]}"
+    known = {"name": plan.method} if chosen is None else plan.provenance.candidates[chosen]
+    return name_on_mesh({**known, "mesh": meshes(plan).removeprefix("mesh ").partition(" ")[0]})
 
 
 def _unit(sizing: Sizing) -> str:

@@ -80,7 +80,7 @@ def test_a_column_without_bounds_is_left_out():
 
 
 def test_names_of_methods_that_say_nothing_are_explained_below_the_table():
-    shown = ("shard, batch alone on x", "zero3", "shard", "pipeshard, 2 stages, 1f1b", "blocks")
+    shown = ("shard, x only for the batch", "zero3", "shard", "pipeshard, 2 stages, 1f1b", "blocks")
     candidates = tuple({"name": name, "step_time_s": 0.1, "outcome": "slower"} for name in shown)
     plan = sample_plan(provenance=replace(PROVENANCE, candidates=candidates))
     remarks = next(iter(sections(plan, EXPLAINED))).remarks

@@ -177,11 +177,11 @@ def test_hidden_gathers_of_parameters_are_not_taken_off_sums_of_gradients():
 def test_the_runner_up_is_the_best_that_was_not_taken():
     tried = (
         {"name": "shard", "mesh": [4, 2], "step_time_s": 0.011},
-        {"name": "dp", "mesh": "8", "step_time_s": 0.02},
+        {"name": "shard, x only for the batch", "mesh": "8", "step_time_s": 0.02},
     )
     assert (
         runner_up(sample_plan(provenance=replace(PROVENANCE, candidates=tried)))
-        == "dp on 8: 20.0 ms, +9.0 ms a step"
+        == "shard on 8, x only for the batch: 20.0 ms, +9.0 ms a step"
     )
     assert runner_up(sample_plan(provenance=replace(PROVENANCE, candidates=tried[:1]))) == ""
 
@@ -209,7 +209,7 @@ def test_a_bound_of_the_chosen_alone_is_shown_where_no_other_is_known():
     plain = replace(PROVENANCE, lower_bound_s=None, gap=None, bound_holds_for="")
     given = sample_plan(provenance=replace(plain, candidates=tried), method="zero3")
     assert dict(fact_rows(given))["bound"] == (
-        "lower bound 10.5 ms among plans of zero3 on mesh 4x2 alone; --method auto compares zero3"
+        "lower bound 10.5 ms among plans of zero3 on 4x2 alone; --method auto compares zero3"
         " with others"
     )
     assert dict(fact_rows(sample_plan(provenance=plain)))["bound"].startswith("no lower bound")

@@ -22,7 +22,7 @@ class Space:
     """The choices on one mesh that an intra planner may take, with their prices.
 
     Attributes:
-        name: the name that people read, such as "zero3" or "shard, batch alone on x".
+        name: the name that people read, such as "zero3" or "shard, x only for the batch".
         priced: prices of every node's choices and of every conversion between them.
         allowed: for each node, a mask over the rows of its table of choices.
     """
