@@ -31,7 +31,7 @@ def models(as_json: Json = False) -> None:
             )
             for row in entries
         ]
-        header = ("model", "layers", "width", "MoE", "tokens", "vocab", "for one", "of its")
+        header = ("model", "layers", "width", "MoE", "tokens", "vocab", "FLOPs each", "examples")
         say.show(
             columns(
                 "Models of the zoo, by family and size",
@@ -41,7 +41,7 @@ def models(as_json: Json = False) -> None:
                 narrow=True,
             )
         )
-        say.show("MoE: experts in a layer. 24+24: of the encoder and of the decoder. for one:")
+        say.show("MoE: experts in a layer. 24+24: of the encoder and of the decoder. FLOPs each:")
         say.show("operations to train on one example, forward and backward. Change a size with")
         say.show("--set NAME=VALUE. Your own model: package.module:factory.")
         say.finish({"models": entries})

@@ -354,9 +354,12 @@ def _devices_that_share_a_state(shard_within: str | int | None, cluster: Cluster
             f'shard_within={shard_within!r}: pass "host", a number of devices, or None for all.'
         )
     if shard_within < 1 or cluster.num_devices % shard_within:
+        count = cluster.num_devices
+        sizes = [str(n) for n in range(2, count + 1) if count % n == 0]
         raise InputError(
             f"shard_within={shard_within}: the state is split over groups of that many devices,"
-            f" which must divide the {cluster.num_devices} devices of {cluster.name}."
+            f" which must divide the {count} devices of {cluster.name}."
+            f" {'Use one of ' if sizes else 'Leave it out'}{', '.join(sizes)}."
         )
     if shard_within == 1 < cluster.num_devices:
         raise InputError(

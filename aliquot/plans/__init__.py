@@ -20,7 +20,6 @@ from ._diff import diff as diff
 from ._facts import bound as bound
 from ._facts import fact_rows as fact_rows
 from ._facts import headline as headline
-from ._facts import idle_parts as idle_parts
 from ._facts import is_pipeline as is_pipeline
 from ._facts import memory_parts as memory_parts
 from ._facts import name_of_part as name_of_part
@@ -71,6 +70,7 @@ from ._sections import explained_methods as explained_methods
 from ._sections import sections as sections
 from ._stage_text import device_range as device_range
 from ._stage_text import equal_stages as equal_stages
+from ._stage_text import idle_parts as idle_parts
 from ._stage_text import meshes as meshes
 from ._stage_text import short_layers as short_layers
 from ._stage_text import stage_data as stage_data

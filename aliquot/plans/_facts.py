@@ -9,7 +9,7 @@ import math
 from ..core import counted, format_bytes, format_seconds, format_share_of_limit
 from ._idle_hosts import idle_devices, plan_devices
 from ._plan import Plan
-from ._stage_text import meshes
+from ._stage_text import idle_parts, meshes
 from ._streaming import has_gradients, time_between_calls_s
 from ._summary import chosen_candidate, name_on_mesh, summary_rows
 
@@ -163,18 +163,6 @@ def _busiest(plan: Plan) -> str:
     return (
         f" (of {whose} {number}, the busiest; others wait for up to {max(shares):.0%} of the step)"
     )
-
-
-def idle_parts(plan: Plan) -> tuple[float, float]:
-    """The two parts of `bubble_s`: seconds in which the busiest submesh sends and receives, and
-    seconds in which it waits.
-    """
-    p = plan.prediction
-    shares = [stage.prediction.bubble for stage in plan.stages if stage.prediction]
-    waits_s = min(shares, default=1.0) * p.step_time_s
-    transfers_s = p.bubble_s - waits_s
-    # Without such transfers, the two differ only by rounding.
-    return (transfers_s, waits_s) if transfers_s > _ROUNDING * p.step_time_s else (0.0, p.bubble_s)
 
 
 def bound(plan: Plan) -> str:

@@ -23,6 +23,7 @@ from ._section import Section, SectionKind
 _NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<first>\d{1,9})(?::(?P<stop>\d{1,9}))?(?P<rest>\D*)$")
 _DIGITS = re.compile(r"\d+")
 _FEW = 3
+_ROUNDING = 1e-6
 
 
 def stage_table(plan: Plan) -> Section:
@@ -78,6 +79,18 @@ def _remarks(plan: Plan) -> list[str]:
         " devices wait"
     )
     return lines
+
+
+def idle_parts(plan: Plan) -> tuple[float, float]:
+    """The two parts of `bubble_s`: seconds in which the busiest submesh sends and receives, and
+    seconds in which it waits.
+    """
+    p = plan.prediction
+    shares = [stage.prediction.bubble for stage in plan.stages if stage.prediction]
+    waits_s = min(shares, default=1.0) * p.step_time_s
+    transfers_s = p.bubble_s - waits_s
+    # Without such transfers, the two differ only by rounding.
+    return (transfers_s, waits_s) if transfers_s > _ROUNDING * p.step_time_s else (0.0, p.bubble_s)
 
 
 def short_layers(names: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from ..cluster import REPORTED_BY_PARALLELISM, ReportedSteps, is_calibrated, rep
 from ..core import format_seconds
 from ._axis_roles import axis_roles, is_expert, uses_of_stage
 from ._plan import Plan
-from ._stage_text import stage_numbers
+from ._stage_text import idle_parts, stage_numbers
 from ._throughput import throughput
 
 _MOST_KINDS = 3
@@ -172,7 +172,8 @@ def _largest_costs(plan: Plan) -> str:
             _dearest(plan),
         ),
         ("copies to and from host memory", p.host_transfer_s - p.host_hidden_s, ""),
-        ("pipeline bubble", p.bubble_s, ""),
+        ("transfers between stages", idle_parts(plan)[0], ""),
+        ("pipeline bubble", idle_parts(plan)[1], ""),
     ]
     largest = [
         part

@@ -20,6 +20,7 @@ from ..plans import (
     examples_per_step,
     expected_error,
     explained_methods,
+    idle_parts,
     is_pipeline,
     mfu,
     summary_rows,
@@ -375,7 +376,8 @@ def parts_of(plan: Plan) -> dict[str, float]:
         # What overlaps may be sums of gradients or gathers of parameters.
         "exposed communication": p.communication_s + p.gradient_s - p.hidden_s,
         "copies to and from host memory": p.host_transfer_s - p.host_hidden_s,
-        "pipeline bubble": p.bubble_s,
+        "transfers between stages": idle_parts(plan)[0],
+        "pipeline bubble": idle_parts(plan)[1],
     }
 
 

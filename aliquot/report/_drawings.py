@@ -35,6 +35,7 @@ _COLOURS = {
     "communication": "#d55e00",
     "exposed communication": "#d55e00",
     "copies to and from host memory": "#8c6d31",
+    "transfers between stages": "#56b4e9",
     "pipeline bubble": "#999999",
 }
 _OTHERS = ("#999999", "#8c6d31", "#7b4173", "#637939", "#bcbd22")

@@ -20,16 +20,21 @@ from ..plans import Plan, mfu, plan_devices
 METRICS_FILE = "metrics.jsonl"
 # Their seconds are those of no step.
 _ASIDE = ("checkpoint", "evaluation", "compilation")
+# So many steps behind a compilation may be given to the devices without waiting for any.
+_FILL = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Interval:
-    """The steps of one line, whose metrics may still be computed."""
+    """The steps of one line, whose metrics may still be computed; `fills` if all of them were given
+    to idle devices, so that their time is no measure.
+    """
 
     step: int
     metrics: Sequence[Mapping[str, Any]]
     wall_s: float
     parts_s: Mapping[str, float]
+    fills: bool
 
 
 class MetricsLog:
@@ -40,7 +45,8 @@ class MetricsLog:
 
     * `step` (counted from 1), `loss`, `grad_norm`, `learning_rate` and whatever else the step
       returns, of the last step of the interval; `mean_loss` of all;
-    * `step_s`, seconds of a step without compilation, evaluation and checkpoints, beside
+    * `step_s`, seconds of a step without compilation, evaluation and checkpoints (none for the
+      first two behind a compilation if these are lines of their own), beside
       `predicted_step_s`; `tokens_per_s`, `tflops_per_s_per_device` and `mfu`;
     * `data_s`, seconds that the loop waited for a batch, and their share `data_share`;
       `checkpoint_s` in the whole interval;
@@ -79,6 +85,7 @@ class MetricsLog:
         self._metrics: list[Mapping[str, Any]] = []
         self._waiting: _Interval | None = None
         self._parts_s: dict[str, float] = {}
+        self._since_compiled = math.inf
         self._since = self._began = time.perf_counter()
         self._file: TextIO | None = None
         self._board: Any = None
@@ -136,8 +143,15 @@ class MetricsLog:
 
     def _end(self, step: int) -> None:
         now = time.perf_counter()
+        if "compilation" in self._parts_s:
+            self._since_compiled = -1
+        self._since_compiled += len(self._metrics)
         ended = _Interval(
-            step=step, metrics=self._metrics, wall_s=now - self._since, parts_s=self._parts_s
+            step=step,
+            metrics=self._metrics,
+            wall_s=now - self._since,
+            parts_s=self._parts_s,
+            fills=self._every == 1 and self._since_compiled <= _FILL,
         )
         self._metrics, self._parts_s, self._since = [], {}, now
         self._write_waiting()
@@ -163,7 +177,7 @@ class MetricsLog:
         aside_s = sum(done.parts_s.get(what, 0.0) for what in _ASIDE)
         data_s = done.parts_s.get("data", 0.0)
         found: dict[str, Any] = {}
-        if count:
+        if count and not done.fills:
             loop_s = max(done.wall_s - aside_s, 1e-9)
             step_s = loop_s / count
             found = {"step_s": step_s, "data_s": data_s, "data_share": min(data_s / loop_s, 1.0)}

@@ -180,7 +180,9 @@ def test_hybrid_fsdp_shards_over_a_part_and_replicates_over_the_rest():
 
 @pytest.mark.parametrize("size", [3, 32, pytest.param(0, marks=pytest.mark.slow)])
 def test_hybrid_fsdp_refuses_groups_that_do_not_divide_the_devices(size):
-    with pytest.raises(InputError, match=f"shard_within={size}.*must divide the 16 devices"):
+    with pytest.raises(
+        InputError, match=f"={size}:.* divide the 16 devices .* Use one of 2, 4, 8, 16"
+    ):
         planned(f"hsdp:{size}", "2x8xH100")
 
 

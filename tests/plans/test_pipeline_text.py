@@ -6,6 +6,7 @@ from sample_plans import sample_pipeline, sample_plan, sample_stage
 
 from aliquot.plans import (
     equal_stages,
+    fact_rows,
     headline,
     idle_parts,
     short_layers,
@@ -131,6 +132,7 @@ def test_transfers_of_the_busiest_stage_are_not_counted_as_bubble():
         "+ 2.6 ms transfers + 6.5 ms bubble (of stage 2, the busiest; others wait for up to 50% of the"
         " step)" in time_parts(plan)
     )
+    assert dict(fact_rows(plan))["largest costs"] == "compute 57%; pipeline bubble 30%"
 
 
 def test_recomputation_has_a_column_where_there_is_any():

@@ -67,6 +67,16 @@ def test_what_is_no_step_is_not_counted_as_one(monkeypatch):
     assert (third["step_s"], third["checkpoint_s"], third["data_s"]) == (2.0, 7.0, 0.0)
 
 
+def test_steps_that_are_given_to_idle_devices_are_no_measure():
+    log = MetricsLog(every=1)
+    with log.timed("compilation"):
+        pass
+    for step in (1, 2, 3, 4, 5):
+        log.add(step, {"loss": 1.0})
+    log.close()
+    assert ["step_s" in row for row in log.rows] == [False, False, False, True, True]
+
+
 def test_a_run_that_goes_on_writes_its_steps_once(tmp_path):
     log = MetricsLog(tmp_path, every=1, constants={"learning_rate": 0.5})
     for step in (1, 2, 3):
