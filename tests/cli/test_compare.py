@@ -102,6 +102,8 @@ def test_table_fits_eighty_columns():
 
 def test_odd_questions_are_refused():
     refused(run("compare", "gpt-10m", "--global-batch", "8"), "--cluster C, or --clusters C1,C2")
+    both = ("--cluster", "8xcpu,8xH100")
+    refused(run("compare", "gpt-10m", "--global-batch", "8", *both), "or --clusters C1,C2")
     refused(run("compare", *TINY, "--methods", "best"), "Unknown method 'best'")
     refused(run("plan", *TINY, "--memory-limit", "much"), "--memory-limit")
     refused(run("plan", *TINY, "--seq-len", "64", "--set", "seq_len=32"), "leave one out")

@@ -71,7 +71,6 @@ WRONG = [
     (f"{PLAN} --out no/such/plan.json", "Create it first"),
     ("plan gpt-10m --cluster 8xH100 --global-batch eight", "should be a valid integer"),
     # Other verbs.
-    ("compare gpt-10m --cluster 8xH100,8xH200 --global-batch 8", "--clusters C1,C2"),
     ("explain nothing.json", "nothing.json"),
     ("size gpt-10m --global-batch 8 --device H100 --tokens 2T", "--by 30d"),
 ]
