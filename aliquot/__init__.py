@@ -76,9 +76,9 @@ __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604
 
 def __getattr__(name):
     if name == "__version__":
-        from importlib.metadata import version
+        from .core import version_of
 
-        value = version("aliquot")
+        value = version_of("aliquot")
     elif name in _MODULE_OF:
         value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
     elif name in _FOLDERS:

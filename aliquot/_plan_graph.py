@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +24,7 @@ from .core import (
     TimeLimitError,
     listing,
     nearest,
+    version_of,
 )
 from .graph import Graph, Phase, coordination_client, is_ordered, source_line
 from .planners import (
@@ -244,7 +244,7 @@ def plan_captured(
             decision,
             task,
             model=reference,
-            version=version("aliquot"),
+            version=version_of("aliquot"),
             trace_s=traced - started if trace_s is None else trace_s,
             search_s=time.perf_counter() - traced,
             layers=method.layers,

@@ -9,10 +9,12 @@ their own, fitted to the same half.
 Pipelines, with stages as deep as each other and 1f1b or interleaved, split sequences and products
 of 8 bits are never fitted.
 
-    python benchmarks/public_steps.py FOLDER [--quick] [--fit] [--only TEXT]
+    python benchmarks/public_steps.py FOLDER [--quick] [--fit] [--only TEXT] [--again REGEX]
 
 FOLDER holds `public-steps.json`. Rows that cannot be expressed are listed with their reason. Also
 writes `docs/accuracy.md`. `--quick` takes every tenth row.
+`--again` predicts only rows whose "id, device, framework" matches, as after a change that concerns
+these alone, and takes the others from the result file.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import concurrent.futures
 import dataclasses
 import json
 import multiprocessing
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +34,7 @@ from typing import Any
 import numpy as np
 from _calibration_files import update
 from _public_rows import Case, express, is_harder
-from _results import Report, options, say
+from _results import RESULTS, Report, options, say
 from numpy.typing import NDArray
 
 import aliquot as aq
@@ -88,6 +91,7 @@ def main() -> int:
         lambda parser: parser.add_argument("folder", type=Path),
         lambda parser: parser.add_argument("--fit", action="store_true"),
         lambda parser: parser.add_argument("--only", default=""),
+        lambda parser: parser.add_argument("--again", default=""),
     )
     reported = json.loads((chosen.folder / "public-steps.json").read_text())["rows"]
     cases, left_out = [], collections.Counter[str]()
@@ -105,6 +109,10 @@ def main() -> int:
     cases = [case for case in cases if chosen.only in case.id + case.device]
     if chosen.quick:
         cases = cases[::10]
+    kept: list[Row] = []
+    if chosen.again:
+        kept = _kept([case for case in cases if not _matches(case, chosen.again)])
+        cases = [case for case in cases if _matches(case, chosen.again)]
     rows = _predict_all([case for case in cases if case.pipeline == 1], left_out)
     shares: dict[str, float] = {}
     if chosen.fit:
@@ -112,6 +120,7 @@ def main() -> int:
         _write_errors(rows)
     # Pipelines are predicted with what was fitted.
     rows += _predict_all([_at_share(case, shares) for case in cases if case.pipeline > 1], left_out)
+    rows += kept
     report = _report(rows, left_out)
     if not (chosen.quick or chosen.only):
         _write_page(rows, left_out)
@@ -127,6 +136,33 @@ def main() -> int:
             and np.median(np.abs(piped)) <= 0.18
         )
     return report.finish(chosen, met=met)
+
+
+def _matches(case: Case, pattern: str) -> bool:
+    return bool(re.search(pattern, f"{case.id}, {case.device}, {case.framework}"))
+
+
+def _kept(cases: Sequence[Case]) -> list[Row]:
+    """The rows of these cases as they stand in the newest result file."""
+    path = max(RESULTS.glob("public_steps_*.json"), key=lambda file: file.stem[-7:])
+    tables = json.loads(path.read_text())["tables"]
+    memory = {row["row"]: row["predicted GiB"] for row in tables["Memory, where it was reported"]}
+    rows = {row["row"]: row for row in tables["Rows"]}
+    parts = ("compute", "collectives", "hidden", "bubble")
+    return [
+        Row(
+            case=case,
+            step_s=rows[case.id]["predicted s"],
+            times=np.empty((0, 0)),
+            parts={
+                part: rows[case.id][f"{part} s"] for part in parts if f"{part} s" in rows[case.id]
+            },
+            memory_bytes=memory.get(case.id, 0.0) * 2**30,
+            cpu_s=rows[case.id]["CPU s"],
+        )
+        for case in cases
+        if case.id in rows
+    ]
 
 
 def _predict_all(cases: Sequence[Case], left_out: collections.Counter[str]) -> list[Row]:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..core import version_of
 from ._aceso import evaluate, show
 from ._aceso_plans import export_plan, import_plan
 from ._aceso_profile import accuracy, export
@@ -126,9 +127,7 @@ app.add_typer(_bench, name="bench", short_help=_bench.info.help)
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
-
-        typer.echo(f"aliquot {version('aliquot')}")
+        typer.echo(f"aliquot {version_of('aliquot')}")
         raise typer.Exit()
 
 

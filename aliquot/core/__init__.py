@@ -46,5 +46,6 @@ from ._units import parse_bytes as parse_bytes
 from ._units import parse_flops_per_s as parse_flops_per_s
 from ._units import parse_rate as parse_rate
 from ._units import parse_seconds as parse_seconds
+from ._version import version_of as version_of
 from ._xla_flags import known_xla_flags as known_xla_flags
 from ._xla_flags import with_xla_flags as with_xla_flags

@@ -9,14 +9,13 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
 
-from ..core import InputError, listing
+from ..core import InputError, listing, version_of
 from ._arguments import canonical, is_deleted
 from ._restored import Restored, saved_array, shared, target_of
 from ._state_call import PlainState, StateCall, plain_state
@@ -487,4 +486,4 @@ def _plain(meta: Mapping[str, Any] | None) -> dict[str, Any]:
 @functools.cache
 def _versions() -> dict[str, str]:
     packages = ("aliquot", "jax", "orbax-checkpoint")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}

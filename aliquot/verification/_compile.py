@@ -9,10 +9,10 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ..core import version_of
 from ..runtime import CompiledCollective
 from ._cache import default_cache, keep_answer, read_answer
 from ._process import CompilerProcess, Progress
@@ -193,9 +193,7 @@ def _key(
 ) -> str:
     parts = [
         _FORMAT,
-        version("jax"),
-        version("jaxlib"),
-        version("aliquot"),
+        *map(version_of, ("jax", "jaxlib", "aliquot")),
         program.fingerprint,
         target.platform,
         target.description,

@@ -7,11 +7,11 @@ something else.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ...core import version_of
 from ...graph import (
     Graph,
     Literal,
@@ -205,9 +205,7 @@ def agree_on_arrays(given: dict[str, Given]) -> None:
 
 def _surroundings() -> dict[str, list[str]]:
     """The versions and settings that determine what a program computes, for `agree`."""
-    versions = [
-        f"{name} {importlib.metadata.version(name)}" for name in ("aliquot", "jax", "jaxlib")
-    ]
+    versions = [f"{name} {version_of(name)}" for name in ("aliquot", "jax", "jaxlib")]
     return {"versions": versions, "settings": settings_lines()}
 
 

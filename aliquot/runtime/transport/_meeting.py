@@ -7,7 +7,6 @@ process that dies, joins twice, or belongs to another run is noticed at once and
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import queue
@@ -24,6 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
+from ...core import version_of
 from ._line import PROOFS_S, Line, open_line
 from ._reception import LOGGER, Reception
 from ._secret import digest
@@ -57,7 +57,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @staticmethod
     def own(process: int, count: int, run: str) -> Hello:
-        versions = {name: importlib.metadata.version(name) for name in _VERSIONS}
+        versions = {name: version_of(name) for name in _VERSIONS}
         return Hello(
             process=process,
             count=count,
