@@ -158,6 +158,7 @@ def step_times(
             replace(priced.mesh, cluster=replace(cluster, device=device)),
             repeats=priced.repeats,
             data_axes=priced.data_axes,
+            context_axes=priced.context_axes,
             gathers_once=priced.gathers_once,
             choices=choices,
         )

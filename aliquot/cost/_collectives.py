@@ -232,15 +232,22 @@ def resharding_seconds(source: Spec, wanted: Spec, num_bytes: float, mesh: Logic
     return sum(latency + per_byte * move.fraction * num_bytes for move, latency, per_byte in lines)
 
 
+def waits_over(
+    gradient: Edge | NodeCollective, data_axes: frozenset[int], context_axes: frozenset[int]
+) -> frozenset[int]:
+    """The axes over which the sum of a gradient waits for the last micro-batch."""
+    return data_axes | context_axes if gradient.over_tokens else data_axes
+
+
 def split_deferred_axes(
-    collective: NodeCollective, axes: tuple[int, ...], data_axes: frozenset[int]
+    collective: NodeCollective, axes: tuple[int, ...], waiting: frozenset[int]
 ) -> list[tuple[tuple[int, ...], bool]]:
     """Axes of a node's collective by when it runs: in each micro-batch (False), or once after the
-    last (True), as sums of gradients over the data axes do.
+    last (True), as sums of gradients over the axes `waiting` do; see `waits_over`.
     """
     # Only sums of gradients can be deferred; gathered arrays are needed at once.
     if not collective.gradient or collective.kind != "all-reduce":
         return [(axes, False)]
-    now = tuple(a for a in axes if a not in data_axes)
-    deferred = tuple(a for a in axes if a in data_axes)
+    now = tuple(a for a in axes if a not in waiting)
+    deferred = tuple(a for a in axes if a in waiting)
     return [(summed, once) for summed, once in ((now, False), (deferred, True)) if summed]

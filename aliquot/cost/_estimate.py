@@ -37,6 +37,7 @@ from ._collectives import (
     rounded_bytes,
     split_deferred_axes,
     through_copies,
+    waits_over,
     widening,
 )
 from ._evaluate import conversions, evaluate
@@ -228,10 +229,11 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
     for edge_index, s, t in conversions(priced, picks):
         edge, table = priced.graph.edges[edge_index], priced.edges[edge_index]
         changes = [(table.sources[s], table.targets[t])]
-        # With micro-batches, a gradient is summed over the data axes only once, after the last one,
-        # and over the other axes for each: two changes instead of one.
+        # With micro-batches, a gradient is summed over the data axes, and over tokens, only once,
+        # after the last one, and over the other axes for each: two changes instead of one.
         if edge.gradient and priced.repeats > 1 and edge.phase is not Phase.UPDATE:
-            changes = list(split_deferred_sums(*changes[0], priced.data_axes))
+            waiting = waits_over(edge, priced.data_axes, priced.context_axes)
+            changes = list(split_deferred_sums(*changes[0], waiting))
         elif priced.gathers_once and edge.cast:
             # Its cast is gathered over the data axes once, and what is left is done for each.
             gathered = without_axes(changes[0][0], priced.data_axes)
@@ -274,9 +276,10 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
             axes = tuple(a for a, f in enumerate(choice) if f in c.factors)
             if math.prod(sizes[a] for a in axes) == 1:
                 continue
-            # As for conversions: sums of gradients run over the data axes once in a step, over
-            # other axes for each micro-batch.
-            for these_axes, once in split_deferred_axes(c, axes, priced.data_axes):
+            # As for conversions: sums of gradients run over these axes once in a step, over other
+            # axes for each micro-batch.
+            waiting = waits_over(c, priced.data_axes, priced.context_axes)
+            for these_axes, once in split_deferred_axes(c, axes, waiting):
                 count = c.count * (1 if once or c.phase is Phase.UPDATE else priced.repeats)
                 wide = widening(c.dtype, target, total=once and priced.repeats > 1)
                 local = c.num_bytes * wide / shards_of(choice, c.split_by, sizes)

@@ -186,6 +186,7 @@ def _priced(stage: PlannedStage, planned: StagePlan) -> tuple[Priced, Ints]:
         LogicalMesh(shape=planned.mesh_shape, axis_names=names, cluster=problem.cluster),
         repeats=problem.num_micro_batches,
         data_axes=frozenset(names.index(axis) for axis in planned.data_axes),
+        context_axes=frozenset(names.index(axis) for axis in planned.context_axes),
         gathers_once=planned.gathers_once,
         # To price all choices would take many times as long.
         choices=[np.array([choice], np.int64) for choice in stage.choices],

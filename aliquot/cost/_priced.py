@@ -46,6 +46,7 @@ from ._collectives import (
     size_points,
     split_deferred_axes,
     through_copies,
+    waits_over,
     widening,
 )
 from ._host_copies import HostCopy
@@ -131,7 +132,7 @@ class PricedEdge:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Priced:
     """A priced problem. All phases before the update run `repeats` times, for each micro-batch.
-    `gathers_once`: see `StagePlan`.
+    `context_axes` and `gathers_once`: see `StagePlan`.
     """
 
     graph: NodeGraph
@@ -143,6 +144,7 @@ class Priced:
     target: Target
     repeats: int
     data_axes: frozenset[int]
+    context_axes: frozenset[int]
     gathers_once: bool
     nodes: tuple[PricedNode, ...]
     edges: tuple[PricedEdge, ...]
@@ -159,6 +161,7 @@ def price(
     *,
     repeats: int = 1,
     data_axes: frozenset[int] = frozenset(),
+    context_axes: frozenset[int] = frozenset(),
     gathers_once: bool = False,
     choices: Sequence[Ints] | None = None,
 ) -> Priced:
@@ -170,13 +173,14 @@ def price(
         data_axes: axes (by position) that split nothing but the batch, so that gradients are summed
             over them once, after the last micro-batch; none for independent micro-batches, of
             which each sums its own.
+        context_axes: the axis that splits the sequence, if gradients wait over it, too.
         gathers_once: whether casts of parameters are gathered over the data axes once in a step;
             see `StagePlan`. Without effect where nothing is cast once.
         choices: for each node the choices to price, `(choices, axes)`; by default all choices.
     """
     graph, target = problem.nodes, target_for(mesh.cluster.device)
     if problem.semantics == "independent":
-        data_axes = frozenset()
+        data_axes = context_axes = frozenset()
     # Independent micro-batches are steps of their own.
     keeps_casts = repeats > 1 and problem.semantics != "independent"
     # One pricer for all nodes and edges, so that they share its cache.
@@ -185,6 +189,7 @@ def price(
         target=target,
         repeats=repeats,
         data_axes=data_axes,
+        context_axes=context_axes,
         keeps_casts=keeps_casts,
         gathers_once=gathers_once and keeps_casts and any(edge.cast for edge in graph.edges),
     )
@@ -205,6 +210,7 @@ def price(
         target=target,
         repeats=repeats,
         data_axes=data_axes,
+        context_axes=context_axes,
         gathers_once=pricer.gathers_once,
         nodes=nodes,
         edges=edges,
@@ -238,6 +244,7 @@ class _Pricer:
     target: Target
     repeats: int
     data_axes: frozenset[int]
+    context_axes: frozenset[int]
     keeps_casts: bool
     gathers_once: bool
     cache: _Cache = field(default_factory=_Cache)
@@ -287,8 +294,9 @@ class _Pricer:
         """
         local = collective.num_bytes / shards(choices, collective.split_by, self.mesh.shape)
         seconds, paid_once = np.zeros((2, len(choices)))
+        waiting = waits_over(collective, self.data_axes, self.context_axes)
         for axes, rows in joined_axes(choices, collective.factors):
-            for summed, once in split_deferred_axes(collective, axes, self.data_axes):
+            for summed, once in split_deferred_axes(collective, axes, waiting):
                 kind, hops = in_hops(collective.kind, summed, self.mesh)
                 latency, per_byte = collective_line(kind, summed, self.mesh, self.target)
                 times = hops * collective.count * (1 if once else self.times(collective.phase))
@@ -433,17 +441,18 @@ class _Pricer:
     def with_deferred_sums(
         self, edge: Edge, sources: _Specs, targets: _Specs, seconds: Floats
     ) -> tuple[Floats, Floats]:
-        """`seconds` and `once_s` of a gradient's conversions: its sums over data axes run once,
-        after the last micro-batch.
+        """`seconds` and `once_s` of a gradient's conversions: its sums over axes where it waits run
+        once, after the last micro-batch.
         """
+        waiting = waits_over(edge, self.data_axes, self.context_axes)
         seconds, once = seconds.copy(), np.zeros(seconds.shape)
         each_bytes = edge.num_bytes * widening(edge.dtype, self.target)
         total_bytes = edge.num_bytes * widening(edge.dtype, self.target, total=True)
         for p, source in enumerate(sources):
-            if not any(source[a] <= PARTIAL for a in self.data_axes):
+            if not any(source[a] <= PARTIAL for a in waiting):
                 continue
             for q, target in enumerate(targets):
-                each, total = split_deferred_sums(source, target, self.data_axes)
+                each, total = split_deferred_sums(source, target, waiting)
                 sums = sum_collective(edge, self.target)
                 each_s = self.conversion_seconds(*each, sums, each_bytes) * edge.count
                 sums = sum_collective(edge, self.target, total=True)

@@ -108,6 +108,7 @@ def _priced(
     """The problem on a stage's mesh, with the stage's own choices among those that are priced."""
     mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=problem.cluster)
     axes = frozenset(stage.axis_names.index(a) for a in stage.data_axes)
+    context_axes = frozenset(stage.axis_names.index(a) for a in stage.context_axes)
     tried = choices_to_try(problem, mesh, axes, intra, also)
     if choices:
         tried = [
@@ -120,6 +121,7 @@ def _priced(
         mesh,
         repeats=problem.num_micro_batches,
         data_axes=axes,
+        context_axes=context_axes,
         gathers_once=stage.gathers_once,
         choices=tried,
     )

@@ -301,6 +301,7 @@ def price_option(problem: Problem, shape: tuple[int, ...], intra: AbstractIntra)
         mesh,
         repeats=problem.num_micro_batches,
         data_axes=data_axes,
+        context_axes=frozenset(k for k, name in enumerate(names) if name == fixed.CONTEXT),
         gathers_once=intra.gathers_once,
         choices=choices,
     )

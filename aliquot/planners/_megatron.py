@@ -245,26 +245,30 @@ class Megatron(AbstractMethod):
         rule = self._rule
         names, sizes = zip(*rule.axes, strict=True)
         mesh = LogicalMesh(shape=sizes, axis_names=names, cluster=problem.cluster)
-        data = frozenset({names.index("data")} if "data" in names else ())
+        data, context = (
+            frozenset({names.index(name)} if name in names else ())
+            for name in ("data", fixed.CONTEXT)
+        )
         can_wait = (
             problem.num_micro_batches > 1
-            and bool(data)
+            and bool(data | context)
             and problem.runs_in_groups(math.prod(sizes[a] for a in data))
         )
-        waiting = [data] if can_wait else []
+        waiting = [data | context] if can_wait else []
         ways = fixed.ways_to_sum(
             rule, waiting, splits=self.zero_stage >= 2, repeats=problem.num_micro_batches
         )
-        for data_axes, way in ways:
+        for axes, way in ways:
             priced = price(
                 problem,
                 mesh,
                 repeats=problem.num_micro_batches,
-                data_axes=data_axes,
+                data_axes=axes & data,
+                context_axes=axes & context,
                 gathers_once=way.gathers_once,
                 choices=way.choices(problem, names),
             )
-            each = problem.num_micro_batches > 1 and not data_axes
+            each = problem.num_micro_batches > 1 and not axes
             label = f"{name}, gradients summed in each micro-batch" if each else name
             space = Space(name=label, priced=priced, allowed=fixed.everything(priced))
             yield Entry(space=space, intra=way)

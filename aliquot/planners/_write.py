@@ -83,6 +83,9 @@ def write_plan(
                 data_axes=tuple(
                     stage.priced.mesh.axis_names[a] for a in sorted(stage.priced.data_axes)
                 ),
+                context_axes=tuple(
+                    stage.priced.mesh.axis_names[a] for a in sorted(stage.priced.context_axes)
+                ),
                 first_device=stage.first_device,
                 first_layer=stage.first_layer,
                 layer_names=stage.layer_names,

@@ -138,6 +138,7 @@ def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
         terms[f"{prefix}mesh"] = "x".join(map(str, stage.mesh_shape))
         terms[f"{prefix}axes"] = ", ".join(stage.axis_names)
         terms[f"{prefix}data_axes"] = ", ".join(stage.data_axes)
+        terms[f"{prefix}context_axes"] = ", ".join(stage.context_axes)
         if is_pipeline(plan):
             terms |= _stage_decisions(prefix, stage)
         # Nodes are numbered in each stage: in other stages the same name is another operator.

@@ -154,6 +154,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         outputs: the same for each output path.
         interior: the decisions inside the step, once for each distinct segment.
         data_axes: axes that split nothing but the batch.
+        context_axes: the axis that splits the sequence, if gradients wait for the last of several
+            micro-batches over it as they do over `data_axes`; at most one.
         first_device: where its submesh begins in the cluster; it takes consecutive devices.
         first_layer, layer_names: the layers that it runs; none without a pipeline.
         recompute: what the backward pass recomputes besides cheap operators: "none"; "stage" for
@@ -177,6 +179,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     outputs: dict[str, tuple[tuple[str, ...], ...]]
     interior: tuple[OpSharding, ...]
     data_axes: tuple[str, ...] = ()
+    context_axes: tuple[str, ...] = ()
     first_device: int = 0
     first_layer: int = 0
     layer_names: tuple[str, ...] = ()

@@ -238,6 +238,7 @@ def stage_data(stage: StagePlan) -> dict[str, Any]:
         "mesh": list(stage.mesh_shape),
         "axis_names": list(stage.axis_names),
         "data_axes": list(stage.data_axes),
+        "context_axes": list(stage.context_axes),
         "devices": list(range(*device_range(stage))),
         "layers": list(stage.layer_names),
         "recompute": stage.recompute,

@@ -218,12 +218,20 @@ def _mesh(stage: StagePlan, where: str, total: int, *, alone: bool) -> Iterator[
     for name, count in Counter(stage.axis_names).items():
         if count > 1:
             yield f"{where} names {count} axes {name!r}"
-    for name in stage.data_axes:
-        if name not in stage.axis_names:
-            yield (
-                f"{where} has the data axis {name!r}, no axis of its mesh:"
-                f" {nearest(name, stage.axis_names)}"
-            )
+    for kind, names in (("data", stage.data_axes), ("context", stage.context_axes)):
+        for name in names:
+            if name not in stage.axis_names:
+                yield (
+                    f"{where} has the {kind} axis {name!r}, no axis of its mesh:"
+                    f" {nearest(name, stage.axis_names)}"
+                )
+    # Totals of groups of devices have one dim for both.
+    order = [name for name in stage.axis_names if name in (*stage.data_axes, *stage.context_axes)]
+    if len(stage.context_axes) > 1 or not set(stage.context_axes) <= set(order[-1:]):
+        yield (
+            f"{where} has the context axes {', '.join(stage.context_axes)}, and there may be one,"
+            " behind the data axes"
+        )
 
 
 def _splits(

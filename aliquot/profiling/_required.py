@@ -125,6 +125,7 @@ def operators_of_plan(planned: PlannedStep) -> list[tuple[Operator, tuple[int, .
             LogicalMesh(shape=of_plan.mesh_shape, axis_names=of_plan.axis_names, cluster=cluster),
             repeats=stage.problem.num_micro_batches,
             data_axes=frozenset(of_plan.axis_names.index(axis) for axis in of_plan.data_axes),
+            context_axes=frozenset(of_plan.axis_names.index(a) for a in of_plan.context_axes),
             gathers_once=of_plan.gathers_once,
             choices=[np.array([choice], np.int64) for choice in stage.choices],
         )

@@ -73,6 +73,7 @@ from ._staged_step import batch_dims as batch_dims
 from ._staged_step import layer_step as layer_step
 from ._staged_step import sketch_step as sketch_step
 from ._staged_step import stage_step as stage_step
+from ._waiting import sums_that_wait as sums_that_wait
 from .micro_batches import SEMANTICS as SEMANTICS
 from .micro_batches import Action as Action
 from .micro_batches import Conversion as Conversion

@@ -21,7 +21,7 @@ from ._edges import EdgeBuilder
 from ._ids import NodeId, SlotId
 from ._node_collectives import batch_sums, group_collectives, product_collectives, whole_bytes
 from ._node_index import NodeIndex
-from ._nodes import Factor, Node, NodeGraph, Port, Projection, Site, WholeOperator
+from ._nodes import Factor, Node, NodeGraph, Port, Projection, Site, TokenSum, WholeOperator
 from ._spec import REPLICATED
 
 
@@ -74,6 +74,27 @@ def build_nodes(naming: NodeIndex, target: Target, *, sums_gradients: bool = Fal
         small=tuple(
             (cuts.first[op_class].index, rows)
             for op_class, rows in sorted(cuts.exchanges.small.items())
+        ),
+        token_sums=tuple(_token_sum(naming, c) for c in sorted(naming.token_sums)),
+    )
+
+
+def _token_sum(naming: NodeIndex, op_class: int) -> TokenSum:
+    cuts = naming.cuts
+    rule, op = cuts.rules[op_class], cuts.first[op_class]
+    operands: list[Port | None] = [None] * len(op.inputs)
+    for position, value_class, _ in cuts.operands(op_class):
+        operands[position] = (
+            naming.product_port(op_class, rule.operands[position])
+            if rule.contracts
+            else naming.slot_port(cuts.operand_slot(op_class, value_class))
+        )
+    return TokenSum(
+        op_class=op_class,
+        operands=tuple(operands),
+        summed=tuple(
+            frozenset(d for d, letters in enumerate(dims) if letters[0] in rule.reduced)
+            for dims in rule.operands
         ),
     )
 

@@ -16,7 +16,6 @@ from ..graph import Phase, Role, wildcard
 from ._ids import NodeId
 from ._node_index import (
     adds,
-    adds_or_hands_on,
     adds_or_transposes,
     adds_transposes_or_casts,
     classes_of_casts,
@@ -120,11 +119,7 @@ class EdgeBuilder:
             if kind == "parameter":
                 phase = Phase.UPDATE if update else Phase.FORWARD
             target = self.naming.slot_port(slot)
-            # The terms of a gradient, such as those of a parameter that is used twice, wait for the
-            # last micro-batch as the gradient does.
-            total = self.naming.serves(value_class, adds_or_hands_on)
-            waits = kind == "landed" and ("gradient", total) in cuts.slots.by_key
-            gradient = waits or (update and kind != "parameter")
+            gradient = self.naming.is_gradient(key)  # type: ignore[arg-type]
             parameter = self._parameter_of.get(target.node)
             self._add(
                 value_class,
@@ -141,6 +136,9 @@ class EdgeBuilder:
                 starts=births,
                 ends=births,
                 deferrable=producer is not None and cuts.first[producer[0]].deferrable,
+                over_tokens=gradient
+                and producer is not None
+                and producer[0] in self.naming.token_sums,
             )
 
     def _sum_of(self, value_class: int) -> Hashable:
@@ -210,6 +208,7 @@ class EdgeBuilder:
         starts: NDArray[np.int64],
         ends: NDArray[np.int64],
         deferrable: bool = False,
+        over_tokens: bool = False,
         label: str = "",
         shared_as: Hashable = None,
     ) -> None:
@@ -277,6 +276,7 @@ class EdgeBuilder:
                 deferrable=deferrable,
                 parameter=self.naming.cuts.param_only[value_class],
                 cast=producer is not None and producer[0] in self._casts,
+                over_tokens=over_tokens,
             )
         )
 

@@ -210,6 +210,7 @@ def _reductions(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
             gradient=op.phase is Phase.BACKWARD and naming.enters_update(out),
             label=naming.label(op_class),
             deferrable=op.deferrable,
+            over_tokens=op_class in naming.token_sums,
         )
     ]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..graph import Moves, Op, Operand, Phase, Role, ValueId, traits_of, wildcard
 from ._cuts import Cuts, rearranges
 from ._ids import NO_NODE, NodeId, SlotId
 from ._nodes import Port
 from ._spec import PARTIAL, REPLICATED
+from ._waiting import adds_or_hands_on, sums_that_wait
 from .programs import parameter_casts
 
 
@@ -33,6 +35,8 @@ class NodeIndex:
         value_read_phases: for each value class the phases in which it is read.
         readers: for each value class the operator classes that read it.
         batch_values: the inputs that belong to the batch.
+        token_sums: the operator classes whose sums may wait where an axis splits the sequence; see
+            `sums_that_wait`.
     """
 
     cuts: Cuts
@@ -51,6 +55,7 @@ class NodeIndex:
     value_read_phases: list[set[Phase]] = field(default_factory=list)
     readers: dict[int, set[int]] = field(default_factory=dict)
     batch_values: frozenset[ValueId] = field(init=False)
+    token_sums: frozenset[int] = field(init=False)
     _slot_ports: dict[SlotId, Port] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,6 +74,31 @@ class NodeIndex:
         self.value_read_phases = [set() for _ in cuts.producer]
         for op_class in self.order:
             self._place(op_class)
+        waiting = sums_that_wait(cuts.graph)
+        self.token_sums = frozenset(
+            op_class
+            for op_class, members in enumerate(cuts.folding.members)
+            if all(op in waiting for op in members) and self._makes_gradient(op_class)
+        )
+
+    def _makes_gradient(self, op_class: int) -> bool:
+        """True if the result of a sum is a gradient wherever it is read."""
+        cuts = self.cuts
+        out = cuts.first[op_class].outputs[0]
+        if not cuts.rules[op_class].contracts:
+            return self.enters_update(out)
+        value_class = int(cuts.folding.value_class[out])
+        keys = [("landed", value_class, zone) for zone in ("main", "update")]
+        return all(self.is_gradient(key) for key in keys if key in cuts.slots.by_key)
+
+    def is_gradient(self, key: tuple[Any, ...]) -> bool:
+        """True if an array in a slot other than its home is a gradient, or a term of one, such as
+        those of a parameter that is used twice: with micro-batches it may wait for the last one.
+        """
+        kind, value_class, *zone = key
+        total = self.serves(value_class, _adds_before_update)
+        waits = kind == "landed" and ("gradient", total) in self.cuts.slots.by_key
+        return waits or kind == "gradient" or (kind == "landed" and zone == ["update"])
 
     def _place(self, op_class: int) -> None:
         """Find the group of an operator, and note in which phase it reads what."""
@@ -317,6 +347,10 @@ class NodeIndex:
         return f"{op.name}:{op.index}"
 
 
+def _adds_before_update(op: Op) -> bool:
+    return adds_or_hands_on(op) and op.phase is not Phase.UPDATE
+
+
 def adds(op: Op) -> bool:
     """True if it is a sum of arrays."""
     return traits_of(op.name).adds
@@ -331,14 +365,6 @@ def adds_or_transposes(op: Op) -> bool:
 def adds_transposes_or_casts(op: Op) -> bool:
     """True if it is a sum of arrays, or one array in another order of dims or in another dtype."""
     return adds_or_transposes(op) or traits_of(op.name).moves is Moves.CAST
-
-
-def adds_or_hands_on(op: Op) -> bool:
-    """True if it is a sum of arrays, or an operator that keeps all elements of one: a partial sum
-    passes through it as a partial sum.
-    """
-    traits = traits_of(op.name)
-    return traits.adds or (traits.moves is not None and traits.moves.keeps_all)
 
 
 def _hands_on_or_sums(op: Op) -> bool:

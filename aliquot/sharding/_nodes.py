@@ -55,7 +55,7 @@ class NodeCollective:
     or a gather of what must be whole. All axes that split one take part in the same collective.
 
     `num_bytes` is the whole array's; splitting a factor of `split_by` divides it. It happens
-    `count` times a step. For `deferrable` see `Op`.
+    `count` times a step. For `deferrable` see `Op`, for `over_tokens` `Edge`.
     """
 
     kind: str
@@ -68,6 +68,7 @@ class NodeCollective:
     gradient: bool
     label: str
     deferrable: bool = False
+    over_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,6 +114,8 @@ class Edge:
         deferrable: whether the operators that read it are; see `Op`.
         parameter: whether it is a parameter, or made of parameters alone, such as a cast.
         cast: whether it is a parameter's cast to a narrower type; see `parameter_casts`.
+        over_tokens: whether it is a gradient that may also wait where an axis splits the sequence;
+            see `sums_that_wait`.
     """
 
     index: int
@@ -137,6 +140,7 @@ class Edge:
     deferrable: bool = False
     parameter: bool = False
     cast: bool = False
+    over_tokens: bool = False
 
     @property
     def beside_compute(self) -> bool:
@@ -174,6 +178,20 @@ class Site:
     results: tuple[tuple[Port, ...], ...]
     readers: tuple[tuple[Port, ...], ...] = ()
     on_pieces: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSum:
+    """A class of sums that may wait where an axis splits the sequence; see `sums_that_wait`.
+
+    Attributes:
+        operands: their ports; None for one without.
+        summed: for each operand the dims over which the operator sums.
+    """
+
+    op_class: int
+    operands: tuple[Port | None, ...]
+    summed: tuple[frozenset[int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +234,7 @@ class NodeGraph:
         whole: operators that run whole on every device.
         small: operators that regroup the batch into fewer rows, in small arrays that every device
             computes whole, with the number of rows.
+        token_sums: gradients that may wait where an axis splits the sequence.
     """
 
     nodes: tuple[Node, ...]
@@ -232,6 +251,7 @@ class NodeGraph:
     on_missing_rule: str = "infer"
     whole: tuple[WholeOperator, ...] = ()
     small: tuple[tuple[OpId, int], ...] = ()
+    token_sums: tuple[TokenSum, ...] = ()
 
 
 def project(choice: Choice, projection: Projection) -> Spec:

@@ -18,6 +18,7 @@ from ._nodes import Choice, NodeGraph, Port, Site, project
 from ._reshard import intermediate_specs, minor_axes, spec_after_sums, split_deferred_sums
 from ._rows import gathered_by_rows
 from ._spec import PARTIAL, REPLICATED, Spec, divides, without_axes, without_partial
+from ._waiting import sums_that_wait
 from .programs import parameter_casts
 
 TotalConstraints: TypeAlias = tuple[tuple[Spec, tuple[int, ...]], ...]
@@ -60,6 +61,8 @@ class Pins:
             over data axes.
         rows: for each value that replaces an input row by row: that input, the value's split and
             the input's.
+        token_sums: how the operands of sums that wait over the axis that splits the sequence are
+            split, by class.
         wide_sums: products that run on each device's pieces reduce-scatter in float32 at least.
         on_missing_rule: see `dim_rule`.
     """
@@ -71,6 +74,7 @@ class Pins:
     values: dict[ValueId, Spec]
     totals: dict[ValueId, TotalConstraints] = field(default_factory=dict)
     rows: dict[ValueId, tuple[ValueId, Spec, Spec]] = field(default_factory=dict)
+    token_sums: dict[int, tuple[Spec | None, ...]] = field(default_factory=dict)
     wide_sums: bool = False
     on_missing_rule: str = "infer"
 
@@ -87,6 +91,7 @@ def make_pins(
     target: Target,
     *,
     data_axes: Collection[int] = (),
+    context_axes: Collection[int] = (),
     gathers_once: bool = False,
 ) -> Pins:
     """Pins of a step under a choice for every node.
@@ -100,6 +105,7 @@ def make_pins(
             Inputs of more than its `rows_above_bytes` are replaced row by row; see
             `gathered_by_rows`.
         data_axes: along which sums of gradients wait for the last micro-batch.
+        context_axes: along which those over tokens do, too; at most one.
         gathers_once: whether casts of parameters are gathered over these axes where they are made.
     """
     maker = _PinMaker(
@@ -109,6 +115,7 @@ def make_pins(
         axis_sizes=axis_sizes,
         target=target,
         data_axes=data_axes,
+        context_axes=context_axes,
     )
     first_of: dict[int, Op] = {}
     for op in graph.ops:
@@ -126,8 +133,9 @@ def make_pins(
         inputs=inputs,
         outputs=_outputs_in_place(graph, inputs, computed),
         values=values,
-        totals=maker.totals(values) if data_axes else {},
+        totals=maker.totals(values) if data_axes or maker.token_sums else {},
         rows=_replaced_by_rows(graph, inputs, computed, target),
+        token_sums=maker.token_sums,
         # XLA's CPU backend makes no reduce-scatters itself. It all-reduces narrow types in wider
         # ones, and prices assume the same of the runtime's reduce-scatters.
         wide_sums=not target.reduce_scatter,
@@ -155,6 +163,20 @@ class _PinMaker:
     axis_sizes: Sequence[int]
     target: Target
     data_axes: Collection[int]
+    context_axes: Collection[int]
+    token_sums: dict[int, tuple[Spec | None, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = {}
+        for token_sum in self.nodes.token_sums:
+            specs = [None if p is None else self.spec(p) for p in token_sum.operands]
+            if any(
+                spec is not None and spec[axis] in dims
+                for spec, dims in zip(specs, token_sum.summed, strict=True)
+                for axis in self.context_axes
+            ):
+                found[token_sum.op_class] = tuple(specs)
+        object.__setattr__(self, "token_sums", found)
 
     def spec(self, port: Port) -> Spec:
         """The split at a port under the choices; replicated at none."""
@@ -188,7 +210,9 @@ class _PinMaker:
         ports, output = site.results[position], op.outputs[position]
         shape = self.graph.values[output].shape if output >= 0 else ()
         # Only sums in the backward pass wait for the last micro-batch.
-        deferred = self.data_axes if op.phase is Phase.BACKWARD else ()
+        deferred = [*self.data_axes] if op.phase is Phase.BACKWARD else []
+        if site.op_class in self.token_sums:
+            deferred += self.context_axes
         each, total = _split_deferred([self.spec(p) for p in ports], deferred)
         if op.name == "gather":
             return _ResultConstraints(specs=_lookup_constraints(each, shape, self.axis_sizes))
@@ -251,9 +275,18 @@ class _PinMaker:
         """Constraints on the running totals of values that loops carry, by the split that each is
         to have in the end.
         """
+        summands = {
+            v
+            for op, held in (sums_that_wait(self.graph) if self.token_sums else {}).items()
+            if self.nodes.op_class[op] in self.token_sums
+            for v in held
+        }
         totals = {}
         for v, spec in values.items():
-            partial = tuple(PARTIAL if a in self.data_axes else p for a, p in enumerate(spec))
+            axes = {*self.data_axes, *(self.context_axes if v in summands else ())}
+            if not axes:
+                continue
+            partial = tuple(PARTIAL if a in axes else p for a, p in enumerate(spec))
             shape, sums = self.graph.values[v].shape, self.target.sum_collective
             totals[v] = _total_constraints([partial, spec], shape, self.axis_sizes, sums)
         return totals

@@ -189,8 +189,8 @@ def split_deferred_sums(
     """The change from `source` to `target` in two: that of each micro-batch's gradient, and that of
     their total, after the last micro-batch.
 
-    Sums over the axes `deferred` are finished in the second. In the first each device's summand
-    counts as replicated along these axes.
+    Sums over the axes `deferred` are finished in the second, all as one. In the first each device's
+    summand counts as replicated along these axes.
 
     >>> split_deferred_sums((PARTIAL, PARTIAL), (0, 1), (0,))
     (((-1, -2), (-1, 1)), ((-2, 1), (0, 1)))
@@ -201,7 +201,7 @@ def split_deferred_sums(
     def of_summand(spec: Spec) -> Spec:
         return tuple(REPLICATED if a in kept else spec[a] for a in axes)
 
-    total = tuple(source[a] if a in kept else target[a] for a in axes)
+    total = tuple(PARTIAL if a in kept else target[a] for a in axes)
     return (of_summand(source), of_summand(target)), (total, target)
 
 

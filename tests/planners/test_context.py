@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from planners.small_steps import array, momentum_step
@@ -121,6 +122,36 @@ def test_parameters_are_sharded_over_context_as_over_data():
     up = plan.stages[0].shardings["state.params.layers[0].mlp.up.kernel"]
     assert {axis for dim in up for axis in dim} == {"data", "context", "tensor"}
     assert "FSDP" in str(plan)
+
+
+@pytest.mark.parametrize("name", ["megatron:dp2,cp4,zero1", "megatron:dp1,cp8,zero1"])
+def test_accumulators_of_gradients_that_wait_are_whole(name):
+    """Each device sums over its own tokens until the last micro-batch, and then over all."""
+    work = llama(seq_len=64)
+    once, twice = (
+        aq.plan(
+            work.train_step,
+            work.state,
+            work.batch,
+            cluster=CLUSTER,
+            method=method_by_name(name),
+            num_micro_batches=count,
+        )
+        for count in (1, 2)
+    )
+    assert (once.stages[0].context_axes, twice.stages[0].context_axes) == ((), ("context",))
+    # One sum over both axes, as often as without micro-batches.
+    found = [use for use in twice.prediction.collectives if "gradient of" in use.label]
+    assert {use.axes for use in found} == {(*twice.stages[0].data_axes, "context")}
+    assert sum(use.count for use in found) == sum(
+        use.count
+        for use in once.prediction.collectives
+        if "gradient of" in use.label and "context" in use.axes
+    )
+    # Accumulated in single precision, and not divided by what splits the optimizer's state.
+    assert twice.prediction.memory_bytes["gradients"] >= sum(
+        x.size * 4 for x in jax.tree.leaves(work.state["params"])
+    )
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,9 @@ W = "state.params.layers[0].w"
         (_stage(mesh_shape=(8,), shardings=dict.fromkeys(SPLITS, ())), "1 mesh axes with 2 names"),
         (_stage(axis_names=("x", "x")), "names 2 axes 'x'"),
         (_stage(data_axes=("q",)), "data axis 'q'"),
+        (_stage(context_axes=("q",)), "context axis 'q'"),
+        (_stage(context_axes=("x",), data_axes=("y",)), "may be one, behind the data axes"),
+        (_stage(context_axes=("x", "y")), "context axes x, y, and there may be one"),
         (_stage(recompute="operator"), "the stage recomputes 'operator': did you mean"),
         (
             _stage(recompute="operators"),

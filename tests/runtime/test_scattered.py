@@ -155,7 +155,7 @@ def test_products_on_pieces_sum_to_the_whole_product(case, wide_sums, mesh):
 
     def run(a, b):
         return scattered_product(
-            eqn, (a, b), bind, devices, [left, right], lambda shape: wanted, wide_sums=wide_sums
+            eqn, (a, b), bind, devices, [], [left, right], lambda shape: wanted, wide_sums=wide_sums
         )
 
     if kinds is None:

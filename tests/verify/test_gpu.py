@@ -17,6 +17,7 @@ import aliquot as aq
 from aliquot.cluster import TARGETS, Cluster
 from aliquot.core import InputError
 from aliquot.cost import make_problem
+from aliquot.planners import method_by_name
 from aliquot.verification import (
     GPU_DESCRIPTIONS,
     CompilerMissingError,
@@ -402,6 +403,25 @@ def test_sums_wait_along_data_axes_alone(tmp_path):
     }
     whole = 2048 * 1024 * 4
     assert moved == {("x",): (whole / 8, whole / 8), ("y",): (4 * whole / 2, 4 * whole / 2)}
+
+
+def test_sums_wait_along_the_axis_that_splits_the_sequence(tmp_path):
+    sizes = {"num_layers": 2, "hidden_size": 256, "num_heads": 8, "ffn_size": 1024}
+    sizes |= {"vocab_size": 1024, "seq_len": 256}
+    work = build("llama-7b", 8, overrides=sizes, recompute="none", attention="plain")
+    arguments = work.train_step, work.state, work.batch
+    method = method_by_name("megatron:dp2,cp4,zero1")
+    cluster = Cluster.preset("8xH100")
+    plan = aq.plan(*arguments, cluster=cluster, method=method, num_micro_batches=4)
+    assert plan.stages[0].context_axes == ("context",)
+    (stage,) = aq.verify(plan, *arguments, cache=tmp_path).stages
+    assert stage.unintended == ()
+    axes = ("data", "context")
+    (scattered,) = (c for c in stage.collectives if (c.kind, c.axes) == ("reduce-scatter", axes))
+    # Each device keeps an eighth of the sum, in single precision; norms are summed whole.
+    weights = [x for x in jax.tree.leaves(work.state["params"]) if x.ndim > 1]
+    assert scattered.predicted_bytes == sum(x.size for x in weights) * 4 / 8
+    assert scattered.compiled_bytes == pytest.approx(scattered.predicted_bytes, rel=0.01)
 
 
 def test_terms_of_a_sum_are_scattered_once_where_other_axes_finish_it(tmp_path):

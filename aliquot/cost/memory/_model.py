@@ -62,10 +62,13 @@ def memory_model(priced: Priced, *, in_turn: bool, memory: Memory = Memory.DEVIC
             `takes_turns` tells for known choices.
     """
     graph = priced.graph
-    # Gradients are summed over data axes only after the last micro-batch. Until then each device
-    # holds its own sum, so data axes do not divide its bytes; nor those of casts that are gathered
-    # once.
-    summed = tuple(1 if a in priced.data_axes else n for a, n in enumerate(priced.axis_sizes))
+    # Gradients are summed over data axes, and over the axis that splits the sequence, only after
+    # the last micro-batch. Until then each device holds its own sum, so these axes do not divide
+    # its bytes; nor do data axes those of casts that are gathered once.
+    summed, gathered_sizes = (
+        tuple(1 if a in whole else n for a, n in enumerate(priced.axis_sizes))
+        for whole in (priced.data_axes | priced.context_axes, priced.data_axes)
+    )
     residents, local = [], []
     # Cached, because many arrays are split alike.
     parts: dict[object, Floats] = {}
@@ -74,14 +77,13 @@ def memory_model(priced: Priced, *, in_turn: bool, memory: Memory = Memory.DEVIC
             continue
         gradient = priced.repeats > 1 and r.category == "gradients"
         gathered = priced.gathers_once and (r.cast is not None or r.hoisted)
-        whole = gradient or gathered
         if r.node < 0:
             num_bytes = np.array([float(r.num_bytes)])
         else:
-            key = r.node, r.projection, whole
+            sizes = summed if gradient else gathered_sizes if gathered else priced.axis_sizes
+            key = r.node, r.projection, sizes
             if key not in parts:
                 split_by = tuple([dim >= 0 for dim in r.projection])
-                sizes = summed if whole else priced.axis_sizes
                 parts[key] = shards(priced.nodes[r.node].choices, split_by, sizes)
             num_bytes = r.num_bytes / parts[key]
         for part in _summed(r, graph) if gradient else (r,):

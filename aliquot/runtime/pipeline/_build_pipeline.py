@@ -22,6 +22,7 @@ class StageSetup:
         mesh: its devices.
         pins: its splits, indexed by the operators of the whole step.
         data_axes: mesh axes that split nothing but the batch.
+        context_axes: the axis that splits the sequence, if gradients wait over it, too.
         given_specs: how inputs of the step are split, by value.
         sent_specs: how values that it exchanges with other stages are split, by value.
     """
@@ -31,6 +32,7 @@ class StageSetup:
     data_axes: tuple[str, ...]
     given_specs: Mapping[ValueId, PartitionSpec]
     sent_specs: Mapping[ValueId, PartitionSpec]
+    context_axes: tuple[str, ...] = ()
 
 
 def build_pipeline(
@@ -56,12 +58,16 @@ def build_pipeline(
             pins=s.pins,
             # Without several groups there is no dim to split over data axes.
             data_axes=s.data_axes if time.layout.groups > 1 else (),
+            context_axes=s.context_axes,
+            bodies=[
+                (p.graph, p.totals) for p in cut.programs.programs if p.stage == k and p.totals
+            ],
             parts=time.parts,
             plan=time.plan,
             layout=time.layout,
             given_specs=s.given_specs,
             sent_specs=s.sent_specs,
         )
-        for s, time in zip(setups, cut.stages, strict=True)
+        for k, (s, time) in enumerate(zip(setups, cut.stages, strict=True))
     ]
     return assemble_pipeline(graph, cut.programs, contexts, schedule, processes=processes)

@@ -117,6 +117,7 @@ def _setup(
         mesh=mesh,
         pins=_for_whole(graph, extract, pins, len(planned.mesh_shape)),
         data_axes=planned.data_axes,
+        context_axes=planned.context_axes if waits else (),
         given_specs=given,
         sent_specs=sent,
     )
@@ -146,4 +147,5 @@ def _for_whole(graph: Graph, extract: Extract, part_pins: Pins, num_axes: int) -
             extract.values[v]: (extract.values[old], rows_made, kept)
             for v, (old, rows_made, kept) in part_pins.rows.items()
         },
+        token_sums=part_pins.token_sums,
     )

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ...graph import NO_VALUE, StageId, ValueId, memory_kind
+from ...graph import NO_VALUE, Graph, StageId, ValueId, memory_kind
 from ...sharding import Layout, MicroBatchGraphs, MicroBatchPlan, Part, Pins, StageProgram, TimeKind
-from ..spmd import ConstraintLowering, Totals, partition
+from ..spmd import ConstraintLowering, Totals, kept_apart, partition
 
 _REDUCE: dict[TimeKind, Callable[..., Any]] = {
     TimeKind.SUM: jnp.sum,
@@ -65,6 +65,9 @@ class StageContext:
         mesh: its devices.
         pins: its splits, indexed by the operators of the whole step.
         data_axes: mesh axes that the data-parallel groups lie along; empty without micro-batches.
+        context_axes: the axis that splits the sequence, if gradients wait over it for the last
+            micro-batch.
+        bodies: the graphs that run in each micro-batch, each with its results that are added up.
         parts, plan: the step cut into micro-batches for this number of groups; `plan` is None if
             the whole batch runs at once.
         layout: groups and micro-batches.
@@ -75,6 +78,8 @@ class StageContext:
     mesh: Mesh
     pins: Pins
     data_axes: tuple[str, ...]
+    context_axes: tuple[str, ...]
+    bodies: Sequence[tuple[Graph, Sequence[ValueId]]]
     parts: MicroBatchGraphs
     plan: MicroBatchPlan | None
     layout: Layout
@@ -99,6 +104,7 @@ class StageContext:
                 layout=self.layout,
                 pins=self.pins,
                 without=without,
+                apart=kept_apart(self.pins, self.mesh, self.context_axes, self.bodies),
             )
         object.__setattr__(self, "totals", totals)
 
@@ -145,9 +151,10 @@ class StageContext:
         """Sharding of a running total."""
         assert self.totals is not None
         shape, _ = self.totals.shape_and_dtype(value)
-        lead = 1 if self.layout.groups > 1 else 0
-        dims = partition(self.mesh, self.totals.total_spec(value), shape[lead:], self.without)
-        groups = tuple(str(n) for n in self.mesh.axis_names if n in self.without)
+        axes = self.totals.axes_apart(value)
+        lead = 1 if axes else 0
+        dims = partition(self.mesh, self.totals.total_spec(value), shape[lead:], axes)
+        groups = tuple(str(n) for n in self.mesh.axis_names if n in axes)
         return NamedSharding(self.mesh, PartitionSpec(*([groups] * lead), *dims))
 
 
@@ -233,8 +240,7 @@ def _body(
             if context.totals is None:
                 gathered.append(results[v])
             else:
-                total = known[Key(Form.TOTAL, v)]
-                gathered.append(context.totals.spread(v, total + results[v].astype(total.dtype)))
+                gathered.append(context.totals.add(v, known[Key(Form.TOTAL, v)], results[v]))
         gathered += [results[v] for v in program.stacked]
         return gathered + [results[new] for _, new in program.handed_on]
 
@@ -299,7 +305,11 @@ def _replay_part(
         )
         inputs = [arrays[v] for v in order]
         return context.lowering.replay(
-            program.graph, inputs, without=context.without, mapped=[*names, parts.group]
+            program.graph,
+            inputs,
+            without=context.without,
+            mapped=[*names, parts.group],
+            apart=None if context.totals is None else context.totals.apart,
         )
 
     if layout.groups == 1:

@@ -2,6 +2,7 @@
 micro-batches.
 """
 
+from ._apart import kept_apart as kept_apart
 from ._lowering import AbstractLowering as AbstractLowering
 from ._lowering import ConstraintLowering as ConstraintLowering
 from ._lowering import partition as partition

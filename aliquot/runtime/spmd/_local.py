@@ -156,6 +156,7 @@ def scattered_product(
     arrays: Sequence[Any],
     bind: Bind,
     mesh: Mesh,
+    groups: Sequence[str],
     operands: Sequence[PartitionSpec],
     wanted: Callable[[Sequence[int]], PartitionSpec],
     *,
@@ -165,7 +166,7 @@ def scattered_product(
     reduce-scattered.
 
     Args:
-        bind: runs an equation on operands.
+        bind, groups: as for `convolution`.
         operands: how the operands are split.
         wanted: gives the wanted split for a shape of the result.
         wide_sums: see `Pins`.
@@ -212,11 +213,7 @@ def scattered_product(
             piece = jax.lax.psum(piece, axes) if axes else piece
         return piece.astype(dtype)
 
-    return [
-        jax.shard_map(run, mesh=mesh, in_specs=tuple(operands), out_specs=result, check_vma=False)(
-            *arrays
-        )
-    ]
+    return [_shard_map(run, mesh, operands, result, groups)(*arrays)]
 
 
 def _scattered_dims(
@@ -249,6 +246,45 @@ def in_plain_order(array: Any, mesh: Mesh, split: PartitionSpec) -> Any:
         return with_layout_constraint(piece, order)
 
     return jax.shard_map(run, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=False)(array)
+
+
+def _shard_map(
+    run: Callable[..., Any],
+    mesh: Mesh,
+    operands: Sequence[PartitionSpec],
+    results: Any,
+    groups: Sequence[str],
+    axes: Collection[str] = frozenset(),
+) -> Callable[..., Any]:
+    """`jax.shard_map` inside a `vmap`, of which JAX lets no spec mention the axis, not even where
+    nothing is mapped.
+
+    Args:
+        groups: as for `convolution`; the specs do not mention them.
+        axes: those to map over; by default all.
+    """
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=tuple(operands),
+        out_specs=results,
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+    @custom_vmap
+    def alone(*arrays: Any) -> Any:
+        return mapped(*arrays)
+
+    @alone.def_vmap
+    def _in_groups(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[Any, Any]:
+        dims = tuple(0 if b else None for b in batched)
+        names: Any = tuple(groups) if len(groups) > 1 else groups[0]
+        made = jax.vmap(mapped, in_axes=dims, axis_size=size, spmd_axis_name=names)(*arrays)
+        return made, jax.tree.map(lambda _: True, made)
+
+    result: Callable[..., Any] = alone
+    return result
 
 
 def joined_by_sums(arrays: Sequence[Any], dim: int) -> Any:
@@ -303,15 +339,7 @@ def _mapped_over_devices(
         if not axes:
             # Along all other axes the partitioner still decides.
             return function(*given)
-        local = jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=tuple(ins),
-            out_specs=list(outs),
-            axis_names=axes,
-            check_vma=False,
-        )
-        results: Sequence[Any] = local(*given)
+        results: Sequence[Any] = _shard_map(function, mesh, ins, list(outs), (), axes)(*given)
         return results
 
     if not groups:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...graph import EXPERTS, NO_VALUE, Graph, Op, Operand, ReplayHook, ValueId, evaluate, traits_of
 from ...sharding import REPLICATED, Pin, Pins, Spec, dim_rule, dims_of, is_declared, without_partial
+from ._apart import Apart, OwnPart
 from ._local import (
     Bind,
     convolution,
@@ -37,6 +38,7 @@ class AbstractLowering(abc.ABC):
         *,
         without: frozenset[str] = frozenset(),
         mapped: Collection[int] = (),
+        apart: Apart | None = None,
     ) -> list[Any]:
         """Run a graph on traced arrays, one for each of its inputs.
 
@@ -47,6 +49,8 @@ class AbstractLowering(abc.ABC):
                 arrays of its own.
             mapped: the inputs that each group has for itself. Pins of values that depend on them
                 must not mention the axes of `without`.
+            apart: sums whose summands are kept apart: results that hold some have one more dim, the
+                first, for the parts of the sequence, split over its axis.
         """
 
     @abc.abstractmethod
@@ -87,11 +91,33 @@ class ConstraintLowering(AbstractLowering):
         *,
         without: frozenset[str] = frozenset(),
         mapped: Collection[int] = (),
+        apart: Apart | None = None,
     ) -> list[Any]:
         """See `AbstractLowering.replay`."""
-        results = evaluate(
-            graph, arrays, on_op=_Constrain(self, graph, without, differing(graph, mapped))
-        )
+        if apart is None:
+            return self._replay(graph, arrays, without, mapped, None)
+
+        def of_part(number: Any) -> list[Any]:
+            part = OwnPart(apart=apart, mesh=self.mesh, number=number)
+            return self._replay(graph, arrays, without, mapped, part)
+
+        dims = [0 if o.value in apart.values else None for o in graph.outputs]
+        if not any(dim == 0 for dim in dims):
+            return self._replay(graph, arrays, without, mapped, None)
+        parts = jax.vmap(of_part, out_axes=dims, spmd_axis_name=apart.axis)
+        results: list[Any] = parts(jnp.arange(apart.size, dtype=jnp.int32))
+        return results
+
+    def _replay(
+        self,
+        graph: Graph,
+        arrays: Sequence[Any],
+        without: frozenset[str],
+        mapped: Collection[int],
+        part: OwnPart | None,
+    ) -> list[Any]:
+        hook = _Constrain(self, graph, without, differing(graph, mapped), part)
+        results = evaluate(graph, arrays, on_op=hook)
         if self.pins.rows:
             given = {item.value: array for item, array in zip(graph.inputs, arrays, strict=True)}
             for position, output in enumerate(graph.outputs):
@@ -182,8 +208,11 @@ class _Constrain(ReplayHook):
         graph: Graph,
         without: frozenset[str],
         differing: frozenset[int],
+        part: OwnPart | None,
     ) -> None:
         self._graph = graph
+        self._part = part
+        self._apart = part.apart if part is not None else None
         self._lowering, self._without, self._differing = lowering, without, differing
         self._pins = lowering.pins
         # Pinned arrays, by the id of the array before the pin and the spec. That array is kept
@@ -224,6 +253,8 @@ class _Constrain(ReplayHook):
         """Run an operator: as it is, or on each device's pieces where the partitioner splits it
         badly.
         """
+        if self._part is not None:
+            arrays = self._summands(self._part, op, arrays)
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
         if pin is not None and op.name == "concatenate":
             return self._join(pin, op, arrays, bind)
@@ -231,11 +262,7 @@ class _Constrain(ReplayHook):
         by_itself = traits_of(op.name).runs_on_pieces or not is_declared(op)
         if not sums_scattered and not by_itself and op.name != "conv_general_dilated":
             return bind(op.eqn, arrays)
-        mesh, differs = (
-            self._lowering.mesh,
-            not self._differing.isdisjoint(i for i in op.inputs if isinstance(i, int)),
-        )
-        without = self._without if differs else frozenset()
+        mesh, without = self._lowering.mesh, self._without_of(*op.inputs, *op.outputs)
         if pin is not None and sums_scattered:
             return self._product(pin, op, arrays, bind, without)
         groups = [str(name) for name in mesh.axis_names if name in without]
@@ -282,8 +309,19 @@ class _Constrain(ReplayHook):
         def wanted(shape: Sequence[int]) -> PartitionSpec:
             return partition(mesh, chain[0], shape, without, minor)
 
+        groups = without
+        if self._apart is not None and op.index in self._apart.ops:
+            # The innermost `vmap` is that over parts of the sequence.
+            groups = frozenset({self._apart.axis})
         result = scattered_product(
-            op.eqn, arrays, bind, mesh, operands, wanted, wide_sums=self._pins.wide_sums
+            op.eqn,
+            arrays,
+            bind,
+            mesh,
+            [str(name) for name in mesh.axis_names if name in groups],
+            operands,
+            wanted,
+            wide_sums=self._pins.wide_sums,
         )
         return bind(op.eqn, arrays) if result is None else result
 
@@ -311,6 +349,31 @@ class _Constrain(ReplayHook):
         return self._pin(index, array, _of_row(spec))
 
     def _pin(self, value: Operand, array: Any, spec: Spec, minor: Sequence[int] = ()) -> Any:
-        differs = isinstance(value, int) and value in self._differing
-        without = self._without if differs else frozenset()
+        without = self._without_of(value)
         return self._lowering.constrain(array, spec, without=without, minor=minor)
+
+    def _without_of(self, *operands: Operand) -> frozenset[str]:
+        """Mesh axes over which each group of devices, or part of the sequence, has arrays of its
+        own.
+        """
+        values = {i for i in operands if isinstance(i, int)}
+        axes = frozenset() if self._differing.isdisjoint(values) else self._without
+        if self._apart is not None and not self._apart.values.isdisjoint(values):
+            axes |= {self._apart.axis}
+        return axes
+
+    def _summands(self, part: OwnPart, op: Op, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Operands of one part: of a sum its tokens, and what is added to summands but once."""
+        held = part.apart.values
+        if op.index in part.apart.ops and held.isdisjoint(op.inputs):
+            specs = self._pins.token_sums[self._pins.op_class[op.index]]
+            splits = [
+                None if s is None else partition(part.mesh, s, a.shape, self._without_of(i))
+                for i, s, a in zip(op.inputs, specs, arrays, strict=True)
+            ]
+            return part.operands(op, arrays, splits)
+        if traits_of(op.name).adds and not held.isdisjoint(op.outputs):
+            return [
+                a if i in held else part.once(a) for i, a in zip(op.inputs, arrays, strict=True)
+            ]
+        return arrays

@@ -45,6 +45,7 @@ def build_plan_program(step: PlannedStep, mesh: Any) -> Program:
         mesh,
         micro_batches=micro_batches,
         data_axes=data_axes,
+        context_axes=stage.context_axes if waits else (),
         casts_once=stage.casts_once,
     )
 
@@ -68,5 +69,6 @@ def stage_pins(
         stage.mesh_shape,
         target,
         data_axes=[stage.axis_names.index(a) for a in stage.data_axes] if waits else [],
+        context_axes=[stage.axis_names.index(a) for a in stage.context_axes] if waits else [],
         gathers_once=stage.gathers_once,
     )

@@ -29,6 +29,7 @@ from ...sharding import (
     dims_of,
     sizes_of,
 )
+from ._apart import kept_apart
 from ._lowering import AbstractLowering, ConstraintLowering, partition
 from ._totals import Totals
 
@@ -57,6 +58,7 @@ def build_program(
     *,
     micro_batches: MicroBatchPlan | None = None,
     data_axes: Sequence[str] = (),
+    context_axes: Sequence[str] = (),
     casts_once: bool = False,
 ) -> Program:
     """The program of a step.
@@ -68,6 +70,7 @@ def build_program(
         micro_batches: how it is cut over time; its groups must be those of `data_axes`. None for no
             cut.
         data_axes: mesh axes over which gradients wait for the last micro-batch.
+        context_axes: the axis that splits the sequence, if they wait over it, too.
         casts_once: whether parameters are cast before the first micro-batch (`StagePlan`).
     """
     lowering = ConstraintLowering(mesh=mesh, pins=pins)
@@ -90,7 +93,8 @@ def build_program(
             return lowering.replay(graph, flat)
 
     else:
-        run = _Loop(micro_batches, lowering, mesh, pins, tuple(data_axes), casts_once)
+        axes = tuple(data_axes), tuple(context_axes)
+        run = _Loop(micro_batches, lowering, mesh, pins, axes, casts_once)
     donated = tuple(
         position
         for position, item in enumerate(graph.inputs)
@@ -136,9 +140,10 @@ class _Loop:
         lowering: AbstractLowering,
         mesh: Mesh,
         pins: Pins,
-        data_axes: tuple[str, ...],
+        axes: tuple[tuple[str, ...], tuple[str, ...]],
         casts_once: bool,
     ) -> None:
+        data_axes, context_axes = axes
         self._plan, self._lowering = plan, lowering
         self._axes = tuple(str(name) for name in mesh.axis_names if name in data_axes)
         self._without = frozenset(self._axes) if plan.num_groups > 1 else frozenset()
@@ -149,6 +154,9 @@ class _Loop:
         self._specs = {
             item.value: spec for item, spec in zip(plan.whole.inputs, pins.inputs, strict=True)
         }
+        body, crossing = self._graphs.body, self._graphs.crossing
+        summed = frozenset(v for v in crossing if plan.is_summed(v))
+        self._apart = kept_apart(pins, mesh, context_axes, [(body, summed)])
         self._totals = Totals(
             plan=plan,
             mesh=mesh,
@@ -156,6 +164,7 @@ class _Loop:
             layout=self._layout,
             pins=pins,
             without=self._without,
+            apart=self._apart,
         )
         # JAX names the program after the function.
         self.__name__ = plan.whole.name
@@ -180,12 +189,7 @@ class _Loop:
             totals, state = carry
             given = known | dict(zip(handed_on, state, strict=True))
             results = dict(zip(parts.crossing, self._part(given, *part), strict=True))
-            added = [
-                # Totals are kept in single precision at least; see `Totals.shape_and_dtype`.
-                total + results[v].astype(total.dtype)
-                for v, total in zip(summed, totals, strict=True)
-            ]
-            totals = [whole.spread(v, a) for v, a in zip(summed, added, strict=True)]
+            totals = [whole.add(v, t, results[v]) for v, t in zip(summed, totals, strict=True)]
             state = [
                 self._lowering.constrain(results[new], self._specs[old])
                 for old, new in parts.handed_on
@@ -221,7 +225,11 @@ class _Loop:
             arrays |= {parts.group: group, parts.micro_batch: micro_batch}
             inputs = [arrays[outside.get(v, v)] for v in order]
             return self._lowering.replay(
-                parts.body, inputs, without=self._without, mapped=[*given, parts.group]
+                parts.body,
+                inputs,
+                without=self._without,
+                mapped=[*given, parts.group],
+                apart=self._apart,
             )
 
         if groups == 1:

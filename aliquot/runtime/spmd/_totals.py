@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 
 from ...graph import Graph, ValueId
 from ...sharding import Layout, MicroBatchPlan, Pins, Spec, TimeKind, TotalConstraints
+from ._apart import Apart
 from ._lowering import AbstractLowering
 
 _REDUCE: dict[TimeKind, Callable[..., Any]] = {
@@ -32,6 +34,8 @@ class Totals:
         mesh, lowering, pins: how arrays are split.
         layout: groups and micro-batches.
         without: mesh axes that the groups lie along.
+        apart: sums over tokens whose summands are kept apart; None for none. Their totals carry a
+            leading dim for the groups and, in each, the parts of the sequence.
         constraints: on the total of each value, once the groups' totals are summed.
     """
 
@@ -41,6 +45,7 @@ class Totals:
     layout: Layout
     pins: Pins
     without: frozenset[str]
+    apart: Apart | None = None
     constraints: dict[ValueId, TotalConstraints] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,20 +62,34 @@ class Totals:
         if jnp.issubdtype(dtype, jnp.inexact):
             # Many small gradients added up in half precision would be lost.
             dtype = jnp.promote_types(dtype, jnp.float32)
-        lead = (self.layout.groups,) if self.layout.groups > 1 else ()
-        return (*lead, *each.shape), dtype
+        return (*self._lead(value), *each.shape), dtype
 
     def zeros(self, value: ValueId) -> Any:
         """A total before the first part."""
         return self.spread(value, jnp.zeros(*self.shape_and_dtype(value)))
 
+    def add(self, value: ValueId, total: Any, result: Any) -> Any:
+        """A running total with one more micro-batch's value."""
+        # Of summands, the dims of groups and of parts of the sequence become one.
+        return self.spread(value, total + result.reshape(total.shape).astype(total.dtype))
+
     def spread(self, value: ValueId, total: Any) -> Any:
         """A running total, constrained so that each group's part stays on the group's devices."""
-        if self.layout.groups == 1:
+        if not self._lead(value):
             return total
         return self.lowering.constrain(
-            total, self.total_spec(value), without=self.without, leading=1
+            total, self.total_spec(value), without=self.axes_apart(value), leading=1
         )
+
+    def axes_apart(self, value: ValueId) -> frozenset[str]:
+        """Mesh axes along which devices have totals of their own."""
+        if self.apart is None or value not in self.apart.values:
+            return self.without
+        return self.without | {self.apart.axis}
+
+    def _lead(self, value: ValueId) -> tuple[int, ...]:
+        count = math.prod(self.mesh.shape[axis] for axis in self.axes_apart(value))
+        return (count,) if count > 1 else ()
 
     def total_spec(self, value: ValueId) -> Spec:
         """Split of a running total's dims, without that of the groups."""
@@ -81,8 +100,9 @@ class Totals:
     def add_up(self, value: ValueId, total: Any) -> Any:
         """The batch's value from a running total."""
         chain = self.constraints.get(value, ())
-        if self.layout.groups > 1:
-            total = self._over_groups(total, *chain[0]) if chain else total.sum(0)
+        if self._lead(value):
+            axes = self.axes_apart(value)
+            total = self._over_groups(total, axes, *chain[0]) if chain else total.sum(0)
         if self.plan.specs[value].kind is TimeKind.MEAN:
             total = total / self.plan.num_parts
         total = total.astype(self.plan.whole.values[value].dtype)
@@ -90,19 +110,21 @@ class Totals:
             total = self.lowering.constrain(total, spec, minor=minor)
         return total
 
-    def _over_groups(self, total: Any, spec: Spec, minor: Sequence[int]) -> Any:
-        """The sum of the groups' totals: first along the data axes that split the sum, then along
-        the others. If all were summed at once, XLA would all-reduce the whole array.
+    def _over_groups(
+        self, total: Any, summed: frozenset[str], spec: Spec, minor: Sequence[int]
+    ) -> Any:
+        """The sum of totals that are apart: first along the axes that split the sum, then along the
+        others. If all were summed at once, XLA would all-reduce the whole array.
         """
         names = [str(name) for name in self.mesh.axis_names]
-        axes = [name for name in names if name in self.without]
+        axes = [name for name in names if name in summed]
         scattered = [k for k, name in enumerate(axes) if spec[names.index(name)] >= 0]
         # Sums along all axes, or along none, need no second step.
         if not 0 < len(scattered) < len(axes):
             return total.sum(0)
         apart = total.reshape(*(self.mesh.shape[name] for name in axes), *total.shape[1:])
         left = apart.sum(scattered).reshape(-1, *total.shape[1:])
-        others = self.without - {axes[k] for k in scattered}
+        others = summed - {axes[k] for k in scattered}
         return self.lowering.constrain(left, spec, without=others, leading=1, minor=minor).sum(0)
 
     def combine(self, value: ValueId, stack: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from ._context_split import ATTENTION_WAYS as ATTENTION_WAYS
 from ._fixed import Fixed as Fixed
+from ._megatron import CONTEXT as CONTEXT
 from ._megatron import MegatronSplit as MegatronSplit
 from ._restrict import Kinds as Kinds
 from ._restrict import Masks as Masks

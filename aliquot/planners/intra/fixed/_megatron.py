@@ -22,7 +22,8 @@ from ._restrict import Kinds, kinds_of
 from ._tensor_split import TensorSplit, expert_split, tensor_split
 
 Ints = NDArray[np.int64]
-MEGATRON_AXES = ("data", "expert", "context", "tensor")
+CONTEXT = "context"
+MEGATRON_AXES = ("data", "expert", CONTEXT, "tensor")
 """The axes of its meshes, outermost first."""
 
 
