@@ -64,8 +64,9 @@ def data(
         written = write_tokens(out, documents(texts, json_key=json_key), chosen)
         seconds = time.perf_counter() - started
         count, dtype = len(written.tokens), written.tokens.dtype.name
+        noun = "document" if written.documents == 1 else "documents"
         say.show(
-            f"{out}: {format_count(count)} tokens of {format_count(written.documents)} documents by"
+            f"{out}: {format_count(count)} tokens of {format_count(written.documents)} {noun} by"
             f" {written.tokenizer}, {format_count(written.vocabulary)} ids,"
             f" {format_bytes(out.stat().st_size)} as {dtype}, in {format_seconds(seconds)}"
         )

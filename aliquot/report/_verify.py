@@ -185,7 +185,8 @@ def _buffer_rows(compiled: Mapping[str, float]) -> list[tuple[str, float]]:
         ("together", compiled["peak"]),
         ("(outputs that reuse an input's memory)", compiled["aliases"]),
     ]
-    if compiled["in_use_at_once"]:
+    # Compilers for CPUs count the arguments alone.
+    if compiled["in_use_at_once"] > compiled["arguments"]:
         rows.append(("(most in use at once)", compiled["in_use_at_once"]))
     return rows
 

@@ -16,6 +16,7 @@ def test_texts_become_a_file_of_tokens(tmp_path):
     assert found.exit_code == 0, found.output
     assert "14 tokens of 3 documents by bytes, 256 ids" in found.stdout
     assert TokenFile.open(out).tokens.tobytes() == b"one\ntwo\nthree\n"
+    assert "4 tokens of 1 document by bytes" in run("data", texts[0], "--out", out).stdout
     answer = json.loads(run("data", *texts, "--out", out, "--json").stdout)
     assert (answer["tokens"], answer["documents"], answer["dtype"]) == (14, 3, "uint8")
 

@@ -6,7 +6,7 @@ import pytest
 from sample_plans import sample_plan
 from verify.verdicts import verified
 
-from aliquot.report._verify import _facts
+from aliquot.report._verify import _buffer_rows, _facts
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,10 @@ def test_the_second_opinion_on_compute_says_what_it_leaves_out(calls, attention_
     )
     figures = found.to_dict()
     assert said in dict(_facts(figures, figures["stages"][0]))["compute"]
+
+
+@pytest.mark.parametrize(("most", "is_told"), [(0, False), (30, False), (70, True)])
+def test_a_peak_that_leaves_out_temporaries_is_none(most, is_told):
+    sizes = {"arguments": 30, "temporaries": 50, "outputs": 30, "aliases": 30, "peak": 80}
+    names = [name for name, _ in _buffer_rows({**sizes, "in_use_at_once": most})]
+    assert ("(most in use at once)" in names) is is_told
