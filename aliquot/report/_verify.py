@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..core import format_bytes, format_seconds, format_share_of_limit
+from ..plans import name_of_part
 from ._tables import Facts, columns
 
 _MOST = 12
@@ -54,15 +55,14 @@ def _facts(figures: Mapping[str, Any], stage: Mapping[str, Any]) -> Iterable[tup
     if limit:
         used = format_share_of_limit(compiled, limit)
         share = f", {used} of the {format_bytes(limit)} that a program may take"
+    off = ""
+    if predicted and compiled:
+        too = "high" if predicted > compiled else "low"
+        off = f", {abs(predicted / compiled - 1):.1%} too {too}"
     yield (
         "memory",
-        f"{format_bytes(compiled)} on each device{share}; predicted {format_bytes(predicted)}",
+        f"{format_bytes(compiled)} on each device{share}; predicted {format_bytes(predicted)}{off}",
     )
-    if predicted:
-        yield (
-            "prediction",
-            f"{abs(predicted / compiled - 1):.1%} too {'high' if predicted > compiled else 'low'}",
-        )
     if not stage["refusal"]:
         again = " (kept from an earlier run)" if stage["cached"] else ""
         yield "compiled in", f"{format_seconds(stage['compile_s'])}{again}"
@@ -171,7 +171,10 @@ def _memory_rows(
     left.append(("(arguments)", predicted["arguments"]))
     right = _held_rows(compiled) if "residuals" in compiled else _buffer_rows(compiled)
     count = max(len(left), len(right))
-    shown = [[(name, format_bytes(value)) for name, value in side] for side in (left, right)]
+    shown = [
+        [(name_of_part(name), format_bytes(value)) for name, value in side]
+        for side in (left, right)
+    ]
     for side in shown:
         side += [("", "")] * (count - len(side))
     return [(*a, *b) for a, b in zip(*shown, strict=True)]

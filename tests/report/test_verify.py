@@ -6,7 +6,7 @@ import pytest
 from sample_plans import sample_plan
 from verify.verdicts import verified
 
-from aliquot.report._verify import _buffer_rows, _facts
+from aliquot.report._verify import _buffer_rows, _facts, _memory_rows
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,20 @@ def test_the_second_opinion_on_compute_says_what_it_leaves_out(calls, attention_
     )
     figures = found.to_dict()
     assert said in dict(_facts(figures, figures["stages"][0]))["compute"]
+
+
+def test_memory_is_told_beside_its_prediction():
+    figures = verified(sample_plan(), 500).to_dict()
+    (stage,) = figures["stages"]
+    near = {**stage, "predicted_bytes": 525, "compiled_bytes": 500}
+    told = dict(_facts(figures, near))
+    assert told["memory"].endswith("; predicted 525 B, 5.0% too high") and "prediction" not in told
+
+
+def test_parts_of_the_memory_have_the_names_that_plans_show():
+    buffers = {"arguments": 1, "temporaries": 1, "outputs": 0, "aliases": 0, "peak": 2}
+    rows = _memory_rows({"resharded copies": 2, "arguments": 1}, {**buffers, "in_use_at_once": 0})
+    assert rows[0][0] == "gathered or resharded copies"
 
 
 @pytest.mark.parametrize(("most", "is_told"), [(0, False), (30, False), (70, True)])
