@@ -6,7 +6,7 @@ import pytest
 from sample_plans import sample_plan
 from verify.verdicts import verified
 
-from aliquot.report._verify import _buffer_rows, _facts, _memory_rows
+from aliquot.report._verify import _buffer_rows, _facts, _memory_rows, _tables
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,21 @@ def test_memory_is_told_beside_its_prediction():
     near = {**stage, "predicted_bytes": 525, "compiled_bytes": 500}
     told = dict(_facts(figures, near))
     assert told["memory"].endswith("; predicted 525 B, 5.0% too high") and "prediction" not in told
+
+
+@pytest.mark.parametrize(
+    ("compiled_bytes", "said"),
+    [(0, "intends."), (5, "intends, or moves less than 1% of the bytes."), (20, "intends.")],
+)
+def test_small_collectives_that_no_plan_asks_for_are_said_to_be_small(compiled_bytes, said):
+    (stage,) = verified(sample_plan(), 500).to_dict()["stages"]
+    row = {"kind": "all-gather", "axes": ["x"], "predicted_count": 1, "compiled_count": 1}
+    rows = [
+        {**row, "predicted_bytes": 1000, "compiled_bytes": 1000},
+        {**row, "predicted_count": 0, "predicted_bytes": 0, "compiled_bytes": compiled_bytes},
+    ]
+    *_, last = _tables({**stage, "collectives": rows, "unintended": []})
+    assert str(last).endswith(said)
 
 
 def test_parts_of_the_memory_have_the_names_that_plans_show():
