@@ -13,8 +13,8 @@ of 8 bits are never fitted.
 
 FOLDER holds `public-steps.json`. Rows that cannot be expressed are listed with their reason. Also
 writes `docs/accuracy.md`. `--quick` takes every tenth row.
-`--again` predicts only rows whose "id, device, framework" matches, as after a change that concerns
-these alone, and takes the others from the result file.
+`--again` predicts only rows whose "id, device, framework, method" matches, as after a change that
+concerns these alone, and takes the others from the result file.
 """
 
 from __future__ import annotations
@@ -117,10 +117,11 @@ def main() -> int:
     shares: dict[str, float] = {}
     if chosen.fit:
         rows, shares = _fit(rows)
-        _write_errors(rows)
     # Pipelines are predicted with what was fitted.
     rows += _predict_all([_at_share(case, shares) for case in cases if case.pipeline > 1], left_out)
     rows += kept
+    if chosen.fit or chosen.again:
+        _write_errors(rows)
     report = _report(rows, left_out)
     if not (chosen.quick or chosen.only):
         _write_page(rows, left_out)
@@ -139,7 +140,8 @@ def main() -> int:
 
 
 def _matches(case: Case, pattern: str) -> bool:
-    return bool(re.search(pattern, f"{case.id}, {case.device}, {case.framework}"))
+    method = getattr(case.method, "name", "")
+    return bool(re.search(pattern, f"{case.id}, {case.device}, {case.framework}, {method}"))
 
 
 def _kept(cases: Sequence[Case]) -> list[Row]:
