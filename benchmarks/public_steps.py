@@ -121,7 +121,7 @@ def main() -> int:
     rows += _predict_all([_at_share(case, shares) for case in cases if case.pipeline > 1], left_out)
     rows += kept
     if chosen.fit or chosen.again:
-        _write_errors(rows)
+        _write_errors([row for row in rows if row.case.pipeline == 1])
     report = _report(rows, left_out)
     if not (chosen.quick or chosen.only):
         _write_page(rows, left_out)

@@ -107,14 +107,14 @@ def _reported(rows: int, median_error: float, error_of_90_percent: float, of: st
 
 REPORTED_BY_PARALLELISM = MappingProxyType(
     {
-        "context": _reported(15, 0.07, 0.21, "steps that split the sequence"),
-        "context, 8 bits": _reported(12, 0.03, 0.74, "steps in 8 bits that split the sequence"),
-        "data, FSDP, 8 bits": _reported(20, 0.10, 0.18, "steps in 8 bits"),
+        "context": _reported(15, 0.03, 0.11, "steps that split the sequence"),
+        "context, 8 bits": _reported(12, 0.04, 0.30, "steps in 8 bits that split the sequence"),
+        "data, FSDP, 8 bits": _reported(20, 0.12, 0.18, "steps in 8 bits"),
         "experts": _reported(122, 0.21, 0.45, "steps with experts"),
         "pipeline": _reported(18, 0.02, 0.16, "pipelines"),
-        "pipeline, interleaved": _reported(11, 0.08, 0.11, "interleaved pipelines"),
+        "pipeline, interleaved": _reported(11, 0.05, 0.07, "interleaved pipelines"),
         "pipeline, interleaved, 8 bits": _reported(
-            53, 0.10, 0.75, "interleaved pipelines in 8 bits"
+            53, 0.08, 0.28, "interleaved pipelines in 8 bits"
         ),
     }
 )
