@@ -123,7 +123,7 @@ def test_throughput_is_of_the_model_and_says_what_it_rests_on():
 
 @pytest.mark.parametrize(
     ("spec", "said"),
-    [("8xH100", "median 7%"), ("72xGB200", "not known"), ("16xtrn2", "not known")],
+    [("8xH100", "median 8%"), ("72xGB200", "not known"), ("16xtrn2", "not known")],
 )
 def test_devices_without_calibration_say_so(spec, said):
     cluster = Cluster.preset(spec)

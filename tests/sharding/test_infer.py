@@ -128,7 +128,7 @@ SLOW = {"igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta"}
 
 
 @pytest.mark.parametrize(
-    "case", one_of_each([c for c in RULE_CASES if c.primitive not in SLOW]), ids=str
+    "case", one_of_each([c for c in RULE_CASES if c.runs and c.primitive not in SLOW]), ids=str
 )
 def test_no_more_is_inferred_than_is_declared(case):
     fn, args = (case.fn, case.args) if case.args else (lambda _: case.fn(), (np.float32(0),))

@@ -147,18 +147,6 @@ def test_parallel_steps_equal_plain_ones(method, micro_batches, scan, experts, m
             assert np.max(np.abs(np.asarray(a) - wanted)) <= 1e-7 * np.max(np.abs(wanted)) + 1e-30
 
 
-def test_experts_that_gpus_do_not_group_are_counted():
-    work = build("mixtral-8x7b", 16, overrides=SIZES | EXPERTS, dtype="fp8", scan=True)
-    plan = aq.plan(
-        work.train_step,
-        work.state,
-        work.batch,
-        cluster=aq.Cluster.preset("8xH100"),
-        method=aq.Megatron(data=4, expert=2),
-    )
-    assert any("Each device has 2 experts of a layer" in note for note in plan.notes)
-
-
 @pytest.mark.parametrize("device", ["A100-80GB", "V100-16GB", "v5e", "MI300X"])
 def test_devices_without_8_bit_floats_are_refused(device):
     with pytest.raises(InputError, match=rf"for which {device} has no units \(H100.* --dtype bf16"):
