@@ -33,7 +33,9 @@ def update(name: str, figures: Mapping[str, tuple[Any, str]]) -> Path:
         key: {"value": rounded(value), "source": source} for key, (value, source) in figures.items()
     }
     names = [n for n in _ORDER if n in entries] + sorted(n for n in entries if n not in _ORDER)
-    lines = ["# Written by the scripts benchmarks/calibrate_*.py and benchmarks/public_steps.py."]
+    lines = [
+        "# Written by the scripts calibrate_*.py, gpu_steps.py and public_steps.py in benchmarks."
+    ]
     for key in names:
         entry = entries[key]
         lines += [

@@ -3,7 +3,8 @@
 Plans publicly reported training steps (GPT and Llama on A100, H100, H200, B200, TPU v5e, v5p, v6e,
 V100) with the model, cluster, method, recomputation and number of micro-batches of each row, and
 compares predicted with reported step times. Rows are split in halves by source and model family:
-the sustained share of each device is fitted to one half (`--fit`), the other half is held out.
+the sustained share of each device is fitted to one half (`--fit`), the other half is held out; that
+of H100 and H200 is fitted to steps that were measured for it (`gpu_steps.py`).
 PyTorch's rows on Hopper, of 2023 and 2024, ran older libraries than JAX does, and have figures of
 their own, fitted to the same half.
 Pipelines, with stages as deep as each other and 1f1b or interleaved, split sequences and products

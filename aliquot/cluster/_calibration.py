@@ -3,8 +3,8 @@ source.
 
 A device without a file has the figures of its backend (`_target.py`). `benchmarks/calibrate_gpu.py`
 and `calibrate_operators.py` write these files from published measurements of operators and
-collectives; `benchmarks/public_steps.py` adds what only whole steps show, such as the share of a
-single kernel's speed that long steps sustain.
+collectives; `benchmarks/gpu_steps.py` and `public_steps.py` add what only whole steps show, such as
+the share of a single kernel's speed that long steps sustain, from measured and reported steps.
 """
 
 from __future__ import annotations

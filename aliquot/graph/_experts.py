@@ -216,7 +216,7 @@ def _by_round(
     TPUs have kernels that multiply consecutive rows by one matrix for each group, so rows stand in
     the order of their experts. Elsewhere such products would multiply each row by all matrices;
     there each expert has equally many places, and products are batched. Rows that find no place
-    take further rounds: of the last result, with `largest`, the largest counts.
+    take further rounds. With `largest`, the last result is the largest of all rounds, not the sum.
     """
     ordered = _Ordered.of(chosen, num_experts)
     most = chosen.size
@@ -409,7 +409,9 @@ class _Products:
         return made * unscaling(*scales).astype(self.wide)
 
     def _product(self, rows: Any, other: Any, summed: int) -> Any:
-        """Rows times the dim `summed` of `other`, which has matrices, or times other rows."""
+        """For each expert, its rows times its matrix in `other`, summed over dim `summed` of that;
+        with dim 0, `other` are rows, too, and the sum is over rows.
+        """
         over_rows = summed == 0
         if self.rows.sizes is not None:
             numbers = jax.lax.RaggedDotDimensionNumbers(
@@ -434,7 +436,7 @@ def _primitive(name: str, run: Callable[..., Any], results: Callable[..., Any]) 
     primitive: Any = Primitive(name)
     primitive.multiple_results = run is run_gradients
     primitive.def_abstract_eval(results)
-    primitive.def_impl(jax.jit(run, static_argnames=("activation", "wide", "room")))
+    primitive.def_impl(jax.jit(run, static_argnames=("activation", "wide")))
     mlir.register_lowering(
         primitive, mlir.lower_fun(run, multiple_results=primitive.multiple_results)
     )

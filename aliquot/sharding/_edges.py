@@ -119,7 +119,7 @@ class EdgeBuilder:
             if kind == "parameter":
                 phase = Phase.UPDATE if update else Phase.FORWARD
             target = self.naming.slot_port(slot)
-            gradient = self.naming.is_gradient(key)  # type: ignore[arg-type]
+            gradient = self.naming.is_gradient(key)
             parameter = self._parameter_of.get(target.node)
             self._add(
                 value_class,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..graph import Moves, Op, Operand, Phase, Role, ValueId, traits_of, wildcard
 from ._cuts import Cuts, rearranges
@@ -91,10 +90,11 @@ class NodeIndex:
         keys = [("landed", value_class, zone) for zone in ("main", "update")]
         return all(self.is_gradient(key) for key in keys if key in cuts.slots.by_key)
 
-    def is_gradient(self, key: tuple[Any, ...]) -> bool:
+    def is_gradient(self, key: Hashable) -> bool:
         """True if an array in a slot other than its home is a gradient, or a term of one, such as
         those of a parameter that is used twice: with micro-batches it may wait for the last one.
         """
+        assert isinstance(key, tuple)
         kind, value_class, *zone = key
         total = self.serves(value_class, _adds_before_update)
         waits = kind == "landed" and ("gradient", total) in self.cuts.slots.by_key
