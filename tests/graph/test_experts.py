@@ -87,8 +87,18 @@ def test_experts_of_a_vmap_are_those_of_each():
     np.testing.assert_allclose(each, whole, rtol=1e-5, atol=1e-7)
 
 
-def test_products_of_8_bit_floats_are_near_and_tell_their_magnitudes():
+@pytest.mark.parametrize("platform", ["here", "tpu"])
+@pytest.mark.parametrize("only_expert", [None, 3], ids=["drawn", "one-for-all"])
+def test_products_of_8_bit_floats_are_near_and_tell_their_magnitudes(
+    only_expert, platform, monkeypatch
+):
+    """One expert for all needs a second round where each expert has equally many places."""
+    if platform == "tpu":
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, default: tpu(*args))
+        jax.clear_caches()
     tokens, chosen, weights, into, out = drawn()
+    if only_expert is not None:
+        chosen = jnp.full_like(chosen, only_expert)
     zero = jnp.zeros(())
 
     @jax.jit
