@@ -277,12 +277,18 @@ def ops_of_layers(staging: Staging) -> list[list[OpId]]:
     return ops
 
 
-def price_option(problem: Problem, shape: tuple[int, ...], intra: AbstractIntra) -> Priced | None:
-    """Prices on a mesh (dp, tp) of the choices that its axes allow; None if dp does not divide the
-    batch.
+def price_option(
+    problem: Problem, shape: tuple[int, ...], intra: AbstractIntra, *, splits_sequence: bool = False
+) -> Priced | None:
+    """Prices on a mesh (dp, tp) of the choices that its axes allow; None if there are none, such as
+    where dp does not divide the batch.
 
     The first axis splits only the batch; over the second, parameters are split as far as possible,
     unless the intra planner says otherwise.
+
+    Args:
+        splits_sequence: whether the second axis is a context axis: of what is computed for each
+            micro-batch it splits nothing but the sequence.
     """
     # An axis of one device splits nothing, and is left out.
     axes = intra.stage_axes(shape)
@@ -290,18 +296,23 @@ def price_option(problem: Problem, shape: tuple[int, ...], intra: AbstractIntra)
     names, sizes = zip(*split_axes, strict=True)
     mesh = LogicalMesh(shape=sizes, axis_names=names, cluster=problem.cluster)
     data_axes = frozenset({0} if shape[0] > 1 else ())
+    context_axes = frozenset(k for k, name in enumerate(names) if name == fixed.CONTEXT)
     choices = intra.stage_choices(problem, mesh.shape, data_axes)
     if choices is None:
         kinds = fixed.kinds_of(problem)
         choices = fixed.regular_choices(problem.nodes, kinds, mesh.shape, data_axes)
-    if not choices:
+        if choices and splits_sequence:
+            context_axes = frozenset({len(names) - 1})
+            split = fixed.context_split(problem.graph, problem.nodes, kinds)
+            choices = split.on_axis(len(names) - 1, problem.nodes, kinds, choices)
+    if not choices or not all(map(len, choices)):
         return None
     return price(
         problem,
         mesh,
         repeats=problem.num_micro_batches,
         data_axes=data_axes,
-        context_axes=frozenset(k for k, name in enumerate(names) if name == fixed.CONTEXT),
+        context_axes=context_axes,
         gathers_once=intra.gathers_once,
         choices=choices,
     )

@@ -258,6 +258,9 @@ def _variants(
     """Ways to use a mesh: sets of data axes with their masks and prices. Data axes split only the
     batch, and so reduce gradients once, after the last micro-batch. Casts of parameters that they
     split are gathered in each micro-batch, beside compute, or once, before the first.
+
+    Where the rows of a micro-batch are too few for the next axis to be a data axis too, it may be a
+    context axis, which splits the sequence and nothing else that is computed for each micro-batch.
     """
     kinds = fixed.kinds_of(problem)
     sets = [frozenset[int]()]
@@ -267,20 +270,48 @@ def _variants(
         # micro-batch reduces its gradients, is left out for them.
         leading = [axes for axes in leading if _can_wait(problem, mesh, axes)]
         sets = leading if leading and len(mesh.shape) > FEW_AXES else sets + leading
-    for data_axes in sets:
+    ways = [(axes, frozenset[int]()) for axes in sets]
+    if with_context := list(_with_context(problem, mesh)):
+        split = fixed.context_split(problem.graph, problem.nodes, kinds)
+        ways += with_context if split.tokens else []
+    for data_axes, context_axes in ways:
         choices = choices_to_try(problem, mesh, data_axes, intra, also)
+        for axis in context_axes:
+            choices = split.on_axis(axis, problem.nodes, kinds, choices)
+        if not all(map(len, choices)):
+            # The axis does not divide the sequence.
+            continue
         for gathers_once in (False, True) if data_axes and kinds.cast else (False,):
             priced = price(
                 problem,
                 mesh,
                 repeats=problem.num_micro_batches,
                 data_axes=data_axes,
+                context_axes=context_axes,
                 gathers_once=gathers_once,
                 choices=choices,
             )
             masks = fixed.data_axes_restriction(priced, kinds, data_axes)
             if masks is not None:
                 yield data_axes, masks, priced
+
+
+def _with_context(
+    problem: Problem, mesh: LogicalMesh
+) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
+    """Sets of data axes, each with the next axis as context axis where it cannot be a data axis,
+    which would take no longer.
+    """
+    if problem.num_micro_batches == 1 or problem.semantics == "independent":
+        return
+    if not problem.nodes.token_sums:
+        return
+    for axis in range(len(mesh.shape)):
+        data_axes, context_axes = frozenset(range(axis)), frozenset({axis})
+        if not _can_wait(problem, mesh, data_axes):
+            return
+        if not _can_wait(problem, mesh, data_axes | context_axes):
+            yield data_axes, context_axes
 
 
 def _can_wait(problem: Problem, mesh: LogicalMesh, axes: frozenset[int]) -> bool:
@@ -291,6 +322,8 @@ def _can_wait(problem: Problem, mesh: LogicalMesh, axes: frozenset[int]) -> bool
 def _variant_name(name: str, axes: frozenset[int], priced: Priced) -> str:
     names = priced.mesh.axis_names
     alone = f", {'+'.join(names[a] for a in sorted(axes))} only for the batch" if axes else ""
+    for axis in priced.context_axes:
+        alone += f", {names[axis]} only for the sequence"
     return f"{name}{alone}{', parameters gathered once' if priced.gathers_once else ''}"
 
 

@@ -13,11 +13,20 @@ from typing import Protocol
 
 from ..cluster import subcluster
 from ..core import InfeasibleError, format_bytes
-from ..cost import Chain, ChainPlan, Problem, StageOption, make_problem, predict_stages, price_stage
+from ..cost import (
+    Chain,
+    ChainPlan,
+    Priced,
+    Problem,
+    StageOption,
+    make_problem,
+    predict_stages,
+    price_stage,
+)
 from ..graph import Extract, OpId, same_structure, split_scans
 from ..plans import make_schedule
 from ..sharding import LayeredStep, NodeId, StagedStep, layer_step, stage_step
-from ._base import Decision, PipelineParts, Task
+from ._base import Decision, PipelineParts, StageDecision, Task
 from ._helper import HelperProcess
 from ._layer_costs import price_option
 from ._priced_layers import PricedLayers
@@ -356,18 +365,55 @@ def _solve_stage(method: PipelineMethod, problem: Problem, option: StageOption) 
             required_bytes=0,
             available_bytes=0,
         )
+    best = _split_stage(method, problem, option, priced)
+    if _sums_over_tokens(problem, best.stages[0]):
+        with contextlib.suppress(InfeasibleError):
+            waiting = price_option(problem, option.mesh_shape, method.intra, splits_sequence=True)
+            if waiting is not None:
+                most_s = best.step_time_s
+                other = _split_stage(method, problem, option, waiting, faster_than_s=most_s)
+                best = other if other.step_time_s < most_s else best
+    stage = best.stages[0]
+    return stage, price_stage(stage.priced, stage.picks, problem.graph)
+
+
+def _split_stage(
+    method: PipelineMethod,
+    problem: Problem,
+    option: StageOption,
+    priced: Priced,
+    faster_than_s: float = math.inf,
+) -> Decision:
     # Many stages are solved, and a gap of 1% is close enough.
     intra = method.intra.coarser(relative_gap=1e-2, node_limit=50)
     space = Space(name=option.name, priced=priced, allowed=fixed.everything(priced))
-    decision = race(
+    return race(
         problem,
         [Entry(space=space, intra=intra)],
         method="pipeshard",
         planner=intra.name,
         relative_gap=intra.relative_gap,
         states_bound=False,
+        faster_than_s=faster_than_s,
     )
-    return decision.stages[0], price_stage(priced, decision.picks, problem.graph)
+
+
+def _sums_over_tokens(problem: Problem, stage: StageDecision) -> bool:
+    """True if products that are gradients are summed over the last axis in each micro-batch, which
+    may wait if that axis splits nothing but the sequence.
+    """
+    priced, axis = stage.priced, len(stage.priced.axis_sizes) - 1
+    # Independent micro-batches sum gradients of their own.
+    if priced.repeats == 1 or problem.semantics == "independent":
+        return False
+    if priced.context_axes or axis in priced.data_axes:
+        return False
+    choices = stage.choices
+    return any(
+        sum(port is not None for port in token_sum.operands) > 1
+        and token_sum.is_split(choices, axis)
+        for token_sum in problem.nodes.token_sums
+    )
 
 
 def _recomputing(

@@ -193,6 +193,15 @@ class TokenSum:
     operands: tuple[Port | None, ...]
     summed: tuple[frozenset[int], ...]
 
+    def is_split(self, choices: Sequence[Choice], axis: int) -> bool:
+        """True if a mesh axis splits what it sums over, under a choice for every node."""
+        return any(
+            port is not None
+            and port.node >= 0
+            and project(choices[port.node], port.projection)[axis] in dims
+            for port, dims in zip(self.operands, self.summed, strict=True)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeOperator:

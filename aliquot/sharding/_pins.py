@@ -167,15 +167,13 @@ class _PinMaker:
     token_sums: dict[int, tuple[Spec | None, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
-        found = {}
-        for token_sum in self.nodes.token_sums:
-            specs = [None if p is None else self.spec(p) for p in token_sum.operands]
-            if any(
-                spec is not None and spec[axis] in dims
-                for spec, dims in zip(specs, token_sum.summed, strict=True)
-                for axis in self.context_axes
-            ):
-                found[token_sum.op_class] = tuple(specs)
+        found = {
+            token_sum.op_class: tuple(
+                None if p is None else self.spec(p) for p in token_sum.operands
+            )
+            for token_sum in self.nodes.token_sums
+            if any(token_sum.is_split(self.choices, axis) for axis in self.context_axes)
+        }
         object.__setattr__(self, "token_sums", found)
 
     def spec(self, port: Port) -> Spec:

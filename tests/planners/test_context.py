@@ -5,6 +5,7 @@ a sequence, its heads or a kernel cannot be split.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -152,6 +153,45 @@ def test_accumulators_of_gradients_that_wait_are_whole(name):
     assert twice.prediction.memory_bytes["gradients"] >= sum(
         x.size * 4 for x in jax.tree.leaves(work.state["params"])
     )
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "mesh", "entered"),
+    [
+        (1, (2, 4), []),
+        # Four rows on as many devices, which split the batch rather than the sequence.
+        (2, (4,), []),
+        (4, (4,), ["shard, x only for the sequence"]),
+        (4, (2, 2), ["shard, x only for the batch, y only for the sequence"]),
+    ],
+)
+def test_integer_programs_split_sequences_of_few_rows(micro_batches, mesh, entered):
+    work = llama()
+    plan = aq.plan(
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=aq.Cluster.preset(f"{math.prod(mesh)}xH100"),
+        method=aq.ShardParallel(mesh_shape=mesh),
+        num_micro_batches=micro_batches,
+    )
+    names = [str(each["name"]) for each in plan.provenance.candidates]
+    once = ", parameters gathered once"
+    assert [n for n in names if "the sequence" in n and not n.endswith(once)] == entered
+    assert "shard" in names
+
+
+def test_integer_programs_refuse_a_sequence_that_an_axis_does_not_divide():
+    work = llama(seq_len=34)
+    plan = aq.plan(
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=CLUSTER,
+        method=aq.ShardParallel(mesh_shape=(2, 4)),
+        num_micro_batches=4,
+    )
+    assert not any("the sequence" in str(each["name"]) for each in plan.provenance.candidates)
 
 
 @pytest.mark.parametrize(

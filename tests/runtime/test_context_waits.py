@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,14 +14,25 @@ import numpy as np
 import pytest
 from runtime.cudnn_stand_in import cudnn_on_cpu as cudnn_on_cpu
 from runtime.equality import largest
+from runtime.test_layouts import SIZES, workload
 from runtime.test_layouts import plain as plain_model
-from runtime.test_layouts import workload
 from runtime.test_ring import BARS, ROWS, SEQ, plain, start, train_step
 
 import aliquot as aq
+from aliquot import zoo
 from aliquot.planners import method_by_name
 
 CLUSTER = aq.Cluster.preset("8xcpu")
+# So slow that small steps are planned as large ones are: not by the latency of collectives.
+SLOW = replace(
+    CLUSTER,
+    device=replace(
+        CLUSTER.device,
+        peak_flops_per_s=dict.fromkeys(CLUSTER.device.peak_flops_per_s, 1e6),
+        memory_bandwidth_bytes_per_s=1e8,
+    ),
+    intra=replace(CLUSTER.intra, bandwidth_bytes_per_s=1e7),
+)
 
 
 def bytes_by_axes(collectives: Iterable[Any], kinds: set[str]) -> dict[tuple[str, ...], float]:
@@ -106,6 +118,96 @@ def test_it_is_the_plain_step(name: str, model: str, micro_batches: int, scan: b
         )
         # XLA sums the losses over one axis after the other.
         assert abs(planned - compiled) <= 8 * micro_batches
+
+
+@pytest.mark.parametrize(
+    ("mesh", "micro_batches", "scan", "axes"),
+    [
+        ((2, 4), 8, False, (("x",), ("y",))),
+        ((4, 2), 8, True, ((), ("x",))),
+        pytest.param((2, 4), 16, False, ((), ("x",)), marks=pytest.mark.slow),
+    ],
+)
+def test_integer_programs_wait_too(
+    mesh: tuple[int, ...], micro_batches: int, scan: bool, axes: Any
+) -> None:
+    with jax.enable_x64(True):
+        state, batch, wanted, loss = plain_model("llama", scan)
+        step = aq.parallelize(
+            workload("llama", scan).train_step,
+            cluster=SLOW,
+            method=aq.ShardParallel(mesh_shape=mesh),
+            num_micro_batches=micro_batches,
+        )
+        found, metrics = step(state, batch)
+        (stage,) = step.plan.stages
+        assert (stage.data_axes, stage.context_axes) == axes
+        assert abs(float(metrics["loss"]) - loss) <= 1e-9 * abs(loss)
+        difference, path = largest("float64", state, jax.device_get(found), wanted)
+        assert difference <= 1e-9, path
+    for kinds in ({"all-reduce", "all-reduce-start"}, {"reduce-scatter"}, {"all-gather"}):
+        planned, compiled = (
+            bytes_by_axes(some, kinds)
+            for some in (step.plan.prediction.collectives, step.stats().collectives)
+        )
+        for over in planned.keys() | compiled.keys():
+            # XLA sums losses over one axis after the other.
+            different = abs(planned.get(over, 0) - compiled.get(over, 0))
+            assert different <= 8 * micro_batches, over
+
+
+def test_stages_that_integer_programs_split_wait_too(x64: None) -> None:
+    sizes = {**SIZES, "num_heads": 2, "seq_len": 64}
+    config = zoo.configure("llama-7b", **sizes)
+    work = zoo.build(config, 8, dtype="float64", learning_rate=1e-3)
+    state = jax.device_get(work.init(jax.random.key(0)))
+    random = np.random.default_rng(0)
+    batch = {
+        name: random.integers(0, SIZES["vocab_size"], x.shape, np.int32)
+        for name, x in work.batch.items()
+    }
+    wanted, metrics = jax.device_get(jax.jit(work.train_step)(state, batch))
+    step = aq.parallelize(
+        work.train_step,
+        cluster=SLOW,
+        method=aq.PipeshardParallel(num_stages=2, schedule="1f1b"),
+        num_micro_batches=8,
+    )
+    found, measured = step(state, batch)
+    assert [stage.context_axes for stage in step.plan.stages] == [("y",)] * 2
+    assert abs(float(measured["loss"]) - metrics["loss"]) <= 1e-9 * abs(metrics["loss"])
+    difference, path = largest("float64", state, jax.device_get(found), wanted)
+    assert difference <= 1e-9, path
+    predicted = [use for stage in step.plan.stages for use in stage.prediction.collectives]
+    sums = {"all-reduce", "all-reduce-start", "reduce-scatter"}
+    planned, compiled = (
+        bytes_by_axes(some, sums) for some in (predicted, step.stats().collectives)
+    )
+    assert compiled == planned
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_pinned_sequence_waits(dtype: str) -> None:
+    """The other axis splits weights, whose gradients it sums in each micro-batch."""
+    with jax.enable_x64(dtype == "float64"):
+        params, batch = jax.tree.map(lambda x: x.astype(dtype), start())
+        step = aq.parallelize(
+            functools.partial(train_step, "plain", True),
+            cluster=SLOW,
+            method=aq.ManualParallel(specs={"batch": (None, ("x", "y"))}, mesh_shape=(2, 4)),
+            num_micro_batches=4,
+        )
+        found = dict(jax.tree.leaves_with_path(jax.device_get(step(params, batch))))
+        for path, leaf in jax.tree.leaves_with_path(plain(True, dtype)):
+            worst = np.abs(found[path] - leaf).max() / np.abs(leaf).max()
+            assert worst <= BARS[dtype], (path, worst)
+    assert step.plan.stages[0].context_axes == ("x",)
+    sums = {"all-reduce", "all-reduce-start", "reduce-scatter"}
+    planned, compiled = (
+        bytes_by_axes(some, sums)
+        for some in (step.plan.prediction.collectives, step.stats().collectives)
+    )
+    assert compiled == planned
 
 
 def tied_step(decay: float, scanned: bool, state: Any, x: Any) -> Any:

@@ -1,6 +1,7 @@
 """Splits that an expert writes by hand, as restrictions on the choices that a solver may take."""
 
 from ._context_split import ATTENTION_WAYS as ATTENTION_WAYS
+from ._context_split import context_split as context_split
 from ._fixed import Fixed as Fixed
 from ._megatron import CONTEXT as CONTEXT
 from ._megatron import MegatronSplit as MegatronSplit

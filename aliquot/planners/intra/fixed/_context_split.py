@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ....graph import Graph, Phase, Role
 from ....sharding import RING, Edge, Node, NodeGraph, Projection
 from ._restrict import Kinds
 
+Ints = NDArray[np.int64]
 GATHER, ULYSSES = "gather", "ulysses"
 ATTENTION_WAYS = (GATHER, RING, ULYSSES)
 """Ways to compute attention to a split sequence: with gathered keys and values, with keys and
@@ -47,6 +51,22 @@ class ContextSplit:
         """The factors of a node that may be split if attention is computed in a given way."""
         tokens, heads = (of.get(node, frozenset()) for of in (self.tokens, self.heads))
         return heads if attention == ULYSSES and heads else tokens if attention else tokens | heads
+
+    def on_axis(
+        self, axis: int, nodes: NodeGraph, kinds: Kinds, choices: Sequence[Ints]
+    ) -> list[Ints]:
+        """Of the choices of each node those with which a mesh axis splits nothing but the sequence,
+        and that wherever it can; state may be split as it likes. None are left of an array of the
+        batch whose sequence it does not divide.
+        """
+        state, chosen = kinds.parameters | kinds.update, []
+        for node, mine in zip(nodes.nodes, choices, strict=True):
+            if node.index in state:
+                chosen.append(mine)
+                continue
+            must = node.index in kinds.batch_inputs and node.index in self.tokens
+            chosen.append(split_by(mine, axis, self.factors(node.index, None), must=must))
+        return chosen
 
 
 def context_split(graph: Graph, nodes: NodeGraph, kinds: Kinds) -> ContextSplit:
@@ -133,6 +153,15 @@ def attention_way(node: Node, over_tokens: bool) -> str | None:
     if not over_tokens:
         return None
     return RING if any(c.kind == RING for c in node.collectives) else GATHER
+
+
+def split_by(choices: Ints, axis: int, factors: Iterable[int], *, must: bool = False) -> Ints:
+    """Choices that let an axis split one of some factors, or nothing where they cannot, unless it
+    must.
+    """
+    column = choices[:, axis]
+    wanted = np.isin(column, list(factors))
+    return np.asarray(choices[wanted if must or wanted.any() else column == -1], np.int64)
 
 
 def _roots(graph: Graph, nodes: NodeGraph) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ....cost import Problem, enumerate_choices, shards
 from ....sharding import Node
 from .._base import AbstractIntra, AbstractSearch, IntraSolution, Space
 from ..ilp import ILP
-from ._context_split import context_faults, context_split
+from ._context_split import context_faults, context_split, split_by
 from ._restrict import Kinds, kinds_of
 from ._tensor_split import TensorSplit, expert_split, tensor_split
 
@@ -105,17 +105,17 @@ class MegatronSplit(AbstractIntra):
                 factors = split.get(node.index, frozenset())
                 if self.sequence and tokens_split and node.index in tensor.streams:
                     factors = tokens_split.tokens.get(node.index, frozenset())
-                choices = _split_by(choices, place["tensor"], factors)
+                choices = split_by(choices, place["tensor"], factors)
             batch_axes = [place[name] for name in ("data", "expert") if name in place]
             if node.index in experts:
-                choices = _split_by(choices, place["expert"], {experts[node.index]})
+                choices = split_by(choices, place["expert"], {experts[node.index]})
                 batch_axes.remove(place["expert"])
             if context is not None and node.index in state:
                 # All tokens share parameters, so that ZeRO may shard them over this axis, too.
                 batch_axes.append(place["context"])
             elif context is not None:
                 factors = context.factors(node.index, self.attention)
-                choices = _split_by(choices, place["context"], factors)
+                choices = split_by(choices, place["context"], factors)
             chosen.append(self._on_batch_axes(problem, kinds, node, choices, batch_axes, sizes))
         return chosen
 
@@ -353,14 +353,6 @@ class MegatronSplit(AbstractIntra):
             f" {ways}. Use a global batch that is a multiple of {ways * count}, or a smaller data"
             " degree."
         )
-
-
-def _split_by(choices: Ints, axis: int, factors: Iterable[int]) -> Ints:
-    """Choices that let an axis split one of some factors, or nothing where they cannot."""
-    column = choices[:, axis]
-    wanted = np.isin(column, list(factors))
-    # A node that the axis cannot split stays whole along it.
-    return _rows(choices, wanted if wanted.any() else column == -1)
 
 
 def _rows(choices: Ints, wanted: NDArray[np.bool_]) -> Ints:
