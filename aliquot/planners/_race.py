@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ..cluster import LogicalMesh
 from ..core import InfeasibleError, InputError, format_bytes, format_seconds
 from ..cost import Problem, known_memory, peak_memory
-from ..plans import name_of_part
+from ..plans import GIVEN_LAYOUT, name_of_part
 from ._advice import what_may_fit
 from ._base import Candidate, Decision, Interrupted, Progress, StageDecision, TooSlowError
 from ._neighbourhood import FEW_AXES
@@ -337,7 +337,9 @@ def _decision(
     bound_s = min([*bounds_s, solution.step_time_s]) or None if complete else None
     scope = ""
     # The winner's status holds for its own mesh. For all meshes, the gap to their common bound
-    # decides.
+    # decides; a layout that was given is compared with none.
+    if not states_bound and status in ("optimal", "optimal within the gap", "rounded"):
+        status = GIVEN_LAYOUT
     if bound_s is not None and status in ("optimal", "optimal within the gap", "rounded"):
         gap_s = solution.step_time_s - bound_s
         # The second term allows for rounding errors if bound and step time are nearly equal.

@@ -35,6 +35,7 @@ from ._idle_hosts import plan_devices as plan_devices
 from ._idle_hosts import require_busy_processes as require_busy_processes
 from ._partition_specs import partition_specs as partition_specs
 from ._plan import DEVICE_MEMORY as DEVICE_MEMORY
+from ._plan import GIVEN_LAYOUT as GIVEN_LAYOUT
 from ._plan import PLAN_VERSION as PLAN_VERSION
 from ._plan import RECOMPUTE as RECOMPUTE
 from ._plan import SINGLE as SINGLE

@@ -8,7 +8,7 @@ import math
 
 from ..core import counted, format_bytes, format_seconds, format_share_of_limit
 from ._idle_hosts import idle_devices, plan_devices
-from ._plan import Plan
+from ._plan import GIVEN_LAYOUT, Plan
 from ._stage_text import idle_parts, meshes
 from ._streaming import has_gradients, time_between_calls_s
 from ._summary import chosen_candidate, name_on_mesh, summary_rows
@@ -175,7 +175,8 @@ def bound(plan: Plan) -> str:
         others = (
             "" if plan.method == "auto" else f"; --method auto compares {plan.method} with others"
         )
-        return f"{_bound_of_chosen(plan)}{others}"
+        given = f"{GIVEN_LAYOUT}; " if p.status == GIVEN_LAYOUT else ""
+        return f"{given}{_bound_of_chosen(plan)}{others}"
     if p.bound_holds_for.startswith(_CLOSED_FORM):
         return _bound_of_closed_forms(plan, p.lower_bound_s)
     scope = _SCOPES.get(p.bound_holds_for, p.bound_holds_for)

@@ -248,11 +248,18 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     memory_over_time: MemoryCurve | None = None
 
 
+GIVEN_LAYOUT = "given"
+"""The status of a plan whose layout was asked for by name or by hand, so that no other plan was
+compared with it: the rest was searched to the end.
+"""
+
+
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Origin of a plan: planner, bound, search time. Ignored when plans are compared.
 
     `lower_bound_s` is a lower bound on the step time of all plans in the space that
-    `bound_holds_for` names. `profiles` says which measurements the plan was made from.
+    `bound_holds_for` names. `status` says how the search ended: "optimal", within what limit, or
+    `GIVEN_LAYOUT`. `profiles` says which measurements the plan was made from.
     """
 
     planner: str

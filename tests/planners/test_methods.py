@@ -31,6 +31,7 @@ from aliquot.planners import (
     method_by_name,
 )
 from aliquot.planners.intra.fixed._restrict import _matches
+from aliquot.plans import fact_rows
 
 CLUSTER = Cluster.preset("2x4xH100")
 SIZES = (256, 1024, 256)
@@ -125,6 +126,15 @@ def test_no_method_is_faster_than_the_bound(plan, plans):
         assert plan.prediction.step_time_s >= plan.provenance.lower_bound_s * (1 - 1e-9)
         assert plan.provenance.gap <= 1e-3 * (1 + 1e-9)
         assert plan.provenance.status in ("optimal", "optimal within the gap")
+
+
+def test_layouts_that_were_given_are_not_called_optimal(plans):
+    for name in ("dp", "zero2", "zero3", "manual"):
+        found = plans(name).provenance
+        assert (found.status, found.lower_bound_s, found.gap) == ("given", None, None)
+        (bound,) = (text for title, text in fact_rows(plans(name)) if title == "bound")
+        assert bound.startswith("given; ")
+    assert plans("shard").provenance.status.startswith("optimal")
 
 
 def test_auto_is_no_slower_than_any_method(plans):

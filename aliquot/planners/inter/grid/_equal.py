@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ....core import InputError
 from ....cost import AbstractChain, ChainPlan
+from ....plans import GIVEN_LAYOUT
 from ..._helper import HelperProcess
 from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
 from .._simulated import fastest, simulated, worth_simulating
@@ -76,7 +77,7 @@ class EqualStages(AbstractInter):
         )
         if best is None:
             raise nothing_fits(plans, f"layout {self._degrees}")
-        return best
+        return replace(best, status=GIVEN_LAYOUT)
 
     @property
     def _schedule(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ....core import InfeasibleError, InputError, PlanMismatchError, nearest
 from ....cost import (
@@ -16,7 +16,7 @@ from ....cost import (
     judge_stages,
     simulate_stages,
 )
-from ....plans import SCHEDULES, training_schedules
+from ....plans import GIVEN_LAYOUT, SCHEDULES, training_schedules
 from ..._helper import HelperProcess
 from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
 
@@ -115,7 +115,7 @@ class ManualStages(AbstractInter):
                 plans.append(simulate_stages(chain, plan)[0])
         if not plans:
             raise _too_large(min(too_large, key=lambda entry: entry[0]))
-        return min(plans, key=lambda plan: plan.step_time_s)
+        return replace(min(plans, key=lambda plan: plan.step_time_s), status=GIVEN_LAYOUT)
 
     def _stages(self, chain: AbstractChain) -> list[StageChoice]:
         names = [option.name for option in chain.options]
