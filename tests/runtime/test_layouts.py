@@ -56,6 +56,24 @@ def plain(model: str, scan: bool) -> tuple[Any, Any, Any, float]:
     return state, batch, jax.device_get(after), float(metrics["loss"])
 
 
+def test_stages_exchange_the_gradient_of_a_shared_weight_as_it_is_split():
+    """Embedding and head of GPT are one weight, used by the first stage and the last."""
+    with jax.enable_x64(True):
+        work = workload("gpt", False)
+        step = aq.parallelize(
+            work.train_step,
+            cluster=aq.Cluster.preset("8xcpu"),
+            method=method_by_name("megatron:dp2,tp2,pp2"),
+            num_micro_batches=4,
+        )
+        state, batch, _, _ = plain("gpt", False)
+        step(state, batch)
+    assert step.plan.stages[0].shardings["state.params.embed.embedding"] == (("tensor",), ())
+    whole = f"f64[{SIZES['vocab_size']},{SIZES['hidden_size']}]"
+    gathers = [line for line in step.as_text().splitlines() if " all-gather(" in line]
+    assert gathers and not any(whole in line for line in gathers)
+
+
 @pytest.mark.parametrize(
     ("name", "model", "micro_batches", "scan"),
     [

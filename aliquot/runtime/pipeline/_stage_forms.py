@@ -94,6 +94,8 @@ def target_sharding(
         return context.given_sharding(key.value)
     if key.form is Form.SENT:
         return context.sent_sharding(key.value, shape)
+    if key.form is Form.LATE:
+        return context.late_sharding(key.value)
     return NamedSharding(context.mesh, PartitionSpec())
 
 
@@ -166,7 +168,7 @@ def _out_sharding(
             if successor == key.value and pipeline.home.get(value) == stage:
                 return context.given_sharding(value)
         if key.value in pipeline.sent_late:
-            return NamedSharding(context.mesh, PartitionSpec())
+            return context.late_sharding(key.value)
         if pipeline.is_shared:
             # Processes that do not compile this program must know the sharding as well.
             return NamedSharding(context.mesh, _result_spec(context, key.value, shape))

@@ -147,6 +147,12 @@ class StageContext:
             spec = PartitionSpec(*dims)
         return NamedSharding(self.mesh, spec, memory_kind=self.memory_kind(value))
 
+    def late_sharding(self, value: ValueId) -> NamedSharding:
+        """Sharding of a value of the whole batch that updates of two stages exchange, such as the
+        gradient of a weight that both use.
+        """
+        return NamedSharding(self.mesh, self.sent_specs.get(value, PartitionSpec()))
+
     def total_sharding(self, value: ValueId) -> NamedSharding:
         """Sharding of a running total."""
         assert self.totals is not None
