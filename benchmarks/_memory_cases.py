@@ -62,7 +62,8 @@ REAL_SIZES: dict[str, tuple[Any, ...]] = {
 
 
 def real_cases(count: int) -> list[dict[str, Any]]:
-    """Combinations of `REAL_SIZES`, at most four times `count`, as many turn out too large.
+    """Combinations of `REAL_SIZES`, the models in turn; at most four times `count`, as many turn
+    out too large.
 
     For images, sequences, loops over layers and tensor parallelism mean nothing, and batch
     normalization needs the whole batch.
@@ -75,7 +76,9 @@ def real_cases(count: int) -> list[dict[str, Any]]:
             case |= {"micro_batches": 1}
             case |= {"method": "zero2"} if case["method"] == "tp:8" else {}
         found.setdefault(repr(case), case)
-    return list(found.values())
+    by_model = [[c for c in found.values() if c["model"] == m] for m in REAL_SIZES["model"]]
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_model))
+    return [case for case in in_turn if case is not None]
 
 
 def draw(count: int, factors: dict[str, tuple[Any, ...]], seed: int = 0) -> list[dict[str, Any]]:
@@ -131,7 +134,7 @@ def workload_of(case: dict[str, Any]) -> Any:
             case["model"],
             max(1, 8 * each) * case["micro_batches"],
             overrides={"seq_len": case["seq_len"]} if case["seq_len"] else None,
-            dtype="float16" if case["gpu"].startswith("V100") else "bf16",
+            dtype=_dtype_of(case),
             recompute=case["recompute"],
             scan=case["scan"],
             device=DEVICES[case["gpu"]],
@@ -144,6 +147,15 @@ def workload_of(case: dict[str, Any]) -> Any:
     return zoo.build(
         config, sequences, dtype=case["dtype"], recompute=case["recompute"], scan=case["scan"]
     )
+
+
+def _dtype_of(case: dict[str, Any]) -> str:
+    """What a GPU multiplies fastest. Wide-ResNets were trained in float32 on V100, and XLA gathers
+    gradients of maxima over windows in float16.
+    """
+    if not case["gpu"].startswith("V100"):
+        return "bf16"
+    return "float32" if case["model"].startswith("wide") else "float16"
 
 
 def method_of(case: dict[str, Any]) -> Any:
@@ -163,4 +175,6 @@ def method_of(case: dict[str, Any]) -> Any:
         return fixed[case["method"]]()
     if case["method"] == "tp:8":
         return Megatron(tensor=8)
+    if case["method"] == "dp2,tp4":
+        return Megatron(data=2, tensor=4)
     return {"shard": ShardParallel, "auto": Auto}[case["method"]](mesh_shape=mesh)

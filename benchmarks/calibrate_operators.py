@@ -113,6 +113,7 @@ def main() -> int:
             ),
         }
         if card.table:
+            figures |= _float32_products(card, chosen.folder)
             figures |= _collectives(card, chosen.folder)
         errors = np.abs(np.expm1(_residuals(fits[tile].x, held, card, tile)))
         rows.append(
@@ -161,6 +162,25 @@ def _products(card: Card, folder: Path) -> Floats:
             found.append((b, m, n, k, 2 * b * m * n * k / (products["tflops"] * 1e12 * share)))
     timed = np.array(found, np.float64)
     return timed[timed[:, 4] >= LEAST_S]
+
+
+def _float32_products(card: Card, folder: Path) -> dict[str, tuple[Any, str]]:
+    """How much less of their peak, that of TF32, products of float32 reach than those of bfloat16
+    of the same shapes.
+    """
+    table = json.loads((folder / "openxla-products.json").read_text())[card.table]
+    peaks = card.device.peak("bfloat16") / card.device.peak("tf32")
+    shares = [
+        peaks * speeds["f32xf32->f32"] / speeds["bf16xbf16->bf16"]
+        for b, m, n, k, speeds in table[::2]
+        if 2 * b * m * n * k / speeds["bf16xbf16->bf16"] >= LEAST_S
+    ]
+    return {
+        "float32_product_share": (
+            min(float(np.median(shares)), 1.0),
+            f"median over {len(shares)} shapes above 20 us in bfloat16; {OPENXLA}",
+        )
+    }
 
 
 def _residuals(values: Floats, timed: Floats, card: Card, tile: int) -> Floats:

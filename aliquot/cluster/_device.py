@@ -16,6 +16,7 @@ from ..core import ClusterError
 KINDS = ("gpu", "tpu", "neuron", "cpu")
 CALIBRATED = (
     "matmul_efficiency",
+    "float32_product_share",
     "sustained_share",
     "product_tile",
     "product_depth",

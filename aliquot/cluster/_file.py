@@ -132,6 +132,7 @@ class _PlainPeaks(_Table, frozen=True):
 
 class _Calibration(_Table, frozen=True):
     matmul_efficiency: Figure | None = None
+    float32_product_share: Figure | None = None
     sustained_share: Figure | None = None
     product_tile: Figure | None = None
     product_depth: Figure | None = None

@@ -85,6 +85,8 @@ class Target:
         activation_overlap: The same share of collectives that sum or gather activations, as of
             tensor and sequence parallelism.
         matmul_efficiency: Reached share of the peak in large products, 0 to 1.
+        float32_product_share: Share of `matmul_efficiency` that float32 products reach in the
+            narrower type in which they run, 0 to 1: they read twice the bytes.
         sustained_share: Share of the speed of single products that the products of a whole step
             sustain, 0 to 1: clocks fall under load, and layouts differ.
         bandwidth_efficiency: Reached share of memory bandwidth in elementwise code, 0 to 1.
@@ -144,6 +146,7 @@ class Target:
     memory_advice: str
     source: str
     products: Products = Products()
+    float32_product_share: float = 1.0
     sustained_share: float = 1.0
     collective_shares: tuple[tuple[int, float], ...] = ()
     attention: Attention | None = None
@@ -151,6 +154,7 @@ class Target:
     def __post_init__(self) -> None:
         shares = (
             "matmul_efficiency",
+            "float32_product_share",
             "sustained_share",
             "bandwidth_efficiency",
             "collective_efficiency",
@@ -223,11 +227,15 @@ class Target:
         """Speed that large products in `dtype` reach on `device`, in FLOP/s: its peak times
         `matmul_efficiency` and `sustained_share`.
 
-        Float32 at default precision runs in the narrower type that the device offers for it.
+        Float32 at default precision runs in the narrower type that the device offers for it, at
+        `float32_product_share` of that speed.
         """
-        if dtype == "float32" and self.float32_product_dtype in device.peak_flops_per_s:
-            dtype = self.float32_product_dtype
-        return device.peak(dtype) * self.matmul_efficiency * self.sustained_share
+        share = self.matmul_efficiency * self.sustained_share
+        narrower = self.float32_product_dtype
+        if dtype == "float32" and narrower in device.peak_flops_per_s:
+            dtype = narrower
+            share *= self.float32_product_share if narrower != "float32" else 1.0
+        return device.peak(dtype) * share
 
     def memory_bytes_per_s(self, device: Device) -> float:
         """Memory bandwidth that programs reach on `device`, in bytes/s."""

@@ -17,6 +17,8 @@ be reduce-scattered together with others. When a product runs depends on the sch
     about halfway between its operands and the end. With sums over the batch, as in normalisations,
     there are more collectives, and products run nearer to the end; products whose results are
     all-reduced then run beside these sums, too, except one for each all-reduce.
+  * Products that tensor parallelism splits run beside the sums of activations inside layers: about
+    halfway to the end as well, however long they take.
   * Where products take long compared with gathers, they run fewer layers behind their operands
     (`compute_per_gather`). Small results then wait for each other, up to what is combined, and only
     a device's own piece of them waits for the update.
@@ -182,12 +184,15 @@ class _Paces:
 
     Attributes:
         scattered: of products whose results are reduce-scattered.
+        split: of products that tensor parallelism splits, whose results are not summed over the
+            whole mesh.
         reduced: of products whose results are all-reduced; None if all run last.
         combined_after: number of operators after which results that are reduce-scattered are so
             many that they are combined no further.
     """
 
     scattered: _Pace
+    split: _Pace
     reduced: _Pace | None
     combined_after: int
 
@@ -200,6 +205,7 @@ def _paces(priced: Priced, sums: dict[NodeId, _GradientSum]) -> _Paces:
         most, combined_after = _moved_at_most(priced, waits, update)
         return _Paces(
             scattered=_Pace(end=update, share=0.5, most=most),
+            split=_Pace(end=update, share=0.5),
             reduced=None,
             combined_after=combined_after,
         )
@@ -212,8 +218,10 @@ def _paces(priced: Priced, sums: dict[NodeId, _GradientSum]) -> _Paces:
     )
     end = max(int(r.deaths.max()) for r in waits)
     begin = min(int(r.deaths.min()) for r in waits)
+    beside_sums = _Pace(end=end, share=0.0)
     return _Paces(
-        scattered=_Pace(end=end, share=products / (2 * products + inside)),
+        scattered=beside_sums,
+        split=beside_sums,
         reduced=_Pace(
             end=end, share=products / inside, at_end=all_reduces / products * (end - begin)
         ),
@@ -310,10 +318,8 @@ class _GradientSum:
         beside_all_reduces: Flags = np.logical_and(self.over_whole_mesh, not in_turn)
         return [
             (beside_all_reduces & self.reduced, paces.reduced),
-            (
-                np.where(self.over_whole_mesh, beside_all_reduces & self.combined, True),
-                paces.scattered,
-            ),
+            (self.over_whole_mesh & beside_all_reduces & self.combined, paces.scattered),
+            (np.broadcast_to(~self.over_whole_mesh, self.scattered.shape), paces.split),
         ]
 
 

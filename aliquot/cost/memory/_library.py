@@ -5,9 +5,9 @@ when a step begins; all later operators read the copy, so it stays until the upd
 remat region, however, takes the kernel itself, through its barrier, and copies it again for its own
 products.
 
-The gradient of a maximum over windows is scattered to the positions of the maxima. These positions
-(an int32 for each dim of the image) and the zeroes to scatter into are computed as soon as the
-image is, because the scheduler sees no reason to wait. If the image is itself a maximum with a
+The gradient of a maximum over windows is scattered to the positions of the maxima (an int32 for
+each dim of the image), which are found right before. The zeroes to scatter into are made as soon as
+the image is, because the scheduler sees no reason to wait. If the image is itself a maximum with a
 constant, the zeroes are that constant's array, and the scatter writes into a copy of it.
 """
 
@@ -83,7 +83,7 @@ def only_convolved(cuts: Cuts) -> list[bool]:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scattered:
     """Images of a value class to whose maxima over windows gradients are scattered: bytes of
-    positions and zeroes for each image, and their live ranges.
+    positions, or of zeroes, for each image, and their live ranges.
     """
 
     value_class: int
@@ -97,7 +97,7 @@ def indexed_maxima(cuts: Cuts, made_at: NDArray[np.int64]) -> Iterator[Scattered
     `v` is alive.
     """
     images: dict[int, list[tuple[int, int]]] = {}
-    num_bytes: dict[int, int] = {}
+    num_bytes: dict[int, tuple[int, int]] = {}
     for op in cuts.graph.ops:
         if op.name != "select_and_scatter_add":
             continue
@@ -113,12 +113,13 @@ def indexed_maxima(cuts: Cuts, made_at: NDArray[np.int64]) -> Iterator[Scattered
             and any(isinstance(i, Literal) for i in maker.inputs)
         )
         positions = _INDEX_BYTES * len(image.shape) * math.prod(windows.shape)
-        num_bytes[value_class] = positions + (2 if shared else 1) * image.num_bytes
+        num_bytes[value_class] = image.num_bytes, positions + (image.num_bytes if shared else 0)
     for value_class, lives_of in images.items():
         births, deaths = np.array(lives_of, np.int64).T
-        yield Scattered(
-            value_class=value_class, num_bytes=num_bytes[value_class], births=births, deaths=deaths
-        )
+        for bytes_of, begin in zip(num_bytes[value_class], (births, deaths), strict=True):
+            yield Scattered(
+                value_class=value_class, num_bytes=bytes_of, births=begin, deaths=deaths
+            )
 
 
 def _features_first(shape: tuple[int, ...], order: tuple[int, ...]) -> bool:

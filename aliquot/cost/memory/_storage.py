@@ -151,13 +151,39 @@ def _stored_where_cheaper(
             if not stored[v] and not _is_view(cuts, v) and not cuts.const_only[v]:
                 count = len(kernels[v])
                 # Constants are made inside every kernel, and cost no traffic.
-                made_of = sum(num_bytes[leaf] for leaf in needed if not cuts.const_only[leaf])
+                made_of = {leaf for leaf in needed if not cuts.const_only[leaf]}
+                moved = sum(num_bytes[leaf] for leaf in made_of)
                 # From `a + (1 + k) b < k a`, with the array written once and read by each kernel.
-                cheaper = (count - 1) * made_of > (count + 1) * num_bytes[v]
+                cheaper = (count - 1) * moved > (count + 1) * num_bytes[v]
+                if cheaper and count > 1:
+                    # What a kernel reads for other reasons costs it nothing.
+                    again = sum(
+                        num_bytes[leaf]
+                        for kernel in kernels[v]
+                        for leaf in made_of - _read_besides(cuts, stored, kernel, v)
+                    )
+                    cheaper = again > moved + (count + 1) * num_bytes[v]
                 stored[v] = count > 1 and (
                     cheaper or (target.slow_result_bytes > 0 and is_slow(cuts.first[op_class]))
                 )
     return stored
+
+
+def _read_besides(cuts: Cuts, stored: list[bool], kernel: int, value_class: int) -> set[int]:
+    """Stored arrays that a kernel reads, other than to compute one array inside of it."""
+    found: set[int] = set()
+    seen, todo = {value_class}, [kernel]
+    while todo:
+        for _, v, _ in cuts.operands(todo.pop()):
+            if v in seen:
+                continue
+            seen.add(v)
+            producer = cuts.producer[v]
+            if stored[v] or _is_view(cuts, v) or producer is None:
+                found.add(v)
+            else:
+                todo.append(producer[0])
+    return found
 
 
 def _count_writes(cuts: Cuts, stored: list[bool], target: Target) -> tuple[int, ...]:
