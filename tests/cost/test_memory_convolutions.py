@@ -101,14 +101,35 @@ def test_gradients_of_maxima_need_positions_and_zeroes(activation):
 
     params = {"kernel": array(3, 3, 4, 4)}
     found, graph = residents("8xH100", loss, params)
-    (held,) = [r for r in found if r.label.startswith("positions of maxima")]
+    zeroes, positions = [r for r in found if "maxima of" in r.label]
     image, windows = 4 * 8 * 16 * 16 * 4, 4 * 8 * 8 * 8 * 4
-    # The zeroes of a ReLU are not scattered into, but a copy.
-    assert held.num_bytes == 4 * windows + (2 if activation is jax.nn.relu else 1) * image
     (scatter,) = [op for op in graph.ops if op.name == "select_and_scatter_add"]
     made = next(op.index for op in graph.ops if scatter.inputs[1] in op.outputs)
-    assert held.births.tolist() == [made] and held.deaths.tolist() == [scatter.index]
-    assert not any(r.label.startswith("positions") for r in residents("v5e-8", loss, params)[0])
+    assert zeroes.num_bytes == image and zeroes.births.tolist() == [made]
+    # The zeroes of a ReLU are not scattered into, but a copy.
+    assert positions.num_bytes == 4 * windows + (image if activation is jax.nn.relu else 0)
+    # Positions are found right before gradients are scattered to them.
+    assert positions.births.tolist() == [scatter.index]
+    assert zeroes.deaths.tolist() == positions.deaths.tolist() == [scatter.index]
+    assert not any("maxima of" in r.label for r in residents("v5e-8", loss, params)[0])
+
+
+def test_signs_are_not_stored_where_kernels_read_their_operands_anyway():
+    """The gradient of a ReLU behind a normalisation is masked in kernels that read what was
+    normalised for the normalisation's own gradient: to find the mask there again costs nothing.
+    """
+
+    def loss(params, images):
+        x = convolve(images, params["kernel"])
+        x = (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5) * params["scale"]
+        return jnp.sum(convolve(jax.nn.relu(x + params["bias"]), params["last"]) ** 2)
+
+    params = {"kernel": array(3, 3, 4, 4), "last": array(3, 3, 4, 4)}
+    params |= {"scale": array(4), "bias": array(4)}
+    mask = 8 * 16 * 16 * 4
+    found, graph = residents("8xH100", loss, params)
+    assert any(v.dtype == "bool" and v.num_bytes == mask for v in graph.values)
+    assert not any(r.num_bytes == mask for r in found)
 
 
 def normalised(cluster: str, recompute: bool):

@@ -21,7 +21,7 @@ from aliquot.cost import (
     price,
     timeline,
 )
-from aliquot.planners import DataParallel, Zero2Parallel, Zero3Parallel
+from aliquot.planners import DataParallel, Megatron, Zero2Parallel, Zero3Parallel
 from aliquot.sharding import _rows
 
 
@@ -418,6 +418,22 @@ def test_little_waits_where_products_take_long_compared_with_gathers():
         return float(np.median(waits))
 
     assert usual_wait(8192) < 0.5 * usual_wait(64)
+
+
+def test_products_wait_beside_sums_of_activations_however_long_they_take():
+    """With tensor parallelism, products for gradients run about halfway to the end, with many
+    tokens as with few.
+    """
+
+    def usual_wait(sequences: int) -> float:
+        waits = [
+            (c.deaths - c.births).max()
+            for c, _, edge in held("4xH100", Megatron(tensor=4), sequences=sequences)
+            if edge.kind == "result" and edge.gradient
+        ]
+        return float(np.median(waits))
+
+    assert usual_wait(4096) == usual_wait(64) > 0
 
 
 def test_less_is_gathered_ahead_where_products_take_long_compared_with_gathers():

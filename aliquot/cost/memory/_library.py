@@ -83,10 +83,11 @@ def only_convolved(cuts: Cuts) -> list[bool]:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scattered:
     """Images of a value class to whose maxima over windows gradients are scattered: bytes of
-    positions, or of zeroes, for each image, and their live ranges.
+    positions, or of zeroes, for each image, their live ranges, and `what` they are.
     """
 
     value_class: int
+    what: str
     num_bytes: int
     births: NDArray[np.int64]
     deaths: NDArray[np.int64]
@@ -116,9 +117,13 @@ def indexed_maxima(cuts: Cuts, made_at: NDArray[np.int64]) -> Iterator[Scattered
         num_bytes[value_class] = image.num_bytes, positions + (image.num_bytes if shared else 0)
     for value_class, lives_of in images.items():
         births, deaths = np.array(lives_of, np.int64).T
-        for bytes_of, begin in zip(num_bytes[value_class], (births, deaths), strict=True):
+        zeroes, positions = num_bytes[value_class]
+        for what, count, begin in (
+            ("zeroes for gradients of", zeroes, births),
+            ("positions of", positions, deaths),
+        ):
             yield Scattered(
-                value_class=value_class, num_bytes=bytes_of, births=begin, deaths=deaths
+                value_class=value_class, what=what, num_bytes=count, births=begin, deaths=deaths
             )
 
 

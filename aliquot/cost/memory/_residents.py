@@ -268,7 +268,7 @@ def _positions_of_maxima(index: NodeIndex, storage: Storage) -> Iterator[Residen
             projection=port.projection,
             num_bytes=scattered.num_bytes,
             category="temporaries",
-            label=f"positions of maxima of {index.label_of_value(scattered.value_class)}",
+            label=f"{scattered.what} maxima of {index.label_of_value(scattered.value_class)}",
             births=scattered.births,
             deaths=scattered.deaths,
         )
