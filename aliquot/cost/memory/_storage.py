@@ -127,7 +127,8 @@ def _stored_where_cheaper(
     moves `a + (1 + k) b` bytes and recomputing it `k a`. Results of reductions are always stored,
     and so are inputs of a remat region, because of its barrier, and results of slow functions on
     targets that store them. Convolution kernels that the
-    library reverses itself (`turned`) are not.
+    library reverses itself (`turned`) are not. What is compared for an array of truth values costs
+    nothing in kernels that read it for other reasons.
     """
     readers = _readers(cuts)
     values, members = cuts.graph.values, cuts.folding.value_members
@@ -155,8 +156,8 @@ def _stored_where_cheaper(
                 moved = sum(num_bytes[leaf] for leaf in made_of)
                 # From `a + (1 + k) b < k a`, with the array written once and read by each kernel.
                 cheaper = (count - 1) * moved > (count + 1) * num_bytes[v]
-                if cheaper and count > 1:
-                    # What a kernel reads for other reasons costs it nothing.
+                if cheaper and values[members[v][0]].dtype == "bool":
+                    # A kernel that reads what is compared for other reasons compares it again.
                     again = sum(
                         num_bytes[leaf]
                         for kernel in kernels[v]
