@@ -82,6 +82,28 @@ def real_cases(count: int, seed: int) -> list[dict[str, Any]]:
     return [case for case in in_turn if case is not None]
 
 
+# Model, loop over layers, method, recomputation, sequence length (0: images) and GPU of steps whose
+# largest batch is asked for.
+_NEAR_THE_LIMIT = (
+    ("gpt-1.3b", True, "zero2", "block", 4096, "H100"),
+    ("gpt-2.6b", False, "zero3", "none", 1024, "A100-40GB"),
+    ("llama-7b", True, "zero3", "block", 4096, "H100"),
+    ("llama-7b", False, "zero3", "block", 1024, "A100-80GB"),
+    ("llama-13b", True, "zero3", "block", 4096, "A100-80GB"),
+    ("gpt-1.3b", False, "dp", "none", 1024, "H100"),
+    ("gpt-6.7b", True, "tp:8", "block", 1024, "A100-40GB"),
+    ("moe-1.3b", True, "zero3", "block", 4096, "H100"),
+    ("wide-resnet-1b", False, "zero2", "none", 0, "H100"),
+    ("wide-resnet-500m", False, "dp", "block", 0, "A100-40GB"),
+)
+
+
+def cases_near_the_limit() -> list[dict[str, Any]]:
+    """Combinations without the tokens of a batch, which are to be as many as fit."""
+    names = ("model", "scan", "method", "recompute", "seq_len", "gpu")
+    return [{"micro_batches": 1} | dict(zip(names, c, strict=True)) for c in _NEAR_THE_LIMIT]
+
+
 def draw(count: int, factors: dict[str, tuple[Any, ...]], seed: int = 0) -> list[dict[str, Any]]:
     """Combinations such that any two choices that fit stand in one of them, while `count` allows;
     in random order.

@@ -13,7 +13,8 @@ Needs the wheels of `jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-cuda-nvcc
     python benchmarks/memory_deviceless.py [--quick] [--count 80] [--journal compiled.jsonl] \
         [--dumps FOLDER]
     python benchmarks/memory_deviceless.py --tpus --count 12  (24 that were in sight, and 12 others)
-    python benchmarks/memory_deviceless.py --real --count 44  (models of the zoo at real size)
+    python benchmarks/memory_deviceless.py --real --count 40  (models of the zoo at real size)
+    python benchmarks/memory_deviceless.py --limit  (the largest batches, and a little larger ones)
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from _memory_cases import (
     FACTORS,
     SEEDS_OF_REAL_SIZES,
     TPUS,
+    cases_near_the_limit,
     cluster_of,
     draw,
     method_of,
@@ -44,7 +46,7 @@ from _memory_cases import (
 )
 from _results import Report, options, say
 
-from aliquot.cluster import DEVICES
+from aliquot.cluster import DEVICES, target_for
 
 _NO_LIMIT = 1e15
 TOO_LARGE = "too large"
@@ -58,6 +60,8 @@ def main() -> int:
         return 0
     if chosen.real:
         return _real_sizes(chosen)
+    if chosen.limit:
+        return _near_the_limit(chosen)
     devices = TPUS if chosen.tpus else FACTORS["gpu"]
     halves = ("seen", "reported") if chosen.tpus else ("fitted", "reported")
     limits = (0.08, 0.20) if chosen.tpus else (0.05, 0.15)
@@ -199,9 +203,81 @@ def _real_rows(half: str, chosen: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def _near_the_limit(chosen: Any) -> int:
+    """Largest batches as `aliquot plan --max-batch` finds them, and batches a little larger."""
+    report = Report(
+        name="memory_deviceless",
+        question="Do the largest batches fit, and only they?",
+        bar="of 20 plans none is accepted wrongly, and at most two are refused wrongly",
+        method=(
+            "The largest batch that `aliquot.largest_batch` finds for models of the zoo in one"
+            " micro-batch on 8 GPUs, and the smallest that is predicted to need at least 7 % more"
+            " than the limit, 0.9 of a device's memory; both are compiled for that GPU without"
+            " having one. A verdict is wrong if the compiler's account says otherwise."
+        ),
+    )
+    rows: list[dict[str, Any]] = []
+    for known in cases_near_the_limit()[: 1 if chosen.quick else None]:
+        if not re.search(chosen.only, " ".join(map(str, known.values()))):
+            continue
+        limit = target_for(DEVICES[known["gpu"]]).usable_bytes(DEVICES[known["gpu"]]) / 2**20
+        for answer, each in _sizes_near_the_limit(known, limit).items():
+            case = known | {"per_device": each, "answer": answer}
+            found = _in_process(case, chosen)
+            row = {**case, **found, "limit MiB": limit}
+            if "compiled MiB" in found:
+                fits = found["compiled MiB"] <= limit
+                row["verdict"] = "right" if fits == (answer == "accepted") else "wrong"
+            rows.append(row)
+            say(" ".join(f"{k}={v}" for k, v in row.items()))
+    wrong = [row for row in rows if row.get("verdict") == "wrong"]
+    for answer in ("accepted", "refused"):
+        some = [row for row in rows if row["answer"] == answer and "verdict" in row]
+        report.summary[answer] = {
+            "plans": len(some),
+            "wrongly": sum(row["verdict"] == "wrong" for row in some),
+        }
+    report.summary["not compiled"] = sum("verdict" not in row for row in rows)
+    report.tables = {"Plans": rows}
+    accepted = sum(row["answer"] == "accepted" for row in wrong)
+    met = not accepted and len(wrong) <= 2 and not report.summary["not compiled"]
+    return report.finish(chosen, met=met)
+
+
+def _sizes_near_the_limit(case: dict[str, Any], limit_mib: float) -> dict[str, int]:
+    """Tokens (images) on a device in the largest batch that is accepted, and in one that is
+    refused.
+    """
+    import aliquot as aq
+
+    per_sequence = case["seq_len"] or 1
+
+    def make(batch: int) -> tuple[Any, Any, Any]:
+        work = workload_of(case | {"per_device": batch // 8 * per_sequence})
+        return work.train_step, work.state, work.batch
+
+    found = aq.largest_batch(
+        make,
+        cluster=aq.Cluster.preset(cluster_of(case)),
+        method=method_of(case),
+        unit=8,
+        num_micro_batches=1,
+    )
+    if found.largest is None:
+        return {}
+    accepted = found.largest.global_batch // 8
+    need = found.largest.plan.prediction.peak_memory_bytes / 2**20
+    refused = accepted
+    while need < 1.07 * limit_mib:
+        refused += max(1, accepted // 32)
+        need = predicted_now(case | {"per_device": refused * per_sequence}, "")[0]["predicted MiB"]
+    return {"accepted": accepted * per_sequence, "refused": refused * per_sequence}
+
+
 def _more(parser: Any) -> None:
     parser.add_argument("--count", type=int, default=80, help="combinations to draw")
     parser.add_argument("--real", action="store_true", help="models at real size, on GPUs")
+    parser.add_argument("--limit", action="store_true", help="largest batches, on GPUs")
     parser.add_argument("--tpus", action="store_true", help="for TPUs instead of GPUs")
     parser.add_argument(
         "--journal",
@@ -368,7 +444,12 @@ def _one_case(case: dict[str, Any], known: dict[str, dict[str, Any]], plans: str
     )
     found, work, plan = predicted_now(case, plans)
     found["known"] = found["key"] in known
-    if "model" in case and found["predicted MiB"] > 0.7 * DEVICES[case["gpu"]].memory_bytes / 2**20:
+    near = "answer" in case
+    if (
+        "model" in case
+        and not near
+        and found["predicted MiB"] > 0.7 * DEVICES[case["gpu"]].memory_bytes / 2**20
+    ):
         print(json.dumps({"outcome": TOO_LARGE}), flush=True)
         return
     if found["known"]:
