@@ -11,7 +11,7 @@ import pytest
 
 import aliquot as aq
 from aliquot import zoo
-from aliquot.cluster import TARGETS, Cluster, LogicalMesh
+from aliquot.cluster import TARGETS, Cluster, LogicalMesh, target_for
 from aliquot.cost import (
     converted,
     decode_interior,
@@ -21,8 +21,11 @@ from aliquot.cost import (
     price,
     timeline,
 )
+from aliquot.cost.memory import find_storage
+from aliquot.graph import Phase, fold
 from aliquot.planners import DataParallel, Megatron, Zero2Parallel, Zero3Parallel
 from aliquot.sharding import _rows
+from aliquot.sharding._cuts import cut
 
 
 def workload(
@@ -434,6 +437,38 @@ def test_products_wait_beside_sums_of_activations_however_long_they_take():
         return float(np.median(waits))
 
     assert usual_wait(4096) == usual_wait(64) > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "waits"), [("gpt-10m", True), ("llama-7b", False)], ids=["LayerNorm", "RMSNorm"]
+)
+def test_sums_for_scales_wait_only_beside_sums_for_biases(model, waits):
+    """What a LayerNorm reads is alive until its scale's and its bias's gradients are summed at the
+    end; the gradient of an RMSNorm's scale is summed in the kernel of the layer's own gradient.
+    """
+    sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "seq_len": 32, "vocab_size": 512}
+    work = zoo.build(zoo.configure(model, **sizes), 8, dtype="bf16")
+    graph = aq.capture(work.train_step, work.state, work.batch)
+    cuts = cut(graph, fold(graph), "infer")
+    storage = find_storage(cuts, target_for(Cluster.preset("4xH100").device))
+    sums = [
+        op
+        for op in graph.ops
+        if op.phase is Phase.BACKWARD
+        and op.name == "reduce_sum"
+        and graph.values[op.outputs[0]].shape == (64,)
+        and traced(graph, op.inputs[0]) == "mul"
+    ]
+    assert len(sums) >= 6
+    assert all((storage.late_run[op.index] > op.index) == waits for op in sums)
+
+
+def traced(graph, value: int) -> str:
+    """The operator that made a value, behind casts."""
+    maker = {out: op for op in graph.ops for out in op.outputs}
+    while maker[value].name == "convert_element_type":
+        value = maker[value].inputs[0]
+    return maker[value].name
 
 
 def test_less_is_gathered_ahead_where_products_take_long_compared_with_gathers():

@@ -21,7 +21,6 @@ from aliquot.cost import (
 )
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
-from aliquot.planners.intra.ilp._judging import model_of
 
 _CLUSTER = Cluster.preset("4xH100")
 
@@ -84,9 +83,8 @@ def test_if_the_best_choices_fit_only_at_once_all_products_are_deferred(problem)
     free = Search(priced, everything(priced), limit_bytes=1e15)
     free.bound()
     best = free.improve()
-    least = free.least_memory()
-    low = peak(model_of(free, least), priced, least)
-    limit_bytes = low + 0.2 * (best.peak_bytes - low)
+    once = peak(memory_model(priced, in_turn=True), priced, best.picks)
+    limit_bytes = once + 0.3 * (best.peak_bytes - once)
     search = Search(
         priced, everything(priced), limit_bytes=limit_bytes, relative_gap=1e-4, node_limit=20
     )

@@ -56,12 +56,14 @@ class DeferredArray:
     Attributes:
         local_bytes: on each device, for each conversion `(sources, targets)` of the edge.
         births, deaths: additional live range of each copy.
+        category: the part of memory that it counts as.
     """
 
     edge: Edge
     local_bytes: Floats
     births: Ints
     deaths: Ints
+    category: str
 
 
 def deferred_arrays(priced: Priced, in_turn: bool) -> Iterator[DeferredArray]:
@@ -109,6 +111,7 @@ def _deferred_operand(
             local_bytes=where * local,
             births=resident.deaths + 1,
             deaths=pace.runs_at(resident.deaths) if pace else resident.late_deaths,
+            category="activations",
         )
 
 
@@ -145,6 +148,7 @@ def _deferred_result(
         local_bytes=local,
         births=births,
         deaths=np.maximum(summed, births - 1),
+        category="unreduced gradients",
     )
     if (summed < until).any():
         yield DeferredArray(
@@ -152,6 +156,7 @@ def _deferred_result(
             local_bytes=local * gradient_sum.pieces_before / gradient_sum.shards_left,
             births=summed + 1,
             deaths=until,
+            category="unreduced gradients",
         )
 
 
@@ -200,7 +205,8 @@ class _Paces:
 def _paces(priced: Priced, sums: dict[NodeId, _GradientSum]) -> _Paces:
     """Paces of deferred products under a scheduler that hides latency; see the module."""
     waits = [r for r in priced.residents if r.late_deaths is not None]
-    update = min((int(r.late_deaths.min()) for r in waits if r.late_deaths is not None), default=0)
+    until = [_waits_until(r) for r in waits]
+    update = min((int(moments.min()) for moments in until if len(moments)), default=0)
     if not _sums_inside(priced) or not waits:
         most, combined_after = _moved_at_most(priced, waits, update)
         return _Paces(
@@ -227,6 +233,12 @@ def _paces(priced: Priced, sums: dict[NodeId, _GradientSum]) -> _Paces:
         ),
         combined_after=update,
     )
+
+
+def _waits_until(resident: Resident) -> Ints:
+    """Ends of the live ranges of those copies that wait for a deferred product."""
+    assert resident.late_deaths is not None
+    return resident.late_deaths[resident.late_deaths > resident.deaths]
 
 
 def _moved_at_most(priced: Priced, waits: list[Resident], update: int) -> tuple[float, int]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conversion:
     """An array held in a second split because of an edge; `local_bytes` has for each edge a table
-    of bytes on a device, `(sources, targets)`.
+    of bytes on a device, `(sources, targets)`. `category` is empty where the edges tell it.
     """
 
     share: int
@@ -38,6 +38,7 @@ class Conversion:
     local_bytes: tuple[Floats, ...]
     births: Ints
     deaths: Ints
+    category: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -170,6 +171,7 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
                     local_bytes=(deferred.local_bytes,),
                     births=deferred.births,
                     deaths=deferred.deaths,
+                    category=deferred.category,
                 )
             )
     if priced.target.gathers_leading_dim:
@@ -320,9 +322,11 @@ def alive_over_time(parts: Sequence[tuple[Resident | Conversion, float]], num_ti
 
 
 def category_of(conversion: Conversion, priced: Priced) -> str:
-    """What readers call the second copies of a conversion: gradients that wait for their sum over
-    devices, as large as that needs them, or other copies.
+    """What readers call the arrays of a conversion: gradients that wait for their sum over devices,
+    as large as that needs them, activations that wait for products of such gradients, or copies.
     """
+    if conversion.category:
+        return conversion.category
     gradients = all(priced.graph.edges[i].gradient for i in conversion.edges)
     return "unreduced gradients" if gradients else "resharded copies"
 

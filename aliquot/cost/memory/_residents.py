@@ -4,6 +4,7 @@ making to its last use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -202,7 +203,7 @@ def _of_stored_array(
         deaths = late_deaths = np.full(len(members), len(cuts.graph.ops), np.int64)
     late_reader = None
     if (late_deaths > deaths).any():
-        late_reader = late_readers.waited_for(value_class, int(deaths[0]))
+        late_reader = late_readers.waited_for(value_class, int(deaths.min()))
     made_late = maker.index != storage.late_run[maker.index] and cuts.by_product(value_class)
     summed_at = births
     if made_late:
@@ -297,12 +298,17 @@ class _LateReaders:
         if value_class in self._operand:
             return self._operand[value_class]
         cuts = self._index.cuts
-        for op_class in self._products:
-            if cuts.first[op_class].index >= last_use:
-                rule = cuts.rules[op_class]
-                summed = tuple(0 if f in rule.reduced else REPLICATED for f in rule.factors)
-                return Port(node=self._index.of_product[op_class], projection=summed)
-        return None
+        runs_at = {
+            min((m for m in cuts.folding.members[c] if m >= last_use), default=math.inf): c
+            for c in self._products
+        }
+        runs_at.pop(math.inf, None)
+        if not runs_at:
+            return None
+        op_class = runs_at[min(runs_at)]
+        rule = cuts.rules[op_class]
+        summed = tuple(0 if f in rule.reduced else REPLICATED for f in rule.factors)
+        return Port(node=self._index.of_product[op_class], projection=summed)
 
 
 def _category(index: NodeIndex, value_class: int) -> str:

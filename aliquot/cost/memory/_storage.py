@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cluster import Target
-from ...graph import Op, Phase, traits_of
+from ...graph import Graph, Op, Operand, OpId, Phase, traits_of
 from ...sharding import Cuts, rearranges, taken_by_regions
 from ._host import copy_spans, is_on_host, written_in_place
 from ._library import only_convolved
@@ -366,6 +366,7 @@ def _deferred_positions(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
     operator that is not deferred.
     """
     graph, classes = cuts.graph, cuts.folding.op_class.tolist()
+    fused = _summed_with_their_layer(graph)
     runs_at = list(range(len(graph.ops)))
     waits = [True] * len(graph.values)
     first_use = [len(graph.ops)] * len(graph.values)
@@ -384,6 +385,7 @@ def _deferred_positions(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
         )
         if late and _sums_up(op):
             late = not any(op.params["axes"] in summed[i] for i in op.inputs if isinstance(i, int))
+            late = late and op.index not in fused
         if late:
             runs_at[op.index] = min(first_use[o] for o in results)
         for source in op.inputs:
@@ -391,6 +393,34 @@ def _deferred_positions(cuts: Cuts, summed: list[frozenset[Any]]) -> list[int]:
                 waits[source] &= late or op.phase is Phase.UPDATE
                 first_use[source] = min(first_use[source], runs_at[op.index])
     return runs_at
+
+
+def _summed_with_their_layer(graph: Graph) -> set[OpId]:
+    """Sums for gradients of scales without a bias beside them, such as those of RMSNorm: one kernel
+    computes them and the gradient of what was scaled. With a bias, both sums are another kernel.
+    """
+    maker: dict[Operand, Op] = {out: op for op in graph.ops for out in op.outputs if out >= 0}
+
+    def uncast(value: Operand) -> Operand:
+        while (op := maker.get(value)) is not None and op.name == "convert_element_type":
+            value = op.inputs[0]
+        return value
+
+    def factors(value: Operand) -> set[Operand]:
+        op = maker.get(uncast(value))
+        if op is None or op.name != "mul":
+            return {uncast(value)}
+        return set().union(*map(factors, op.inputs))
+
+    sums = [op for op in graph.ops if op.phase is Phase.BACKWARD and _sums_up(op)]
+    whole = {(uncast(op.inputs[0]), op.params["axes"]) for op in sums}
+    found = set()
+    for op in sums:
+        multiplied = factors(op.inputs[0])
+        beside_bias = any((value, op.params["axes"]) in whole for value in multiplied)
+        if len(multiplied) > 1 and not beside_bias:
+            found.add(op.index)
+    return found
 
 
 def _summed_in_turn(cuts: Cuts, runs_at: list[int]) -> list[frozenset[Any]]:
