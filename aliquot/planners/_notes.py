@@ -102,13 +102,15 @@ def idle_note(decision: Decision, cluster: Cluster) -> Iterator[str]:
 
 def crowded_note(peak_bytes: float, cluster: Cluster) -> Iterator[str]:
     """A note on so much memory in use that the compiler saves it."""
-    device = cluster.device
-    most = target_for(device).compact_above * device.memory_bytes
+    device, target = cluster.device, target_for(cluster.device)
+    most = target.compact_above * device.memory_bytes
     if peak_bytes > most < device.memory_bytes:
+        advice = f" For so much memory, {target.memory_advice}." if target.memory_advice else ""
         yield (
-            "Compile the plan before use: --verify, or verify=True, also plans anew if it does not"
-            f" fit. Above {format_bytes(most)} on a device XLA rematerializes: it computes some"
-            " operators twice to save memory, so that time and memory may differ from these."
+            f"The plan needs {format_bytes(peak_bytes)} on a device. Above {format_bytes(most)} XLA"
+            " rematerializes: it computes some operators twice to save memory, so that time and"
+            " memory may differ from these. Compile the plan before use: --verify, or verify=True,"
+            f" also plans anew if it does not fit.{advice}"
         )
 
 

@@ -147,8 +147,8 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
     if any(_is_faster(other) for other in alternatives):
         parts.append(
             Text(
-                f"The faster alternatives are no plans of method {plan.method}: --method auto"
-                " searches among them, too."
+                "Alternatives in another plan take more changes than the one in their row, and are"
+                f" no plans of method {plan.method}: --method auto searches among them, too."
                 if plan.method != "auto"
                 else "The faster alternatives lie within the gap of the search; see bound."
             )
@@ -200,8 +200,12 @@ def _best_other(other: Alternative | None) -> str:
     if other.alternative_step_time_s is None:
         return f"{other.alternative}: does not fit"
     extra_s = other.alternative_step_time_s - other.chosen_step_time_s
-    how = "faster" if extra_s < 0 else "slower"
-    return f"{other.alternative}: {format_seconds(abs(extra_s))} {how} a step"
+    if extra_s < 0:
+        return (
+            f"{other.alternative}: {format_seconds(other.alternative_step_time_s)} a step in"
+            " another plan"
+        )
+    return f"{other.alternative}: {format_seconds(extra_s)} slower a step"
 
 
 def _is_faster(other: Alternative) -> bool:
