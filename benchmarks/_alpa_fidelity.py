@@ -99,7 +99,7 @@ class Fidelity:
             "predicted TFLOP/s": flops / found.step_time_s,
             "error": flops / found.step_time_s / published - 1,
             "counted": "yes" if counted else "no: our plan under its restriction",
-            "plan": described(plan, chain),
+            "plan": described(plan, [chain]),
             "step s": found.step_time_s,
             "passes of the slowest stage s": work,
             "of it communication": 1 - share,

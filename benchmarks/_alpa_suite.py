@@ -133,8 +133,11 @@ def describe(plan: ChainPlan, chain: Chain) -> str:
     return ", ".join(f"{len(list(same))} x ({name})" for name, same in itertools.groupby(names))
 
 
-def described(plan: ChainPlan | None, chain: Chain) -> str:
-    """The same with schedule and micro-batches; empty without a plan."""
+def described(plan: ChainPlan | None, chains: Sequence[Chain]) -> str:
+    """The same with schedule and micro-batches, for a plan of one of several chains; empty without
+    a plan.
+    """
     if plan is None:
         return ""
+    (chain,) = (c for c in chains if c.num_micro_batches == plan.num_micro_batches)
     return f"{plan.schedule} x {plan.num_micro_batches}: {describe(plan, chain)}"
