@@ -34,7 +34,7 @@ _DECISIONS = ("parallelism", "recomputation", "attention")
 _EQUAL = "equal"
 # What micro-batches compute, by the names in plan files.
 _SEMANTICS = {
-    "exact": "with the result of the whole batch",
+    "exact": "accumulated to the result of the whole batch",
     "independent": "independent: each is a step of its own",
 }
 _COMBINED = {"sum": "summed", "mean": "averaged", "concatenate": "joined along dim"}

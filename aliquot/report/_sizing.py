@@ -32,6 +32,8 @@ from ._tables import columns
 _DAY_S = 86_400.0
 # From this ratio on, percentages are harder to read than multiples.
 _MANY = 10
+# A smaller batch with this share of the highest throughput is named beside it.
+_ENOUGH = 0.99
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +148,19 @@ def batch_table(search: BatchSearch) -> Group:
             f", by gradient accumulation over {largest.num_micro_batches} micro-batches of"
             f" {largest.micro_batch}; larger ones need more of these, and were not tried"
         )
+    at_once = [t for t in search.trials if t.plan and t.num_micro_batches == 1]
+    if at_once and largest.num_micro_batches > 1:
+        most = max(at_once, key=lambda t: t.global_batch)
+        lines.append(Text(f"  largest batch in one pass      {most.global_batch}"))
     lines.append(Text(f"  largest batch tried that fits  {largest.global_batch}{end}"))
     rate = f"{format_count(float(round(_per_s(fastest))))} {_what(fastest)}/s"
+    enough = min(
+        (t for t in search.trials if t.examples_per_s >= _ENOUGH * fastest.examples_per_s),
+        key=lambda t: t.global_batch,
+    )
+    if enough.global_batch < fastest.global_batch:
+        share = enough.examples_per_s / fastest.examples_per_s
+        rate += f"; {enough.global_batch} reaches {share:.1%} of it"
     lines.append(Text(f"  batch of highest throughput    {fastest.global_batch}, {rate}"))
     lines.append(Text(""))
     rows = [

@@ -63,7 +63,7 @@ TEXT = """\
 gpt-10m: pipeshard, 4 stages on 2 devices each of 8xH100, 1f1b
   batch                  inputs int32[8, 16]
   parallelism            pipeline: 4 stages, 1f1b; x (2): data parallel, FSDP (ZeRO-3): parameters sharded
-  micro-batches          4, with the result of the whole batch; output [1]['loss'] is summed over them
+  micro-batches          4, accumulated to the result of the whole batch; output [1]['loss'] is summed over them
   step time (predicted)  21.5 ms = 12.2 ms compute + 100.0 us exposed communication + 200.0 us exposed gradient
                          communication + 9.0 ms bubble (of the busiest stage)
   throughput             5953 tokens/s; predicted from NVIDIA H100 data sheet

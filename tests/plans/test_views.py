@@ -33,7 +33,7 @@ def test_text_names_what_was_decided_and_predicted():
         "float32[64, 32]",
         "[x, y]",
         "all-reduce",
-        "2, with the result of the whole batch; output [1]['loss'] is summed over them",
+        "2, accumulated to the result of the whole batch; output [1]['loss'] is summed over them",
     ):
         assert part in text
 
@@ -41,7 +41,7 @@ def test_text_names_what_was_decided_and_predicted():
 def test_text_names_only_outputs_that_differ_between_micro_batches():
     both = sample_plan(combine={"[0].w": "equal", "[1]['loss']": "sum"})
     assert (
-        "2, with the result of the whole batch; output [1]['loss'] is summed over them"
+        "2, accumulated to the result of the whole batch; output [1]['loss'] is summed over them"
         in " ".join(str(both).split())
     )
     equal = sample_plan(combine={"[0].w": "equal", "[1]['loss']": "equal"})

@@ -8,13 +8,15 @@ import types
 
 import msgspec
 import pytest
-from sample_plans import PROVENANCE, SPLITS, STAGE, sample_pipeline, sample_plan
+from sample_plans import PREDICTION, PROVENANCE, SPLITS, STAGE, sample_pipeline, sample_plan
 
 from aliquot.cluster import Cluster
 from aliquot.core import InputError
 from aliquot.plans import Change, CollectiveUse, PlanDiff, describe, diff
 from aliquot.report import (
     Alternative,
+    BatchSearch,
+    BatchTrial,
     as_text,
     columns,
     compared,
@@ -360,3 +362,25 @@ def test_headings_of_numbers_are_broken_where_a_table_is_too_wide_and_never_cut(
     assert max(map(len, lines)) <= 36
     assert " ".join(lines).split().count("iteration") == 1
     assert "reserved" in text and "1,234.5" in text
+
+
+def test_the_largest_batch_of_one_pass_and_one_that_is_fast_enough_are_named():
+    def trial(batch: int, step_time_s: float, micro_batches: int) -> BatchTrial:
+        prediction = msgspec.structs.replace(PREDICTION, step_time_s=step_time_s)
+        plan = sample_plan(num_micro_batches=micro_batches, prediction=prediction)
+        return BatchTrial(global_batch=batch, plan=plan)
+
+    found = BatchSearch(
+        model="gpt-10m",
+        cluster="8xH100",
+        trials=(trial(64, 0.4, 1), trial(128, 0.66, 1), trial(256, 1.31, 2)),
+        unit=8,
+        is_limited=False,
+    )
+    lines = str(found).splitlines()
+    assert "  largest batch in one pass      128" in lines
+    assert any(
+        line.startswith("  largest batch tried that fits  256, by gradient") for line in lines
+    )
+    (fastest,) = (line for line in lines if "highest throughput" in line)
+    assert "256," in fastest and fastest.endswith("; 128 reaches 99.2% of it")
