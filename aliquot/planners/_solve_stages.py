@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from ..cluster import subcluster
-from ..core import InfeasibleError, format_bytes
+from ..core import InfeasibleError, InputError, format_bytes
 from ..cost import (
     Chain,
     ChainPlan,
@@ -367,7 +367,8 @@ def _solve_stage(method: PipelineMethod, problem: Problem, option: StageOption) 
         )
     best = _split_stage(method, problem, option, priced)
     if _sums_over_tokens(problem, best.stages[0]):
-        with contextlib.suppress(InfeasibleError):
+        # Fixed splits of the batch over all devices leave no axis for the sequence.
+        with contextlib.suppress(InfeasibleError, InputError):
             waiting = price_option(problem, option.mesh_shape, method.intra, splits_sequence=True)
             if waiting is not None:
                 most_s = best.step_time_s
