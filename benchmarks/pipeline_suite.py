@@ -147,9 +147,8 @@ def _report() -> Report:
         method=(
             "Plans: the cases of `aliquot bench list`, blocks recomputed, with the optimizers that"
             " they ran with, on p3.16xlarge machines (8 V100-16GB with NVLink, 25 Gbit/s between"
-            " machines). Layers"
-            " are priced at the suite's number of micro-batches, and once for the planner's own, and"
-            " all plans are simulated with these prices: StageDP and Grid over"
+            " machines). Layers are priced at the suite's number of micro-batches, and once for the"
+            " planner's own, and all plans are simulated with these prices: StageDP and Grid over"
             " the planner's own numbers of micro-batches and the suite's; Alpa's plan with the"
             " suite's number, 1f1b, its layers taken for equal groups of blocks. A mesh of Alpa's"
             " without a forced batch is one free axis; it is judged as dp or as tp, whichever fits"
