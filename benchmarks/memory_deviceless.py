@@ -263,7 +263,7 @@ def _sizes_near_the_limit(case: dict[str, Any], limit_mib: float) -> dict[str, i
         unit=8,
         num_micro_batches=1,
     )
-    if found.largest is None:
+    if found.largest is None or found.largest.plan is None:
         return {}
     accepted = found.largest.global_batch // 8
     need = found.largest.plan.prediction.peak_memory_bytes / 2**20
