@@ -198,6 +198,4 @@ def method_of(case: dict[str, Any]) -> Any:
         return fixed[case["method"]]()
     if case["method"] == "tp:8":
         return Megatron(tensor=8)
-    if case["method"] == "dp2,tp4":
-        return Megatron(data=2, tensor=4)
     return {"shard": ShardParallel, "auto": Auto}[case["method"]](mesh_shape=mesh)

@@ -463,6 +463,25 @@ def test_sums_for_scales_wait_only_beside_sums_for_biases(model, waits):
     assert all((storage.late_run[op.index] > op.index) == waits for op in sums)
 
 
+def test_a_long_chain_of_squares_is_looked_through_once():
+    """Every turn doubles the number of ways back through the chain."""
+
+    def loss(params, x):
+        y = x @ params["weight"]
+        for _ in range(40):
+            y = y * y
+        return jnp.sum(y * params["scale"])
+
+    def train_step(params, x):
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, x))
+
+    params = {"weight": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    params |= {"scale": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    graph = aq.capture(train_step, params, jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    cuts = cut(graph, fold(graph), "infer")
+    find_storage(cuts, target_for(Cluster.preset("4xH100").device))
+
+
 def traced(graph, value: int) -> str:
     """The operator that made a value, behind casts."""
     maker = {out: op for op in graph.ops for out in op.outputs}

@@ -15,8 +15,8 @@ be reduce-scattered together with others. When a product runs depends on the sch
     beside collectives inside backward layers. There are about two such collectives for each product
     (the gathers of a parameter for the recomputed layer and for its gradient), so a product runs
     about halfway between its operands and the end. With sums over the batch, as in normalisations,
-    there are more collectives, and products run nearer to the end; products whose results are
-    all-reduced then run beside these sums, too, except one for each all-reduce.
+    these products run at the end; products whose results are all-reduced then run beside these
+    sums, except one for each all-reduce.
   * Products that tensor parallelism splits run beside the sums of activations inside layers: about
     halfway to the end as well, however long they take.
   * Where products take long compared with gathers, they run fewer layers behind their operands

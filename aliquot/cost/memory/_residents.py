@@ -4,7 +4,7 @@ making to its last use.
 
 from __future__ import annotations
 
-import math
+import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -281,15 +281,17 @@ class _LateReaders:
     def __init__(self, index: NodeIndex, storage: Storage) -> None:
         cuts = index.cuts
         self._index = index
-        self._products: list[int] = []
+        # Products by when each of their copies runs in program order.
+        self._runs: list[tuple[int, int]] = []
         self._operand: dict[int, Port] = {}
         for op_class in index.order:
             op, rule = cuts.first[op_class], cuts.rules[op_class]
             if storage.late_run[op.index] > op.index and traits_of(op.name).multiplies:
-                self._products.append(op_class)
+                self._runs += [(member, op_class) for member in cuts.folding.members[op_class]]
                 for position, value_class, _ in cuts.operands(op_class):
                     port = index.product_port(op_class, rule.operands[position])
                     self._operand.setdefault(value_class, port)
+        self._runs.sort()
 
     def waited_for(self, value_class: int, last_use: int) -> Port | None:
         """Port at which the deferred product reads an array. An array read by sums for gradients of
@@ -298,14 +300,10 @@ class _LateReaders:
         if value_class in self._operand:
             return self._operand[value_class]
         cuts = self._index.cuts
-        runs_at = {
-            min((m for m in cuts.folding.members[c] if m >= last_use), default=math.inf): c
-            for c in self._products
-        }
-        runs_at.pop(math.inf, None)
-        if not runs_at:
+        following = bisect.bisect_left(self._runs, (last_use, 0))
+        if following == len(self._runs):
             return None
-        op_class = runs_at[min(runs_at)]
+        _, op_class = self._runs[following]
         rule = cuts.rules[op_class]
         summed = tuple(0 if f in rule.reduced else REPLICATED for f in rule.factors)
         return Port(node=self._index.of_product[op_class], projection=summed)

@@ -407,10 +407,20 @@ def _summed_with_their_layer(graph: Graph) -> set[OpId]:
         return value
 
     def factors(value: Operand) -> set[Operand]:
-        op = maker.get(uncast(value))
-        if op is None or op.name != "mul":
-            return {uncast(value)}
-        return set().union(*map(factors, op.inputs))
+        found: set[Operand] = set()
+        seen: set[Operand] = set()
+        todo = [value]
+        while todo:
+            value = uncast(todo.pop())
+            if value in seen or not isinstance(value, int):
+                continue
+            seen.add(value)
+            op = maker.get(value)
+            if op is not None and op.name == "mul":
+                todo += op.inputs
+            else:
+                found.add(value)
+        return found
 
     sums = [op for op in graph.ops if op.phase is Phase.BACKWARD and _sums_up(op)]
     whole = {(uncast(op.inputs[0]), op.params["axes"]) for op in sums}
