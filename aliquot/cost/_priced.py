@@ -8,7 +8,7 @@ training step. A collective's price is a line: a latency, and seconds for each b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -218,6 +218,7 @@ def price(
 
 
 _Specs: TypeAlias = tuple[Spec, ...]
+_EdgePrices: TypeAlias = tuple[Floats, Floats, Floats, Floats, NDArray[np.bool_]]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -231,6 +232,7 @@ class _Cache:
     tables: dict[
         tuple[_Specs, _Specs, SumCollective, float | None], tuple[Floats, Floats, NDArray[np.bool_]]
     ] = field(default_factory=dict)
+    edges: dict[Hashable, _EdgePrices] = field(default_factory=dict)
     collectives: dict[tuple[str, tuple[int, ...], int, bool, float | None], tuple[float, float]] = (
         field(default_factory=dict)
     )
@@ -320,6 +322,26 @@ class _Pricer:
     def edge(self, edge: Edge, nodes: Sequence[PricedNode]) -> PricedEdge:
         sources, source_index = self.splits(edge.source, edge.source_projection, nodes)
         targets, target_index = self.splits(edge.target, edge.target_projection, nodes)
+        # Layers are full of edges that differ in their places alone.
+        key = (sources, targets, edge.without_place)
+        known = self.cache.edges.get(key)
+        if known is None:
+            known = self.cache.edges[key] = self.conversions(edge, sources, targets)
+        seconds, once, hideable, once_hideable, moves = known
+        return PricedEdge(
+            sources=sources,
+            targets=targets,
+            source_index=source_index,
+            target_index=target_index,
+            seconds=seconds,
+            once_s=once,
+            hideable_s=hideable,
+            once_hideable_s=once_hideable,
+            moves=moves,
+        )
+
+    def conversions(self, edge: Edge, sources: _Specs, targets: _Specs) -> _EdgePrices:
+        """`seconds`, `once_s`, `hideable_s`, `once_hideable_s` and `moves` of `PricedEdge`."""
         whole = edge.num_bytes * widening(edge.dtype, self.target)
         sums, near_bytes = sum_collective(edge, self.target), rounded_bytes(whole, self.mesh)
         latency, per_byte, moves = self.conversion_lines(sources, targets, sums, near_bytes)
@@ -339,17 +361,7 @@ class _Pricer:
         if self.gathers_once and edge.cast:
             seconds, once, moves = self.gathered_once(edge, sources, targets, moves)
         hideable, once_hideable = self.hideable(edge, sources, targets, seconds, once)
-        return PricedEdge(
-            sources=sources,
-            targets=targets,
-            source_index=source_index,
-            target_index=target_index,
-            seconds=seconds,
-            once_s=once,
-            hideable_s=hideable,
-            once_hideable_s=once_hideable,
-            moves=moves,
-        )
+        return seconds, once, hideable, once_hideable, moves
 
     def hideable(
         self, edge: Edge, sources: _Specs, targets: _Specs, seconds: Floats, once: Floats

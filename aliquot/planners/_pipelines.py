@@ -8,6 +8,7 @@ promise nothing faster than what was found.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Chain, ChainPlan
 from ..graph import Graph, Layers, operators_with_effects, source_line
-from ..sharding import runs_in_groups
+from ..sharding import plan_micro_batches
 from ._base import Candidate, Decision, Task, faster
 from ._counts import MANY_DEVICES, counts_to_try, drawn_between
 from ._helper import HelperProcess
@@ -83,6 +84,8 @@ class Pipelines(AbstractFamily):
             method = replace(method, inter=method.inter.for_one_search())
         opened = replace(self, method=method, groups=groups)
         try:
+            # Pricing takes longer than to find that a step does not decompose.
+            _plan_micro_batches(task, groups[0][-1])
             priced = _price_ends(method, task, groups[0], search.helper)
         except (InfeasibleError, CaptureError, InputError) as error:
             return opened.without(error, search)
@@ -118,7 +121,12 @@ class Pipelines(AbstractFamily):
             advice = [each for each in error.advice if not each.startswith("more micro-batches")]
             because = f"\n{self.refusal}" if self.refusal else ""
             raise error.reworded(f"{error.message}{because}", advice)
-        kept = [n for n in counts if n == 1 or _decomposes(task, n)]
+        kept: list[int] = []
+        refused: list[int] = []
+        for n in sorted(counts):
+            # Joined in groups, parts of the batch are larger parts: no multiple decomposes, either.
+            decomposes = n == 1 or (all(n % m for m in refused) and _decomposes(task, n))
+            (kept if decomposes else refused).append(n)
         if self.refusal is not None or kept == list(counts):
             raise error
         if not kept and search.best is not None:
@@ -353,9 +361,20 @@ def _add(found: Decision, task: Task, search: Search) -> None:
 
 def _decomposes(task: Task, count: int) -> bool:
     """True if the step decomposes into so many micro-batches."""
-    return runs_in_groups(
-        task.graph, count, 1, semantics=task.semantics, on_missing_rule=task.on_missing_rule
-    )
+    with contextlib.suppress(InputError, CaptureError):
+        _plan_micro_batches(task, count)
+        return True
+    return False
+
+
+def _plan_micro_batches(task: Task, count: int) -> None:
+    """Raise `InputError` or `CaptureError` if the step does not decompose into so many
+    micro-batches.
+    """
+    if count > 1:
+        plan_micro_batches(
+            task.graph, count, semantics=task.semantics, on_missing_rule=task.on_missing_rule
+        )
 
 
 def _price_ends(

@@ -10,7 +10,7 @@ that stands for the chosen factor.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
@@ -148,6 +148,17 @@ class Edge:
         that make them, and gathers of parameters ahead of those that read them.
         """
         return self.gradient or (self.parameter and self.phase is not Phase.UPDATE)
+
+    @property
+    def without_place(self) -> tuple[Hashable, ...]:
+        """All that its conversions cost by, but the splits at its ends: equal for edges that
+        differ only in their nodes and in what shares their results.
+        """
+        return (
+            *(self.num_bytes, self.rank, self.length, self.dtype, self.count, self.phase),
+            *(self.gradient, self.kind, self.masked, self.on_pieces, self.parameter),
+            *(self.cast, self.over_tokens),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,9 @@ import pytest
 
 import aliquot as aq
 from aliquot.core import InfeasibleError, InputError
-from aliquot.planners import AbstractInter, _solve_stages
+from aliquot.planners import AbstractInter, _pipelines, _solve_stages
 from aliquot.planners._pipelines import Pipelines
+from aliquot.planners._priced_layers import price_layers
 from aliquot.plans import Plan, violations
 
 LAYERS = 6
@@ -335,6 +336,29 @@ def test_a_step_that_does_not_decompose_is_one_micro_batch(method, count):
     if count is None and isinstance(method, aq.PipeshardParallel):
         outcomes = [each["outcome"] for each in plan.provenance.candidates]
         assert "the step does not decompose" in outcomes
+
+
+def test_a_step_that_does_not_decompose_is_priced_once(monkeypatch):
+    priced, planned = [], []
+
+    def spy(of, log, count):
+        def called(task, counts, *args, **settings):
+            log.append(count(counts))
+            return of(task, counts, *args, **settings)
+
+        return called
+
+    monkeypatch.setattr(_pipelines, "price_layers", spy(price_layers, priced, tuple))
+    monkeypatch.setattr(
+        _pipelines, "plan_micro_batches", spy(_pipelines.plan_micro_batches, planned, int)
+    )
+    state = {**STATE, "params": {k: v for k, v in STATE["params"].items() if k != "head"}}
+    method = aq.PipeshardParallel(num_stages=2)
+    aq.plan(contrastive_step, state, BATCH, cluster=aq.Cluster.preset(CLUSTER), method=method)
+    assert priced == [(1,)]
+    # Nor is a number asked for of which a divisor was refused, after the first.
+    assert len(planned) >= 2
+    assert not any(n % m == 0 for k, n in enumerate(planned) for m in planned[1:k])
 
 
 def test_a_refusal_advises_no_number_of_micro_batches_that_was_searched():

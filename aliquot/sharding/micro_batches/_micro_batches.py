@@ -107,8 +107,16 @@ def plan_micro_batches(
         raise InputError(
             f'micro_batch_semantics={semantics!r} is not known: it is "exact" or "independent".'
         )
-    if semantics == "independent":
-        return _independent(graph, num_micro_batches, num_groups, on_missing_rule)
+    plan = _independent if semantics == "independent" else _exact
+    return plan(graph, num_micro_batches, num_groups, on_missing_rule)
+
+
+# Planners ask for the same numbers again for each level of recomputation.
+@functools.lru_cache(maxsize=4)
+def _exact(
+    graph: Graph, num_micro_batches: int, num_groups: int, on_missing_rule: str
+) -> MicroBatchPlan:
+    """See `plan_micro_batches`."""
     parts = num_micro_batches * num_groups
     part, eqns = align(graph, trace_part(graph, num_micro_batches, num_groups))
     findings = _of_chunks(graph, part, parts, on_missing_rule)
@@ -120,7 +128,7 @@ def plan_micro_batches(
         part_eqns=eqns,
         num_micro_batches=num_micro_batches,
         num_groups=num_groups,
-        semantics=semantics,
+        semantics="exact",
         specs=tuple(spec or EQUAL for spec in findings.specs),
         actions=findings.actions,
         conversions=findings.conversions,
@@ -156,6 +164,7 @@ def _of_chunks(graph: Graph, part: Graph, parts: int, on_missing_rule: str) -> F
     return findings
 
 
+@functools.lru_cache(maxsize=4)
 def _independent(
     graph: Graph, num_micro_batches: int, num_groups: int, on_missing_rule: str
 ) -> MicroBatchPlan:

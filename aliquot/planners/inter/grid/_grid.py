@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ....core import InfeasibleError, InputError, format_bytes
+from ....core import InfeasibleError, InputError, counted, format_bytes
 from ....cost import (
     AbstractChain,
     ChainPlan,
@@ -187,8 +187,9 @@ def nothing_fits(
     return InfeasibleError(
         f"No {what} fits {chain.num_hosts}x{chain.devices_per_host} devices"
         f" ({format_bytes(chain.memory_limit_bytes)} usable on each).\n  The smallest,"
-        f" {len(plan.stages)} stages of {option.name} with {plan.num_micro_batches} micro-batches,"
-        f" needs {format_bytes(plan.peak_bytes)} on {where}: {listed}.",
+        f" {counted(len(plan.stages), 'stage')} of {option.name} with"
+        f" {counted(plan.num_micro_batches, 'micro-batch')}, needs"
+        f" {format_bytes(plan.peak_bytes)} on {where}: {listed}.",
         advice=[
             "stages that differ (StageDP)",
             "options that recompute or split more",

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
-from ....core import InfeasibleError, format_bytes
+from ....core import InfeasibleError, counted, format_bytes
 from ....cost import AbstractChain, Chain, ChainPlan, PrefixSums, judge_stages
 from ....plans import Keeps, name_of_part, schedule_kind
 from .._work import WorkLeft
@@ -49,12 +49,12 @@ def nothing_fits(
     }
     listed = ", ".join(f"{format_bytes(v)} {name_of_part(name)}" for name, v in parts.items())
     limit = chain.memory_limit_bytes
-    count = f"{len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}"
     names = chain.unit_names[stage.first_unit], chain.unit_names[stage.last_unit - 1]
     return InfeasibleError(
         f"No pipeline{of_stages} fits {chain.num_hosts}x{chain.devices_per_host} devices"
         f" ({format_bytes(limit)} usable on each).\n  The smallest found, {plan.schedule} with"
-        f" {count} and {plan.num_micro_batches} micro-batches, needs"
+        f" {counted(len(plan.stages), 'stage')} and"
+        f" {counted(plan.num_micro_batches, 'micro-batch')}, needs"
         f" {format_bytes(figures.peak_bytes)} on stage {k} ({names[0]} to {names[1]},"
         f" {chain.options[stage.option].name}): {listed}.",
         advice=_remedy(chains, plan, parts, limit, num_stages),
