@@ -62,6 +62,7 @@ from ._kernels import Kernel as Kernel
 from ._kernels import Walked as Walked
 from ._kernels import kernel_of as kernel_of
 from ._kernels import kernel_on_pieces as kernel_on_pieces
+from ._layers import OPERATORS as OPERATORS
 from ._layers import Layers as Layers
 from ._layers import cut_alike as cut_alike
 from ._layers import cut_between as cut_between
@@ -69,6 +70,8 @@ from ._layers import cut_layers as cut_layers
 from ._layers import named_places as named_places
 from ._layers import narrowest_bytes as narrowest_bytes
 from ._layers import range_layers as range_layers
+from ._layers import refuse_loops as refuse_loops
+from ._layers import whole_layers as whole_layers
 from ._recompute import Repeated as Repeated
 from ._recompute import find_repeated as find_repeated
 from ._recompute import is_costly as is_costly

@@ -1,4 +1,4 @@
-"""Names of layers, by the parameters that they use first."""
+"""Names of layers, by the parameters that they use first, and of operators, by their own."""
 
 from __future__ import annotations
 
@@ -39,4 +39,36 @@ def layer_names(
             )
         is_last = number == len(starts) - 1
         names.append(common or ("output" if is_last else names[-1] if names else "input"))
+    return tuple(names)
+
+
+def operator_names(
+    starts: Sequence[int],
+    ends: Sequence[int],
+    users: Sequence[Sequence[str]],
+    products: Sequence[int],
+) -> tuple[str, ...]:
+    """Names of operators, each another: the common part of the paths of the parameters that its
+    products read, or else of all that it reads. Those without parameters of their own are counted
+    from the operator before: `layers[0].v+1`.
+
+    Args:
+        users: for each place, the paths of the parameters that it reads.
+        products: places of the products.
+    """
+    names: list[str] = []
+    base, behind = "input", 0
+    for number, (a, b) in enumerate(zip(starts, ends, strict=True)):
+        own = [users[place] for place in products if a <= place < b]
+        paths = [p for used in own for p in used] or [p for used in users[a:b] for p in used]
+        # Whole keys of paths, not the first letters of keys.
+        common = ".".join(os.path.commonprefix([path.split(".") for path in paths]))
+        if common and common not in names:
+            base, behind = common, 0
+            names.append(common)
+        elif number == len(starts) - 1:
+            names.append("output")
+        else:
+            behind += 1
+            names.append(f"{base}+{behind}")
     return tuple(names)

@@ -3,6 +3,8 @@ work evenly.
 
 Equal layers, found as repeats, get equal cuts. Outside of repeats, cuts lie at local minima of the
 bytes that cross. A wanted number of layers is then chosen among these places by a dynamic program.
+
+Layers can be cut further, into operators: a product or convolution each, with what follows it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +22,8 @@ from numpy.typing import NDArray
 
 from ..core import InputError, nearest, shortened
 from ._dataflow import Item, items_of
-from ._layer_names import layer_names
+from ._layer_names import layer_names, operator_names
+from ._rule import traits_of
 from ._segments import Run, find_repeats
 from ._split_reach import scans_over_layers
 from ._types import Call, Graph, Phase, Role
@@ -32,6 +36,10 @@ _WIDE = 8.0
 _CLOSE = 1.01
 # Prefix of the text of `named_places`: places of the forward pass at which layers begin.
 _PLACES = "places:"
+OPERATORS = "operators"
+"""In place of a number or a pattern of layers: a layer for each operator."""
+# Operators at most, unless there are more layers: more take long to search.
+_MOST_OPERATORS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +53,7 @@ class Layers:
         names: of the layers, by the parameters that they use first.
         boundary_bytes: bytes that cross the cut after each layer; 0 after the last.
         costs: rough weight of each layer's forward pass; see `Item.cost`.
+        inner: layers that begin inside of a layer of the step, where layers are operators.
     """
 
     items: tuple[Item, ...]
@@ -53,6 +62,7 @@ class Layers:
     names: tuple[str, ...]
     boundary_bytes: tuple[float, ...]
     costs: tuple[float, ...]
+    inner: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -64,11 +74,12 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
     Args:
         graph: the step.
         layers: a number; a pattern of parameter paths such as `params.layers[*]`, every match of
-            which begins a layer; the text that `named_places` gives; or None for every good place.
+            which begins a layer; the text that `named_places` gives; "operators" for each product
+            or convolution, with the operators that follow it; or None for every good place.
 
     Raises:
-        InputError: the pattern matches no parameter, there are too few places to cut, or the text
-            names places that the step does not have.
+        InputError: the pattern matches no parameter, there are too few places to cut, the text
+            names places that the step does not have, or operators are in a loop over layers.
     """
     items = items_of(graph)
     forward = tuple(
@@ -77,8 +88,16 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
     crossing = crossing_bytes(graph, items, forward)
     costs = np.array([items[k].cost for k in forward])
     users = _parameters_of(graph, items, forward)
+    products: list[int] = []
+    inner = frozenset[int]()
     if isinstance(layers, str) and layers.startswith(_PLACES):
         starts = _at_places(graph, layers, len(forward))
+    elif layers == OPERATORS:
+        refuse_loops(graph)
+        whole = _merge_small([0, *_places(graph, items, forward, crossing, users)], costs, crossing)
+        products = _products(graph, items, forward)
+        starts = _cut_further(whole, products, costs, crossing)
+        inner = frozenset(k for k, start in enumerate(starts) if start not in whole)
     elif isinstance(layers, str):
         starts = _by_pattern(graph, layers, users, crossing)
     else:
@@ -91,9 +110,14 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
         items=items,
         forward=forward,
         starts=tuple(starts),
-        names=layer_names(starts, ends, users),
+        names=(
+            operator_names(starts, ends, users, products)
+            if layers == OPERATORS
+            else layer_names(starts, ends, users)
+        ),
         boundary_bytes=_behind(crossing, ends),
         costs=_weights(items, forward, starts),
+        inner=inner,
     )
 
 
@@ -211,6 +235,20 @@ def range_layers(graph: Graph) -> Layers:
     )
 
 
+def whole_layers(layers: Layers) -> Layers:
+    """The layers of a step, each of its operators together."""
+    begins = [k for k in range(len(layers)) if k not in layers.inner]
+    ends = [*begins[1:], len(layers)]
+    return replace(
+        layers,
+        starts=tuple(layers.starts[k] for k in begins),
+        names=tuple(layers.names[k] for k in begins),
+        boundary_bytes=tuple(layers.boundary_bytes[k - 1] for k in ends),
+        costs=tuple(sum(layers.costs[a:b]) for a, b in zip(begins, ends, strict=True)),
+        inner=frozenset(),
+    )
+
+
 def cut_alike(layers: Layers, graph: Graph) -> Layers:
     """The same layers of the same step at another size of its batch, with unchanged weights."""
     # Items hold operators by index, which stays valid, but calls as objects of their own graph.
@@ -238,6 +276,46 @@ def _at_places(graph: Graph, text: str, end: int) -> list[int]:
             f" from 1 to {end - 1}, such as {_PLACES}1,2."
         )
     return starts
+
+
+def refuse_loops(graph: Graph) -> None:
+    """Raise `InputError` if the step loops over its layers, whose operators cannot be cut apart."""
+    longest = max((scan.length for scan in scans_over_layers(graph)), default=1)
+    if longest > 1:
+        raise InputError(
+            f"layers={OPERATORS!r}: {graph.name} loops over {longest} layers, and the operators of"
+            " one loop cannot be in different stages. Write the layers out instead of scanning over"
+            " them, or leave `layers` out: loops are then cut between layers."
+        )
+
+
+def _products(graph: Graph, items: Sequence[Item], forward: Sequence[int]) -> list[int]:
+    """Places of the forward items that hold products or convolutions."""
+    return [
+        place
+        for place, k in enumerate(forward)
+        if any(traits_of(graph.ops[op].name).multiplies for op in items[k].ops)
+    ]
+
+
+def _cut_further(
+    whole: Sequence[int],
+    products: Sequence[int],
+    costs: NDArray[np.float64],
+    crossing: NDArray[np.float64],
+) -> list[int]:
+    """Starts of layers and of the operators in them: two products that follow one another are cut
+    apart where the fewest bytes cross, and of equally narrow places at the last, so that what
+    follows a product stays with it. Operators with hardly any work are merged with a neighbour of
+    their layer, and the lightest, too, while there are more than `_MOST_OPERATORS`.
+    """
+    starts = set(whole)
+    for before, after in itertools.pairwise(products):
+        if starts.isdisjoint(range(before + 1, after + 1)):
+            starts.add(
+                max(range(before + 1, after + 1), key=lambda place: (-crossing[place], place))
+            )
+    return _merge_small(sorted(starts), costs, crossing, frozenset(whole), _MOST_OPERATORS)
 
 
 def _behind(crossing: NDArray[np.float64], ends: Sequence[int]) -> tuple[float, ...]:
@@ -386,21 +464,44 @@ def _is_narrow(crossing: NDArray[np.float64], place: int) -> bool:
 
 
 def _merge_small(
-    starts: Sequence[int], costs: NDArray[np.float64], crossing: NDArray[np.float64]
+    starts: Sequence[int],
+    costs: NDArray[np.float64],
+    crossing: NDArray[np.float64],
+    fixed: frozenset[int] = frozenset(),
+    most: float = math.inf,
 ) -> list[int]:
     """Merge layers that have hardly any work with a neighbour, by removing that of their two cuts
     where more bytes cross.
+
+    Args:
+        fixed: cuts that stay.
+        most: of more layers than that, the lightest are merged whatever their work, and those
+            that weigh as much.
     """
     kept = list(starts)
     total = np.concatenate(([0.0], np.cumsum(costs)))
+    merged = 0.0
     while len(kept) > 1:
         ends = [*kept[1:], len(costs)]
         weights = [float(total[b] - total[a]) for a, b in zip(kept, ends, strict=True)]
-        small = min(range(len(kept)), key=weights.__getitem__)
-        if weights[small] >= _SMALL * total[-1] / len(kept):
+        sides = [
+            [s for s in (k, k + 1) if 0 < s < len(kept) and kept[s] not in fixed]
+            for k in range(len(kept))
+        ]
+        light = [k for k, cuts in enumerate(sides) if cuts]
+        if not light:
             break
-        sides = [s for s in (small, small + 1) if 0 < s < len(kept)]
-        del kept[max(sides, key=lambda s: crossing[kept[s]])]
+        small = min(light, key=weights.__getitem__)
+        # Equal layers are cut alike: a limit does not end between operators of equal weight.
+        if (
+            weights[small] >= _SMALL * total[-1] / len(kept)
+            and len(kept) <= most
+            and weights[small] > merged
+        ):
+            break
+        if len(kept) > most:
+            merged = max(merged, weights[small] * (1 + 1e-9))
+        del kept[max(sides[small], key=lambda s: crossing[kept[s]])]
     return kept
 
 

@@ -126,6 +126,7 @@ class LayerCosts:
             run, such as where the mesh does not divide the batch.
         crossing: the arrays that layers exchange if each is a stage of its own.
         options: ways to run a stage.
+        whole: where units are operators, the costs of their layers as wholes; otherwise None.
     """
 
     step: LayeredStep
@@ -138,10 +139,13 @@ class LayerCosts:
     solutions: Sequence[Mapping[_Mesh, LayerSolution | None]]
     crossing: Crossing
     options: Sequence[StageOption]
+    whole: LayerCosts | None = None
 
     @property
     def least_compute_s(self) -> float:
         """Seconds of all layers for a whole batch on a single device, without communication."""
+        if self.whole is not None:
+            return self.whole.least_compute_s
         alone = [solved[ONE_DEVICE] for solved in self.solutions]
         seconds = [
             0.0
@@ -156,12 +160,36 @@ class LayerCosts:
         """The chain for a number of micro-batches. For numbers other than the step's own, passes,
         activations and transfers are scaled with the size of a micro-batch.
         """
+        return _chain(self, count, memory_limit_bytes)
+
+    def figures(self, name: str) -> Floats:
+        """[U, O], a figure of `PhaseCosts` of each unit under each option; infinite where it cannot
+        run.
+
+        What operators cost alone leaves out what lies between them (conversions of layouts,
+        collectives behind the compute of their neighbours). So those of a layer share what the
+        layer costs as a whole, in proportion to what they cost alone.
+        """
         of_kind = [
-            [solved[o.submesh, o.mesh_shape] for o in self.options] for solved in self.solutions
+            [
+                getattr(found.costs, name) if found is not None else np.inf
+                for found in (solved[o.submesh, o.mesh_shape] for o in self.options)
+            ]
+            for solved in self.solutions
         ]
-        rows = [[None if found is None else found.costs for found in row] for row in of_kind]
-        table = [rows[kind] for kind in self.kinds]
-        return _chain(self, table, count, memory_limit_bytes)
+        alone = np.array([of_kind[kind] for kind in self.kinds], np.float64)
+        if self.whole is None:
+            return alone
+        starts = [k for k in range(len(alone)) if k not in self.step.layers.inner]
+        gather = np.maximum if name == "working_bytes" else np.add
+        layer = np.cumsum([k in starts for k in range(len(alone))]) - 1
+        sums, wanted = gather.reduceat(alone, starts, axis=0)[layer], self.whole.figures(name)[layer]
+        can_share = np.isfinite(sums) & np.isfinite(wanted) & (sums > 0)
+        ratio = np.divide(wanted, sums, out=np.ones_like(sums), where=can_share)
+        # What a layer has beside operators that have none of it belongs to the first of them.
+        begins = np.isin(np.arange(len(alone)), starts)[:, None]
+        shared = np.where(begins & (sums == 0), wanted, alone * ratio)
+        return np.where(np.isfinite(wanted), shared, np.inf)
 
 
 def build_chains(
@@ -382,24 +410,17 @@ def _solve_layer(layer: _Layer, mesh: _Mesh) -> LayerSolution | None:
     return LayerSolution(costs=phase_costs(priced, search.picks, problem.graph), picks=search.picks)
 
 
-def _chain(
-    costs: LayerCosts, table: Sequence[Sequence[PhaseCosts | None]], count: int, limit_bytes: float
-) -> Chain:
+def _chain(costs: LayerCosts, count: int, limit_bytes: float) -> Chain:
     step, units, cluster, options = costs.step, costs.units, costs.cluster, costs.options
     # Time and activations of a micro-batch grow with its size.
     scale = step.num_micro_batches / count
     # An option that divides micro-batches of one size may not divide those of another.
     micro_batch_size = step.micro_batch_size * step.num_micro_batches // count
-    can_run = np.array(
-        [
-            [c is not None and micro_batch_size % (o.dp or 1) == 0 for c, o in zip(row, options)]
-            for row in table
-        ]
-    )
+    divides = np.array([micro_batch_size % (o.dp or 1) == 0 for o in options])
+    can_run = np.isfinite(costs.figures("forward_s")) & divides
 
     def figures(name: str) -> Floats:
-        rows = [[getattr(c, name) if c is not None else np.inf for c in row] for row in table]
-        return np.where(can_run, np.array(rows, np.float64), np.inf)
+        return np.where(can_run, costs.figures(name), np.inf)
 
     recomputes = np.array([o.recompute == "stage" for o in options])
     forward, backward = figures("forward_s") * scale, figures("backward_s") * scale
@@ -411,15 +432,19 @@ def _chain(
     state_bytes = figures("state_bytes")
     # A stage that recomputes holds the activations of one micro-batch at a time, and keeps only its
     # input for the others. Which layers begin a stage is not known yet, so each layer is charged a
-    # share of an input.
+    # share of an input. Operators inside of layers are charged none, as their layer is.
+    inner = np.array([unit in step.layers.inner for unit in units])
+    begun_bytes = np.where(inner, 0.0, entering_bytes)
     state_bytes = np.where(recomputes, state_bytes + activation_bytes, state_bytes)
     activation_bytes = np.where(
-        recomputes, entering_bytes[:, None] / dp / _LAYERS_PER_STAGE, activation_bytes
+        recomputes, begun_bytes[:, None] / dp / _LAYERS_PER_STAGE, activation_bytes
     )
     backward = np.where(recomputes, backward + forward, backward)
     # With recomputation, a backward pass is not split into input and weight gradients: the latter
     # cannot be deferred.
     weight_gradient = np.where(recomputes & can_run, 0.0, figures("deferrable_s") * scale)
+    # Operators' shares of both may round differently.
+    weight_gradient = np.minimum(weight_gradient, backward)
     deferred_bytes = np.where(recomputes & can_run, 0.0, figures("deferred_bytes") * scale)
     # Names of the layers that others are copies of would not tell these apart.
     are_copies = len(set(units)) < len(units)

@@ -4,10 +4,12 @@ simulation gives the step time.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, replace
 
-from ..core import InfeasibleError
+from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Problem
+from ..graph import OPERATORS, refuse_loops
 from ._base import Decision, Progress, Task
 from ._hosts import Hosts
 from ._method import AbstractMethod
@@ -16,6 +18,7 @@ from ._pipelines import PipelineCounts, Pipelines
 from ._programs import Programs
 from ._quick_bounds import least_compute_s
 from ._search import AbstractFamily, Search
+from ._tried import tried_decision
 from .inter import AbstractInter, StageDP, StageLimits
 from .intra import ILP, AbstractIntra
 
@@ -32,7 +35,9 @@ class PipeshardParallel(AbstractMethod):
         num_micro_batches: None searches among divisors of the batch.
         schedule: a name of `SCHEDULES`; None searches.
         layers: where stages may be cut: a number of layers, a pattern of parameter paths such as
-            `params.layers[*]`, or None for every suitable place.
+            `params.layers[*]`, "operators" for every product or convolution with what follows it,
+            or None for every suitable place between layers. With "operators", a planner that
+            searches also plans over layers, and the faster plan is the answer.
     """
 
     inter: AbstractInter = field(default_factory=StageDP)
@@ -44,6 +49,12 @@ class PipeshardParallel(AbstractMethod):
 
     def __post_init__(self) -> None:
         self.inter.check_limits(self.limits)
+        if self.layers == OPERATORS and self.inter.of_whole_layers:
+            raise InputError(
+                f"layers={OPERATORS!r}: {self.inter.method} makes stages of equally many layers."
+                " Leave `layers` (--layers) out, or take a planner that cuts anywhere, such as"
+                " Bottleneck() (--method bottleneck) or StageDP() (--method pipeshard)."
+            )
 
     @property
     def limits(self) -> StageLimits:
@@ -80,11 +91,18 @@ class PipeshardParallel(AbstractMethod):
         task.refuse_large_state()
         count = self.num_micro_batches if task.num_micro_batches is None else task.num_micro_batches
         method = replace(self, num_micro_batches=count)
+        over_layers: Decision | None = None
+        if self.layers == OPERATORS:
+            refuse_loops(task.graph)
+            # What does not fit over layers, or needs more stages than layers, may do over operators.
+            with contextlib.suppress(InfeasibleError, InputError, CaptureError):
+                if self.inter.searches:
+                    over_layers = replace(method, layers=None).decide(task)
 
         def families(task: Task) -> list[AbstractFamily]:
             # A wrong place of cuts is refused, though one program has none.
             pipelines = Pipelines(task=task, method=method, must_open=self.layers is not None)
-            if not method.may_be_one_program:
+            if not method.may_be_one_program or over_layers is not None:
                 return [pipelines]
             program = WholeProgram(intra=method.intra)
             return [Programs.of(task, program, count, pauses=True), pipelines]
@@ -93,9 +111,24 @@ class PipeshardParallel(AbstractMethod):
         if self.inter.searches and task.cluster.num_hosts > 1:
             on_fewer = Hosts.below(task, families, least_compute_s(task.problem(1)))
         search = Search(task=task, beside_others=True)
+        if over_layers is not None:
+            search = replace(search, faster_than_s=over_layers.step_time_s)
         decision = search.run([*families(task), *on_fewer], self.inter.method)
+        if over_layers is not None:
+            return _fastest_of(over_layers, decision)
         if decision is None:
             raise search.refusal_of(Pipelines, PipelineCounts) or InfeasibleError(
                 "No pipeline was found."
             )
         return decision
+
+
+def _fastest_of(over_layers: Decision, over_operators: Decision | None) -> Decision:
+    """The faster plan of two searches; it lists what both tried."""
+    if over_operators is None:
+        return over_layers
+    best, other = over_layers, over_operators
+    if over_operators.step_time_s < over_layers.step_time_s:
+        best, other = other, best
+    more = [tried_decision(other, "slower"), *other.candidates[1:]]
+    return replace(best, candidates=(*best.candidates, *more))

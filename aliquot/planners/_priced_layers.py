@@ -4,11 +4,12 @@ micro-batches.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..cost import Chain
-from ..graph import Graph, Layers, scans_over_layers, split_scans
+from ..graph import Graph, Layers, scans_over_layers, split_scans, whole_layers
 from ..sharding import LayeredStep, sketch_step
 from ._base import Task
 from ._helper import HelperProcess
@@ -67,9 +68,9 @@ def price_layers(
         semantics=task.semantics,
         on_missing_rule=task.on_missing_rule,
     )
-    costs = solve_layers(
-        sketch,
-        task.cluster,
+    solve = functools.partial(
+        solve_layers,
+        cluster=task.cluster,
         intra=intra,
         counts=counts,
         copies=_copies(length),
@@ -77,6 +78,10 @@ def price_layers(
         progress=task.progress,
         helper=helper,
     )
+    costs = solve(sketch)
+    if sketch.layers.inner:
+        whole = solve(replace(sketch, layers=whole_layers(sketch.layers)))
+        costs = replace(costs, whole=whole)
     chains = [costs.chain(count, task.limit_bytes) for count in dict.fromkeys(counts)]
     return PricedLayers(sketch=sketch, costs=costs, chains=chains, kinds=costs.kinds, length=length)
 

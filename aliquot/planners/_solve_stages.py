@@ -19,6 +19,7 @@ from ..cost import (
     Priced,
     Problem,
     StageOption,
+    judge_stages,
     make_problem,
     predict_stages,
     price_stage,
@@ -148,7 +149,8 @@ def _fit(
             continue
         tighter = replace(chain, memory_limit_bytes=limit * shrink)
         try:
-            proposal = method.inter.solve([tighter], limits=limits, helper=helper)
+            start = _over_layers(method, priced, tighter, limits, helper)
+            proposal = method.inter.solve([tighter], limits=limits, helper=helper, start=start)
         except InfeasibleError as error:
             # This error states the tighter limit; the one below states the real limit, and what
             # solved stages need.
@@ -197,6 +199,33 @@ def _fit(
         available_bytes=int(limit),
         parts={},
     )
+
+
+def _over_layers(
+    method: PipelineMethod,
+    priced: PricedLayers,
+    chain: Chain,
+    limits: StageLimits,
+    helper: HelperProcess,
+) -> ChainPlan | None:
+    """Where units are operators, the stages that the planner finds over their layers, which are far
+    fewer: a search over operators begins with them. None if there are none.
+    """
+    whole = priced.costs.whole
+    if whole is None or not method.inter.searches:
+        return None
+    over_layers = whole.chain(chain.num_micro_batches, chain.memory_limit_bytes)
+    try:
+        found = method.inter.solve([over_layers], limits=limits, helper=helper)
+    except (InfeasibleError, InputError):
+        return None
+    inner, units = priced.sketch.layers.inner, chain.num_units
+    bounds = [k for k in range(units + 1) if k not in inner]
+    stages = [
+        replace(s, first_unit=bounds[s.first_unit], last_unit=bounds[s.last_unit])
+        for s in found.stages
+    ]
+    return judge_stages(chain, stages, found.schedule, num_submeshes=found.num_submeshes)
 
 
 def _solve_stages(

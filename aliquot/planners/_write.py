@@ -10,7 +10,15 @@ import msgspec
 from ..cluster import Cluster
 from ..core import InfeasibleError, format_bytes
 from ..cost import casts_fit, encode_interior, predict
-from ..graph import Graph, Phase, Role, graph_fingerprint, interface_fingerprint
+from ..graph import (
+    OPERATORS,
+    Graph,
+    Phase,
+    Role,
+    graph_fingerprint,
+    interface_fingerprint,
+    named_places,
+)
 from ..plans import (
     SINGLE,
     ArrayInterface,
@@ -23,7 +31,7 @@ from ..plans import (
     unranged,
 )
 from ..sharding import Spec, StagedStep, dims_of, inferred_rules, project, without_partial
-from ._base import Decision, StageDecision, Task
+from ._base import Decision, PipelineParts, StageDecision, Task
 from ._notes import crowded_note, idle_note, notes, outside_note
 
 _Dims = tuple[tuple[str, ...], ...]
@@ -70,7 +78,7 @@ def write_plan(
         schedule=pipeline.schedule.name if pipeline else SINGLE,
         num_submeshes=pipeline.schedule.num_submeshes if pipeline else 1,
         overlaps_transfers=pipeline.overlaps_transfers if pipeline else False,
-        layers="" if layers is None or not pipeline else str(layers),
+        layers=_layers(layers, pipeline),
         scan_bounds=split.bounds if split is not None else (),
         stages=tuple(
             StagePlan(
@@ -263,6 +271,15 @@ def _inferred_rules(full: Graph, on_missing_rule: str) -> tuple[InferredRule, ..
     """Rules inferred for primitives without a declared one, if the task lets them be inferred."""
     rules = inferred_rules(full) if on_missing_rule == "infer" else ()
     return tuple(InferredRule(primitive=r.primitive, rule=r.text, count=r.count) for r in rules)
+
+
+def _layers(layers: str | int | None, pipeline: PipelineParts | None) -> str:
+    """How a plan says into which layers its step is cut: operators by their places, as the lightest
+    of them are merged, which are not the same ones for micro-batches of every size.
+    """
+    if layers is None or not pipeline:
+        return ""
+    return named_places(pipeline.layered.layers) if layers == OPERATORS else str(layers)
 
 
 def _with_flops(model: ModelReference, task: Task) -> ModelReference:

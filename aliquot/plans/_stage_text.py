@@ -22,6 +22,8 @@ from ._section import Section, SectionKind
 # parameters of its own).
 _NUMBERED = re.compile(r"^(?P<stem>.*?)(?P<first>\d{1,9})(?::(?P<stop>\d{1,9}))?(?P<rest>\D*)$")
 _DIGITS = re.compile(r"\d+")
+# An operator's parameter, from its numbered module on.
+_IN_LAYER = re.compile(r"[^.]*\d[^.]*\..*")
 _FEW = 3
 _ROUNDING = 1e-6
 
@@ -100,13 +102,16 @@ def short_layers(names: Sequence[str]) -> str:
     'layers[0..2], output'
     >>> short_layers(["layers[0:4]", "layers[4:8]"])
     'layers[0:8]'
+    >>> short_layers(["params.layers[0].up", "params.layers[0].down"])
+    'layers[0].up, layers[0].down'
     """
     stretches: list[tuple[str, int, int, str, bool]] = []
     shown: list[str] = []
     for name in names:
         match = _NUMBERED.match(name.rpartition(".")[2])
         if match is None:
-            stretches.append((name, -1, -1, "", False))
+            in_layer = _IN_LAYER.search(name)
+            stretches.append((in_layer[0] if in_layer else name, -1, -1, "", False))
             continue
         start = int(match["first"])
         stop = int(match["stop"]) if match["stop"] else start + 1

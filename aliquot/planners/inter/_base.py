@@ -96,6 +96,11 @@ class AbstractInter(abc.ABC):
         return False
 
     @property
+    def of_whole_layers(self) -> bool:
+        """True if its stages have equally many layers, so that operators cannot take their place."""
+        return False
+
+    @property
     def asked_stages(self) -> int | None:
         """The number of stages that its settings ask for; None if they leave it open."""
         return None

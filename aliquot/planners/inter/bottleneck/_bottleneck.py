@@ -14,7 +14,7 @@ from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains, check_n
 from .._simulated import fastest, simulated
 from ..grid import nothing_fits
 from ..stages import no_layout
-from ._moves import Neighbours, Variant
+from ._moves import Candidate, Neighbours, Variant
 from ._relief import Relief
 
 
@@ -121,7 +121,12 @@ class Bottleneck(AbstractInter):
         if start is not None:
             starts = [start] if _may_start(ordered, start, schedules, num_stages) else []
         relief = Relief(around)
-        relief.run(starts=self.starts, max_steps=self.max_steps, max_hops=self.max_hops)
+        relief.run(
+            starts=self.starts,
+            max_steps=self.max_steps,
+            max_hops=self.max_hops,
+            begun=[candidate for plan in starts for candidate in _candidates(variants, plan)],
+        )
         if not relief.scores and not starts:
             raise InfeasibleError(no_layout(chains[0], num_stages))
         ranked, plans = relief.ranked(), list(starts)
@@ -143,6 +148,29 @@ class Bottleneck(AbstractInter):
             chain = variants[ranked[0].variant].chain
             raise nothing_fits([(relief.judged(ranked[0]), chain)], "pipeline that was tried")
         return replace(best, status="local search")
+
+
+def _candidates(variants: Sequence[Variant], plan: ChainPlan) -> list[Candidate]:
+    """A plan as a candidate, from which relief can go on; none if its stages do not lie on devices
+    in order, or their units have options of their own.
+    """
+    devices = 0
+    for stage in plan.stages:
+        in_order = stage.first_device == devices % variants[0].chain.num_devices
+        if not in_order or stage.unit_options:
+            return []
+        devices += variants[0].chain.options[stage.option].num_devices
+    return [
+        Candidate(
+            variant=k,
+            options=tuple(stage.option for stage in plan.stages),
+            units=tuple(stage.last_unit - stage.first_unit for stage in plan.stages),
+            num_submeshes=plan.num_submeshes,
+        )
+        for k, variant in enumerate(variants)
+        if variant.schedule == plan.schedule
+        and variant.chain.num_micro_batches == plan.num_micro_batches
+    ]
 
 
 def _may_start(

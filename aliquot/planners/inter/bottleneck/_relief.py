@@ -74,6 +74,7 @@ class Relief:
         starts: int,
         max_steps: int,
         max_hops: int,
+        begun: Sequence[Candidate] = (),
         tell: Callable[[], None] = lambda: None,
     ) -> bool:
         """Relieve bottlenecks; true if nothing is left to relieve, false at the limit of steps.
@@ -81,14 +82,14 @@ class Relief:
         Args:
             starts: number of balanced candidates to begin with, the best of different variants or
                 numbers of devices.
+            begun: other candidates to begin with.
             tell: called after each row of hops.
         """
-        self._score(list(self._around.balanced()))
+        self._score([*self._around.balanced(), *begun])
         expanded: set[Candidate] = set()
         # A heap with the best candidate first; those that hops reach besides the best are added.
-        pool = [
-            (self.scores[c].key, k, c) for k, c in enumerate(self.spread(self.ranked(), starts))
-        ]
+        first = dict.fromkeys([*self.spread(self.ranked(), starts), *begun])
+        pool = [(self.scores[c].key, k, c) for k, c in enumerate(first)]
         heapq.heapify(pool)
         steps, order = 0, len(pool)
         while pool and steps < max_steps:

@@ -40,6 +40,11 @@ class EqualStages(AbstractInter):
     name: str = "megatron"
 
     @property
+    def of_whole_layers(self) -> bool:
+        """See `AbstractInter.of_whole_layers`."""
+        return True
+
+    @property
     def method(self) -> str:
         """See `AbstractInter.method`."""
         return self.name

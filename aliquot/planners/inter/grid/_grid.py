@@ -49,6 +49,11 @@ class Grid(AbstractInter):
     simulated: int = 3
 
     @property
+    def of_whole_layers(self) -> bool:
+        """See `AbstractInter.of_whole_layers`."""
+        return True
+
+    @property
     def method(self) -> str:
         """See `AbstractInter.method`."""
         return "grid"
