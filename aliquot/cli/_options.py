@@ -195,7 +195,7 @@ def read_time_limit(text: str | None) -> float | None:
 
 
 def read_layers(text: str | None) -> str | int | None:
-    """A number of layers, or a pattern of parameters' paths."""
+    """A number of layers, a pattern of parameters' paths, or "operators"."""
     number = None if text is None else _number(text)
     if number is None and text is not None and text.lstrip("-").isdecimal():
         raise InputError(

@@ -75,8 +75,11 @@ class MethodOptions:
     layers: Annotated[
         str | None,
         typer.Option(
-            metavar="N|PATTERN",
-            help="Where stages may be cut: a number of layers, or paths such as params.layers[*].",
+            metavar="N|PATTERN|operators",
+            help=(
+                "Where stages may be cut: into a number of layers, before paths such as"
+                " params.layers[*], or between operators."
+            ),
         ),
     ] = None
 

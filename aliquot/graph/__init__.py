@@ -70,7 +70,6 @@ from ._layers import cut_layers as cut_layers
 from ._layers import named_places as named_places
 from ._layers import narrowest_bytes as narrowest_bytes
 from ._layers import range_layers as range_layers
-from ._layers import refuse_loops as refuse_loops
 from ._layers import whole_layers as whole_layers
 from ._recompute import Repeated as Repeated
 from ._recompute import find_repeated as find_repeated

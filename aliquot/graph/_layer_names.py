@@ -49,26 +49,23 @@ def operator_names(
     products: Sequence[int],
 ) -> tuple[str, ...]:
     """Names of operators, each another: the common part of the paths of the parameters that its
-    products read, or else of all that it reads. Those without parameters of their own are counted
-    from the operator before: `layers[0].v+1`.
+    products read, or else of all that it reads. Further ones of the same parameters, and those
+    without parameters, are counted from there: `layers[0].v+1`.
 
     Args:
         users: for each place, the paths of the parameters that it reads.
         products: places of the products.
     """
+    named: Counter[str] = Counter()
     names: list[str] = []
-    base, behind = "input", 0
-    for number, (a, b) in enumerate(zip(starts, ends, strict=True)):
+    base = "input"
+    for a, b in zip(starts, ends, strict=True):
         own = [users[place] for place in products if a <= place < b]
         paths = [p for used in own for p in used] or [p for used in users[a:b] for p in used]
         # Whole keys of paths, not the first letters of keys.
-        common = ".".join(os.path.commonprefix([path.split(".") for path in paths]))
-        if common and common not in names:
-            base, behind = common, 0
-            names.append(common)
-        elif number == len(starts) - 1:
-            names.append("output")
-        else:
-            behind += 1
-            names.append(f"{base}+{behind}")
+        base = ".".join(os.path.commonprefix([path.split(".") for path in paths])) or base
+        is_last = len(names) == len(starts) - 1
+        again = "output" if is_last and not paths else f"{base}+{named[base]}"
+        names.append(again if named[base] else base)
+        named[base] += 1
     return tuple(names)

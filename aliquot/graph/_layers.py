@@ -93,7 +93,7 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
     if isinstance(layers, str) and layers.startswith(_PLACES):
         starts = _at_places(graph, layers, len(forward))
     elif layers == OPERATORS:
-        refuse_loops(graph)
+        _refuse_loops(graph)
         whole = _merge_small([0, *_places(graph, items, forward, crossing, users)], costs, crossing)
         products = _products(graph, items, forward)
         starts = _cut_further(whole, products, costs, crossing)
@@ -278,7 +278,7 @@ def _at_places(graph: Graph, text: str, end: int) -> list[int]:
     return starts
 
 
-def refuse_loops(graph: Graph) -> None:
+def _refuse_loops(graph: Graph) -> None:
     """Raise `InputError` if the step loops over its layers, whose operators cannot be cut apart."""
     longest = max((scan.length for scan in scans_over_layers(graph)), default=1)
     if longest > 1:
@@ -575,7 +575,8 @@ def _by_pattern(
     if not first:
         short = pattern.replace("[*]", "[0]")
         raise InputError(
-            f"layers={pattern!r} matches no parameter of {graph.name}: {nearest(short, paths)}"
+            f"layers={pattern!r} matches no parameter of {graph.name}:"
+            f" {nearest(short, [*paths, OPERATORS])}"
         )
     starts = {0}
     for name, place in first.items():

@@ -183,7 +183,10 @@ class LayerCosts:
         starts = [k for k in range(len(alone)) if k not in self.step.layers.inner]
         gather = np.maximum if name == "working_bytes" else np.add
         layer = np.cumsum([k in starts for k in range(len(alone))]) - 1
-        sums, wanted = gather.reduceat(alone, starts, axis=0)[layer], self.whole.figures(name)[layer]
+        sums, wanted = (
+            gather.reduceat(alone, starts, axis=0)[layer],
+            self.whole.figures(name)[layer],
+        )
         can_share = np.isfinite(sums) & np.isfinite(wanted) & (sums > 0)
         ratio = np.divide(wanted, sums, out=np.ones_like(sums), where=can_share)
         # What a layer has beside operators that have none of it belongs to the first of them.

@@ -5,12 +5,13 @@ simulation gives the step time.
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass, field, replace
 
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Problem
-from ..graph import OPERATORS, refuse_loops
-from ._base import Decision, Progress, Task
+from ..graph import OPERATORS, cut_layers
+from ._base import Decision, Interrupted, Progress, Task, faster
 from ._hosts import Hosts
 from ._method import AbstractMethod
 from ._methods import ShardParallel, WholeProgram
@@ -91,31 +92,43 @@ class PipeshardParallel(AbstractMethod):
         task.refuse_large_state()
         count = self.num_micro_batches if task.num_micro_batches is None else task.num_micro_batches
         method = replace(self, num_micro_batches=count)
+        if self.layers != OPERATORS or not self.inter.searches:
+            return method._found(task)
+        layered = replace(method, layers=None)
+        if not cut_layers(task.graph, layers=OPERATORS).inner:
+            # Every layer is an operator already.
+            return layered._found(task)
         over_layers: Decision | None = None
-        if self.layers == OPERATORS:
-            refuse_loops(task.graph)
-            # What does not fit over layers, or needs more stages than layers, may do over operators.
-            with contextlib.suppress(InfeasibleError, InputError, CaptureError):
-                if self.inter.searches:
-                    over_layers = replace(method, layers=None).decide(task)
+        # What does not fit over layers, or has too few of them, may do over operators.
+        with contextlib.suppress(InfeasibleError, InputError, CaptureError):
+            over_layers = layered._found(task)
+        try:
+            over_operators = method._found(task, over_layers)
+        except Interrupted as stopped:
+            raise Interrupted(faster(over_layers, stopped.decision)) from stopped
+        return _with_both(over_layers, over_operators)
+
+    def _found(self, task: Task, known: Decision | None = None) -> Decision:
+        """The fastest plan over units of one kind.
+
+        Args:
+            known: a plan over other units, which is the answer unless a pipeline is faster.
+        """
 
         def families(task: Task) -> list[AbstractFamily]:
             # A wrong place of cuts is refused, though one program has none.
-            pipelines = Pipelines(task=task, method=method, must_open=self.layers is not None)
-            if not method.may_be_one_program or over_layers is not None:
+            pipelines = Pipelines(task=task, method=self, must_open=self.layers is not None)
+            if not self.may_be_one_program or known is not None:
                 return [pipelines]
-            program = WholeProgram(intra=method.intra)
-            return [Programs.of(task, program, count, pauses=True), pipelines]
+            program = WholeProgram(intra=self.intra)
+            return [Programs.of(task, program, self.num_micro_batches, pauses=True), pipelines]
 
         on_fewer = list[Hosts]()
         if self.inter.searches and task.cluster.num_hosts > 1:
             on_fewer = Hosts.below(task, families, least_compute_s(task.problem(1)))
-        search = Search(task=task, beside_others=True)
-        if over_layers is not None:
-            search = replace(search, faster_than_s=over_layers.step_time_s)
-        decision = search.run([*families(task), *on_fewer], self.inter.method)
-        if over_layers is not None:
-            return _fastest_of(over_layers, decision)
+        to_beat_s = known.step_time_s if known is not None else math.inf
+        search = Search(task=task, beside_others=True, faster_than_s=to_beat_s)
+        decision = search.run([*families(task), *on_fewer], self.inter.method) or known
         if decision is None:
             raise search.refusal_of(Pipelines, PipelineCounts) or InfeasibleError(
                 "No pipeline was found."
@@ -123,12 +136,14 @@ class PipeshardParallel(AbstractMethod):
         return decision
 
 
-def _fastest_of(over_layers: Decision, over_operators: Decision | None) -> Decision:
-    """The faster plan of two searches; it lists what both tried."""
-    if over_operators is None:
-        return over_layers
+def _with_both(over_layers: Decision | None, over_operators: Decision) -> Decision:
+    """The faster plan of two searches, with what both tried."""
+    if over_layers is None or over_layers is over_operators:
+        return over_operators
     best, other = over_layers, over_operators
     if over_operators.step_time_s < over_layers.step_time_s:
         best, other = other, best
-    more = [tried_decision(other, "slower"), *other.candidates[1:]]
-    return replace(best, candidates=(*best.candidates, *more))
+    more = (tried_decision(other, "slower"), *other.candidates[1:])
+    # Both may have found the same stages.
+    slower = [each for each in more if each.step_time_s != best.step_time_s]
+    return replace(best, candidates=(*best.candidates, *slower))

@@ -312,8 +312,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             with compute.
         num_submeshes: fewer than stages if these are interleaved; the schedule places the stages on
             them.
-        layers: how the step was cut into layers: a path pattern, a number, or nothing for every
-            good place.
+        layers: how the step was cut into layers: a path pattern, a number, the places of
+            operators, or nothing for every good place.
         scan_bounds: where loops over layers are cut, from 0 to their length; empty if they stay
             whole.
         stages: see `StagePlan`.

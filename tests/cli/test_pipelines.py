@@ -60,6 +60,24 @@ def test_a_pipeline_is_planned_as_asked(tmp_path):
     assert parts - answer["hidden_s"] == pytest.approx(answer["step_time_s"])
 
 
+def test_stages_are_cut_between_operators(tmp_path):
+    path = tmp_path / "plan.json"
+    sizes = ("hidden_size=16", "num_heads=1", "ffn_size=32", "seq_len=8", "num_layers=1")
+    words = (
+        "plan gpt-10m --global-batch 8 --cluster 8xH100 --method bottleneck --layers operators"
+        " --stages 4 --micro-batches 2 --json"
+    )
+    more = [word for size in sizes for word in ("--set", size)]
+    found = run(*words.split(), *more, "--out", path)
+    assert found.exit_code == 0, found.stderr
+    made = Plan.load(path)
+    # Stages begin inside of the only block, at products with these parameters.
+    assert made.layers.startswith("places:") and len(made.stages) == 4
+    begins = [stage.layer_names[0] for stage in made.stages]
+    assert any(name.startswith("state.params.layers[0].") for name in begins[1:]), begins
+    assert "layers[0].mlp" in run("explain", path).stdout
+
+
 def test_a_schedule_may_be_registered_by_the_module_of_the_model(tmp_path, monkeypatch):
     kind = "type('Mine', (type(SCHEDULES['1f1b']),), {'name': 'mine', '__slots__': ()})()"
     register = f"from aliquot.plans import SCHEDULES\nSCHEDULES['mine'] = {kind}\n"
@@ -159,6 +177,12 @@ def test_nothing_fits():
         ("bottleneck --mesh 4x2", "have meshes of their own"),
         ("pipeshard --layers 40 --micro-batches 2", "layers=40 were asked for"),
         ("pipeshard --layers params.layer[*] --micro-batches 2", "matches no parameter"),
+        ("bottleneck --layers operator --micro-batches 2", "did you mean 'operators'"),
+        ("grid --layers operators --micro-batches 2", "makes stages of equally many layers"),
+        (
+            "megatron:dp4,pp2 --layers operators --micro-batches 2",
+            "megatron:dp4,pp2 makes stages of equally many layers",
+        ),
         ("pipeshard --intra block", "--intra: there is no planner 'block': did you mean 'blocks'"),
         ("dp --intra blocks", "dp says itself how operators are split. --intra goes with shard"),
         ("pipe", "did you mean 'pipeshard'"),

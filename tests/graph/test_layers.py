@@ -6,10 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from graph.layered import ROWS, WIDTH, layered
+from graph.layered import INNER, ROWS, WIDTH, layered
 
 from aliquot.core import InputError
-from aliquot.graph import Phase, Run, capture, cut_alike, cut_layers, find_repeats, fold
+from aliquot.graph import (
+    Phase,
+    Run,
+    capture,
+    cut_alike,
+    cut_layers,
+    find_repeats,
+    fold,
+    whole_layers,
+)
 from aliquot.graph._layers import _places_in_run
 from aliquot.sharding import trace_part
 from aliquot.zoo import build
@@ -141,3 +150,101 @@ def test_a_forward_pass_that_costs_nothing_is_one_layer():
 
     weights = {name: jnp.ones((4, 4)) for name in "abcd"}
     assert len(cut_layers(capture(step, weights, 0.1))) == 1
+
+
+def test_operators_are_products_with_what_follows_them(graph):
+    layers, whole = cut_layers(graph, layers="operators"), cut_layers(graph)
+    found = products(graph, layers)
+    assert max(found) == 1 and sum(found) == 9
+    # Layers are cut further, and not elsewhere.
+    assert set(whole.starts) < set(layers.starts)
+    assert whole_layers(layers).starts == whole.starts
+    assert whole_layers(layers).boundary_bytes == whole.boundary_bytes
+    assert whole_layers(layers).costs == pytest.approx(whole.costs)
+    # The bias and tanh stay with the product before them: what crosses is the stream, and tanh's
+    # result.
+    up = layers.names.index("state.params.layers[1].up")
+    assert layers.names[up + 1] == "state.params.layers[1].down"
+    assert layers.boundary_bytes[up] == ROWS * (WIDTH + INNER) * 4.0
+    before_down = {
+        graph.ops[op].name
+        for k in layers.forward[layers.starts[up] : layers.starts[up + 1]]
+        for op in layers.items[k].ops
+    }
+    assert before_down >= {"dot_general", "add", "tanh"}
+    # Parameters that are used twice name both operators.
+    assert {"state.params.embed", "state.params.embed+1"} < set(layers.names)
+    assert len(set(layers.names)) == len(layers)
+
+
+def test_operators_need_no_names():
+    def step(params, batch):
+        def loss(params):
+            x = batch
+            for w in params:
+                x = jnp.sin(x @ w)
+            return (x @ x.T).sum()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return [p - 0.1 * g for p, g in zip(params, grads)], value
+
+    square = jax.ShapeDtypeStruct((WIDTH, WIDTH), np.float32)
+    graph = capture(step, [square] * 3, jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32))
+    layers = cut_layers(graph, layers="operators")
+    assert products(graph, layers) == [1, 1, 1, 0, 1]
+    # The last product has no parameter of its own.
+    assert layers.names == ("params[0]", "params[1]", "params[2]", "params[2]+1", "output")
+
+
+def test_light_operators_are_merged_within_their_layer():
+    """Each layer has two heavy products, and one of a few rows."""
+
+    def step(params, batch):
+        def loss(params):
+            x = batch
+            for w, v in params:
+                h = jnp.tanh(x @ w) @ w
+                x = x + h + jnp.tanh(v @ h[:1].T).sum()
+            return (x**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    def arrays(*shape):
+        return jax.ShapeDtypeStruct(shape, np.float32)
+
+    graph = capture(step, [(arrays(64, 64), arrays(1, 64))] * 4, arrays(256, 64))
+    layers = cut_layers(graph, layers="operators")
+    # The first layer also begins the step, and the last ends it.
+    found = products(graph, layers)
+    assert sum(found) == 12 and found.count(1) >= 3 and found.count(2) >= 3
+    assert len(layers) < 12
+
+
+def test_operators_are_limited_and_equal_layers_cut_alike():
+    graph = layered(80)
+    layers = cut_layers(graph, layers="operators")
+    assert len(layers) <= 128
+    per_layer = [
+        sum(f"layers[{k}]." in name or name.endswith(f"layers[{k}]") for name in layers.names)
+        for k in range(80)
+    ]
+    assert len(set(per_layer[1:-1])) == 1
+
+
+def test_operators_of_a_loop_over_layers_are_refused():
+    def step(params, batch):
+        def loss(params):
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params)
+            return (x**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return params - 0.1 * grads, value
+
+    graph = capture(
+        step,
+        jax.ShapeDtypeStruct((5, WIDTH, WIDTH), np.float32),
+        jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32),
+    )
+    with pytest.raises(InputError, match=r"layers='operators': step loops over 5 layers.*Write"):
+        cut_layers(graph, layers="operators")

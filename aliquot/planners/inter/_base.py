@@ -97,7 +97,7 @@ class AbstractInter(abc.ABC):
 
     @property
     def of_whole_layers(self) -> bool:
-        """True if its stages have equally many layers, so that operators cannot take their place."""
+        """True if its stages have equally many layers, so that no operator can be its unit."""
         return False
 
     @property
@@ -154,6 +154,6 @@ def check_num_stages(chain: AbstractChain, num_stages: int | None) -> None:
         layers = f"{chain.num_units} layer" + "s" * (chain.num_units > 1)
         raise InputError(
             f"{num_stages} stages were asked for, but the step has {layers}, and a stage holds one"
-            f" at least.\n  Ask for num_stages={chain.num_units} or less, or name more layers by a"
-            " pattern of parameter paths."
+            f" at least.\n  Ask for num_stages={chain.num_units} or less, or for more layers: name"
+            " them by a pattern of parameter paths, or cut between operators (layers='operators')."
         )

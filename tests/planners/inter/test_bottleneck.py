@@ -12,7 +12,7 @@ from planners.test_pipeshard import plan_of
 
 import aliquot as aq
 from aliquot.core import InfeasibleError, InputError
-from aliquot.cost import StageChoice, StageColumns
+from aliquot.cost import StageChoice, StageColumns, judge_stages
 from aliquot.planners import Interrupted, StageLimits, method_by_name
 from aliquot.planners.inter.bottleneck import Relief
 from aliquot.plans import violations
@@ -148,3 +148,20 @@ def test_ctrl_c_keeps_the_best_pipeline_so_far(monkeypatch):
 
 def test_the_command_line_knows_it():
     assert method_by_name("bottleneck").inter == aq.Bottleneck()
+
+
+def test_relief_goes_on_from_given_stages():
+    """A pipeline one unit away from the best: a single step leads there."""
+    chain = random_chain(np.random.default_rng(1), num_units=30, geometry=(1, 4), most_options=12)
+    best = aq.plan_chain(chain, aq.StageDP(schedules=("1f1b",)))
+    first, second, *others = best.stages
+    moved = (
+        replace(first, last_unit=first.last_unit - 1),
+        replace(second, first_unit=second.first_unit - 1),
+        *others,
+    )
+    start = judge_stages(chain, moved, best.schedule)
+    inter = aq.Bottleneck(schedules=("1f1b",), max_steps=1, starts=1)
+    alone = aq.plan_chain(chain, inter)
+    found = aq.plan_chain(chain, inter, start=start)
+    assert found.step_time_s < min(start.step_time_s, alone.step_time_s)
