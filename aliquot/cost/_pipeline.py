@@ -28,8 +28,8 @@ class StageCosts:
         forward_s: seconds of a forward task, for one micro-batch.
         backward_input_s, backward_weight_s: seconds of the two halves of a backward task (gradients
             of inputs, gradients of weights); a whole backward task takes their sum.
-        update_s: seconds once a step, after the last task of the stage's submesh: gradient
-            synchronisation and the update.
+        update_s: seconds once a step: gradient synchronisation and the update; see
+            `Schedule.early_updates`.
         transfer_s: shape `[num_stages - 1]`, seconds to send activations from stage s to stage s
             + 1. A transfer that takes no time, or stays on one submesh, arrives at once.
         transfer_back_s: the same for their gradients from stage s + 1 to stage s; by default they
@@ -117,6 +117,7 @@ class PipelineTimes:
     Attributes:
         step_time_s: time at which the last submesh has finished its update.
         start_s, end_s: for each submesh, the times of its tasks in the order of its list.
+        update_start_s: shape `[num_stages]`, the time at which each stage's update begins.
         transfers: those that take time, in the order in which they start.
         busy_s: shape `[num_submeshes]`, tasks, updates, and transfers where they do not overlap.
         peak_bytes: shape `[num_submeshes]`, peak memory of a device of the submesh, all its stages
@@ -129,6 +130,7 @@ class PipelineTimes:
     step_time_s: float
     start_s: tuple[Floats, ...]
     end_s: tuple[Floats, ...]
+    update_start_s: Floats
     transfers: tuple[TransferTime, ...]
     busy_s: Floats
     peak_bytes: Floats
@@ -156,14 +158,17 @@ def simulate(schedule: Schedule, costs: StageCosts) -> PipelineTimes:
         )
     run = _Run(schedule, costs)
     run.to_the_end()
-    updates = np.zeros(schedule.num_submeshes)
-    np.add.at(updates, np.array(schedule.placement), costs.update_s)
+    for stage in range(schedule.num_stages):
+        if stage not in schedule.early_updates:
+            submesh = schedule.submesh_of(stage)
+            run.update(stage, run.idle_since[submesh])
     return PipelineTimes(
-        step_time_s=float((np.array(run.idle_since) + updates).max()),
+        step_time_s=max(run.idle_since),
         start_s=tuple(np.array(starts) for starts in run.starts),
         end_s=tuple(np.array(ends) for ends in run.ends),
+        update_start_s=np.array(run.update_starts),
         transfers=tuple(sorted(run.sent, key=lambda sent: (sent.start_s, sent.sender))),
-        busy_s=np.array(run.busy) + updates,
+        busy_s=np.array(run.busy),
         peak_bytes=np.array(
             [_peak_bytes(schedule, costs, submesh) for submesh in range(schedule.num_submeshes)]
         ),
@@ -184,9 +189,14 @@ class _Transfer:
     kind: TaskKind
 
 
-# (time, 0 for a transfer or 1 for a task, submesh, running number, what ends). Events of one time
-# are handled in this order; the running number breaks ties.
-_Event = tuple[float, int, int, int, "_Transfer | Task"]
+@dataclass(frozen=True, slots=True)
+class _Update:
+    submesh: int
+
+
+# (time, 0 for a transfer or 1 for a task or update, submesh, running number, what ends). Events of
+# one time are handled in this order; the running number breaks ties.
+_Event = tuple[float, int, int, int, "_Transfer | Task | _Update"]
 
 
 class _Run:
@@ -214,6 +224,11 @@ class _Run:
             *(set[int]() for _ in range(stages - 1)),
             set(range(schedule.num_micro_batches)),
         ]
+        self.early_after = schedule.early_after()
+        self.update_s = costs.update_s.tolist()
+        self.update_starts = [0.0] * stages
+        # By submesh: the stage to update before the next task.
+        self.to_update: dict[int, int] = {}
         self.idle = [True] * submeshes
         self.idle_since = [0.0] * submeshes
         self.busy = [0.0] * submeshes
@@ -238,16 +253,26 @@ class _Run:
             touched = set()
             while self.events and self.events[0][0] == now:
                 ended = heapq.heappop(self.events)[-1]
-                touched.update(
-                    self._arrive(ended)
-                    if isinstance(ended, _Transfer)
-                    else self._finish(ended, now)
-                )
+                if isinstance(ended, _Update):
+                    self.idle[ended.submesh] = True
+                    touched.add(ended.submesh)
+                elif isinstance(ended, _Transfer):
+                    touched.update(self._arrive(ended))
+                else:
+                    touched.update(self._finish(ended, now))
         if any(len(ends) < len(tasks) for ends, tasks in zip(self.ends, self.schedule.lists)):
             self.schedule.order()  # Says which tasks wait for one another.
             raise AssertionError("a schedule that can be run got stuck in simulation")
 
-    def _push(self, time: float, kind: int, submesh: int, ending: _Transfer | Task) -> None:
+    def update(self, stage: int, now: float) -> None:
+        """Start the update of a stage."""
+        submesh = self.schedule.submesh_of(stage)
+        self.update_starts[stage] = now
+        self._occupy(submesh, now, self.update_s[stage])
+
+    def _push(
+        self, time: float, kind: int, submesh: int, ending: _Transfer | Task | _Update
+    ) -> None:
         self.num_events += 1
         heapq.heappush(self.events, (time, kind, submesh, self.num_events, ending))
 
@@ -260,18 +285,18 @@ class _Run:
         return micro_batch in self.through_forward[stage] and micro_batch in self.cotangents[stage]
 
     def _start_tasks(self, now: float, submeshes: list[int]) -> None:
-        """Start the next task of each idle submesh, if the task's inputs have arrived and no result
-        of the submesh waits to be sent.
+        """Start the next update or task of each idle submesh, if the task's inputs have arrived and
+        no result of the submesh waits to be sent.
         """
         senders = {transfer.sender for transfer in self.unsent}
         for submesh in submeshes:
+            if not self.idle[submesh] or submesh in senders:
+                continue
             tasks, place = self.schedule.lists[submesh], len(self.starts[submesh])
-            if (
-                self.idle[submesh]
-                and submesh not in senders
-                and place < len(tasks)
-                and self._ready(tasks[place])
-            ):
+            if submesh in self.to_update:
+                self.update(self.to_update.pop(submesh), now)
+                self._push(self.idle_since[submesh], 1, submesh, _Update(submesh))
+            elif place < len(tasks) and self._ready(tasks[place]):
                 task = tasks[place]
                 seconds = self.seconds[task.kind][task.stage]
                 self.starts[submesh].append(now)
@@ -290,6 +315,8 @@ class _Run:
         submesh = self.schedule.submesh_of(task.stage)
         self.idle[submesh] = True
         self.ends[submesh].append(now)
+        if task in self.early_after:
+            self.to_update[submesh] = task.stage
         yield submesh
         if task.kind is TaskKind.FORWARD:
             self.through_forward[task.stage].add(task.micro_batch)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..cluster import Cluster, LogicalMesh
 from ..graph import Graph, OpId, Phase, StageId
-from ..plans import SCHEDULES, Plan, Prediction, StagePlan, make_schedule
+from ..plans import SCHEDULES, Plan, Prediction, StagePlan, schedule_of
 from ..sharding import (
     Choice,
     LayeredStep,
@@ -167,7 +167,7 @@ def estimate_stages(step: PlannedStep) -> PipelinePrediction:
     measured = step.stages[0].problem.cluster.measured
     return predict_stages(
         stages,
-        make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
+        schedule_of(plan),
         # Plans hold no measurements, so those of the cluster in use are added.
         replace(Cluster.from_dict(plan.cluster), measured=measured),
         crossing=step.staged.crossing,

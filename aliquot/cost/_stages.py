@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ..cluster import Cluster
 from ..core import counted
-from ..graph import Graph
+from ..graph import Graph, StageId
 from ..plans import CollectiveUse, Prediction, Schedule, StagePrediction
 from ..sharding import Crossing, NodeId
 from ._estimate import (
@@ -28,6 +28,7 @@ from ._recomputed import NOTHING_AGAIN, Recomputation, recomputation, whole_reco
 from ._transfers import edge_seconds
 from .memory import keeping_casts, known_memory
 
+_ROUNDING = 1e-9
 _IN_FLIGHT, _WORKING = "activations in flight", "working memory"
 
 
@@ -66,13 +67,14 @@ class PricedStage:
 class PipelinePrediction:
     """The prediction for a pipeline: of the step, of each stage, and the times of each task.
 
-    `costs` are those of each stage's operators, without recomputation; for `casts_once` see
-    `StagePlan`.
+    `costs` are those of each stage's operators, without recomputation; `schedule` says which stages
+    are updated early; for `casts_once` see `StagePlan`.
     """
 
     step: Prediction
     stages: tuple[StagePrediction, ...]
     costs: tuple[PhaseCosts, ...]
+    schedule: Schedule
     times: PipelineTimes
     casts_once: tuple[bool, ...]
 
@@ -124,6 +126,7 @@ def predict_stages(
     memory_limit_bytes: float,
     overlaps_transfers: bool,
     casts_once: Sequence[bool] | None = None,
+    may_update_early: frozenset[StageId] = frozenset(),
 ) -> PipelinePrediction:
     """The prediction for a pipeline.
 
@@ -135,6 +138,8 @@ def predict_stages(
         overlaps_transfers: whether transfers between stages overlap with compute.
         casts_once: for each stage whether it casts its parameters once a step; by default those
             that cast any do, on each submesh that has the memory.
+        may_update_early: stages that can be updated early. They are if the step then takes less
+            time.
     """
     if casts_once is None:
         cast = [sum(s.costs.casts_s) > 0 for s in stages]
@@ -146,6 +151,7 @@ def predict_stages(
             memory_limit_bytes=memory_limit_bytes,
             overlaps_transfers=overlaps_transfers,
             casts_once=cast,
+            may_update_early=may_update_early,
         )
         fits = (found.times.peak_bytes <= memory_limit_bytes).tolist()
         casts_once = [
@@ -171,6 +177,14 @@ def predict_stages(
         casts_once=casts_once,
     )
     times = simulate(schedule, costs)
+    # All others would wait for the next backward tasks of the last submesh while the last stage is
+    # updated. A submesh with one stage has no task left when it is updated.
+    may = may_update_early - {StageId(len(stages) - 1)}
+    if may and schedule.num_submeshes < len(stages):
+        early = replace(schedule, early_updates=may)
+        with_early = simulate(early, costs)
+        if with_early.step_time_s < times.step_time_s * (1 - _ROUNDING):
+            schedule, times = early, with_early
     predictions = tuple(
         _stage_prediction(k, stage, schedule, costs, times, casts_once[k])
         for k, stage in enumerate(stages)
@@ -179,6 +193,7 @@ def predict_stages(
         step=_step_prediction(stages, predictions, schedule, times, memory_limit_bytes),
         stages=predictions,
         costs=tuple(stage.costs for stage in stages),
+        schedule=schedule,
         times=times,
         casts_once=tuple(casts_once),
     )

@@ -290,6 +290,7 @@ def _solve_stages(
         crossing=staged.crossing,
         memory_limit_bytes=limit,
         overlaps_transfers=chain.overlaps_transfers,
+        may_update_early=staged.early_updates,
     )
     peak = float(prediction.times.peak_bytes.max())
     if peak > limit:
@@ -317,7 +318,7 @@ def _solve_stages(
         pipeline=PipelineParts(
             layered=layered,
             staged=staged,
-            schedule=schedule,
+            schedule=prediction.schedule,
             overlaps_transfers=chain.overlaps_transfers,
             prediction=prediction,
         ),

@@ -100,11 +100,12 @@ def write_plan(
                 recompute=stage.recompute,
                 casts_once=once,
                 gathers_once=stage.priced.gathers_once,
+                updates_early=pipeline is not None and k in pipeline.schedule.early_updates,
                 folded=stage.folded,
                 prediction=predicted,
             )
-            for stage, (inputs, outputs), predicted, once in zip(
-                decision.stages, shardings, predictions, casts_once, strict=True
+            for k, (stage, (inputs, outputs), predicted, once) in enumerate(
+                zip(decision.stages, shardings, predictions, casts_once, strict=True)
             )
         ),
         inferred_rules=_inferred_rules(full, task.on_missing_rule),

@@ -166,6 +166,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         gathers_once: whether these casts are also gathered over `data_axes` once a step, so that
             parameters are stored as optimizer state is, and every device keeps casts that these
             axes do not split: stages 1 and 2 of ZeRO in mixed precision.
+        updates_early: whether the stage's parameters are updated right after its own last backward
+            task, not after that of the last stage on its devices.
         folded: whether equal layers share one decision; otherwise `interior` has an entry for each
             operator.
         like: an earlier stage with the same operators, whose `interior` this stage shares; None for
@@ -186,6 +188,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     recompute: str = "none"
     casts_once: bool = False
     gathers_once: bool = False
+    updates_early: bool = False
     folded: bool = True
     like: int | None = None
     prediction: StagePrediction | None = None

@@ -86,6 +86,8 @@ class Schedule:
         lists: the tasks of each submesh, in order.
         placement: for each stage its submesh; by default stage k runs on submesh `k %
             num_submeshes`.
+        early_updates: stages that are updated right after their own last task. All others are
+            updated after the last task of their submesh.
 
     Raises:
         InputError: A task is missing, twice, or on another submesh than its stage.
@@ -97,6 +99,7 @@ class Schedule:
     num_submeshes: int
     lists: Lists
     placement: tuple[int, ...] = ()
+    early_updates: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.placement:
@@ -114,6 +117,8 @@ class Schedule:
                 f" {self.num_submeshes}"
             )
             return
+        if self.early_updates - set(range(self.num_stages)):
+            yield f"stages {sorted(self.early_updates)} are updated early, of {self.num_stages}"
         if len(self.lists) != self.num_submeshes:
             yield f"it has {len(self.lists)} lists for {self.num_submeshes} submeshes"
         kinds = {task.kind for tasks in self.lists for task in tasks}
@@ -139,6 +144,11 @@ class Schedule:
         wanted = self.num_stages * self.num_micro_batches * len(kinds)
         if len(first_at) < wanted:
             yield f"it lacks {wanted - len(first_at)} of {wanted} tasks"
+
+    def early_after(self) -> dict[Task, int]:
+        """The stages of `early_updates`, each by its last task."""
+        last = {task.stage: task for tasks in self.lists for task in tasks}
+        return {last[stage]: stage for stage in sorted(self.early_updates)}
 
     def _slot(self, task: Task) -> int:
         """A unique number for each task: in row 0 for forward, 1 for backward or its half for

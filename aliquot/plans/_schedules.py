@@ -13,12 +13,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..core import InputError, nearest
 from ._closed_form import ClosedForm, Maximum, StageTimes
 from ._schedule import Lists, Schedule, Task, TaskKind
 from ._schedule_kind import AbstractScheduleKind, Keeps
+
+if TYPE_CHECKING:
+    from ._plan import Plan
 
 
 def share_submeshes(
@@ -413,7 +416,11 @@ def schedule_kind(name: str) -> AbstractScheduleKind:
 
 
 def make_schedule(
-    name: str, num_stages: int, num_micro_batches: int, num_submeshes: int | None = None
+    name: str,
+    num_stages: int,
+    num_micro_batches: int,
+    num_submeshes: int | None = None,
+    early_updates: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule with a name, for given numbers of stages and micro-batches.
 
@@ -423,6 +430,7 @@ def make_schedule(
         num_micro_batches: at least 1.
         num_submeshes: at least 1, at most one for each stage, which is the default. Stage k runs on
             submesh `k % num_submeshes`, unless the schedule places them otherwise.
+        early_updates: see `Schedule`.
 
     Raises:
         InputError: the name is unknown, or a count is impossible; the message lists every fault.
@@ -456,4 +464,16 @@ def make_schedule(
         num_submeshes=submeshes,
         lists=SCHEDULES[name].tasks(num_stages, num_micro_batches, submeshes),
         placement=SCHEDULES[name].placement(num_stages, submeshes),
+        early_updates=early_updates,
+    )
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule of a plan that is a pipeline."""
+    return make_schedule(
+        plan.schedule,
+        len(plan.stages),
+        plan.num_micro_batches,
+        plan.num_submeshes,
+        frozenset(k for k, stage in enumerate(plan.stages) if stage.updates_early),
     )

@@ -14,7 +14,7 @@ from ..plans import (
     Trace,
     TraceEvent,
     headline,
-    make_schedule,
+    schedule_of,
     submesh_names,
 )
 
@@ -38,13 +38,14 @@ def planned_trace(plan: Plan) -> Trace:
             " predicted stages, so it has no schedule to trace. Make one with: aliquot plan ..."
             " --method pipeshard"
         )
-    schedule = make_schedule(
-        plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes
-    )
+    schedule = schedule_of(plan)
     costs = _costs(plan)
     times = simulate(schedule, costs)
-    events = [*_tasks(schedule, times), *_transfers(times)]
-    events += _updates(schedule, costs, events)
+    events = [
+        *_tasks(schedule, times),
+        *_transfers(times),
+        *_updates(schedule, costs, times),
+    ]
     return Trace(
         title=headline(plan),
         source="predicted",
@@ -111,41 +112,17 @@ def _transfers(times: PipelineTimes) -> list[TraceEvent]:
     ]
 
 
-def _updates(schedule: Schedule, costs: StageCosts, events: list[TraceEvent]) -> list[TraceEvent]:
-    """The updates of all stages: on each submesh one after another, after all its other work."""
-    updates = []
-    for submesh in range(schedule.num_submeshes):
-        now = max(
-            (e.end_s for e in events if e.submesh == submesh and e.lane == "compute"), default=0.0
+def _updates(schedule: Schedule, costs: StageCosts, times: PipelineTimes) -> list[TraceEvent]:
+    """The updates of all stages."""
+    return [
+        TraceEvent(
+            kind="update",
+            lane="compute",
+            submesh=schedule.submesh_of(stage),
+            stage=stage,
+            micro_batch=-1,
+            start_s=float(start),
+            end_s=float(start + seconds),
         )
-        # A submesh that cannot compute during transfers begins its update after its last transfer.
-        if not costs.overlaps_transfers:
-            now = max(
-                [
-                    now,
-                    *(
-                        e.end_s
-                        for e in events
-                        if e.lane != "compute" and _touches(schedule, e, submesh)
-                    ),
-                ]
-            )
-        for stage in schedule.stages_of(submesh):
-            end = now + float(costs.update_s[stage])
-            updates.append(
-                TraceEvent(
-                    kind="update",
-                    lane="compute",
-                    submesh=submesh,
-                    stage=stage,
-                    micro_batch=-1,
-                    start_s=now,
-                    end_s=end,
-                )
-            )
-            now = end
-    return updates
-
-
-def _touches(schedule: Schedule, event: TraceEvent, submesh: int) -> bool:
-    return submesh in (event.submesh, schedule.submesh_of(event.stage))
+        for stage, (start, seconds) in enumerate(zip(times.update_start_s, costs.update_s))
+    ]

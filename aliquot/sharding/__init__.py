@@ -99,6 +99,7 @@ from .programs import cast_once as cast_once
 from .programs import cut_graph as cut_graph
 from .programs import cut_pipeline as cut_pipeline
 from .programs import find_crossing as find_crossing
+from .programs import find_early_updates as find_early_updates
 from .programs import parameter_casts as parameter_casts
 from .programs import sizes_of as sizes_of
 from .programs import split_stages as split_stages

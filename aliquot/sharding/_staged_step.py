@@ -10,6 +10,7 @@ from ..graph import (
     Graph,
     Layers,
     Role,
+    StageId,
     Staging,
     ValueId,
     cut_alike,
@@ -19,7 +20,7 @@ from ..graph import (
     stage_layers,
 )
 from .micro_batches import TimeKind, in_stages, plan_micro_batches, trace_part
-from .programs import Crossing, find_crossing, require_one_stage
+from .programs import Crossing, find_crossing, find_early_updates, require_one_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,12 +65,14 @@ class StagedStep:
         staging: which stage everything runs on.
         extracts: each stage as a step of its own, at the size of a micro-batch.
         crossing: what stages exchange for each micro-batch.
+        early_updates: see `find_early_updates`.
     """
 
     graph: Graph
     staging: Staging
     extracts: tuple[Extract, ...]
     crossing: Crossing
+    early_updates: frozenset[StageId]
 
 
 def layer_step(
@@ -181,6 +184,7 @@ def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
         staging=staging,
         extracts=extract_stages(step.part, staging, step.batch_dims),
         crossing=find_crossing(step.part, staging),
+        early_updates=find_early_updates(step.part, staging),
     )
 
 

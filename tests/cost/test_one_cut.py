@@ -169,6 +169,35 @@ def test_priced_values_are_those_that_programs_exchange(
     assert all(step.crossing.forward) and all(step.crossing.backward)
 
 
+@pytest.mark.parametrize("num_micro_batches", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "added", [{}, {"grad_norm": True}, {"clip_norm": 1.0}, {"loss_scaling": "dynamic"}]
+)
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_stages_updated_early_are_those_whose_programs_wait_for_no_other(
+    model, added, num_micro_batches
+):
+    name, sizes, options = MODELS[model]
+    work = aq.zoo.build(aq.zoo.configure(name, **sizes), 16, **options, **added)
+    layered = layer_step(capture(work.train_step, work.state, work.batch), num_micro_batches)
+    count = len(layered.layers)
+    step = stage_step(layered, [round(k * count / NUM_STAGES) for k in range(NUM_STAGES)])
+    programs = cut(step, num_micro_batches, "1f1b", {})
+    made_by = {v: p.stage for p in programs for v in (*p.exports, *p.totals, *p.combines)}
+    given = {v for p in programs for v in p.given}
+    waiting = {
+        p.stage
+        for p in programs
+        # A program that makes figures alone may wait.
+        if p.part is Part.UPDATE
+        and given.intersection(p.given)
+        and any(made_by[v] != p.stage for v in p.imports)
+    }
+    assert step.early_updates == set(range(NUM_STAGES)) - waiting
+    # GPT's head is its embedding, whose gradients come from both ends of the pipeline.
+    assert bool(waiting) == (model == "gpt" or "clip_norm" in added or "loss_scaling" in added)
+
+
 def test_each_direction_takes_the_time_of_its_own_bytes():
     name, sizes, options = MODELS["gpt"]
     work = aq.zoo.build(aq.zoo.configure(name, **sizes), 16, **options)

@@ -65,6 +65,7 @@ def schedules(draw):
         num_micro_batches=micro_batches,
         num_submeshes=submeshes,
         lists=lists,
+        early_updates=draw(st.frozensets(st.integers(0, stages - 1))),
     )
 
 
@@ -104,14 +105,16 @@ def duration(costs, task) -> int:
 
 
 def tick_by_tick(schedule, costs):
-    """`{task: (start, end)}`, and for each submesh how many ticks it is busy and the end of the
-    last of them.
+    """`{task: (start, end)}` with early updates by their stages, and for each submesh how many
+    ticks it is busy and the end of the last of them.
 
     Looks at everything again in every tick.
     """
     submeshes = range(schedule.num_submeshes)
     todo = [list(tasks) for tasks in schedule.lists]
-    running = {}  # submesh -> [task or "transfer", ticks left]
+    running = {}  # submesh -> [task, stage to update or "transfer", ticks left]
+    by_stage = [[t for t in sum(todo, []) if t.stage == k] for k in range(schedule.num_stages)]
+    updates = {by_stage[k][-1]: k for k in schedule.early_updates}  # by the task before
     queues = {
         (a, b): [] for a in submeshes for b in submeshes
     }  # link -> waiting [ticks left, what arrives]
@@ -137,11 +140,15 @@ def tick_by_tick(schedule, costs):
                     changed = True
             for submesh in submeshes:
                 task, left = running.get(submesh, (None, None))
-                if not isinstance(task, Task) or left:
+                if not isinstance(task, Task | int) or left:
                     continue
                 del running[submesh]
                 end[task] = now
                 changed = True
+                if isinstance(task, int):
+                    continue
+                if task in updates:
+                    todo[submesh].insert(0, updates[task])
                 target = task.stage + 1 if task.kind is FORWARD else task.stage - 1
                 if task.kind is SECOND_HALF or not 0 <= target < schedule.num_stages:
                     continue
@@ -170,7 +177,8 @@ def tick_by_tick(schedule, costs):
                 ):
                     continue
                 task = todo[submesh][0]
-                reads = dependencies(task, schedule.num_stages)
+                is_update = isinstance(task, int)
+                reads = () if is_update else dependencies(task, schedule.num_stages)
                 here = all(
                     (
                         read in end
@@ -181,12 +189,13 @@ def tick_by_tick(schedule, costs):
                 )
                 if here:
                     start[task] = now
-                    running[submesh] = [todo[submesh].pop(0), duration(costs, task)]
+                    ticks = int(costs.update_s[task]) if is_update else duration(costs, task)
+                    running[submesh] = [todo[submesh].pop(0), ticks]
                     changed = True
         for submesh, entry in running.items():
             busy[submesh] += 1
             last[submesh] = now + 1
-            if isinstance(entry[0], Task):
+            if isinstance(entry[0], Task | int):
                 entry[1] -= 1
         for entry in moving:
             entry[0] -= 1
@@ -208,9 +217,15 @@ def test_same_as_tick_by_tick(pipeline):
     for submesh, tasks in enumerate(schedule.lists):
         found = list(zip(times.start_s[submesh].tolist(), times.end_s[submesh].tolist()))
         assert found == [wanted[task] for task in tasks]
-        update = costs.update_s[submesh :: schedule.num_submeshes].sum()
+        mine = schedule.stages_of(submesh)
+        update = sum(costs.update_s[k] for k in mine if k not in schedule.early_updates)
         assert times.busy_s[submesh] == busy[submesh] + update
-        finished.append(max(last[submesh], found[-1][1]) + update)
+        now = max(last[submesh], found[-1][1])
+        for k in mine:
+            starts = wanted[k][0] if k in schedule.early_updates else now
+            assert times.update_start_s[k] == starts
+            now += 0 if k in schedule.early_updates else costs.update_s[k]
+        finished.append(now)
     assert times.step_time_s == max(finished)
     if times.step_time_s:
         assert times.bubble_share.tolist() == [

@@ -7,11 +7,14 @@ import functools
 import jax
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import aliquot as aq
 from aliquot import zoo
 from aliquot.core import InputError
-from aliquot.planners import method_by_name
+from aliquot.cost import estimate
+from aliquot.graph import capture
+from aliquot.planners import apply_plan, method_by_name
 
 SIZES = {
     "hidden_size": 16,
@@ -25,9 +28,17 @@ ROWS = 16
 
 
 @functools.cache
-def llama(num_layers=5, scan=True, dtype="bf16"):
+def llama(num_layers=5, scan=True, dtype="bf16", clip_norm=None):
     sizes = {**SIZES, "num_layers": num_layers}
-    return zoo.build("llama-7b", ROWS, overrides=sizes, dtype=dtype, scan=scan, recompute="none")
+    return zoo.build(
+        "llama-7b",
+        ROWS,
+        overrides=sizes,
+        dtype=dtype,
+        scan=scan,
+        recompute="none",
+        clip_norm=clip_norm,
+    )
 
 
 def planned(name, work, cluster="8xcpu", micro_batches=4):
@@ -39,6 +50,21 @@ def planned(name, work, cluster="8xcpu", micro_batches=4):
         method=method_by_name(name),
         num_micro_batches=micro_batches,
     )
+
+
+def assert_plain_numbers(work, plan):
+    """Two steps under a plan are two plain steps."""
+    run = aq.parallelize(work.train_step, plan, devices=jax.devices()[:8])
+    state, split_up = work.init(jax.random.key(0)), run.init(work.init, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, ROWS, SIZES["seq_len"]))
+    batch = dict(zip(("inputs", "targets"), tokens.astype(np.int32), strict=True))
+    step = jax.jit(work.train_step)
+    for _ in range(2):
+        state, wanted = step(state, batch)
+        split_up, found = run(split_up, batch)
+        assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-9)
+    for a, b in zip(jax.tree.leaves(split_up), jax.tree.leaves(state), strict=True):
+        assert np.max(np.abs(np.asarray(a) - b)) <= 1e-9 * max(np.max(np.abs(b)), 1e-30)
 
 
 def test_virtual_stages_have_a_name():
@@ -70,17 +96,26 @@ def test_chunks_without_a_layer_compute_what_the_plain_step_does(x64):
     work = llama(scan=False, num_layers=3, dtype="float64")
     plan = planned("megatron:tp2,pp4,vpp2", work, micro_batches=8)
     assert len(plan.stages) % plan.num_submeshes
-    run = aq.parallelize(work.train_step, plan, devices=jax.devices()[:8])
-    state, split_up = work.init(jax.random.key(0)), run.init(work.init, jax.random.key(0))
-    tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, ROWS, SIZES["seq_len"]))
-    batch = dict(zip(("inputs", "targets"), tokens.astype(np.int32), strict=True))
-    step = jax.jit(work.train_step)
-    for _ in range(2):
-        state, wanted = step(state, batch)
-        split_up, found = run(split_up, batch)
-        assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-9)
-    for a, b in zip(jax.tree.leaves(split_up), jax.tree.leaves(state), strict=True):
-        assert np.max(np.abs(np.asarray(a) - b)) <= 1e-9 * max(np.max(np.abs(b)), 1e-30)
+    assert_plain_numbers(work, plan)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_chunks_are_updated_early_where_that_takes_less_time(clip_norm, x64):
+    work = llama(6, scan=False, dtype="float64", clip_norm=clip_norm)
+    plan = planned("megatron:tp4,pp2,vpp3", work, "8xH100")
+    # The norm of all gradients is waited for.
+    early = clip_norm is None
+    assert [stage.updates_early for stage in plan.stages] == [early] * 5 + [False]
+    assert aq.Plan.from_json(plan.to_json()) == plan
+    assert_plain_numbers(work, plan)
+    graph = capture(work.train_step, work.state, work.batch)
+    stages = [replace(stage, updates_early=False) for stage in plan.stages]
+    seconds = [
+        estimate(apply_plan(each, graph)).step_time_s
+        for each in (plan, replace(plan, stages=tuple(stages)))
+    ]
+    assert seconds[0] == plan.prediction.step_time_s
+    assert seconds[0] < seconds[1] if early else seconds[0] == seconds[1]
 
 
 def test_more_chunks_make_a_smaller_bubble():

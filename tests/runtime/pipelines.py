@@ -30,6 +30,7 @@ def pipeline(
     layers: str | int | None = None,
     anywhere: bool = False,
     backwards: bool = False,
+    early: bool = False,
     semantics: str = "exact",
     **kwargs: Any,
 ) -> Step:
@@ -41,6 +42,7 @@ def pipeline(
         layers: as for `cut_layers`.
         anywhere: cut the forward pass into equal numbers of operators, however bad the places are.
         backwards: the first stage is on the last devices.
+        early: update every stage early that can be.
     """
     graph = capture(fn, *args, **kwargs)
     return build(
@@ -50,6 +52,7 @@ def pipeline(
         micro_batches=micro_batches,
         schedule=schedule,
         backwards=backwards,
+        early=early,
         semantics=semantics,
     )
 
@@ -77,6 +80,7 @@ def build(
     micro_batches: int,
     schedule: str,
     backwards: bool = False,
+    early: bool = False,
     semantics: str = "exact",
 ) -> Step:
     """The pipeline of a captured step; stage k runs on submesh `k % len(sizes)`, submeshes follow
@@ -86,7 +90,8 @@ def build(
     devices = jax.devices()[:: -1 if backwards else 1]
     setups = [_setup(graph, devices[a:b]) for a, b in zip(bounds, bounds[1:])]
     chosen = [setups[k % len(sizes)] for k in range(stages.num_stages)]
-    lists = make_schedule(schedule, stages.num_stages, micro_batches, len(sizes))
+    updates = frozenset(range(stages.num_stages)) if early else frozenset()
+    lists = make_schedule(schedule, stages.num_stages, micro_batches, len(sizes), updates)
     groups = [s.mesh.size if s.data_axes and micro_batches > 1 else 1 for s in chosen]
     splits = SCHEDULES[schedule].splits_backward
     cut = cut_pipeline(

@@ -98,8 +98,11 @@ def write_instructions(
     writer.spread_inputs(home)
     # Early programs run first, as any task may read their results.
     writer.once(Part.EARLY)
+    early_after = schedule.early_after()
     for task in schedule.order():
         writer.task(task.stage, PART_OF[task.kind], task.micro_batch)
+        if task in early_after:
+            writer.early_update(task.stage)
     for number in sorted({f.program.round for f in functions if f.program.part is Part.UPDATE}):
         writer.once(Part.UPDATE, number)
     slots_of_results = {
@@ -123,6 +126,7 @@ class _Writer:
         self.steps: list[Run | Send] = []
         self.slots: dict[tuple[StageId, Key, int], int] = {}
         self._moved: set[int] = set()
+        self._updated: set[int] = set()
         self._readers: dict[tuple[Form, ValueId], list[StageId]] = {}
         for f in functions:
             for key in f.takes:
@@ -162,9 +166,21 @@ class _Writer:
         stages read.
         """
         for k, f in enumerate(self._functions):
-            if f.program.part is part and f.program.round == number:
+            if f.program.part is part and f.program.round == number and k not in self._updated:
                 self._run(k, f, -1)
                 self._send_all(f, -1)
+
+    def early_update(self, stage: int) -> None:
+        """Run those programs of a stage's update that read nothing of other stages' updates."""
+        own: set[Key] = set()
+        for k, f in enumerate(self._functions):
+            if (f.program.stage, f.program.part) != (stage, Part.UPDATE):
+                continue
+            if own.issuperset(key for key in f.takes if key.form in (Form.LATE, Form.PACKED)):
+                self._run(k, f, -1)
+                self._send_all(f, -1)
+                self._updated.add(k)
+                own.update(f.gives)
 
     def task(self, stage: int, part: Part, micro_batch: int) -> None:
         """Run one task of the schedule, and send the results that other stages read."""

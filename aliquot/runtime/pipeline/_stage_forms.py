@@ -215,9 +215,12 @@ def donated_positions(pipeline: Pipeline, k: int) -> tuple[int, ...]:
     """
     function = pipeline.functions[k]
     stage = function.program.stage
+    # An early update runs before tasks of the other stages on its devices.
+    is_early = stage in pipeline.schedule.early_updates
     later = {
         key.value
-        for f in pipeline.functions[k + 1 :]
+        for n, f in enumerate(pipeline.functions)
+        if n > k or (is_early and f.program.stage != stage)
         for key in f.takes
         if key.form is Form.GIVEN and pipeline.same_devices(f.program.stage, stage)
     }

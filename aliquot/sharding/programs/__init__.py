@@ -6,6 +6,7 @@ from ._casts import cast_once as cast_once
 from ._casts import parameter_casts as parameter_casts
 from ._crossing import Crossing as Crossing
 from ._crossing import find_crossing as find_crossing
+from ._crossing import find_early_updates as find_early_updates
 from ._handed_on import require_one_stage as require_one_stage
 from ._layout import Layout as Layout
 from ._layout import sizes_of as sizes_of

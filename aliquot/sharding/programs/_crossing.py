@@ -1,12 +1,12 @@
-"""Values of a micro-batch that cross between neighbouring stages, as the programs of the stages
-exchange them: the bytes that planners and the judge price.
+"""Values that cross between stages, as their programs exchange them: those of a micro-batch, whose
+bytes planners and the judge price, and those for which updates wait.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...graph import SHARED, Graph, Phase, StageId, Staging, ValueId, sums_for_the_update
+from ...graph import SHARED, Call, Graph, Phase, StageId, Staging, ValueId, sums_for_the_update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,3 +70,34 @@ def find_crossing(graph: Graph, staging: Staging) -> Crossing:
         backward=tuple(map(frozenset, backward)),
         graph=graph,
     )
+
+
+def find_early_updates(graph: Graph, staging: Staging) -> frozenset[StageId]:
+    """The stages whose update reads nothing of other stages: they can be updated as soon as their
+    own gradients are complete.
+
+    The others wait, for example for the norm of all gradients, for whether all of them are finite,
+    or for what another stage adds to the gradient of a parameter that both use.
+
+    Args:
+        graph: the step at the size of one micro-batch.
+    """
+    # For each value the stages that make it; none if every stage has it or makes it for itself.
+    sources: dict[ValueId, frozenset[StageId]] = {}
+    late = sums_for_the_update(graph, staging.items)
+    waiting: set[StageId] = set()
+    for k, (item, stage) in enumerate(zip(staging.items, staging.stage, strict=True)):
+        is_update = item.phase is Phase.UPDATE
+        runs_on = stage
+        if is_update and stage == SHARED and isinstance(item.op_or_call, Call):
+            # A loop or region that no stage claims runs on the first.
+            runs_on = StageId(0)
+        read = frozenset[StageId]()
+        if is_update or k in late:
+            read = read.union(*(sources.get(i, frozenset()) for i in item.inputs))
+        if k not in late and not (is_update and runs_on == SHARED):
+            if is_update and read - {runs_on}:
+                waiting.add(runs_on)
+            read = frozenset({runs_on} - {SHARED})
+        sources.update(dict.fromkeys(item.outputs, read))
+    return frozenset(map(StageId, range(staging.num_stages))) - waiting
