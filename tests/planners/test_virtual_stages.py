@@ -41,7 +41,7 @@ def llama(num_layers=5, scan=True, dtype="bf16", clip_norm=None):
     )
 
 
-def planned(name, work, cluster="8xcpu", micro_batches=4):
+def planned(name, work, cluster="8xcpu", micro_batches=4, limit_bytes=None):
     return aq.plan(
         work.train_step,
         work.state,
@@ -49,6 +49,7 @@ def planned(name, work, cluster="8xcpu", micro_batches=4):
         cluster=aq.Cluster.preset(cluster),
         method=method_by_name(name),
         num_micro_batches=micro_batches,
+        memory_limit_bytes=limit_bytes,
     )
 
 
@@ -116,6 +117,16 @@ def test_chunks_are_updated_early_where_that_takes_less_time(clip_norm, x64):
     ]
     assert seconds[0] == plan.prediction.step_time_s
     assert seconds[0] < seconds[1] if early else seconds[0] == seconds[1]
+
+
+def test_chunks_recompute_where_memory_calls_for_it(x64):
+    work, name = llama(4, scan=False, dtype="float64"), "megatron:dp2,tp2,pp2,vpp2"
+    limit_bytes = int(0.9 * planned(name, work, micro_batches=8).prediction.peak_memory_bytes)
+    plan = planned(name, work, micro_batches=8, limit_bytes=limit_bytes)
+    # On both submeshes the first of two chunks, of which the most micro-batches are in flight.
+    assert [stage.recompute for stage in plan.stages] == ["stage", "stage", "none", "none"]
+    assert plan.prediction.peak_memory_bytes <= limit_bytes
+    assert_plain_numbers(work, plan)
 
 
 def test_more_chunks_make_a_smaller_bubble():

@@ -21,8 +21,8 @@ class EqualStages(AbstractInter):
 
     As in `Grid`, layers are numbered modules, with what precedes the first and follows the last. If
     the number of stages does not divide the layers, later stages have one more. If there are more
-    stages than layers, the last submeshes have one stage less. Stages recompute if they do not fit
-    otherwise, and of several numbers of micro-batches the fastest is taken.
+    stages than layers, the last submeshes have one stage less. So many stages recompute as do not
+    fit otherwise, and of several numbers of micro-batches the fastest is taken.
 
     Attributes:
         data, expert, context, tensor: degrees inside each stage.

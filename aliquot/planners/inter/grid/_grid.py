@@ -22,6 +22,7 @@ from ....cost import (
 from ....plans import SCHEDULES
 from ..._helper import HelperProcess
 from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
+from .._less_recomputed import recomputing_less
 from .._simulated import fastest, simulated, worth_simulating
 
 GRID_SCHEDULE = "1f1b"
@@ -31,10 +32,11 @@ _NUMBERED = re.compile(r"(\S*?)(\d+)\]?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid(AbstractInter):
-    """A regular grid dp x tp x pp as in Megatron-LM: equal stages with the same option, scheduled
+    """A regular grid dp x tp x pp as in Megatron-LM: equal stages with the same degrees, scheduled
     by 1f1b.
 
-    All options that state `dp` and `tp` are tried, recomputing or not, with every number of
+    All options that state `dp` and `tp` are tried, without recomputation, with it, and with it in
+    so many stages as do not fit otherwise, with every number of
     micro-batches given. Stages have equal numbers of layers (see `layer_starts`); where their
     number does not divide the layers, later stages have one more. A baseline: it proves no bound.
 
@@ -98,7 +100,8 @@ class Grid(AbstractInter):
 def layouts(
     chain: AbstractChain, schedule: str = GRID_SCHEDULE, chunks: int = 1
 ) -> Iterator[ChainPlan]:
-    """All regular plans that can run, with or without enough memory.
+    """All regular plans that can run, with or without enough memory. Those that recompute and fit
+    are followed by a plan in which only so many stages recompute as have to.
 
     Args:
         chunks: stages of each submesh; where layers are too few for that, the last submeshes have
@@ -121,7 +124,9 @@ def layouts(
         if stages and not find_stage_faults(
             chain, stages, schedule, num_submeshes=submeshes, check_memory=False
         ):
-            yield judge_stages(chain, stages, schedule, num_submeshes=submeshes)
+            plan = judge_stages(chain, stages, schedule, num_submeshes=submeshes)
+            yield plan
+            yield from recomputing_less(chain, plan)
 
 
 def layer_starts(unit_names: Sequence[str]) -> Sequence[int]:

@@ -28,6 +28,7 @@ from .._base import (
     check_chains,
     check_num_stages,
 )
+from .._less_recomputed import recomputing_less
 from .._simulated import fastest, simulated, worth_simulating
 from .._work import WorkLeft
 from ..grid import GRID_SCHEDULE, layouts
@@ -168,8 +169,16 @@ class StageDP(AbstractInter):
         # plan to start from is among them, so the answer is no slower than it.
         queue = helper.share(simulated)
         first = worth_simulating(searched.plans, self.simulated)
+        # The search gives each chunk of a submesh an equal part of its memory.
+        chain_of = {chain.num_micro_batches: chain for chain in chains}
+        joint = [
+            less
+            for plan in first
+            if plan.num_submeshes < len(plan.stages)
+            for less in recomputing_less(chain_of[plan.num_micro_batches], plan)
+        ]
         queue.add(chains, starts)
-        queue.add(chains, first)
+        queue.add(chains, [*first, *joint])
         if self.simulated > 1:
             by_both_ends = [
                 (plan, chain)
@@ -184,7 +193,8 @@ class StageDP(AbstractInter):
         # The bound is on closed forms, so it is compared with the least closed form, not with the
         # plan that the simulation chose.
         best_s = min(
-            plan.closed_form_s for plan in [*starts, *(plan for plan, _ in searched.plans[:1])]
+            plan.closed_form_s
+            for plan in [*starts, *joint, *(plan for plan, _ in searched.plans[:1])]
         )
         bound_s = min(best_s, searched.bound_s)
         if bound_s <= 0:
