@@ -129,6 +129,26 @@ def test_chunks_recompute_where_memory_calls_for_it(x64):
     assert_plain_numbers(work, plan)
 
 
+@pytest.mark.slow
+def test_chunks_are_tried_with_levels_of_recomputation():
+    """Also where few of them have to recompute everything, so that the closed form says more than
+    the simulation.
+    """
+    work = zoo.build("gpt-2.6b", 64, dtype="float16", recompute="none")
+    plan = aq.plan(
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=aq.Cluster.preset("8xV100-16GB"),
+        method=aq.PipeshardParallel(
+            num_stages=8, num_micro_batches=16, schedule="interleaved-1f1b"
+        ),
+    )
+    assert [stage.recompute for stage in plan.stages].count("operators") == 1
+    # It was 2.68 s where each of two chunks had half of the memory.
+    assert plan.prediction.step_time_s < 2.68
+
+
 def test_more_chunks_make_a_smaller_bubble():
     work = zoo.build(
         "gpt-2.6b", 64, overrides={"num_layers": 8}, dtype="bf16", scan=True, recompute="block"
