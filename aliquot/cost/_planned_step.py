@@ -10,7 +10,7 @@ import numpy as np
 
 from ..cluster import Cluster, LogicalMesh
 from ..graph import Graph, OpId, Phase, StageId
-from ..plans import SCHEDULES, Plan, Prediction, StagePlan, schedule_of
+from ..plans import SCHEDULES, Plan, Prediction, StagePlan
 from ..sharding import (
     Choice,
     LayeredStep,
@@ -167,7 +167,7 @@ def estimate_stages(step: PlannedStep) -> PipelinePrediction:
     measured = step.stages[0].problem.cluster.measured
     return predict_stages(
         stages,
-        schedule_of(plan),
+        plan.tasks,
         # Plans hold no measurements, so those of the cluster in use are added.
         replace(Cluster.from_dict(plan.cluster), measured=measured),
         crossing=step.staged.crossing,

@@ -62,7 +62,6 @@ from ._schedule_kind import Keeps as Keeps
 from ._schedules import SCHEDULES as SCHEDULES
 from ._schedules import make_schedule as make_schedule
 from ._schedules import schedule_kind as schedule_kind
-from ._schedules import schedule_of as schedule_of
 from ._schedules import share_submeshes as share_submeshes
 from ._schedules import training_schedules as training_schedules
 from ._section import Section as Section

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from ._schedule import Schedule
+from ._schedules import make_schedule
+
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
@@ -361,6 +364,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         micro-batches. They share each independent micro-batch, and sum its gradients.
         """
         return self.num_micro_batches > 1 and self.micro_batch_semantics == "exact"
+
+    @property
+    def tasks(self) -> Schedule:
+        """The order of the tasks of a pipeline."""
+        return make_schedule(
+            self.schedule,
+            len(self.stages),
+            self.num_micro_batches,
+            self.num_submeshes,
+            frozenset(k for k, stage in enumerate(self.stages) if stage.updates_early),
+        )
 
     @property
     def num_layers(self) -> int | None:

@@ -13,15 +13,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ..core import InputError, nearest
 from ._closed_form import ClosedForm, Maximum, StageTimes
 from ._schedule import Lists, Schedule, Task, TaskKind
 from ._schedule_kind import AbstractScheduleKind, Keeps
-
-if TYPE_CHECKING:
-    from ._plan import Plan
 
 
 def share_submeshes(
@@ -465,15 +462,4 @@ def make_schedule(
         lists=SCHEDULES[name].tasks(num_stages, num_micro_batches, submeshes),
         placement=SCHEDULES[name].placement(num_stages, submeshes),
         early_updates=early_updates,
-    )
-
-
-def schedule_of(plan: Plan) -> Schedule:
-    """The schedule of a plan that is a pipeline."""
-    return make_schedule(
-        plan.schedule,
-        len(plan.stages),
-        plan.num_micro_batches,
-        plan.num_submeshes,
-        frozenset(k for k, stage in enumerate(plan.stages) if stage.updates_early),
     )

@@ -14,7 +14,6 @@ from ..plans import (
     Trace,
     TraceEvent,
     headline,
-    schedule_of,
     submesh_names,
 )
 
@@ -38,7 +37,7 @@ def planned_trace(plan: Plan) -> Trace:
             " predicted stages, so it has no schedule to trace. Make one with: aliquot plan ..."
             " --method pipeshard"
         )
-    schedule = schedule_of(plan)
+    schedule = plan.tasks
     costs = _costs(plan)
     times = simulate(schedule, costs)
     events = [

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from ...core import PlanMismatchError
 from ...cost import PlannedStage, PlannedStep
 from ...graph import Extract, Graph, ValueId
-from ...plans import Plan, StagePlan, require_busy_processes, require_match, schedule_of
+from ...plans import Plan, StagePlan, require_busy_processes, require_match
 from ...sharding import Pin, Pins, Spec
 from ..spmd import make_mesh, partition, require_kernels, stage_pins
 from ._build_pipeline import StageSetup, build_pipeline
@@ -80,7 +80,7 @@ def pipeline_on(
         staged.graph,
         step.cut(),
         setups,
-        schedule_of(plan),
+        plan.tasks,
         processes=processes,
     )
 
