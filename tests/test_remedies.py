@@ -127,7 +127,9 @@ def test_a_change_that_is_not_planned_within_the_time_is_said_to_be_unknown(tigh
         *STEP, cluster=CLUSTER, memory_limit_bytes=tight / 1000, budget_s=7.0
     )
     assert remedy.plan is None and not remedy.is_known and remedy.to_dict()["fits"] is None
-    assert remedies_text([remedy]) == f"May fit; not checked, as time ran out:\n  {remedy.change}"
+    assert remedies_text([remedy]) == (
+        f"May fit; the time for trying remedies was over before these:\n  {remedy.change}"
+    )
 
 
 def test_changes_that_no_time_was_left_for_are_named(tight, monkeypatch):

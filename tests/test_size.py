@@ -229,6 +229,44 @@ def test_where_none_is_in_time_the_first_that_would_be_is_named():
 
 
 @pytest.mark.parametrize(
+    ("sooner_s", "more", "said"),
+    [
+        (40_000.0, 1.02, "much sooner for 2.0% more: 8x8xH100 (8 hosts), 0.5 days, cost USD 102"),
+        (40_000.0, 1.2, ""),
+        (60_000.0, 1.02, ""),
+    ],
+)
+def test_an_option_that_is_done_much_sooner_for_little_more_is_named(sooner_s, more, said):
+    first = dataclasses.replace(option(4, 72_000.0), price_per_hour=5.0)
+    second = dataclasses.replace(
+        option(8, sooner_s), price_per_hour=more * 100.0 / sooner_s * 3600.0
+    )
+    sizing = Sizing(
+        model="gpt-10m",
+        tokens=1e9,
+        by_s=86_400.0,
+        global_batch=48,
+        options=(first, second),
+        prices="a list",
+        currency="USD",
+    )
+    assert ("much sooner" in str(sizing)) == bool(said) and said in str(sizing)
+
+
+def test_costs_are_rounded_as_predictions_are():
+    dear = dataclasses.replace(option(4, 36_000.0), price_per_hour=13_611.7)
+    sizing = Sizing(
+        model="gpt-10m",
+        tokens=1e9,
+        by_s=86_400.0,
+        global_batch=48,
+        options=(dear,),
+        prices="a list",
+    )
+    assert "cost 136,000" in str(sizing) and sizing.to_dict()["options"][0]["cost"] == 136_117.0
+
+
+@pytest.mark.parametrize(
     ("days", "wanted"),
     [
         (29.1, "even if steps take 3% longer: less than the expected error (median 8%"),

@@ -99,7 +99,7 @@ def predict(
         peak_memory_bytes=peak,
         memory_limit_bytes=memory_limit_bytes,
         memory_bytes=parts,
-        peak_moment=(f"{op.phase.name.lower()}, {_operator_text(op, graph)}" if op else ""),
+        peak_moment=_moment_text(op, graph) if op else "",
         collectives=tuple(with_source_line(use, graph) for use in collective_uses(priced, picks)),
         measured_share=measured.share,
         measured_compute_share=measured.alone_share,
@@ -131,7 +131,7 @@ def with_source_line(use: CollectiveUse, graph: Graph) -> CollectiveUse:
     if not name or not index.isdigit() or int(index) >= len(graph.ops):
         return use
     # The links of a loop, which are no operators of JAX, carry its state.
-    what = use.label.replace("tie:", "state of a loop:") if name == "tie" else use.label
+    what = {"tie": f"state of a loop:{index}", "dot_general": "product"}.get(name, name)
     if path := parameter_of(graph, int(index)):
         phase = graph.ops[int(index)].phase.name.lower()
         return msgspec.structs.replace(use, label=f"{what} with {path}, {phase}")
@@ -140,10 +140,14 @@ def with_source_line(use: CollectiveUse, graph: Graph) -> CollectiveUse:
     )
 
 
-def _operator_text(op: Op, graph: Graph) -> str:
-    """Name and number of an operator, and the parameter that it reads, or else its line."""
+def _moment_text(op: Op, graph: Graph) -> str:
+    """The phase of an operator, what it is, and the parameter that it reads, or else its line."""
+    late = {Phase.BACKWARD: "the backward pass", Phase.UPDATE: "the update"}
+    what = "the product" if op.name == "dot_general" else f"`{op.name}`"
     path = parameter_of(graph, op.index)
-    return f"{op.name}:{op.index} {f'with {path}' if path else source_line(op)}".rstrip()
+    return f"{what} {f'with {path}' if path else source_line(op)}".rstrip() + (
+        f" in {late.get(op.phase, 'the forward pass')}"
+    )
 
 
 def peak_memory(

@@ -84,6 +84,7 @@ from ._summary import UNCALIBRATED as UNCALIBRATED
 from ._summary import chosen_candidate as chosen_candidate
 from ._summary import expected_error as expected_error
 from ._summary import name_on_mesh as name_on_mesh
+from ._summary import parallelism as parallelism
 from ._summary import runner_up as runner_up
 from ._summary import summary_rows as summary_rows
 from ._throughput import examples_per_step as examples_per_step

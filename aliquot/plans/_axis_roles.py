@@ -147,7 +147,8 @@ def _role_of(axis: _Axis) -> str:
         words = f"{' and '.join(names or ['data'])} parallel"
         role = _role_of_data(axis, words, stored, expert if of_experts else 0.0)
         # The step slices the batch itself, so that an axis may be one of data all the same.
-        return role if names else f"{role}; the batch enters replicated over {axis.name}"
+        later = f"the inputs are replicated over {axis.name}, and split inside the step"
+        return role if names else f"{role}; {later}"
     if computed > _MOST:
         what = "expert" if of_experts else "tensor"
         also = f", experts {_sharded(expert)}" if expert else ""

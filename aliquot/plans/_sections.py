@@ -117,6 +117,8 @@ def _told(plan: Plan, candidate: dict[str, Any], is_chosen: bool) -> dict[str, A
         return {**candidate, "outcome": "chosen"}
     if step_s and candidate.get("outcome") == "slower" and is_as_fast(plan, step_s):
         return {**candidate, "outcome": "as fast as the chosen"}
+    if candidate.get("name") == "--recompute block" and candidate.get("outcome") == "slower":
+        return {**candidate, "outcome": "slower: runs each block's forward pass twice"}
     return candidate
 
 

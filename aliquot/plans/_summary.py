@@ -34,11 +34,10 @@ UNCALIBRATED = "not known: the speeds are those of a data sheet, and no measurem
 
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     """Decisions and predicted speed, as pairs of a name and a text."""
-    rows = []
-    if len(plan.stages) == 1:
-        stage = plan.stages[0]
-        rows = [("parallelism", "; ".join(axis_roles(plan, stage, uses_of_stage(plan, stage))))]
-    rows += [("parallelism", text) for text in _splits_of_stages(plan)]
+    rows = [
+        ("parallelism", f"pipeline: {which}, {plan.schedule}; {roles}" if which else roles)
+        for which, roles in parallelism(plan)
+    ]
     if how := _recomputation(plan):
         rows.append(("recomputation", how))
     if attends := _ATTENTION.get(str(plan.model.settings.get("attention"))):
@@ -56,8 +55,11 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def _splits_of_stages(plan: Plan) -> Iterator[str]:
-    """Text for each kind of mesh in a pipeline, with the roles of its axes."""
+def parallelism(plan: Plan) -> Iterator[tuple[str, str]]:
+    """For each kind of mesh its stages, empty without a pipeline, and the roles of its axes."""
+    if len(plan.stages) == 1:
+        stage = plan.stages[0]
+        yield "", "; ".join(axis_roles(plan, stage, uses_of_stage(plan, stage)))
     kinds: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for number, stage in enumerate(plan.stages if len(plan.stages) > 1 else ()):
         kinds.setdefault((stage.mesh_shape, stage.axis_names), []).append(number)
@@ -71,7 +73,7 @@ def _splits_of_stages(plan: Plan) -> Iterator[str]:
             named = "stage" if len(numbers) == 1 else "stages"
             which = f"{named} {stage_numbers(numbers)} of {len(plan.stages)}"
         uses = [use for number in numbers for use in uses_of_stage(plan, plan.stages[number])]
-        yield f"pipeline: {which}, {plan.schedule}; {'; '.join(axis_roles(plan, together, uses))}"
+        yield which, "; ".join(axis_roles(plan, together, uses))
 
 
 def _recomputation(plan: Plan) -> str:
@@ -199,23 +201,26 @@ def _dearest(plan: Plan) -> str:
 
 def runner_up(plan: Plan) -> str:
     """The best other candidate of the search, and how much slower it is; empty if no other was
-    priced.
+    priced. What was not searched is no plan, whatever it may promise.
     """
     chosen_s = plan.prediction.step_time_s
     chosen = chosen_candidate(plan)
     others = [
-        (float(seconds), name_on_mesh(candidate))
+        (float(seconds), name_on_mesh(candidate), str(candidate.get("outcome", "")))
         for number, candidate in enumerate(plan.provenance.candidates)
         if number != chosen and isinstance(seconds := candidate.get("step_time_s"), int | float)
     ]
+    others = [each for each in others if not each[2].startswith("not searched")]
     if not others or not chosen_s:
         return ""
-    seconds, name = min(others)
+    seconds, name, outcome = min(others)
     extra_s = seconds - chosen_s
+    estimated = " (estimated from its layers)" if "estimated" in outcome else ""
     if is_as_fast(plan, seconds):
         return f"{name}, as fast within {_HIDDEN_AS_ROUNDING:.2%}"
     sign = "+" if extra_s > 0 else "-"
-    return f"{name}: {format_seconds(seconds)}, {sign}{format_seconds(abs(extra_s))} a step"
+    more = f"{sign}{format_seconds(abs(extra_s))} a step"
+    return f"{name}: {format_seconds(seconds)}, {more}{estimated}"
 
 
 def is_as_fast(plan: Plan, seconds: float) -> bool:

@@ -14,7 +14,13 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ..cluster import Cluster, HostPrice
-from ..core import format_bytes, format_count, format_seconds, format_share_of_limit
+from ..core import (
+    counted,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_share_of_limit,
+)
 from ..plans import (
     Plan,
     examples_per_step,
@@ -23,6 +29,7 @@ from ..plans import (
     idle_parts,
     is_pipeline,
     mfu,
+    parallelism,
     summary_rows,
     time_between_calls_s,
     tokens_per_step,
@@ -69,6 +76,7 @@ class Comparison:
         objective: "throughput" if the fastest is the one with the least time between calls; else
             it is the one with the least step time.
         prices, prices_from: of hosts, for what candidates cost, and where they come from.
+        left_out: what was not compared, and what would compare it.
     """
 
     model: str
@@ -76,6 +84,7 @@ class Comparison:
     objective: str | None = None
     prices: tuple[HostPrice, ...] = ()
     prices_from: str = ""
+    left_out: tuple[str, ...] = ()
 
     @property
     def best(self) -> Plan | None:
@@ -90,6 +99,8 @@ class Comparison:
             return candidate.refusal
         if self.best is None or candidate.plan is self.best:
             return ""
+        if is_same_plan(candidate.plan, self.best):
+            return f"the same plan as {self.candidates[0].method} found"
         return _loss(candidate.plan, self.best, self.objective)
 
     def seconds(self, candidate: Candidate) -> float:
@@ -220,19 +231,21 @@ def recommendation(comparison: Comparison) -> list[str]:
         f"Take {name_of(best, comparison)}: {format_seconds(comparison.seconds(best))} a"
         f" {'call' if comparison.objective == 'throughput' else 'step'} (predicted)."
     ]
-    said += [
-        f"Its parallelism: {text}."
-        for name, text in summary_rows(best.plan)
-        if name == "parallelism"
-    ]
+    said += _described(best.plan)
     error = expected_error(best.plan)
     if error is not None:
         said.append(f"Expected error of predicted step times: {error}.")
     best_s = comparison.seconds(best)
     equal = [c for c in others if comparison.seconds(c) <= (1 + _EQUAL) * best_s]
     if equal:
-        names = ", ".join(name_of(c, comparison) for c in equal)
-        said.append(f"As fast within {_EQUAL:.1%}: {names}; any of these will do.")
+        same = [c for c in equal if c.plan and is_same_plan(c.plan, best.plan)]
+        near = [c for c in equal if c not in same]
+        if same:
+            said.append(f"The same plan is found by {_names(same, comparison)}.")
+        if near:
+            said.append(
+                f"As fast within {_EQUAL:.1%}: {_names(near, comparison)}; any of these will do."
+            )
         others = others[len(equal) :]
     if others and best_s:
         second = others[0]
@@ -258,6 +271,34 @@ def recommendation(comparison: Comparison) -> list[str]:
     return said
 
 
+def _described(plan: Plan) -> list[str]:
+    """What a plan splits over what, and what it recomputes, in sentences."""
+    how = [f"{which}: {roles}." if which else f"{roles}." for which, roles in parallelism(plan)]
+    said = [f"Its parallelism: {roles}" for roles in how]
+    if is_pipeline(plan):
+        stages = counted(len(plan.stages), "stage")
+        parts = counted(plan.num_micro_batches, "micro-batch")
+        said = [f"It is a pipeline of {stages} ({plan.schedule}) with {parts}."]
+        said += [f"  {line}" for line in how]
+    again = dict(summary_rows(plan)).get("recomputation", "none")
+    return said if again == "none" else [*said, f"Recomputation: {again}."]
+
+
+def is_same_plan(plan: Plan, other: Plan) -> bool:
+    """Whether two plans run a step in the same way."""
+    return (
+        plan.prediction.step_time_s == other.prediction.step_time_s
+        and plan.stages == other.stages
+        and plan.num_micro_batches == other.num_micro_batches
+        and plan.schedule == other.schedule
+        and plan.model.settings == other.model.settings
+    )
+
+
+def _names(candidates: Sequence[Candidate], comparison: Comparison) -> str:
+    return ", ".join(name_of(each, comparison) for each in candidates)
+
+
 def name_of(candidate: Candidate, comparison: Comparison) -> str:
     """What a candidate is called: its cluster, its method, or both."""
     several = len({c.cluster for c in comparison.candidates}) > 1
@@ -279,6 +320,7 @@ def notes_of(comparison: Comparison) -> list[str]:
     if len(by_way) > 1:
         ways = (f"{way}: {', '.join(dict.fromkeys(names))}" for way, names in by_way.items())
         notes.append(f"Recomputation of the fastest plan of each. {'; '.join(ways)}.")
+    notes += comparison.left_out
     if comparison.prices_from:
         notes.append(f"Prices: {comparison.prices_from}.")
     notes += [

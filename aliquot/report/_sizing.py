@@ -32,6 +32,8 @@ from ._tables import columns
 _DAY_S = 86_400.0
 # From this ratio on, percentages are harder to read than multiples.
 _MANY = 10
+# An option that costs up to this share more, and is done this many times sooner, is named, too.
+_LITTLE, _MUCH_SOONER = 0.05, 1.5
 # A smaller batch with this share of the highest throughput is named beside it.
 _ENOUGH = 0.99
 
@@ -352,6 +354,7 @@ def sizing_table(sizing: Sizing) -> Group:
     best = f"{'cheapest' if sizing.prices else 'fewest hosts'} {meets} the deadline"
     if choice:
         lines.append(Text(f"  {best}  {_named(choice, money)}"))
+        lines += [Text(f"  {line}") for line in _sooner(choice, sizing)]
         lines += [Text(f"  {line}") for line in _slack(choice, sizing.by_s)]
     else:
         lines += [Text(f"  {line}") for line in _none_in_time(sizing)]
@@ -391,7 +394,12 @@ def sizing_table(sizing: Sizing) -> Group:
                 f"{o.training_s / _DAY_S:.1f}",
                 "yes" if o.training_s <= sizing.by_s else "no",
             ]
-        rows.append([*row, *([_money(o.price_per_hour), _money(o.cost)] if priced else [])])
+        rows.append(
+            [
+                *row,
+                *([_money(o.price_per_hour), _rounded(o.cost) if o.cost else ""] if priced else []),
+            ]
+        )
     right = [2, 3, 4, 5, *([7, 8] if priced else [])]
     rest = [Text(line) for line in explained_methods(row[1] for row in rows)]
     if choice:
@@ -403,6 +411,22 @@ def sizing_table(sizing: Sizing) -> Group:
         )
     rest += [Text(f"Prices: {sizing.prices}")] if sizing.prices else []
     return Group(*lines, columns("Planned", header, rows, right=right, narrow=True), *rest)
+
+
+def _sooner(choice: ClusterOption, sizing: Sizing) -> Iterator[str]:
+    """The option that is done much sooner at little more cost."""
+    if not choice.cost or not choice.training_s:
+        return
+    dearest, longest_s = (1 + _LITTLE) * choice.cost, choice.training_s / _MUCH_SOONER
+    others = [
+        o
+        for o in sizing.in_time()
+        if o.cost is not None and o.cost <= dearest and (o.training_s or math.inf) <= longest_s
+    ]
+    if others:
+        other = min(others, key=lambda o: o.training_s or math.inf)
+        more = max((other.cost or 0.0) / choice.cost - 1, 0.0)
+        yield f"much sooner for {more:.1%} more: {_named(other, sizing.currency)}"
 
 
 def _slack(choice: ClusterOption, by_s: float) -> Iterator[str]:
@@ -487,12 +511,17 @@ def _named(option: ClusterOption, currency: str = "", slower: float = 1.0) -> st
     days = (
         f", {option.training_s * slower / _DAY_S:.1f} days" if option.training_s is not None else ""
     )
-    amount = None if option.cost is None else _money(option.cost * slower)
+    amount = None if option.cost is None else _rounded(option.cost * slower)
     cost = f", cost {f'{currency} ' if currency else ''}{amount}" if amount else ""
     return (
         f"{option.cluster} ({option.num_hosts}"
         f" host{'' if option.num_hosts == 1 else 's'}){days}{cost}"
     )
+
+
+def _rounded(cost: float) -> str:
+    """A predicted cost, to three digits: predictions are not known better."""
+    return _money(float(f"{cost:.3g}"))
 
 
 def _money(value: float | None) -> str:

@@ -167,6 +167,26 @@ def test_a_batch_that_the_devices_do_not_divide_is_said_once(cluster, methods, s
     assert ("shard: every operator and array split as an integer program finds" in text) == said
 
 
+def test_methods_that_take_the_whole_batch_say_so_where_it_matters():
+    tight = (*TINY, "--methods", "ddp,program", "--memory-limit", "40MiB")
+    whole = "ddp: the whole batch at once. --micro-batches auto also searches the number"
+    assert whole in run("compare", *tight).stdout
+    assert whole not in run("compare", *tight, "--micro-batches", "auto").stdout
+    assert whole not in run("compare", *TINY, "--methods", "ddp,program").stdout
+
+
+def test_the_usual_methods_name_the_layouts_that_were_not_compared():
+    text = " ".join(run("compare", *TINY).stdout.split())
+    assert "Not compared: Megatron's layouts. --methods auto,grid adds the best" in text
+    assert "Not compared" not in run("compare", *TINY, "--methods", "auto,grid").stdout
+
+
+def test_an_equal_plan_is_said_to_be_one():
+    text = run("compare", *TINY, "--methods", "zero3,fsdp").stdout
+    assert "The same plan is found by fsdp." in text
+    assert "fsdp: the same plan as zero3 found" in text
+
+
 def test_an_objective_is_for_functions_without_gradients():
     words = ("compare", *ONE_LAYER, "--methods", "ddp", "--objective", "throughput")
     refused(run(*words), "takes gradients: a training step", "Leave the objective out")

@@ -1,5 +1,7 @@
 """The judge: sums of what tables say, and refusals of plans for something else."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import msgspec
@@ -203,5 +205,15 @@ def test_a_product_that_leaves_a_stage_is_summed_and_that_is_priced():
     first = plan.stages[0]
     splits = {op.node: op.splits for op in first.interior}
     assert any(first.shardings["weights.down"]), splits
-    sums = [use for use in first.prediction.collectives if use.label.startswith("dot_general")]
+    sums = [use for use in first.prediction.collectives if use.label.startswith("product")]
     assert sums and all(use.seconds > 0 for use in sums)
+
+
+def test_the_moment_of_most_memory_is_said_in_words():
+    work = zoo.build("gpt-10m", 8, overrides={"num_layers": 1, "vocab_size": 64, "hidden_size": 64})
+    cluster = aq.Cluster.preset("4xH100")
+    plan = aq.plan(work.train_step, work.state, work.batch, cluster=cluster, method=DataParallel())
+    moment = plan.prediction.peak_moment
+    assert re.fullmatch(
+        r"(the product|`\w+`) .+ in the (forward pass|backward pass|update)", moment
+    )

@@ -96,7 +96,8 @@ WEIGHTS = {f"state.params.layers[{k}].w": (("x",), ()) for k in (0, 1)}
         (
             WEIGHTS,
             (GATHER, GRADIENT),
-            "x (4): data parallel, FSDP (ZeRO-3): parameters sharded; the batch enters replicated",
+            "x (4): data parallel, FSDP (ZeRO-3): parameters sharded; the inputs are replicated"
+            " over x, and split inside the step",
         ),
     ],
 )
@@ -172,6 +173,26 @@ def test_hidden_gathers_of_parameters_are_not_taken_off_sums_of_gradients():
     gathers = replace(PREDICTION, communication_s=0.006, gradient_s=0.001, hidden_s=0.004)
     costs = dict(summary_rows(sample_plan(prediction=gathers)))["largest costs"]
     assert costs.startswith("compute 73%; exposed communication 27%")
+
+
+def test_a_plan_that_was_not_searched_is_no_runner_up():
+    chosen = {"name": "shard", "step_time_s": PREDICTION.step_time_s, "outcome": "chosen"}
+    promised = {
+        "name": "pipeshard, 2 micro-batches",
+        "step_time_s": 0.9 * PREDICTION.step_time_s,
+        "outcome": "not searched: limit on numbers of micro-batches; estimated from its layers",
+    }
+    slower = {
+        "name": "pipeshard, 8 micro-batches",
+        "step_time_s": 2 * PREDICTION.step_time_s,
+        "outcome": "slower, as estimated from its layers",
+    }
+    tried = (chosen, promised, slower)
+    said = runner_up(sample_plan(provenance=replace(PROVENANCE, candidates=tried)))
+    assert said.startswith("pipeshard, 8 micro-batches: ")
+    assert said.endswith(" a step (estimated from its layers)")
+    tried = (chosen, promised)
+    assert runner_up(sample_plan(provenance=replace(PROVENANCE, candidates=tried))) == ""
 
 
 def test_the_runner_up_is_the_best_that_was_not_taken():
