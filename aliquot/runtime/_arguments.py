@@ -77,7 +77,22 @@ class Arguments:
             self._refuse(wrong)
 
     def check_alive(self, leaves: Sequence[Any]) -> None:
-        """Refuse arrays that an earlier call has donated. Raises `InputError` naming them."""
+        """Refuse arrays that hold no numbers: tracers, descriptions, and those that an earlier call
+        has donated. Raises `InputError` naming them.
+        """
+        described = [
+            i.path
+            for i, leaf in zip(self._graph.inputs, leaves, strict=True)
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+        ]
+        if described:
+            more = f" and {len(described) - 1} more" if len(described) > 1 else ""
+            raise InputError(
+                f"{self._graph.name} is called with shapes in place of arrays: {described[0]}{more}"
+                " is a jax.ShapeDtypeStruct, which is enough for a plan and holds no numbers. Pass"
+                " arrays: step.init(init, key) makes the state on its devices, and a batch may be"
+                " NumPy's."
+            )
         traced = [
             i.path
             for i, leaf in zip(self._graph.inputs, leaves, strict=True)

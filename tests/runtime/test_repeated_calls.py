@@ -86,6 +86,16 @@ def test_state_that_was_donated_before_is_refused_by_name(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_shapes_in_place_of_arrays_are_refused(method):
+    step = parallel(method)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), BATCH)
+    with pytest.raises(InputError, match="batch.* is a jax.ShapeDtypeStruct.*holds no numbers"):
+        step(start(), shapes)
+    with pytest.raises(InputError, match="holds no numbers. Pass arrays"):
+        step.check(start(), shapes)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_threads_share_a_fresh_step(method):
     step = parallel(method)
     wanted, _ = jax.jit(train_step)(start(), BATCH)
