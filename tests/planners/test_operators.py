@@ -102,7 +102,7 @@ def test_stages_between_operators_give_the_numbers_of_the_plain_step(
             bounds = [0, inside[len(inside) // 3], inside[2 * len(inside) // 3], len(layers)]
             inter = aq.ManualStages(
                 boundaries=tuple(itertools.pairwise(bounds)),
-                options=("dp2 tp2", "dp2 tp1", "dp1 tp2"),
+                options=("dp2 tp2", "dp2 tp1, recompute", "dp1 tp2"),
             )
         method = aq.PipeshardParallel(
             inter=inter, num_micro_batches=micro_batches, layers="operators"
