@@ -168,13 +168,14 @@ def _refused(
     if not isinstance(error, InfeasibleError) or error.required_bytes is None:
         return Candidate(method=name, cluster=cluster.name, refusal=first)
     parts = tuple(sorted(error.parts.items(), key=lambda item: -item[1]))
-    most = f", most of it {parts[0][0]} ({format_bytes(parts[0][1])})" if parts else ""
-    limit = f" of {format_bytes(error.available_bytes)}" if error.available_bytes else ""
+    most = f", {format_bytes(parts[0][1])} of it {parts[0][0]}" if parts else ""
+    usable = format_bytes(error.available_bytes) if error.available_bytes else ""
+    limit = f"; {usable} is usable" if usable else ""
     return Candidate(
         method=name,
         cluster=cluster.name,
         refusal=(
-            f"does not fit: needs {format_bytes(error.required_bytes)}{limit} on each device{most}"
+            f"does not fit: needs {format_bytes(error.required_bytes)} on each device{most}{limit}"
         ),
         required_bytes=error.required_bytes,
         available_bytes=error.available_bytes,

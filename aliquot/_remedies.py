@@ -284,6 +284,6 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
         for each in vain
     ]
     unknown = [each.change for each in remedies if not each.is_known]
-    lines += ["May fit; the time for trying remedies was over before these:"] if unknown else []
+    lines += ["Not tried for lack of time, but may fit:"] if unknown else []
     lines += [f"  {change}" for change in unknown]
     return "\n".join(lines)

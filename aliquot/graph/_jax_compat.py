@@ -395,6 +395,51 @@ class NameStacks:
         return known
 
 
+def widened(jaxpr: Any, narrow: Any) -> Any:
+    """A jaxpr, open or closed, with float32 in place of a narrower dtype, in its loops and calls,
+    too.
+    """
+    wide = jnp.dtype("float32")
+    fresh: dict[Any, Any] = {}
+
+    def is_narrow(of: Any) -> bool:
+        return bool(getattr(of, "dtype", None) == narrow)
+
+    def atom(of: Any) -> Any:
+        if not is_narrow(of.aval):
+            return of
+        aval = of.aval.update(dtype=wide)
+        if isinstance(of, jex.Literal):
+            return jex.Literal(jnp.asarray(of.val, wide), aval)
+        if of not in fresh:
+            fresh[of] = jex.Var(aval)
+        return fresh[of]
+
+    def param(of: Any) -> Any:
+        if isinstance(of, (tuple, list)) and not hasattr(of, "_fields"):
+            return type(of)(map(param, of))
+        if isinstance(of, (_CLOSED_JAXPR, jex.Jaxpr)):
+            return widened(of, narrow)
+        return wide if isinstance(of, jnp.dtype) and of == narrow else of
+
+    if isinstance(jaxpr, _CLOSED_JAXPR) and hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:
+        consts = [c.astype(wide) if is_narrow(c) else c for c in jaxpr.consts]
+        return jaxpr.replace(jaxpr=widened(jaxpr.jaxpr, narrow), consts=consts)
+    return jaxpr.replace(
+        constvars=[*map(atom, jaxpr.constvars)],
+        invars=[*map(atom, jaxpr.invars)],
+        outvars=[*map(atom, jaxpr.outvars)],
+        eqns=[
+            eqn.replace(
+                invars=[*map(atom, eqn.invars)],
+                outvars=[*map(atom, eqn.outvars)],
+                params={name: param(each) for name, each in eqn.params.items()},
+            )
+            for eqn in jaxpr.eqns
+        ],
+    )
+
+
 def named_as(eqn: Any) -> Any:
     """A context in which new equations carry the names and the user's line of an equation."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack

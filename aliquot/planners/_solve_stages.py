@@ -81,9 +81,11 @@ def solve_with(
     faster_than_s = math.inf
     try:
         found, first = _fit(method, task, priced, chain, (), helper)
-        # The search leaves out stages by their closed form, which exceeds the simulation where the
-        # stages on a submesh differ.
-        faster_than_s = max(first.step_time_s, first.closed_form_s)
+        faster_than_s = first.step_time_s
+        if first.num_submeshes < len(first.stages):
+            # The search leaves out stages by their closed form, which exceeds the simulation where
+            # the stages on a submesh differ.
+            faster_than_s = max(faster_than_s, first.closed_form_s)
         # Solved as wholes, stages take less than the sums of their layers.
         as_wholes = min(found.step_time_s / first.step_time_s, 1.0)
         worth_s = min(faster_than_s, to_beat_s / as_wholes)

@@ -55,7 +55,8 @@ def tried_counts(
             "slower, as estimated from its layers"
             if slower
             else "not searched: limit on numbers of micro-batches"
-            + ("; estimated from its layers" if promised else "")
+            + ("; a rough estimate from its layers" if promised else "")
+            + "; --micro-batches N searches one"
         ),
     )
 

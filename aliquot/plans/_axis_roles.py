@@ -75,7 +75,7 @@ class _Axis:
         over = [use for use in uses if axis in use.axes]
         gathers = [use.label for use in over if use.kind == "all-gather"]
         sums = [
-            use.label.removeprefix(_GRADIENT_OF)
+            use.label.removeprefix(_GRADIENT_OF).partition(" ")[0]
             for use in over
             if use.label.startswith(_GRADIENT_OF)
         ]

@@ -175,7 +175,7 @@ def bound(plan: Plan) -> str:
         others = (
             "" if plan.method == "auto" else f"; --method auto compares {plan.method} with others"
         )
-        given = f"{GIVEN_LAYOUT}; " if p.status == GIVEN_LAYOUT else ""
+        given = "layout given by the method; " if p.status == GIVEN_LAYOUT else ""
         return f"{given}{_bound_of_chosen(plan)}{others}"
     if p.bound_holds_for.startswith(_CLOSED_FORM):
         return _bound_of_closed_forms(plan, p.lower_bound_s)
@@ -198,7 +198,7 @@ def _bound_of_chosen(plan: Plan) -> str:
     least_s = known.get("lower_bound_s")
     if not isinstance(least_s, int | float) or not least_s:
         return "no lower bound"
-    return f"lower bound {format_seconds(least_s)} among plans of {name_on_mesh(known)} alone"
+    return f"lower bound {format_seconds(least_s)} among plans of {name_on_mesh(known)}"
 
 
 def _is_proven(plan: Plan) -> bool:
@@ -209,11 +209,12 @@ def _bound_of_closed_forms(plan: Plan, least_s: float) -> str:
     """What a bound on closed forms says of a simulated step, which may take more or less."""
     p = plan.provenance
     scope = p.bound_holds_for.removeprefix(_CLOSED_FORM)
-    how = "optimal" if _is_proven(plan) or p.gap is None else f"within {p.gap:.2%} of the best"
+    how = "best" if _is_proven(plan) or p.gap is None else f"within {p.gap:.2%} of the best"
+    parts = counted(plan.num_micro_batches, "micro-batch")
     above = plan.prediction.step_time_s / least_s - 1 if least_s else 0.0
     text = (
-        f"{how} among {scope}, by the schedule's closed form, whose least step time is"
-        f" {format_seconds(least_s)}; the simulation of all tasks gives {abs(above):.1%}"
+        f"{how} among {scope} with {parts} and {plan.schedule}: by formula none takes less than"
+        f" {format_seconds(least_s)}; simulated task by task, this plan takes {abs(above):.1%}"
         f" {'more' if above >= 0 else 'less'}"
     )
     return text if p.status in (_WITHIN_GAP, "optimal") else f"{text}; {p.status}"

@@ -100,7 +100,7 @@ class Comparison:
         if self.best is None or candidate.plan is self.best:
             return ""
         if is_same_plan(candidate.plan, self.best):
-            return f"the same plan as {self.candidates[0].method} found"
+            return f"same plan as {self.candidates[0].method}"
         return _loss(candidate.plan, self.best, self.objective)
 
     def seconds(self, candidate: Candidate) -> float:

@@ -49,9 +49,10 @@ def summarised(
     if changes.identical:
         return Text(f"{names[0]} and {names[1]} decide and predict the same.")
     parts: list[RenderableType] = [Text(_verdict(before, after, names), style="bold")]
-    if _model(before) != _model(after) or before.interface_fingerprint != (
+    are_alike = _model(before) == _model(after) and before.interface_fingerprint == (
         after.interface_fingerprint
-    ):
+    )
+    if not are_alike:
         parts = [Text(_two_models(before, after, names), style="bold")]
     parts.append(Text(""))
     heads = ("what", *names)
@@ -65,7 +66,8 @@ def summarised(
         header = (*heads, "change")[:width]
         right = (1, 2, 3) if has_change else ()
         parts.append(columns(title, header, [row[:width] for row in rows], right=right))
-    parts.append(Text(_rest(changes)))
+    if are_alike:
+        parts.append(Text(_rest(changes)))
     return Group(*parts)
 
 

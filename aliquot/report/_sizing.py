@@ -436,13 +436,14 @@ def _slack(choice: ClusterOption, by_s: float) -> Iterator[str]:
     slack = by_s / choice.training_s - 1
     error = expected_error(choice.plan)
     much = f"{slack:.0%} longer" if slack < _MANY else f"{1 + slack:.0f} times as long"
-    text = f"in time even if steps take {much}"
+    text = f"{choice.cluster} is in time even if steps take {much}"
     if error is None:
         yield f"{text}; how far predictions are off here is not known"
     elif slack <= error.error_of_90_percent:
-        yield f"{text}: less than the expected error ({error}). The choice for 1.25x is safer"
+        less = f"{text}, which is less than the expected error ({error})"
+        yield f"{less}. The choice for 1.25x is safer"
     else:
-        yield f"{text}: more than the expected error ({error})"
+        yield f"{text}, which is more than the expected error ({error})"
 
 
 def _span(seconds: float) -> str:

@@ -73,10 +73,10 @@ class Timeline:
             lines.append(f"  and {self._num_submeshes - len(shown)} more submeshes")
         weights = f", {_WEIGHTS} gradients of weights" if self._splits_backward else ""
         legend = (
-            f"  lines: submeshes; a column: {format_seconds(column_s)}",
+            f"  a line for each submesh; a column: {format_seconds(column_s)}",
             f"  0-9 forward of a micro-batch (its last digit), a-j backward of 0-9{weights}",
             f"  {_UPDATE} update, {_IDLE} waits"
-            + ("; between beginning and end the step goes on alike" if parts[1:] else ""),
+            + ("; ... leaves out the middle, which repeats" if parts[1:] else ""),
         )
         return [*lines, *legend, ""]
 
@@ -87,7 +87,9 @@ def _drawn(events: Sequence[TraceEvent], since_s: float, columns: int, column_s:
     for event in events:
         first = max(0, round((event.start_s - since_s) / column_s))
         last = min(columns, round((event.end_s - since_s) / column_s))
-        line[first:last] = [_sign(event)] * max(0, last - first)
+        # Negative ends, of tasks before what is drawn, would count from its end.
+        if first < last:
+            line[first:last] = [_sign(event)] * (last - first)
     return "".join(line)
 
 

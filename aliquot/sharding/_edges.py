@@ -36,7 +36,7 @@ class EdgeBuilder:
     edges: list[Edge] = field(default_factory=list)
     _shares: dict[Hashable, int] = field(default_factory=dict)
     _known: dict[Hashable, int] = field(default_factory=dict)
-    _parameter_of: dict[NodeId, str] = field(default_factory=dict)
+    _parameters_of: dict[NodeId, list[str]] = field(default_factory=dict)
     _copy: dict[object, int] = field(default_factory=dict)
     _casts: Mapping[int, bool] = field(default_factory=dict)
 
@@ -49,7 +49,9 @@ class EdgeBuilder:
         for item in graph.inputs:
             if item.role is Role.PARAMETER and item.output is not None:
                 node = self.naming.operand_port(graph.outputs[item.output].value).node
-                self._parameter_of.setdefault(node, wildcard(item.path))
+                paths = self._parameters_of.setdefault(node, [])
+                if wildcard(item.path) not in paths:
+                    paths.append(wildcard(item.path))
 
     def add_operator(self, op_class: int) -> None:
         """Add the edges into the operands of a product."""
@@ -120,12 +122,13 @@ class EdgeBuilder:
                 phase = Phase.UPDATE if update else Phase.FORWARD
             target = self.naming.slot_port(slot)
             gradient = self.naming.is_gradient(key)
-            parameter = self._parameter_of.get(target.node)
+            parameters = self._parameters_of.get(target.node, ()) if gradient else ()
+            more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
             self._add(
                 value_class,
                 self.naming.class_port(value_class),
                 target,
-                label=f"gradient of {parameter}" if gradient and parameter else "",
+                label=f"gradient of {parameters[0]}{more}" if parameters else "",
                 shared_as=self._sum_of(value_class) if kind == "landed" else None,
                 count=len(cuts.folding.value_members[value_class]) * cuts.times_made(value_class),
                 copies=frozenset(range(len(cuts.folding.value_members[value_class]))),

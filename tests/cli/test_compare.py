@@ -68,7 +68,8 @@ def test_methods_that_do_not_fit_are_listed_with_the_memory_they_need():
     assert found.exit_code == 1
     assert (
         "ddp: does not fit: needs" in found.stdout
-        and "of 40.0 MiB on each device, most of it" in found.stdout
+        and "on each device" in found.stdout
+        and "; 40.0 MiB is usable" in found.stdout
     )
 
 
@@ -184,7 +185,7 @@ def test_the_usual_methods_name_the_layouts_that_were_not_compared():
 def test_an_equal_plan_is_said_to_be_one():
     text = run("compare", *TINY, "--methods", "zero3,fsdp").stdout
     assert "The same plan is found by fsdp." in text
-    assert "fsdp: the same plan as zero3 found" in text
+    assert "fsdp: same plan as zero3" in text
 
 
 def test_an_objective_is_for_functions_without_gradients():

@@ -215,7 +215,6 @@ def test_bounds_are_stated_in_words(holds_for, status, gap, wanted):
 def test_a_closed_form_above_the_simulated_time_is_called_no_bound_of_it():
     slower = replace(sample_pipeline().provenance, lower_bound_s=0.022)
     text = bound(replace(sample_pipeline(), provenance=slower))
-    assert (
-        "closed form, whose least step time is 22.0 ms" in text and "tasks gives 2.3% less" in text
-    )
+    assert "by formula none takes less than 22.0 ms" in text
+    assert "simulated task by task, this plan takes 2.3% less" in text
     assert "lower bound" not in text

@@ -57,10 +57,32 @@ def test_a_first_step_of_adam_that_flips_its_sign_at_no_gradient_is_equal(planne
     assert found.is_equal and found.rounding == "bfloat16"
     flipped = next(leaf for leaf in found.leaves if leaf.path.endswith("params.shift"))
     assert flipped.relative > 0.5 and found.largest > 0.5
-    assert str(found).startswith("equal within bfloat16 rounding: largest relative difference")
-    assert str(found).endswith(
-        "no more than rounding the arguments differently changes the plain step"
+    count = len(found.leaves)
+    assert str(found).startswith(
+        f"equal: all {count} outputs agree with the plain step within bfloat16 rounding; the"
+        f" largest relative difference is {found.largest:.2e}, at "
     )
+    assert str(found).endswith(
+        "where the plain step itself changes as much if its numbers are rounded otherwise"
+    )
+
+
+def test_a_long_sum_in_16_bits_may_differ_by_what_the_plain_step_loses():
+    """Ones are added up in bfloat16: 256 and one more are 256, so that sums of parts are larger."""
+
+    def step(state, batch):
+        def turn(total, x):
+            return total + x, None
+
+        total, _ = jax.lax.scan(turn, jnp.bfloat16(0), batch["x"].astype(jnp.bfloat16))
+        return {"w": state["w"] - total.astype(jnp.float32)}
+
+    args = {"w": jnp.zeros(())}, {"x": jnp.ones((2048,), jnp.float32)}
+    graph = aq.capture(step, *args)
+    assert step(*args)["w"] == -256.0
+    for sum_of_parts, is_equal in [(256.0, True), (2048.0, True), (8192.0, False), (np.nan, False)]:
+        found = check_step(graph, [jnp.float32(-sum_of_parts)], jax.tree.leaves(args))
+        assert found.is_equal == is_equal, str(found)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.2, np.nan])
