@@ -524,3 +524,20 @@ def test_stages_that_are_alike_keep_their_own_layers():
             if path.startswith("state.params.layers")
         }
         assert layers == {path.split(".norm")[0].split(".mlp")[0] for path in kept}
+
+
+def test_a_layout_that_does_not_fit_is_told_by_the_degrees_that_were_asked_for():
+    work = gpt()
+    with pytest.raises(aq.InfeasibleError) as refused:
+        aq.plan(
+            work.train_step,
+            work.state,
+            work.batch,
+            cluster=CLUSTER,
+            method=method_by_name("megatron:dp2,tp2,pp2"),
+            num_micro_batches=2,
+            memory_limit_bytes=2**20,
+        )
+    text = " ".join(str(refused.value).split())
+    assert "No plan of layout dp2,tp2,pp2 fits 1x8 devices" in text
+    assert "The smallest, 2 stages with 2 micro-batches, needs" in text

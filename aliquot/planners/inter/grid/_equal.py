@@ -81,7 +81,7 @@ class EqualStages(AbstractInter):
             [simulated(chains, plan) for plan in worth_simulating(fitting, len(fitting))]
         )
         if best is None:
-            raise nothing_fits(plans, f"layout {self._degrees}")
+            raise nothing_fits(plans, f"plan of layout {self._degrees}", is_given=True)
         return replace(best, status=GIVEN_LAYOUT)
 
     @property

@@ -179,9 +179,11 @@ def _equal_stages(
 
 
 def nothing_fits(
-    plans: Sequence[tuple[ChainPlan, AbstractChain]], what: str = "grid"
+    plans: Sequence[tuple[ChainPlan, AbstractChain]], what: str = "grid", *, is_given: bool = False
 ) -> InfeasibleError:
-    """The error to raise if all plans need too much memory; describes the smallest plan."""
+    """The error to raise if all plans need too much memory; describes the smallest plan, but for
+    degrees that were given.
+    """
     plan, chain = min(plans, key=lambda pair: pair[0].peak_bytes)
     option = chain.options[plan.stages[0].option]
     k = max(range(plan.num_submeshes), key=lambda k: plan.submesh_bytes[k])
@@ -197,7 +199,7 @@ def nothing_fits(
     return InfeasibleError(
         f"No {what} fits {chain.num_hosts}x{chain.devices_per_host} devices"
         f" ({format_bytes(chain.memory_limit_bytes)} usable on each).\n  The smallest,"
-        f" {counted(len(plan.stages), 'stage')} of {option.name} with"
+        f" {counted(len(plan.stages), 'stage')}{'' if is_given else f' of {option.name}'} with"
         f" {counted(plan.num_micro_batches, 'micro-batch')}, needs"
         f" {format_bytes(plan.peak_bytes)} on {where}: {listed}.",
         advice=[
