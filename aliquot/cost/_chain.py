@@ -1,6 +1,7 @@
 """`Chain`: a step as a sequence of units, where a stage costs the sum of its units.
 
-Only working memory does not add up: a stage needs the maximum over its units. A chain holds the
+Only working memory does not add up: a stage needs the maximum over its units, and all that they
+recompute. A chain holds the
 figures of single units; `PrefixSums` derives those of any stretch of units in constant time.
 """
 
@@ -34,6 +35,7 @@ UNIT_FIGURES = (
     "in_flight_bytes",
     "deferred_bytes",
     "working_bytes",
+    "recomputed_bytes",
 )
 _SUMMED = (
     "forward_s",
@@ -43,6 +45,7 @@ _SUMMED = (
     "once_s",
     "state_bytes",
     "in_flight_bytes",
+    "recomputed_bytes",
 )
 
 
@@ -66,6 +69,8 @@ class Chain(AbstractChain):
         working_bytes: needed only while the unit runs; a stage needs the maximum over its units.
         deferred_bytes: arrays that one micro-batch keeps for its weight gradients in a schedule
             that defers these; by default `in_flight_bytes`.
+        recomputed_bytes: arrays that the backward pass recomputes, while a task of the stage runs:
+            a stage needs the sum over its units; by default none.
         boundary_bytes: [U], bytes of one micro-batch that cross a cut after the unit in one
             direction, summed over all devices; the mean of both directions where these differ.
             The last entry is not used.
@@ -95,10 +100,13 @@ class Chain(AbstractChain):
     inter: Link
     overlaps_transfers: bool = False
     deferred_bytes: Floats = field(default_factory=lambda: _NOT_GIVEN)
+    recomputed_bytes: Floats = field(default_factory=lambda: _NOT_GIVEN)
 
     def __post_init__(self) -> None:
         if self.deferred_bytes is _NOT_GIVEN:
             object.__setattr__(self, "deferred_bytes", self.in_flight_bytes)
+        if self.recomputed_bytes is _NOT_GIVEN:
+            object.__setattr__(self, "recomputed_bytes", np.zeros(self.working_bytes.shape))
         faults = [*_faulty_arrays(self), *_faulty_options(self)]
         if faults:
             raise InputError(
@@ -279,6 +287,7 @@ class PrefixSums:
     once_s: Floats
     state_bytes: Floats
     in_flight_bytes: Floats
+    recomputed_bytes: Floats
     last_end: Ints
     working_tables: Floats
 
@@ -307,8 +316,8 @@ class PrefixSums:
         )
 
     def working_bytes(self, options: Any, first: Any, last: Any) -> Floats:
-        """The largest working memory of the units [first, last), at least one. Arguments
-        broadcast.
+        """The largest working memory of the units [first, last), at least one, and what all of
+        them recompute. Arguments broadcast.
         """
         # Two stretches of 2**level units cover all of them, overlapping in the middle.
         # `frexp` gives the exponent of the largest power of two that is not above the length.
@@ -317,7 +326,8 @@ class PrefixSums:
             self.working_tables[level, options, first],
             self.working_tables[level, options, last - (1 << level)],
         )
-        return np.asarray(largest)
+        recomputed = self.recomputed_bytes[options, last] - self.recomputed_bytes[options, first]
+        return np.asarray(largest + recomputed)
 
     def stage_bytes(
         self, options: Any, first: Any, last: Any, in_flight: Any, chunks: int = 1

@@ -74,7 +74,7 @@ class StageFigures:
         in_flight: the most micro-batches in flight.
         state_bytes: parameters, gradients, optimizer state.
         held_bytes: arrays that all micro-batches in flight keep.
-        working_bytes: the rest, needed only while a task runs.
+        working_bytes: the rest, needed only while a task runs: also what it recomputes.
         peak_bytes: of a device; if it runs several chunks, as if all of them were like this one.
     """
 

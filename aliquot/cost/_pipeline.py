@@ -44,7 +44,7 @@ class StageCosts:
         deferred_bytes: arrays that `BACKWARD_WEIGHT` reads, held from the end of `BACKWARD_INPUT`
             to its own end; by default `in_flight_bytes`.
         handed_bytes: the part of `deferred_bytes` that `BACKWARD_INPUT` makes.
-        working_bytes: held while a task of the stage runs.
+        working_bytes: held while a task of the stage runs: also what it recomputes.
 
     Raises:
         InputError: Arrays of lengths that do not fit, or an entry below zero or not finite; the

@@ -225,6 +225,9 @@ def _stage_costs(
     state = np.array([s.costs.state_bytes for s in stages])
     state += np.where(once, [s.casts_bytes for s in stages], 0.0)
     kept = np.array([s.costs.in_flight_bytes for s in stages])
+    working = np.where(
+        once, [s.casts_working_bytes for s in stages], [s.costs.working_bytes for s in stages]
+    )
     # With data parallelism, each group holds only its own share of what enters the stage.
     entering = np.array([0.0, *entering_bytes]) / np.array([_data_parallel_size(s) for s in stages])
     return StageCosts(
@@ -234,9 +237,7 @@ def _stage_costs(
         update_s=np.array([s.costs.once_s for s in stages]),
         transfer_s=transfer_s,
         transfer_back_s=transfer_back_s,
-        # Recomputed arrays are alive for one micro-batch at a time, so they count once, as state.
-        # Where a plan names the operators to recompute, only the most alive at once counts.
-        state_bytes=state + np.where(whole, kept, worked_out),
+        state_bytes=state,
         in_flight_bytes=np.where(whole, entering, kept - freed),
         # A backward pass that is not split defers nothing.
         deferred_bytes=np.array(
@@ -245,11 +246,9 @@ def _stage_costs(
         handed_bytes=np.array(
             [s.costs.handed_bytes if s.recompute == "none" else 0.0 for s in stages]
         ),
-        working_bytes=np.where(
-            once,
-            [s.casts_working_bytes for s in stages],
-            [s.costs.working_bytes for s in stages],
-        ),
+        # Recomputed arrays are alive while the stage's backward pass runs. Where a plan names the
+        # operators to recompute, only the most alive at once counts.
+        working_bytes=working + np.where(whole, kept, worked_out),
         overlaps_transfers=overlaps_transfers,
     )
 

@@ -432,13 +432,13 @@ def _chain(costs: LayerCosts, count: int, limit_bytes: float) -> Chain:
     returning_bytes = np.array([*costs.crossing.backward_bytes, 0.0])[list(units)] * scale
     entering_bytes = np.concatenate(([0.0], leaving_bytes[:-1]))
     dp = np.array([o.dp or 1 for o in options])
-    state_bytes = figures("state_bytes")
-    # A stage that recomputes holds the activations of one micro-batch at a time, and keeps only its
-    # input for the others. Which layers begin a stage is not known yet, so each layer is charged a
-    # share of an input. Operators inside of layers are charged none, as their layer is.
+    # A stage that recomputes has the activations of one micro-batch while its backward pass runs,
+    # and keeps only its input for each. Which layers begin a stage is not known yet, so each layer
+    # is charged a share of an input. Operators inside of layers are charged none, as their layer
+    # is.
     inner = np.array([unit in step.layers.inner for unit in units])
     begun_bytes = np.where(inner, 0.0, entering_bytes)
-    state_bytes = np.where(recomputes, state_bytes + activation_bytes, state_bytes)
+    recomputed_bytes = np.where(recomputes & can_run, activation_bytes, 0.0)
     activation_bytes = np.where(
         recomputes, begun_bytes[:, None] / dp / _LAYERS_PER_STAGE, activation_bytes
     )
@@ -462,9 +462,10 @@ def _chain(costs: LayerCosts, count: int, limit_bytes: float) -> Chain:
         backward_s=backward,
         weight_gradient_s=weight_gradient,
         once_s=figures("once_s"),
-        state_bytes=state_bytes,
+        state_bytes=figures("state_bytes"),
         in_flight_bytes=activation_bytes,
         deferred_bytes=deferred_bytes,
+        recomputed_bytes=recomputed_bytes,
         working_bytes=figures("working_bytes") * scale,
         # Every micro-batch crosses a cut once in each direction.
         boundary_bytes=(

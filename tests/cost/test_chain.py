@@ -34,7 +34,7 @@ def test_any_run_of_units_is_a_lookup(seed):
             assert tables.last_end[o, i] == ends[-1]
             for j in ends[1:]:
                 kept = chain.state_bytes[i:j, o].sum() + 3 * chain.in_flight_bytes[i:j, o].sum()
-                working = chain.working_bytes[i:j, o].max()
+                working = chain.working_bytes[i:j, o].max() + chain.recomputed_bytes[i:j, o].sum()
                 assert tables.stage_bytes(o, i, j, 3) == pytest.approx(kept + working)
                 assert tables.stage_bytes(o, i, j, 3, chunks=2) == pytest.approx(
                     2 * (kept + working)

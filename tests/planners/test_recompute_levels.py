@@ -125,7 +125,7 @@ def test_later_levels_repeat_more_and_free_more():
         assert (more.in_flight_bytes[:, columns] <= more.in_flight_bytes[:, before]).all()
         assert (more.backward_s[:, columns] >= more.backward_s[:, before]).all()
         # What is kept less of each micro-batch is held once.
-        sums = more.in_flight_bytes + more.state_bytes
+        sums = more.in_flight_bytes + more.recomputed_bytes
         np.testing.assert_allclose(sums[:, columns], sums[:, plain])
 
 

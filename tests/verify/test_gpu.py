@@ -143,6 +143,36 @@ def test_a_pipeline_on_gpus_that_are_not_here(tmp_path):
         )
 
 
+def test_memory_of_chunks_of_which_some_recompute(tmp_path):
+    """Two and three of four chunks recompute; the same programs are compiled once for both plans.
+    On a device whose chunks both do, recomputed arrays of one at a time are held.
+    """
+    cluster = Cluster.preset("4xA100-40GB")
+    work = build(
+        "gpt-1.3b",
+        32,
+        overrides={"num_layers": 16, "seq_len": 1024},
+        dtype="bf16",
+        recompute="none",
+        scan=True,
+        device=cluster.device,
+    )
+    step = (work.train_step, work.state, work.batch)
+    for limit, recomputed in ((20, "RR.."), (16, "RRR.")):
+        plan = aq.plan(
+            *step,
+            cluster=cluster,
+            method=method_by_name("megatron:tp2,pp2,vpp2"),
+            num_micro_batches=4,
+            memory_limit_bytes=limit * 2**30,
+        )
+        letters = {"stage": "R", "none": "."}
+        assert "".join(letters[stage.recompute] for stage in plan.stages) == recomputed
+        found = aq.verify(plan, *step, cache=tmp_path)
+        assert found.fits
+        assert plan.prediction.peak_memory_bytes == pytest.approx(found.compiled_bytes, rel=0.05)
+
+
 @pytest.mark.parametrize(("cluster", "has_tables"), [("8xA100-40GB", False), ("8xH100", True)])
 def test_fused_attention_in_a_model_of_the_zoo(cluster, has_tables, tmp_path):
     """Key heads that queries share, in the kernel that the GPU has; no scores in memory. What its

@@ -71,6 +71,7 @@ def random_chain(
         intra=Link(latency_s=0.01, bandwidth_bytes_per_s=float(rng.uniform(2, 20))),
         inter=Link(latency_s=0.05, bandwidth_bytes_per_s=float(rng.uniform(0.5, 5))),
         overlaps_transfers=bool(rng.random() < 0.5),
+        recomputed_bytes=draw(float(rng.choice([0.0, 1.0]))),
     )
 
 
@@ -199,7 +200,9 @@ def _price(
         held = sum(
             chain.state_bytes[u, o] + kept * chain.in_flight_bytes[u, o] for u in range(i, j)
         )
-        peak.append(chunks * (held + max(chain.working_bytes[u, o] for u in range(i, j))))
+        working = max(chain.working_bytes[u, o] for u in range(i, j))
+        again = sum(chain.recomputed_bytes[u, o] for u in range(i, j))
+        peak.append(chunks * (held + working + again))
     t = [a + c for a, c in zip(f, b)]
     lay = chain.overlaps_transfers
 

@@ -89,3 +89,17 @@ def test_nothing_is_found_where_nothing_fits():
         tight = replace(chain, memory_limit_bytes=limit_bytes)
         plan = judge_stages(tight, all_of_them, NAME, num_submeshes=2)
         assert len(list(recomputing_less(tight, plan))) == count
+
+
+def test_chunks_on_the_same_devices_recompute_in_turn():
+    chain = chain_that_recomputes(8, limit_bytes=100.0)
+    again = np.array([[option.recompute == "stage" for option in chain.options]] * 8)
+    with_arrays = replace(chain, recomputed_bytes=5.0 * again)
+    stages = EqualStages(data=1, tensor=1, num_submeshes=2, chunks=4).solve([chain]).stages
+    all_of_them = [replace(stage, option=2) for stage in stages]
+    peaks = []
+    for each in (chain, with_arrays):
+        plan = judge_stages(each, all_of_them, NAME, num_submeshes=2)
+        peaks.append((*plan.submesh_bytes, simulate_stages(each, plan)[1]))
+    # A stage has one unit, and four stages share a submesh.
+    assert np.subtract(*reversed(peaks)) == pytest.approx([5.0, 5.0, 5.0])

@@ -59,6 +59,7 @@ def _slow_chain(
         in_flight_bytes=ones / devices,
         deferred_bytes=ones / devices,
         working_bytes=ones / devices,
+        recomputed_bytes=ones / devices,
         boundary_bytes=rng.uniform(0.5, 1.5, num_units),
         overlaps_transfers=False,
         intra=Link(latency_s=0.0, bandwidth_bytes_per_s=1e3),
