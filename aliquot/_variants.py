@@ -185,7 +185,7 @@ def plan_variants(
         if best and least_compute_s(task(variant).problem(1)) >= to_beat_s:
             tried.append(
                 _tried(
-                    variant, outcome="slower: its compute alone takes as long as the chosen plan"
+                    variant, outcome="slower: its compute alone takes longer than the chosen plan"
                 )
             )
             continue

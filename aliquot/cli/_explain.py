@@ -95,7 +95,8 @@ def priced_alternatives(
         return (
             (),
             (
-                "Alternatives are not priced: that is there for plans without stages. Compare plans"
+                "Alternatives are not priced: other splits of single arrays are, for plans without"
+                " stages. Compare plans"
                 " with aliquot diff."
             ),
         )

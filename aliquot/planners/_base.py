@@ -29,6 +29,10 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 """Called as `progress(what, done, of)` while a method searches."""
 
 
+# Parts of a state of which less than this share is made, such as counters, are not listed.
+_NEGLIGIBLE = 1e-6
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One mesh (or method) that was tried: its bound and, if it was solved, its step time."""
@@ -209,7 +213,11 @@ class Task:
         by_size = sorted(self.state_bytes.items(), key=lambda part: -part[1])
         parts = {name: size / devices for name, size in by_size if size}
         least_bytes = sum(parts.values())
-        listed = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items())
+        listed = ", ".join(
+            f"{format_bytes(size)} {name}"
+            for name, size in parts.items()
+            if size > _NEGLIGIBLE * least_bytes
+        )
         raise InfeasibleError(
             f"No plan fits {self.cluster.name} ({format_bytes(limit_bytes)} usable on each"
             " device).\n  What must stay in memory from step to step needs"

@@ -26,6 +26,7 @@ _METHODS = {
     " sequence and ZeRO-style splits together)",
     "blocks": "as shard, with one decision for all products through which a split passes without"
     " communication",
+    "pipeshard": "pipeline stages, each planned as by shard, or no pipeline where that is faster",
     "program": "one program without pipeline stages, the fastest of dp, zero2, zero3 and shard",
 }
 
@@ -85,7 +86,13 @@ def _tried(plan: Plan, most: int) -> Section:
         (_number(c.get("step_time_s")), _told(plan, c, number == chosen))
         for number, c in enumerate(plan.provenance.candidates)
     ]
-    priced.sort(key=lambda pair: float("inf") if pair[0] is None else pair[0])
+    # What was not searched may promise less than the plan, and is none.
+    priced.sort(
+        key=lambda pair: (
+            str(pair[1].get("outcome", "")).startswith("not searched"),
+            float("inf") if pair[0] is None else pair[0],
+        )
+    )
     rows = [
         (
             str(candidate.get("name", "")),

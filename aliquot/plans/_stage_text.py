@@ -58,7 +58,7 @@ def stage_table(plan: Plan) -> Section:
         right=(0, *range(first, len(header))),
         parts=(
             ("Stages", tuple(range(first))),
-            ("What they take (predicted)", (0, *range(first, len(header)))),
+            ("Time and memory of each stage (predicted)", (0, *range(first, len(header)))),
         ),
         remarks=tuple(_remarks(plan)),
     )

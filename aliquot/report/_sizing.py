@@ -147,8 +147,8 @@ def batch_table(search: BatchSearch) -> Group:
         end = f"; {largest.global_batch + search.unit} does not fit"
     elif largest.num_micro_batches > 1:
         end = (
-            f", by gradient accumulation over {largest.num_micro_batches} micro-batches of"
-            f" {largest.micro_batch}; larger ones need more of these, and were not tried"
+            f", in {largest.num_micro_batches} accumulated micro-batches of {largest.micro_batch};"
+            " larger batches take more micro-batches, and were not tried"
         )
     at_once = [t for t in search.trials if t.plan and t.num_micro_batches == 1]
     if at_once and largest.num_micro_batches > 1:
@@ -163,7 +163,7 @@ def batch_table(search: BatchSearch) -> Group:
     if enough.global_batch < fastest.global_batch:
         share = enough.examples_per_s / fastest.examples_per_s
         rate += f"; {enough.global_batch} reaches {share:.1%} of it"
-    lines.append(Text(f"  batch of highest throughput    {fastest.global_batch}, {rate}"))
+    lines.append(Text(f"  highest throughput of these    {fastest.global_batch}, {rate}"))
     lines.append(Text(""))
     rows = [
         (
@@ -367,7 +367,7 @@ def sizing_table(sizing: Sizing) -> Group:
                 if option
                 else "none that was tried meets the deadline"
             )
-            lines.append(Padding(Text(f"{slower:g}x: {text}"), (0, 0, 0, 2)))
+            lines.append(Padding(Text(f"{slower:g}x as long: {text}"), (0, 0, 0, 2)))
     lines.append(Text(""))
     priced = any(o.cost is not None for o in sizing.options)
     unit = f" ({money})" if money else ""

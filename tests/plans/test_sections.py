@@ -84,9 +84,28 @@ def test_names_of_methods_that_say_nothing_are_explained_below_the_table():
     candidates = tuple({"name": name, "step_time_s": 0.1, "outcome": "slower"} for name in shown)
     plan = sample_plan(provenance=replace(PROVENANCE, candidates=candidates))
     remarks = next(iter(sections(plan, EXPLAINED))).remarks
-    assert [text.partition(":")[0] for text in remarks] == ["shard", "blocks"]
+    assert [text.partition(":")[0] for text in remarks] == [
+        "shard",
+        "pipeshard",
+        "blocks",
+    ]
     assert f"  {remarks[0]}" in describe(plan).splitlines() and remarks[0] in page(plan)
     assert not next(iter(sections(PLANS["program"], EXPLAINED))).remarks
+
+
+def test_what_was_not_searched_comes_last_whatever_it_promises():
+    candidates = (
+        {"name": "shard", "step_time_s": 0.2, "outcome": "slower"},
+        {
+            "name": "pipeshard, 8 micro-batches",
+            "step_time_s": 0.1,
+            "outcome": "not searched: limit",
+        },
+        {"name": "zero3", "step_time_s": None, "outcome": "does not fit"},
+    )
+    plan = sample_plan(provenance=replace(PROVENANCE, candidates=candidates))
+    rows = next(iter(sections(plan, EXPLAINED))).rows
+    assert [row[0] for row in rows] == ["shard", "zero3", "pipeshard, 8 micro-batches"]
 
 
 def test_notes_that_are_left_out_are_counted():

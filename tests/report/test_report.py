@@ -382,7 +382,10 @@ def test_the_largest_batch_of_one_pass_and_one_that_is_fast_enough_are_named():
     lines = str(found).splitlines()
     assert "  largest batch in one pass      128" in lines
     assert any(
-        line.startswith("  largest batch tried that fits  256, by gradient") for line in lines
+        line.startswith(
+            "  largest batch tried that fits  256, in 2 accumulated micro-batches of 128"
+        )
+        for line in lines
     )
     (fastest,) = (line for line in lines if "highest throughput" in line)
     assert "256," in fastest and fastest.endswith("; 128 reaches 99.2% of it")
