@@ -213,7 +213,7 @@ def _bound_of_closed_forms(plan: Plan, least_s: float) -> str:
     parts = counted(plan.num_micro_batches, "micro-batch")
     above = plan.prediction.step_time_s / least_s - 1 if least_s else 0.0
     text = (
-        f"{how} among {scope} with {parts} and {plan.schedule}: by formula none takes less than"
+        f"{how} with {parts} and {plan.schedule} among {scope}: by formula none takes less than"
         f" {format_seconds(least_s)}; simulated task by task, this plan takes {abs(above):.1%}"
         f" {'more' if above >= 0 else 'less'}"
     )

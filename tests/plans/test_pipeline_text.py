@@ -69,7 +69,7 @@ gpt-10m: pipeshard, 4 stages on 2 devices each of 8xH100, 1f1b
   throughput             5953 tokens/s; predicted from NVIDIA H100 data sheet
   expected error         of step times: median 2%, 90th percentile 16%, over 18 published pipelines held out of the fit
   largest costs          compute 57%; pipeline bubble 42%
-  bound                  best among all stages with 4 micro-batches and 1f1b: by formula none takes less than 20.0 ms;
+  bound                  best with 4 micro-batches and 1f1b among all stages: by formula none takes less than 20.0 ms;
                          simulated task by task, this plan takes 7.5% more
   memory (predicted)     6.5 GiB on each device, 10% of the limit of 65.2 GiB; peak at stage 0, with 2 micro-batches in
                          flight
