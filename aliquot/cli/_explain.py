@@ -94,11 +94,7 @@ def priced_alternatives(
     if is_pipeline(plan):
         return (
             (),
-            (
-                "Alternatives are not priced: other splits of single arrays are, for plans without"
-                " stages. Compare plans"
-                " with aliquot diff."
-            ),
+            ("Alternatives are not priced for plans with stages. Compare plans with aliquot diff."),
         )
     from ._model import rebuild, unnamed, user_code
 

@@ -94,14 +94,14 @@ class StepCheck:
             )
         worst = self.worst
         text = (
-            f"equal: all {len(self.leaves)} outputs agree with the plain step within"
-            f" {self.rounding} rounding; the largest relative difference is"
-            f" {worst.relative:.2e}, at {worst.path or 'the result'}"
+            f"equal: all {len(self.leaves)} outputs agree with the plain step as closely as"
+            f" {self.rounding} allows; the largest relative difference is {worst.relative:.2e}, at"
+            f" {worst.path or 'the result'}"
         )
         if worst.largest > _tolerance(self.rounding) * worst.magnitude:
             text += (
-                f" of at most {worst.magnitude:.1e}, where the plain step itself changes as much if"
-                " its numbers are rounded otherwise"
+                f" (values up to {worst.magnitude:.1e}), where rounding alone changes the plain"
+                " step by as much"
             )
         return text
 

@@ -19,7 +19,7 @@ from ....cost import (
     find_stage_faults,
     judge_stages,
 )
-from ....plans import SCHEDULES
+from ....plans import SCHEDULES, name_of_part
 from ..._helper import HelperProcess
 from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
 from .._less_recomputed import recomputing_less
@@ -194,7 +194,7 @@ def nothing_fits(
         "activations in flight": sum(f.held_bytes for f in mine),
         "working memory": max(f.working_bytes for f in mine),
     }
-    listed = ", ".join(f"{format_bytes(v)} {name}" for name, v in parts.items())
+    listed = ", ".join(f"{format_bytes(v)} {name_of_part(name)}" for name, v in parts.items())
     where = f"stage {k}" if len(mine) == 1 else f"submesh {k}"
     return InfeasibleError(
         f"No {what} fits {chain.num_hosts}x{chain.devices_per_host} devices"
