@@ -310,7 +310,7 @@ def test_recomputed_runs_wait_for_their_gradients(tmp_path):
     )
     held = before.stages[0].prediction
     each = held.memory_bytes["activations in flight"] / held.in_flight / 3
-    more = [p.stages[0].prediction.memory_bytes["state"] for p in (before, plan)]
+    more = [p.stages[0].prediction.memory_bytes["working memory"] for p in (before, plan)]
     assert 0 < more[1] - more[0] < 1.5 * each
     work = zoo.build(**plan.model.settings)
     step = apply_plan(plan, capture(work.train_step, work.state, work.batch))

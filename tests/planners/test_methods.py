@@ -133,7 +133,7 @@ def test_layouts_that_were_given_are_not_called_optimal(plans):
         found = plans(name).provenance
         assert (found.status, found.lower_bound_s, found.gap) == ("given", None, None)
         (bound,) = (text for title, text in fact_rows(plans(name)) if title == "bound")
-        assert bound.startswith("given; ")
+        assert bound.startswith("layout given by the method; ")
     assert plans("shard").provenance.status.startswith("optimal")
 
 
