@@ -222,7 +222,7 @@ def plan_variants(
             searches = isinstance(how, (Auto, WholeProgram))
             outcome = "no faster plan fits" if best and searches else "does not fit"
             if best and not searches and best.num_micro_batches == len(best.stages) == 1:
-                outcome += " with the whole batch at once; --micro-batches auto searches parts"
+                outcome += " with the whole batch at once; --micro-batches auto tries smaller ones"
             is_late = isinstance(error, TimeLimitError)
             tried.append(_tried(variant, outcome="not found in time" if is_late else outcome))
         except KeyboardInterrupt as stopped:

@@ -1,8 +1,8 @@
 """`Chain`: a step as a sequence of units, where a stage costs the sum of its units.
 
 Only working memory does not add up: a stage needs the maximum over its units, and all that they
-recompute. A chain holds the
-figures of single units; `PrefixSums` derives those of any stretch of units in constant time.
+recompute. A chain holds the figures of single units; `PrefixSums` derives those of any stretch of
+units in constant time.
 """
 
 from __future__ import annotations

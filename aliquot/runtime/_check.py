@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -169,7 +170,10 @@ def check_step(graph: Graph, results: Sequence[Any], arguments: Sequence[Any]) -
         rounded = [_rounded_otherwise(leaf, found.rounding, random) for leaf in arguments]
         checked = _allowing(checked, found, plain_results(graph, rounded), wanted)
     if not checked.is_equal and found.rounding in ("bfloat16", "float16"):
-        checked = _allowing(checked, found, wide_results(graph, arguments, found.rounding), wanted)
+        # Not every step exists in float32: cuDNN's attention does not, nor do casts of single bits.
+        with contextlib.suppress(Exception):
+            wide = wide_results(graph, arguments, found.rounding)
+            checked = _allowing(checked, found, wide, wanted)
     return checked
 
 

@@ -83,6 +83,18 @@ def test_a_long_sum_in_16_bits_may_differ_by_what_the_plain_step_loses():
         assert found.is_equal == is_equal, str(found)
 
 
+def test_a_step_that_does_not_exist_in_float32_is_compared_all_the_same():
+    def step(state, batch):
+        halves = (state["w"] * batch["x"]).astype(jnp.bfloat16)
+        bits = jax.lax.bitcast_convert_type(halves, jnp.uint16)
+        return {"w": (bits + jnp.arange(8, dtype=jnp.uint16)).astype(jnp.float32)}
+
+    args = {"w": jnp.ones((8,))}, {"x": jnp.arange(1.0, 9.0)}
+    graph, (wanted,) = aq.capture(step, *args), jax.tree.leaves(step(*args))
+    for factor, is_equal in [(1.0, True), (1.5, False)]:
+        assert check_step(graph, [wanted * factor], jax.tree.leaves(args)).is_equal == is_equal
+
+
 @pytest.mark.parametrize("factor", [0.5, 1.2, np.nan])
 @pytest.mark.parametrize("path", ["moments.w", "loss", "right"])
 def test_what_rounding_does_not_explain_is_named(planned, path, factor):
