@@ -18,6 +18,7 @@ from . import _jax_compat as compat
 from ._types import Block, Graph, Literal, Memory, Operand, Value
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_SET = re.compile(r"(?<=set\(\{)[^{}]*(?=\}\))")
 
 
 def interface_fingerprint(graph: Graph) -> str:
@@ -173,8 +174,10 @@ class _Texts:
             return f"partial({self.of(value.func)},{self.of(value.args)},{self.of(value.keywords)})"
         if isinstance(value, type) or hasattr(value, "__qualname__"):
             return f"{value.__module__}.{value.__qualname__}"
-        # Objects without their own `repr` show their address, which differs between processes.
-        return _ADDRESS.sub("", repr(value))
+        # Objects without their own `repr` show their address, which differs between processes, as
+        # does the order of a set that they hold, such as the names of a remat policy.
+        text = _ADDRESS.sub("", repr(value))
+        return _SET.sub(lambda found: ", ".join(sorted(found[0].split(", "))), text)
 
     def _jaxpr(self, value: Any) -> str:
         """Digest of a jaxpr that an operator holds, such as the sum inside a scatter."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from graph.step_base import batch, mlp_params, mse, sgd
 from graph.steps import STEPS, shapes
+from jax.ad_checkpoint import checkpoint_name
 
 from aliquot.graph import (
     capture,
@@ -27,19 +28,31 @@ from aliquot.graph import (
 NAMES = ["convolution", "nnx_in_place", "scan_layers_remat", "while_and_cond"]
 PROGRAM = """
 from graph.steps import STEPS, shapes
+from jax.ad_checkpoint import checkpoint_name
 from aliquot.graph import capture, graph_fingerprint, interface_fingerprint
 for name in {names!r}:
     step = STEPS[name]()
     graph = capture(step.fn, *shapes(step.args), **step.kwargs)
     print(interface_fingerprint(graph), graph_fingerprint(graph))
-from graph.test_fingerprint import lines_of_init
-print(*lines_of_init(), sep="\\n")
+from graph.test_fingerprint import lines_of_init, of_a_policy_of_names
+print(*lines_of_init(), of_a_policy_of_names(), sep="\\n")
 """
 
 
 def prints(fn, *args):
     graph = capture(fn, *args)
     return interface_fingerprint(graph), graph_fingerprint(graph)
+
+
+def of_a_policy_of_names():
+    """A remat policy holds the names that are saved as a set of strings."""
+    names = (f"name {k}" for k in range(8))
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    def layer(x):
+        return jnp.sin(checkpoint_name(jnp.sin(x), "name 0"))
+
+    return graph_fingerprint(capture(jax.grad(lambda x: layer(x).sum()), jnp.ones(4)))
 
 
 def test_equal_in_every_process():
@@ -57,7 +70,7 @@ def test_equal_in_every_process():
     for name in NAMES:
         step = STEPS[name]()
         here.append(" ".join(prints(step.fn, *shapes(step.args))) + "\n")
-    assert there == "".join(here) + "\n".join(lines_of_init()) + "\n"
+    assert there == "".join(here) + "\n".join([*lines_of_init(), of_a_policy_of_names()]) + "\n"
 
 
 def init(key, scale=0.5, held=1.0):
