@@ -10,6 +10,9 @@ GPU_COMPILER := $(VENV)/gpu-compiler
 BROWSER := $(VENV)/browser
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# Tests and commands start many processes of Python, which would each compile all modules again: half of their start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all version-test verify-test page-test pictures lint bench bench-small docs clean versions
 
