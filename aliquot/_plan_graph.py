@@ -214,11 +214,18 @@ def plan_captured(
     verify: bool = False,
     limit: TimeLimit | None = None,
     progress: Progress | None = None,
+    like: Task | None = None,
 ) -> Plan:
-    """See `plan`; `started` is the time at which tracing of the step began."""
-    task = Task(
-        graph=graph,
-        cluster=cluster or Cluster.detect(),
+    """See `plan`.
+
+    Args:
+        started: the time at which tracing of the step began.
+        like: a task of the same graph, whose problems need not be made again.
+    """
+    where = cluster or Cluster.detect()
+    task = replace(
+        like or Task(graph=graph, cluster=where),
+        cluster=where,
         num_micro_batches=num_micro_batches,
         tries_counts=tries_counts,
         semantics=micro_batch_semantics,

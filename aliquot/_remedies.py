@@ -26,7 +26,6 @@ from .planners import (
     PipeshardParallel,
     Progress,
     ShardParallel,
-    Task,
     WholeProgram,
 )
 from .plans import ModelReference, Plan, examples_per_step
@@ -156,8 +155,7 @@ def remedies_for(
 
         return Attempt(change=change, make=make)
 
-    graph, _ = variants[-1].traced()
-    task = Task(graph=graph, cluster=cluster, memory_limit_bytes=memory_limit_bytes)
+    task = variants[-1].task(cluster, memory_limit_bytes=memory_limit_bytes)
     # All devices together must hold the state under any plan.
     may_fit = task.holds_state
     given = num_micro_batches or getattr(method, "num_micro_batches", None)

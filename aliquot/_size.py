@@ -13,7 +13,7 @@ from ._variants import Method, Variant, Variants, plan_variants
 from .cluster import Cluster, HostPrice, wire
 from .core import InfeasibleError, InputError, counted
 from .graph import Role
-from .planners import Progress, Task, least_compute_s
+from .planners import Progress, least_compute_s
 from .plans import ModelReference, examples_per_step, tokens_per_step
 from .report import ClusterOption, Sizing, sorted_options
 
@@ -306,7 +306,7 @@ def _counts(
             " whole training run, such as --tokens 2T."
         )
     steps = tokens / of_step
-    alone = Task(graph=graph, cluster=wire(f"1x1x{device}", device, 1, 1))
+    alone = variant.task(wire(f"1x1x{device}", device, 1, 1))
     one_host_s = steps * least_compute_s(alone.problem(1)) / each
     divide = [n for n in range(1, max_hosts + 1) if not examples or examples % n == 0]
     return [n for n in divide if one_host_s / n <= by_s] or divide[-1:], one_host_s

@@ -52,6 +52,7 @@ class Variant:
     model: ModelReference | None = None
     name: str = ""
     _traced: list[tuple[Graph, float]] = field(default_factory=list, init=False, repr=False)
+    _tasks: list[Task] = field(default_factory=list, init=False, repr=False)
 
     @property
     def title(self) -> str:
@@ -65,6 +66,15 @@ class Variant:
             graph = capture(self.step, *self.args, **self.kwargs)
             self._traced.append((graph, time.perf_counter() - started))
         return self._traced[0]
+
+    def task(self, cluster: Cluster, **options: Any) -> Task:
+        """The task of planning it for a cluster, with other fields of `Task`. Its problems are made
+        once for all such tasks.
+        """
+        graph, _ = self.traced()
+        if not self._tasks:
+            self._tasks.append(Task(graph=graph, cluster=cluster))
+        return replace(self._tasks[0], cluster=cluster, **options)
 
 
 Variants: TypeAlias = tuple[Variant, ...]
@@ -159,12 +169,12 @@ def plan_variants(
     """
     started = time.perf_counter()
     where, how = cluster or Cluster.detect(), method or Auto()
-    limit_bytes = options.get("memory_limit_bytes")
+    names = ("memory_limit_bytes", "on_missing_rule")
+    given = {name: options[name] for name in names if name in options}
 
     @functools.cache
     def task(variant: Variant) -> Task:
-        graph, _ = variant.traced()
-        return Task(graph=graph, cluster=where, memory_limit_bytes=limit_bytes)
+        return variant.task(where, **given)
 
     def can_fit(variant: Variant) -> bool:
         """False if the whole batch is too large, or what all variants keep from step to step."""
@@ -205,6 +215,7 @@ def plan_variants(
         try:
             found = plan_graph(
                 graph,
+                like=task(variant),
                 started=since,
                 trace_s=trace_s,
                 cluster=where,

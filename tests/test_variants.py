@@ -15,6 +15,8 @@ from command_line import refused, run
 
 import aliquot as aq
 from aliquot import _variants
+from aliquot.cost import make_problem
+from aliquot.planners import _base
 from aliquot.plans import ModelReference, Plan
 
 CLUSTER = aq.Cluster.preset("1x2xV100-32GB")
@@ -80,6 +82,32 @@ def test_the_seconds_of_a_search_are_those_of_all_ways():
     p = fastest().provenance
     elapsed_s = time.perf_counter() - started
     assert 0.8 * elapsed_s < p.trace_s + p.search_s <= elapsed_s
+
+
+def test_no_problem_of_a_way_is_made_twice(monkeypatch):
+    """Neither while ways are compared, nor by other methods, clusters and limits."""
+    made = []
+
+    def counted(graph, cluster, **options):
+        made.append((id(options["whole"]), options["num_micro_batches"]))
+        return make_problem(graph, cluster, **options)
+
+    monkeypatch.setattr(_base, "make_problem", counted)
+    variants = tuple(
+        _variants.Variant(step=step, args=args) for step, *args in (build(**way) for way in WAYS)
+    )
+    larger = aq.Cluster.preset("1x4xV100-32GB")
+    limit_bytes = 16e9
+    for options in (
+        {"cluster": CLUSTER, "method": aq.DataParallel()},
+        {"cluster": CLUSTER, "method": aq.Zero3Parallel(), "num_micro_batches": 2},
+        {"cluster": larger, "method": aq.ShardParallel(), "time_limit_s": 60.0},
+        {"cluster": CLUSTER, "method": aq.Zero2Parallel(), "memory_limit_bytes": limit_bytes},
+    ):
+        plan = _variants.plan_variants(variants, **options)
+        assert plan.cluster["name"] == options["cluster"].name
+    assert plan.prediction.memory_limit_bytes == limit_bytes
+    assert len(made) == len(set(made)) and (id(variants[0].traced()[0]), 1) in made
 
 
 def test_any_number_of_ways_in_their_order(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,6 +168,11 @@ class Task:
     memory_limit_bytes: float | None = None
     may_idle: bool = True
     progress: Progress | None = None
+    # Problems take long to make and differ between clusters and limits only in these, so tasks made
+    # from one another by `replace` share them.
+    _made: dict[tuple[Any, ...], tuple[Problem, Mapping[str, str]]] = field(
+        default_factory=dict, repr=False
+    )
     _problems: dict[int, tuple[Problem, Mapping[str, str]]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -241,12 +246,7 @@ class Task:
             subcluster(whole, (num_hosts, whole.devices_per_host)),
             name=f"{num_hosts} of the {whole.num_hosts} hosts of {whole.name}",
         )
-        task = replace(self, cluster=part)
-        # Problems take long to make and differ here only in their cluster, so known ones are
-        # reused.
-        for count, (problem, combine) in self._problems.items():
-            task._problems[count] = replace(problem, cluster=part), combine
-        return task
+        return replace(self, cluster=part)
 
     def problem(self, num_micro_batches: int) -> Problem:
         """The problem of planning the step as one program, in the given number of micro-batches.
@@ -262,26 +262,32 @@ class Task:
 
     def _problem(self, count: int) -> tuple[Problem, Mapping[str, str]]:
         if count not in self._problems:
-            part, combine = self.graph, dict[str, str]()
-            if count != 1 or self.semantics not in SEMANTICS:
-                cut = plan_micro_batches(
-                    self.graph,
-                    count,
-                    semantics=self.semantics,
-                    on_missing_rule=self.on_missing_rule,
-                )
-                part, combine = cut.part, cut.combine
-            problem = make_problem(
-                part,
-                self.cluster,
-                num_micro_batches=count,
-                memory_limit_bytes=self.memory_limit_bytes,
-                on_missing_rule=self.on_missing_rule,
-                whole=self.graph,
-                semantics=self.semantics,
+            key = count, self.semantics, self.on_missing_rule, self.cluster.device
+            if key not in self._made:
+                self._made[key] = self._make(count)
+            problem, combine = self._made[key]
+            of_task = replace(
+                problem, cluster=self.cluster, memory_limit_bytes=float(self.limit_bytes)
             )
-            self._problems[count] = problem, combine
+            self._problems[count] = of_task, combine
         return self._problems[count]
+
+    def _make(self, count: int) -> tuple[Problem, Mapping[str, str]]:
+        part, combine = self.graph, dict[str, str]()
+        if count != 1 or self.semantics not in SEMANTICS:
+            cut = plan_micro_batches(
+                self.graph, count, semantics=self.semantics, on_missing_rule=self.on_missing_rule
+            )
+            part, combine = cut.part, cut.combine
+        problem = make_problem(
+            part,
+            self.cluster,
+            num_micro_batches=count,
+            on_missing_rule=self.on_missing_rule,
+            whole=self.graph,
+            semantics=self.semantics,
+        )
+        return problem, combine
 
 
 def faster(one: Decision | None, other: Decision | None) -> Decision | None:
