@@ -33,7 +33,8 @@ class PhaseCosts:
         host_transfer_s: copies between device and host memory in a whole step; the passes above
             wait for those that do not run beside compute, as `host_hidden_s` of it do.
         host_state_bytes, host_in_flight_bytes: the same as the next two, in host memory.
-        state_bytes: parameters, optimizer state, gradients.
+        state_bytes: parameters, optimizer state, gradients; `stacked_bytes` of them are gradients
+            of one micro-batch, which a loop stacks before they are added to the totals.
         in_flight_bytes: arrays that a micro-batch keeps from its forward to its backward pass,
             including inputs that both passes read, except those of the batch.
         deferred_bytes: arrays that it keeps for deferred weight gradients until these are computed;
@@ -56,6 +57,7 @@ class PhaseCosts:
     host_state_bytes: float
     host_in_flight_bytes: float
     state_bytes: float
+    stacked_bytes: float
     in_flight_bytes: float
     deferred_bytes: float
     handed_bytes: float
@@ -117,7 +119,7 @@ def phase_costs(
     seconds = compute + communication + exposed
     model = known_memory(priced, picks) if model is None else model
     # This peak is for one micro-batch in flight; the schedule adds the others.
-    peak, _, parts = peak_memory(model, priced, picks)
+    peak, moment, parts = peak_memory(model, priced, picks)
     state = sum(v for k, v in parts.items() if k in _STATE)
     kept = _in_flight_bytes(model, picks, graph)
     forward, handed = _held_bytes(priced, picks)
@@ -138,6 +140,7 @@ def phase_costs(
         host_state_bytes=host_state,
         host_in_flight_bytes=max(0.0, host_peak - host_state),
         state_bytes=state,
+        stacked_bytes=_stacked_bytes(model, picks, moment) if priced.repeats > 1 else 0.0,
         in_flight_bytes=kept,
         deferred_bytes=min(forward, kept) + handed,
         handed_bytes=handed,
@@ -162,6 +165,18 @@ def _held_bytes(priced: Priced, picks: Ints) -> tuple[float, float]:
             )
         held_bytes[item.handed] += item.num_bytes / num_shards
     return held_bytes[0], held_bytes[1]
+
+
+def _stacked_bytes(model: MemoryModel, picks: Ints, moment: int) -> float:
+    """Bytes on a device of gradients of one micro-batch that a loop stacks, at a moment."""
+    end = model.num_times - 1
+    return sum(
+        float(local[picks[r.node]] if r.node >= 0 else local[0])
+        * int(np.count_nonzero((r.births <= moment) & (moment <= r.deaths) & (r.deaths < end)))
+        for r, local in zip(model.residents, model.local_bytes, strict=True)
+        # Totals are alive to the end.
+        if r.stacked and r.category == "gradients"
+    )
 
 
 def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:

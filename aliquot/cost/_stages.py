@@ -222,10 +222,12 @@ def _stage_costs(
     # A stage that recomputes does not split its backward pass, because both halves would need the
     # recomputed arrays.
     deferrable = np.array([s.costs.deferrable_s if s.recompute == "none" else 0.0 for s in stages])
-    state = np.array([s.costs.state_bytes for s in stages])
+    # Of stages on the same devices one runs at a time, and only that one stacks gradients.
+    stacked = np.array([s.costs.stacked_bytes for s in stages])
+    state = np.array([s.costs.state_bytes for s in stages]) - stacked
     state += np.where(once, [s.casts_bytes for s in stages], 0.0)
     kept = np.array([s.costs.in_flight_bytes for s in stages])
-    working = np.where(
+    working = stacked + np.where(
         once, [s.casts_working_bytes for s in stages], [s.costs.working_bytes for s in stages]
     )
     # With data parallelism, each group holds only its own share of what enters the stage.

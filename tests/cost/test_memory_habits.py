@@ -24,7 +24,7 @@ from aliquot.cost import (
 from aliquot.cost.memory import find_storage
 from aliquot.graph import Phase, fold
 from aliquot.planners import DataParallel, Megatron, Zero2Parallel, Zero3Parallel
-from aliquot.sharding import _rows
+from aliquot.sharding import _rows, plan_micro_batches
 from aliquot.sharding._cuts import cut
 
 
@@ -55,12 +55,6 @@ HABITS = {
         {"recompute": "none"},
         DataParallel(),
         False,
-    ),
-    "loops' results are zeroed early": (
-        {"zeroes_early": False},
-        {"scan": True},
-        DataParallel(),
-        True,
     ),
     "parameters are gathered ahead": (
         {"gathered_ahead": 0.0},
@@ -114,6 +108,38 @@ def test_a_habit_moves_the_peak(name, monkeypatch):
     usual = peak(*given)
     monkeypatch.setitem(TARGETS, "gpu", dataclasses.replace(TARGETS["gpu"], **without))
     assert (usual > peak(*given) * 1.01) if higher else (usual * 1.01 < peak(*given))
+
+
+def test_loops_results_are_zeroed_early_only_where_latency_is_hidden():
+    """Elsewhere they are zeroed when the loss, with its logits, is done: memory is saved."""
+    work = workload(scan=True)
+    graph = aq.capture(work.train_step, work.state, work.batch)
+    begin = next(op.index for op in graph.ops if op.phase is Phase.BACKWARD and op.trips > 1)
+    for cluster, early in (("4xH100", True), ("4xA100-80GB", False)):
+        found = residents_for(cluster, work.train_step, work.state, work.batch)
+        births = {int(r.births[0]) for r in found if r.stacked and r.category == "gradients"}
+        assert births and all(birth < begin for birth in births) is early
+
+
+def test_gradients_of_a_turn_of_a_loop_are_computed_at_its_end():
+    """The array that the last product of a layer reads is read again, for the weight's gradient,
+    after all gradients of activations.
+    """
+    work = workload(scan=True)
+    graph = aq.capture(work.train_step, work.state, work.batch)
+    products = [
+        op
+        for op in graph.ops
+        if op.name == "dot_general" and op.phase is Phase.BACKWARD and op.trips > 1
+    ]
+    shapes = [graph.values[op.outputs[0]].shape for op in products]
+    of_weight = products[shapes.index((256, 64))]
+    of_activations = [op for op, s in zip(products, shapes, strict=True) if s == (8, 32, 64)]
+    assert of_weight.index < of_activations[-1].index
+    for cluster in ("4xH100", "4xA100-80GB"):
+        target = target_for(Cluster.preset(cluster).device)
+        last_use = find_storage(cut(graph, fold(graph), "infer"), target).last_use
+        assert max(last_use[i] for i in of_weight.inputs) > of_activations[-1].index
 
 
 # The same for TPUs: the target without the habit, a step, micro-batches, and whether the habit
@@ -238,24 +264,35 @@ def test_tpus_store_operands_of_products_as_bfloat16(precision):
     assert sizes("4xA100-80GB") == {whole}
 
 
-def held(cluster: str, method, **settings):
+def held(cluster: str, method, num_micro_batches=1, **settings):
     """What a plan holds in more than one split, or for longer than it is used: conversions, their
     bytes, and their edges.
     """
     work = workload(**({"recompute": "block", "hidden_size": 256} | settings))
     plan = aq.plan(
-        work.train_step, work.state, work.batch, cluster=Cluster.preset(cluster), method=method
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=Cluster.preset(cluster),
+        method=method,
+        num_micro_batches=num_micro_batches,
     )
-    problem = make_problem(
-        aq.capture(work.train_step, work.state, work.batch), Cluster.preset(cluster)
-    )
+    graph = aq.capture(work.train_step, work.state, work.batch)
+    if num_micro_batches > 1:
+        graph = plan_micro_batches(graph, num_micro_batches).part
+    problem = make_problem(graph, Cluster.preset(cluster), num_micro_batches=num_micro_batches)
     choices = decode_interior(plan.stages[0], problem.nodes)
     mesh = LogicalMesh(
         shape=plan.stages[0].mesh_shape,
         axis_names=plan.stages[0].axis_names,
         cluster=Cluster.preset(cluster),
     )
-    priced = price(problem, mesh, repeats=1, choices=[np.array([c], np.int64) for c in choices])
+    priced = price(
+        problem,
+        mesh,
+        repeats=num_micro_batches,
+        choices=[np.array([c], np.int64) for c in choices],
+    )
     picks = np.zeros(len(choices), np.int64)
     found = converted(known_memory(priced, picks), priced, picks)
     return [(c, num_bytes, problem.nodes.edges[c.edges[0]]) for c, num_bytes in found]
@@ -280,6 +317,39 @@ def test_products_whose_results_exceed_their_operands_run_last():
     assert waiting_bytes("4xA100-80GB", DataParallel(), sequences=512) == 0
     # Where latency is hidden these products wait whatever they take.
     assert waiting_bytes("4xH100", DataParallel(), sequences=512) > 0
+
+
+def test_products_that_tensor_parallelism_splits_wait_in_each_micro_batch():
+    """They run beside the collectives of other layers; with data parallelism there are none, as
+    gradients are summed over devices only once.
+    """
+    waiting = {"sequences": 512, "num_micro_batches": 2}
+    assert waiting_bytes("4xH100", Megatron(tensor=4), **waiting) > 0
+    assert waiting_bytes("4xH100", DataParallel(), **waiting) == 0
+    assert waiting_bytes("4xA100-80GB", Megatron(tensor=4), **waiting) == 0
+
+
+def test_stacks_of_weights_are_turned_for_products_in_8_bits():
+    """Of those whose products are computed again for the backward pass, as their number decides."""
+    config = zoo.configure("llama3-8b", num_layers=2, hidden_size=256, seq_len=64, vocab_size=512)
+
+    def copies(dtype, scan):
+        work = zoo.build(config, 8, dtype=dtype, recompute="save_qkv", scan=scan)
+        found = residents_for("4xH100", work.train_step, work.state, work.batch)
+        return {r.label.rpartition("layers.")[2] for r in found if r.label.startswith("copy of")}
+
+    assert copies("fp8", True) == {"attn.out.kernel", "mlp.gate.kernel", "mlp.up.kernel"}
+    assert copies("bf16", True) == copies("fp8", False) == set()
+
+
+def test_no_product_waits_beside_maxima_of_magnitudes():
+    """They scale the 8-bit floats of a later step, and stand between no products, as sums over the
+    batch do in a batch normalization.
+    """
+    config = zoo.configure("llama3-8b", num_layers=2, hidden_size=256, seq_len=64, vocab_size=512)
+    work = zoo.build(config, 8, dtype="fp8", recompute="none")
+    graph = aq.capture(work.train_step, work.state, work.batch)
+    assert make_problem(graph, Cluster.preset("4xH100")).nodes.batch_sums == 0
 
 
 def test_products_run_in_turn_where_layers_have_collectives_beside_all_reduces():

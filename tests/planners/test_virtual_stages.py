@@ -92,6 +92,16 @@ def test_chunks_are_dealt_out_in_turn(name, num_submeshes, chunks):
     assert aq.Plan.from_json(plan.to_json()) == plan
 
 
+def test_only_the_chunk_that_runs_stacks_gradients():
+    """What all chunks of a submesh hold, all the time, is as much where layers are written out."""
+    scanned, written_out = (
+        planned("megatron:dp2,tp2,pp2,vpp2", llama(4, scan=scan), "8xH100").stages
+        for scan in (True, False)
+    )
+    for a, b in zip(scanned, written_out, strict=True):
+        assert a.prediction.memory_bytes["state"] == b.prediction.memory_bytes["state"]
+
+
 @pytest.mark.slow
 def test_chunks_without_a_layer_compute_what_the_plain_step_does(x64):
     work = llama(scan=False, num_layers=3, dtype="float64")

@@ -18,7 +18,8 @@ be reduce-scattered together with others. When a product runs depends on the sch
     these products run at the end; products whose results are all-reduced then run beside these
     sums, except one for each all-reduce.
   * Products that tensor parallelism splits run beside the sums of activations inside layers: about
-    halfway to the end as well, however long they take.
+    halfway to the end as well, however long they take. They do so in each micro-batch too, in which
+    other products run at once: their results are summed over devices after the last micro-batch.
   * Where products take long compared with gathers, they run fewer layers behind their operands
     (`compute_per_gather`). Small results then wait for each other, up to what is combined, and only
     a device's own piece of them waits for the update.
@@ -291,7 +292,7 @@ class _GradientSum:
         self._choices = priced.nodes[edge.source].choices[first]
         partial = (sources <= PARTIAL) & (sizes > 1)
         self.total = priced.repeats > 1
-        # Totals over micro-batches are reduced after the loop, where nothing is deferred.
+        # Totals over micro-batches are reduced after the loop.
         is_sum: Flags = np.logical_and(partial.any(axis=1, keepdims=True), not self.total)
         self.scattered: Flags = is_sum & (~partial[:, None, :] | (targets >= 0)[None, :, :]).all(
             axis=2
@@ -321,7 +322,8 @@ class _GradientSum:
         products that run last, right before the update.
         """
         if self.total:
-            return []
+            beside_sums = ~self.over_whole_mesh & self._priced.target.hides_latency
+            return [(np.broadcast_to(beside_sums, self.scattered.shape), paces.split)]
         if not self._priced.target.hides_latency:
             freed = sum(self.local_bytes(e.num_bytes, e.target_projection) for e in operands)
             return [(np.broadcast_to(self._result_bytes > freed, self.scattered.shape), None)]

@@ -1,4 +1,5 @@
-"""Workspace of cuDNN convolutions, and of the code around them.
+"""Workspace of a GPU's libraries: of cuDNN's convolutions and the code around them, and copies for
+8-bit products.
 
 cuDNN reads kernels with their output features first. Kernels in another order of dims are copied
 when a step begins; all later operators read the copy, so it stays until the update has read it. A
@@ -9,6 +10,11 @@ The gradient of a maximum over windows is scattered to the positions of the maxi
 each dim of the image), which are found right before. The zeroes to scatter into are made as soon as
 the image is, because the scheduler sees no reason to wait. If the image is itself a maximum with a
 constant, the zeroes are that constant's array, and the scatter writes into a copy of it.
+
+cuBLAS multiplies 8-bit floats only with the contracted dim of both operands last. Where more
+products in loops contract another dim of a weight than its last one, as forward products and those
+that are recomputed do, the whole stack of the weight is copied in that order, in its own type,
+before the loops, which take their rows from the copy.
 """
 
 from __future__ import annotations
@@ -66,6 +72,51 @@ def copied_kernels(cuts: Cuts, last_use: NDArray[np.int64]) -> Iterator[Copied]:
     for (value_class, _), (op_class, lives_of) in copies.items():
         births, deaths = np.array(lives_of, np.int64).T
         yield Copied(value_class=value_class, op_class=op_class, births=births, deaths=deaths)
+
+
+def turned_weights(cuts: Cuts) -> Iterator[tuple[int, OpId]]:
+    """Value classes of stacks of weights that are copied for 8-bit products, each with the last
+    operator that reads a row of it.
+    """
+    graph, classes = cuts.graph, cuts.folding.value_class.tolist()
+    maker = {out: op for op in graph.ops for out in op.outputs if out >= 0}
+    found: dict[int, tuple[int, OpId]] = {}
+    for op in graph.ops:
+        if op.name != "dot_general" or op.trips == 1:
+            continue
+        for value, contracted in zip(op.inputs, op.params["dimension_numbers"][0], strict=True):
+            if not isinstance(value, int) or not graph.values[value].dtype.startswith("float8"):
+                continue
+            stack = _stack_of(cuts, value, maker)
+            if stack is not None:
+                last = len(graph.values[value].shape) - 1
+                votes, _ = found.get(classes[stack], (0, 0))
+                found[classes[stack]] = votes + (-1 if last in contracted else 1), op.index
+    for value_class, (votes, last_read) in found.items():
+        if votes > 0:
+            yield value_class, last_read
+
+
+def _stack_of(cuts: Cuts, value: ValueId, maker: dict[ValueId, Op]) -> ValueId | None:
+    """The stack of parameters of which a value is a row, perhaps scaled and cast; None if it is
+    none.
+    """
+    while (op := maker.get(value)) is not None:
+        shape = cuts.graph.values[value].shape
+        if not cuts.param_only[cuts.folding.value_class[value]]:
+            return None
+        sources = [
+            i
+            for i in op.inputs
+            if isinstance(i, int)
+            and (op.name == "scan_slice" or cuts.graph.values[i].shape == shape)
+        ]
+        if op.name == "scan_slice":
+            return sources[0] if sources[0] not in maker else None
+        if not sources:
+            return None
+        value = sources[0]
+    return None
 
 
 def only_convolved(cuts: Cuts) -> list[bool]:

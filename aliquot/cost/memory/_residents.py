@@ -22,7 +22,7 @@ from ...sharding import (
     Projection,
     classes_of_casts,
 )
-from ._library import copied_kernels, indexed_maxima
+from ._library import copied_kernels, indexed_maxima, turned_weights
 from ._operands import Casts, casts_of_parameters, only_multiplied
 from ._storage import Storage, is_slow
 
@@ -89,6 +89,7 @@ def residents(
     """
     if target.library_convolves:
         yield from _copies_of_kernels(index, storage)
+        yield from _copies_of_weights(index)
     if target.maxpool_gradient_stores_indices:
         yield from _positions_of_maxima(index, storage)
     yield from _inside_operators(index)
@@ -240,6 +241,21 @@ def _copies_of_kernels(index: NodeIndex, storage: Storage) -> Iterator[Resident]
             label=f"copy of {index.label_of_value(copied.value_class)}",
             births=copied.births,
             deaths=copied.deaths,
+        )
+
+
+def _copies_of_weights(index: NodeIndex) -> Iterator[Resident]:
+    for value_class, last_read in turned_weights(index.cuts):
+        port = index.class_port(value_class)
+        members = index.cuts.folding.value_members[value_class]
+        yield Resident(
+            node=port.node,
+            projection=port.projection,
+            num_bytes=index.cuts.graph.values[members[0]].num_bytes,
+            category="temporaries",
+            label=f"copy of {index.label_of_value(value_class)}",
+            births=np.zeros(len(members), np.int64),
+            deaths=np.full(len(members), last_read, np.int64),
         )
 
 

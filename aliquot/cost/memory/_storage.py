@@ -67,7 +67,7 @@ def find_storage(cuts: Cuts, target: Target, *, sums_gradients: bool = False) ->
     in_place = written_in_place(cuts, spans, stored) if spans else {}
     for value_class in in_place:
         stored[value_class] = False
-    in_order = _latest(cuts) if target.runs_latest else list(range(len(cuts.graph.ops)))
+    in_order = _latest(cuts, target)
     late = _run_late(cuts) if target.delays_gradients else in_order
     made_at = _made_at(cuts, target.zeroes_early)
     last_use, late_use = _last_use(cuts, stored, in_order), _last_use(cuts, stored, late)
@@ -325,9 +325,10 @@ def _other_phase(maker: Op, reader: Op) -> bool:
     return maker.phase is not reader.phase and maker.phase is not Phase.PROLOGUE
 
 
-def _latest(cuts: Cuts) -> list[int]:
-    """Positions of operators if each backward product runs right before the first reader of its
-    result.
+def _latest(cuts: Cuts, target: Target) -> list[int]:
+    """Positions of operators if products of the backward pass run right before the first reader of
+    their results: all of them under a scheduler that works backwards from the end, otherwise those,
+    and sums, whose results a loop only stacks; these run at the end of a turn.
 
     Of two products that read the same array, such as those for the values and for the weights of
     attention, the one whose reader is further from the end runs first.
@@ -335,11 +336,16 @@ def _latest(cuts: Cuts) -> list[int]:
     graph, classes = cuts.graph, cuts.folding.op_class.tolist()
     runs_at = list(range(len(graph.ops)))
     first_use = [len(graph.ops)] * len(graph.values)
+    only_stacked = [target.delays_gradients] * len(graph.values)
     # In reverse, as the readers of its results decide where an operator runs.
     for op in reversed(graph.ops):
-        used = min((first_use[o] for o in op.outputs if o >= 0), default=len(graph.ops))
-        moves = rearranges(op)
-        if op.phase is Phase.BACKWARD and (moves or cuts.rules[classes[op.index]].contracts):
+        results = [o for o in op.outputs if o >= 0 and first_use[o] < len(graph.ops)]
+        used = min((first_use[o] for o in results), default=len(graph.ops))
+        waits = bool(results) and all(only_stacked[o] for o in results)
+        moves, rule = rearranges(op), cuts.rules[classes[op.index]]
+        late = (moves or rule.contracts) if target.runs_latest else waits and not op.is_link
+        late = late and (moves or rule.contracts or bool(rule.reduced))
+        if late and op.phase is Phase.BACKWARD:
             if used < len(graph.ops) and graph.ops[used].phase is Phase.BACKWARD:
                 # An operator that only rearranges elements runs with its reader, a product right
                 # before it, but never earlier than in program order.
@@ -347,6 +353,7 @@ def _latest(cuts: Cuts) -> list[int]:
         for source in op.inputs:
             if isinstance(source, int):
                 first_use[source] = min(first_use[source], runs_at[op.index])
+                only_stacked[source] &= waits or op.name == "scan_stack"
     return runs_at
 
 
