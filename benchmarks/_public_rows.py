@@ -88,7 +88,8 @@ _MEGATRON_CORE = ("Megatron-Bridge", "NeMo")
 class Case:
     """A reported step that the zoo can express.
 
-    `group` names source and model family; rows of one group are fitted together or held out
+    `release` names the framework's release and the type of its products; `group` names source and
+    model family; rows of one group are fitted together or held out
     together. `tensor`, `context`, `pipeline` and `expert` are degrees of parallelism.
     `by_operator`: whether results of operators are stored that a compiler would compute again.
     """
@@ -96,6 +97,7 @@ class Case:
     id: str
     device: str
     framework: str
+    release: str
     group: str
     tensor: int
     context: int
@@ -178,6 +180,7 @@ def express(row: dict[str, Any]) -> Case:
         id=row["id"],
         device=cluster.device.name,
         framework=row["framework"].split(",")[0],
+        release=f"{row['framework']}, {row['precision']}",
         group=f"{source} {model['name']}",
         tensor=degrees["tp"] or 1,
         context=degrees["cp"] or 1,

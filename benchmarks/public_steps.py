@@ -23,6 +23,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import re
@@ -37,6 +38,7 @@ from _calibration_files import update
 from _public_rows import Case, express, is_harder
 from _results import RESULTS, Report, options, say
 from numpy.typing import NDArray
+from published_steps import tau_b
 
 import aliquot as aq
 from aliquot._fit_steps import SUSTAINED_SHARES, at_share, step_times
@@ -47,6 +49,8 @@ from aliquot.planners import Task
 from aliquot.zoo import build
 
 UNLIMITED_BYTES = 1e15
+# Steps of two plans that differ by less say nothing about their order.
+_DIFFERENT = 0.05
 FILES = {
     "A100-40GB": "a100",
     "A100-80GB": "a100",
@@ -391,7 +395,46 @@ def _tables(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
                 f"{_parallelism(r.case).removeprefix('pipeline')}"
             ),
         ),
+        "Orders of plans": [_orders(rows)],
         "By sequence": _by(others, "tokens", lambda r: f"{r.case.seq_len:>7,}"),
+    }
+
+
+def _orders(rows: Sequence[Row]) -> dict[str, Any]:
+    """Whether predictions order plans as reported steps do: of rows of one framework, device, model
+    and batch, those that differ in nothing but the plan.
+    """
+    groups = collections.defaultdict[str, dict[Any, Row]](dict)
+    for row in rows:
+        case = row.case
+        settings = dict(case.settings)
+        recompute, _ = settings.pop("recompute"), settings.pop("scan")
+        where = [case.release, case.group, case.device, case.cluster.num_devices, case.is_fp8]
+        plan = [getattr(case.method, "name", ""), case.num_micro_batches, recompute]
+        key = json.dumps([where, settings], sort_keys=True, default=str)
+        groups[key].setdefault(json.dumps(plan), row)
+    found = [list(group.values()) for group in groups.values() if len(group) > 1]
+    pairs = [
+        (
+            max(two, key=lambda row: row.case.measured_s),
+            min(two, key=lambda row: row.case.measured_s),
+        )
+        for group in found
+        for two in itertools.combinations(group, 2)
+    ]
+    far = [(a, b) for a, b in pairs if a.case.measured_s >= (1 + _DIFFERENT) * b.case.measured_s]
+    return {
+        "groups": len(found),
+        "pairs": len(far),
+        "tau-b": round(
+            tau_b([[(r.case.measured_s, r.step_s) for r in group] for group in found], _DIFFERENT),
+            3,
+        ),
+        "in the wrong order": "; ".join(
+            f"{slow.case.id} before {fast.case.id}"
+            for slow, fast in far
+            if slow.step_s <= fast.step_s
+        ),
     }
 
 

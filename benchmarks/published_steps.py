@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,22 +218,24 @@ def _best(spec: dict[str, Any], cluster: aq.Cluster) -> tuple[float, str]:
     return plan.prediction.step_time_s, "x".join(map(str, plan.stages[0].mesh_shape))
 
 
-def tau_b(measured: list[float], predicted: list[float], least: float = 0.02) -> float:
-    """Kendall's tau-b over the pairs whose measurements differ by `least` or more.
+def tau_b(groups: Iterable[Sequence[tuple[float, float]]], least: float = 0.02) -> float:
+    """Kendall's tau-b of groups of (measured, predicted), over the pairs inside groups whose
+    measurements differ by `least` or more.
 
-    >>> tau_b([1.0, 2.0, 3.0], [1.0, 3.0, 2.0])
+    >>> tau_b([[(1.0, 1.0), (2.0, 3.0), (3.0, 2.0)]])
     0.3333333333333333
     """
     agree = disagree = ties = 0
-    for (m1, p1), (m2, p2) in itertools.combinations(zip(measured, predicted, strict=True), 2):
-        if abs(m1 - m2) < least * min(m1, m2):
-            continue
-        product = (m1 - m2) * (p1 - p2)
-        agree, disagree, ties = (
-            agree + (product > 0),
-            disagree + (product < 0),
-            ties + (product == 0),
-        )
+    for group in groups:
+        for (m1, p1), (m2, p2) in itertools.combinations(group, 2):
+            if abs(m1 - m2) < least * min(m1, m2):
+                continue
+            product = (m1 - m2) * (p1 - p2)
+            agree, disagree, ties = (
+                agree + (product > 0),
+                disagree + (product < 0),
+                ties + (product == 0),
+            )
     pairs = agree + disagree
     return (agree - disagree) / math.sqrt(pairs * (pairs + ties)) if pairs else 0.0
 
@@ -313,7 +316,7 @@ def _judge(report: Report, rows: list[dict[str, Any]], table: list[dict[str, Any
         n: [(r, t) for r, t in timed if r["gpus"] == n] for n in sorted({r["gpus"] for r in rows})
     }
     taus = {
-        n: tau_b([r["step_s"] for r, _ in some], [t["predicted s"] for _, t in some])
+        n: tau_b([[(r["step_s"], t["predicted s"]) for r, t in some]])
         for n, some in of_gpus.items()
         if n in (4, 8)
     }
