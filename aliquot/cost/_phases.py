@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..graph import Graph, Memory, Phase
-from ..sharding import PARTIAL, shards_of
+from ..sharding import PARTIAL
 from ._estimate import peak_memory, seconds_of_casts
 from ._evaluate import conversions
 from ._host_copies import copy_times
 from ._priced import Ints, Priced
+from ._recomputed import bytes_on_device
 from .memory import MemoryModel, known_memory, memory_model
 
 _STATE = frozenset({"parameters", "optimizer state", "gradients", "other state"})
@@ -37,6 +38,8 @@ class PhaseCosts:
             of one micro-batch, which a loop stacks before they are added to the totals.
         in_flight_bytes: arrays that a micro-batch keeps from its forward to its backward pass,
             including inputs that both passes read, except those of the batch.
+        recomputed_bytes: arrays that the backward pass needs and computes again from those, because
+            that is as quick as reading them. A compiler may compute all of them at once.
         deferred_bytes: arrays that it keeps for deferred weight gradients until these are computed;
             `handed_bytes` of them are made by its backward pass.
         working_bytes: what else is needed at the peak.
@@ -63,6 +66,7 @@ class PhaseCosts:
     handed_bytes: float
     working_bytes: float
     memory_bytes: dict[str, float]
+    recomputed_bytes: float = 0.0
     casts_s: tuple[float, float] = (0.0, 0.0)
 
 
@@ -121,8 +125,14 @@ def phase_costs(
     # This peak is for one micro-batch in flight; the schedule adds the others.
     peak, moment, parts = peak_memory(model, priced, picks)
     state = sum(v for k, v in parts.items() if k in _STATE)
-    kept = _in_flight_bytes(model, picks, graph)
-    forward, handed = _held_bytes(priced, picks)
+    alive = _bytes_between_passes(model, picks, graph)
+    kept = alive
+    if priced.kept is not None:
+        kept = min(alive, bytes_on_device(priced, picks, priced.kept))
+    forward, handed = (
+        bytes_on_device(priced, picks, [item for item in priced.held if item.handed is handed])
+        for handed in (False, True)
+    )
     on_host = memory_model(priced, in_turn=False, memory=Memory.HOST)
     host_peak, _, host_parts = peak_memory(on_host, priced, picks)
     host_state = sum(v for k, v in host_parts.items() if k in _STATE)
@@ -145,26 +155,11 @@ def phase_costs(
         deferred_bytes=min(forward, kept) + handed,
         handed_bytes=handed,
         # Rounding may make the parts exceed the peak.
-        working_bytes=max(0.0, peak - state - kept),
+        working_bytes=max(0.0, peak - state - alive),
+        recomputed_bytes=alive - kept,
         memory_bytes=parts,
         casts_s=seconds_of_casts(priced, picks),
     )
-
-
-def _held_bytes(priced: Priced, picks: Ints) -> tuple[float, float]:
-    """Bytes on a device of the arrays that deferred weight gradients read: those that the forward
-    pass makes, and those that the backward pass makes.
-    """
-    held_bytes = [0.0, 0.0]
-    for item in priced.held:
-        num_shards = 1
-        if item.node >= 0:
-            choice = priced.nodes[item.node].choices[picks[item.node]].tolist()
-            num_shards = shards_of(
-                choice, tuple([dim >= 0 for dim in item.projection]), priced.axis_sizes
-            )
-        held_bytes[item.handed] += item.num_bytes / num_shards
-    return held_bytes[0], held_bytes[1]
 
 
 def _stacked_bytes(model: MemoryModel, picks: Ints, moment: int) -> float:
@@ -179,7 +174,7 @@ def _stacked_bytes(model: MemoryModel, picks: Ints, moment: int) -> float:
     )
 
 
-def _in_flight_bytes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
+def _bytes_between_passes(model: MemoryModel, picks: Ints, graph: Graph) -> float:
     """Bytes on a device of arrays that are alive between the last forward and the first backward
     operator, without state.
     """

@@ -8,7 +8,7 @@ training step. A collective's price is a line: a latency, and seconds for each b
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import Corrections, LogicalMesh, Products, SumCollective, Target, target_for
-from ..graph import Phase
+from ..graph import Phase, ValueId
 from ..plans import item_bytes
 from ..sharding import (
     PARTIAL,
@@ -139,6 +139,8 @@ class Priced:
     work: tuple[tuple[Work, ...], ...]
     residents: tuple[Resident, ...]
     held: tuple[Held, ...]
+    made: Mapping[ValueId, Held]
+    kept: tuple[Held, ...] | None
     copies: tuple[HostCopy, ...]
     mesh: LogicalMesh
     target: Target
@@ -205,6 +207,8 @@ def price(
         work=problem.work,
         residents=problem.residents,
         held=problem.held,
+        made=problem.made,
+        kept=problem.kept,
         copies=problem.copies,
         mesh=mesh,
         target=target,

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..cluster import Cluster, Target, target_for
-from ..graph import Graph
+from ..graph import Graph, ValueId
 from ..sharding import NodeGraph, build_nodes, index_nodes, runs_in_groups
 from ._host_copies import HostCopy, find_copies
+from ._repeated import repeated_operators
 from ._work import Work, count_work
-from .memory import Held, Resident, find_storage, held_arrays, residents, stored_by_fusion
+from .memory import (
+    Held,
+    Resident,
+    find_storage,
+    held_arrays,
+    made_arrays,
+    residents,
+    stored_by_fusion,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,6 +33,9 @@ class Problem:
         residents: arrays in memory, with their live ranges.
         copies: copies between device and host memory.
         held: arrays that weight gradients read, for schedules that defer these.
+        made: for a stage or a layer, arrays that its forward pass makes or that enter it.
+        kept: for a stage or a layer, those of them that are kept for its backward pass, if that
+            repeats nothing that takes long; otherwise None.
         cluster: the cluster that the step runs on.
         num_micro_batches: how often forward and backward run in a step.
         memory_limit_bytes: memory that a plan may use on each device.
@@ -41,6 +54,8 @@ class Problem:
     memory_limit_bytes: float
     whole: Graph | None = field(default=None, repr=False)
     semantics: str = "exact"
+    made: Mapping[ValueId, Held] = field(default_factory=dict, repr=False)
+    kept: tuple[Held, ...] | None = field(default=None, repr=False)
     # The answers of `runs_in_groups`, by number of groups.
     _in_groups: dict[int, bool] = field(default_factory=dict, repr=False)
 
@@ -76,6 +91,7 @@ def make_problem(
     repeats: bool = True,
     whole: Graph | None = None,
     semantics: str = "exact",
+    of_stage: bool = False,
 ) -> Problem:
     """The problem of a step traced at the size of one micro-batch. Raises `MissingRuleError`.
 
@@ -84,6 +100,8 @@ def make_problem(
         on_missing_rule: see `dim_rule`.
         repeats: fold equal layers into one decision.
         whole, semantics: see `Problem`.
+        of_stage: the graph is a stage of a pipeline, or a layer, whose passes are programs of their
+            own.
     """
     target = target_for(cluster.device)
     sums_gradients = num_micro_batches > 1
@@ -93,6 +111,8 @@ def make_problem(
     limit = (
         target.usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
     )
+    made = made_arrays(index) if of_stage else {}
+    kept = repeated_operators(graph, frozenset()).kept if of_stage else ()
     return Problem(
         graph=graph,
         nodes=nodes,
@@ -106,4 +126,6 @@ def make_problem(
         memory_limit_bytes=float(limit),
         whole=whole,
         semantics=semantics if sums_gradients else "exact",
+        made=made,
+        kept=tuple([made[value] for value in kept]) if of_stage else None,
     )

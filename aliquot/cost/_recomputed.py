@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..graph import (
-    Graph,
-    Item,
-    OpId,
-    Phase,
-    RecomputedRun,
-    ValueId,
-    find_repeated,
-    is_costly,
-    is_from_another_stage,
-    items_of,
-    most_at_once,
-    recomputed_runs,
-)
-from ..sharding import NodeId, operators_of
+from ..graph import Graph, OpId, Phase, RecomputedRun, ValueId, most_at_once
+from ..sharding import NodeId, operators_of, shards_of
 from ._evaluate import conversions
 from ._priced import Ints, Priced
-from .memory import MemoryModel
+from ._repeated import backward_items, repeated_operators
+from .memory import Held, MemoryModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
     """Costs and savings of recomputation, on each device for each micro-batch: additional seconds
-    of the backward pass, bytes that are not kept for it, and the most recomputed bytes alive at
-    once.
+    of the backward pass, bytes that it keeps less than if it repeated nothing that takes long, and
+    the most recomputed bytes alive at once.
     """
 
     seconds: float = 0.0
@@ -55,15 +42,30 @@ def recomputation(
         model: memory under the choices.
         repeat: nodes of the products.
     """
-    again, freed, runs = repeated_operators(graph, operators_of(priced.graph, repeat))
-    share = _repeated_share(priced, again, repeat)
+    repeated = repeated_operators(graph, operators_of(priced.graph, repeat))
+    share = _repeated_share(priced, repeated.again, repeat)
     seconds = _seconds(priced, picks, share | _filled_by(priced, share))
-    by_op = _freed_bytes(graph, model, picks, freed)
+    kept_bytes = bytes_on_device(priced, picks, [priced.made[v] for v in repeated.kept])
+    by_op = _recomputed_bytes(graph, model, picks, repeated.dropped)
     return Recomputation(
         seconds=seconds,
-        freed_bytes=sum(by_op.values()),
-        peak_bytes=_most_at_once(graph, runs, by_op),
+        freed_bytes=max(0.0, bytes_on_device(priced, picks, priced.kept or ()) - kept_bytes),
+        peak_bytes=_most_at_once(graph, repeated.runs, by_op),
     )
+
+
+def bytes_on_device(priced: Priced, picks: Ints, arrays: Iterable[Held]) -> float:
+    """Bytes of arrays on each device, under a choice for every node."""
+    total_bytes = 0.0
+    for array in arrays:
+        num_shards = 1
+        if array.node >= 0:
+            choice = priced.nodes[array.node].choices[picks[array.node]].tolist()
+            num_shards = shards_of(
+                choice, tuple([dim >= 0 for dim in array.projection]), priced.axis_sizes
+            )
+        total_bytes += array.num_bytes / num_shards
+    return total_bytes
 
 
 def whole_recomputation(
@@ -77,7 +79,7 @@ def whole_recomputation(
     Args:
         forward_s: of the stage's forward pass.
     """
-    again, _, _ = repeated_operators(graph, None)
+    again = repeated_operators(graph, None).again
     products = frozenset(
         node.index
         for node in priced.graph.nodes
@@ -116,66 +118,15 @@ def _seconds(priced: Priced, picks: Ints, share: Mapping[NodeId, float]) -> floa
     return seconds / priced.repeats
 
 
-# Cached, because the same layers are priced on many meshes.
-@functools.lru_cache(maxsize=64)
-def repeated_operators(
-    graph: Graph, repeat: frozenset[OpId] | None
-) -> tuple[frozenset[OpId], frozenset[OpId], tuple[RecomputedRun, ...]]:
-    """The operators that a stage's backward program recomputes, the operators whose results are not
-    kept for it, and the runs of recomputed operators.
-
-    Args:
-        graph: the stage as a step of its own.
-        repeat: costly operators that it may repeat; None: all.
-    """
-    items = _items(graph)
-    forward = [
-        item
-        for item in items
-        if item.phase not in (Phase.BACKWARD, Phase.UPDATE) and not item.shared
-    ]
-    reads = sorted({i for item in items if item.phase is Phase.BACKWARD for i in item.inputs})
-    free = {i.value for i in graph.inputs if not is_from_another_stage(i)}
-    free |= graph.constants.keys()
-    free |= {o for item in items if item.shared for o in item.outputs}
-    repeated = find_repeated(graph, forward, reads, free=free, repeat=repeat)
-    again = frozenset(op for item in repeated.items for op in item.ops)
-    runs = recomputed_runs(repeated.items, _backward(graph))
-    freed: set[OpId] = set()
-    dropped: set[ValueId] = set()
-    # Arrays that leave the stage, or these layers of it, are kept for their readers outside.
-    kept = repeated.kept | {o.value for o in graph.outputs if isinstance(o.value, int)}
-    for item in forward:
-        name = graph.ops[item.ops[0]].name if item.ops else ""
-        may_repeat = repeat is None or (bool(item.ops) and repeat.issuperset(item.ops))
-        if not may_repeat and (is_costly(item, name) or not dropped.intersection(item.inputs)):
-            continue
-        if not kept & set(item.outputs):
-            freed.update(item.ops)
-            dropped.update(item.outputs)
-    return again, frozenset(freed), runs
-
-
-@functools.lru_cache(maxsize=16)
-def _items(graph: Graph) -> tuple[Item, ...]:
-    """`items_of` a layer or stage, cached: many sets of products are tried on the same graph."""
-    return items_of(graph)
-
-
-@functools.lru_cache(maxsize=16)
-def _backward(graph: Graph) -> tuple[Item, ...]:
-    return tuple(item for item in _items(graph) if item.phase is Phase.BACKWARD and not item.shared)
-
-
-def _most_at_once(graph: Graph, runs: Sequence[RecomputedRun], freed: dict[OpId, float]) -> float:
+def _most_at_once(graph: Graph, runs: Sequence[RecomputedRun], by_op: dict[OpId, float]) -> float:
     """The most recomputed bytes that are alive at once."""
     num_bytes: dict[ValueId, float] = {}
     for run in runs:
         for item in run.items:
-            total = sum(freed.get(op, 0.0) for op in item.ops)
+            total = sum(by_op.get(op, 0.0) for op in item.ops)
             # An item with several results counts them with the first.
             num_bytes |= dict.fromkeys(item.outputs[:1], total)
-    return most_at_once(runs, _backward(graph), num_bytes)
+    return most_at_once(runs, backward_items(graph), num_bytes)
 
 
 def _filled_by(priced: Priced, share: dict[NodeId, float]) -> dict[NodeId, float]:
@@ -192,16 +143,16 @@ def _filled_by(priced: Priced, share: dict[NodeId, float]) -> dict[NodeId, float
     return {node: min(parts) for node, parts in fillers.items() if min(parts) > 0}
 
 
-def _freed_bytes(
-    graph: Graph, model: MemoryModel, picks: Ints, freed: frozenset[OpId]
+def _recomputed_bytes(
+    graph: Graph, model: MemoryModel, picks: Ints, dropped: frozenset[OpId]
 ) -> dict[OpId, float]:
     """Bytes on a device of arrays that are recomputed instead of kept between the two passes, by
     the operators that make them.
     """
     moment = next((op.index for op in graph.ops if op.phase is Phase.BACKWARD), None)
-    if moment is None or not freed:
+    if moment is None or not dropped:
         return {}
-    operators = np.array(sorted(freed))
+    operators = np.array(sorted(dropped))
     by_op: dict[OpId, float] = {}
     for r, local in zip(model.residents, model.local_bytes, strict=True):
         if r.category in ("activations", "temporaries"):

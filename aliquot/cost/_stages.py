@@ -103,8 +103,8 @@ def price_stage(
     if sum(costs.casts_s):
         peak_bytes, _, parts = peak_memory(keeping_casts(model), priced, picks)
         casts_bytes = parts.get("casts of parameters", 0.0)
-        held_bytes = costs.state_bytes + costs.in_flight_bytes + casts_bytes
-        working_bytes = max(0.0, peak_bytes - held_bytes)
+        held_bytes = costs.state_bytes + costs.in_flight_bytes + costs.recomputed_bytes
+        working_bytes = max(0.0, peak_bytes - held_bytes - casts_bytes)
     return PricedStage(
         priced=priced,
         picks=picks,
@@ -212,8 +212,10 @@ def _stage_costs(
     included.
     """
     whole = np.array([s.recompute == "stage" for s in stages])
+    named = np.array([s.recompute == "operators" for s in stages])
     freed = np.array([s.again.freed_bytes for s in stages])
-    worked_out = np.array([s.again.peak_bytes for s in stages])
+    most_at_once = np.array([s.again.peak_bytes for s in stages])
+    cheap = np.array([s.costs.recomputed_bytes for s in stages])
     once = np.array(casts_once, bool)
     forward = np.array([s.costs.forward_s for s in stages])
     forward += np.where(once, 0.0, [s.costs.casts_s[0] for s in stages])
@@ -250,7 +252,7 @@ def _stage_costs(
         ),
         # Recomputed arrays are alive while the stage's backward pass runs. Where a plan names the
         # operators to recompute, only the most alive at once counts.
-        working_bytes=working + np.where(whole, kept, worked_out),
+        working_bytes=working + np.where(whole, kept, 0.0) + np.where(named, most_at_once, cheap),
         overlaps_transfers=overlaps_transfers,
     )
 

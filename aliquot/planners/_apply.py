@@ -112,6 +112,7 @@ def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) 
             on_missing_rule=on_missing_rule,
             repeats=stage.folded,
             semantics=plan.micro_batch_semantics,
+            of_stage=True,
         )
         problem = replace(problem, cluster=subcluster(cluster, _submesh(stage, cluster)))
         choices = decode_interior(stage, problem.nodes)

@@ -270,6 +270,7 @@ def solve_layers(
             num_micro_batches=step.num_micro_batches,
             on_missing_rule=on_missing_rule,
             semantics=step.semantics,
+            of_stage=True,
         )
         problems.append(problem)
         queue.add(_Layer(problem=_without_operators(problem), intra=intra, notes={}), meshes)
@@ -383,6 +384,7 @@ def _without_operators(problem: Problem) -> Problem:
     return replace(
         problem,
         graph=graph,
+        made={},
         nodes=replace(nodes, sites=(), output_ports=(), op_class=(), loop_ports={}),
     )
 
@@ -438,7 +440,8 @@ def _chain(costs: LayerCosts, count: int, limit_bytes: float) -> Chain:
     # is.
     inner = np.array([unit in step.layers.inner for unit in units])
     begun_bytes = np.where(inner, 0.0, entering_bytes)
-    recomputed_bytes = np.where(recomputes & can_run, activation_bytes, 0.0)
+    recomputed_bytes = np.where(can_run, costs.figures("recomputed_bytes") * scale, 0.0)
+    recomputed_bytes += np.where(recomputes & can_run, activation_bytes, 0.0)
     activation_bytes = np.where(
         recomputes, begun_bytes[:, None] / dp / _LAYERS_PER_STAGE, activation_bytes
     )

@@ -116,7 +116,7 @@ def chain_with_levels(
         nothing_deferred = np.where(np.isfinite(added["backward_s"]), 0.0, np.inf)
         added |= {"weight_gradient_s": nothing_deferred, "deferred_bytes": nothing_deferred}
         # Recomputed arrays exist while a backward pass runs, as working memory does.
-        added["recomputed_bytes"] = less
+        added["recomputed_bytes"] = added["recomputed_bytes"] + less
         added["in_flight_bytes"] = np.maximum(added["in_flight_bytes"] - less, 0.0)
         for name, column in added.items():
             columns[name].append(column)

@@ -356,6 +356,7 @@ def _solve_whole(
             num_micro_batches=num_micro_batches,
             on_missing_rule=task.on_missing_rule,
             semantics=task.semantics,
+            of_stage=True,
         ),
     )
     problem = replace(

@@ -194,7 +194,7 @@ class SegmentKind:
             choices=choices,
             seconds=evaluate(priced, solution.picks).total_s,
             state_bytes=costs.state_bytes,
-            kept_bytes=costs.in_flight_bytes,
+            kept_bytes=costs.in_flight_bytes + costs.recomputed_bytes,
             working_bytes=costs.working_bytes,
             enters=enters,
             leaves=leaves,

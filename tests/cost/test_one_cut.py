@@ -9,8 +9,10 @@ import functools
 import pytest
 
 import aliquot as aq
-from aliquot.cost._recomputed import repeated_operators
+from aliquot.cluster import DEVICES
+from aliquot.cost._repeated import repeated_operators
 from aliquot.graph import Call, Phase, capture, split_scans, traits_of
+from aliquot.graph._jax_compat import ATTENTION
 from aliquot.planners import apply_plan
 from aliquot.plans import SCHEDULES
 from aliquot.sharding import Part, cut_pipeline, layer_step, stage_step
@@ -22,6 +24,11 @@ MODELS = {
     "gpt, float32": ("gpt-125m", {**SMALL, "num_layers": 3}, {"dtype": "float32"}),
     "gpt, scanned": ("gpt-125m", {**SMALL, "num_layers": 3}, {"scan": True}),
     "bert": ("bert-base", {**SMALL, "num_layers": 3}, {"recompute": "none"}),
+    "gpt, fused attention": (
+        "gpt-125m",
+        {**SMALL, "num_layers": 3},
+        {"recompute": "none", "dtype": "bf16", "attention": "fused", "device": DEVICES["H100"]},
+    ),
     "llama": ("llama-7b", {**SMALL, "num_layers": 3, "ffn_size": 64}, {"recompute": "none"}),
     "moe": ("moe-380m", {**SMALL, "num_layers": 4, "num_experts": 4}, {"recompute": "none"}),
 }
@@ -103,7 +110,7 @@ def test_priced_recomputation_is_what_backward_programs_repeat(
     }
     repeated_at_all = set()
     for k, (extract, ops) in enumerate(zip(step.extracts, may_repeat, strict=True)):
-        priced = {extract.ops[op] for op in repeated_operators(extract.graph, ops)[0]}
+        priced = {extract.ops[op] for op in repeated_operators(extract.graph, ops).again}
         backward = [
             operators_in(p.graph.body.items)
             for p in programs
@@ -113,6 +120,48 @@ def test_priced_recomputation_is_what_backward_programs_repeat(
         assert priced == found
         repeated_at_all |= found
     assert repeated_at_all
+
+
+@pytest.mark.parametrize("recompute", ["none", "operators", "stage"])
+@pytest.mark.parametrize("model", [m for m in MODELS if m != "gpt, float32"])
+def test_priced_arrays_are_what_forward_programs_keep(model, recompute):
+    step = staged(model, 4)
+    may_repeat = [repeatable(extract, recompute) for extract in step.extracts]
+    programs = cut(
+        step,
+        4,
+        "1f1b",
+        {
+            k: None if ops is None else frozenset(extract.ops[op] for op in ops)
+            for k, (extract, ops) in enumerate(zip(step.extracts, may_repeat, strict=True))
+            if recompute != "none"
+        },
+    )
+    for k, (extract, ops) in enumerate(zip(step.extracts, may_repeat, strict=True)):
+        entering = {i.value for i in extract.graph.inputs}
+        priced = repeated_operators(extract.graph, ops).kept - entering
+        values = extract.graph.values
+        read = {v for p in programs if (p.stage, p.part) == (k, Part.BACKWARD) for v in p.imports}
+        kept = {
+            v: p.graph.values[v].num_bytes
+            for p in programs
+            if (p.stage, p.part) == (k, Part.FORWARD)
+            for v in p.kept & read
+        }
+        assert sum(values[v].num_bytes for v in priced) == sum(kept.values())
+
+
+def test_no_attention_is_repeated_unless_that_is_asked_for():
+    step = staged("gpt, fused attention", 4)
+    programs = cut(step, 4, "1f1b", {})
+    made = {
+        op.name
+        for p in programs
+        if p.part is Part.BACKWARD
+        for op in p.graph.ops
+        if op.index in operators_in(p.graph.body.items)
+    }
+    assert ATTENTION[1] in made and ATTENTION[0] not in made
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage"])

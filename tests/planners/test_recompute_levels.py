@@ -31,7 +31,7 @@ SIZES = {
     "seq_len": 64,
 }
 METHOD = aq.PipeshardParallel(num_stages=2, num_micro_batches=4, schedule="1f1b")
-LIMIT_BYTES = 2.9e6
+LIMIT_BYTES = 2.3e6
 
 
 def small_gpt():
@@ -188,7 +188,7 @@ def test_selective_recomputation_is_tried_only_where_it_may_be_the_fastest(monke
         priced = price_layers(task, [4], intra=METHOD.intra, layers=None, helper=helper)
         selective = solve_with(METHOD, task, priced, helper)
         assert {s.recompute for s in selective.stages} == {"operators", "none"} and tried == [4]
-        # With any amount of memory stages would take 93% of that.
+        # With any amount of memory stages would take 94% of that.
         possible = solve_with(METHOD, task, priced, helper, selective.step_time_s)
         assert possible.step_time_s == selective.step_time_s and tried == [4, 4]
         slower = solve_with(METHOD, task, priced, helper, 0.9 * selective.step_time_s)

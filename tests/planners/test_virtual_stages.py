@@ -14,7 +14,7 @@ from aliquot import zoo
 from aliquot.core import InputError
 from aliquot.cost import estimate
 from aliquot.graph import capture
-from aliquot.planners import apply_plan, method_by_name
+from aliquot.planners import _solve_stages, apply_plan, method_by_name
 
 SIZES = {
     "hidden_size": 16,
@@ -131,7 +131,7 @@ def test_chunks_are_updated_early_where_that_takes_less_time(clip_norm, x64):
 
 def test_chunks_recompute_where_memory_calls_for_it(x64):
     work, name = llama(4, scan=False, dtype="float64"), "megatron:dp2,tp2,pp2,vpp2"
-    limit_bytes = int(0.9 * planned(name, work, micro_batches=8).prediction.peak_memory_bytes)
+    limit_bytes = int(0.95 * planned(name, work, micro_batches=8).prediction.peak_memory_bytes)
     plan = planned(name, work, micro_batches=8, limit_bytes=limit_bytes)
     # On both submeshes the first of two chunks, of which the most micro-batches are in flight.
     assert [stage.recompute for stage in plan.stages] == ["stage", "stage", "none", "none"]
@@ -140,23 +140,23 @@ def test_chunks_recompute_where_memory_calls_for_it(x64):
 
 
 @pytest.mark.slow
-def test_chunks_are_tried_with_levels_of_recomputation():
+def test_chunks_are_tried_with_levels_of_recomputation(monkeypatch):
     """Also where few of them have to recompute everything, so that the closed form says more than
     the simulation.
     """
-    work = zoo.build("gpt-2.6b", 64, dtype="float16", recompute="none")
-    plan = aq.plan(
-        work.train_step,
-        work.state,
-        work.batch,
-        cluster=aq.Cluster.preset("8xV100-16GB"),
-        method=aq.PipeshardParallel(
-            num_stages=8, num_micro_batches=16, schedule="interleaved-1f1b"
-        ),
-    )
+    work = zoo.build("gpt-2.6b", 96, dtype="float16", recompute="none")
+    method = aq.PipeshardParallel(num_stages=8, num_micro_batches=16, schedule="interleaved-1f1b")
+
+    def found():
+        cluster = aq.Cluster.preset("8xV100-16GB")
+        return aq.plan(work.train_step, work.state, work.batch, cluster=cluster, method=method)
+
+    plan = found()
     assert [stage.recompute for stage in plan.stages].count("operators") == 1
-    # It was 2.68 s where each of two chunks had half of the memory.
-    assert plan.prediction.step_time_s < 2.68
+    monkeypatch.setattr(
+        _solve_stages, "chain_with_levels", lambda costs, levels, chain: (chain, ())
+    )
+    assert plan.prediction.step_time_s < found().prediction.step_time_s
 
 
 def test_more_chunks_make_a_smaller_bubble():

@@ -5,6 +5,7 @@ from ._deferred import may_take_turns as may_take_turns
 from ._deferred import takes_turns as takes_turns
 from ._held import Held as Held
 from ._held import held_arrays as held_arrays
+from ._held import made_arrays as made_arrays
 from ._host import CopySpan as CopySpan
 from ._host import copy_spans as copy_spans
 from ._host import is_on_host as is_on_host

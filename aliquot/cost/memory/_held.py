@@ -1,5 +1,6 @@
-"""Arrays that a stage's deferred weight gradients read: they stay in memory from the first half of
-a micro-batch's backward pass to the second.
+"""Arrays that stay in memory between the passes of a stage: those that its backward pass may read,
+and those that deferred weight gradients read, from the first half of a micro-batch's backward pass
+to the second.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...graph import Op, Phase, Role, is_from_another_stage
+from ...graph import Op, Phase, Role, ValueId, is_from_another_stage
 from ...sharding import NodeIndex, Projection
 
 _STATE = (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE)
@@ -15,9 +16,8 @@ _STATE = (Role.PARAMETER, Role.OPTIMIZER_STATE, Role.STATE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Arrays of one class that deferred weight gradients read: `num_bytes` of all of them, divided
-    by the factors of `projection` that are split. `handed` is whether the backward pass makes them;
-    otherwise the forward pass does.
+    """Arrays of one class: `num_bytes` of all of them, divided by the factors of `projection` that
+    are split. `handed` is whether the backward pass makes them; otherwise the forward pass does.
     """
 
     node: int
@@ -42,16 +42,41 @@ def held_arrays(index: NodeIndex, stored: Sequence[bool]) -> Iterator[Held]:
             for _, value_class, _ in index.cuts.operands(op_class):
                 search.visit(value_class, op.trips)
     for value_class, (turns, handed) in sorted(search.held.items()):
-        members = index.cuts.folding.value_members[value_class]
-        landed = index.landed_ports(value_class)
-        port = landed[0] if landed else index.class_port(value_class)
-        yield Held(
-            node=port.node,
-            projection=port.projection,
-            num_bytes=index.cuts.graph.values[members[0]].num_bytes * len(members) * turns,
-            handed=handed,
-            label=index.label_of_value(value_class),
-        )
+        members = len(index.cuts.folding.value_members[value_class])
+        yield _held(index, value_class, members * turns, handed=handed)
+
+
+def made_arrays(index: NodeIndex) -> dict[ValueId, Held]:
+    """The arrays that the forward pass of a stage makes, and those that enter the stage. Members of
+    a class of values share one entry.
+    """
+    graph, value_class = index.cuts.graph, index.cuts.folding.value_class
+    values = [item.value for item in graph.inputs if is_from_another_stage(item)]
+    for op in graph.ops:
+        if op.phase not in (Phase.BACKWARD, Phase.UPDATE):
+            values += op.outputs
+    by_class: dict[int, Held] = {}
+    found: dict[ValueId, Held] = {}
+    for value in values:
+        of = int(value_class[value])
+        if of not in by_class:
+            by_class[of] = _held(index, of, 1, handed=False)
+        found[value] = by_class[of]
+    return found
+
+
+def _held(index: NodeIndex, value_class: int, count: int, *, handed: bool) -> Held:
+    """As many arrays of a class of values."""
+    member = index.cuts.folding.value_members[value_class][0]
+    landed = index.landed_ports(value_class)
+    port = landed[0] if landed else index.class_port(value_class)
+    return Held(
+        node=port.node,
+        projection=port.projection,
+        num_bytes=index.cuts.graph.values[member].num_bytes * count,
+        handed=handed,
+        label=index.label_of_value(value_class),
+    )
 
 
 class _Search:

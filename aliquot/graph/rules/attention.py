@@ -132,4 +132,4 @@ def _by_batch_and_heads(
 
 
 for _name, _products in zip(ATTENTION, (_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS), strict=True):
-    register_dim_rule(_name, traits=Traits(runs_on_pieces=True))(_attention(_products))
+    register_dim_rule(_name, traits=Traits(costly=True, runs_on_pieces=True))(_attention(_products))
