@@ -46,7 +46,7 @@ class Target:
             products read, and in parameters that are cast once before loops of products; 0 if
             operands are held as they are and cast where they are read.
         zeroes_early: Whether the buffers of backward loops' results are zeroed, and so held, before
-            the forward loop's results are used; only by a scheduler that hides latency.
+            the forward loop's results are used.
         zeroes_stacks: Whether the stacks that loops fill row by row are zeroed beforehand. False
             too where no compiled program was looked at.
         copies_rows: Whether products in loops, as calls of a library, read copies of the rows of
@@ -455,8 +455,6 @@ def target_for(device: Device) -> Target:
     known = replace(
         target,
         hides_latency=hides_latency,
-        # A scheduler that saves memory fills them with zeroes once what came before is freed.
-        zeroes_early=target.zeroes_early and hides_latency,
         slow_result_bytes=2 if device.name in _ADD_BFLOAT16 else target.slow_result_bytes,
         attention=attention_of(device),
         **measured_figures(device.name),

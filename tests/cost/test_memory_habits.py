@@ -110,17 +110,6 @@ def test_a_habit_moves_the_peak(name, monkeypatch):
     assert (usual > peak(*given) * 1.01) if higher else (usual * 1.01 < peak(*given))
 
 
-def test_loops_results_are_zeroed_early_only_where_latency_is_hidden():
-    """Elsewhere they are zeroed when the loss, with its logits, is done: memory is saved."""
-    work = workload(scan=True)
-    graph = aq.capture(work.train_step, work.state, work.batch)
-    begin = next(op.index for op in graph.ops if op.phase is Phase.BACKWARD and op.trips > 1)
-    for cluster, early in (("4xH100", True), ("4xA100-80GB", False)):
-        found = residents_for(cluster, work.train_step, work.state, work.batch)
-        births = {int(r.births[0]) for r in found if r.stacked and r.category == "gradients"}
-        assert births and all(birth < begin for birth in births) is early
-
-
 def test_gradients_of_a_turn_of_a_loop_are_computed_at_its_end():
     """The array that the last product of a layer reads is read again, for the weight's gradient,
     after all gradients of activations.
