@@ -304,14 +304,13 @@ def test_recomputed_runs_wait_for_their_gradients(tmp_path):
     plan = imported(
         tmp_path, [(40, 4, degrees(2, again=1)), (15, 4, degrees(2))], "--dtype", "float32", micro=2
     )
-    # Three layers in the first stage: of what is worked out again one layer is there at once.
+    # Three layers in the first stage: of what is worked out again one layer is there at once, and
+    # without barriers all that is cheap of three.
     before = imported(
         tmp_path, [(40, 4, degrees(2)), (15, 4, degrees(2))], "--dtype", "float32", micro=2
     )
-    held = before.stages[0].prediction
-    each = held.memory_bytes["activations in flight"] / held.in_flight / 3
-    more = [p.stages[0].prediction.memory_bytes["working memory"] for p in (before, plan)]
-    assert 0 < more[1] - more[0] < 1.5 * each
+    cheap, again = (p.stages[0].prediction.memory_bytes["working memory"] for p in (before, plan))
+    assert 0 < again < cheap
     work = zoo.build(**plan.model.settings)
     step = apply_plan(plan, capture(work.train_step, work.state, work.batch))
     (graph,) = [

@@ -57,8 +57,10 @@ def arrays(width=16, examples=16):
 
 
 @functools.cache
-def planned(method, *, devices=2, micro_batches=4, width=16, limit=None, semantics="exact"):
-    state, batch = jax.eval_shape(lambda: arrays(width))
+def planned(
+    method, *, devices=2, micro_batches=4, width=16, examples=16, limit=None, semantics="exact"
+):
+    state, batch = jax.eval_shape(lambda: arrays(width, examples))
     return aq.plan(
         train_step,
         state,
@@ -156,8 +158,9 @@ def _operators(items):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_kept_only_where_there_is_memory(method):
-    plan = planned(method, width=1024)
-    step = jax.eval_shape(lambda: arrays(1024))
+    # So many that the first of two stages, with two micro-batches in flight, is the fullest.
+    plan = planned(method, width=1024, examples=512)
+    step = jax.eval_shape(lambda: arrays(1024, 512))
     kept = plan.prediction.memory_bytes["casts of parameters"]
     # Of four weights; ZeRO-3 splits each, and each of two stages has two.
     assert kept == pytest.approx(4 * 1024 * 1024 * 2 / (1 if method == "dp" else 2), rel=0.01)
@@ -166,7 +169,7 @@ def test_kept_only_where_there_is_memory(method):
     assert each.peak_memory_bytes < plan.prediction.peak_memory_bytes
     assert aq.estimate(plan, train_step, *step).step_time_s == plan.prediction.step_time_s
     between = (each.peak_memory_bytes + plan.prediction.peak_memory_bytes) / 2
-    tight = planned(method, width=1024, limit=between)
+    tight = planned(method, width=1024, examples=512, limit=between)
     assert tight.prediction.peak_memory_bytes <= between
     assert not all(stage.casts_once for stage in tight.stages)
 

@@ -248,6 +248,7 @@ def _decide(
             memory_limit_bytes=task.limit_bytes,
             on_missing_rule=task.on_missing_rule,
             semantics=task.semantics,
+            of_stage=True,
         )
         problem = make()
         folded = not layers_differ(problem, operators, extract.ops, stage, first)
