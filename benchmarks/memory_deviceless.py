@@ -171,12 +171,7 @@ def _real_sizes(chosen: Any) -> int:
     for name, group in groups.items():
         some = [row["error"] for row in group]
         if some:
-            report.summary[name] = {
-                "plans": len(some),
-                "median": statistics.median(map(abs, some)),
-                "lowest": min(some),
-                "highest": max(some),
-            }
+            report.summary[name] = _summary(some)
     report.summary["not compiled"] = len(rows) - len(compiled)
     report.tables = {"Plans": rows}
     met = bool(errors) and len(compiled) == len(rows)
@@ -207,6 +202,15 @@ def _real_rows(half: str, chosen: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def _summary(errors: list[float]) -> dict[str, float]:
+    return {
+        "plans": len(errors),
+        "median": statistics.median(map(abs, errors)),
+        "lowest": min(errors),
+        "highest": max(errors),
+    }
+
+
 def _modern(chosen: Any) -> int:
     """Plans of what people train today, pipelines too, as `aliquot verify` compiles them."""
     report = Report(
@@ -235,12 +239,7 @@ def _modern(chosen: Any) -> int:
     for half in ("seen", "reported", "all"):
         errors = [row["error"] for row in compiled if half in ("all", row["half"])]
         if errors:
-            report.summary[half] = {
-                "plans": len(errors),
-                "median": statistics.median(map(abs, errors)),
-                "lowest": min(errors),
-                "highest": max(errors),
-            }
+            report.summary[half] = _summary(errors)
     report.summary["not compiled"] = len(rows) - len(compiled)
     sizes = [abs(row["error"]) for row in compiled]
     met = len(sizes) == len(PLANS) and statistics.median(sizes) <= 0.05 and max(sizes) <= 0.15

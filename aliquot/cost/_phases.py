@@ -62,11 +62,11 @@ class PhaseCosts:
     state_bytes: float
     stacked_bytes: float
     in_flight_bytes: float
+    recomputed_bytes: float
     deferred_bytes: float
     handed_bytes: float
     working_bytes: float
     memory_bytes: dict[str, float]
-    recomputed_bytes: float = 0.0
     casts_s: tuple[float, float] = (0.0, 0.0)
 
 
@@ -152,11 +152,11 @@ def phase_costs(
         state_bytes=state,
         stacked_bytes=_stacked_bytes(model, picks, moment) if priced.repeats > 1 else 0.0,
         in_flight_bytes=kept,
+        recomputed_bytes=alive - kept,
         deferred_bytes=min(forward, kept) + handed,
         handed_bytes=handed,
         # Rounding may make the parts exceed the peak.
         working_bytes=max(0.0, peak - state - alive),
-        recomputed_bytes=alive - kept,
         memory_bytes=parts,
         casts_s=seconds_of_casts(priced, picks),
     )

@@ -112,7 +112,9 @@ def make_problem(
         target.usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes
     )
     made = made_arrays(index) if of_stage else {}
-    kept = repeated_operators(graph, frozenset()).kept if of_stage else ()
+    kept = None
+    if of_stage:
+        kept = tuple([made[value] for value in repeated_operators(graph, frozenset()).kept])
     return Problem(
         graph=graph,
         nodes=nodes,
@@ -127,5 +129,5 @@ def make_problem(
         whole=whole,
         semantics=semantics if sums_gradients else "exact",
         made=made,
-        kept=tuple([made[value] for value in kept]) if of_stage else None,
+        kept=kept,
     )

@@ -42,6 +42,7 @@ def recomputation(
         model: memory under the choices.
         repeat: nodes of the products.
     """
+    assert priced.kept is not None, "the problem was not made with `of_stage`"
     repeated = repeated_operators(graph, operators_of(priced.graph, repeat))
     share = _repeated_share(priced, repeated.again, repeat)
     seconds = _seconds(priced, picks, share | _filled_by(priced, share))
@@ -49,7 +50,7 @@ def recomputation(
     by_op = _recomputed_bytes(graph, model, picks, repeated.dropped)
     return Recomputation(
         seconds=seconds,
-        freed_bytes=max(0.0, bytes_on_device(priced, picks, priced.kept or ()) - kept_bytes),
+        freed_bytes=max(0.0, bytes_on_device(priced, picks, priced.kept) - kept_bytes),
         peak_bytes=_most_at_once(graph, repeated.runs, by_op),
     )
 

@@ -92,6 +92,7 @@ def price_stage(
         recompute: see `StagePlan`.
         repeat: nodes of the products that the backward pass may recompute.
     """
+    assert priced.kept is not None, "the problem was not made with `of_stage`"
     model = known_memory(priced, picks)
     costs = phase_costs(priced, picks, graph, model)
     again = NOTHING_AGAIN
