@@ -7,14 +7,15 @@ a schedule's closed form, and only their few best answers are simulated.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core import InputError
-from ..plans import Schedule, Task, TaskKind
+from ..plans import Schedule, TaskKind
 
 Floats = NDArray[np.float64]
 _NOT_GIVEN: Floats = np.zeros(0)
@@ -118,7 +119,6 @@ class PipelineTimes:
         step_time_s: time at which the last submesh has finished its update.
         start_s, end_s: for each submesh, the times of its tasks in the order of its list.
         update_start_s: shape `[num_stages]`, the time at which each stage's update begins.
-        transfers: those that take time, in the order in which they start.
         busy_s: shape `[num_submeshes]`, tasks, updates, and transfers where they do not overlap.
         peak_bytes: shape `[num_submeshes]`, peak memory of a device of the submesh, all its stages
             together.
@@ -131,11 +131,16 @@ class PipelineTimes:
     start_s: tuple[Floats, ...]
     end_s: tuple[Floats, ...]
     update_start_s: Floats
-    transfers: tuple[TransferTime, ...]
     busy_s: Floats
     peak_bytes: Floats
     held_bytes: Floats
     in_flight: NDArray[np.int64]
+    sent: Callable[[], Iterator[TransferTime]] = field(repr=False)
+
+    @property
+    def transfers(self) -> tuple[TransferTime, ...]:
+        """The transfers that take time, in the order in which they start."""
+        return tuple(sorted(self.sent(), key=lambda sent: (sent.start_s, sent.sender)))
 
     @property
     def bubble_share(self) -> Floats:
@@ -162,263 +167,251 @@ def simulate(schedule: Schedule, costs: StageCosts) -> PipelineTimes:
         if stage not in schedule.early_updates:
             submesh = schedule.submesh_of(stage)
             run.update(stage, run.idle_since[submesh])
+    kept = _kept(schedule, run)
+    held = [each.bytes_of(costs, stage) for stage, each in enumerate(kept)]
     return PipelineTimes(
         step_time_s=max(run.idle_since),
         start_s=tuple(np.array(starts) for starts in run.starts),
         end_s=tuple(np.array(ends) for ends in run.ends),
         update_start_s=np.array(run.update_starts),
-        transfers=tuple(sorted(run.sent, key=lambda sent: (sent.start_s, sent.sender))),
+        sent=run.transfers,
         busy_s=np.array(run.busy),
-        peak_bytes=np.array(
-            [_peak_bytes(schedule, costs, submesh) for submesh in range(schedule.num_submeshes)]
-        ),
-        held_bytes=np.array(
-            [max(_held_bytes(schedule, costs, stage)) for stage in range(schedule.num_stages)]
-        ),
-        in_flight=np.array([schedule.in_flight(stage) for stage in range(schedule.num_stages)]),
+        peak_bytes=np.array(list(_peak_bytes(schedule, run, held, costs))),
+        held_bytes=np.array([during.max() for during in held]),
+        in_flight=np.array([(each.in_flight + each.waiting).max() for each in kept]),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
+# (time, 0 for a transfer or 1 for a task or update, submesh, running number, what ends). Events of
+# one time are handled in this order; the running number breaks ties. What ends is the number of a
+# task, `_UPDATE`, or a transfer's place in `_Run.sent`.
+_Event = tuple[float, int, int, int, int]
+_UPDATE = -1
+
+
+class _Transfer(NamedTuple):
+    """A transfer that waits or runs; `task` is the number of the task that made what is sent."""
+
     sender: int
     receiver: int
     seconds: float
-    stage: int
-    micro_batch: int
-    kind: TaskKind
-
-
-@dataclass(frozen=True, slots=True)
-class _Update:
-    submesh: int
-
-
-# (time, 0 for a transfer or 1 for a task or update, submesh, running number, what ends). Events of
-# one time are handled in this order; the running number breaks ties.
-_Event = tuple[float, int, int, int, "_Transfer | Task | _Update"]
+    task: int
 
 
 class _Run:
-    """A simulated step in progress. All events of one time are handled before any task or transfer
-    starts at that time.
+    """A simulated step in progress. Tasks are numbers here (`Schedule.number`), because searches
+    simulate pipelines of ten thousand tasks many times.
     """
 
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self.schedule, self.overlaps = schedule, costs.overlaps_transfers
         stages, submeshes = schedule.num_stages, schedule.num_submeshes
-        self.ahead_s, self.back_s = (
-            [*costs.transfer_s.tolist(), 0.0],
-            [0.0, *costs.transfer_back_s.tolist()],
+        self.lists = [[schedule.number(task) for task in tasks] for tasks in schedule.lists]
+        self.splits = any(
+            task.kind is TaskKind.BACKWARD_INPUT for tasks in schedule.lists for task in tasks
         )
-        self.seconds = {kind: costs.seconds(kind).tolist() for kind in TaskKind}
-        # By stage: the micro-batches whose forward and backward tasks have ended, and those whose
-        # activations and gradients have arrived from the neighbouring stages.
-        self.through_forward: list[set[int]] = [set() for _ in range(stages)]
-        self.through_backward: list[set[int]] = [set() for _ in range(stages)]
-        self.activations = [
-            set(range(schedule.num_micro_batches)),
-            *(set[int]() for _ in range(stages - 1)),
-        ]
-        self.cotangents = [
-            *(set[int]() for _ in range(stages - 1)),
-            set(range(schedule.num_micro_batches)),
-        ]
-        self.early_after = schedule.early_after()
+        backward = TaskKind.BACKWARD_INPUT if self.splits else TaskKind.BACKWARD
+        # By row of tasks and stage: seconds of a task, and of the transfer of its result.
+        kinds = (TaskKind.FORWARD, backward, TaskKind.BACKWARD_WEIGHT)
+        self.task_s = [s for kind in kinds for s in costs.seconds(kind).tolist()]
+        self.sent_s = [*costs.transfer_s.tolist(), 0.0, 0.0, *costs.transfer_back_s.tolist()]
         self.update_s = costs.update_s.tolist()
         self.update_starts = [0.0] * stages
-        # By submesh: the stage to update before the next task.
-        self.to_update: dict[int, int] = {}
         self.idle = [True] * submeshes
         self.idle_since = [0.0] * submeshes
         self.busy = [0.0] * submeshes
         self.starts: list[list[float]] = [[] for _ in range(submeshes)]
         self.ends: list[list[float]] = [[] for _ in range(submeshes)]
-        self.link_free: dict[tuple[int, int], float] = {}
-        self.unsent: list[_Transfer] = []
-        self.sent: list[TransferTime] = []
+        self.sent: list[tuple[_Transfer, float]] = []
         self.events: list[_Event] = []
         self.num_events = 0
 
     def to_the_end(self) -> None:
-        """Start whatever can start, go to the next event, and repeat until there is none."""
-        touched = set(range(self.schedule.num_submeshes))
+        """Start whatever can start, go to the next event, and repeat until there is none. All
+        events of one time are handled before any task or transfer starts at that time.
+        """
+        schedule, lists = self.schedule, self.lists
+        stages, count = schedule.num_stages, schedule.num_micro_batches
+        place, idle, starts = schedule.placement, self.idle, self.starts
+        events, link_free = self.events, dict[tuple[int, int], float]()
+        # What each task still waits for: a forward task for activations; a backward task for its
+        # own forward task and for cotangents; the half for weights for the other half.
+        missing = [0] * count + [1] * (stages - 1) * count
+        missing += [2] * (stages - 1) * count + [1] * count + [1] * stages * count
+        early_after = {schedule.number(t): s for t, s in schedule.early_after().items()}
+        # By submesh: the stage to update before the next task.
+        to_update: dict[int, int] = {}
+        unsent: list[_Transfer] = []
+        touched = set(range(schedule.num_submeshes))
         now = 0.0
         while True:
-            self._start_transfers(now)
-            self._start_tasks(now, sorted(touched))
-            if not self.events:
+            if unsent:
+                unsent = [
+                    transfer
+                    for transfer in unsent
+                    if not (
+                        idle[transfer[0]] and idle[transfer[1]] and self._send_now(transfer, now)
+                    )
+                ]
+            senders = {transfer[0] for transfer in unsent}
+            # The next update or task of each idle submesh starts, if the task's inputs have arrived
+            # and no result of the submesh waits to be sent.
+            for submesh in sorted(touched):
+                if not idle[submesh] or submesh in senders:
+                    continue
+                tasks, following = lists[submesh], len(starts[submesh])
+                if submesh in to_update:
+                    self.update(to_update.pop(submesh), now)
+                    self._push(self.idle_since[submesh], 1, submesh, _UPDATE)
+                elif following < len(tasks) and not missing[tasks[following]]:
+                    task = tasks[following]
+                    seconds = self.task_s[task // count]
+                    starts[submesh].append(now)
+                    self._occupy(submesh, now, seconds)
+                    self._push(now + seconds, 1, submesh, task)
+            if not events:
                 break
-            now = self.events[0][0]
+            now = events[0][0]
             touched = set()
-            while self.events and self.events[0][0] == now:
-                ended = heapq.heappop(self.events)[-1]
-                if isinstance(ended, _Update):
-                    self.idle[ended.submesh] = True
-                    touched.add(ended.submesh)
-                elif isinstance(ended, _Transfer):
-                    touched.update(self._arrive(ended))
+            while events and events[0][0] == now:
+                _, is_task, submesh, _, ended = heapq.heappop(events)
+                if not is_task:
+                    transfer = self.sent[ended][0]
+                    missing[self._reader(transfer.task)] -= 1
+                    touched.add(transfer.receiver)
+                    if not self.overlaps:
+                        idle[submesh] = idle[transfer.receiver] = True
+                        touched.add(submesh)
+                    continue
+                idle[submesh] = True
+                touched.add(submesh)
+                if ended == _UPDATE:
+                    continue
+                self.ends[submesh].append(now)
+                if ended in early_after:
+                    to_update[submesh] = early_after[ended]
+                row, stage = divmod(ended // count, stages)
+                if row == 2:
+                    continue
+                missing[ended + stages * count] -= 1
+                target = stage - 1 if row else stage + 1
+                if not 0 <= target < stages:
+                    continue
+                receiver, seconds = place[target], self.sent_s[ended // count]
+                if not seconds or receiver == submesh:
+                    missing[self._reader(ended)] -= 1
+                    touched.add(receiver)
+                elif self.overlaps:
+                    end = max(now, link_free.get((submesh, receiver), 0.0)) + seconds
+                    link_free[submesh, receiver] = end
+                    self._send(_Transfer(submesh, receiver, seconds, ended), end)
                 else:
-                    touched.update(self._finish(ended, now))
-        if any(len(ends) < len(tasks) for ends, tasks in zip(self.ends, self.schedule.lists)):
-            self.schedule.order()  # Says which tasks wait for one another.
+                    unsent.append(_Transfer(submesh, receiver, seconds, ended))
+        if any(len(ends) < len(tasks) for ends, tasks in zip(self.ends, lists)):
+            schedule.order()  # Says which tasks wait for one another.
             raise AssertionError("a schedule that can be run got stuck in simulation")
 
     def update(self, stage: int, now: float) -> None:
         """Start the update of a stage."""
-        submesh = self.schedule.submesh_of(stage)
         self.update_starts[stage] = now
-        self._occupy(submesh, now, self.update_s[stage])
+        self._occupy(self.schedule.submesh_of(stage), now, self.update_s[stage])
 
-    def _push(
-        self, time: float, kind: int, submesh: int, ending: _Transfer | Task | _Update
-    ) -> None:
+    def transfers(self) -> Iterator[TransferTime]:
+        """The transfers that took time, in the order in which they were started."""
+        stages, count = self.schedule.num_stages, self.schedule.num_micro_batches
+        backward = TaskKind.BACKWARD_INPUT if self.splits else TaskKind.BACKWARD
+        for transfer, end in self.sent:
+            row, stage = divmod(transfer.task // count, stages)
+            yield TransferTime(
+                sender=transfer.sender,
+                receiver=transfer.receiver,
+                stage=stage - 1 if row else stage + 1,
+                micro_batch=transfer.task % count,
+                kind=backward if row else TaskKind.FORWARD,
+                start_s=end - transfer.seconds,
+                end_s=end,
+            )
+
+    def _reader(self, task: int) -> int:
+        """The task of the neighbouring stage that reads a result."""
+        stages, count = self.schedule.num_stages, self.schedule.num_micro_batches
+        return task + count if task < stages * count else task - count
+
+    def _push(self, time: float, is_task: int, submesh: int, ending: int) -> None:
         self.num_events += 1
-        heapq.heappush(self.events, (time, kind, submesh, self.num_events, ending))
-
-    def _ready(self, task: Task) -> bool:
-        stage, micro_batch = task.stage, task.micro_batch
-        if task.kind is TaskKind.FORWARD:
-            return micro_batch in self.activations[stage]
-        if task.kind is TaskKind.BACKWARD_WEIGHT:
-            return micro_batch in self.through_backward[stage]
-        return micro_batch in self.through_forward[stage] and micro_batch in self.cotangents[stage]
-
-    def _start_tasks(self, now: float, submeshes: list[int]) -> None:
-        """Start the next update or task of each idle submesh, if the task's inputs have arrived and
-        no result of the submesh waits to be sent.
-        """
-        senders = {transfer.sender for transfer in self.unsent}
-        for submesh in submeshes:
-            if not self.idle[submesh] or submesh in senders:
-                continue
-            tasks, place = self.schedule.lists[submesh], len(self.starts[submesh])
-            if submesh in self.to_update:
-                self.update(self.to_update.pop(submesh), now)
-                self._push(self.idle_since[submesh], 1, submesh, _Update(submesh))
-            elif place < len(tasks) and self._ready(tasks[place]):
-                task = tasks[place]
-                seconds = self.seconds[task.kind][task.stage]
-                self.starts[submesh].append(now)
-                self._occupy(submesh, now, seconds)
-                self._push(now + seconds, 1, submesh, task)
+        heapq.heappush(self.events, (time, is_task, submesh, self.num_events, ending))
 
     def _occupy(self, submesh: int, now: float, seconds: float) -> None:
         self.idle[submesh] = False
         self.idle_since[submesh] = now + seconds
         self.busy[submesh] += seconds
 
-    def _finish(self, task: Task, now: float) -> Iterator[int]:
-        """Record a task's end and send its result; yields the submeshes that may now be able to
-        start a task.
-        """
-        submesh = self.schedule.submesh_of(task.stage)
-        self.idle[submesh] = True
-        self.ends[submesh].append(now)
-        if task in self.early_after:
-            self.to_update[submesh] = task.stage
-        yield submesh
-        if task.kind is TaskKind.FORWARD:
-            self.through_forward[task.stage].add(task.micro_batch)
-            target, seconds = task.stage + 1, self.ahead_s[task.stage]
-        elif task.kind is TaskKind.BACKWARD_WEIGHT:
-            return
-        else:
-            self.through_backward[task.stage].add(task.micro_batch)
-            target, seconds = task.stage - 1, self.back_s[task.stage]
-        if not 0 <= target < self.schedule.num_stages:
-            return
-        receiver = self.schedule.submesh_of(target)
-        transfer = _Transfer(submesh, receiver, seconds, target, task.micro_batch, task.kind)
-        if not seconds or receiver == submesh:
-            self._deliver(transfer)
-            yield receiver
-        elif self.overlaps:
-            end = max(now, self.link_free.get((submesh, receiver), 0.0)) + seconds
-            self.link_free[submesh, receiver] = end
-            self._send(transfer, end)
-        else:
-            self.unsent.append(transfer)
-
-    def _start_transfers(self, now: float) -> None:
-        """Without overlap: start transfers whose sender and receiver are idle, the oldest first."""
-        still = []
-        for transfer in self.unsent:
-            if self.idle[transfer.sender] and self.idle[transfer.receiver]:
-                for submesh in (transfer.sender, transfer.receiver):
-                    self._occupy(submesh, now, transfer.seconds)
-                self._send(transfer, now + transfer.seconds)
-            else:
-                still.append(transfer)
-        self.unsent = still
-
     def _send(self, transfer: _Transfer, end: float) -> None:
-        self._push(end, 0, transfer.sender, transfer)
-        self.sent.append(
-            TransferTime(
-                sender=transfer.sender,
-                receiver=transfer.receiver,
-                stage=transfer.stage,
-                micro_batch=transfer.micro_batch,
-                kind=transfer.kind,
-                start_s=end - transfer.seconds,
-                end_s=end,
-            )
+        self._push(end, 0, transfer.sender, len(self.sent))
+        self.sent.append((transfer, end))
+
+    def _send_now(self, transfer: _Transfer, now: float) -> bool:
+        """Start a transfer that does not overlap with tasks, between two tasks of both ends."""
+        self._occupy(transfer.sender, now, transfer.seconds)
+        self._occupy(transfer.receiver, now, transfer.seconds)
+        self._send(transfer, now + transfer.seconds)
+        return True
+
+
+class _Kept(NamedTuple):
+    """What a stage keeps during each task of its submesh: shape `[tasks of the submesh]`.
+
+    Attributes:
+        in_flight: micro-batches between their forward task and their (input half of the) backward
+            task. Without backward tasks, a forward task keeps nothing.
+        waiting: micro-batches between the two halves of their backward task.
+        is_first_half: whether the task is an input half of this stage.
+    """
+
+    in_flight: NDArray[np.int64]
+    waiting: NDArray[np.int64]
+    is_first_half: NDArray[np.bool_]
+
+    def bytes_of(self, costs: StageCosts, stage: int) -> Floats:
+        # Computed from counts: a running sum would accumulate rounding errors.
+        return np.asarray(
+            self.in_flight * costs.in_flight_bytes[stage]
+            + self.waiting * costs.deferred_bytes[stage]
+            + np.where(self.is_first_half, costs.handed_bytes[stage], 0.0)
         )
 
-    def _arrive(self, transfer: _Transfer) -> Iterator[int]:
-        """Deliver an arrived result; yields the submeshes that may now be able to start a task."""
-        self._deliver(transfer)
-        yield transfer.receiver
-        if not self.overlaps:
-            self.idle[transfer.sender] = self.idle[transfer.receiver] = True
-            yield transfer.sender
 
-    def _deliver(self, transfer: _Transfer) -> None:
-        arrived = self.activations if transfer.kind is TaskKind.FORWARD else self.cotangents
-        arrived[transfer.stage].add(transfer.micro_batch)
+def _kept(schedule: Schedule, run: _Run) -> list[_Kept]:
+    """What each stage keeps."""
+    stages, count = schedule.num_stages, schedule.num_micro_batches
+    numbers = [np.array(tasks, np.int64) for tasks in run.lists]
+    kept = []
+    for stage, submesh in enumerate(schedule.placement):
+        row = numbers[submesh] // (stages * count)
+        mine = numbers[submesh] // count % stages == stage
+        forward, backward, second_half = (mine & (row == k) for k in range(3))
+        first_half = backward & run.splits
+        ended = backward if row.any() else forward
+        kept.append(
+            _Kept(
+                in_flight=np.cumsum(forward) - np.cumsum(ended) + ended,
+                waiting=np.cumsum(first_half) - first_half - np.cumsum(second_half) + second_half,
+                is_first_half=first_half,
+            )
+        )
+    return kept
 
 
-def _peak_bytes(schedule: Schedule, costs: StageCosts, submesh: int) -> float:
-    """Peak memory of a device of a submesh. It depends only on the order of the submesh's tasks,
+def _peak_bytes(
+    schedule: Schedule, run: _Run, held: Sequence[Floats], costs: StageCosts
+) -> Iterator[float]:
+    """By submesh, the peak memory of a device. It depends only on the order of the submesh's tasks,
     not on their times: memory does not grow between tasks.
     """
-    stages = schedule.stages_of(submesh)
-    held = {stage: _held_bytes(schedule, costs, stage) for stage in stages}
-    working = costs.working_bytes.tolist()
-    most = 0.0
-    for k, task in enumerate(schedule.lists[submesh]):
-        most = max(most, sum(held[stage][k] for stage in stages) + working[task.stage])
-    return float(costs.state_bytes[list(stages)].sum()) + most
-
-
-def _held_bytes(schedule: Schedule, costs: StageCosts, stage: int) -> list[float]:
-    """Bytes that micro-batches in flight keep of a stage during each task of its submesh."""
-    tasks = schedule.lists[schedule.submesh_of(stage)]
-    keeps = any(task.kind is not TaskKind.FORWARD for task in tasks)
-    forward, deferred, handed = (
-        float(figures[stage])
-        for figures in (costs.in_flight_bytes, costs.deferred_bytes, costs.handed_bytes)
-    )
-    # Numbers of micro-batches between their forward task and their (input half of the) backward
-    # task, and between the two halves of the backward task.
-    in_flight = waiting = 0
-    during = []
-    for task in tasks:
-        mine = task.stage == stage
-        in_flight += mine and task.kind is TaskKind.FORWARD
-        # Computed from counts each time: a running sum would accumulate rounding errors.
-        makes = handed if mine and task.kind is TaskKind.BACKWARD_INPUT else 0.0
-        during.append(in_flight * forward + waiting * deferred + makes)
-        if not mine:
-            continue
-        match task.kind:
-            case TaskKind.FORWARD:
-                in_flight -= not keeps
-            case TaskKind.BACKWARD_INPUT:
-                in_flight, waiting = in_flight - 1, waiting + 1
-            case TaskKind.BACKWARD_WEIGHT:
-                waiting -= 1
-            case _:
-                in_flight -= 1
-    return during
+    stages, count = schedule.num_stages, schedule.num_micro_batches
+    for submesh, tasks in enumerate(run.lists):
+        mine = schedule.stages_of(submesh)
+        working = costs.working_bytes[np.array(tasks, np.int64) // count % stages]
+        during = sum([held[stage] for stage in mine], start=np.zeros(len(tasks))) + working
+        state = float(costs.state_bytes[list(mine)].sum())
+        yield state + float(during.max(initial=0.0))

@@ -142,25 +142,6 @@ def predict_stages(
         may_update_early: stages that can be updated early. They are if the step then takes less
             time.
     """
-    if casts_once is None:
-        cast = [sum(s.costs.casts_s) > 0 for s in stages]
-        found = predict_stages(
-            stages,
-            schedule,
-            cluster,
-            crossing=crossing,
-            memory_limit_bytes=memory_limit_bytes,
-            overlaps_transfers=overlaps_transfers,
-            casts_once=cast,
-            may_update_early=may_update_early,
-        )
-        fits = (found.times.peak_bytes <= memory_limit_bytes).tolist()
-        casts_once = [
-            once and (fits[schedule.submesh_of(k)] or stages[k].priced.gathers_once)
-            for k, once in enumerate(cast)
-        ]
-        if casts_once == cast:
-            return found
     places = [(stage.first_device, stage.num_devices) for stage in stages]
     intra, inter = cluster.transfer_links
     ahead_s, back_s = (
@@ -169,23 +150,38 @@ def predict_stages(
         )[1:]
         for num_bytes in (crossing.forward_bytes, crossing.backward_bytes)
     )
-    costs = _stage_costs(
-        stages,
-        ahead_s,
-        back_s,
-        crossing.forward_bytes,
-        overlaps_transfers=overlaps_transfers,
-        casts_once=casts_once,
-    )
-    times = simulate(schedule, costs)
     # All others would wait for the next backward tasks of the last submesh while the last stage is
     # updated. A submesh with one stage has no task left when it is updated.
-    may = may_update_early - {StageId(len(stages) - 1)}
-    if may and schedule.num_submeshes < len(stages):
-        early = replace(schedule, early_updates=may)
-        with_early = simulate(early, costs)
-        if with_early.step_time_s < times.step_time_s * (1 - _ROUNDING):
-            schedule, times = early, with_early
+    may_update_early -= {StageId(len(stages) - 1)}
+
+    def simulated(casts_once: Sequence[bool]) -> tuple[StageCosts, Schedule, PipelineTimes]:
+        costs = _stage_costs(
+            stages,
+            ahead_s,
+            back_s,
+            crossing.forward_bytes,
+            overlaps_transfers=overlaps_transfers,
+            casts_once=casts_once,
+        )
+        times = simulate(schedule, costs)
+        if may_update_early and schedule.num_submeshes < len(stages):
+            early = replace(schedule, early_updates=may_update_early)
+            with_early = simulate(early, costs)
+            if with_early.step_time_s < times.step_time_s * (1 - _ROUNDING):
+                return costs, early, with_early
+        return costs, schedule, times
+
+    cast = [sum(s.costs.casts_s) > 0 for s in stages] if casts_once is None else casts_once
+    costs, chosen, times = simulated(cast)
+    if casts_once is None:
+        fits = (times.peak_bytes <= memory_limit_bytes).tolist()
+        casts_once = [
+            once and (fits[schedule.submesh_of(k)] or stages[k].priced.gathers_once)
+            for k, once in enumerate(cast)
+        ]
+        if casts_once != cast:
+            costs, chosen, times = simulated(casts_once)
+    schedule = chosen
     predictions = tuple(
         _stage_prediction(k, stage, schedule, costs, times, casts_once[k])
         for k, stage in enumerate(stages)

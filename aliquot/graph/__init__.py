@@ -39,8 +39,8 @@ from ._experts import experts as experts
 from ._experts import run_experts as run_experts
 from ._experts import run_gradients as run_gradients
 from ._extract import Extract as Extract
+from ._extract import StageExtracts as StageExtracts
 from ._extract import extract_items as extract_items
-from ._extract import extract_stages as extract_stages
 from ._extract import same_structure as same_structure
 from ._fingerprint import graph_fingerprint as graph_fingerprint
 from ._fingerprint import interface_fingerprint as interface_fingerprint

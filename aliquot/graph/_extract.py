@@ -6,11 +6,13 @@ Planners split the operators of a stage as they split those of a whole step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 from ._dataflow import FROM_ANOTHER_STAGE, Item, items_of
-from ._deferrable import deferrable_items
+from ._deferrable import Deferrable, deferrable_items
 from ._stages import SHARED, Staging
 from ._types import (
     Block,
@@ -44,13 +46,9 @@ class Extract:
     values: tuple[ValueId, ...]
 
 
-def extract_stages(
-    graph: Graph,
-    staging: Staging,
-    batch_dims: Mapping[ValueId, int],
-    stages: Iterable[StageId] | None = None,
-) -> tuple[Extract, ...]:
-    """Extracts of the stages of a step.
+class StageExtracts(Sequence[Extract]):
+    """Extracts of the stages of a step, each made when it is asked for: searches look at many
+    stages and drop most after the first.
 
     Args:
         graph: the step, at any size of its batch.
@@ -58,57 +56,101 @@ def extract_stages(
         batch_dims: for each value that is cut with the batch, the dim along which it is. A value
             that enters a stage with the batch in its first dim gets the role of the batch, so that
             it is split like one.
-        stages: those to extract; by default all.
     """
-    items_of: list[list[int]] = [[] for _ in range(staging.num_stages)]
-    readers: dict[ValueId, set[StageId]] = {}
-    for k, (item, stage) in enumerate(zip(staging.items, staging.stage, strict=True)):
-        if stage == SHARED:
-            continue
-        items_of[stage].append(k)
-        for i in item.inputs:
-            readers.setdefault(i, set()).add(stage)
-    maker = {
-        o: k
-        for k, (item, stage) in enumerate(zip(staging.items, staging.stage, strict=True))
-        if stage == SHARED
-        for o in item.outputs
-        if item.phase is not Phase.UPDATE or graph.values[o].shape
-    }
-    links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
-    deferrable = deferrable_items(graph, staging.items, staging.stage)
-    named = {item.value: item for item in graph.inputs}
-    extracts = []
-    for stage in map(StageId, range(staging.num_stages)) if stages is None else stages:
-        chosen = _with_shared(staging.items, maker, items_of[stage])
-        made_here = {o for k in chosen for o in staging.items[k].outputs}
-        reads = dict.fromkeys(
-            i for k in chosen for i in staging.items[k].inputs if i not in made_here
-        )
+
+    def __init__(self, graph: Graph, staging: Staging, batch_dims: Mapping[ValueId, int]) -> None:
+        self._graph, self._staging, self._batch_dims = graph, staging, batch_dims
+        self._made: dict[int, Extract] = {}
+
+    def __len__(self) -> int:
+        return self._staging.num_stages
+
+    @overload
+    def __getitem__(self, stage: int) -> Extract: ...
+    @overload
+    def __getitem__(self, stage: slice) -> tuple[Extract, ...]: ...
+    def __getitem__(self, stage: int | slice) -> Extract | tuple[Extract, ...]:
+        if isinstance(stage, slice):
+            return tuple(self[k] for k in range(*stage.indices(len(self))))
+        if not 0 <= stage < len(self):
+            raise IndexError(f"there is no stage {stage} of {len(self)}")
+        if stage not in self._made:
+            self._made[stage] = self._make(StageId(stage))
+        return self._made[stage]
+
+    @functools.cached_property
+    def _items_of(self) -> list[list[int]]:
+        """By stage, the positions of its items."""
+        items_of: list[list[int]] = [[] for _ in range(len(self))]
+        for k, stage in enumerate(self._staging.stage):
+            if stage != SHARED:
+                items_of[stage].append(k)
+        return items_of
+
+    @functools.cached_property
+    def _readers(self) -> dict[ValueId, set[StageId]]:
+        """For each value the stages that read it."""
+        readers: dict[ValueId, set[StageId]] = {}
+        for item, stage in zip(self._staging.items, self._staging.stage, strict=True):
+            if stage != SHARED:
+                for i in item.inputs:
+                    readers.setdefault(i, set()).add(stage)
+        return readers
+
+    @functools.cached_property
+    def _maker(self) -> dict[ValueId, int]:
+        """For each shared value the position of the item that makes it."""
+        return {
+            o: k
+            for k, (item, stage) in enumerate(
+                zip(self._staging.items, self._staging.stage, strict=True)
+            )
+            if stage == SHARED
+            for o in item.outputs
+            if item.phase is not Phase.UPDATE or self._graph.values[o].shape
+        }
+
+    @functools.cached_property
+    def _deferrable(self) -> Deferrable:
+        return deferrable_items(self._graph, self._staging.items, self._staging.stage)
+
+    @functools.cached_property
+    def _links(self) -> dict[ValueId, OpId]:
+        return {o: op.index for op in self._graph.ops if op.is_link for o in op.outputs}
+
+    @functools.cached_property
+    def _named(self) -> dict[ValueId, Input]:
+        return {item.value: item for item in self._graph.inputs}
+
+    def _make(self, stage: StageId) -> Extract:
+        graph, items = self._graph, self._staging.items
+        mine, deferrable = self._items_of[stage], self._deferrable
+        chosen = _with_shared(items, self._maker, mine)
+        made_here = {o for k in chosen for o in items[k].outputs}
+        reads = dict.fromkeys(i for k in chosen for i in items[k].inputs if i not in made_here)
         inputs = []
         for v in reads:
             if v not in graph.constants:
                 # Values that enter with the batch in their first dim are this stage's batch.
-                role = Role.BATCH if batch_dims.get(v) == 0 else Role.OTHER
+                role = Role.BATCH if self._batch_dims.get(v) == 0 else Role.OTHER
                 inputs.append(
-                    named.get(v) or Input(path=f"{FROM_ANOTHER_STAGE}{v}", value=v, role=role)
+                    self._named.get(v) or Input(path=f"{FROM_ANOTHER_STAGE}{v}", value=v, role=role)
                 )
         outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made_here]
         results = {o.value for o in outputs}
-        made_by_stage = {o for k in items_of[stage] for o in staging.items[k].outputs}
+        made_by_stage = {o for k in mine for o in items[k].outputs}
         # Shared results do not cross, because each stage computes them for itself.
-        crossing = {v for v in made_by_stage - results if readers.get(v, set()) - {stage}}
+        crossing = {v for v in made_by_stage - results if self._readers.get(v, set()) - {stage}}
         outputs += [Output(path=f"value {v}", value=v) for v in sorted(crossing)]
-        builder = _Builder(graph, links)
+        builder = _Builder(graph, self._links)
         late = {
             op
-            for k in items_of[stage]
+            for k in mine
             if k in deferrable.items or k in deferrable.halves
-            for op in builder.ops_of([staging.items[k]])
+            for op in builder.ops_of([items[k]])
             if deferrable.defers(k, graph.ops[op])
         }
-        extracts.append(builder.build([staging.items[k] for k in chosen], inputs, outputs, late))
-    return tuple(extracts)
+        return builder.build([items[k] for k in chosen], inputs, outputs, late)
 
 
 def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:

@@ -31,7 +31,7 @@ def line_or_nearest(graph: Graph, index: int) -> str:
     op = graph.ops[index]
     if line := source_line(op):
         return line
-    makers = {value: other for other in graph.ops for value in other.outputs}
+    makers = graph.makers
     takers: dict[int, list[Op]] = {}
     for other in graph.ops:
         for value in other.inputs:
@@ -55,7 +55,7 @@ def parameter_of(graph: Graph, index: int) -> str:
     for numbers; empty if there is none, or several.
     """
     paths = {i.value: i.path for i in graph.inputs if i.role is Role.PARAMETER}
-    makers = {value: op for op in graph.ops for value in op.outputs}
+    makers = graph.makers
     found = set()
     for value in graph.ops[index].inputs:
         while value in makers and makers[value].name in _SAME:

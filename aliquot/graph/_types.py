@@ -8,6 +8,7 @@ outer ones. `Graph.body` is the nested view of the same operators, which the run
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -218,7 +219,7 @@ class Split:
     outputs: tuple[tuple[Piece, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
     """A captured step. See the module's description for its two views.
 
@@ -244,3 +245,8 @@ class Graph:
     outputs: tuple[Output, ...]
     calling: Any = field(repr=False)
     split: Split | None = field(default=None, repr=False)
+
+    @functools.cached_property
+    def makers(self) -> Mapping[ValueId, Op]:
+        """The operator that makes each value; inputs and constants have none."""
+        return {value: op for op in self.ops for value in op.outputs}

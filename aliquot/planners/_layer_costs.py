@@ -28,9 +28,8 @@ from ..graph import (
     Graph,
     OpId,
     Phase,
-    StageId,
+    StageExtracts,
     Staging,
-    extract_stages,
     find_repeats,
     stage_layers,
 )
@@ -258,7 +257,8 @@ def solve_layers(
     classes = [numbers.setdefault(by_layer[unit], len(numbers)) for unit in units]
     representatives = [units[classes.index(c)] for c in range(len(numbers))]
     meshes = sorted({(o.submesh, o.mesh_shape) for o in options})
-    extracts = extract_stages(step.part, staged, step.batch_dims, map(StageId, representatives))
+    every = StageExtracts(step.part, staged, step.batch_dims)
+    extracts = [every[unit] for unit in representatives]
     queue = (helper or HelperProcess(wanted=False)).share(_solve_layer)
     problems = []
     for number, (unit, extract) in enumerate(zip(representatives, extracts, strict=True)):

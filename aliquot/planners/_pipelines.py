@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _MOST_COUNTS = 4
 # A stage solved as a whole takes up to this share less than the sum of its layers promises.
 _LESS_AS_WHOLES = 0.03
+# More than any step takes, but finite.
+_ANY_S = sys.float_info.max
 # With one micro-batch half of the devices or more are idle: a step then mostly takes at least so
 # many times its compute, shared evenly by all devices.
 _IDLE_WITH_ONE = 2.0
@@ -224,8 +227,13 @@ class PipelineCounts(AbstractFamily):
         if len(self.chains) == 1 and math.isinf(to_beat_s):
             return self.untried[0]
         left = [chain for chain in self.chains if chain.num_micro_batches in self.untried]
+        limits = method.limits
+        if self.best is not None or len(self.opened.groups) > 1:
+            # Without a limit, refusals say how much memory is missing, which takes long to find and
+            # is of interest only if nothing is left to try.
+            limits = replace(limits, faster_than_s=_ANY_S)
         try:
-            self.promised = method.inter.solve(left, limits=method.limits, helper=search.helper)
+            self.promised = method.inter.solve(left, limits=limits, helper=search.helper)
         except InfeasibleError as error:
             self.refusals.append(error)
             return None

@@ -7,8 +7,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ..cluster import subcluster
@@ -57,6 +57,40 @@ class PipelineMethod(Protocol):
     def limits(self) -> StageLimits: ...
 
 
+@dataclass(slots=True)
+class _Cut:
+    """A step cut at the bounds of the stages that were proposed last, and its stages solved so far.
+
+    Only loops over layers have to be cut anew for other stages.
+    """
+
+    task: Task
+    priced: PricedLayers
+    bounds: tuple[int, ...] = ()
+    layered: LayeredStep | None = None
+    cache: StageCache = field(default_factory=StageCache)
+
+    def at(self, proposal: ChainPlan) -> LayeredStep:
+        """The step in layers, cut for these stages."""
+        task, length = self.task, self.priced.length
+        bounds = (*(s.first_unit for s in proposal.stages), length)
+        if self.layered is not None and (not length or bounds == self.bounds):
+            return self.layered
+        # If the units are iterations of a loop, the loop must be cut where stages begin.
+        graph = split_scans(task.graph, bounds).graph if length and len(bounds) > 2 else task.graph
+        self.bounds = bounds
+        self.layered = layer_step(
+            graph,
+            proposal.num_micro_batches,
+            layers=None if length else self.priced.sketch.layers,
+            semantics=task.semantics,
+            on_missing_rule=task.on_missing_rule,
+        )
+        # Another cut has other operators, so that no cached stage applies.
+        self.cache = StageCache()
+        return self.layered
+
+
 def solve_with(
     method: PipelineMethod,
     task: Task,
@@ -77,10 +111,10 @@ def solve_with(
     """
     found: Decision | None = None
     refusal: InfeasibleError | None = None
-    chain = priced.chains[0]
+    chain, cut = priced.chains[0], _Cut(task, priced)
     faster_than_s = math.inf
     try:
-        found, first = _fit(method, task, priced, chain, (), helper)
+        found, first = _fit(method, cut, chain, (), helper)
         faster_than_s = first.step_time_s
         if first.num_submeshes < len(first.stages):
             # The search leaves out stages by their closed form, which exceeds the simulation where
@@ -99,7 +133,7 @@ def solve_with(
     if method.inter.searches and not priced.length:
         more, repeated = chain_with_levels(priced.costs, recompute_levels(priced.costs), chain)
         with contextlib.suppress(InfeasibleError):
-            selective, _ = _fit(method, task, priced, more, repeated, helper, faster_than_s)
+            selective, _ = _fit(method, cut, more, repeated, helper, faster_than_s)
             if found is None or selective.step_time_s < found.step_time_s:
                 return selective
     if found is None:
@@ -122,8 +156,7 @@ def _is_faster_with_any_memory(
 
 def _fit(
     method: PipelineMethod,
-    task: Task,
-    priced: PricedLayers,
+    cut: _Cut,
     chain: Chain,
     repeated: Sequence[frozenset[OpId]],
     helper: HelperProcess,
@@ -138,10 +171,9 @@ def _fit(
     Raises:
         InfeasibleError: nothing fits, or nothing that promises less.
     """
-    graph, limit, length = task.graph, task.limit_bytes, priced.length
-    layered: LayeredStep | None = None
+    task, priced = cut.task, cut.priced
+    limit = task.limit_bytes
     shrink, needed, least_needed = 1.0, 0.0, math.inf
-    cut, cache = graph, StageCache()
     proposal: ChainPlan | None = None
     refusal: InfeasibleError | None = None
     limits = replace(method.limits, faster_than_s=faster_than_s)
@@ -168,25 +200,7 @@ def _fit(
             proposal = method.inter.solve([ample], limits=limits, helper=helper)
         if proposal.step_time_s >= faster_than_s:
             raise NoFasterStages("no stages promise less than those that were found")
-        bounds = (*(s.first_unit for s in proposal.stages), length)
-        # If the units are iterations of a loop, the loop must be cut where stages begin.
-        if length and (
-            layered is None or layered.graph.split is None or layered.graph.split.bounds != bounds
-        ):
-            layered, cut = None, split_scans(graph, bounds).graph if len(bounds) > 2 else graph
-        if layered is None:
-            layered = layer_step(
-                cut if length else graph,
-                proposal.num_micro_batches,
-                layers=None if length else priced.sketch.layers,
-                semantics=task.semantics,
-                on_missing_rule=task.on_missing_rule,
-            )
-            # Another cut has other operators, so that no cached stage applies.
-            cache = StageCache()
-        result = _solve_stages(
-            method, task, layered, chain, proposal, priced.kinds, cache, repeated
-        )
+        result = _solve_stages(method, cut, chain, proposal, repeated)
         if isinstance(result, Decision):
             return result, proposal
         if refusal is not None:
@@ -234,21 +248,18 @@ def _over_layers(
 
 def _solve_stages(
     method: PipelineMethod,
-    task: Task,
-    layered: LayeredStep,
+    cut: _Cut,
     chain: Chain,
     proposal: ChainPlan,
-    kinds: Sequence[int],
-    cache: StageCache,
-    repeated: Sequence[frozenset[OpId]] = (),
+    repeated: Sequence[frozenset[OpId]],
 ) -> Decision | float:
     """The decision with every stage solved as a whole, equal stages only once; or, if a device's
     memory is too small, the bytes that it would need.
 
     Args:
-        cache: solved stages of this step from earlier proposals.
         repeated: see `_fit`.
     """
+    task, kinds, layered = cut.task, cut.priced.kinds, cut.at(proposal)
     limit = task.limit_bytes
     schedule = make_schedule(
         proposal.schedule, len(proposal.stages), proposal.num_micro_batches, proposal.num_submeshes
@@ -259,11 +270,11 @@ def _solve_stages(
     )
     options = [chain.options[s.option] for s in proposal.stages]
     solved: dict[int, Solved] = {}
-    groups = _alike(proposal, kinds, options, staged)
-    for number, members in enumerate(groups):
+    first_of: dict[int, int] = {}
+    for members in _alike(proposal, kinds, options, staged):
         first = members[0]
         if task.progress:
-            task.progress(f"stage {first} on {options[first].name}", number, len(groups))
+            task.progress(f"stage {first} on {options[first].name}", len(solved), len(options))
         # Activations of the other micro-batches in flight reduce the memory left to the one that
         # runs.
         other_bytes = [
@@ -275,7 +286,8 @@ def _solve_stages(
             task,
             staged.extracts[first],
             options[first],
-            cache,
+            cut.cache,
+            kinds=_kinds_of(proposal, kinds, first),
             num_micro_batches=layered.num_micro_batches,
             # Equal stages share one solution, so the one with the most in flight sets the limit.
             memory_limit_bytes=limit - max(other_bytes),
@@ -284,6 +296,7 @@ def _solve_stages(
         if isinstance(solution, float):
             return solution
         solved |= dict.fromkeys(members, solution)
+        first_of |= dict.fromkeys(members, first)
     prediction = predict_stages(
         [
             replace(solved[k][1], first_device=choice.first_device)
@@ -299,7 +312,6 @@ def _solve_stages(
     peak = float(prediction.times.peak_bytes.max())
     if peak > limit:
         return peak
-    first_of = {k: members[0] for members in groups for k in members}
     return Decision(
         method=method.inter.method,
         planner=f"{type(method.inter).__name__}, each stage by {method.intra.name}",
@@ -337,6 +349,7 @@ def _solve_whole(
     option: StageOption,
     cache: StageCache,
     *,
+    kinds: tuple[int, ...],
     num_micro_batches: int,
     memory_limit_bytes: float,
     step_ops: frozenset[OpId],
@@ -345,11 +358,13 @@ def _solve_whole(
     should assume for it.
 
     Args:
+        kinds: of its layers.
         memory_limit_bytes: what the other micro-batches in flight leave of a device.
         step_ops: with selective recomputation, the operators that may be recomputed.
     """
     stage = cache.of(
         extract,
+        kinds,
         lambda graph: make_problem(
             graph,
             task.cluster,
@@ -378,18 +393,25 @@ def _solve_whole(
 
 def _alike(
     proposal: ChainPlan, kinds: Sequence[int], options: Sequence[StageOption], staged: StagedStep
-) -> list[list[int]]:
-    """Groups of stages with equal operators and options, in order within each group."""
+) -> Iterator[list[int]]:
+    """Groups of stages with equal operators and options, in order within each group. Stages are
+    extracted only once their group is asked for.
+    """
     groups: dict[object, list[int]] = {}
     for k, (choice, option) in enumerate(zip(proposal.stages, options, strict=True)):
-        option_key = (option.submesh, option.mesh_shape, option.recompute, choice.option)
-        key: object = (*option_key, tuple(kinds[choice.first_unit : choice.last_unit]))
-        first = groups.get(key, [k])[0]
-        # Stages of equal layers may still differ in the arrays that enter and leave them.
-        if not same_structure(staged.extracts[first], staged.extracts[k]):
-            key = (*option_key, k)
+        layers = _kinds_of(proposal, kinds, k)
+        key = (option.submesh, option.mesh_shape, option.recompute, choice.option, layers)
         groups.setdefault(key, []).append(k)
-    return list(groups.values())
+    for first, *others in groups.values():
+        # Stages of equal layers may still differ in the arrays that enter and leave them.
+        equal = [k for k in others if same_structure(staged.extracts[first], staged.extracts[k])]
+        yield [first, *equal]
+        yield from ([k] for k in others if k not in equal)
+
+
+def _kinds_of(proposal: ChainPlan, kinds: Sequence[int], stage: int) -> tuple[int, ...]:
+    choice = proposal.stages[stage]
+    return tuple(kinds[choice.first_unit : choice.last_unit])
 
 
 def _solve_stage(method: PipelineMethod, problem: Problem, option: StageOption) -> Solved:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..cost import PricedStage, Problem, StageOption
-from ..graph import Extract, Graph
+from ..graph import Extract, Graph, same_structure
 from ._base import StageDecision
 
 Solved = tuple[StageDecision, PricedStage]
@@ -17,6 +16,7 @@ Solved = tuple[StageDecision, PricedStage]
 class CachedStage:
     """A stage's problem, with its solutions so far by submesh and mesh."""
 
+    extract: Extract
     problem: Problem
     _solutions: dict[object, Solved] = field(default_factory=dict)
 
@@ -41,20 +41,20 @@ class StageCache:
     """Solved stages of one step at one size of its micro-batches."""
 
     def __init__(self) -> None:
-        self._stages: dict[object, CachedStage] = {}
+        self._stages: dict[tuple[int, ...], list[CachedStage]] = {}
 
-    def of(self, extract: Extract, make: Callable[[Graph], Problem]) -> CachedStage:
-        """The entry of a stage, found by its operators: in another proposal, the same layers may
-        have other operators, such as those of the update.
+    def of(
+        self, extract: Extract, kinds: tuple[int, ...], make: Callable[[Graph], Problem]
+    ) -> CachedStage:
+        """The entry of a stage of the same structure, or a new one.
+
+        Args:
+            kinds: of the stage's layers. In another proposal, equal layers may have other
+                operators, such as those of the update, or exchange other arrays.
         """
-        key = _key(extract)
-        if key not in self._stages:
-            self._stages[key] = CachedStage(make(extract.graph))
-        return self._stages[key]
-
-
-def _key(extract: Extract) -> Any:
-    graph = extract.graph
-    inputs = tuple([(item.path, item.value, item.role, item.output) for item in graph.inputs])
-    outputs = tuple([output.path for output in graph.outputs])
-    return extract.ops, extract.values, inputs, outputs, tuple([op.deferrable for op in graph.ops])
+        known = self._stages.setdefault(kinds, [])
+        for each in known:
+            if same_structure(each.extract, extract):
+                return each
+        known.append(CachedStage(extract, make(extract.graph)))
+        return known[-1]

@@ -49,6 +49,12 @@ Lists = tuple[tuple[Task, ...], ...]
 _TRAINING = {TaskKind.FORWARD, TaskKind.BACKWARD}
 _SPLIT = {TaskKind.FORWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT}
 _INFERENCE = {TaskKind.FORWARD}
+_ROWS = {
+    TaskKind.FORWARD: 0,
+    TaskKind.BACKWARD: 1,
+    TaskKind.BACKWARD_INPUT: 1,
+    TaskKind.BACKWARD_WEIGHT: 2,
+}
 
 
 def round_robin(num_stages: int, num_submeshes: int) -> tuple[int, ...]:
@@ -137,7 +143,7 @@ class Schedule:
                 ):
                     yield f"there can be no {task}"
                     continue
-                if first_at.setdefault(self._slot(task), task) is not task:
+                if first_at.setdefault(self.number(task), task) is not task:
                     yield f"it has the {task} twice"
                 if self.submesh_of(task.stage) != submesh:
                     yield f"the {task} is on submesh {submesh}"
@@ -150,18 +156,13 @@ class Schedule:
         last = {task.stage: task for tasks in self.lists for task in tasks}
         return {last[stage]: stage for stage in sorted(self.early_updates)}
 
-    def _slot(self, task: Task) -> int:
-        """A unique number for each task: in row 0 for forward, 1 for backward or its half for
-        inputs, 2 for its half for weights.
+    def number(self, task: Task) -> int:
+        """A unique number for each task: by row (0 for forward, 1 for backward or its half for
+        inputs, 2 for its half for weights), then by stage, then by micro-batch.
         """
-        row = (
-            0
-            if task.kind is TaskKind.FORWARD
-            else 2
-            if task.kind is TaskKind.BACKWARD_WEIGHT
-            else 1
+        return (_ROWS[task.kind] * self.num_stages + task.stage) * self.num_micro_batches + (
+            task.micro_batch
         )
-        return (row * self.num_stages + task.stage) * self.num_micro_batches + task.micro_batch
 
     def submesh_of(self, stage: int) -> int:
         """The submesh that a stage runs on."""
@@ -207,18 +208,18 @@ class Schedule:
             heads = "; ".join(f"submesh {submesh} at the {task}" for submesh, task in stuck)
             raise InputError(f"tasks of schedule {self.name!r} wait for one another: {heads}")
         timed = [
-            (starts[self._slot(t)], submesh, t)
+            (starts[self.number(t)], submesh, t)
             for submesh, tasks in enumerate(self.lists)
             for t in tasks
         ]
         return tuple(task for _, _, task in sorted(timed, key=itemgetter(0, 1)))
 
     def _earliest_starts(self) -> tuple[list[int], list[int]]:
-        """Earliest start of each task in units of time, by its slot, and how many tasks each
+        """Earliest start of each task in units of time, by its number, and how many tasks each
         submesh can run before it is stuck.
 
-        Tasks are numbered by slots, because hashing them would take most of the time. What a slot
-        reads is the same as in `dependencies`.
+        Hashing tasks would take most of the time. What a number reads is the same as in
+        `dependencies`.
         """
         row, stride = self.num_stages * self.num_micro_batches, self.num_micro_batches
         starts, ends = [0] * (3 * row), [0] * (3 * row)
@@ -230,21 +231,21 @@ class Schedule:
             tasks = self.lists[submesh]
             while places[submesh] < len(tasks):
                 task = tasks[places[submesh]]
-                slot = self._slot(task)
-                reads = [slot - row] if slot >= row else [slot - stride] if task.stage else []
+                number = self.number(task)
+                reads = [number - row] if number >= row else [number - stride] if task.stage else []
                 # Backward of all stages but the last reads that of the stage after.
-                if row <= slot < 2 * row - stride:
-                    reads.append(slot + stride)
+                if row <= number < 2 * row - stride:
+                    reads.append(number + stride)
                 # Every task takes time, so an end of 0 means that it has not run.
                 missing = next((read for read in reads if not ends[read]), None)
                 if missing is not None:
                     # The submesh sleeps until that task has run, so it is not checked in vain.
                     waiting.setdefault(missing, []).append(submesh)
                     break
-                starts[slot] = max([free[submesh], *[ends[read] for read in reads]])
-                ends[slot] = free[submesh] = starts[slot] + (
+                starts[number] = max([free[submesh], *[ends[read] for read in reads]])
+                ends[number] = free[submesh] = starts[number] + (
                     2 if task.kind is TaskKind.BACKWARD else 1
                 )
                 places[submesh] += 1
-                awake += waiting.pop(slot, ())
+                awake += waiting.pop(number, ())
         return starts, places

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..graph import (
-    Extract,
     Graph,
     Layers,
     Role,
+    StageExtracts,
     StageId,
     Staging,
     ValueId,
     cut_alike,
     cut_layers,
-    extract_stages,
     range_layers,
     stage_layers,
 )
@@ -56,23 +56,31 @@ class LayeredStep:
         return sizes[0] if sizes else 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StagedStep:
-    """A step and its stages.
+    """A step and its stages. What follows from them is made when it is asked for.
 
     Attributes:
         graph: the step on its whole batch.
+        part: the same operators on one micro-batch.
         staging: which stage everything runs on.
         extracts: each stage as a step of its own, at the size of a micro-batch.
-        crossing: what stages exchange for each micro-batch.
-        early_updates: see `find_early_updates`.
     """
 
     graph: Graph
+    part: Graph
     staging: Staging
-    extracts: tuple[Extract, ...]
-    crossing: Crossing
-    early_updates: frozenset[StageId]
+    extracts: StageExtracts
+
+    @functools.cached_property
+    def crossing(self) -> Crossing:
+        """What stages exchange for each micro-batch."""
+        return find_crossing(self.part, self.staging)
+
+    @functools.cached_property
+    def early_updates(self) -> frozenset[StageId]:
+        """See `find_early_updates`."""
+        return find_early_updates(self.part, self.staging)
 
 
 def layer_step(
@@ -181,10 +189,9 @@ def stage_step(step: LayeredStep, first_layers: Sequence[int]) -> StagedStep:
     require_one_stage(step.graph, staging, step.handed_on)
     return StagedStep(
         graph=step.graph,
+        part=step.part,
         staging=staging,
-        extracts=extract_stages(step.part, staging, step.batch_dims),
-        crossing=find_crossing(step.part, staging),
-        early_updates=find_early_updates(step.part, staging),
+        extracts=StageExtracts(step.part, staging, step.batch_dims),
     )
 
 

@@ -14,9 +14,9 @@ from aliquot.graph import (
     SHARED,
     Phase,
     Role,
+    StageExtracts,
     capture,
     cut_layers,
-    extract_stages,
     items_of,
     stage_layers,
 )
@@ -130,7 +130,7 @@ def test_each_stage_makes_the_constants_of_its_update_for_itself():
         return [w - jnp.minimum(g, limit) for w, g in zip(params, grads, strict=True)]
 
     graph = capture(step, [jnp.ones((8, 8))] * 4, jnp.ones((4, 8)))
-    parts = extract_stages(graph, stage_layers(graph, cut_layers(graph, layers=2), [0, 1]), {})
+    parts = StageExtracts(graph, stage_layers(graph, cut_layers(graph, layers=2), [0, 1]), {})
     shapes = [[part.graph.values[i.value].shape for i in part.graph.inputs] for part in parts]
     # Each parameter is read by one stage, with the update of its own, and nothing of their shape
     # comes from the other.

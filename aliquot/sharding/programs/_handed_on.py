@@ -53,6 +53,8 @@ def require_one_stage(
     Raises:
         CaptureError: names the state, and the stages that make and read it.
     """
+    if not handed_on:
+        return
     stage_of = {
         o: s for item, s in zip(staging.items, staging.stage, strict=True) for o in item.outputs
     }
