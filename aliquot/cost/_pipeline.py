@@ -206,7 +206,7 @@ class _Run:
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self.schedule, self.overlaps = schedule, costs.overlaps_transfers
         stages, submeshes = schedule.num_stages, schedule.num_submeshes
-        self.lists = [[schedule.number(task) for task in tasks] for tasks in schedule.lists]
+        self.lists = schedule.numbers
         self.splits = any(
             task.kind is TaskKind.BACKWARD_INPUT for tasks in schedule.lists for task in tasks
         )

@@ -133,6 +133,7 @@ class DimRule:
             operand and a dim of a result that both hold factors of one set may be split together
             although neither passes on the other's split: devices then exchange what they hold.
         reduced: the factors that the operator sums (or otherwise reduces) away.
+        factors: those that may be split, in order of first appearance.
     """
 
     operands: tuple[Dims, ...]
@@ -151,6 +152,7 @@ class DimRule:
     inside: tuple[Inside, ...] = ()
     exchanged: tuple[frozenset[str], ...] = ()
     reduced: frozenset[str] = field(init=False, repr=False, compare=False)
+    factors: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         kept = {c for dims in self.results for dim in dims for c in dim}
@@ -165,14 +167,10 @@ class DimRule:
             if c.islower() and c not in kept
         }
         object.__setattr__(self, "reduced", frozenset(reduced))
-
-    @property
-    def factors(self) -> tuple[str, ...]:
-        """The factors that may be split, in order of first appearance."""
-        seen = dict.fromkeys(
-            c for dims in (*self.operands, *self.results) for dim in dims for c in dim
+        letters = dict.fromkeys(
+            [c for dims in (*self.operands, *self.results) for dim in dims for c in dim]
         )
-        return tuple(c for c in seen if c.islower())
+        object.__setattr__(self, "factors", tuple([c for c in letters if c.islower()]))
 
     def sums(self, result: int) -> frozenset[str]:
         """The factors over which a result is a sum that may stay partial over devices."""

@@ -8,6 +8,7 @@ issues the same transfers in the same order.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
@@ -82,7 +83,7 @@ def dependencies(task: Task, num_stages: int) -> tuple[Task, ...]:
     return (forward,) if stage == num_stages - 1 else (forward, Task(stage + 1, micro_batch, kind))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The order in which every submesh runs its tasks, one at a time.
 
@@ -163,6 +164,11 @@ class Schedule:
         return (_ROWS[task.kind] * self.num_stages + task.stage) * self.num_micro_batches + (
             task.micro_batch
         )
+
+    @functools.cached_property
+    def numbers(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the tasks of each submesh, in order."""
+        return tuple(tuple([self.number(task) for task in tasks]) for tasks in self.lists)
 
     def submesh_of(self, stage: int) -> int:
         """The submesh that a stage runs on."""

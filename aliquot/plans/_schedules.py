@@ -412,6 +412,8 @@ def schedule_kind(name: str) -> AbstractScheduleKind:
     return SCHEDULES[name]
 
 
+# Searches simulate one schedule with the costs of many pipelines.
+@functools.lru_cache(maxsize=16)
 def make_schedule(
     name: str,
     num_stages: int,

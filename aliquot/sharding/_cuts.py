@@ -51,10 +51,29 @@ class Cuts:
     fresh: list[bool]
     slots: Slots = field(default_factory=Slots)
     exchanges: Exchanges = field(default_factory=Exchanges)
+    # All of these are asked for many times of each operator.
+    _shapes: list[tuple[int, ...]] = field(init=False, repr=False)
+    _reads: list[tuple[tuple[int, int, int], ...]] = field(init=False, repr=False)
+    _zones: dict[int, str] = field(default_factory=dict, repr=False)
+    _operand_slots: dict[tuple[int, int], SlotId | None] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        values = self.graph.values
+        self._shapes = [values[members[0]].shape for members in self.folding.value_members]
+        self._reads = [
+            tuple(
+                [
+                    (position, value_class, count)
+                    for position, counter in enumerate(counters)
+                    for value_class, count in counter.items()
+                ]
+            )
+            for counters in self.sources
+        ]
 
     def shape(self, value_class: int) -> tuple[int, ...]:
         """Shape of the values of a class."""
-        return self.graph.values[self.folding.value_members[value_class][0]].shape
+        return self._shapes[value_class]
 
     def times_made(self, value_class: int) -> float:
         """Number of times that a step makes a value; 1 for inputs. A loop writes a stack once, row
@@ -89,6 +108,12 @@ class Cuts:
 
     def operand_slot(self, op_class: int, value_class: int) -> SlotId | None:
         """The slot through which a group operator reads a value."""
+        key = op_class, value_class
+        if key not in self._operand_slots:
+            self._operand_slots[key] = self._find_operand_slot(op_class, value_class)
+        return self._operand_slots[key]
+
+    def _find_operand_slot(self, op_class: int, value_class: int) -> SlotId | None:
         if self.const_only[value_class] or not self.shape(value_class):
             return None
         zone = self.zone(op_class)
@@ -108,6 +133,11 @@ class Cuts:
         """Zone of an operator: "update" for those of the update, and for those that only rearrange
         a gradient on its way there; else "main". Each zone reads through slots of its own.
         """
+        if op_class not in self._zones:
+            self._zones[op_class] = self._find_zone(op_class)
+        return self._zones[op_class]
+
+    def _find_zone(self, op_class: int) -> str:
         op = self.first[op_class]
         if op.phase is Phase.UPDATE:
             return "update"
@@ -137,13 +167,11 @@ class Cuts:
         ]
         return all(self.const_only[v] for v in result_classes)
 
-    def operands(self, op_class: int) -> Iterator[tuple[int, int, int]]:
+    def operands(self, op_class: int) -> tuple[tuple[int, int, int], ...]:
         """`(position, value class, how many copies read it)` of an operator class; literals are
         left out.
         """
-        for position, counter in enumerate(self.sources[op_class]):
-            for value_class, count in counter.items():
-                yield position, value_class, count
+        return self._reads[op_class]
 
 
 def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:

@@ -62,6 +62,8 @@ class Exchange:
 
     def at(self, is_result: bool, position: int) -> int:
         """The dim of an operand or result that takes part; -1 if none does."""
+        if not self.places:
+            return -1
         return next(
             (p.dim for p in self.places if (p.is_result, p.position) == (is_result, position)), -1
         )
@@ -183,14 +185,14 @@ class _Search:
         by_letter: dict[tuple[int, str], int] = {}
         in_order: list[int] = []
         for op_class in self.order:
-            name = cuts.first[op_class].name
+            is_sequential = cuts.first[op_class].name in _SEQUENTIAL
             for place, letters in self._places(op_class):
                 key = op_class, letters[0]
-                for element in self._elements(place):
-                    if letters[0].islower() and key not in linked:
+                if letters[0].islower() and key not in linked:
+                    for element in self._elements(place):
                         self.sets.join(element, by_letter.setdefault(key, element))
-                    elif letters[0].isupper() and name in _SEQUENTIAL:
-                        in_order.append(element)
+                elif is_sequential and letters[0].isupper():
+                    in_order += self._elements(place)
         self.sequential = {self.sets.root(element) for element in in_order}
         for value_class, members in enumerate(cuts.folding.value_members):
             num_bytes = float(cuts.graph.values[members[0]].num_bytes * len(members))
