@@ -32,7 +32,6 @@ class Item:
         ops: indices of the operators in it.
         phase: forward or backward (prologue counts as forward), or update.
         shared: see the module.
-        cost: rough weight: floating point operations, plus bytes moved times `_FLOPS_PER_BYTE`.
     """
 
     op_or_call: OpId | Call
@@ -41,7 +40,6 @@ class Item:
     ops: tuple[OpId, ...]
     phase: Phase
     shared: bool
-    cost: float
 
 
 def is_from_another_stage(item: Input) -> bool:
@@ -55,16 +53,15 @@ def items_of(graph: Graph) -> tuple[Item, ...]:
     # For each value, bits for what it depends on: parameters (1), the batch (2), or anything that
     # only one stage computes (4).
     sees = [0] * len(graph.values)
-    sizes = [value.num_bytes for value in graph.values]
     for item in graph.inputs:
         if is_from_another_stage(item):
             sees[item.value] = 4
         else:
             sees[item.value] = 1 if item.value in parameter else 2 * (item.role is Role.BATCH)
-    return _in_phases([_item(graph, op_or_call, sees, sizes) for op_or_call in graph.body.items])
+    return _in_phases([_item(graph, op_or_call, sees) for op_or_call in graph.body.items])
 
 
-def _item(graph: Graph, op_or_call: OpId | Call, sees: list[int], sizes: Sequence[int]) -> Item:
+def _item(graph: Graph, op_or_call: OpId | Call, sees: list[int]) -> Item:
     """The item of an operator or call at the top of a step. Records in `sees` what its results
     depend on.
     """
@@ -99,7 +96,6 @@ def _item(graph: Graph, op_or_call: OpId | Call, sees: list[int], sizes: Sequenc
         ops=inside,
         phase=_phase(graph, inside),
         shared=shared,
-        cost=sum([_cost(graph.ops[k], sizes) for k in inside]),
     )
 
 
@@ -150,7 +146,6 @@ def plain_item(graph: Graph, op_or_call: OpId | Call, phase: Phase) -> Item:
         ops=tuple(ops_inside(op_or_call)),
         phase=phase,
         shared=False,
-        cost=0.0,
     )
 
 
@@ -193,8 +188,16 @@ def _phase(graph: Graph, ops: Sequence[OpId]) -> Phase:
     return Phase.FORWARD if phases & {Phase.FORWARD, Phase.PROLOGUE} else Phase.UPDATE
 
 
+def rough_costs(graph: Graph, items: Sequence[Item]) -> list[float]:
+    """Rough weight of each item: floating point operations, plus bytes moved times
+    `_FLOPS_PER_BYTE`.
+    """
+    sizes = [value.num_bytes for value in graph.values]
+    return [sum([_cost(graph.ops[k], sizes) for k in item.ops]) for item in items]
+
+
 def _cost(op: Op, sizes: Sequence[int]) -> float:
-    """Rough weight of an operator; see `Item.cost`."""
+    """Rough weight of an operator; see `rough_costs`."""
     arrays = [sizes[i] for i in op.inputs if type(i) is not Literal] + [
         sizes[o] for o in op.outputs if o >= 0
     ]

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import InputError, nearest, shortened
-from ._dataflow import Item, items_of
+from ._dataflow import Item, items_of, rough_costs
 from ._layer_names import layer_names, operator_names
 from ._rule import traits_of
 from ._segments import Run, find_repeats
@@ -52,7 +52,7 @@ class Layers:
         starts: for each layer, where it begins in `forward`; the first is 0.
         names: of the layers, by the parameters that they use first.
         boundary_bytes: bytes that cross the cut after each layer; 0 after the last.
-        costs: rough weight of each layer's forward pass; see `Item.cost`.
+        costs: rough weight of each layer's forward pass; see `rough_costs`.
         inner: layers that begin inside of a layer of the step, where layers are operators.
     """
 
@@ -86,7 +86,7 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
         k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared
     )
     crossing = crossing_bytes(graph, items, forward)
-    costs = np.array([items[k].cost for k in forward])
+    costs = _costs(graph, items, forward)
     users = _parameters_of(graph, items, forward)
     products: list[int] = []
     inner = frozenset[int]()
@@ -94,14 +94,16 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
         starts = _at_places(graph, layers, len(forward))
     elif layers == OPERATORS:
         _refuse_loops(graph)
-        whole = _merge_small([0, *_places(graph, items, forward, crossing, users)], costs, crossing)
+        whole = _merge_small(
+            [0, *_places(graph, items, forward, costs, crossing, users)], costs, crossing
+        )
         products = _products(graph, items, forward)
         starts = _cut_further(whole, products, costs, crossing)
         inner = frozenset(k for k, start in enumerate(starts) if start not in whole)
     elif isinstance(layers, str):
         starts = _by_pattern(graph, layers, users, crossing)
     else:
-        places = _places(graph, items, forward, crossing, users)
+        places = _places(graph, items, forward, costs, crossing, users)
         starts = _merge_small([0, *places], costs, crossing)
         if layers is not None:
             starts = _choose(starts, layers, costs, crossing, graph.name)
@@ -116,7 +118,7 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
             else layer_names(starts, ends, users)
         ),
         boundary_bytes=_behind(crossing, ends),
-        costs=_weights(items, forward, starts),
+        costs=_weights(costs, starts),
         inner=inner,
     )
 
@@ -162,7 +164,7 @@ def cut_between(graph: Graph, operators: Sequence[tuple[int, int]]) -> Layers:
         starts=tuple(starts),
         names=layer_names(starts, ends, _parameters_of(graph, items, forward)),
         boundary_bytes=_behind(crossing, ends),
-        costs=_weights(items, forward, starts),
+        costs=_weights(_costs(graph, items, forward), starts),
     )
 
 
@@ -231,7 +233,7 @@ def range_layers(graph: Graph) -> Layers:
         starts=starts,
         names=names,
         boundary_bytes=_behind(crossing_bytes(graph, items, forward), [*starts[1:], len(forward)]),
-        costs=_weights(items, forward, starts),
+        costs=_weights(_costs(graph, items, forward), starts),
     )
 
 
@@ -323,11 +325,14 @@ def _behind(crossing: NDArray[np.float64], ends: Sequence[int]) -> tuple[float, 
     return tuple(float(crossing[e]) if e < len(crossing) - 1 else 0.0 for e in ends)
 
 
-def _weights(
-    items: Sequence[Item], forward: Sequence[int], starts: Sequence[int]
-) -> tuple[float, ...]:
-    costs = np.array([items[k].cost for k in forward])
-    return tuple(float(costs[a:b].sum()) for a, b in itertools.pairwise([*starts, len(forward)]))
+def _costs(graph: Graph, items: Sequence[Item], forward: Sequence[int]) -> NDArray[np.float64]:
+    """Rough weight of each forward item."""
+    return np.array(rough_costs(graph, [items[k] for k in forward]), np.float64)
+
+
+def _weights(costs: NDArray[np.float64], starts: Sequence[int]) -> tuple[float, ...]:
+    """Rough weight of each layer."""
+    return tuple(float(costs[a:b].sum()) for a, b in itertools.pairwise([*starts, len(costs)]))
 
 
 def crossing_bytes(
@@ -370,6 +375,7 @@ def _places(
     graph: Graph,
     items: Sequence[Item],
     forward: Sequence[int],
+    costs: NDArray[np.float64],
     crossing: NDArray[np.float64],
     users: Sequence[Sequence[str]],
 ) -> list[int]:
@@ -391,7 +397,7 @@ def _places(
     cuts.update(_places_between_scans(items, forward))
     places = sorted(place for place in cuts if 0 < place < len(forward))
     # Next to the loss only scalars cross, which would make all other places look wide.
-    work = np.cumsum([0.0, *(items[k].cost for k in forward)])
+    work = np.cumsum([0.0, *costs])
     # Without any cost there is no share of the work: this only avoids a division by zero.
     done = work / (work[-1] or 1.0)
     inner = [crossing[place] for place in places if _SMALL / 2 < done[place] < 1 - _SMALL / 2]

@@ -58,7 +58,7 @@ def parameter_of(graph: Graph, index: int) -> str:
     makers = graph.makers
     found = set()
     for value in graph.ops[index].inputs:
-        while value in makers and makers[value].name in _SAME:
+        while isinstance(value, int) and value in makers and makers[value].name in _SAME:
             value = makers[value].inputs[0]
         if value in paths:
             found.add(wildcard(paths[value]))

@@ -287,7 +287,6 @@ def _solve_stages(
             staged.extracts[first],
             options[first],
             cut.cache,
-            kinds=_kinds_of(proposal, kinds, first),
             num_micro_batches=layered.num_micro_batches,
             # Equal stages share one solution, so the one with the most in flight sets the limit.
             memory_limit_bytes=limit - max(other_bytes),
@@ -349,7 +348,6 @@ def _solve_whole(
     option: StageOption,
     cache: StageCache,
     *,
-    kinds: tuple[int, ...],
     num_micro_batches: int,
     memory_limit_bytes: float,
     step_ops: frozenset[OpId],
@@ -358,13 +356,11 @@ def _solve_whole(
     should assume for it.
 
     Args:
-        kinds: of its layers.
         memory_limit_bytes: what the other micro-batches in flight leave of a device.
         step_ops: with selective recomputation, the operators that may be recomputed.
     """
     stage = cache.of(
         extract,
-        kinds,
         lambda graph: make_problem(
             graph,
             task.cluster,
@@ -399,7 +395,7 @@ def _alike(
     """
     groups: dict[object, list[int]] = {}
     for k, (choice, option) in enumerate(zip(proposal.stages, options, strict=True)):
-        layers = _kinds_of(proposal, kinds, k)
+        layers = tuple(kinds[choice.first_unit : choice.last_unit])
         key = (option.submesh, option.mesh_shape, option.recompute, choice.option, layers)
         groups.setdefault(key, []).append(k)
     for first, *others in groups.values():
@@ -407,11 +403,6 @@ def _alike(
         equal = [k for k in others if same_structure(staged.extracts[first], staged.extracts[k])]
         yield [first, *equal]
         yield from ([k] for k in others if k not in equal)
-
-
-def _kinds_of(proposal: ChainPlan, kinds: Sequence[int], stage: int) -> tuple[int, ...]:
-    choice = proposal.stages[stage]
-    return tuple(kinds[choice.first_unit : choice.last_unit])
 
 
 def _solve_stage(method: PipelineMethod, problem: Problem, option: StageOption) -> Solved:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..cost import PricedStage, Problem, StageOption
-from ..graph import Extract, Graph, same_structure
+from ..graph import Extract, Graph
 from ._base import StageDecision
 
 Solved = tuple[StageDecision, PricedStage]
@@ -16,7 +16,6 @@ Solved = tuple[StageDecision, PricedStage]
 class CachedStage:
     """A stage's problem, with its solutions so far by submesh and mesh."""
 
-    extract: Extract
     problem: Problem
     _solutions: dict[object, Solved] = field(default_factory=dict)
 
@@ -41,20 +40,20 @@ class StageCache:
     """Solved stages of one step at one size of its micro-batches."""
 
     def __init__(self) -> None:
-        self._stages: dict[tuple[int, ...], list[CachedStage]] = {}
+        self._stages: dict[object, CachedStage] = {}
 
-    def of(
-        self, extract: Extract, kinds: tuple[int, ...], make: Callable[[Graph], Problem]
-    ) -> CachedStage:
-        """The entry of a stage of the same structure, or a new one.
-
-        Args:
-            kinds: of the stage's layers. In another proposal, equal layers may have other
-                operators, such as those of the update, or exchange other arrays.
+    def of(self, extract: Extract, make: Callable[[Graph], Problem]) -> CachedStage:
+        """The entry of a stage, found by its operators: in another proposal, the same layers may
+        have other operators, such as those of the update.
         """
-        known = self._stages.setdefault(kinds, [])
-        for each in known:
-            if same_structure(each.extract, extract):
-                return each
-        known.append(CachedStage(extract, make(extract.graph)))
-        return known[-1]
+        key = _key(extract)
+        if key not in self._stages:
+            self._stages[key] = CachedStage(make(extract.graph))
+        return self._stages[key]
+
+
+def _key(extract: Extract) -> object:
+    graph = extract.graph
+    inputs = tuple([(item.path, item.value, item.role, item.output) for item in graph.inputs])
+    outputs = tuple([output.path for output in graph.outputs])
+    return extract.ops, extract.values, inputs, outputs, tuple([op.deferrable for op in graph.ops])

@@ -24,7 +24,6 @@ def item(number, inputs, output):
         ops=(number,),
         phase=Phase.FORWARD,
         shared=False,
-        cost=1.0,
     )
 
 

@@ -149,7 +149,9 @@ def test_nothing_fits():
 
 def test_a_refusal_asks_for_more_memory_than_there_is(monkeypatch):
     """Also where the search under a tighter limit finds no stages at all."""
-    monkeypatch.setattr(_solve_stages, "_solve_stages", lambda *args: 1000.0 * args[1].limit_bytes)
+    monkeypatch.setattr(
+        _solve_stages, "_solve_stages", lambda *args: 1000.0 * args[1].task.limit_bytes
+    )
     with pytest.raises(InfeasibleError, match="1000.00 times") as refusal:
         plan_of(num_stages=2, num_micro_batches=4)
     assert refusal.value.required_bytes == 1000 * refusal.value.available_bytes
@@ -159,9 +161,9 @@ def test_a_proposal_far_below_the_limit_is_not_searched_again(monkeypatch):
     """A limit a little lower changes nothing where what was proposed is far below it."""
     module, proposed = _solve_stages, []
 
-    def never(method, task, layered, chain, found, kinds, known, repeated):
+    def never(method, cut, chain, found, repeated):
         proposed.append("selective" if repeated else "plain")
-        return 1.001 * task.limit_bytes
+        return 1.001 * cut.task.limit_bytes
 
     monkeypatch.setattr(module, "_solve_stages", never)
     with pytest.raises(InfeasibleError, match="need at least 1.00 times"):
