@@ -151,8 +151,9 @@ def plan_variants(
     """The fastest plan of a step that may be built in several ways.
 
     The first variant whose whole batch can fit is planned first, then the others in their order.
-    Each is planned only if its compute alone, shared evenly by all devices, takes less than the
-    best plan so far, and searched only for plans that are faster.
+    Where stages are searched for, they are planned in their order: pipelines need less memory, and
+    choose by stage what they recompute. Each is planned only if its compute alone, shared evenly by
+    all devices, takes less than the best plan so far, and searched only for plans that are faster.
 
     Method `Auto` chooses by stage what its pipelines recompute, so that those of the variant that
     computes least are enough. Where that comes later, on more than 128 devices its pipelines are
@@ -180,7 +181,13 @@ def plan_variants(
         """False if the whole batch is too large, or what all variants keep from step to step."""
         return task(variants[-1]).holds_state and not cannot_fit(task(variant).problem(1))
 
-    first = next((v for v in variants[:-1] if can_fit(v)), variants[-1])
+    searches = isinstance(how, (Auto, WholeProgram)) or (
+        isinstance(how, PipeshardParallel) and how.inter.searches
+    )
+    if isinstance(how, PipeshardParallel) and searches:
+        first = variants[0]
+    else:
+        first = next((v for v in variants[:-1] if can_fit(v)), variants[-1])
     ordered = [first, *(v for v in variants if v is not first)]
     best, built, tried = None, first, list[dict[str, Any]]()
     too_large: Variants = ()
@@ -200,7 +207,7 @@ def plan_variants(
             )
             continue
         used, since = how, time.perf_counter()
-        if isinstance(how, (Auto, WholeProgram)):
+        if isinstance(how, (Auto, WholeProgram, PipeshardParallel)) and searches:
             # Plans that take longer than this need not be searched in full.
             used = replace(how, faster_than_s=min(how.faster_than_s, to_beat_s))
         if isinstance(used, Auto) and best:
@@ -230,7 +237,6 @@ def plan_variants(
                 refusal = error
             if best is None and isinstance(error, InfeasibleError):
                 too_large = variants[: variants.index(variant)]
-            searches = isinstance(how, (Auto, WholeProgram))
             outcome = "no faster plan fits" if best and searches else "does not fit"
             if best and not searches and best.num_micro_batches == len(best.stages) == 1:
                 outcome += " with the whole batch at once; --micro-batches auto tries smaller ones"

@@ -26,10 +26,8 @@ from aliquot.cost import UNIT_FIGURES, Chain, ChainPlan
 from aliquot.graph import Layers, cut_layers
 from aliquot.planners import PipeshardParallel
 from aliquot.planners._base import Decision, Task
-from aliquot.planners._solve_stages import _solve_stages
-from aliquot.planners._stage_cache import StageCache
+from aliquot.planners._solve_stages import CutStep, _solve_stages
 from aliquot.planners.inter import Grid, StageDP
-from aliquot.sharding import LayeredStep, layer_step
 from aliquot.suites import Case, GivenStage, alpa_suites, operations, stage_bounds
 
 
@@ -66,7 +64,7 @@ class Fidelity:
         self.sketch, self.chains, self.kinds = make_chains(
             self.graph, self.cluster, counts, self.layers
         )
-        self._layered: dict[int, LayeredStep] = {}
+        self._cut: dict[int, CutStep] = {}
 
     def row(
         self, label: str, published: float, plan: ChainPlan | None, *, counted: bool
@@ -115,18 +113,15 @@ class Fidelity:
 
     def _solved(self, plan: ChainPlan, chain: Chain) -> Decision | None:
         count = plan.num_micro_batches
-        if count not in self._layered:
-            self._layered[count] = layer_step(self.graph, count, layers=self.sketch.layers)
-        task = Task(
-            graph=self.graph,
-            cluster=self.cluster,
-            on_missing_rule="error",
-            memory_limit_bytes=UNLIMITED,
-        )
-        layered = self._layered[count]
-        result = _solve_stages(
-            PipeshardParallel(), task, layered, chain, plan, self.kinds, StageCache()
-        )
+        if count not in self._cut:
+            task = Task(
+                graph=self.graph,
+                cluster=self.cluster,
+                on_missing_rule="error",
+                memory_limit_bytes=UNLIMITED,
+            )
+            self._cut[count] = CutStep(task=task, kinds=self.kinds, layers=self.sketch.layers)
+        result = _solve_stages(PipeshardParallel(), self._cut[count], chain, plan, ())
         return result if isinstance(result, Decision) else None
 
     def restricted(self, method: str) -> ChainPlan | None:

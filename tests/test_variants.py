@@ -138,6 +138,25 @@ def _timed(plan, step_time_s):
     return msgspec.structs.replace(plan, prediction=prediction)
 
 
+def test_pipelines_of_a_second_way_are_searched_only_below_those_of_the_first(monkeypatch):
+    """Stages choose what they recompute themselves, so the way that computes least comes first."""
+    limits = []
+
+    def planned(graph, *, method, **options):
+        limits.append(method.faster_than_s)
+        return plan_graph(graph, method=method, **options)
+
+    plan_graph = _variants.plan_graph
+    monkeypatch.setattr(_variants, "plan_graph", planned)
+    method = aq.PipeshardParallel(num_stages=2)
+    small = [{**way, "batch": 1024} for way in WAYS]
+    both = aq.plan_fastest(build, small, cluster=CLUSTER, method=method, num_micro_batches=4)
+    assert limits[0] == math.inf and limits[1:] == [both.prediction.step_time_s]
+    first = aq.plan(*build(**small[0]), cluster=CLUSTER, method=method, num_micro_batches=4)
+    assert both.prediction.step_time_s == first.prediction.step_time_s
+    assert both.provenance.candidates[-1]["name"] == "recompute=True, batch=1024"
+
+
 def test_where_nothing_fits_the_way_that_keeps_least_is_described(alone):
     with pytest.raises(aq.InfeasibleError) as error:
         fastest(memory_limit_bytes=1e6)

@@ -39,6 +39,8 @@ class PipeshardParallel(AbstractMethod):
             `params.layers[*]`, "operators" for every product or convolution with what follows it,
             or None for every suitable place between layers. With "operators", a planner that
             searches also plans over layers, and the faster plan is the answer.
+        faster_than_s: plans that cannot take less are not searched in full; there may then be no
+            answer.
     """
 
     inter: AbstractInter = field(default_factory=StageDP)
@@ -47,6 +49,7 @@ class PipeshardParallel(AbstractMethod):
     num_micro_batches: int | None = None
     schedule: str | None = None
     layers: str | int | None = None
+    faster_than_s: float = math.inf
 
     def __post_init__(self) -> None:
         self.inter.check_limits(self.limits)
@@ -121,12 +124,19 @@ class PipeshardParallel(AbstractMethod):
             if not self.may_be_one_program or known is not None:
                 return [pipelines]
             program = WholeProgram(intra=self.intra)
-            return [Programs.of(task, program, self.num_micro_batches, pauses=True), pipelines]
+            programs = Programs.of(
+                task,
+                program,
+                self.num_micro_batches,
+                pauses=True,
+                fits_elsewhere=math.isfinite(self.faster_than_s),
+            )
+            return [programs, pipelines]
 
         on_fewer = list[Hosts]()
         if self.inter.searches and task.cluster.num_hosts > 1:
             on_fewer = Hosts.below(task, families, least_compute_s(task.problem(1)))
-        to_beat_s = known.step_time_s if known is not None else math.inf
+        to_beat_s = min(self.faster_than_s, known.step_time_s if known is not None else math.inf)
         search = Search(task=task, beside_others=True, faster_than_s=to_beat_s)
         decision = search.run([*families(task), *on_fewer], self.inter.method) or known
         if decision is None:

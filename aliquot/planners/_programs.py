@@ -47,6 +47,8 @@ class Programs(AbstractFamily):
         most: the most micro-batches.
         most_programs: so many numbers of micro-batches are tried at most.
         pauses: whether a long search pauses.
+        fits_elsewhere: whether a plan is known to fit that is not in this search, such as one of
+            the step built in another way.
         before_s: the least that a program with fewer micro-batches takes; infinite if none fits.
         num_tried, num_slow: how many programs were tried, and how many of these take longer than a
             plan of another family.
@@ -58,6 +60,7 @@ class Programs(AbstractFamily):
     most: int
     most_programs: int | None = _MOST_PROGRAMS
     pauses: bool = False
+    fits_elsewhere: bool = False
     expected_s: float = 0.0
     before_s: float = math.inf
     num_tried: int = 0
@@ -72,6 +75,7 @@ class Programs(AbstractFamily):
         *,
         most_programs: int | None = _MOST_PROGRAMS,
         pauses: bool = False,
+        fits_elsewhere: bool = False,
     ) -> Programs:
         """The programs in the number of micro-batches that is asked for, or in any number."""
         most = min(batch_size(task.graph), MOST_MICRO_BATCHES) if asked is None else asked
@@ -82,12 +86,14 @@ class Programs(AbstractFamily):
             most=most,
             most_programs=most_programs,
             pauses=pauses,
+            fits_elsewhere=fits_elsewhere,
         )
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
         """See `AbstractFamily.open`."""
         to_beat_s = search.to_beat_s(self.task)
-        if self.num_tried and math.isinf(self.before_s) and search.best is not None:
+        is_known = self.fits_elsewhere or search.best is not None
+        if self.num_tried and math.isinf(self.before_s) and is_known:
             return ()
         num_slow = self.num_slow + (to_beat_s < self.before_s < math.inf)
         if num_slow == _MOST_SLOW:

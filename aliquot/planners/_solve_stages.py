@@ -24,7 +24,7 @@ from ..cost import (
     predict_stages,
     price_stage,
 )
-from ..graph import Extract, OpId, same_structure, split_scans
+from ..graph import Extract, Layers, OpId, same_structure, split_scans
 from ..plans import make_schedule
 from ..sharding import LayeredStep, NodeId, StagedStep, layer_step, stage_step
 from ._base import Decision, PipelineParts, StageDecision, Task
@@ -57,22 +57,30 @@ class PipelineMethod(Protocol):
     def limits(self) -> StageLimits: ...
 
 
-@dataclass(slots=True)
-class _Cut:
+@dataclass(slots=True, kw_only=True)
+class CutStep:
     """A step cut at the bounds of the stages that were proposed last, and its stages solved so far.
 
     Only loops over layers have to be cut anew for other stages.
+
+    Attributes:
+        task: the step.
+        kinds: for each unit of its chains the number of its kind.
+        layers: the units; None if these are iterations of a loop.
+        length: the number of these iterations; 0 without such a loop.
     """
 
     task: Task
-    priced: PricedLayers
+    kinds: Sequence[int]
+    layers: Layers | None
+    length: int = 0
     bounds: tuple[int, ...] = ()
     layered: LayeredStep | None = None
     cache: StageCache = field(default_factory=StageCache)
 
     def at(self, proposal: ChainPlan) -> LayeredStep:
         """The step in layers, cut for these stages."""
-        task, length = self.task, self.priced.length
+        task, length = self.task, self.length
         bounds = (*(s.first_unit for s in proposal.stages), length)
         if self.layered is not None and (not length or bounds == self.bounds):
             return self.layered
@@ -82,7 +90,7 @@ class _Cut:
         self.layered = layer_step(
             graph,
             proposal.num_micro_batches,
-            layers=None if length else self.priced.sketch.layers,
+            layers=self.layers,
             semantics=task.semantics,
             on_missing_rule=task.on_missing_rule,
         )
@@ -111,10 +119,12 @@ def solve_with(
     """
     found: Decision | None = None
     refusal: InfeasibleError | None = None
-    chain, cut = priced.chains[0], _Cut(task, priced)
+    chain, length = priced.chains[0], priced.length
+    layers = None if length else priced.sketch.layers
+    cut = CutStep(task=task, kinds=priced.kinds, layers=layers, length=length)
     faster_than_s = math.inf
     try:
-        found, first = _fit(method, cut, chain, (), helper)
+        found, first = _fit(method, cut, priced, chain, (), helper)
         faster_than_s = first.step_time_s
         if first.num_submeshes < len(first.stages):
             # The search leaves out stages by their closed form, which exceeds the simulation where
@@ -133,7 +143,7 @@ def solve_with(
     if method.inter.searches and not priced.length:
         more, repeated = chain_with_levels(priced.costs, recompute_levels(priced.costs), chain)
         with contextlib.suppress(InfeasibleError):
-            selective, _ = _fit(method, cut, more, repeated, helper, faster_than_s)
+            selective, _ = _fit(method, cut, priced, more, repeated, helper, faster_than_s)
             if found is None or selective.step_time_s < found.step_time_s:
                 return selective
     if found is None:
@@ -156,7 +166,8 @@ def _is_faster_with_any_memory(
 
 def _fit(
     method: PipelineMethod,
-    cut: _Cut,
+    cut: CutStep,
+    priced: PricedLayers,
     chain: Chain,
     repeated: Sequence[frozenset[OpId]],
     helper: HelperProcess,
@@ -171,7 +182,7 @@ def _fit(
     Raises:
         InfeasibleError: nothing fits, or nothing that promises less.
     """
-    task, priced = cut.task, cut.priced
+    task = cut.task
     limit = task.limit_bytes
     shrink, needed, least_needed = 1.0, 0.0, math.inf
     proposal: ChainPlan | None = None
@@ -248,7 +259,7 @@ def _over_layers(
 
 def _solve_stages(
     method: PipelineMethod,
-    cut: _Cut,
+    cut: CutStep,
     chain: Chain,
     proposal: ChainPlan,
     repeated: Sequence[frozenset[OpId]],
@@ -259,7 +270,7 @@ def _solve_stages(
     Args:
         repeated: see `_fit`.
     """
-    task, kinds, layered = cut.task, cut.priced.kinds, cut.at(proposal)
+    task, kinds, layered = cut.task, cut.kinds, cut.at(proposal)
     limit = task.limit_bytes
     schedule = make_schedule(
         proposal.schedule, len(proposal.stages), proposal.num_micro_batches, proposal.num_submeshes

@@ -137,6 +137,22 @@ def test_each_stage_makes_the_constants_of_its_update_for_itself():
     assert sum(each.count((8, 8)) for each in shapes) == 4 and all((8, 8) in s for s in shapes)
 
 
+def test_stages_are_extracted_when_they_are_asked_for():
+    def step(params, x):
+        return functools.reduce(lambda x, w: jnp.tanh(x @ w), params, x).sum()
+
+    graph = capture(step, [jnp.ones((8, 8))] * 4, jnp.ones((4, 8)))
+    layers = cut_layers(graph, layers=4)
+    parts = StageExtracts(graph, stage_layers(graph, layers, range(4)), {})
+    assert len(parts) == 4 and not parts._made
+    assert parts[2] is parts[2] and list(parts._made) == [2]
+    with pytest.raises(IndexError, match="stage 4 of 4"):
+        parts[4]
+    ops = [op for part in parts for op in part.ops]
+    assert sorted(ops) == list(range(len(graph.ops)))
+    assert parts[1:3] == (parts[1], parts[2])
+
+
 @pytest.mark.parametrize("name", ["plain_gan", "plain_accumulation"])
 def test_no_phase_reads_what_a_later_one_makes(name):
     made = STEPS[name]()
