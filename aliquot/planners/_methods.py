@@ -138,8 +138,19 @@ class ShardParallel(AbstractMethod):
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
+        return finished(self.race(problem, progress, faster_than_s=math.inf, pauses=False))
+
+    def race(
+        self, problem: Problem, progress: Progress | None, *, faster_than_s: float, pauses: bool
+    ) -> RaceInParts:
+        """See `AbstractMethod.race`: it pauses where memory makes it long.
+
+        Raises:
+            TooSlowError: no program that fits is known, because the search ended once none could
+                be fast enough.
+        """
         meshes = _meshes(problem, self.mesh_shape)
-        return race(
+        return race_in_parts(
             problem,
             _shard_entries(problem, meshes, self.intra),
             expected=len(meshes),
@@ -148,6 +159,8 @@ class ShardParallel(AbstractMethod):
             relative_gap=self.intra.relative_gap,
             states_bound=True,
             progress=progress,
+            faster_than_s=faster_than_s,
+            pauses=pauses,
         )
 
 

@@ -8,7 +8,6 @@ needs less memory. Prices of single layers show neither, so programs are solved 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from ..cost import Chain, Problem
 from ._base import Decision, Interrupted, Progress, Task, TooSlowError
 from ._counts import MOST_MICRO_BATCHES, batch_size
 from ._quick_bounds import cannot_fit, is_too_large
-from ._race import RaceInParts
+from ._race import RaceInParts, finished
 from ._search import AbstractFamily, Search
 
 if TYPE_CHECKING:
@@ -275,9 +274,9 @@ def fewer_micro_batches(
 ) -> Decision | None:
     """The best program with fewer micro-batches; None if none takes less than `faster_than_s`.
 
-    Starts at the square root of `most` and halves the number as long as that is faster, or doubles
-    it until a program fits. Numbers of which a problem with more micro-batches shows that no
-    program fits are passed over.
+    Starts at the square root of `most` and halves the number as long as programs take longer than
+    that, or as long as it is faster; or doubles it until a program fits. Numbers of which a problem
+    with more micro-batches shows that no program fits are passed over.
 
     Args:
         problem_with: the problem for a number of micro-batches.
@@ -290,28 +289,39 @@ def fewer_micro_batches(
     divisors = [n for n in range(1, most) if most % n == 0]
     # The square root is a guess in the middle, from which both directions are short.
     place = bisect.bisect_right(divisors, math.isqrt(most)) - 1
-    best, direction = None, -1
+    best: Decision | None = None
+    direction, num_slow = -1, 0
     while 0 <= place < len(divisors):
-        count, decision = divisors[place], None
+        count, decision, fits = divisors[place], None, False
         if known is None or not is_too_large(known, count):
             problem = problem_with(count)
-            with contextlib.suppress(InfeasibleError):
-                decision = method.solve(problem, progress)
+            # Programs that take longer are only bounded: to find the best of them can take minutes.
+            race = method.race(problem, progress, faster_than_s=faster_than_s, pauses=False)
+            try:
+                decision, fits = finished(race), True
+            except TooSlowError:
+                fits = True
+            except InfeasibleError:
+                pass
             if known is None or count < known.num_micro_batches:
                 known = problem
-        if decision is None:
-            if best is not None:
+        if not fits:
+            if best is not None or num_slow:
                 break
             direction = 1
+        elif decision is None or decision.step_time_s >= faster_than_s:
+            if best is not None:
+                break
+            num_slow += 1
         else:
             if best is not None and decision.step_time_s >= best.step_time_s:
                 break
             best = decision
-            # When counting upwards, the first program that fits has the largest micro-batches.
-            if direction > 0:
-                break
+        # When counting upwards, the first program that fits has the largest micro-batches.
+        if fits and direction > 0:
+            break
         place = _next_divisor(divisors, place, direction)
-    return best if best is not None and best.step_time_s < faster_than_s else None
+    return best
 
 
 def _next_divisor(divisors: Sequence[int], place: int, direction: int) -> int:

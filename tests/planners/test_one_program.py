@@ -1,7 +1,7 @@
 """One program with fewer micro-batches: which numbers are tried, and what comes of it."""
 
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from aliquot.cluster import Cluster
 from aliquot.core import CaptureError, InfeasibleError, InputError
 from aliquot.cost import make_problem
 from aliquot.planners import Decision, ShardParallel, StageDecision, _programs
+from aliquot.planners._base import TooSlowError
 from aliquot.planners._programs import Programs, fewer_micro_batches
 from aliquot.planners._quick_bounds import is_too_large
 from aliquot.planners._search import AbstractFamily, Search
@@ -23,17 +24,22 @@ def problem_with(count):
     return types.SimpleNamespace(num_micro_batches=count)
 
 
+@dataclass(frozen=True)
 class Seconds:
     """A method that knows what a number of micro-batches takes; nothing if it does not fit."""
 
-    def __init__(self, seconds):
-        self.seconds, self.tried = seconds, []
+    seconds: dict
+    tried: list = field(default_factory=list)
 
-    def solve(self, problem, progress):
+    def race(self, problem, progress, *, faster_than_s, pauses):
+        yield from ()
         count = problem.num_micro_batches
         self.tried.append(count)
         if count not in self.seconds:
             raise InfeasibleError("too large", required_bytes=2, available_bytes=1)
+        # Others may be any program that fits.
+        if self.seconds[count] >= faster_than_s and count % 2:
+            raise TooSlowError("too slow", required_bytes=0, available_bytes=1)
         return types.SimpleNamespace(step_time_s=self.seconds[count], count=count)
 
 
@@ -47,7 +53,10 @@ class Seconds:
         pytest.param({8: 12}, 64, [8, 4], 8, id="fewer do not fit"),
         pytest.param({32: 12, 16: 11}, 64, [8, 16], 16, id="more are needed"),
         pytest.param({}, 64, [8, 16, 32], None, id="none fits"),
-        pytest.param({8: 30, 4: 31}, 64, [8, 4], None, id="none is faster than stages"),
+        pytest.param({8: 30, 4: 31}, 64, [8, 4, 2], None, id="none is faster than stages"),
+        pytest.param({8: 30, 4: 25, 2: 15}, 64, [8, 4, 2, 1], 2, id="a few are faster than stages"),
+        pytest.param({9: 30, 3: 25, 1: 15}, 81, [9, 3, 1], 1, id="one is fast enough"),
+        pytest.param({32: 30, 16: 25}, 64, [8, 16], None, id="the first that fits is slow"),
         pytest.param({3: 5, 1: 6}, 15, [3, 1], 3, id="odd numbers"),
         pytest.param({}, 1, [], None, id="there are no fewer"),
     ],
