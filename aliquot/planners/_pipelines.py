@@ -8,7 +8,6 @@ promise nothing faster than what was found.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import sys
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Chain, ChainPlan
 from ..graph import Graph, Layers, operators_with_effects, source_line
-from ..sharding import plan_micro_batches
+from ..sharding import plan_micro_batches, runs_in_groups
 from ._base import Candidate, Decision, Task, faster
 from ._counts import MANY_DEVICES, counts_to_try, drawn_between
 from ._helper import HelperProcess
@@ -369,10 +368,9 @@ def _add(found: Decision, task: Task, search: Search) -> None:
 
 def _decomposes(task: Task, count: int) -> bool:
     """True if the step decomposes into so many micro-batches."""
-    with contextlib.suppress(InputError, CaptureError):
-        _plan_micro_batches(task, count)
-        return True
-    return False
+    return count == 1 or runs_in_groups(
+        task.graph, count, 1, semantics=task.semantics, on_missing_rule=task.on_missing_rule
+    )
 
 
 def _plan_micro_batches(task: Task, count: int) -> None:

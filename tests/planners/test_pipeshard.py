@@ -351,9 +351,8 @@ def test_a_step_that_does_not_decompose_is_priced_once(monkeypatch):
         return called
 
     monkeypatch.setattr(_pipelines, "price_layers", spy(price_layers, priced, tuple))
-    monkeypatch.setattr(
-        _pipelines, "plan_micro_batches", spy(_pipelines.plan_micro_batches, planned, int)
-    )
+    for name in ("plan_micro_batches", "runs_in_groups"):
+        monkeypatch.setattr(_pipelines, name, spy(getattr(_pipelines, name), planned, int))
     state = {**STATE, "params": {k: v for k, v in STATE["params"].items() if k != "head"}}
     method = aq.PipeshardParallel(num_stages=2)
     aq.plan(contrastive_step, state, BATCH, cluster=aq.Cluster.preset(CLUSTER), method=method)

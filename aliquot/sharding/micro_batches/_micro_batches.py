@@ -117,9 +117,7 @@ def _exact(
     graph: Graph, num_micro_batches: int, num_groups: int, on_missing_rule: str
 ) -> MicroBatchPlan:
     """See `plan_micro_batches`."""
-    parts = num_micro_batches * num_groups
-    part, eqns = align(graph, trace_part(graph, num_micro_batches, num_groups))
-    findings = _of_chunks(graph, part, parts, on_missing_rule)
+    part, eqns, findings = _analysed(graph, num_micro_batches, num_groups, on_missing_rule)
     if findings.violations or findings.conflicts:
         raise _refusal(graph, findings, num_micro_batches, on_missing_rule)
     return MicroBatchPlan(
@@ -139,6 +137,17 @@ def _exact(
             for output in graph.outputs
         },
     )
+
+
+@functools.lru_cache(maxsize=4)
+def _analysed(
+    graph: Graph, num_micro_batches: int, num_groups: int, on_missing_rule: str
+) -> tuple[Graph, dict[Call, Any], Findings]:
+    """The step at the size of a part of the batch, its equations, and how it decomposes. Raises
+    `InputError` and `CaptureError` where there is no such step.
+    """
+    part, eqns = align(graph, trace_part(graph, num_micro_batches, num_groups))
+    return part, eqns, _of_chunks(graph, part, num_micro_batches * num_groups, on_missing_rule)
 
 
 def _of_chunks(graph: Graph, part: Graph, parts: int, on_missing_rule: str) -> Findings:
@@ -226,19 +235,15 @@ def runs_in_groups(
     """True if `plan_micro_batches` succeeds. A step may run on micro-batches, but not on shares of
     them for each group; independent micro-batches never do.
     """
-    if semantics == "independent" and num_groups > 1:
-        return False
     try:
-        plan_micro_batches(
-            graph,
-            num_micro_batches,
-            num_groups=num_groups,
-            semantics=semantics,
-            on_missing_rule=on_missing_rule,
-        )
+        if semantics == "independent":
+            _independent(graph, num_micro_batches, num_groups, on_missing_rule)
+            return True
+        # To say why it does not would take longer than to find out.
+        found = _analysed(graph, num_micro_batches, num_groups, on_missing_rule)[-1]
+        return not (found.violations or found.conflicts)
     except (InputError, CaptureError):
         return False
-    return True
 
 
 def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> bool:
