@@ -373,6 +373,7 @@ class _Kept(NamedTuple):
     is_first_half: NDArray[np.bool_]
 
     def bytes_of(self, costs: StageCosts, stage: int) -> Floats:
+        """Bytes of what this stage keeps."""
         # Computed from counts: a running sum would accumulate rounding errors.
         return np.asarray(
             self.in_flight * costs.in_flight_bytes[stage]

@@ -62,6 +62,10 @@ class AbstractMethod(abc.ABC):
     ) -> RaceInParts:
         """As `solve`, for methods that search in parts: these may pause, and need not find plans
         that take `faster_than_s` or longer; see `race_in_parts`. By default in one part.
+
+        Raises:
+            TooSlowError: no program that fits is known, because the search ended once none could
+                be fast enough.
         """
         yield from ()
         return self.solve(problem, progress)

@@ -143,12 +143,7 @@ class ShardParallel(AbstractMethod):
     def race(
         self, problem: Problem, progress: Progress | None, *, faster_than_s: float, pauses: bool
     ) -> RaceInParts:
-        """See `AbstractMethod.race`: it pauses where memory makes it long.
-
-        Raises:
-            TooSlowError: no program that fits is known, because the search ended once none could
-                be fast enough.
-        """
+        """See `AbstractMethod.race`: it pauses where memory makes it long."""
         meshes = _meshes(problem, self.mesh_shape)
         return race_in_parts(
             problem,
@@ -204,12 +199,7 @@ class WholeProgram(AbstractMethod):
     def race(
         self, problem: Problem, progress: Progress | None, *, faster_than_s: float, pauses: bool
     ) -> RaceInParts:
-        """See `AbstractMethod.race`: it pauses where memory makes it long.
-
-        Raises:
-            TooSlowError: no program that fits is known, because the search ended once none could
-                be fast enough.
-        """
+        """See `AbstractMethod.race`: it pauses where memory makes it long."""
         entries = []
         if self.mesh_shape is None:
             for name, stage in (("dp", 0), ("zero2", 2), ("zero3", 3)):

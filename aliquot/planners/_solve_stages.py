@@ -74,9 +74,9 @@ class CutStep:
     kinds: Sequence[int]
     layers: Layers | None
     length: int = 0
-    bounds: tuple[int, ...] = ()
-    layered: LayeredStep | None = None
-    cache: StageCache = field(default_factory=StageCache)
+    bounds: tuple[int, ...] = field(default=(), init=False)
+    layered: LayeredStep | None = field(default=None, init=False)
+    cache: StageCache = field(default_factory=StageCache, init=False)
 
     def at(self, proposal: ChainPlan) -> LayeredStep:
         """The step in layers, cut for these stages."""

@@ -54,8 +54,10 @@ class Cuts:
     # All of these are asked for many times of each operator.
     _shapes: list[tuple[int, ...]] = field(init=False, repr=False)
     _reads: list[tuple[tuple[int, int, int], ...]] = field(init=False, repr=False)
-    _zones: dict[int, str] = field(default_factory=dict, repr=False)
-    _operand_slots: dict[tuple[int, int], SlotId | None] = field(default_factory=dict, repr=False)
+    _zones: dict[int, str] = field(init=False, default_factory=dict, repr=False)
+    _operand_slots: dict[tuple[int, int], SlotId | None] = field(
+        init=False, default_factory=dict, repr=False
+    )
 
     def __post_init__(self) -> None:
         values = self.graph.values

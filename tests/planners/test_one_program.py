@@ -30,10 +30,12 @@ class Seconds:
 
     seconds: dict
     tried: list = field(default_factory=list)
+    limits_s: set = field(default_factory=set)
 
     def race(self, problem, progress, *, faster_than_s, pauses):
         yield from ()
         count = problem.num_micro_batches
+        self.limits_s.add(faster_than_s)
         self.tried.append(count)
         if count not in self.seconds:
             raise InfeasibleError("too large", required_bytes=2, available_bytes=1)
@@ -65,7 +67,7 @@ def test_numbers_of_micro_batches_that_are_tried(seconds, most, tried, found, mo
     monkeypatch.setattr(_programs, "is_too_large", lambda problem, count: False)
     method = Seconds(seconds)
     best = fewer_micro_batches(method, problem_with, most=most, faster_than_s=20)
-    assert method.tried == tried
+    assert method.tried == tried and method.limits_s <= {20}
     assert (best and best.count) == found
 
 

@@ -157,6 +157,17 @@ def test_a_refusal_asks_for_more_memory_than_there_is(monkeypatch):
     assert refusal.value.required_bytes == 1000 * refusal.value.available_bytes
 
 
+def test_what_would_fit_is_not_worked_out_where_a_plan_is_known(monkeypatch):
+    """More micro-batches do not fit, and one does."""
+
+    def never(*args):
+        raise AssertionError("nobody reads it")
+
+    monkeypatch.setattr("aliquot.planners.inter.stages._solve.nothing_fits", never)
+    plan = plan_of(cluster="2xV100-16GB", state=WIDE, limit=0.7e9, num_stages=2)
+    assert plan.num_micro_batches == 1 and plan.prediction.peak_memory_bytes <= 0.7e9
+
+
 def test_a_proposal_far_below_the_limit_is_not_searched_again(monkeypatch):
     """A limit a little lower changes nothing where what was proposed is far below it."""
     module, proposed = _solve_stages, []

@@ -9,8 +9,8 @@ import pytest
 
 from aliquot.core import CaptureError, InputError
 from aliquot.graph import capture
-from aliquot.sharding import Action, TimeKind, dim_rule, plan_micro_batches
-from aliquot.sharding.micro_batches import _findings
+from aliquot.sharding import Action, TimeKind, dim_rule, plan_micro_batches, runs_in_groups
+from aliquot.sharding.micro_batches import _findings, _micro_batches
 
 W = jax.ShapeDtypeStruct((6, 3), jnp.float32)
 BATCH = {
@@ -127,6 +127,15 @@ def test_operators_that_do_not_decompose_are_refused_with_their_line(loss_fn):
     assert f"({loss_fn.__name__})" in message
     assert "; [0] " in message
     assert 'micro_batch_semantics="independent"' in message and "the numbers are other" in message
+
+
+@pytest.mark.parametrize("loss_fn", [batch_norm, contrastive, lambda w, b: losses(w, b).mean()])
+def test_whether_a_step_decomposes_is_asked_without_a_refusal(loss_fn, monkeypatch):
+    graph = capture(sgd_on(loss_fn), W, BATCH)
+    monkeypatch.setattr(_micro_batches, "_refusal", None)
+    assert runs_in_groups(graph, 4, 1) == (loss_fn not in (batch_norm, contrastive))
+    # The batch has 8 examples.
+    assert not runs_in_groups(graph, 3, 1)
 
 
 def test_independent_micro_batches_are_advised_only_where_they_are_possible():
