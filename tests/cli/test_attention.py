@@ -31,7 +31,6 @@ def planned(path, cluster, *options):
             marks=pytest.mark.slow,
         ),
         ("2xV100-16GB", "plain", "no fused kernel: V100-16GB has none"),
-        ("2xcpu", "plain", "no fused kernel: cpu has none"),
     ],
 )
 def test_the_default_is_told_and_recorded(tmp_path, cluster, kernel, why):
@@ -46,14 +45,10 @@ def test_the_default_is_told_and_recorded(tmp_path, cluster, kernel, why):
     assert f"attention='{kernel}'" in explained.stdout
 
 
-def test_plain_attention_may_be_asked_for(tmp_path):
-    found, plan = planned(tmp_path / "plan.json", "2xH100", "--attention", "plain")
-    assert plan.model.settings["attention"] == "plain" and "(as asked for)" in found.stderr
-
-
-def test_plans_without_a_word_on_attention_are_plain(tmp_path):
+def test_plain_attention_may_be_asked_for_and_is_that_of_plans_without_a_word(tmp_path):
     path = tmp_path / "plan.json"
-    planned(path, "2xH100", "--attention", "plain")
+    found, plan = planned(path, "2xH100", "--attention", "plain")
+    assert plan.model.settings["attention"] == "plain" and "(as asked for)" in found.stderr
     data = json.loads(path.read_text())
     del data["model"]["settings"]["attention"]
     path.write_text(json.dumps(data))

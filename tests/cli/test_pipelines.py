@@ -64,7 +64,7 @@ def test_stages_are_cut_between_operators(tmp_path):
     path = tmp_path / "plan.json"
     sizes = ("hidden_size=16", "num_heads=1", "ffn_size=32", "seq_len=8", "num_layers=1")
     words = (
-        "plan gpt-10m --global-batch 8 --cluster 8xH100 --method bottleneck --layers operators"
+        "plan gpt-10m --global-batch 8 --cluster 4xH100 --method bottleneck --layers operators"
         " --stages 4 --micro-batches 2 --json"
     )
     more = [word for size in sizes for word in ("--set", size)]

@@ -23,6 +23,7 @@ MODEL = [
     "num_heads=4",
 ]
 MODEL += ["--seq-len", "128", "--dtype", "float32"]
+FEW = ["--repeats", "1", "--warm-up", "1", "--least-s", "0", "--retries", "0"]
 
 
 def answer_of(*args):
@@ -49,7 +50,8 @@ def profiles(tmp_path_factory):
                 "--database",
                 folder / f"{k}.sqlite",
             ),
-            *("--share", f"{k}/2", "--repeats", "1", "--warm-up", "1"),
+            *("--share", f"{k}/2"),
+            *FEW,
         )
         assert answer["missing"] == 0 and answer["measured"] == answer["operators"] > 5
         shares.append(answer["operators"])
@@ -85,7 +87,8 @@ def test_show_lists_kinds_curves_and_corrections(profiles, tmp_path):
 
 def test_plan_check_and_explain_use_the_same_measurements(profiles, tmp_path):
     plan = tmp_path / "plan.json"
-    args = ["plan", *MODEL, "--cluster", "detect", "--mesh", "8", "--profiles", profiles]
+    here = ("--cluster", "detect", "--method", "zero3", "--profiles", profiles)
+    args = ["plan", *MODEL, *here]
     planned = answer_of(*args, "--out", plan)
     checked = answer_of("profile", "check", plan, "--database", profiles)
     assert (
@@ -111,7 +114,7 @@ def test_fit_writes_a_cluster_to_plan_for(profiles, tmp_path):
         "errors"
     ]
     assert Cluster.load(out).device.calibration.keys() == answer["figures"].keys()
-    assert answer_of("plan", *MODEL, "--cluster", out)["feasible"]
+    assert answer_of("plan", *MODEL, "--cluster", out, "--method", "dp")["feasible"]
 
 
 CPUS = '[cluster]\ndevice = "cpu"\ndevices_per_host = 4\n'
@@ -121,14 +124,14 @@ def test_one_device_measures_the_computing_of_a_cluster(tmp_path):
     cluster, database = tmp_path / "cpus.toml", tmp_path / "one.sqlite"
     cluster.write_text(CPUS)
     here = ["profile", "run", *MODEL, "--devices", "1", "--mesh", "4", "--database", database]
-    few = ["--repeats", "1", "--warm-up", "1", "--least-s", "0"]
-    answer = answer_of(*here, *few, "--cluster", cluster)
+    answer = answer_of(*here, *FEW, "--cluster", cluster)
     assert answer["measured"] == answer["operators"] > 5 and answer["missing"] == 0
     shown = answer_of("profile", "show", database)
     kinds = {row["kind"] for row in shown["kinds"]}
     assert kinds == {"launch", "product float32", "traffic float32"}
     assert {row["grade"] for row in shown["kinds"]} == {"measured-compute"}
-    planned = answer_of("plan", *MODEL, "--cluster", cluster, "--mesh", "4", "--profiles", database)
+    there = ("--cluster", cluster, "--method", "zero3", "--profiles", database)
+    planned = answer_of("plan", *MODEL, *there)
     assert planned["measured_share"] == 0.0 < planned["measured_compute_share"] <= 1.0
     assert "measured on one alone (grade measured-compute)" in planned["profiles"]
     refused(

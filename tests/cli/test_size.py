@@ -13,10 +13,13 @@ from aliquot.cli._size import read_count, read_duration
 from aliquot.cluster import load_prices
 from aliquot.zoo import build
 
-# One layer is planned in less time than two.
+# One layer is planned in less time than two, and two devices in less time than eight.
 ONE_LAYER = ["num_layers=1" if part == "num_layers=2" else part for part in TINY]
-SMALL = [part for part in ONE_LAYER if part not in ("--cluster", "8xH100")]
-PRICES = "# mine\ndevice, devices per host, price per hour\nH100, 8, 50\nA100-80GB, 8, 10\n"
+SMALL = [part for part in ONE_LAYER if part not in ("--cluster", "8xH100")] + [
+    "--recompute",
+    "none",
+]
+PRICES = "# mine\ndevice, devices per host, price per hour\nH100, 2, 50\nA100-80GB, 2, 10\n"
 
 
 @pytest.fixture
@@ -50,22 +53,24 @@ def test_the_cheapest_in_time_is_chosen(prices):
     assert one["cost"] == pytest.approx(one["price_per_hour"] * one["training_s"] / 3600)
     assert [s["slower"] for s in answer["sensitivity"]] == [0.8, 1.0, 1.25, 1.5]
     # The device whose compute is cheapest is planned first, and listed where its price stands.
-    assert [o["cluster"] for o in answer["options"]] == ["1x8xH100", "1x8xA100-80GB"]
+    assert [o["cluster"] for o in answer["options"]] == ["1x2xH100", "1x2xA100-80GB"]
     assert re.search(
-        r"1x8xA100-80GB: .* days \(1 of about 2 clusters, .* left\)\n(.*\n)*1x8xH100: .* days\n",
+        r"1x2xA100-80GB: .* days \(1 of about 2 clusters, .* left\)\n(.*\n)*1x2xH100: .* days\n",
         found.stderr,
     ), found.stderr
 
 
 def test_ctrl_c_keeps_the_clusters_that_are_planned(monkeypatch, prices):
     known = _size.plan_variants
-    asked = []
+    asked, made = [], {}
 
     def interrupted_later(variants, *, cluster, **options):
         asked.append(cluster.name)
         if len(asked) > allowed:
             raise KeyboardInterrupt
-        return known(variants, cluster=cluster, **options)
+        if cluster.name not in made:
+            made[cluster.name] = known(variants, cluster=cluster, **options)
+        return made[cluster.name]
 
     monkeypatch.setattr(_size, "plan_variants", interrupted_later)
     command = ["size", *SMALL, "--tokens", "1B", "--by", "30d", "--prices", prices]
@@ -76,7 +81,7 @@ def test_ctrl_c_keeps_the_clusters_that_are_planned(monkeypatch, prices):
     asked.clear()
     found = run(*command, "--max-hosts", "1", "--json")
     answer = json.loads(found.stdout)
-    assert not answer["is_complete"] and answer["choice"] == asked[0] == "1x8xA100-80GB"
+    assert not answer["is_complete"] and answer["choice"] == asked[0] == "1x2xA100-80GB"
     asked.clear()
     allowed = 0
     found = run(*command, "--max-hosts", "1")
@@ -157,10 +162,10 @@ def test_the_largest_batch_is_where_one_more_does_not_fit(tmp_path):
     path = tmp_path / "plan.json"
     found = run(
         "plan",
-        *TINY,
+        *ONE_LAYER,
         "--max-batch",
         "--memory-limit",
-        "200MiB",
+        "150MiB",
         "--method",
         "ddp",
         "--json",
