@@ -24,7 +24,7 @@ from ._counts import MANY_DEVICES, counts_to_try, drawn_between
 from ._helper import HelperProcess
 from ._priced_layers import PricedLayers, price_layers
 from ._programs import FewerMicroBatches, as_one_program
-from ._quick_bounds import least_compute_s
+from ._quick_bounds import cannot_fit, least_compute_s
 from ._search import AbstractFamily, Search
 from ._solve_stages import solve_with
 from ._tried import listed, tried_counts
@@ -53,7 +53,8 @@ class Pipelines(AbstractFamily):
         method: how pipelines are found.
         groups: numbers of micro-batches; the next group is tried if nothing fits with the first. By
             default the one that is asked for, or those of `counts_to_try`.
-        refusal: why the step cannot be planned with other numbers, which were left out.
+        refusal: why the step cannot be planned with other numbers, which were left out, or why
+            none of them fits.
         most_devices: on more devices pipelines are searched only if no plan is known.
     """
 
@@ -62,7 +63,7 @@ class Pipelines(AbstractFamily):
     lower_bound_s: float = 0.0
     expected_s: float = 0.0
     groups: Sequence[Sequence[int]] = ()
-    refusal: CaptureError | InputError | None = None
+    refusal: InfeasibleError | CaptureError | InputError | None = None
     most_devices: float = math.inf
     must_open: bool = False
 
@@ -119,9 +120,13 @@ class Pipelines(AbstractFamily):
         if isinstance(error, InfeasibleError):
             if len(self.groups) > 1:
                 return (replace(self, groups=self.groups[1:]),)
+            if self.refusal is None and 1 not in counts and self._one_may_fit(search):
+                return (replace(self, groups=[[1]], refusal=error),)
             # All numbers were tried.
-            advice = [each for each in error.advice if not each.startswith("more micro-batches")]
             because = f"\n{self.refusal}" if self.refusal else ""
+            if isinstance(self.refusal, InfeasibleError):
+                error, because = self.refusal, ""
+            advice = [each for each in error.advice if not each.startswith("more micro-batches")]
             raise error.reworded(f"{error.message}{because}", advice)
         kept: list[int] = []
         refused: list[int] = []
@@ -131,15 +136,23 @@ class Pipelines(AbstractFamily):
             (kept if decomposes else refused).append(n)
         if self.refusal is not None or kept == list(counts):
             raise error
-        if not kept and search.best is not None:
-            # A pipeline of a single micro-batch is the last resort.
-            least_s = least_compute_s(task.problem(1))
-            if not _one_micro_batch_may_do(task, least_s, search.to_beat_s(task)):
-                raise error
+        if not kept and search.best is not None and not self._one_may_do(search):
+            raise error
         left_out = listed([n for n in counts if n not in kept])
         name = f"{self.method.inter.method}, {left_out} micro-batches"
         search.mention(Candidate(name=name, outcome="the step does not decompose"), task)
         return (replace(self, groups=[kept or [1]], refusal=error),)
+
+    def _one_may_fit(self, search: Search) -> bool:
+        """Whether one micro-batch, which needs no buffers for sums of gradients, may fit where none
+        of the other numbers does.
+        """
+        return not cannot_fit(self.task.problem(1)) and self._one_may_do(search)
+
+    def _one_may_do(self, search: Search) -> bool:
+        """Whether a pipeline of a single micro-batch, the last resort, may be fast enough."""
+        least_s = least_compute_s(self.task.problem(1))
+        return _one_micro_batch_may_do(self.task, least_s, search.to_beat_s(self.task))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -227,7 +240,8 @@ class PipelineCounts(AbstractFamily):
             return self.untried[0]
         left = [chain for chain in self.chains if chain.num_micro_batches in self.untried]
         limits = method.limits
-        if self.best is not None or len(self.opened.groups) > 1:
+        is_read = self.best is None and len(self.opened.groups) == 1
+        if not is_read or isinstance(self.opened.refusal, InfeasibleError):
             # Without a limit, refusals say how much memory is missing, which takes long to find and
             # is of interest only if nothing is left to try.
             limits = replace(limits, faster_than_s=_ANY_S)

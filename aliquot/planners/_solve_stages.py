@@ -184,21 +184,20 @@ def _fit(
     """
     task = cut.task
     limit = task.limit_bytes
-    shrink, needed, least_needed = 1.0, 0.0, math.inf
+    shrink, just_below, least_needed = 1.0, 0.0, math.inf
     proposal: ChainPlan | None = None
     refusal: InfeasibleError | None = None
     limits = replace(method.limits, faster_than_s=faster_than_s)
     for _ in range(_ROUNDS):
-        if proposal is not None and proposal.peak_bytes <= limit * shrink:
-            # The last proposal fits the tighter limit, so the search would return it again: tighten
-            # by another 3% or more.
-            shrink *= min(0.97, limit / needed)
-            continue
         tighter = replace(chain, memory_limit_bytes=limit * shrink)
         try:
             start = _over_layers(method, priced, tighter, limits, helper)
             proposal = method.inter.solve([tighter], limits=limits, helper=helper, start=start)
         except InfeasibleError as error:
+            if proposal is not None and shrink < just_below:
+                # Between this limit and the last proposal there may be others.
+                shrink = just_below
+                continue
             # This error states the tighter limit; the one below states the real limit, and what
             # solved stages need.
             if proposal is not None:
@@ -216,9 +215,12 @@ def _fit(
             return result, proposal
         if refusal is not None:
             raise refusal
-        needed = result
-        least_needed = min(least_needed, needed)
-        shrink *= min(0.97, limit / needed)
+        least_needed = min(least_needed, result)
+        # By 3% or more, until the search cannot return this proposal again.
+        tighten, just_below = min(0.97, limit / result), 0.999 * proposal.peak_bytes / limit
+        shrink *= tighten
+        while shrink > just_below > 0:
+            shrink *= tighten
     raise InfeasibleError(
         f"No pipeline was found that fits {task.cluster.name}: the stages that the search proposed"
         f" need at least {least_needed / limit:.2f} times the {format_bytes(limit)} usable on each"
