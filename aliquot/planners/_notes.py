@@ -10,9 +10,10 @@ from ..cluster import Cluster, target_for
 from ..core import counted, format_bytes, format_seconds
 from ..cost import REPLICATED_BY_PLAN, collective_uses, work_alike
 from ..graph import Op, Phase, Role, named_operator, source_line
-from ..sharding import find_blocks, outside_blocks
+from ..sharding import entry_operators, find_blocks, outside_blocks
 from ._base import Decision, StageDecision
 from ._tried import on_hosts
+from .intra.blocks import blocks_split_apart
 
 _LARGE_BYTES = 1 << 20
 _ALIKE = 0.1
@@ -35,27 +36,38 @@ def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
     )
 
 
-def outside_note(decision: Decision) -> Iterator[str]:
-    """A note on the products that belong to no ParallelBlock, of a plan by blocks."""
+def block_notes(decision: Decision) -> Iterator[str]:
+    """Notes on the products that a plan by blocks splits by themselves: those that belong to no
+    ParallelBlock, and those of blocks for which one decision would take too long.
+    """
     if "blocks" not in decision.planner:
         return
-    outside = [
-        named_operator(stage.problem.graph.ops[op])
-        for stage in decision.stages
-        for op in outside_blocks(
-            stage.problem.nodes, find_blocks(stage.problem.graph, stage.problem.nodes)
-        )
-    ]
+    outside, apart = [], []
+    for stage in decision.stages:
+        ops, nodes = stage.problem.graph.ops, stage.problem.nodes
+        blocks = find_blocks(stage.problem.graph, nodes)
+        outside += [named_operator(ops[op]) for op in outside_blocks(nodes, blocks)]
+        parted = blocks_split_apart(stage.problem, stage.priced, stage.picks)
+        first = {k: op for op, k in reversed(entry_operators(nodes, parted))}
+        apart += [named_operator(ops[first[k]]) for k in sorted(first)]
     # Equal stages have equal products.
-    names = list(dict.fromkeys(outside))
-    if names:
-        left = len(names) - _MOST_WHOLE
-        more = f" and {left} more" if left > 0 else ""
+    outside, apart = list(dict.fromkeys(outside)), list(dict.fromkeys(apart))
+    if outside:
         yield (
-            f"{counted(len(names), 'product')} in no ParallelBlock, each split by itself:"
-            f" {', '.join(names[:_MOST_WHOLE])}{more}. Blocks hold the products with a parameter,"
-            " and those of activations that one block alone makes."
+            f"{counted(len(outside), 'product')} in no ParallelBlock, each split by itself:"
+            f" {_first_of(outside)}. Blocks hold the products with a parameter, and those of"
+            " activations that one block alone makes."
         )
+    if apart:
+        yield (
+            f"{counted(len(apart), 'ParallelBlock')} whose products are split each by itself, as"
+            f" one decision would take longer: with {_first_of(apart)}."
+        )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    left = len(names) - _MOST_WHOLE
+    return ", ".join(names[:_MOST_WHOLE]) + (f" and {left} more" if left > 0 else "")
 
 
 def _likely_mistakes(stages: Sequence[StageDecision]) -> Iterator[str]:

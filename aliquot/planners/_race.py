@@ -352,6 +352,7 @@ def _decision(
             status = "optimal within the gap" if is_within_gap else otherwise
     if complete:
         scope = "gap_within_folded_space" if problem.nodes.folded else "all copies of all layers"
+        scope = runner.entry.intra.bound_holds_for or scope
         if any(len(r.entry.mesh.shape) > FEW_AXES for r in runners):
             scope = "gap_within_neighbourhood"
     return Decision(

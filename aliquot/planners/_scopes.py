@@ -7,6 +7,7 @@ from ._base import Decision
 _ONE_PROGRAM_SCOPES = {
     "all copies of all layers": "",
     "gap_within_folded_space": " that split all repeated layers the same way",
+    "gap_within_blocks": " that split each product by some option of its ParallelBlock",
     "gap_within_neighbourhood": " with choices near the solutions of coarser meshes",
 }
 

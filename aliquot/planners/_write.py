@@ -32,7 +32,7 @@ from ..plans import (
 )
 from ..sharding import Spec, StagedStep, dims_of, inferred_rules, project, without_partial
 from ._base import Decision, PipelineParts, StageDecision, Task
-from ._notes import crowded_note, idle_note, notes, outside_note
+from ._notes import block_notes, crowded_note, idle_note, notes
 
 _Dims = tuple[tuple[str, ...], ...]
 _Shardings = tuple[dict[str, _Dims], dict[str, _Dims]]
@@ -112,7 +112,7 @@ def write_plan(
         notes=(
             *idle_note(decision, task.cluster),
             *crowded_note(prediction.peak_memory_bytes, task.cluster),
-            *outside_note(decision),
+            *block_notes(decision),
             *notes(decision.stages),
         ),
         prediction=prediction,

@@ -25,6 +25,7 @@ _CLOSED_FORM = "closed forms of "
 _SCOPES = {
     "all copies of all layers": "",
     "gap_within_folded_space": "plans that split all repeated layers the same way",
+    "gap_within_blocks": "plans that split each product by some option of its ParallelBlock",
     "gap_within_neighbourhood": "choices near the solutions of coarser meshes",
 }
 _WITHIN_GAP = "optimal within the gap"

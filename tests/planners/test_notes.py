@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ordinary_steps import step_of
 from unknown_primitives import shared_scale_p, soft_cap_p
 
 import aliquot as aq
@@ -111,6 +112,21 @@ def test_a_plan_by_blocks_says_what_is_in_none():
     (line,) = [note for note in by_blocks if "in no ParallelBlock" in note]
     assert "dot_general:0 at test_notes.py:" in line and "each split by itself" in line
     assert not [note for note in without if "ParallelBlock" in note]
+
+
+def test_a_plan_by_blocks_says_which_of_them_are_split_apart():
+    args = step_of("adapters")
+    cluster = aq.Cluster.preset("8xA100-40GB")
+    apart, together = (
+        aq.plan(*args, cluster=cluster, method=aq.ShardParallel(intra=blocks, mesh_shape=(4, 2)))
+        for blocks in (aq.Blocks(), aq.Blocks(tolerance=0.05))
+    )
+    (line,) = [note for note in apart.notes if "one decision" in note]
+    assert line.startswith("1 ParallelBlock whose products are split each by itself")
+    assert not [note for note in together.notes if "one decision" in note]
+    for plan in (apart, together):
+        assert plan.provenance.bound_holds_for == "gap_within_blocks"
+    assert together.provenance.status == "rounded" and together.provenance.gap > 0.02
 
 
 def test_a_step_that_forgets_to_return_its_state_is_noted():

@@ -204,6 +204,13 @@ class AbstractIntra(abc.ABC):
         return ()
 
     @property
+    def bound_holds_for(self) -> str:
+        """The name of the plans among which bounds of this planner hold, if it considers only some
+        of a space's; empty by default.
+        """
+        return ""
+
+    @property
     def relative_gap(self) -> float:
         """The smallest improvement that is searched for, as a share of the step time."""
         return 0.0

@@ -19,14 +19,18 @@ from ._search import BlockSearch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks(AbstractIntra):
-    """Split all products of a ParallelBlock as its entry is split; another planner decides what is
-    then left.
+    """Split all products of a ParallelBlock as its entry is split, unless that costs too much;
+    another planner decides what is then left.
 
     Attributes:
         factors: which factors of an entry its options may split; see `find_blocks`.
         rest: the planner that decides everything that belongs to no block, such as the storage of
             parameters.
-        branch_limit: the most solves by `rest` on one mesh; the plan says if it is reached.
+        tolerance: the largest share by which a step may take longer because products of a block
+            are split together, as long as it takes less than the best plan so far. Otherwise each
+            product of the block follows some option of it; plans list these blocks.
+        solve_limit: the most blocks on one mesh for which this is tried one after another; products
+            of further ones are split each its own way.
         only: for each block, the number of the option that it must follow; by default all options
             are open.
 
@@ -36,19 +40,27 @@ class Blocks(AbstractIntra):
 
     factors: str = "all"
     rest: AbstractIntra = field(default_factory=ILP)
-    branch_limit: int = 32
+    tolerance: float = 0.01
+    solve_limit: int = 32
     only: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.factors not in BLOCK_FACTORS:
             raise InputError(f"factors={self.factors!r}: {nearest(self.factors, BLOCK_FACTORS)}")
-        if self.branch_limit < 1:
-            raise InputError(f"branch_limit={self.branch_limit}: pass at least 1.")
+        if self.tolerance <= 0:
+            raise InputError(f"tolerance={self.tolerance}: pass more than 0, such as 0.01.")
+        if self.solve_limit < 1:
+            raise InputError(f"solve_limit={self.solve_limit}: pass at least 1.")
 
     @property
     def name(self) -> str:
         """See `AbstractIntra.name`."""
         return "blocks"
+
+    @property
+    def bound_holds_for(self) -> str:
+        """See `AbstractIntra.bound_holds_for`."""
+        return "gap_within_blocks"
 
     @property
     def relative_gap(self) -> float:
@@ -89,7 +101,8 @@ class Blocks(AbstractIntra):
             self.rest,
             memory_limit_bytes=memory_limit_bytes,
             ceiling_s=ceiling_s,
-            branch_limit=self.branch_limit,
+            tolerance=self.tolerance,
+            solve_limit=self.solve_limit,
             notes=notes,
         )
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ....cost import Problem
+from ....cost import Priced, Problem
 from ....sharding import Choice, ParallelBlock, find_blocks
 from .._base import Ints, Masks, Space
+from ..fixed import everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,6 +78,13 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
                 BlockOptions(block=block, choices=tuple(choices), masks=tuple(masks))
             )
     return tuple(with_options)
+
+
+def blocks_split_apart(problem: Problem, priced: Priced, picks: Ints) -> list[ParallelBlock]:
+    """The blocks of a step whose products follow no common option under these picks."""
+    space = Space(name="all", priced=priced, allowed=everything(priced))
+    blocks = block_options(problem, space, factors="all")
+    return [options.block for options in blocks if options.option_of(picks) is None]
 
 
 def as_one_block(blocks: Sequence[BlockOptions]) -> BlockOptions:
