@@ -60,6 +60,20 @@ def test_the_cheapest_in_time_is_chosen(prices):
     ), found.stderr
 
 
+def test_every_way_to_recompute_is_planned_unless_one_is_asked_for(monkeypatch, prices):
+    asked = []
+
+    def noted(variants, **options):
+        asked.append([variant.name for variant in variants])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_size, "plan_variants", noted)
+    free = [part for part in SMALL if part not in ("--recompute", "none")]
+    for step in (free, SMALL):
+        run("size", *step, "--tokens", "1B", "--by", "30d", "--prices", prices)
+    assert asked == [["--recompute none", "--recompute block"], ["--recompute none"]]
+
+
 def test_ctrl_c_keeps_the_clusters_that_are_planned(monkeypatch, prices):
     known = _size.plan_variants
     asked, made = [], {}
