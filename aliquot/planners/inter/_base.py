@@ -157,3 +157,15 @@ def check_num_stages(chain: AbstractChain, num_stages: int | None) -> None:
             f" at least.\n  Ask for num_stages={chain.num_units} or less, or for more layers: name"
             " them by a pattern of parameter paths, or cut between operators (layers='operators')."
         )
+
+
+def no_layout(chain: AbstractChain, num_stages: int | None) -> str:
+    """The reason why there are no stages even without a memory limit."""
+    sizes = ", ".join(sorted({f"{o.submesh[0]}x{o.submesh[1]}" for o in chain.options}))
+    subject = "no stages use" if num_stages is None else f"no {num_stages} stages use"
+    return (
+        f"With the submeshes offered ({sizes}), {subject} all of"
+        f" {chain.num_hosts}x{chain.devices_per_host} devices and run all {chain.num_units}"
+        " units.\n  Offer submeshes that fill the cluster, such as one of all devices, or another"
+        " number of stages."
+    )

@@ -150,6 +150,16 @@ def test_no_grid_is_faster_in_simulation():
     assert beaten
 
 
+def test_bottlenecks_that_closed_forms_do_not_show_are_relieved(monkeypatch):
+    chain = _slow_chain(6, num_units=12, geometry=(1, 4), micro_batches=8)
+    planner = StageDP(schedules=("1f1b", "zero-bubble"))
+    relieved = planner.solve([chain])
+    assert relieved.lower_bound_s <= relieved.closed_form_s
+    assert relieved.bound_holds_for and relieved.status == "optimal within the gap"
+    monkeypatch.setattr("aliquot.planners.inter.stages._solve._WORTH_RELIEF", np.inf)
+    assert relieved.step_time_s < 0.99 * planner.solve([chain]).step_time_s
+
+
 def test_plans_with_overlapping_transfers_are_not_recut():
     chain = replace(_slow_chain(0, num_units=7, geometry=(2, 2)), overlaps_transfers=True)
     plan = StageDP(schedules=("1f1b",), num_stages=2).solve([chain])

@@ -10,10 +10,16 @@ from ....core import InfeasibleError, InputError, nearest
 from ....cost import AbstractChain, ChainPlan, find_stage_faults
 from ....plans import training_schedules
 from ..._helper import HelperProcess
-from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains, check_num_stages
+from .._base import (
+    NO_LIMITS,
+    AbstractInter,
+    StageLimits,
+    check_chains,
+    check_num_stages,
+    no_layout,
+)
 from .._simulated import fastest, simulated
 from ..grid import nothing_fits
-from ..stages import no_layout
 from ._moves import Candidate, Neighbours, Variant
 from ._relief import Relief
 

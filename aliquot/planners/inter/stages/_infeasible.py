@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from ....core import InfeasibleError, counted, format_bytes
 from ....cost import AbstractChain, Chain, ChainPlan, PrefixSums, judge_stages
 from ....plans import Keeps, name_of_part, schedule_kind
+from .._base import no_layout
 from .._work import WorkLeft
 from ._devices import DeviceProgram
 from ._rounds import RoundsProgram, round_counts
@@ -140,18 +141,6 @@ def _bisect(
         if smaller.peak_bytes < best.peak_bytes:
             best = smaller
     return best
-
-
-def no_layout(chain: AbstractChain, num_stages: int | None) -> str:
-    """The reason why there are no stages even without a memory limit."""
-    sizes = ", ".join(sorted({f"{o.submesh[0]}x{o.submesh[1]}" for o in chain.options}))
-    subject = "no stages use" if num_stages is None else f"no {num_stages} stages use"
-    return (
-        f"With the submeshes offered ({sizes}), {subject} all of"
-        f" {chain.num_hosts}x{chain.devices_per_host} devices and run all {chain.num_units}"
-        " units.\n  Offer submeshes that fill the cluster, such as one of all devices, or another"
-        " number of stages."
-    )
 
 
 def _remedy(

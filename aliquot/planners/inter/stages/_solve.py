@@ -31,6 +31,7 @@ from .._base import (
 from .._less_recomputed import recomputing_less
 from .._simulated import fastest, simulated, worth_simulating
 from .._work import WorkLeft
+from ..bottleneck import Bottleneck
 from ..grid import GRID_SCHEDULE, layouts
 from ._boxes import BoxSearch, StageSolution, first_solution
 from ._devices import DeviceProgram
@@ -43,6 +44,9 @@ from ._tabulated import TabulatedProgram, tabulated_programs
 _MOST_RECUTS = 12
 # The share of the limit on work that each solve of a search may use, however much is spent.
 _LEAST_SHARE = 0.1
+# The bottleneck is relieved where the simulation exceeds the bound on closed forms by more than
+# this share.
+_WORTH_RELIEF = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +69,9 @@ class StageDP(AbstractInter):
         most_chunks: the most stages on one submesh, in interleaved schedules.
         simulated: the number of each schedule's plans, best by closed form first, that are
             simulated; the answer is the fastest in simulation. If transfers do not overlap, as many
-            of the best with transfers counted at both ends are simulated, too. With 1, the only
-            plan simulated is the one of least closed form.
+            of the best with transfers counted at both ends are simulated, too. Where the fastest
+            exceeds the bound by more than 3 %, its bottleneck is relieved as `Bottleneck` does.
+            With 1, the only plan simulated is the one of least closed form.
         relative_gap: smaller improvements are not searched for; the bound accounts for them.
         solve_limit: the most times that a program is solved, for each chain and schedule; a search
             that reaches it ends with a looser bound.
@@ -190,11 +195,14 @@ class StageDP(AbstractInter):
         assert best is not None, (
             "what fits by the bounds on micro-batches in flight fits when simulated"
         )
+        waits_s = (1 + _WORTH_RELIEF) * searched.bound_s
+        if self.simulated > 1 and best.step_time_s > waits_s > 0:
+            best = self._relieved(best, chain_of[best.num_micro_batches])
         # The bound is on closed forms, so it is compared with the least closed form, not with the
         # plan that the simulation chose.
         best_s = min(
             plan.closed_form_s
-            for plan in [*starts, *joint, *(plan for plan, _ in searched.plans[:1])]
+            for plan in [best, *starts, *joint, *(plan for plan, _ in searched.plans[:1])]
         )
         bound_s = min(best_s, searched.bound_s)
         if bound_s <= 0:
@@ -208,6 +216,17 @@ class StageDP(AbstractInter):
             ),
             status=proved if searched.complete else "solve limit",
         )
+
+    def _relieved(self, best: ChainPlan, chain: AbstractChain) -> ChainPlan:
+        """The plan that relief of the bottleneck makes of the best one, or finds beside it.
+
+        Transfers that keep stages busy, and waits that closed forms leave out, are seen when whole
+        pipelines are scored, as relief does.
+        """
+        relief = Bottleneck(
+            schedules=self.schedules, num_stages=self.num_stages, most_chunks=self.most_chunks
+        )
+        return relief.solve([chain], start=best)
 
     def _limit_reached(self, chain: AbstractChain) -> InfeasibleError:
         return InfeasibleError(
