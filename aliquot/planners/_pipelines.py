@@ -125,6 +125,7 @@ class Pipelines(AbstractFamily):
             # All numbers were tried.
             because = f"\n{self.refusal}" if self.refusal else ""
             if isinstance(self.refusal, InfeasibleError):
+                # More micro-batches, which were tried first, mostly need less memory than one.
                 error, because = self.refusal, ""
             advice = [each for each in error.advice if not each.startswith("more micro-batches")]
             raise error.reworded(f"{error.message}{because}", advice)

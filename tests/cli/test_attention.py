@@ -31,6 +31,7 @@ def planned(path, cluster, *options):
             marks=pytest.mark.slow,
         ),
         ("2xV100-16GB", "plain", "no fused kernel: V100-16GB has none"),
+        ("2xcpu", "plain", "no fused kernel: cpu has none"),
     ],
 )
 def test_the_default_is_told_and_recorded(tmp_path, cluster, kernel, why):

@@ -195,8 +195,8 @@ class StageDP(AbstractInter):
         assert best is not None, (
             "what fits by the bounds on micro-batches in flight fits when simulated"
         )
-        waits_s = (1 + _WORTH_RELIEF) * searched.bound_s
-        if self.simulated > 1 and best.step_time_s > waits_s > 0:
+        near_bound_s = (1 + _WORTH_RELIEF) * searched.bound_s
+        if self.simulated > 1 and best.step_time_s > near_bound_s > 0:
             best = self._relieved(best, chain_of[best.num_micro_batches])
         # The bound is on closed forms, so it is compared with the least closed form, not with the
         # plan that the simulation chose.
@@ -218,10 +218,10 @@ class StageDP(AbstractInter):
         )
 
     def _relieved(self, best: ChainPlan, chain: AbstractChain) -> ChainPlan:
-        """The plan that relief of the bottleneck makes of the best one, or finds beside it.
+        """The fastest plan that relief of the bottleneck finds when it goes on from the best one.
 
-        Transfers that keep stages busy, and waits that closed forms leave out, are seen when whole
-        pipelines are scored, as relief does.
+        Closed forms leave out some waits, and count a transfer at one of its ends alone. Relief
+        scores whole pipelines, where it keeps both ends busy.
         """
         relief = Bottleneck(
             schedules=self.schedules, num_stages=self.num_stages, most_chunks=self.most_chunks
