@@ -21,7 +21,7 @@ help:
 	@echo "make test         the tests, without those marked slow"
 	@echo "make test-all     every test, full tables of combinations included"
 	@echo "make version-test the tests that a version of Python or JAX can change"
-	@echo "make verify-test  real compilations for GPUs that are not here (downloads 0.3 GB once)"
+	@echo "make verify-test  real compilations for GPUs that are not here (downloads 0.3 GB once; ONLY=part of names)"
 	@echo "make page-test    pages of plans in a real browser (downloads 0.3 GB once)"
 	@echo "make pictures     the pictures of the documentation"
 	@echo "make lint         formatting, lint and types"
@@ -54,13 +54,14 @@ test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
 
 # Planners, costs, texts and messages between processes are the same for every version: they read graphs, which are tested here.
-OF_GRAPHS := $(filter-out $(addprefix tests/graph/test_,$(addsuffix .py,deferrable layers recompute render stages)), \
+OF_GRAPHS := $(filter-out $(addprefix tests/graph/test_,$(addsuffix .py,deferrable experts halves layers recompute render split_scan \
+    stages)), \
     $(wildcard tests/graph/test_*.py))
 OF_VERSIONS := $(OF_GRAPHS) $(addprefix tests/test_,$(addsuffix .py,package quickstart readme)) \
     tests/verify/test_compile.py tests/verify/test_pipeline.py \
-    $(addprefix tests/sharding/test_,$(addsuffix .py,all_primitives coverage rules traits)) \
-    $(addprefix tests/runtime/test_,$(addsuffix .py,effects every_step hlo host_memory kernels loops mapped pipeline pipeline_scan \
-    scattered step)) tests/runtime/checkpoints
+    $(addprefix tests/sharding/test_,$(addsuffix .py,all_primitives coverage rules)) \
+    $(addprefix tests/runtime/test_,$(addsuffix .py,effects every_step hlo host_memory kernels mapped pipeline pipeline_scan scattered \
+    step)) tests/runtime/checkpoints/test_checkpoints.py
 version-test: $(INSTALLED)
 	$(PYTEST) -m "not slow" $(OF_VERSIONS)
 
@@ -77,7 +78,7 @@ $(GPU_COMPILER)/.installed: $(INSTALLED)
 	@touch $@
 
 verify-test: $(GPU_COMPILER)/.installed
-	PYTHONPATH='$(abspath $(GPU_COMPILER))' $(PYTEST) tests/verify/test_gpu.py
+	PYTHONPATH='$(abspath $(GPU_COMPILER))' $(PYTEST) tests/verify/test_gpu.py $(if $(ONLY),-k '$(ONLY)')
 
 # A browser for Python, likewise in a folder of its own: only what looks at pages needs it.
 $(BROWSER)/.installed: $(INSTALLED)
