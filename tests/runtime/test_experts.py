@@ -165,8 +165,15 @@ def test_places_of_experts_are_priced_where_products_are_not_grouped(
     assert seconds / compute_s() - 1 == pytest.approx(more, rel=0.05)
 
 
-@pytest.mark.parametrize("routing", zoo.ROUTINGS)
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "moe-380m"])
+@pytest.mark.parametrize(
+    ("model", "routing"),
+    [
+        pytest.param(model, routing, marks=() if routing == quick else pytest.mark.slow)
+        # Each model and each routing.
+        for model, quick in (("mixtral-8x7b", "dropless"), ("moe-380m", "capacity"))
+        for routing in zoo.ROUTINGS
+    ],
+)
 def test_models_in_pipelines_with_split_experts(model: str, routing: str) -> None:
     sizes: dict[str, Any] = {
         # Every other block of MoE has experts; each stage shall have some.
