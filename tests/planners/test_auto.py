@@ -44,6 +44,12 @@ def deep(rows, width, layers):
     return step, {"layers": weights}, {"x": jax.ShapeDtypeStruct((rows, width), jnp.float32)}
 
 
+@functools.cache
+def plan_of_heavy_weights(method):
+    """On slow links; several tests look at it."""
+    return aq.plan(*deep(1024, 4096, 4), cluster=SLOW_LINKS, method=method)
+
+
 @pytest.mark.parametrize(
     ("cluster", "count"),
     [
@@ -76,9 +82,7 @@ def test_auto_is_no_slower_than_one_program_or_pipelines(step, cluster, count):
 
 
 def test_auto_makes_a_pipeline_where_that_is_faster():
-    step = deep(1024, 4096, 4)
-    plan = aq.plan(*step, cluster=SLOW_LINKS)
-    whole = aq.plan(*step, cluster=SLOW_LINKS, method=WholeProgram())
+    plan, whole = map(plan_of_heavy_weights, (Auto(), WholeProgram()))
     assert plan.method == "auto" and len(plan.stages) == 2
     assert plan.prediction.step_time_s < whole.prediction.step_time_s
 
@@ -245,7 +249,7 @@ def test_the_plan_that_was_taken_is_not_said_to_be_beaten():
 
 def test_a_search_for_faster_plans_finds_what_is_faster_and_may_find_nothing_else():
     step = deep(1024, 4096, 4)
-    free = aq.plan(*step, cluster=SLOW_LINKS)
+    free = plan_of_heavy_weights(Auto())
     least_s = free.prediction.step_time_s
     below = aq.plan(*step, cluster=SLOW_LINKS, method=Auto(faster_than_s=least_s * 1.01))
     assert below.prediction.step_time_s == least_s
@@ -259,9 +263,8 @@ def test_a_search_for_faster_plans_finds_what_is_faster_and_may_find_nothing_els
 
 
 def test_auto_without_pipelines_is_the_best_program():
-    step = deep(1024, 4096, 4)
     (alone, whole) = (
-        aq.plan(*step, cluster=SLOW_LINKS, method=method).prediction.step_time_s
+        plan_of_heavy_weights(method).prediction.step_time_s
         for method in (Auto(pipelines=False), WholeProgram())
     )
     assert alone == whole

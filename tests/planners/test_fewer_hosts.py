@@ -45,7 +45,7 @@ def idle_plan():
 @pytest.mark.parametrize(
     ("size", "method"),
     [
-        pytest.param("small", PipeshardParallel(), id="small-pipeshard"),
+        pytest.param("small", PipeshardParallel(num_micro_batches=4), id="small-pipeshard"),
         pytest.param("large", Auto(), id="large-auto"),
         pytest.param("small", Auto(), id="small-auto", marks=pytest.mark.slow),
         pytest.param("large", PipeshardParallel(), id="large-pipeshard", marks=pytest.mark.slow),
@@ -65,7 +65,9 @@ def test_more_hosts_are_no_slower(size, method):
 def test_three_hosts_are_no_slower_than_two():
     # Three do not divide the batch.
     step = mlp((2048, 2048, 2048), 64)
-    two, three = (planned(step, hosts).prediction.step_time_s for hosts in (2, 3))
+    two, three = (
+        planned(step, hosts, num_micro_batches=1).prediction.step_time_s for hosts in (2, 3)
+    )
     assert three <= two * (1 + LEAST_GAIN)
 
 
@@ -190,11 +192,11 @@ def test_ctrl_c_while_fewer_hosts_are_searched_keeps_the_best_plan():
             raise KeyboardInterrupt
 
     stops_at = 0
-    on_all = planned(SMALL, 2, Auto(), progress=progress)
+    on_all = planned(SMALL, 2, progress=progress, num_micro_batches=2)
     # Far behind the search on both hosts.
     stops_at, told[:] = len(told) - 1, []
     with pytest.raises(Interrupted) as stopped:
-        planned(SMALL, 2, Auto(), progress=progress)
+        planned(SMALL, 2, progress=progress, num_micro_batches=2)
     best = stopped.value.plan
     assert best is not None and on_all.idle_hosts == 1
     assert best.prediction.step_time_s >= on_all.prediction.step_time_s
@@ -214,4 +216,4 @@ def test_fewer_hosts_are_not_searched_where_they_compute_too_long(method, monkey
     # With one host of two, computing alone takes longer than the step on both.
     large = mlp((8192, 8192, 8192), 65536)
     assert planned(large, 2, method).idle_hosts == 0 and 1 not in searched
-    assert planned(SMALL, 2, method).idle_hosts == 1 and 1 in searched
+    assert planned(SMALL, 2, method, num_micro_batches=2).idle_hosts == 1 and 1 in searched

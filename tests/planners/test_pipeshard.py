@@ -4,6 +4,7 @@ holds together.
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 
@@ -70,9 +71,13 @@ def plan_of(cluster=CLUSTER, state=STATE, limit=None, **options):
     )
 
 
+# For tests that only look at a plan.
+known_plan = functools.cache(plan_of)
+
+
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_a_number_of_stages_is_honoured(num_stages):
-    plan = plan_of(num_stages=num_stages, num_micro_batches=4)
+    plan = known_plan(num_stages=num_stages, num_micro_batches=4)
     assert len(plan.stages) == num_stages
     assert violations(plan) == []
     ends = [stage.first_layer + len(stage.layer_names) for stage in plan.stages]
@@ -80,7 +85,7 @@ def test_a_number_of_stages_is_honoured(num_stages):
 
 
 def test_a_pipeline_is_listed_among_what_was_tried():
-    plan = plan_of(num_stages=2, num_micro_batches=4)
+    plan = known_plan(num_stages=2, num_micro_batches=4)
     (tried,) = plan.provenance.candidates
     assert tried["name"].startswith("pipeshard, 2 stages") and tried["name"].endswith(
         "4 micro-batches"
@@ -92,7 +97,7 @@ def test_a_pipeline_is_listed_among_what_was_tried():
 
 
 def test_the_parts_of_the_step_add_up():
-    p = plan_of(num_stages=2, num_micro_batches=4).prediction
+    p = known_plan(num_stages=2, num_micro_batches=4).prediction
     assert p.step_time_s == pytest.approx(
         p.compute_s + p.communication_s + p.gradient_s - p.hidden_s + p.bubble_s
     )
@@ -102,18 +107,18 @@ def test_the_parts_of_the_step_add_up():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "interleaved-1f1b"])
 def test_a_schedule_is_honoured(schedule):
-    plan = plan_of(num_stages=4, num_micro_batches=8, schedule=schedule)
+    plan = known_plan(num_stages=4, num_micro_batches=8, schedule=schedule)
     assert plan.schedule == schedule
     assert (plan.num_submeshes < 4) == (schedule == "interleaved-1f1b")
 
 
 def test_micro_batches_in_flight_are_those_of_the_schedule():
-    plan = plan_of(num_stages=4, num_micro_batches=8, schedule="1f1b")
+    plan = known_plan(num_stages=4, num_micro_batches=8, schedule="1f1b")
     assert [stage.prediction.in_flight for stage in plan.stages] == [4, 3, 2, 1]
 
 
 def test_a_plan_is_deterministic_and_survives_its_file():
-    first, second = (plan_of(num_stages=2, num_micro_batches=4) for _ in range(2))
+    first, second = (of(num_stages=2, num_micro_batches=4) for of in (known_plan, plan_of))
     assert first == second
     assert Plan.from_json(first.to_json()) == first
 

@@ -2,6 +2,7 @@
 that plans run right.
 """
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -27,15 +28,16 @@ SIZES = {
     "num_heads": 4,
     "ffn_size": 64,
     "vocab_size": 64,
-    "num_layers": 4,
     "seq_len": 64,
 }
 METHOD = aq.PipeshardParallel(num_stages=2, num_micro_batches=4, schedule="1f1b")
 LIMIT_BYTES = 2.3e6
 
 
-def small_gpt():
-    return zoo.build("gpt-10m", global_batch=16, overrides=SIZES, dtype="float64", recompute="none")
+@functools.cache
+def small_gpt(num_layers=2):
+    sizes = SIZES | {"num_layers": num_layers}
+    return zoo.build("gpt-10m", global_batch=16, overrides=sizes, dtype="float64", recompute="none")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def short():
 
 
 def planned(work, limit_bytes):
-    cluster = Cluster.preset("8xcpu")
+    cluster = Cluster.preset("4xcpu")
     return aq.plan(
         work.train_step,
         work.state,
@@ -57,10 +59,17 @@ def planned(work, limit_bytes):
     )
 
 
-def layer_costs(cluster):
-    work = small_gpt()
-    step = layer_step(capture(work.train_step, work.state, work.batch), 4, layers=None)
-    return solve_layers(step, Cluster.preset(cluster), intra=aq.ILP(), counts=[4])
+@functools.cache
+def graph(num_layers=2):
+    work = small_gpt(num_layers)
+    return capture(work.train_step, work.state, work.batch)
+
+
+@functools.cache
+def layer_costs():
+    """What four layers cost on two devices. Called in double precision."""
+    step = layer_step(graph(num_layers=4), 4, layers=None)
+    return solve_layers(step, Cluster.preset("2xcpu"), intra=aq.ILP(), counts=[4])
 
 
 def test_a_pipeline_that_recomputes_some_operators_runs_as_the_plain_step(short):
@@ -108,7 +117,7 @@ def test_levels_are_not_made_where_memory_is_ample(monkeypatch):
 
 def test_later_levels_repeat_more_and_free_more():
     with jax.enable_x64(True):
-        costs = layer_costs("2xcpu")
+        costs = layer_costs()
     levels = recompute_levels(costs)
     assert 2 <= len(levels) <= 3
     for before, after in zip(levels.step_ops, levels.step_ops[1:], strict=False):
@@ -131,7 +140,7 @@ def test_later_levels_repeat_more_and_free_more():
 
 def test_the_first_level_repeats_what_frees_most_for_its_seconds():
     with jax.enable_x64(True):
-        costs = layer_costs("2xcpu")
+        costs = layer_costs()
     levels = recompute_levels(costs)
     inner = costs.kinds[2]
     problem, chosen = costs.problems[inner], levels.nodes[0][inner]
@@ -144,7 +153,7 @@ def test_the_first_level_repeats_what_frees_most_for_its_seconds():
 @pytest.mark.parametrize("share", [1.2, 1.6, 2.5])
 def test_stages_with_levels_are_those_of_brute_force(share):
     with jax.enable_x64(True):
-        costs = layer_costs("2xcpu")
+        costs = layer_costs()
     chain, _ = chain_with_levels(costs, recompute_levels(costs), costs.chain(4, np.inf))
     tried = try_all(chain, "1f1b")
     limit = share * min(t.peak_bytes for t in tried)
@@ -157,10 +166,8 @@ def test_stages_with_levels_are_those_of_brute_force(share):
 @pytest.mark.slow
 def test_a_search_with_levels_is_deterministic_and_no_slower():
     with jax.enable_x64(True):
-        work = small_gpt()
-        graph = capture(work.train_step, work.state, work.batch)
-        cluster, helper = Cluster.preset("8xcpu"), HelperProcess(wanted=False)
-        task = Task(graph=graph, cluster=cluster, num_micro_batches=4, memory_limit_bytes=2.3e6)
+        cluster, helper = Cluster.preset("4xcpu"), HelperProcess(wanted=False)
+        task = Task(graph=graph(), cluster=cluster, num_micro_batches=4, memory_limit_bytes=2.3e6)
         priced = price_layers(task, [4], intra=METHOD.intra, layers=None, helper=helper)
         first, second = (solve_with(METHOD, task, priced, helper) for _ in range(2))
         assert first.step_time_s == second.step_time_s
@@ -176,12 +183,10 @@ def test_selective_recomputation_is_tried_only_where_it_may_be_the_fastest(monke
 
     monkeypatch.setattr(_solve_stages, "chain_with_levels", counting)
     with jax.enable_x64(True):
-        work = small_gpt()
-        graph = capture(work.train_step, work.state, work.batch)
         helper = HelperProcess(wanted=False)
         task = Task(
-            graph=graph,
-            cluster=Cluster.preset("8xcpu"),
+            graph=graph(),
+            cluster=Cluster.preset("4xcpu"),
             num_micro_batches=4,
             memory_limit_bytes=LIMIT_BYTES,
         )

@@ -139,7 +139,8 @@ def refused(case):
 def idle(case):
     """Idle hosts of a plan that is made here, and the refusal of one that leaves a host idle."""
     step = mlp(*case["step"])
-    plans = aq.plan(*step, cluster=aq.Cluster.preset(case["cluster"])), Plan.load(case["plan"])
+    made = aq.plan(*step, cluster=aq.Cluster.preset(case["cluster"]), num_micro_batches=1)
+    plans = made, Plan.load(case["plan"])
     try:
         aq.parallelize(step[0], plans[1]).init(lambda: jax.tree.map(jnp.zeros_like, step[1]))
     except PlanMismatchError as error:
