@@ -24,7 +24,7 @@ from aliquot.planners.intra import ILP
 from aliquot.plans import Plan
 
 GPT = {
-    "num_layers": 1,
+    "num_layers": 2,
     "hidden_size": 32,
     "num_heads": 2,
     "ffn_size": 64,
@@ -83,7 +83,7 @@ def _drawn(batch, key):
 @pytest.mark.parametrize(
     ("name", "micro_batches", "num_stages"),
     [
-        ("gpt", 4, 3),
+        ("gpt", 4, 6),
         pytest.param("wide-resnet", 1, 3, marks=pytest.mark.slow),
         ("mlp", 4, 4),
     ],
