@@ -27,7 +27,7 @@ def test_a_plan_is_compiled_again_only_if_it_decides_otherwise(monkeypatch, tmp_
     """What is predicted is always of today; what was compiled is taken from the journal."""
     monkeypatch.syspath_prepend(str(FOLDER))
     modern, results = map(importlib.import_module, ("_memory_modern", "_results"))
-    words = "gpt-10m --cluster 8xH100 --global-batch 32 --set num_layers=1"
+    words = "gpt-10m --cluster 8xH100 --global-batch 32"
     compiled = []
 
     def compiler(path, dumps):

@@ -94,7 +94,6 @@ def test_everything_that_cannot_be_written_is_said_at_once(tmp_path):
     ],
 )
 def test_other_models_are_refused(tmp_path, model, options, message):
-    model = ["num_layers=1" if part == "num_layers=4" else part for part in model]
     plan = planned(tmp_path, *options, model=model)
     refused(run("aceso", "export", plan, "--out", tmp_path / "config.json"), message)
 
