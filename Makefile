@@ -53,7 +53,8 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
 
-# Planners, costs, texts and messages between processes are the same for every version: they read graphs, which are tested here.
+# Planners, costs, texts, messages between processes and what rebuilds graphs are the same for every version: they read graphs,
+# which are tested here. Loops run in test_every_step and test_pipeline_scan, checkpoints in one process.
 OF_GRAPHS := $(filter-out $(addprefix tests/graph/test_,$(addsuffix .py,deferrable experts halves layers recompute render split_scan \
     stages)), \
     $(wildcard tests/graph/test_*.py))

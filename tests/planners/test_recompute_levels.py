@@ -61,6 +61,7 @@ def planned(work, limit_bytes):
 
 @functools.cache
 def graph(num_layers=2):
+    """The captured step. Called in double precision."""
     work = small_gpt(num_layers)
     return capture(work.train_step, work.state, work.batch)
 

@@ -56,7 +56,7 @@ def planned(name, work, cluster="8xcpu", micro_batches=4, limit_bytes=None):
 def assert_plain_numbers(work, plan, num_devices=4):
     """Two steps under a plan are two plain steps."""
     run = aq.parallelize(work.train_step, plan, devices=jax.devices()[:num_devices])
-    state = split_up = jax.device_get(work.init(jax.random.key(0)))
+    state, split_up = work.init(jax.random.key(0)), run.init(work.init, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, ROWS, SIZES["seq_len"]))
     batch = dict(zip(("inputs", "targets"), tokens.astype(np.int32), strict=True))
     step = jax.jit(work.train_step)

@@ -126,13 +126,16 @@ def test_parallel_steps_equal_plain_ones(method, micro_batches, scan, experts, m
     rows = 16
     model = "mixtral-8x7b" if experts else "llama-7b"
     work = build(model, rows, overrides=SIZES | experts, dtype="fp8", scan=scan)
-    run = aq.parallelize(
+    plan = aq.plan(
         work.train_step,
+        work.state,
+        work.batch,
         cluster=aq.Cluster.preset("8xcpu"),
         method=method,
         num_micro_batches=micro_batches,
     )
-    plain = split_up = jax.device_get(work.init(jax.random.key(0)))
+    run = aq.parallelize(work.train_step, plan, devices=jax.devices()[:8])
+    plain, split_up = work.init(jax.random.key(0)), run.init(work.init, jax.random.key(0))
     step = jax.jit(work.train_step)
     for _ in range(2):
         plain, wanted = step(plain, text(rows))
@@ -162,9 +165,8 @@ def test_inference_takes_the_parameters_in_bf16():
 
 
 def test_magnitudes_of_experts_are_those_of_the_last_step():
-    sizes = SIZES | EXPERTS | {"num_layers": 1}
-    work = build("mixtral-8x7b", 4, overrides=sizes, dtype="fp8", learning_rate=1e-2)
-    wide = build("mixtral-8x7b", 4, overrides=sizes, dtype="bf16")
+    work = build("mixtral-8x7b", 4, overrides=SIZES | EXPERTS, dtype="fp8", learning_rate=1e-2)
+    wide = build("mixtral-8x7b", 4, overrides=SIZES | EXPERTS, dtype="bf16")
     assert jax.tree.structure(work.state["params"]) == jax.tree.structure(wide.state["params"])
     state, losses = work.init(jax.random.key(0)), []
     for _ in range(8):

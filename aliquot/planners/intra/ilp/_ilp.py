@@ -28,12 +28,13 @@ class ILP(AbstractIntra):
             solutions are proved optimal.
         node_limit: nodes of the branch-and-bound tree on each mesh; the plan says if it is reached.
         work_limit: limit on branching, in pivots times rows, summed over all meshes; 20 to 40
-            million take a second. The plan says if it is reached. Where it was, three times as much
-            proved tighter bounds, but found no faster plans. Relaxations have limits of their own.
+            million take a second. The plan says if it is reached. Relaxations have limits of their
+            own.
     """
 
     relative_gap: float = 1e-3
     node_limit: int = 2000
+    # Three times as much gave no faster plan in 25 cases of `benchmarks/tight_memory.py`.
     work_limit: float = 1.5e8
 
     @property
