@@ -185,6 +185,35 @@ def test_losses_and_optimizers(name, x64):
     assert found.largest < 1e-12, str(found)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_programs_of_constants_alone_run_where_their_stage_does(schedule, size, x64):
+    """The gradient of a rolled sum is the same for every micro-batch and depends on no array."""
+
+    def step(state, batch):
+        def loss(weights):
+            x = jnp.tanh(batch + weights["a"])
+            x = jnp.tanh((x - x.mean(1, keepdims=True)) * weights["b"])
+            return jnp.sum(jnp.roll(x, 2, axis=0)) / len(batch)
+
+        value, gradients = jax.value_and_grad(loss)(state["weights"])
+        weights = jax.tree.map(lambda w, g: w - 0.1 * g, state["weights"], gradients)
+        state = {"weights": weights, "since": jnp.zeros(3)}
+        return state, {"loss": value, "rate": jnp.float64(0.1)}
+
+    state = {"weights": {k: jnp.full(WIDTH, 0.5) for k in "ab"}, "since": jnp.ones(3)}
+    batch = np.random.default_rng(0).normal(size=(16, WIDTH))
+    # No stage is on the first device, where JAX runs what it is given no place for.
+    made = pipeline(
+        step, state, batch, sizes=(size, size // 2 or 1), schedule=schedule, anywhere=True,
+        backwards=True,
+    )  # fmt: skip
+    found = made.check(state, batch)
+    assert found.largest < 1e-12, str(found)
+    new, _ = made(state, batch)
+    assert jax.devices()[0] not in new["since"].devices()
+
+
 STEP_NAMES = {
     "nnx_in_place": GROUPS,
     "plain_loss_scale_where": TWO,

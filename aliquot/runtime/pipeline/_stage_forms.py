@@ -4,8 +4,9 @@ arguments and results.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -64,16 +65,35 @@ def form_of(pipeline: Pipeline, k: int, known: Known) -> StageForm:
     # Equal stages have equal programs. Caches compare programs with their names, so the name must
     # not contain the number of the stage.
     function.run.__name__ = function.program.name.split(" ", 2)[2].replace(" ", "_")
+    run = function.run if arguments else _on_mesh(function, pipeline)
     return StageForm(
         function=function,
-        jitted=jax.jit(
-            function.run, out_shardings=wanted, donate_argnums=donated, keep_unused=True
-        ),
+        jitted=jax.jit(run, out_shardings=wanted, donate_argnums=donated, keep_unused=True),
         donated=donated,
         arguments=arguments,
         results=results,
         wanted=tuple(wanted),
     )
+
+
+def _on_mesh(function: StageFunction, pipeline: Pipeline) -> Callable[[], list[Any]]:
+    """A function without arguments, such as one that makes constants, on the devices of its stage.
+
+    JAX runs a program where its arguments lie. This one has none and would run on the first device
+    of all, from where no other program of the stage could take its results.
+    """
+    mesh = pipeline.contexts[function.program.stage].mesh
+
+    @functools.wraps(function.run)
+    def run() -> list[Any]:
+        placed = []
+        for array in function.run():
+            # The devices are fixed; how an array is split over them is left to the compiler.
+            dims = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * array.ndim)
+            placed.append(jax.lax.with_sharding_constraint(array, NamedSharding(mesh, dims)))
+        return placed
+
+    return run
 
 
 def given_slots(pipeline: Pipeline, value: ValueId) -> dict[int, tuple[int, NamedSharding]]:
