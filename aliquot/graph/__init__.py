@@ -6,6 +6,7 @@ from ._alone import Shape as Shape
 from ._calling import Calling as Calling
 from ._calling import FlatCall as FlatCall
 from ._calling import calling_of as calling_of
+from ._calling import parameter_names as parameter_names
 from ._calling import path_parts as path_parts
 from ._capture import build_graph as build_graph
 from ._capture import capture as capture

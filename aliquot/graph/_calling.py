@@ -301,14 +301,25 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
+def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a function's parameters, in the order of its signature; none if it has no
+    signature.
+    """
+    return tuple(parameter.name for parameter in _parameters(fn))
+
+
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
 def _named(
     fn: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """Argument names (from the signature, if there is one) and values, in call order."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+    parameters = _parameters(fn)
     names = []
     for k in range(len(args)):
         # Arguments that `*args` takes have no names of their own.

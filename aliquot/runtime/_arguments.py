@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..core import InputError, PlanMismatchError
 from ..graph import FlatCall, Graph
+from ._state_call import arrays_of, misplaced_arguments
 from .transport import PiecedArray
 
 
@@ -60,7 +61,7 @@ class Arguments:
     def _check_call(self, call: FlatCall) -> None:
         if call.skeleton() != self._expected:
             problems = self._graph.calling.call.differences(call) or ("its structure differs",)
-            self._refuse(problems)
+            self._refuse(self._misplaced(call.parts, call.leaves) or problems)
         self._check_types(call.leaves)
 
     def _check_types(self, leaves: Sequence[Any]) -> None:
@@ -74,7 +75,16 @@ class Arguments:
             if tuple(leaf.shape) != shape and not _may_be_part(leaf, shape):
                 wrong.append(f"{path} is {tuple(leaf.shape)}, planned {shape}")
         if wrong:
-            self._refuse(wrong)
+            self._refuse(self._misplaced(self._graph.calling.call.parts, leaves) or wrong)
+
+    def _misplaced(self, paths: Sequence[tuple[str, ...]], leaves: Sequence[Any]) -> list[str]:
+        """One sentence for each place of a call where the step takes another argument."""
+        calling = self._graph.calling
+        taken, found = arrays_of(calling.call.parts, calling.call.leaves), arrays_of(paths, leaves)
+        names = [name for name in calling.names if name in taken]
+        return misplaced_arguments(
+            {name: taken[name] for name in names}, [found.get(name, []) for name in names]
+        )
 
     def check_alive(self, leaves: Sequence[Any]) -> None:
         """Refuse arrays that hold no numbers: tracers, descriptions, and those that an earlier call

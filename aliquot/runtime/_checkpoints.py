@@ -159,7 +159,7 @@ class Checkpoints:
         leaves = flat.leaves if step is None else tuple(map(_as_step_takes_it, flat.leaves))
         arrays = tuple(map(saved_array, flat.names, leaves))
         if step is not None:
-            _require_whole(step, arrays)
+            _require_whole(step, state, arrays)
         plain = _plain(meta)
         self.wait()
         if self._cannot_write(number):
@@ -449,7 +449,7 @@ def _require_there(flat: StateCall | PlainState) -> None:
         raise InputError("there is nothing to save: the state holds no array.")
 
 
-def _require_whole(step: Step, arrays: Sequence[SavedArray]) -> None:
+def _require_whole(step: Step, state: Any, arrays: Sequence[SavedArray]) -> None:
     """Raises `InputError` if a state is not what a step takes."""
     differing = differences(arrays, step.state_arrays())
     if differing:
@@ -457,8 +457,8 @@ def _require_whole(step: Step, arrays: Sequence[SavedArray]) -> None:
         raise InputError(
             listing(
                 f"cannot save a state that {step.__name__} does not take",
-                swapped,
-                "Pass its state argument, or a tuple of several in order.",
+                step.misplaced(state) or swapped,
+                "Pass its state argument, or a tuple of several in the order of its parameters.",
             )
         )
 

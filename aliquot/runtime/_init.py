@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ..core import CaptureError, PlanMismatchError
-from ..graph import SplitGraph, calling_of, capture, evaluate, plain_context, split_rows
+from ..graph import SplitGraph, capture, evaluate, plain_context, split_rows
 from ..plans import ArrayInterface, Plan
-from ._state_call import argument_of, by_argument
+from ._state_call import argument_of, misplaced_state, state_arguments, state_call
 from .transport import Rows, agree_on_init, joined, stub
 
 _NOTHING = np.zeros((), np.int32)
@@ -209,8 +209,8 @@ def _places(
     which gives its arrays the paths by which `places` knows them.
     """
     result = _rebuild(kept, shapes)
-    given = by_argument(arrays, result)
-    call = calling_of(fn, (), given).call
+    flat = state_call(fn, arrays, result)
+    call, given = flat.call, flat.calling.names
     inputs = {i.path: i for i in arrays if argument_of(i.path) in given}
     problems = []
     rows_of: dict[int, Sequence[Rows]] = {}
@@ -228,13 +228,19 @@ def _places(
         rows_of[id(leaf)] = places[path]
     problems += [f"{path} is missing" for path in inputs]
     if problems:
+        names = state_arguments(fn, arrays)
+        misplaced = misplaced_state(fn, arrays, result)
+        wanted_names = ", ".join(names if misplaced else given)
+        if misplaced:
+            advice = f"Return ({wanted_names}), the order of the step's parameters."
+        elif len(names) > 1:
+            advice = f"Return exactly what the step takes as ({', '.join(names)})."
+        else:
+            advice = "Return exactly what the step takes there."
         raise PlanMismatchError(
-            problems,
-            asked=f"what the function given to init returns is not the step's {', '.join(given)}",
-            advice=(
-                "Return exactly what the step takes there (or a tuple of its state arguments, in"
-                " order)."
-            ),
+            misplaced or problems,
+            asked=f"what the function given to init returns is not the step's {wanted_names}",
+            advice=advice,
         )
     missing = [leaf for leaf in shapes if id(leaf) not in rows_of]
     if missing:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import zip_longest
+from typing import Any, TypeAlias
 
 import numpy as np
 from jax.tree_util import tree_flatten_with_path, tree_unflatten
 
 from ..core import InputError, listing
-from ..graph import Calling, FlatCall, calling_of, path_parts
+from ..graph import Calling, FlatCall, calling_of, parameter_names, path_parts
 from ..plans import ArrayInterface
+
+Arrays: TypeAlias = list[tuple[str, tuple[int, ...]]]
+"""Place and shape of each array of an argument."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,9 @@ class StateCall:
             del flat[: tree.num_leaves]
             # The last tree is that of all NNX objects, by the names of their arguments.
             arguments |= {names[k]: part} if k < len(names) else part
-        return arguments if len(arguments) > 1 else next(iter(arguments.values()))
+        if len(arguments) == 1:
+            return next(iter(arguments.values()))
+        return {name: arguments[name] for name in self.calling.names if name in arguments}
 
     def value(self, leaves: Sequence[Any]) -> Any:
         """The user's state with these arrays: the step's state argument, or a tuple of several."""
@@ -106,25 +112,71 @@ def state_call(
     state: Any,
     static_numbers: frozenset[str] = frozenset(),
 ) -> StateCall:
-    """A state of a step: its state argument, or a tuple of several in order.
+    """A state of a step: its state argument, or a tuple of several in the order of the step's
+    parameters.
 
     Args:
         inputs: the step's.
         static_numbers: paths of numbers that are no arrays of the step.
     """
-    given = by_argument(inputs, state)
+    stateful = state_arguments(fn, inputs)
+    several = len(stateful) > 1 and isinstance(state, tuple) and len(state) == len(stateful)
+    parts = list(state) if several else [state]
+    given = dict(zip(stateful[: len(parts)], parts, strict=True))
     calling = calling_of(fn, (), given, static_numbers=static_numbers)
     return StateCall(call=calling.flatten((), given), calling=calling)
 
 
-def by_argument(inputs: Sequence[ArrayInterface], state: Any) -> dict[str, Any]:
-    """A state by the names of the step's arguments: of its state argument, or of several whose
-    tuple it is.
+def misplaced_state(
+    fn: Callable[..., Any], inputs: Sequence[ArrayInterface], state: Any
+) -> list[str]:
+    """See `misplaced_arguments`, for a state whose arrays are not those that the step takes."""
+    names = state_arguments(fn, inputs)
+    parts = state if isinstance(state, tuple) else (state,)
+    # Each part for itself, since it is not known which argument it is.
+    call = calling_of(fn, (), {str(k): part for k, part in enumerate(parts)}).call
+    found = arrays_of(call.parts, call.leaves)
+    taken: dict[str, Arrays] = {}
+    for item in inputs:
+        name = argument_of(item.path)
+        taken.setdefault(name, []).append((item.path.removeprefix(name), item.shape))
+    return misplaced_arguments(
+        {name: sorted(taken[name]) for name in names},
+        [found.get(str(k), []) for k in range(len(parts))],
+    )
+
+
+def arrays_of(paths: Sequence[tuple[str, ...]], leaves: Sequence[Any]) -> dict[str, Arrays]:
+    """For each argument the places and shapes of its arrays; `paths` as in `FlatCall.parts`."""
+    arrays: dict[str, Arrays] = {}
+    for parts, leaf in zip(paths, leaves, strict=True):
+        arrays.setdefault(parts[0], []).append(("".join(parts[1:]), tuple(leaf.shape)))
+    return {name: sorted(places) for name, places in arrays.items()}
+
+
+def misplaced_arguments(taken: Mapping[str, Arrays], found: Sequence[Arrays]) -> list[str]:
+    """One sentence for each place that holds another argument than the step takes there, or none;
+    no sentence if the arguments are in order, and differ in what they hold.
+
+    Args:
+        taken: the arrays of each argument, in the order of the step's parameters.
+        found: the arrays at each place.
     """
-    stateful = state_arguments(inputs)
-    several = len(stateful) > 1 and isinstance(state, tuple) and len(state) == len(stateful)
-    parts = list(state) if several else [state]
-    return dict(zip(stateful[: len(parts)], parts, strict=True))
+    names = list(taken)
+    lines = []
+    are_in_order = len(found) == len(names)
+    for place, (name, arrays) in enumerate(zip_longest(names, found), 1):
+        other = next((n for n in names if taken[n] == arrays), None)
+        if arrays is None:
+            lines.append(f"at place {place} {name} is expected, and nothing is there")
+        elif name is None:
+            lines.append(f"at place {place} nothing is expected")
+        elif arrays != taken[name]:
+            are_in_order &= other is None
+            what = "something else" if other is None else f"what the step takes as {other}"
+            lines.append(f"at place {place} {name} is expected, and {what} is there")
+    is_any_known = any(arrays in taken.values() for arrays in found)
+    return lines if is_any_known and not are_in_order else []
 
 
 def argument_of(path: str) -> str:
@@ -132,10 +184,13 @@ def argument_of(path: str) -> str:
     return path.split(".")[0].split("[")[0]
 
 
-def state_arguments(inputs: Sequence[ArrayInterface]) -> list[str]:
-    """Arguments of the step that hold anything but a batch, in order."""
+def state_arguments(fn: Callable[..., Any], inputs: Sequence[ArrayInterface]) -> list[str]:
+    """Arguments of the step that hold anything but a batch, in the order of its parameters."""
     held = ("parameter", "optimizer_state", "state")
-    return list(dict.fromkeys(argument_of(i.path) for i in inputs if i.role in held))
+    stateful = {argument_of(i.path): None for i in inputs if i.role in held}
+    # NNX objects come last among the inputs, and by their names.
+    in_order = [name for name in parameter_names(fn) if name in stateful]
+    return list(dict.fromkeys([*in_order, *stateful]))
 
 
 def name_of(path: str, arguments: Sequence[str]) -> str:

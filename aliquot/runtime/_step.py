@@ -21,7 +21,14 @@ from ._pipeline_runner import PipelineRunner
 from ._program_runner import ProgramRunner
 from ._runner import AbstractRunner
 from ._same_calls import remember
-from ._state_call import StateCall, argument_of, name_of, state_arguments, state_call
+from ._state_call import (
+    StateCall,
+    argument_of,
+    misplaced_state,
+    name_of,
+    state_arguments,
+    state_call,
+)
 from .checkpoints import SavedArray
 from .compiled import Stats
 from .spmd import make_mesh
@@ -136,7 +143,8 @@ class Step:
         """Run the user's function that makes the state, so that each device computes only its part.
 
         Args:
-            init_fn: returns the step's state argument, or a tuple of its state arguments in order.
+            init_fn: returns the step's state argument, or a tuple of its state arguments in the
+                order of the step's parameters.
             *args, **kwargs: its arguments; the same in all processes.
 
         Raises:
@@ -175,7 +183,7 @@ class Step:
         which does not wait.
 
         Args:
-            state: the step's state argument, or a tuple of several in order.
+            state: the step's state argument, or a tuple of several in the order of its parameters.
             folder: holds the checkpoint under its number, and perhaps others.
             number: a checkpoint of this number is replaced.
             meta: plain data to be kept with it.
@@ -219,15 +227,21 @@ class Step:
         if state is None:
             calling = self._require_traced("restore()")[0].graph.calling
             example = calling.arguments(calling.call.leaves)
-            given = tuple(example[name] for name in state_arguments(self._interface()))
+            given = tuple(example[name] for name in state_arguments(self._fn, self._interface()))
             state = given if len(given) > 1 else given[0]
         runner = self._runner
         statics = frozenset() if runner is None else runner.graph.calling.static_numbers
         return state_call(self._fn, self._interface(), state, statics)
 
+    def misplaced(self, state: Any) -> list[str]:
+        """One sentence for each place of a tuple that holds another argument than the step takes
+        there; none if a state differs in other ways.
+        """
+        return misplaced_state(self._fn, self._interface(), state)
+
     def state_arrays(self) -> list[SavedArray]:
         """The arrays of the step's state as a checkpoint lists them."""
-        names = state_arguments(self._interface())
+        names = state_arguments(self._fn, self._interface())
         return [
             SavedArray(path=name_of(item.path, names), shape=item.shape, dtype=item.dtype)
             for item in self._interface()
