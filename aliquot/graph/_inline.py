@@ -65,7 +65,7 @@ class Inliner:
                 dtype=dtype,
                 itemsize=itemsize,
                 memory=memory,
-                key_dtype=aval.dtype if dtype.startswith("key<") else None,
+                jax_dtype=aval.dtype if dtype == "float0" or dtype.startswith("key<") else None,
             )
         )
         return index

@@ -376,7 +376,9 @@ def shape_dtype(aval: Any) -> tuple[tuple[int, ...], str, int]:
     shape = getattr(aval, "shape", None)
     if shape is None:
         return (), type(aval).__name__, 0
-    return tuple(shape), str(aval.dtype), int(aval.dtype.itemsize)
+    # NumPy writes JAX's type of zeros without numbers as the record type that it is underneath.
+    name = "float0" if aval.dtype == jax.dtypes.float0 else str(aval.dtype)
+    return tuple(shape), name, int(aval.dtype.itemsize)
 
 
 class NameStacks:

@@ -62,8 +62,11 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One array of the step. `dtype` is NumPy's name of the type, or `key<...>` for random keys,
-    which have a type of JAX besides: their generator cannot be told from the name.
+    """One array of the step.
+
+    `dtype` is NumPy's name of the type. Random keys (`key<...>`) and the zeros that JAX makes of
+    gradients of integers (`float0`) have types of JAX's own, which cannot be made from the name:
+    `jax_dtype`.
     """
 
     index: ValueId
@@ -71,7 +74,7 @@ class Value:
     dtype: str
     itemsize: int
     memory: Memory = Memory.DEVICE
-    key_dtype: Any = field(default=None, repr=False, compare=False)
+    jax_dtype: Any = field(default=None, repr=False, compare=False)
 
     @property
     def num_bytes(self) -> int:

@@ -203,7 +203,7 @@ def _epsilon(rounding: str) -> float:
 
 def _coarsest(graph: Graph) -> str:
     """The number format of a step's floats that rounds most."""
-    arrays = [value for value in graph.values if value.key_dtype is None]
+    arrays = [value for value in graph.values if value.jax_dtype is None]
     kinds = {str(value.dtype) for value in arrays if jnp.issubdtype(value.dtype, jnp.floating)}
     settings: Any = jax.config
     if "float32" in kinds and settings.jax_default_matmul_precision is None:

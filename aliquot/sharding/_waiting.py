@@ -139,5 +139,6 @@ class _Walk:
 
     def _is_zero(self, operand: Operand) -> bool:
         if isinstance(operand, Literal):
-            return bool(operand.value == 0)
+            # Arrays of this type hold no numbers that could be compared.
+            return operand.dtype == "float0" or bool(operand.value == 0)
         return operand in self._zeros

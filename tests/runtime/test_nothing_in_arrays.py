@@ -1,5 +1,5 @@
 """Arrays without elements and None among the leaves of state and batch, under every method, whole
-and in micro-batches.
+and in micro-batches; and arrays of JAX's type without numbers.
 """
 
 import jax
@@ -96,3 +96,35 @@ def test_a_step_with_nothing_in_some_arrays_is_the_plain_step(method, count, x64
     for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["dp", "zero3", "pipeline"])
+def test_gradients_of_integers_are_arrays_without_numbers(method, x64):
+    """Translators of other frameworks write them out (`float0`), alone and as carries of loops."""
+
+    def step(params, batch):
+        def loss(layers):
+            x = batch
+            for layer in layers:
+                x = jnp.tanh(x @ layer)
+            of_integers = jnp.broadcast_to(np.zeros((), jax.dtypes.float0), (4,))
+            fixed = jax.lax.stop_gradient((x, layers[0]))
+
+            def again(_, carry):
+                return jnp.tanh(carry[0] @ fixed[1]), carry[1]
+
+            target, _ = jax.lax.fori_loop(0, 2, again, (fixed[0], of_integers))
+            return jnp.mean((x - target) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    random = np.random.default_rng(0)
+    params = [random.standard_normal((_WIDTH, _WIDTH)) / 4 for _ in range(2)]
+    batch = random.standard_normal((_ROWS, _WIDTH))
+    cluster = aq.Cluster.preset(f"{_DEVICES}xcpu")
+    plan = aq.plan(
+        step, params, batch, cluster=cluster, method=_METHODS[method], num_micro_batches=2
+    )
+    found = aq.parallelize(step, plan, devices=jax.devices()[:_DEVICES]).check(params, batch)
+    assert found.largest < 1e-12, str(found)

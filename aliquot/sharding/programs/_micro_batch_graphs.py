@@ -361,7 +361,7 @@ def _look(operand: Operand, values: Sequence[Value]) -> tuple[tuple[int, ...], s
 
 def struct_of(value: Literal | Value) -> jax.ShapeDtypeStruct:
     """JAX's description of a value."""
-    key_dtype = None if isinstance(value, Literal) else value.key_dtype
+    jax_dtype = None if isinstance(value, Literal) else value.jax_dtype
     make: Any = jax.ShapeDtypeStruct
-    struct: jax.ShapeDtypeStruct = make(value.shape, key_dtype or jnp.dtype(value.dtype))
+    struct: jax.ShapeDtypeStruct = make(value.shape, jax_dtype or jnp.dtype(value.dtype))
     return struct
