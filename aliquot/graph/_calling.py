@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 from jax.tree_util import (
     DictKey,
@@ -240,7 +240,7 @@ class Calling:
         leaves = list(outputs[: self.num_results])
         for position, static in self.out_statics:
             leaves.insert(
-                position, jnp.asarray(static.value) if isinstance(static, _Number) else static
+                position, jax.device_put(static.value) if isinstance(static, _Number) else static
             )
         if self.modules:
             values = self._values(args, kwargs)

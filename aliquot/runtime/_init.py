@@ -176,11 +176,9 @@ def _pieces(stacks: _Stacks, arrays: Sequence[Any]) -> dict[tuple[int, int], Any
 
 
 def _replicate(array: Any, whole: NamedSharding) -> Any:
-    # JAX places host arrays and uncommitted arrays itself. A program over several processes accepts
-    # no others, so arrays are passed to it as they are.
-    if not isinstance(array, jax.Array) or not whole.is_fully_addressable:
-        return array
-    return jax.device_put(array, whole)
+    # A program over several processes accepts only host arrays and uncommitted arrays, and places
+    # them itself.
+    return jax.device_put(array, whole) if whole.is_fully_addressable else array
 
 
 def _is_array(leaf: Any) -> bool:

@@ -123,6 +123,28 @@ def test_a_step_is_planned_compiled_and_made_in_any_surroundings(name):
         assert_same(parallel(parallel.init(init, state[0]), batch), want)
 
 
+def test_transfers_that_nobody_asked_for_may_be_refused(tmp_path):
+    """Whatever a step moves it moves on purpose: its arguments, constants, micro-batch numbers, and
+    its state when that is made and restored.
+    """
+    state, batch = arguments("threefry2x32")
+    want = jax.jit(step)(state, batch)
+
+    def init(params):
+        return params, jax.random.key(1, impl="threefry2x32")
+
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
+        for made in (data_parallel, pipeline):
+            parallel = made(step, state, batch)
+            parallel.prepare(state, batch).save(parallel.init(init, state[0]), tmp_path)
+            got = parallel(parallel.restore(tmp_path), batch)
+            with jax.transfer_guard("allow"):
+                assert_same(got, want)
+    finally:
+        jax.config.update("jax_transfer_guard", None)
+
+
 @pytest.mark.parametrize("made", [pipeline, data_parallel])
 def test_results_that_are_no_numbers_are_named(made):
     state, batch = arguments("threefry2x32")

@@ -19,6 +19,7 @@ from ..transport import (
     channels_of_hosts,
     end_in_order,
     exchange,
+    from_host,
     is_key,
     place,
     plan_broadcast,
@@ -115,7 +116,7 @@ class Issuer:
                 self._zeros.append((make, tuple(totals.values())))
             whole = NamedSharding(context.mesh, PartitionSpec())
             for number, slot in enumerate(instructions.numbers.get(stage, ())):
-                self._slots[slot] = _put(np.int32(number), whole)
+                self._slots[slot] = from_host(np.asarray(number, np.int32), whole)
             for value, slot in instructions.given.get(stage, {}).items():
                 if value in pipeline.graph.constants:
                     constant = pipeline.graph.constants[value]
@@ -225,7 +226,7 @@ class Issuer:
                 move = plan_move([struct((1,), np.dtype(np.uint8), ends[0])], [ends[1]])
                 assert move is not None
                 sends = pair[0] == jax.process_index()
-                received += move(*([_put(np.zeros(1, np.uint8), ends[0])] if sends else []))
+                received += move(*([from_host(np.zeros(1, np.uint8), ends[0])] if sends else []))
             # A barrier between rounds, so that no two first transfers overlap.
             jax.block_until_ready(received)
             exchange(None, type(None))
@@ -383,9 +384,3 @@ def _taker(inputs: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
         return lambda slots: ()
     (slot,) = inputs
     return lambda slots: (slots[slot],)
-
-
-def _put(array: Any, sharding: NamedSharding) -> jax.Array:
-    """A host array on devices of any processes."""
-    host = np.asarray(array)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -6,6 +6,7 @@ from ...core import make_secret as make_secret
 from ._agreement import Rendezvous as Rendezvous
 from ._agreement import exchange as exchange
 from ._agreement import spans_processes as spans_processes
+from ._arrays import from_host as from_host
 from ._arrays import is_key as is_key
 from ._arrays import keys_from as keys_from
 from ._arrays import struct as struct

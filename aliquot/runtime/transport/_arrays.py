@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from ...graph import key_generator
@@ -16,6 +17,15 @@ def struct(shape: Sequence[int], dtype: Any, sharding: Any) -> Any:
     """Shape, dtype and sharding of an array."""
     make: Any = jax.ShapeDtypeStruct
     return make(tuple(shape), dtype, sharding=sharding)
+
+
+def from_host(array: np.ndarray[Any, Any], sharding: Sharding) -> jax.Array:
+    """A host array, the same in all processes, on devices of any processes.
+
+    It is moved on purpose, which `jax.transfer_guard("disallow")` would not know.
+    """
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def stub(shape: Sequence[int], sharding: Sharding, dtype: Any) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ...core import PlanMismatchError
-from ._arrays import stub, words
+from ._arrays import from_host, stub, words
 from ._own_block import own_block
 from ._transfer import lies_elsewhere, share_with_all
 
@@ -78,7 +78,7 @@ def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path:
         words = np.asarray(jax.random.key_data(leaf))
         # Keys are sent as words to every device, and split by the program that wraps them.
         whole = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-        data = jax.make_array_from_callback(words.shape, whole, lambda index: words[index])
+        data = from_host(words, whole)
         impl = jax.random.key_impl(leaf)
         keys: jax.Array = jax.jit(
             lambda x: jax.random.wrap_key_data(x, impl=impl), out_shardings=sharding
@@ -86,13 +86,12 @@ def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path:
         return keys
     host = np.asarray(leaf)
     if host.shape == shape:
-        array: jax.Array = jax.make_array_from_callback(shape, sharding, lambda index: host[index])
-        return array
+        return from_host(host, sharding)
     try:
-        array = jax.make_array_from_process_local_data(sharding, host, shape)
+        with jax.transfer_guard_host_to_device("allow"):
+            return jax.make_array_from_process_local_data(sharding, host, shape)
     except ValueError as error:
         raise _is_no_part(host, shape, path, str(error)) from None
-    return array
 
 
 def _is_no_part(leaf: Any, shape: Sequence[int], path: str, why: str) -> PlanMismatchError:
