@@ -73,12 +73,30 @@ def assert_same_effects(step, **options):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("method", [aq.DataParallel(), aq.ShardParallel()], ids=["dp", "shard"])
 @pytest.mark.parametrize("effect", [seen_sum, seen_rows])
-def test_callbacks_see_the_whole_batch_once(effect, method, count):
+def test_callbacks_see_the_whole_batch_once(effect, method, count, capfd):
     assert_same_effects(step_with(effect), method=method, num_micro_batches=count)
+    # The compiler's warning of arrays that it gathers.
+    assert "rematerialization" not in capfd.readouterr().err
 
 
-def test_callbacks_in_loops_happen_in_each_turn():
+def test_callbacks_in_loops_happen_in_each_turn(capfd):
     assert_same_effects(step_with(seen_in_loop), method=aq.DataParallel())
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+def test_results_of_callbacks_are_the_plain_steps(capfd):
+    def step(params, batch):
+        def loss(params):
+            y = jnp.tanh(batch @ params["up"])
+            fixed = jax.lax.stop_gradient(y)
+            target = jax.pure_callback(lambda rows: np.asarray(rows) / 2, fixed, fixed)
+            return jnp.mean((y @ params["down"] - target) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    assert_same_effects(step, method=aq.Zero3Parallel())
+    assert "rematerialization" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -199,6 +199,12 @@ def _of_row(spec: Spec) -> Spec:
     return tuple(REPLICATED if p == 0 else p - 1 if p > 0 else p for p in spec)
 
 
+# JAX runs these on the first device alone. The compiler warns the user where their operands are
+# split ("involuntary full rematerialization"), and does the same without a word where they are
+# whole.
+_CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
+
+
 class _Constrain(ReplayHook):
     """Pins every operand, then every result, one split after the other."""
 
@@ -230,6 +236,8 @@ class _Constrain(ReplayHook):
             self._between = outside
 
     def operands(self, op: Op, arrays: list[Any]) -> Sequence[Any]:
+        if op.name in _CALLBACKS:
+            return [self._pin(i, a, ()) for i, a in zip(op.inputs, arrays, strict=True)]
         pin = self._pins.of(op) if op.index < len(self._pins.op_class) else None
         if pin is None:
             return arrays
