@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from ..cluster import Cluster, target_for
 from ..core import counted, format_bytes, format_seconds
 from ..cost import REPLICATED_BY_PLAN, collective_uses, work_alike
-from ..graph import Op, Phase, Role, named_operator, source_line
+from ..graph import Graph, Memory, Op, Phase, Role, named_operator, source_line
 from ..sharding import entry_operators, find_blocks, outside_blocks
 from ._base import Decision, StageDecision
 from ._tried import on_hosts
@@ -123,6 +123,27 @@ def crowded_note(peak_bytes: float, cluster: Cluster) -> Iterator[str]:
             " rematerializes: it computes some operators twice to save memory, so that time and"
             " memory may differ from these. Compile the plan before use: --verify, or verify=True,"
             f" also plans anew if it does not fit.{advice}"
+        )
+
+
+def memory_note(graph: Graph) -> Iterator[str]:
+    """A note on state that the step returns in another memory than it takes it in."""
+    moved: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for item in graph.inputs:
+        new = graph.outputs[item.output].value if item.output is not None else None
+        if isinstance(new, int):
+            memories = graph.values[item.value].memory, graph.values[new].memory
+            if memories[0] is not memories[1]:
+                moved[memories].append(item.path)
+    for (taken, returned), paths in moved.items():
+        more = f" and {counted(len(paths) - 1, 'more array')}" if len(paths) > 1 else ""
+        kind = "pinned_host" if returned is Memory.HOST else "device"
+        yield (
+            f"{paths[0]}{more} of the state: planned in {taken} memory, where their shapes lie, and"
+            f" returned by the step in {returned} memory, so that each step begins by moving them"
+            f" back. To keep them in {returned} memory, plan for shapes that lie there:"
+            " jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding("
+            f'jax.devices()[0], memory_kind="{kind}")).'
         )
 
 

@@ -32,7 +32,7 @@ from ..plans import (
 )
 from ..sharding import Spec, StagedStep, dims_of, inferred_rules, project, without_partial
 from ._base import Decision, PipelineParts, StageDecision, Task
-from ._notes import block_notes, crowded_note, idle_note, notes
+from ._notes import block_notes, crowded_note, idle_note, memory_note, notes
 
 _Dims = tuple[tuple[str, ...], ...]
 _Shardings = tuple[dict[str, _Dims], dict[str, _Dims]]
@@ -112,6 +112,7 @@ def write_plan(
         notes=(
             *idle_note(decision, task.cluster),
             *crowded_note(prediction.peak_memory_bytes, task.cluster),
+            *memory_note(full),
             *block_notes(decision),
             *notes(decision.stages),
         ),

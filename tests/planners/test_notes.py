@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from offloaded import batch_of, offloaded_step, shapes_of
 from ordinary_steps import step_of
 from unknown_primitives import shared_scale_p, soft_cap_p
 
@@ -143,6 +144,20 @@ def test_a_step_that_forgets_to_return_its_state_is_noted():
 def test_a_plan_that_fills_a_gpu_says_that_the_compiler_saves_memory(rows, is_said):
     plan = aq.plan(lambda x: x * 2.0, struct(1024, rows), cluster=aq.Cluster.preset("1xH100"))
     assert any("XLA rematerializes" in note for note in plan.notes) == is_said
+
+
+def test_state_that_is_returned_in_another_memory_is_noted():
+    step, init = offloaded_step("save", moments="host")
+    state, cluster = init(jax.random.key(0)), aq.Cluster.preset("8xcpu")
+
+    def notes(shapes):
+        plan = aq.plan(step, shapes, batch_of(), cluster=cluster, method=aq.DataParallel())
+        return [note for note in plan.notes if "memory" in note]
+
+    (line,) = notes(shapes_of(state))
+    assert line.startswith("state.momentum.down and 1 more array of the state: planned in device")
+    assert 'memory_kind="pinned_host"' in line
+    assert not notes(shapes_of(state, "host"))
 
 
 def test_a_replicated_update_is_noted_in_one_line():

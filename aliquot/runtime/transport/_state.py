@@ -89,9 +89,10 @@ def _from_host(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], path:
         return from_host(host, sharding)
     try:
         with jax.transfer_guard_host_to_device("allow"):
-            return jax.make_array_from_process_local_data(sharding, host, shape)
+            array: jax.Array = jax.make_array_from_process_local_data(sharding, host, shape)
     except ValueError as error:
         raise _is_no_part(host, shape, path, str(error)) from None
+    return array
 
 
 def _is_no_part(leaf: Any, shape: Sequence[int], path: str, why: str) -> PlanMismatchError:
