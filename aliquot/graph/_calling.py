@@ -84,10 +84,19 @@ class FlatCall:
         """Key that two calls must share to run the same program."""
         return (self.paths, self.statics, self.trees, self.definition)
 
-    def differences(self, other: FlatCall) -> tuple[str, ...]:
-        """One sentence for each way in which the skeleton of another call differs from this one."""
-        lines = [f"{path} is missing" for path in self.paths if path not in set(other.paths)]
-        lines += [f"{path} is new" for path in other.paths if path not in set(self.paths)]
+    def differences(self, other: FlatCall, names: Sequence[str] = ()) -> tuple[str, ...]:
+        """One sentence for each way in which the skeleton of another call differs from this one;
+        arrays in the order of their arguments' `names`.
+        """
+        order = {name: k for k, name in enumerate(names)}
+
+        def only_in(one: FlatCall, another: FlatCall) -> list[str]:
+            parts = sorted(one.parts, key=lambda p: order.get(p[0], len(order)))
+            known = set(another.parts)
+            return ["".join(p) for p in parts if p not in known]
+
+        lines = [f"{path} is missing" for path in only_in(self, other)]
+        lines += [f"{path} is new" for path in only_in(other, self)]
         mine = {
             path: value for path, (_, value) in zip(self.static_paths, self.statics, strict=True)
         }
@@ -167,6 +176,10 @@ class Calling:
         return _flatten(
             self.names, self._values(args, kwargs), self.modules, self.static_numbers, shapes=False
         )
+
+    def differences(self, call: FlatCall) -> tuple[str, ...]:
+        """See `FlatCall.differences`, in the order of the arguments."""
+        return self.call.differences(call, self.names)
 
     def _values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Argument values in the order of the example call."""

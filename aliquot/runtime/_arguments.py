@@ -60,7 +60,7 @@ class Arguments:
 
     def _check_call(self, call: FlatCall) -> None:
         if call.skeleton() != self._expected:
-            problems = self._graph.calling.call.differences(call) or ("its structure differs",)
+            problems = self._graph.calling.differences(call) or ("its structure differs",)
             self._refuse(self._misplaced(call.parts, call.leaves) or problems)
         self._check_types(call.leaves)
 

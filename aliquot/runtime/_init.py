@@ -212,7 +212,9 @@ def _places(
     inputs = {i.path: i for i in arrays if argument_of(i.path) in given}
     problems = []
     rows_of: dict[int, Sequence[Rows]] = {}
-    for path, leaf in zip(call.paths, call.leaves, strict=True):
+    # In the order of the step's parameters, which is that of the messages.
+    made = zip(call.paths, call.leaves, strict=True)
+    for path, leaf in sorted(made, key=lambda pair: given.index(argument_of(pair[0]))):
         if path not in inputs:
             problems.append(f"{path} is made, but the step takes no such array")
             continue
@@ -224,7 +226,8 @@ def _places(
             )
         # Matched by identity, because an array's path in the result differs from that in the step.
         rows_of[id(leaf)] = places[path]
-    problems += [f"{path} is missing" for path in inputs]
+    missing = sorted(inputs, key=lambda path: given.index(argument_of(path)))
+    problems += [f"{path} is missing" for path in missing]
     if problems:
         names = state_arguments(fn, arrays)
         misplaced = misplaced_state(fn, arrays, result)
@@ -240,10 +243,10 @@ def _places(
             asked=f"what the function given to init returns is not the step's {wanted_names}",
             advice=advice,
         )
-    missing = [leaf for leaf in shapes if id(leaf) not in rows_of]
-    if missing:
+    lost = [leaf for leaf in shapes if id(leaf) not in rows_of]
+    if lost:
         raise CaptureError(
-            f"{len(missing)} arrays of what the function given to init returns cannot be found"
+            f"{len(lost)} arrays of what the function given to init returns cannot be found"
             " again among the step's arguments. Make the state without init and pass it to the"
             " step."
         )

@@ -242,10 +242,10 @@ class Step:
     def state_arrays(self) -> list[SavedArray]:
         """The arrays of the step's state as a checkpoint lists them."""
         names = state_arguments(self._fn, self._interface())
+        held = [item for item in self._interface() if argument_of(item.path) in names]
         return [
             SavedArray(path=name_of(item.path, names), shape=item.shape, dtype=item.dtype)
-            for item in self._interface()
-            if argument_of(item.path) in names
+            for item in sorted(held, key=lambda item: names.index(argument_of(item.path)))
         ]
 
     def remember(self, state: Any) -> None:
