@@ -253,3 +253,9 @@ class Graph:
     def makers(self) -> Mapping[ValueId, Op]:
         """The operator that makes each value; inputs and constants have none."""
         return {value: op for op in self.ops for value in op.outputs}
+
+    @functools.cached_property
+    def looped(self) -> frozenset[ValueId]:
+        """Values over whose leading dim a loop runs."""
+        slices = [op for op in self.ops if op.name == "scan_slice"]
+        return frozenset(value for op in slices for value in op.inputs if isinstance(value, int))

@@ -355,8 +355,9 @@ def _batch_factors(
 ) -> tuple[frozenset[int], ...]:
     """For each node the factors that the batch dim of the inputs runs through.
 
-    It is the leading dim, or the next one where a loop runs over the leading dim; a batch of one
-    row has none. It runs through neither parameters, nor their gradients, nor the update.
+    It is the leading dim, or the next one where a loop runs over the leading dim, as over the
+    batches of several steps; a batch of one row has none. It runs through neither parameters, nor
+    their gradients, nor the update.
     """
     reached: list[set[int]] = [set() for _ in nodes]
     pending: list[tuple[int, int]] = []
@@ -375,7 +376,8 @@ def _batch_factors(
             continue
         port = naming.value_port(item.value)
         shape = graph.values[item.value].shape
-        for dim in range(min(2, len(shape)) if port.node >= 0 and shape[0] > 1 else 0):
+        has_rows = port.node >= 0 and (shape[0] > 1 or item.value in graph.looped)
+        for dim in range(min(2, len(shape)) if has_rows else 0):
             factor = factor_at(port.projection, dim)
             if factor >= 0:
                 reach(port.node, factor)

@@ -206,7 +206,8 @@ class _Search:
         for value_class in batch:
             shape = self.cuts.shape(value_class)
             # As for `NodeGraph.batch_factors`.
-            for dim in range(min(2, len(shape)) if shape and shape[0] > 1 else 0):
+            looped = self.cuts.folding.value_members[value_class][0] in self.cuts.graph.looped
+            for dim in range(min(2, len(shape)) if shape and (shape[0] > 1 or looped) else 0):
                 root = self.sets.root(self.base[value_class] + dim)
                 if root not in self.sequential:
                     self._reach(root, _Reached(rows=shape[dim]))

@@ -194,21 +194,31 @@ def _most_split(
 
 def _refuse_batch(problem: Problem, priced: Priced, kinds: Kinds) -> None:
     graph = problem.graph
-    batch = next(
-        (i for i in graph.inputs if i.role is Role.BATCH and graph.values[i.value].shape), None
-    )
-    if batch is None:
+    inputs = [
+        (item, port)
+        for item, port in zip(graph.inputs, priced.graph.input_ports, strict=True)
+        if item.role is Role.BATCH and graph.values[item.value].shape
+    ]
+    if not inputs:
         raise InputError(
             "This method splits the batch, and the step takes no batch. Use method shard or auto."
         )
-    size = graph.values[batch.value].shape[0]
+    batch, dim = inputs[0][0], 0
+    for item, port in inputs:
+        if port.node >= 0 and (factors := priced.graph.batch_factors[port.node]):
+            batch, dim = item, min(port.projection[f] for f in factors)
+            break
+    shape = graph.values[batch.value].shape
+    size = shape[dim]
     devices = int(np.prod(priced.axis_sizes))
-    count = problem.num_micro_batches
+    # Micro-batches are cut along the leading dim.
+    count = 1 if dim else problem.num_micro_batches
     total = size * count
     per = f" in each of {count} micro-batches" if count > 1 else ""
+    where = f" in dim {dim}, as a loop runs over the {shape[0]} before it" if dim else ""
     asked = (
-        f"A batch of {total} ({batch.path} has {size} rows{per}) cannot be split over {devices}"
-        " devices"
+        f"A batch of {total} ({batch.path} has {counted(size, 'row')}{where}{per}) cannot be split"
+        f" over {devices} devices"
     )
     if not size:
         raise InputError(
