@@ -41,11 +41,13 @@ class TensorSplit:
         factors: by node.
         streams: groups that hold residual streams, with their norms; they are not listed.
         too_fine: the dims of weights that the degree does not divide.
+        kept_whole: the dims of weights that stay whole because they are smaller than the degree.
     """
 
     factors: dict[int, frozenset[int]]
     streams: frozenset[int]
     too_fine: tuple[TooFine, ...]
+    kept_whole: tuple[TooFine, ...]
 
 
 def tensor_split(nodes: NodeGraph, kinds: Kinds, degree: int) -> TensorSplit:
@@ -54,7 +56,12 @@ def tensor_split(nodes: NodeGraph, kinds: Kinds, degree: int) -> TensorSplit:
     for product in walk.products:
         # In program order, so that what a product reads is decided before the product.
         walk.decide(product)
-    return TensorSplit(factors=walk.spread(), streams=walk.streams, too_fine=tuple(walk.too_fine))
+    return TensorSplit(
+        factors=walk.spread(),
+        streams=walk.streams,
+        too_fine=tuple(walk.too_fine),
+        kept_whole=tuple(walk.kept_whole),
+    )
 
 
 def expert_split(nodes: NodeGraph, kinds: Kinds) -> dict[int, int]:
@@ -132,6 +139,7 @@ class Forward:
     split: dict[int, int] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
     too_fine: list[TooFine] = field(default_factory=list)
+    kept_whole: list[TooFine] = field(default_factory=list)
     incoming: dict[int, list[Edge]] = field(init=False)
     outgoing: dict[int, list[Edge]] = field(init=False)
     every: dict[int, list[tuple[int, Projection, Projection]]] = field(init=False)
@@ -192,7 +200,7 @@ class Forward:
         finest = self._finest(product, chosen)
         # Only products with a weight are reported, as the others follow them.
         if finest % self.degree and any(e.source in self.weights for e in self.incoming[product]):
-            self._note(product, chosen, finest)
+            self.too_fine.append(self._too_fine(product, chosen, finest))
         for edge in self.outgoing[product]:
             self._land(edge, chosen)
 
@@ -329,10 +337,19 @@ class Forward:
     def _column(self, product: int, features: tuple[int, ...]) -> int | None:
         """The factor of output features to split; None if all stay whole.
 
-        Features stay whole if they count experts, as the scores of a router do, or if an output
+        Features stay whole if they are fewer than the devices, as those of a head that makes one
+        value of a token are; if they count experts, as the scores of a router do; or if an output
         head contracts them, which is split by columns itself.
         """
-        candidates = [f for f in features if not self._leads_to(product, f, self._wants_whole)]
+        sizes = {f: self.nodes.nodes[product].factors[f].size for f in features}
+        candidates = [
+            f
+            for f in features
+            if sizes[f] >= self.degree and not self._leads_to(product, f, self._wants_whole)
+        ]
+        if features and max(sizes.values()) < self.degree:
+            largest = max(features, key=sizes.__getitem__)
+            self.kept_whole.append(self._too_fine(product, largest, sizes[largest]))
         divided = [f for f in candidates if self._finest(product, f) % self.degree == 0]
         # If the degree divides none, the first is taken, so that the refusal can name it.
         return next(iter(divided or candidates), None)
@@ -431,7 +448,7 @@ class Forward:
             self.split[node] = edge.target_projection.index(dim)
             pending += [(e, self.split[node]) for e in self.outgoing[node]]
 
-    def _note(self, product: int, factor: int, finest: int) -> None:
+    def _too_fine(self, product: int, factor: int, parts: int) -> TooFine:
         label = wildcard(next(e.label for e in self.incoming[product] if e.source in self.weights))
         size = self.nodes.nodes[product].factors[factor].size
-        self.too_fine.append(TooFine(label=label, size=size, parts=finest))
+        return TooFine(label=label, size=size, parts=parts)
