@@ -34,7 +34,8 @@ class _Part(NamedTuple):
 
     Attributes:
         holds_batch: whether they are smaller with more micro-batches.
-        is_split: whether the first mesh axis splits them, so that more devices hold less of them.
+        is_split: whether the mesh axis that more devices lengthen splits them, so that each holds
+            less of them.
     """
 
     alive: Resident | Conversion
@@ -44,20 +45,25 @@ class _Part(NamedTuple):
 
 
 def what_may_fit(
-    problem: Problem, priced: Priced, picks: NDArray[np.int64], spaces: Sequence[Space]
+    problem: Problem,
+    priced: Priced,
+    picks: NDArray[np.int64],
+    spaces: Sequence[Space],
+    growing_axis: int,
 ) -> tuple[list[str], str]:
     """Changes with which the step may fit, the smallest first, and a line that is empty unless
     neither more micro-batches nor more devices help.
 
     More micro-batches and more devices are named, with their number, if the smallest plan that was
     found fits in them with the splits that it has: arrays that hold the batch shrink with the
-    micro-batches, arrays that the first mesh axis splits with the devices, and no others.
+    micro-batches, arrays that the growing mesh axis splits with the devices, and no others.
 
     Args:
         priced, picks: the smallest plan.
         spaces: all in which plans were looked for.
+        growing_axis: the mesh axis that more devices lengthen.
     """
-    parts, limit_bytes = _parts(priced, picks), problem.memory_limit_bytes
+    parts, limit_bytes = _parts(priced, picks, growing_axis), problem.memory_limit_bytes
     times = problem.nodes.num_ops + 1
 
     def needed_bytes(of_batch: float, of_split: float, more: float = 0.0) -> float:
@@ -114,7 +120,7 @@ def what_may_fit(
     return advice, remark
 
 
-def _parts(priced: Priced, picks: NDArray[np.int64]) -> list[_Part]:
+def _parts(priced: Priced, picks: NDArray[np.int64], growing_axis: int) -> list[_Part]:
     """All that the devices hold under known choices."""
     model, nodes = known_memory(priced, picks), priced.graph
     parts = []
@@ -123,9 +129,9 @@ def _parts(priced: Priced, picks: NDArray[np.int64]) -> list[_Part]:
             parts.append(_Part(r, float(local[0]), r.category == "batch", False))
             continue
         batch = nodes.batch_factors[r.node]
-        first = int(priced.nodes[r.node].choices[picks[r.node]][0])
+        factor = int(priced.nodes[r.node].choices[picks[r.node]][growing_axis])
         holds_batch = any(r.projection[f] >= 0 for f in batch)
-        is_split = first >= 0 and r.projection[first] >= 0
+        is_split = factor >= 0 and r.projection[factor] >= 0
         parts.append(_Part(r, float(local[picks[r.node]]), holds_batch, is_split))
     for conversion, num_bytes in converted(model, priced, picks):
         edges = [nodes.edges[i] for i in conversion.edges]
@@ -142,7 +148,8 @@ def _parts(priced: Priced, picks: NDArray[np.int64]) -> list[_Part]:
             priced.edges[i].targets[priced.edges[i].target_index[picks[edge.target]]]
             for i, edge in zip(conversion.edges, edges, strict=True)
         ]
-        parts.append(_Part(conversion, num_bytes, holds_batch, all(t[0] >= 0 for t in targets)))
+        is_split = all(t[growing_axis] >= 0 for t in targets)
+        parts.append(_Part(conversion, num_bytes, holds_batch, is_split))
     return parts
 
 

@@ -104,6 +104,7 @@ class Decision:
         pipeline: how the step was cut into stages; None for one program.
         combine: how the outputs of micro-batches combine; see `MicroBatchPlan`.
         idle_hosts: number of hosts of the task's cluster that the plan leaves idle: the last ones.
+        notes: what the method says about the plan, such as what it could not split.
         step_time_s: the predicted step time.
         lower_bound_s: a lower bound that holds for every plan of the space that `bound_holds_for`
             names; None if nothing is proved.
@@ -125,6 +126,7 @@ class Decision:
     pipeline: PipelineParts | None = None
     combine: Mapping[str, str] = field(default_factory=dict)
     idle_hosts: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def priced(self) -> Priced:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -327,7 +329,9 @@ def price_option(
     split_axes = [axis for axis in axes if axis[1] > 1] or [axes[0]]
     names, sizes = zip(*split_axes, strict=True)
     mesh = LogicalMesh(shape=sizes, axis_names=names, cluster=problem.cluster)
-    data_axes = frozenset({0} if shape[0] > 1 else ())
+    # A planner may make several axes of those devices.
+    reached = itertools.accumulate(sizes, operator.mul)
+    data_axes = frozenset(k for k, devices in enumerate(reached) if 1 < devices <= shape[0])
     context_axes = frozenset(k for k, name in enumerate(names) if name == fixed.CONTEXT)
     choices = intra.stage_choices(problem, mesh.shape, data_axes)
     if choices is None:

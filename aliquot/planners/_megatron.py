@@ -153,8 +153,8 @@ class Megatron(AbstractMethod):
             decision = laid_out.solve(task.problem(count), task.progress)
             return replace(decision, combine=task.combine(count))
         # Report faults of the layout before anything is searched.
-        laid_out._rule.check(task.problem(1))
-        return laid_out._fastest_pipeline(task)
+        rule, notes = laid_out._rule.for_step(task.problem(1))
+        return replace(laid_out._fastest_pipeline(task, rule), notes=notes)
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
@@ -165,7 +165,7 @@ class Megatron(AbstractMethod):
             )
         return laid_out._solved(problem, progress, laid_out.name)
 
-    def _fastest_pipeline(self, task: Task) -> Decision:
+    def _fastest_pipeline(self, task: Task, rule: MegatronSplit) -> Decision:
         """The pipeline with the requested number of micro-batches, or else the fastest:
         micro-batches start at one row on each data rank, and are doubled as long as that helps.
         """
@@ -179,7 +179,7 @@ class Megatron(AbstractMethod):
                 chunks=self.chunks,
                 name=self.name,
             ),
-            intra=self._rule,
+            intra=rule,
             layers=self.layers,
         )
         counts = self._counts(task)
@@ -229,25 +229,24 @@ class Megatron(AbstractMethod):
         )
 
     def _solved(self, problem: Problem, progress: Progress | None, name: str) -> Decision:
-        rule = self._rule
-        rule.check(problem)
-        return race(
+        rule, notes = self._rule.for_step(problem)
+        decision = race(
             problem,
-            list(self._entries(problem, name)),
+            list(self._entries(problem, rule, name)),
             method=name,
             planner=rule.name,
             relative_gap=rule.relative_gap,
             states_bound=False,
             progress=progress,
         )
+        return replace(decision, notes=notes)
 
-    def _entries(self, problem: Problem, name: str) -> Iterator[Entry]:
-        rule = self._rule
+    def _entries(self, problem: Problem, rule: MegatronSplit, name: str) -> Iterator[Entry]:
         names, sizes = zip(*rule.axes, strict=True)
         mesh = LogicalMesh(shape=sizes, axis_names=names, cluster=problem.cluster)
         data, context = (
-            frozenset({names.index(name)} if name in names else ())
-            for name in ("data", fixed.CONTEXT)
+            frozenset(names.index(name) for name in some if name in names)
+            for some in (fixed.DATA_AXES, (fixed.CONTEXT,))
         )
         can_wait = (
             problem.num_micro_batches > 1

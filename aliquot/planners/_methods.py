@@ -344,12 +344,14 @@ def _fixed_entries(
 ) -> list[Entry]:
     cluster = problem.cluster
     group = _devices_that_share_a_state(shard_within, cluster)
-    splits_in_group = 1 < group < cluster.num_devices
-    shape = (cluster.num_devices // group, group) if splits_in_group else (cluster.num_devices,)
-    mesh = _mesh(problem, shape)
+    # Groups of one device split nothing, so that all share the state.
+    group = group if group > 1 else cluster.num_devices
+    groups = (cluster.num_devices // group,) if group < cluster.num_devices else ()
+    split = fixed.split_state(problem, intra.sharded(problem), group)
+    mesh = _mesh(problem, (*groups, *split.axes))
     all_axes = frozenset(range(len(mesh.shape)))
-    # Of a group, only the second axis splits the state.
-    rule = replace(intra, first_shard_axis=1 if splits_in_group else 0)
+    # The axis of groups does not split the state.
+    rule = replace(intra, first_shard_axis=len(groups))
     deferring = (
         [all_axes] if problem.num_micro_batches > 1 and _can_wait(problem, mesh, all_axes) else []
     )
@@ -375,7 +377,11 @@ def _fixed_entries(
         space = way.restrict(
             problem, Space(name=label, priced=priced, allowed=fixed.everything(priced))
         )
-        entries.append(Entry(space=space, intra=way.rest))
+        # More devices make more groups; where all share the state, they lengthen its last axis.
+        growing_axis = 0 if groups else len(mesh.shape) - 1
+        entries.append(
+            Entry(space=space, intra=way.rest, notes=split.notes, growing_axis=growing_axis)
+        )
     return entries
 
 

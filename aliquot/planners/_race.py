@@ -41,10 +41,17 @@ _GAVE_UP = "work limit reached"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entry:
-    """A participant of the race: the choices on a mesh, and the planner that chooses among them."""
+    """A participant of the race: the choices on a mesh, and the planner that chooses among them.
+
+    Attributes:
+        notes: for a plan that it makes.
+        growing_axis: the axis of the mesh that more devices would lengthen.
+    """
 
     space: Space
     intra: AbstractIntra
+    notes: tuple[str, ...] = ()
+    growing_axis: int = 0
 
     @property
     def mesh(self) -> LogicalMesh:
@@ -375,6 +382,7 @@ def _decision(
             )
             for r in runners
         ),
+        notes=runner.entry.notes,
     )
 
 
@@ -414,7 +422,9 @@ def _infeasible(
         claim = f"Within the limits of the search no plan of method {method} was found that fits"
     listed = ", ".join(f"{format_bytes(v)} {name_of_part(k)}" for k, v in list(parts.items())[:5])
     spaces = [r.entry.space for r in runners]
-    changes, remark = what_may_fit(problem, runner.entry.space.priced, picks, spaces)
+    changes, remark = what_may_fit(
+        problem, runner.entry.space.priced, picks, spaces, runner.entry.growing_axis
+    )
     return InfeasibleError(
         f"{claim} {problem.cluster.name} ({format_bytes(limit_bytes)} usable on each device).\n"
         f"  The smallest found, on a mesh {_mesh_name(runner.entry.mesh)}, needs"

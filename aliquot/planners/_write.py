@@ -113,6 +113,7 @@ def write_plan(
             *idle_note(decision, task.cluster),
             *crowded_note(prediction.peak_memory_bytes, task.cluster),
             *memory_note(full),
+            *decision.notes,
             *block_notes(decision),
             *notes(decision.stages),
         ),

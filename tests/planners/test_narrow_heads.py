@@ -39,6 +39,10 @@ def test_a_head_narrower_than_the_tensor_degree_stays_whole(method):
     shardings = plan.stages[0].shardings
     assert "tensor" not in [a for dim in shardings["state.params.value"] for a in dim]
     assert shardings["state.params.up"][1] == ("tensor",)
+    assert (
+        "params.value has 1 output feature, fewer than tp 2: it stays whole on each of these"
+        " devices, and all compute its products."
+    ) in [note.removeprefix("state.") for note in plan.notes]
 
 
 def test_a_wider_head_that_the_degree_does_not_divide_is_refused():

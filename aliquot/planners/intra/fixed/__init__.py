@@ -4,6 +4,7 @@ from ._context_split import ATTENTION_WAYS as ATTENTION_WAYS
 from ._context_split import context_split as context_split
 from ._fixed import Fixed as Fixed
 from ._megatron import CONTEXT as CONTEXT
+from ._megatron import DATA_AXES as DATA_AXES
 from ._megatron import MegatronSplit as MegatronSplit
 from ._restrict import Kinds as Kinds
 from ._restrict import Masks as Masks
@@ -14,4 +15,5 @@ from ._restrict import kinds_of as kinds_of
 from ._restrict import matching as matching
 from ._restrict import pinned as pinned
 from ._restrict import regular_choices as regular_choices
+from ._state_split import split_state as split_state
 from ._ways_to_sum import ways_to_sum as ways_to_sum

@@ -50,6 +50,10 @@ class Fixed(AbstractIntra):
         """See `AbstractIntra.relative_gap`."""
         return self.rest.relative_gap
 
+    def sharded(self, problem: Problem) -> frozenset[int]:
+        """Nodes that it splits over its shard axes as far as they can be."""
+        return kinds_of(problem).split_by_zero(self.zero_stage, gathers_once=self.gathers_once)
+
     def restrict(self, problem: Problem, space: Space) -> Space:
         """The choices of a space that follow the rule.
 

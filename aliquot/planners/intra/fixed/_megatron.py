@@ -12,18 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....core import InputError, listing
+from ....core import InputError, counted, listing
 from ....cost import Problem, enumerate_choices, shards
 from ....sharding import Node
 from .._base import AbstractIntra, AbstractSearch, IntraSolution, Space
 from ..ilp import ILP
 from ._context_split import context_faults, context_split, split_by
 from ._restrict import Kinds, kinds_of
+from ._state_split import split_state
 from ._tensor_split import TensorSplit, expert_split, tensor_split
 
 Ints = NDArray[np.int64]
 CONTEXT = "context"
-MEGATRON_AXES = ("data", "expert", CONTEXT, "tensor")
+DATA_AXES = ("replica", "data")
+MEGATRON_AXES = (*DATA_AXES, "expert", CONTEXT, "tensor")
 """The axes of its meshes, outermost first."""
 
 
@@ -33,7 +35,9 @@ class MegatronSplit(AbstractIntra):
     over a tensor axis; another planner decides what is then left.
 
     Attributes:
-        data: devices along the data axis.
+        data: devices along the data axes.
+        replicas: of these, groups that each share one replica of the state; more than 1 where all
+            cannot share it, see `for_step`.
         expert: devices along the expert axis, which splits the experts where these compute, and the
             batch everywhere else.
         context: devices along the context axis, which splits the sequence.
@@ -50,6 +54,7 @@ class MegatronSplit(AbstractIntra):
     """
 
     data: int = 1
+    replicas: int = 1
     expert: int = 1
     context: int = 1
     attention: str | None = None
@@ -74,7 +79,7 @@ class MegatronSplit(AbstractIntra):
         """Names and sizes of the axes that split anything; one of a single device where none
         does.
         """
-        degrees = self.data, self.expert, self.context, self.tensor
+        degrees = self.replicas, self.data // self.replicas, self.expert, self.context, self.tensor
         sizes = zip(MEGATRON_AXES, degrees, strict=True)
         return tuple((name, size) for name, size in sizes if size > 1) or (("data", 1),)
 
@@ -82,8 +87,7 @@ class MegatronSplit(AbstractIntra):
         """For each node the choices that follow the rule.
 
         Args:
-            axis_names: which axis of the mesh is "data", "expert", "context" or "tensor"; others
-                split nothing.
+            axis_names: which axis of the mesh is which of `MEGATRON_AXES`; others split nothing.
 
         Raises:
             InputError: The batch does not divide.
@@ -106,7 +110,7 @@ class MegatronSplit(AbstractIntra):
                 if self.sequence and tokens_split and node.index in tensor.streams:
                     factors = tokens_split.tokens.get(node.index, frozenset())
                 choices = split_by(choices, place["tensor"], factors)
-            batch_axes = [place[name] for name in ("data", "expert") if name in place]
+            batch_axes = [place[name] for name in (*DATA_AXES, "expert") if name in place]
             if node.index in experts:
                 choices = split_by(choices, place["expert"], {experts[node.index]})
                 batch_axes.remove(place["expert"])
@@ -119,8 +123,11 @@ class MegatronSplit(AbstractIntra):
             chosen.append(self._on_batch_axes(problem, kinds, node, choices, batch_axes, sizes))
         return chosen
 
-    def check(self, problem: Problem) -> None:
-        """Refuse a step that has nothing for the tensor or the expert axis to split, or whose
+    def for_step(self, problem: Problem) -> tuple[MegatronSplit, tuple[str, ...]]:
+        """This rule with as many replicas of the state as the dims of the arrays ask for, and
+        notes on what the degrees do not split.
+
+        Refuses a step that has nothing for the tensor or the expert axis to split, or whose
         weights, experts, heads or sequence the degrees do not divide.
 
         Raises:
@@ -141,6 +148,21 @@ class MegatronSplit(AbstractIntra):
                 f" expert, and {problem.graph.name} has none. Leave ep out, or use method auto."
             )
         self._refuse_what_does_not_divide(problem, kinds, tensor, experts)
+        whole = [
+            f"{kept.label} has {counted(kept.size, 'output feature')}, fewer than tp {self.tensor}:"
+            " it stays whole on each of these devices, and all compute its products."
+            for kept in tensor.kept_whole
+        ]
+        taken = {
+            n: tensor.factors.get(n, frozenset()) | ({experts[n]} if n in experts else set())
+            for n in (*tensor.factors, *experts)
+        }
+        sharded = kinds.split_by_zero(self.zero_stage, gathers_once=self.gathers_once)
+        split = split_state(problem, sharded, self.data, beside=self.context, taken=taken)
+        replicas = self.data // split.axes[-1]
+        # Expert ranks share what is outside of experts, too: more devices than were counted.
+        notes = split.notes if self.expert == 1 else ()
+        return replace(self, replicas=replicas), (*dict.fromkeys(whole), *notes)
 
     def solve(
         self,
@@ -178,10 +200,10 @@ class MegatronSplit(AbstractIntra):
         """See `AbstractIntra.stage_axes`."""
         data, others = shape
         tensor, rest = divmod(others, self.expert * self.context)
-        if rest:
+        if rest or data % self.replicas:
             # A mesh that this layout does not use.
             return ("data", data), ("tensor", others)
-        sizes = data, self.expert, self.context, tensor
+        sizes = self.replicas, data // self.replicas, self.expert, self.context, tensor
         return tuple(zip(MEGATRON_AXES, sizes, strict=True))
 
     def stage_choices(

@@ -41,6 +41,14 @@ class Kinds:
     update: frozenset[int]
     batch_inputs: frozenset[int]
 
+    def split_by_zero(self, stage: int, *, gathers_once: bool) -> frozenset[int]:
+        """Nodes that a stage of ZeRO splits; see `batch_restriction`."""
+        if stage < 2:
+            return frozenset()
+        return self.update | (
+            self.parameters if stage >= 3 else self.cast if gathers_once else frozenset()
+        )
+
 
 def kinds_of(problem: Problem) -> Kinds:
     """The kinds of all nodes of a step."""
@@ -151,6 +159,7 @@ def batch_restriction(
         return [_unsplit(table.choices) for table in priced.nodes]
     masks = []
     all_axes = frozenset(range(len(priced.axis_sizes)))
+    sharded = kinds.split_by_zero(zero_stage, gathers_once=gathers_once)
     # A stage inside a pipeline reads what the stage before it sends instead of the batch.
     fed_by = kinds.batch_inputs or range(len(priced.graph.batch_factors))
     if not any(priced.graph.batch_factors[n] for n in fed_by):
@@ -158,13 +167,10 @@ def batch_restriction(
     for node, table in zip(priced.graph.nodes, priced.nodes, strict=True):
         choices = table.choices
         batch = priced.graph.batch_factors[node.index]
-        if node.index in kinds.parameters:
-            splits = zero_stage >= 3 or (gathers_once and node.index in kinds.cast)
-            masks.append(_most_split(choices, priced, shard_axes) if splits else _unsplit(choices))
-        elif node.index in kinds.update:
-            masks.append(
-                _most_split(choices, priced, shard_axes) if zero_stage >= 2 else _unsplit(choices)
-            )
+        if node.index in sharded:
+            masks.append(_most_split(choices, priced, shard_axes))
+        elif node.index in kinds.parameters or node.index in kinds.update:
+            masks.append(_unsplit(choices))
         elif batch:
             on_batch = np.isin(choices, list(batch))
             is_regular = (on_batch | (choices == -1)).all(axis=1)
