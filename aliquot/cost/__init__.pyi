@@ -28,6 +28,7 @@ from ._collectives import collective_kind as collective_kind
 from ._collectives import collective_line as collective_line
 from ._collectives import collective_points as collective_points
 from ._collectives import resharding_seconds as resharding_seconds
+from ._collectives import waits_over as waits_over
 from ._estimate import MeasuredShare as MeasuredShare
 from ._estimate import casts_fit as casts_fit
 from ._estimate import check_choices as check_choices

@@ -31,6 +31,7 @@ from ..plans import (
     unranged,
 )
 from ..sharding import Spec, StagedStep, dims_of, inferred_rules, project, without_partial
+from ._axis_uses import axis_uses
 from ._base import Decision, PipelineParts, StageDecision, Task
 from ._notes import block_notes, crowded_note, idle_note, memory_note, notes
 
@@ -103,6 +104,7 @@ def write_plan(
                 updates_early=pipeline is not None and k in pipeline.schedule.early_updates,
                 folded=stage.folded,
                 prediction=predicted,
+                parallelism=axis_uses(stage),
             )
             for k, (stage, (inputs, outputs), predicted, once) in enumerate(
                 zip(decision.stages, shardings, predictions, casts_once, strict=True)

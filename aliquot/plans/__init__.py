@@ -9,6 +9,7 @@ from ._arrays import grouped_arrays as grouped_arrays
 from ._arrays import item_bytes as item_bytes
 from ._arrays import placed_arrays as placed_arrays
 from ._arrays import unranged as unranged
+from ._axis_roles import names_experts as names_experts
 from ._closed_form import ClosedForm as ClosedForm
 from ._closed_form import Maximum as Maximum
 from ._closed_form import StageTimes as StageTimes
@@ -40,6 +41,7 @@ from ._plan import PLAN_VERSION as PLAN_VERSION
 from ._plan import RECOMPUTE as RECOMPUTE
 from ._plan import SINGLE as SINGLE
 from ._plan import ArrayInterface as ArrayInterface
+from ._plan import AxisUse as AxisUse
 from ._plan import CollectiveUse as CollectiveUse
 from ._plan import CompiledFigures as CompiledFigures
 from ._plan import InferredRule as InferredRule

@@ -135,27 +135,22 @@ def placed_arrays(
 
 
 def without_moments(groups: Sequence[ArrayGroup]) -> list[ArrayGroup]:
-    """Groups without redundant optimizer state: arrays with the shape and the split of their
-    parameter, or of another moment of it that is kept.
-    """
-    parameters = [group for group in groups if group.role == "parameter"]
-    names = {name for group in parameters for name in endings_of_path(group.pattern)}
-    known = {
-        (name, group.shape, group.dims, group.count)
-        for group in parameters
-        for name in endings_of_path(group.pattern)
-    }
+    """Groups without the optimizer state of the shape and the split of its parameter."""
+    splits: dict[tuple[str, tuple[int, ...], int], set[Dims]] = {}
+    names = set()
+    for group in groups:
+        if group.role == "parameter":
+            for name in endings_of_path(group.pattern):
+                names.add(name)
+                splits.setdefault((name, group.shape, group.count), set()).add(group.dims)
     kept = []
     for group in groups:
         # A moment belongs to the parameter with which it has the longest ending of the path in
-        # common.
+        # common; of several, to any of them.
         name = next((name for name in endings_of_path(group.pattern) if name in names), "")
-        if group.role == "optimizer_state" and name:
-            key = name, group.shape, group.dims, group.count
-            if key in known:
-                continue
-            known.add(key)
-        kept.append(group)
+        of_parameters = splits.get((name, group.shape, group.count))
+        if group.role != "optimizer_state" or of_parameters != {group.dims}:
+            kept.append(group)
     return kept
 
 

@@ -1,30 +1,34 @@
 """Role of each mesh axis in the field's words: data, FSDP, ZeRO-2, tensor, sequence, expert.
 
-The splits of stored arrays alone cannot distinguish FSDP from tensor parallelism. What matters is
-whether a weight is gathered over an axis before it is used, and whether its gradient is summed over
-the axis.
+Each word stands for something that was looked at: what the axis splits of stored parameters,
+optimizer state and other state, of gradients, of the batch's arrays, and of the products that read
+parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-from ._arrays import item_bytes, placed_arrays, unindexed, unranged
-from ._plan import ArrayInterface, CollectiveUse, Plan, StagePlan
+import msgspec
+
+from ..core import format_bytes
+from ._arrays import ArrayGroup, grouped_arrays
+from ._plan import AxisUse, Plan, StagePlan
 
 _MOST = 0.5
 _NOTHING = 0.005
-_GRADIENT_OF = "gradient of "
+# What stays whole beside split state is named above this share of a stage's state.
+_NAMED = 0.01
+_MOST_NAMED = 2
+# What holds for all but this share of bytes gives an axis its name; the rest is named beside it.
+_LITTLE = 0.05
 
 
-def axis_roles(plan: Plan, stage: StagePlan, uses: Sequence[CollectiveUse]) -> Iterator[str]:
-    """Name, size and role of each axis that has more than one device.
-
-    Args:
-        uses: the collectives of the stage.
-    """
+def axis_roles(plan: Plan, stage: StagePlan) -> Iterator[str]:
+    """Name, size and role of each axis that has more than one device."""
     axes = [
         (axis, size)
         for axis, size in zip(stage.axis_names, stage.mesh_shape, strict=False)
@@ -33,8 +37,30 @@ def axis_roles(plan: Plan, stage: StagePlan, uses: Sequence[CollectiveUse]) -> I
     if not axes:
         yield "nothing: one device"
     for axis, size in axes:
-        role = _role_of(_Axis.of(plan, stage, uses, axis))
+        role = _role_of(_Axis(plan=plan, stage=stage, name=axis))
         yield f"{axis} ({size}{_where(plan, stage, axis)}): {role}"
+
+
+def uses_together(stages: Iterable[StagePlan]) -> dict[str, AxisUse] | msgspec.UnsetType:
+    """What the axes split of the work of several stages with equal meshes."""
+    together: dict[str, AxisUse] = {}
+    for stage in stages:
+        if stage.parallelism is msgspec.UNSET:
+            return msgspec.UNSET
+        for axis, use in stage.parallelism.items():
+            known = together.get(axis, AxisUse())
+            together[axis] = AxisUse(
+                reads=_added(known.reads, use.reads),
+                expert_reads=_added(known.expert_reads, use.expert_reads),
+                gradients=_added(known.gradients, use.gradients),
+                batch=tuple(sorted({*known.batch, *use.batch})),
+                exchanges=known.exchanges or use.exchanges,
+            )
+    return together
+
+
+def _added(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+    return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in sorted({*a, *b})}
 
 
 def _where(plan: Plan, stage: StagePlan, axis: str) -> str:
@@ -49,153 +75,185 @@ def _where(plan: Plan, stage: StagePlan, axis: str) -> str:
     return ", within a host" if aligned else ", across hosts"
 
 
-def uses_of_stage(plan: Plan, stage: StagePlan) -> tuple[CollectiveUse, ...]:
-    """The collectives of a stage, or of a plan without a pipeline."""
-    return stage.prediction.collectives if stage.prediction else plan.prediction.collectives
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Axis:
-    """An axis of a stage's mesh, with the collectives over it.
-
-    Attributes:
-        gathered: paths of parameters, with `*` for indices, that are gathered over it.
-        summed: paths of parameters, likewise, whose gradients are summed over it.
-    """
+    """An axis of a stage's mesh."""
 
     plan: Plan
     stage: StagePlan
     name: str
-    gathered: frozenset[str]
-    summed: frozenset[str]
 
-    @staticmethod
-    def of(plan: Plan, stage: StagePlan, uses: Sequence[CollectiveUse], axis: str) -> _Axis:
-        """The axis of a stage, with the collectives over it read from `uses`."""
-        over = [use for use in uses if axis in use.axes]
-        gathers = [use.label for use in over if use.kind == "all-gather"]
-        sums = [
-            use.label.removeprefix(_GRADIENT_OF).partition(" ")[0]
-            for use in over
-            if use.label.startswith(_GRADIENT_OF)
+    @cached_property
+    def use(self) -> AxisUse | None:
+        """What the axis splits of the work; None in files that do not tell."""
+        known = self.stage.parallelism
+        return None if known is msgspec.UNSET else known.get(self.name, AxisUse())
+
+    @cached_property
+    def state(self) -> list[tuple[ArrayGroup, bool]]:
+        """The arrays that stay on a device from step to step, and whether the axis splits them."""
+        groups = grouped_arrays(self.plan.inputs, self.stage, self.stage.shardings)
+        return [
+            (group, any(self.name in axes for axes in group.dims))
+            for group in groups
+            if group.role != "batch"
         ]
-        return _Axis(
-            plan=plan,
-            stage=stage,
-            name=axis,
-            gathered=frozenset(unindexed(label) for label in gathers),
-            summed=frozenset(unindexed(label) for label in sums),
-        )
 
-    def splits(self, array: ArrayInterface) -> bool:
-        """True if the axis splits the array as it is stored."""
-        return any(self.name in axes for axes in self.stage.shardings[array.path])
-
-    def splits_products_with(self, array: ArrayInterface) -> bool:
-        """True if each device computes with its own piece of the array only."""
-        return self.splits(array) and unindexed(unranged(array.path)) not in self.gathered
-
-    def sums_gradient_of(self, array: ArrayInterface) -> bool:
-        """True if the array's gradient is summed over the axis, whose devices have different
-        examples.
+    def share(self, role: str, among: Callable[[str], bool] = lambda path: True) -> float | None:
+        """The share of the arrays of a role, by bytes, that the axis splits as they are stored, of
+        those for whose path `among` is true; None if there are none.
         """
-        return unindexed(unranged(array.path)) in self.summed
+        split = {True: 0.0, False: 0.0}
+        for group, is_split in self.state:
+            if group.role == role and among(group.pattern):
+                split[is_split] += group.total_bytes
+        total = sum(split.values())
+        return split[True] / total if total else None
 
-    def share(
-        self,
-        role: str,
-        what: Callable[[ArrayInterface], bool],
-        among: Callable[[ArrayInterface], bool] = lambda array: True,
-    ) -> float:
-        """The share of arrays, by bytes, for which `what` is true, among those of a role for which
-        `among` is true.
+    def whole(self) -> str:
+        """The state that the axis does not split, where that is more than a little and the roles'
+        shares do not say so in a word.
         """
-        chosen = total = 0.0
-        for array in placed_arrays(self.plan.inputs, self.stage.shardings):
-            if array.role == role and among(array):
-                size = math.prod(array.shape) * item_bytes(array.dtype)
-                total += size
-                chosen += size * what(array)
-        return chosen / total if total else 0.0
+        told = [
+            role
+            for role in ("parameter", "optimizer_state")
+            if (self.share(role) or 0.0) < _NOTHING
+        ]
+        least = _NAMED * sum(group.total_bytes for group, _ in self.state)
+        large = [
+            group
+            for group, is_split in self.state
+            if not is_split and group.role not in told and group.total_bytes > least
+        ]
+        large.sort(key=lambda group: -group.total_bytes)
+        texts = [
+            f"{group.pattern} ({format_bytes(group.total_bytes)})" for group in large[:_MOST_NAMED]
+        ]
+        if len(large) > _MOST_NAMED:
+            rest = sum(group.total_bytes for group in large[_MOST_NAMED:])
+            texts.append(f"{len(large) - _MOST_NAMED} more ({format_bytes(rest)})")
+        return f"; whole over {self.name}: {', '.join(texts)}" if texts else ""
 
     @property
-    def of_batch(self) -> list[str]:
-        """What the axis splits of the batch's arrays: rows ("data"), their dims behind, as the
-        sequence ("context"), both or neither.
+    def of_batch(self) -> tuple[str, ...]:
+        """What the axis splits of the batch's arrays: "examples", "positions" or, in files that do
+        not tell, "dims".
         """
-        found = {
-            "data" if dim == 0 else "context"
-            for array in self.plan.inputs
-            if array.role == "batch"
-            for dim, axes in enumerate(self.stage.shardings.get(array.path, ()))
-            if self.name in axes
-        }
-        return [name for name in ("data", "context") if name in found]
+        if self.use is not None:
+            return self.use.batch
+        batch = [array.path for array in self.plan.inputs if array.role == "batch"]
+        dims = (self.stage.shardings.get(path, ()) for path in batch)
+        return ("dims",) if any(self.name in axes for split in dims for axes in split) else ()
 
 
 def _role_of(axis: _Axis) -> str:
-    """Text of an axis's role, derived from the arrays that it splits, gathers and sums."""
-    names = axis.of_batch
-    stored = axis.share("parameter", axis.splits)
-    computed = axis.share("parameter", axis.splits_products_with)
-    expert = axis.share("parameter", axis.splits_products_with, is_expert)
-    dense = axis.share("parameter", axis.splits_products_with, _is_dense)
-    sums_gradients = axis.share("parameter", axis.sums_gradient_of, _is_dense) > _MOST
-    of_experts = expert > _MOST and dense <= _MOST
-    splits_batch_alone = axis.name in axis.stage.data_axes and bool(names or stored)
-    if sums_gradients or splits_batch_alone or ("data" in names and dense <= _MOST):
-        words = f"{' and '.join(names or ['data'])} parallel"
-        role = _role_of_data(axis, words, stored, expert if of_experts else 0.0)
-        # The step slices the batch itself, so that an axis may be one of data all the same.
-        later = f"the inputs are replicated over {axis.name}, and split inside the step"
-        return role if names else f"{role}; {later}"
-    if computed > _MOST:
+    """Text of an axis's role."""
+    use = axis.use
+    if use is None:
+        return _splits_alone(axis)
+    every = _added(use.reads, use.expert_reads)
+    in_pieces = _part(every, "pieces", "models")
+    if in_pieces > _MOST and not use.exchanges:
+        batch = "sharded" if use.batch else "replicated"
+        return f"independent models: {_stored(axis)}, batch {batch}{axis.whole()}"
+    dense = use.reads or use.expert_reads
+    examples, positions = _part(dense, "examples"), _part(dense, "positions")
+    dense_in_pieces = _part(use.reads, "pieces", "models")
+    of_experts = _part(use.expert_reads, "pieces", "models") > _MOST and dense_in_pieces <= _MOST
+    if examples + positions > _MOST:
+        parts = (("data", examples), ("context", positions))
+        names = [name for name, part in parts if part > _LITTLE * (examples + positions)]
+        words = f"{' and '.join(names)} parallel"
+        role = _role_of_data(axis, words, use.gradients, expert=of_experts)
+        if not use.batch:
+            # The step slices the batch itself, so that an axis may be one of data all the same.
+            role += f"; the inputs are replicated over {axis.name}, and split inside the step"
+        in_pieces = dense_in_pieces if of_experts else in_pieces
+        return f"{role}{_in_pieces(in_pieces)}"
+    if in_pieces > _MOST:
         what = "expert" if of_experts else "tensor"
-        also = f", experts {_sharded(expert)}" if expert else ""
         split = f"the batch is split over {axis.name}, too, outside of products with them"
-        batch = f"; {split}" if names else ", batch replicated"
-        return f"{what} parallel: parameters {_sharded(computed)}{also}{batch}"
-    if axis.name in axis.stage.data_axes and not names:
-        return "data parallel"
-    state = axis.share("optimizer_state", axis.splits)
-    if names or stored or state:
-        words = f"{' and '.join(names)} parallel: " if names else ""
-        return f"{words}parameters {_sharded(stored)}, optimizer state {_sharded(state)}"
-    stage = axis.stage
+        batch = f"; {split}" if use.batch else ", batch replicated"
+        others = _in_pieces(in_pieces) if in_pieces <= 1 - _NOTHING else ""
+        return f"{what} parallel: {_stored(axis)}{batch}{others}{axis.whole()}"
+    return f"{_splits_alone(axis)}{_in_pieces(in_pieces)}"
+
+
+def _in_pieces(share: float) -> str:
+    used = f"; products use {share:.0%} of the parameters in pieces"
+    return used if share >= _NOTHING else ""
+
+
+def _splits_alone(axis: _Axis) -> str:
+    """What an axis splits that has no role of its own, or whose work is not known."""
+    stage, batch = axis.stage, "sharded" if axis.of_batch else "replicated"
+    stored, state = axis.share("parameter") or 0.0, axis.share("optimizer_state")
+    if stored or state or axis.of_batch:
+        moments = "" if state is None else f", optimizer state {_sharded(state)}"
+        return f"parameters {_sharded(stored)}{moments}, batch {batch}{axis.whole()}"
     interior = (axis.plan.stages[stage.like] if stage.like is not None else stage).interior
     inside_ops = any(axis.name in op.splits for op in interior)
     return "operators inside the step" if inside_ops else "nothing"
 
 
-def _role_of_data(axis: _Axis, words: str, stored: float, expert: float) -> str:
+def _role_of_data(axis: _Axis, words: str, gradients: Mapping[str, float], *, expert: bool) -> str:
     """Role of an axis that splits the batch.
 
     Args:
         words: what it splits of the batch.
-        stored: share of the parameters that it splits where they are stored.
-        expert: share of the experts' parameters that it splits, if it splits mainly these; else 0.
+        gradients: see `AxisUse`.
+        expert: whether it splits mainly experts' parameters in the products that read them.
     """
+    among = _is_dense if expert else lambda path: True
+    stored, state = axis.share("parameter", among) or 0.0, axis.share("optimizer_state", among)
+    text = f"{words}: parameters {_sharded(stored)}"
     if expert:
-        return f"{words}, expert parallel: experts {_sharded(expert)}"
-    state = axis.share("optimizer_state", axis.splits)
-    # Where gradients are summed once, after the last micro-batch, stages 1 and 2 are the same.
-    stage = 1 if "zero1" in axis.plan.method else 2
-    asked = any(name in axis.plan.method for name in ("zero1", "zero2"))
-    if stored > _MOST and (axis.stage.gathers_once or asked):
-        # Without micro-batches, what the backward pass recomputes gathers again.
-        once = "once a step, " if axis.stage.gathers_once else ""
-        return (
-            f"{words}, ZeRO-{stage}: optimizer state and parameters {_sharded(stored)}, parameters"
-            f" gathered {once}after they are cast"
-        )
-    if stored > _MOST:
-        return f"{words}, FSDP (ZeRO-3): parameters {_sharded(stored)}"
-    if state > _MOST:
-        return (
-            f"{words}, ZeRO-{stage}: optimizer state {_sharded(state)}, parameters"
-            f" {_sharded(stored)}"
-        )
-    return f"{words}: parameters {_sharded(stored)}"
+        experts = _sharded(axis.share("parameter", names_experts) or 0.0)
+        words = text = f"{words}, expert parallel: experts {experts}, of the others"
+    if not stored and not state:
+        return text.removesuffix(", of the others")
+    whole, at_last = _part(gradients, "whole"), _part(gradients, "split at last")
+    later = "; gradients are whole until they are summed after the last micro-batch"
+    later = later if at_last > _LITTLE else ""
+    method, has_state = axis.plan.method, state is None or state > 1 - _LITTLE
+    asked = next((number for number in (1, 2) if f"zero{number}" in method), None)
+    if stored > 1 - _LITTLE and has_state and whole <= _LITTLE:
+        also = "" if state is None else "optimizer state and "
+        if axis.stage.gathers_once or asked:
+            # Without micro-batches, what the backward pass recomputes gathers again.
+            once = "once a step, " if axis.stage.gathers_once else ""
+            role = (
+                f"ZeRO-{asked or 2}: {also}parameters {_sharded(stored)}, parameters gathered"
+                f" {once}after they are cast"
+            )
+        elif later:
+            role = f"FSDP: {also}parameters {_sharded(stored)}"
+        else:
+            role = f"FSDP (ZeRO-3): parameters {_sharded(stored)}"
+        text = f"{words}, {role}{later}"
+    elif stored < _NOTHING and state is not None and has_state:
+        # Where gradients are summed once, after the last micro-batch, stages 1 and 2 are the same.
+        number = 1 if whole > _LITTLE else asked or 2
+        role = f"ZeRO-{number}: optimizer state {_sharded(state)}, parameters replicated"
+        text = f"{words}, {role}{later}"
+    else:
+        text += f", gradients {_sharded(1 - whole)}{later}" if gradients else ""
+        text += "" if state is None else f", optimizer state {_sharded(state)}"
+    return f"{text}{axis.whole()}"
+
+
+def _stored(axis: _Axis) -> str:
+    """What an axis splits of the stored parameters, and of optimizer state where that differs."""
+    stored, state = axis.share("parameter") or 0.0, axis.share("optimizer_state")
+    text = f"parameters {_sharded(stored)}"
+    differs = state is not None and _sharded(state) != _sharded(stored)
+    return f"{text}, optimizer state {_sharded(state or 0.0)}" if differs else text
+
+
+def _part(amounts: Mapping[str, float], *keys: str) -> float:
+    """The part of all amounts that is under some keys; 0 if there are none."""
+    total = sum(amounts.values())
+    return sum(amounts.get(key, 0.0) for key in keys) / total if total else 0.0
 
 
 def _sharded(share: float) -> str:
@@ -204,10 +262,10 @@ def _sharded(share: float) -> str:
     return "sharded" if share > 1 - _NOTHING else f"sharded ({share:.0%} of bytes)"
 
 
-def is_expert(array: ArrayInterface) -> bool:
-    """Whether an array holds experts, by its path."""
-    return "expert" in array.path or "moe" in array.path
+def names_experts(path: str) -> bool:
+    """Whether a path is that of experts."""
+    return "expert" in path or "moe" in path
 
 
-def _is_dense(array: ArrayInterface) -> bool:
-    return not is_expert(array)
+def _is_dense(path: str) -> bool:
+    return not names_experts(path)

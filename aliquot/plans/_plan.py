@@ -92,6 +92,31 @@ class OpSharding(
     recompute: bool = False
 
 
+class AxisUse(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """What one mesh axis splits of a stage's work: of the parameters that products of the forward
+    pass read, and of gradients, as bytes of whole arrays.
+
+    Attributes:
+        reads: bytes of parameters by what the axis splits in the product that reads them:
+            "examples" of the batch or "positions" of a sequence, for which a device needs all that
+            other axes leave of the parameter; "pieces" of the parameter; "models", which have both
+            parameters and examples of their own; or "nothing".
+        expert_reads: the same of parameters of experts.
+        gradients: bytes of gradients by how the axis splits them: "split" from their sums on,
+            "split at last", after whole totals over all micro-batches, or "whole".
+        batch: what it splits of the batch's arrays: "examples", "positions".
+        exchanges: whether devices along it exchange activations.
+    """
+
+    reads: dict[str, float] = {}
+    expert_reads: dict[str, float] = {}
+    gradients: dict[str, float] = {}
+    batch: tuple[str, ...] = ()
+    exchanges: bool = False
+
+
 class CollectiveUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Collectives of one kind over some mesh axes in one step: their number, the bytes of their
     results on each device, and their time.
@@ -176,6 +201,8 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         like: an earlier stage with the same operators, whose `interior` this stage shares; None for
             a stage with its own.
         prediction: its predicted cost; None without a pipeline, where `Plan.prediction` says all.
+        parallelism: by axis of more than one device, what it splits of the work; not in files of
+            earlier versions.
     """
 
     mesh_shape: tuple[int, ...]
@@ -195,6 +222,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     folded: bool = True
     like: int | None = None
     prediction: StagePrediction | None = None
+    parallelism: dict[str, AxisUse] | msgspec.UnsetType = msgspec.UNSET
 
 
 class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

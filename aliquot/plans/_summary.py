@@ -12,8 +12,8 @@ import msgspec
 
 from ..cluster import REPORTED_BY_PARALLELISM, ReportedSteps, is_calibrated, reported_steps
 from ..core import format_seconds
-from ._axis_roles import axis_roles, is_expert, uses_of_stage
-from ._plan import Plan
+from ._axis_roles import axis_roles, names_experts, uses_together
+from ._plan import Plan, StagePlan
 from ._stage_text import idle_parts, stage_numbers
 from ._throughput import throughput
 
@@ -59,7 +59,7 @@ def parallelism(plan: Plan) -> Iterator[tuple[str, str]]:
     """For each kind of mesh its stages, empty without a pipeline, and the roles of its axes."""
     if len(plan.stages) == 1:
         stage = plan.stages[0]
-        yield "", "; ".join(axis_roles(plan, stage, uses_of_stage(plan, stage)))
+        yield "", "; ".join(axis_roles(plan, stage))
     kinds: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for number, stage in enumerate(plan.stages if len(plan.stages) > 1 else ()):
         kinds.setdefault((stage.mesh_shape, stage.axis_names), []).append(number)
@@ -67,13 +67,16 @@ def parallelism(plan: Plan) -> Iterator[tuple[str, str]]:
         held = {
             path: dims for number in numbers for path, dims in plan.stages[number].shardings.items()
         }
-        together = msgspec.structs.replace(plan.stages[numbers[0]], shardings=held)
+        together = msgspec.structs.replace(
+            plan.stages[numbers[0]],
+            shardings=held,
+            parallelism=uses_together(plan.stages[number] for number in numbers),
+        )
         which = f"{len(plan.stages)} stages"
         if len(kinds) > 1:
             named = "stage" if len(numbers) == 1 else "stages"
             which = f"{named} {stage_numbers(numbers)} of {len(plan.stages)}"
-        uses = [use for number in numbers for use in uses_of_stage(plan, plan.stages[number])]
-        yield which, "; ".join(axis_roles(plan, together, uses))
+        yield which, "; ".join(axis_roles(plan, together))
 
 
 def _recomputation(plan: Plan) -> str:
@@ -115,16 +118,22 @@ def _kind_of_report(plan: Plan) -> str:
     """The kind of a step in `REPORTED_BY_PARALLELISM`; empty if figures of its devices hold."""
     dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", ""))
     bits = ", 8 bits" if dtype.startswith(("fp8", "float8")) else ""
-    if any(is_expert(array) for array in plan.inputs if array.role == "parameter"):
+    if any(names_experts(array.path) for array in plan.inputs if array.role == "parameter"):
         return "experts"
     if len(plan.stages) > 1:
         interleaved = ", interleaved" if plan.num_submeshes < len(plan.stages) else ""
         return f"pipeline{interleaved}{bits}"
-    batch = [array.path for array in plan.inputs if array.role == "batch"]
-    splits = [stage.shardings.get(path, ()) for stage in plan.stages for path in batch]
-    if any(any(dims[1:]) for dims in splits):
+    if any(_splits_positions(plan, stage) for stage in plan.stages):
         return f"context{bits}"
     return bits and f"data, FSDP{bits}"
+
+
+def _splits_positions(plan: Plan, stage: StagePlan) -> bool:
+    """Whether a stage splits the batch's arrays along a dim behind that of its examples."""
+    if stage.parallelism is not msgspec.UNSET:
+        return any("positions" in use.batch for use in stage.parallelism.values())
+    batch = [array.path for array in plan.inputs if array.role == "batch"]
+    return any(any(stage.shardings.get(path, ())[1:]) for path in batch)
 
 
 def _is_data_sheet(plan: Plan) -> bool:

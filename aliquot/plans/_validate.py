@@ -8,6 +8,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
+
 from ..cluster import MOST_DEVICES, Cluster
 from ..core import ClusterError, PlanMismatchError, counted, nearest
 from ._arrays import unranged
@@ -218,7 +220,12 @@ def _mesh(stage: StagePlan, where: str, total: int, *, alone: bool) -> Iterator[
     for name, count in Counter(stage.axis_names).items():
         if count > 1:
             yield f"{where} names {count} axes {name!r}"
-    for kind, names in (("data", stage.data_axes), ("context", stage.context_axes)):
+    described = () if stage.parallelism is msgspec.UNSET else tuple(stage.parallelism)
+    for kind, names in (
+        ("data", stage.data_axes),
+        ("context", stage.context_axes),
+        ("described", described),
+    ):
         for name in names:
             if name not in stage.axis_names:
                 yield (

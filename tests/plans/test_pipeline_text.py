@@ -5,6 +5,7 @@ import pytest
 from sample_plans import sample_pipeline, sample_plan, sample_stage
 
 from aliquot.plans import (
+    AxisUse,
     equal_stages,
     fact_rows,
     headline,
@@ -102,7 +103,12 @@ The most expensive of 1 kind of collectives within a stage in a step (predicted)
 
 
 def test_the_whole_text():
-    assert str(sample_pipeline()) == TEXT
+    plan = sample_pipeline()
+    use = AxisUse(reads={"examples": 1.0}, gradients={"split": 1.0}, batch=("examples",))
+    stages = [replace(stage, parallelism={"x": use}) for stage in plan.stages]
+    assert str(replace(plan, stages=tuple(stages))) == TEXT
+    # Files of earlier versions tell what is split, and not how it is used.
+    assert "1f1b; x (2): parameters sharded, batch sharded\n" in str(plan)
 
 
 def test_no_line_is_too_long():

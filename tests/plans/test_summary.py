@@ -11,7 +11,7 @@ from sample_plans import INPUTS, PREDICTION, PROVENANCE, SPLITS, STAGE, sample_p
 from aliquot.cluster import Cluster
 from aliquot.plans import (
     ArrayInterface,
-    CollectiveUse,
+    AxisUse,
     ModelReference,
     fact_rows,
     grouped_arrays,
@@ -31,78 +31,127 @@ MODEL = ModelReference(
 )
 
 
-def use(kind, label):
-    return CollectiveUse(
-        kind=kind, axes=("x",), count=2.0, num_bytes=2048.0, seconds=0.001, label=label
-    )
+EMA = "state.ema.layers[0].w"
 
 
-GATHER = use("all-gather", "state.params.layers[*].w")
-GRADIENT = use("reduce-scatter", "gradient of state.params.layers[*].w")
-
-
-def splits_of(uses=(), **shardings):
+def roles_of(use, **shardings):
+    """The line "parallelism" of a step with one moment and an average of the first of two weights;
+    what is not given is whole.
+    """
     inputs = (
         *INPUTS,
         ArrayInterface(path=MOMENT, shape=(64, 32), dtype="float32", role="optimizer_state"),
+        ArrayInterface(path=EMA, shape=(64, 32), dtype="float32", role="state"),
     )
-    stage = replace(
-        STAGE,
-        shardings={path: ((), ()) if path != "state.step" else () for path in [*SPLITS, MOMENT]},
-        data_axes=(),
-    )
-    for path, dims in shardings.items():
-        stage = replace(stage, shardings={**stage.shardings, path: dims})
-    prediction = replace(PREDICTION, collectives=tuple(uses))
-    plan = sample_plan(inputs=inputs, stages=(stage,), prediction=prediction)
-    return dict(summary_rows(plan))["parallelism"]
+    whole = dict.fromkeys([*SPLITS, MOMENT, EMA], ((), ())) | {"state.step": ()}
+    stage = replace(STAGE, shardings=whole | shardings, data_axes=())
+    if use is not None:
+        stage = replace(stage, parallelism={"x": use})
+    return dict(summary_rows(sample_plan(inputs=inputs, stages=(stage,))))["parallelism"]
 
 
 BATCH = {"batch.inputs": (("x",), ())}
 WEIGHTS = {f"state.params.layers[{k}].w": (("x",), ()) for k in (0, 1)}
+MOMENTS = {MOMENT: (("x",), ())}
+AVERAGES = {EMA: (("x",), ())}
+SHARDED = BATCH | WEIGHTS | MOMENTS | AVERAGES
+
+
+def use(reads, gradients="whole", batch=("examples",), exchanges=False):
+    return AxisUse(reads={reads: 1.0}, gradients={gradients: 1.0}, batch=batch, exchanges=exchanges)
 
 
 @pytest.mark.parametrize(
-    ("shardings", "uses", "wanted"),
+    ("facts", "shardings", "wanted"),
     [
-        (BATCH, (), "x (4): data parallel: parameters replicated"),
+        (use("examples"), BATCH, "data parallel: parameters replicated"),
         (
-            BATCH | WEIGHTS,
-            (GATHER,),
-            "x (4): data parallel, FSDP (ZeRO-3): parameters sharded",
+            use("examples", "split"),
+            SHARDED,
+            "data parallel, FSDP (ZeRO-3): parameters sharded",
+        ),
+        # What is whole above 1% of the state is named; the step counter is less.
+        (
+            use("examples", "split"),
+            BATCH | WEIGHTS | MOMENTS,
+            "data parallel, FSDP (ZeRO-3): parameters sharded; whole over x: state.ema.layers[0].w"
+            " (8.0 KiB)",
+        ),
+        # Sharded weights alone are no ZeRO-3.
+        (
+            use("examples", "split"),
+            BATCH | WEIGHTS | AVERAGES,
+            "data parallel: parameters sharded, gradients sharded, optimizer state replicated",
         ),
         (
-            BATCH | {MOMENT: (("x",), ())},
-            (),
-            "x (4): data parallel, ZeRO-2: optimizer state sharded, parameters replicated",
+            use("examples", "whole"),
+            SHARDED,
+            "data parallel: parameters sharded, gradients replicated, optimizer state sharded",
         ),
         (
+            use("examples", "split at last"),
+            SHARDED,
+            "data parallel, FSDP: optimizer state and parameters sharded; gradients are whole until"
+            " they are summed after the last micro-batch",
+        ),
+        (
+            use("examples", "split"),
+            BATCH | MOMENTS | AVERAGES,
+            "data parallel, ZeRO-2: optimizer state sharded, parameters replicated",
+        ),
+        (
+            use("examples", "whole"),
+            BATCH | MOMENTS | AVERAGES,
+            "data parallel, ZeRO-1: optimizer state sharded, parameters replicated",
+        ),
+        (
+            use("positions", batch=("positions",)),
             {"batch.inputs": ((), ("x",))},
-            (),
-            "x (4): context parallel: parameters replicated, optimizer state replicated",
+            "context parallel: parameters replicated",
         ),
         (
-            WEIGHTS,
-            (),
-            "x (4): tensor parallel: parameters sharded, batch replicated",
+            use("pieces", batch=(), exchanges=True),
+            WEIGHTS | MOMENTS | AVERAGES,
+            "tensor parallel: parameters sharded, batch replicated",
         ),
         # The weights are used in pieces, so that their axis is no FSDP, whatever it splits beside.
         (
-            BATCH | WEIGHTS,
-            (),
-            "x (4): tensor parallel: parameters sharded; the batch is split over x, too, outside",
+            use("pieces", exchanges=True),
+            BATCH | WEIGHTS | AVERAGES,
+            "tensor parallel: parameters sharded, optimizer state replicated; the batch is split"
+            " over x, too, outside of products with them",
         ),
-        # Weights are gathered and gradients summed: data, though the input itself is whole.
+        # Each device has models of its own: nothing is exchanged.
+        (use("models", "split"), SHARDED, "independent models: parameters sharded, batch sharded"),
         (
-            WEIGHTS,
-            (GATHER, GRADIENT),
-            "x (4): data parallel, FSDP (ZeRO-3): parameters sharded; the inputs are replicated"
-            " over x, and split inside the step",
+            use("pieces", "split", batch=()),
+            WEIGHTS | MOMENTS | AVERAGES,
+            "independent models: parameters sharded, batch replicated",
+        ),
+        # Weights are gathered for the examples of each device, though the input itself is whole.
+        (
+            use("examples", "split", batch=()),
+            WEIGHTS | MOMENTS | AVERAGES,
+            "data parallel, FSDP (ZeRO-3): parameters sharded; the inputs are replicated over x,"
+            " and split inside the step",
+        ),
+        # Products of neither kind prevail.
+        (
+            AxisUse(reads={"pieces": 0.4, "nothing": 0.6}, exchanges=True),
+            WEIGHTS | MOMENTS | AVERAGES,
+            "parameters sharded, optimizer state sharded, batch replicated; products use 40% of the"
+            " parameters in pieces",
+        ),
+        # A file of an earlier version tells what is split alone.
+        (
+            None,
+            BATCH | WEIGHTS | AVERAGES,
+            "parameters sharded, optimizer state replicated, batch sharded",
         ),
     ],
 )
-def test_axes_in_the_fields_words(shardings, uses, wanted):
-    assert splits_of(uses, **shardings).startswith(wanted)
+def test_axes_in_the_fields_words(facts, shardings, wanted):
+    assert roles_of(facts, **shardings).split("; y (2)")[0] == f"x (4): {wanted}"
 
 
 def test_an_axis_of_one_device_splits_nothing():
@@ -249,17 +298,27 @@ def test_parts_of_the_time_that_are_nothing_are_left_out():
     assert "= 8.0 ms compute\n" in str(sample_plan(prediction=prediction))
 
 
-def test_moments_split_like_their_parameters_are_left_out():
-    moment = ArrayInterface(path=MOMENT, shape=(64, 32), dtype="float32", role="optimizer_state")
-    alike = replace(STAGE, shardings={**SPLITS, MOMENT: SPLITS["state.params.layers[0].w"]})
-    text = str(sample_plan(inputs=(*INPUTS[:1], moment), stages=(alike,)))
-    assert (
-        "state.opt.mu" not in text
-        and "optimizer state sharded like its parameters is left out" in text
+def test_moments_are_left_out_where_they_are_split_like_their_parameters():
+    moments = tuple(
+        ArrayInterface(path=path, shape=(64, 32), dtype="float32", role="optimizer_state")
+        for path in (MOMENT, MOMENT.replace("mu", "nu"))
     )
-    other = replace(STAGE, shardings={**SPLITS, MOMENT: ((), ())})
-    assert "state.opt.mu" in str(sample_plan(inputs=(*INPUTS[:1], moment), stages=(other,)))
-    assert grouped_arrays((*INPUTS[:1], moment), alike, alike.shardings)
+    inputs = (*INPUTS[:1], *moments)
+
+    def text(*dims):
+        split = dict(zip((m.path for m in moments), dims, strict=True))
+        alike = replace(STAGE, shardings={**SPLITS, **split})
+        assert grouped_arrays(inputs, alike, alike.shardings)
+        return str(sample_plan(inputs=inputs, stages=(alike,)))
+
+    own, said = SPLITS["state.params.layers[0].w"], "sharded like its parameters is left out"
+    both = text(own, own)
+    assert "state.opt.mu" not in both and "state.opt.nu" not in both and said in both
+    one = text(own, ((), ()))
+    assert "state.opt.mu" not in one and "state.opt.nu" in one and said in one
+    # Two that are split alike, and not as their parameter is, have a row each.
+    neither = text(((), ()), ((), ()))
+    assert "state.opt.mu" in neither and "state.opt.nu" in neither and said not in neither
 
 
 def test_rows_of_stacked_layers_are_listed_and_counted():
@@ -282,6 +341,7 @@ def test_rows_of_stacked_layers_are_listed_and_counted():
     assert groups["state.opt.mu.layers.w[0:8]"].local_bytes == 8 * 64 * 32 * 4 / 4
     batch = ArrayInterface(path="batch.inputs", shape=(8, 16), dtype="int32", role="batch")
     split = replace(stage, shardings={**shardings, "batch.inputs": (("x",), ())})
+    split = replace(split, parallelism={"x": use("examples", "split")})
     rows = dict(summary_rows(sample_plan(inputs=(*stacked, batch), stages=(split,))))
     assert rows["parallelism"].startswith("x (4): data parallel, ZeRO-2: optimizer state sharded")
 
@@ -292,12 +352,14 @@ def test_in_clusters_of_several_hosts_axes_say_whether_they_stay_within_one():
     text = dict(summary_rows(sample_plan(cluster=cluster, stages=(stage,))))["parallelism"]
     assert text.startswith("x (2, across hosts): ") and "; y (4, within a host): " in text
     odd = replace(stage, first_device=2)
-    assert "y (4, across hosts)" in str(sample_plan(cluster=cluster, stages=(odd,)))
+    text = dict(summary_rows(sample_plan(cluster=cluster, stages=(odd,))))["parallelism"]
+    assert "y (4, across hosts)" in text
 
 
 def test_a_method_of_the_first_stage_of_zero_is_called_that():
     shardings = dict.fromkeys(SPLITS, ((), ())) | {MOMENT: (("x",), ())} | BATCH
     stage = replace(STAGE, shardings=shardings, mesh_shape=(4,), axis_names=("x",))
+    stage = replace(stage, parallelism={"x": use("examples", "split")})
     inputs = (
         *INPUTS,
         ArrayInterface(path=MOMENT, shape=(64, 32), dtype="float32", role="optimizer_state"),
