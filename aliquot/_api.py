@@ -42,6 +42,7 @@ def plan(
     micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
     on_missing_rule: str = "infer",
+    recompute: str | None = None,
     model: ModelReference | None = None,
     tokens_per_step: int | None = None,
     verify: bool = False,
@@ -73,6 +74,8 @@ def plan(
         on_missing_rule: what to do for primitives without a rule: "infer" one by evaluating the
             operator on small arrays on the host, "replicate" to run it whole on every device, or
             "error".
+        recompute: "none": stages of pipelines recompute nothing but what the step itself does; by
+            default each stage recomputes what its memory calls for.
         model: how to build the step again, to be written into the plan.
         tokens_per_step: the tokens of the whole batch, for tokens/s, where they cannot be seen in
             it; by default its integer arrays of two dims are counted.
@@ -116,6 +119,7 @@ def plan(
         micro_batch_semantics=micro_batch_semantics,
         memory_limit_bytes=memory_limit_bytes,
         on_missing_rule=on_missing_rule,
+        recompute=recompute,
         model=model,
         tokens_per_step=tokens_per_step,
         verify=verify,

@@ -209,6 +209,7 @@ def plan_captured(
     micro_batch_semantics: str = "exact",
     memory_limit_bytes: float | None = None,
     on_missing_rule: str = "infer",
+    recompute: str | None = None,
     model: ModelReference | None = None,
     tokens_per_step: int | None = None,
     verify: bool = False,
@@ -222,6 +223,12 @@ def plan_captured(
         started: the time at which tracing of the step began.
         like: a task of the same graph, whose problems need not be made again.
     """
+    if recompute not in (None, "none"):
+        raise InputError(
+            f"recompute={recompute!r}: give 'none', with which stages of pipelines recompute only"
+            " what the step itself does, or leave it out, and each stage recomputes what its memory"
+            " calls for."
+        )
     where = cluster or Cluster.detect()
     task = replace(
         like or Task(graph=graph, cluster=where),
@@ -231,6 +238,7 @@ def plan_captured(
         semantics=micro_batch_semantics,
         on_missing_rule=on_missing_rule,
         memory_limit_bytes=memory_limit_bytes,
+        recomputes=recompute is None,
         # Processes of idle hosts would have nothing to do in this run.
         may_idle=not _is_one_of_many(),
         progress=progress,

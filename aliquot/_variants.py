@@ -27,7 +27,7 @@ from .planners import (
     cannot_fit,
     least_compute_s,
 )
-from .plans import ModelReference, Plan
+from .plans import RECOMPUTED_BY_STAGE, ModelReference, Plan, recomputes_by_stage
 
 Method: TypeAlias = AbstractMethod | PipeshardParallel
 
@@ -44,6 +44,8 @@ class Variant:
         step, args, kwargs: as for `aliquot.plan`.
         model: how to build the step again, to be written into plans.
         name: for readers of plans, such as "--recompute block".
+        name_by_stage: its name where stages of its plan recompute; empty for a name made of `name`.
+        recompute: as for `aliquot.plan`.
     """
 
     step: Callable[..., Any]
@@ -51,6 +53,8 @@ class Variant:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     model: ModelReference | None = None
     name: str = ""
+    name_by_stage: str = ""
+    recompute: str | None = None
     _traced: list[tuple[Graph, float]] = field(default_factory=list, init=False, repr=False)
     _tasks: list[Task] = field(default_factory=list, init=False, repr=False)
 
@@ -58,6 +62,12 @@ class Variant:
     def title(self) -> str:
         """What tables call the model."""
         return self.model.name if self.model else getattr(self.step, "__name__", "step")
+
+    def named(self, plan: Plan) -> str:
+        """Its name, for readers of a plan of it."""
+        if not recomputes_by_stage(plan):
+            return self.name
+        return self.name_by_stage or f"{self.name}, {RECOMPUTED_BY_STAGE}"
 
     def traced(self) -> tuple[Graph, float]:
         """The captured step and the seconds that this took. It is traced once, whoever asks."""
@@ -146,6 +156,7 @@ def plan_variants(
     cluster: Cluster | None = None,
     method: Method | None = None,
     time_limit_s: float | None = None,
+    recompute: str | None = None,
     **options: Any,
 ) -> Plan:
     """The fastest plan of a step that may be built in several ways.
@@ -161,7 +172,7 @@ def plan_variants(
 
     Args:
         time_limit_s: for all variants together.
-        cluster, method, options: as for `aliquot.plan`.
+        cluster, method, recompute, options: as for `aliquot.plan`.
 
     Raises:
         InfeasibleError: none fits; says what is needed by the variant that keeps least.
@@ -189,20 +200,21 @@ def plan_variants(
     else:
         first = next((v for v in variants[:-1] if can_fit(v)), variants[-1])
     ordered = [first, *(v for v in variants if v is not first)]
-    best, built, tried = None, first, list[dict[str, Any]]()
+    best, best_name, tried = None, "", list[dict[str, Any]]()
     too_large: Variants = ()
     refusal: InfeasibleError | TimeLimitError | None = None
     for k, variant in enumerate(ordered):
         to_beat_s = best.prediction.step_time_s if best else math.inf
         if variant in too_large:
             tried.append(
-                _tried(variant, outcome="does not fit: it keeps more than one that does not")
+                _tried(variant.name, outcome="does not fit: it keeps more than one that does not")
             )
             continue
         if best and least_compute_s(task(variant).problem(1)) >= to_beat_s:
             tried.append(
                 _tried(
-                    variant, outcome="slower: its compute alone takes longer than the chosen plan"
+                    variant.name,
+                    outcome="slower: its compute alone takes longer than the chosen plan",
                 )
             )
             continue
@@ -228,6 +240,7 @@ def plan_variants(
                 cluster=where,
                 method=used,
                 model=variant.model,
+                recompute=variant.recompute or recompute,
                 time_limit_s=left_s,
                 **options,
             )
@@ -241,19 +254,19 @@ def plan_variants(
             if best and not searches and best.num_micro_batches == len(best.stages) == 1:
                 outcome += " with the whole batch at once; --micro-batches auto tries smaller ones"
             is_late = isinstance(error, TimeLimitError)
-            tried.append(_tried(variant, outcome="not found in time" if is_late else outcome))
+            tried.append(_tried(variant.name, outcome="not found in time" if is_late else outcome))
         except KeyboardInterrupt as stopped:
             later: Plan | None = getattr(stopped, "plan", None)
             if best is None or (later and later.prediction.step_time_s < to_beat_s):
                 raise
             instead = Interrupted(None)
-            tried.append(_tried(variant, outcome="interrupted"))
+            tried.append(_tried(variant.name, outcome="interrupted"))
             instead.plan = _beside(best, tried, variants, started)
             raise instead from None
         else:
-            slower, slower_s = variant, found.prediction.step_time_s
+            slower, slower_s = variant.named(found), found.prediction.step_time_s
             if slower_s < to_beat_s:
-                slower, slower_s, best, built = built, to_beat_s, found, variant
+                slower, slower_s, best, best_name = best_name, to_beat_s, found, slower
             if math.isfinite(slower_s):
                 tried.append(_tried(slower, slower_s, "slower"))
     if best is None:
@@ -262,10 +275,10 @@ def plan_variants(
     return _beside(best, tried, variants, started) if len(variants) > 1 else best
 
 
-def _tried(variant: Variant, step_time_s: float | None = None, outcome: str = "") -> dict[str, Any]:
+def _tried(name: str, step_time_s: float | None = None, outcome: str = "") -> dict[str, Any]:
     """A variant among what a plan says was tried, with the step time of its plan if it has one."""
     return {
-        "name": variant.name,
+        "name": name,
         "mesh": "",
         "lower_bound_s": None,
         "step_time_s": step_time_s,

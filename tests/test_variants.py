@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import time
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import aliquot as aq
 from aliquot import _variants
 from aliquot.cost import make_problem
 from aliquot.planners import _base
-from aliquot.plans import ModelReference, Plan
+from aliquot.plans import RECOMPUTED_BY_STAGE, ModelReference, Plan, how_recomputed
 
 CLUSTER = aq.Cluster.preset("1x2xV100-32GB")
 LAYERS, WIDTH = 4, 256
@@ -155,6 +156,44 @@ def test_pipelines_of_a_second_way_are_searched_only_below_those_of_the_first(mo
     first = aq.plan(*build(**small[0]), cluster=CLUSTER, method=method, num_micro_batches=4)
     assert both.prediction.step_time_s == first.prediction.step_time_s
     assert both.provenance.candidates[-1]["name"] == "recompute=True, batch=1024"
+
+
+def test_stages_that_recompute_are_never_called_without_recomputation(monkeypatch):
+    """Where the first of two stages has to recompute, what was tried says so, and a plan that is
+    asked to recompute nothing is refused.
+    """
+    small = {"batch": 1024}
+    limit_bytes = 14.5 * 2**20
+    options = {
+        "cluster": CLUSTER,
+        "method": aq.PipeshardParallel(num_stages=2),
+        "num_micro_batches": 4,
+    }
+    by_stage = aq.plan(*build(**small), **options, memory_limit_bytes=limit_bytes)
+    assert [stage.recompute for stage in by_stage.stages] == ["operators", "none"]
+    with pytest.raises(aq.InfeasibleError, match="No stage may recompute"):
+        aq.plan(*build(**small), **options, memory_limit_bytes=limit_bytes, recompute="none")
+    ample = aq.plan(*build(**small), **options, recompute="none")
+    assert {stage.recompute for stage in ample.stages} == {"none"}
+    with pytest.raises(aq.InputError, match="recompute='block': give 'none'"):
+        aq.plan(*build(**small), **options, recompute="block")
+    # Beside another way it is listed under the name of what its stages do.
+    variant = _variants.Variant(step=build()[0], args=(), name="--recompute none")
+    assert variant.named(ample) == "--recompute none"
+    assert variant.named(by_stage) == "--recompute none, recomputed by stage"
+    told = replace(variant, name_by_stage=RECOMPUTED_BY_STAGE)
+    assert told.named(by_stage) == how_recomputed(by_stage) == "recomputed by stage"
+    assert how_recomputed(ample) is None
+    of_zoo = ModelReference(kind="zoo", name="gpt-10m", settings={"recompute": "block"})
+    both = msgspec.structs.replace(by_stage, model=of_zoo)
+    assert how_recomputed(both) == "block, recomputed by stage"
+    faster = msgspec.structs.replace(ample.prediction, step_time_s=1e-6)
+    found = iter([by_stage, msgspec.structs.replace(ample, prediction=faster)])
+    monkeypatch.setattr(_variants, "plan_graph", lambda graph, **options: next(found))
+    best = aq.plan_fastest(build, [{**way, **small} for way in WAYS], **options)
+    slower = best.provenance.candidates[-1]
+    assert slower["name"] == "recompute=False, batch=1024, recomputed by stage"
+    assert slower["outcome"] == "slower"
 
 
 def test_where_nothing_fits_the_way_that_keeps_least_is_described(alone):

@@ -39,7 +39,7 @@ from ._session import Session
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A training step, shapes of its state and batch, and how to make it again. Only the zoo's have
-    a `workload`.
+    a `workload`. `recompute` is as for `aliquot.plan`.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Model:
     batch: Any
     reference: ModelReference
     workload: Workload | None = None
+    recompute: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

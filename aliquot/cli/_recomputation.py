@@ -17,10 +17,13 @@ AUTO = "auto"
 
 
 def ways_to_build(name: str, options: ZooOptions, where: Cluster) -> tuple[Model, ...]:
-    """The model as it is asked for. A model of which nothing is said about recomputation may be
-    built in two ways: without, and with recomputation of each block. So may that of a factory with
-    an argument `recompute`; see `recomputes`.
+    """The model as it is asked for; with `--recompute none` no stage recomputes, either. A model of
+    which nothing is said about recomputation may be built in two ways: without, and with
+    recomputation of each block. So may that of a factory with an argument `recompute`; see
+    `recomputes`.
     """
+    if options.recompute == "none":
+        return (replace(resolve(name, options, where), recompute="none"),)
     if options.recompute not in (None, AUTO):
         return (resolve(name, options, where),)
     if zoo_config(name, options.overrides) is None:
@@ -32,6 +35,7 @@ def ways_to_build(name: str, options: ZooOptions, where: Cluster) -> tuple[Model
 def variants_of(models: tuple[Model, ...]) -> Variants:
     """The ways to build a model, as they are planned."""
     from .._variants import Variant
+    from ..plans import RECOMPUTED_BY_STAGE
 
     made = []
     for model in models:
@@ -39,9 +43,15 @@ def variants_of(models: tuple[Model, ...]) -> Variants:
         if isinstance(how, bool):
             how = "block" if how else "none"
         args = (model.state, model.batch)
-        made.append(
-            Variant(step=model.step, args=args, model=model.reference, name=f"--recompute {how}")
+        variant = Variant(
+            step=model.step,
+            args=args,
+            model=model.reference,
+            name=f"--recompute {how}",
+            name_by_stage=RECOMPUTED_BY_STAGE if how == "none" else "",
+            recompute=model.recompute,
         )
+        made.append(variant)
     return tuple(made)
 
 

@@ -158,6 +158,7 @@ class Task:
         on_missing_rule: see `dim_rule`.
         memory_limit_bytes: on each device; by default what the device's runtime leaves to programs.
         may_idle: whether a plan may leave hosts idle if that makes the step faster.
+        recomputes: whether stages of pipelines may recompute more than the step itself does.
         progress: called while a method searches.
     """
 
@@ -169,6 +170,7 @@ class Task:
     on_missing_rule: str = "infer"
     memory_limit_bytes: float | None = None
     may_idle: bool = True
+    recomputes: bool = True
     progress: Progress | None = None
     # Problems take long to make and differ between clusters and limits only in these, so tasks made
     # from one another by `replace` share them.

@@ -48,7 +48,7 @@ _LAYERS_PER_STAGE = 4
 
 
 def submesh_options(
-    cluster: Cluster, micro_batch_size: int, beside_tensor: int = 1
+    cluster: Cluster, micro_batch_size: int, beside_tensor: int = 1, *, recomputes: bool = True
 ) -> list[StageOption]:
     """Ways to run a stage: submeshes with their meshes (dp, tp). A submesh is a part of one host or
     several whole hosts; it must divide the host (or the number of hosts), or its devices the
@@ -59,6 +59,7 @@ def submesh_options(
 
     Args:
         beside_tensor: see `AbstractIntra.ways_beside_tensor`.
+        recomputes: whether stages may recompute.
     """
     per_host, hosts = cluster.devices_per_host, cluster.num_hosts
     shapes = [
@@ -83,7 +84,7 @@ def submesh_options(
                 continue
             # Each mesh is offered with and without recomputation, because which stages are short of
             # memory is known only later.
-            for recompute in ("none", "stage"):
+            for recompute in ("none", "stage") if recomputes else ("none",):
                 suffix = ", recompute" if recompute == "stage" else ""
                 options.append(
                     StageOption(
@@ -226,6 +227,7 @@ def solve_layers(
     counts: Sequence[int],
     copies: Sequence[int] = (),
     on_missing_rule: str = "infer",
+    recomputes: bool = True,
     progress: Progress | None = None,
     helper: HelperProcess | None = None,
 ) -> LayerCosts:
@@ -237,9 +239,12 @@ def solve_layers(
         counts: numbers of micro-batches that chains are made for.
         copies: for each unit of the chains the layer that it is a copy of; by default each layer is
             a unit.
+        recomputes: whether stages may recompute.
         helper: a second process that solves some of the layers.
     """
-    options = submesh_options(cluster, step.micro_batch_size, intra.ways_beside_tensor)
+    options = submesh_options(
+        cluster, step.micro_batch_size, intra.ways_beside_tensor, recomputes=recomputes
+    )
     counts_above_1 = [count for count in counts if count > 1]
     groups = {o.mesh_shape[0] for o in options} - {1}
     # n data-parallel groups trace a micro-batch as n smaller ones: options for which the step

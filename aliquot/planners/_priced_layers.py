@@ -75,6 +75,7 @@ def price_layers(
         counts=counts,
         copies=_copies(length),
         on_missing_rule=task.on_missing_rule,
+        recomputes=task.recomputes,
         progress=task.progress,
         helper=helper,
     )

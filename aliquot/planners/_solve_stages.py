@@ -140,7 +140,7 @@ def solve_with(
     except InfeasibleError as error:
         refusal = error
     # Not for a loop over layers: its layers share one body, so all would recompute the same.
-    if method.inter.searches and not priced.length:
+    if method.inter.searches and not priced.length and task.recomputes:
         more, repeated = chain_with_levels(priced.costs, recompute_levels(priced.costs), chain)
         with contextlib.suppress(InfeasibleError):
             selective, _ = _fit(method, cut, priced, more, repeated, helper, faster_than_s)
@@ -148,7 +148,13 @@ def solve_with(
                 return selective
     if found is None:
         assert refusal is not None
-        raise refusal
+        if task.recomputes or isinstance(refusal, NoFasterStages):
+            raise refusal
+        raise refusal.reworded(
+            f"{refusal.message}\n  No stage may recompute (recompute none): leave this out, and"
+            " stages that are short of memory recompute in the backward pass.",
+            refusal.advice,
+        )
     return found
 
 

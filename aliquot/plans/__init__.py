@@ -82,11 +82,14 @@ from ._stage_text import submesh_name as submesh_name
 from ._stage_text import submesh_names as submesh_names
 from ._streaming import has_gradients as has_gradients
 from ._streaming import time_between_calls_s as time_between_calls_s
+from ._summary import RECOMPUTED_BY_STAGE as RECOMPUTED_BY_STAGE
 from ._summary import UNCALIBRATED as UNCALIBRATED
 from ._summary import chosen_candidate as chosen_candidate
 from ._summary import expected_error as expected_error
+from ._summary import how_recomputed as how_recomputed
 from ._summary import name_on_mesh as name_on_mesh
 from ._summary import parallelism as parallelism
+from ._summary import recomputes_by_stage as recomputes_by_stage
 from ._summary import runner_up as runner_up
 from ._summary import summary_rows as summary_rows
 from ._throughput import examples_per_step as examples_per_step

@@ -28,6 +28,9 @@ _ATTENTION = {
 }
 
 
+RECOMPUTED_BY_STAGE = "recomputed by stage"
+"""What plans are called whose stages choose what they recompute."""
+
 UNCALIBRATED = "not known: the speeds are those of a data sheet, and no measurement was compared"
 """What is said of devices without a calibration."""
 
@@ -97,6 +100,21 @@ def _recomputation(plan: Plan) -> str:
     if name == "block":
         return f"{which} is recomputed in the backward pass (full activation checkpointing)"
     return how if name == "none" else f"{which} is recomputed but for what policy {name} keeps"
+
+
+def recomputes_by_stage(plan: Plan) -> bool:
+    """Whether stages recompute more than the step itself does."""
+    return any(stage.recompute != "none" for stage in plan.stages)
+
+
+def how_recomputed(plan: Plan) -> Any:
+    """How a plan recomputes, as `--recompute` says it; `RECOMPUTED_BY_STAGE` where its stages
+    choose. None if nothing is known.
+    """
+    how = plan.model.settings.get("recompute")
+    if not recomputes_by_stage(plan):
+        return how
+    return RECOMPUTED_BY_STAGE if how in (None, False, "none") else f"{how}, {RECOMPUTED_BY_STAGE}"
 
 
 def expected_error(plan: Plan) -> ReportedSteps | None:

@@ -22,10 +22,12 @@ from ..core import (
     format_share_of_limit,
 )
 from ..plans import (
+    RECOMPUTED_BY_STAGE,
     Plan,
     examples_per_step,
     expected_error,
     explained_methods,
+    how_recomputed,
     idle_parts,
     is_pipeline,
     mfu,
@@ -161,7 +163,7 @@ class Comparison:
             "mesh": list(plan.stages[0].mesh_shape) if plan else None,
             "num_stages": len(plan.stages) if plan else None,
             "num_micro_batches": plan.num_micro_batches if plan else None,
-            "recompute": plan.model.settings.get("recompute") if plan else None,
+            "recompute": how_recomputed(plan) if plan else None,
             "cost": self.cost(candidate),
             "cost_unit": self.cost_unit if self.prices else None,
             "loses": self.why_not(candidate),
@@ -314,7 +316,7 @@ def notes_of(comparison: Comparison) -> list[str]:
     """
     by_way: dict[str, list[str]] = {}
     for c in comparison.candidates:
-        if c.plan and (way := c.plan.model.settings.get("recompute")):
+        if c.plan and (way := how_recomputed(c.plan)):
             by_way.setdefault(way, []).append(c.method)
     notes = explained_methods(c.method for c in comparison.candidates)
     if len(by_way) > 1:
@@ -403,8 +405,9 @@ def _loss(plan: Plan, best: Plan, objective: str | None) -> str:
     said = [f"+{format_seconds(s)} {name}" for s, name in more[:_MOST_PARTS] if s > extra_s / 20]
     less = [f"-{format_seconds(-s)} {name}" for s, name in reversed(more) if -s > extra_s / 20]
     ratio = plan.prediction.step_time_s / best.prediction.step_time_s
-    ways = [each.model.settings.get("recompute") for each in (plan, best)]
-    again = f", with --recompute {ways[0]}" if ways[0] != ways[1] and ways[0] else ""
+    ways = [how_recomputed(each) for each in (plan, best)]
+    way = ways[0] if RECOMPUTED_BY_STAGE in str(ways[0]) else f"with --recompute {ways[0]}"
+    again = f", {way}" if ways[0] != ways[1] and ways[0] else ""
     worst = _dearest(plan) if more[0][1] == "exposed communication" else ""
     most = f" (most: {worst})" if worst else ""
     return f"step {ratio:.2f}x as long: {', '.join([*said, *less])}{most}{again}"

@@ -20,6 +20,7 @@ from ..plans import (
     examples_per_step,
     expected_error,
     explained_methods,
+    how_recomputed,
     is_pipeline,
     meshes,
     mfu,
@@ -173,7 +174,7 @@ def batch_table(search: BatchSearch) -> Group:
             format_count(float(round(_per_s(t)))) if t.plan else "",
             memory_of(t.plan) if t.plan else "",
             str(t.plan.num_micro_batches) if t.plan else "",
-            str(t.plan.model.settings.get("recompute", "")) if t.plan else "",
+            str(how_recomputed(t.plan) or "") if t.plan else "",
         )
         for t in search.trials
     ]
