@@ -4,29 +4,159 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..cost import waits_over
 from ..graph import Phase, Role
 from ..plans import AxisUse, names_experts
-from ..sharding import PARTIAL, Edge, NodeId, Projection, project
+from ..sharding import (
+    PARTIAL,
+    REPLICATED,
+    Choice,
+    Edge,
+    NodeGraph,
+    NodeId,
+    Projection,
+    project,
+)
 from ._base import StageDecision
 
 
 def axis_uses(stage: StageDecision) -> dict[str, AxisUse]:
     """What each axis of more than one device splits of a stage's work, by its name."""
-    mesh, reads = stage.priced.mesh, _parameter_reads(stage)
-    # Under `vmap` over models the batch dim of products is one of their parameters' as well.
-    models = any(
-        edge.target_projection[factor] >= 0
-        for edge in reads
-        for factor in stage.priced.graph.batch_factors[edge.target]
-    )
+    mesh, work = stage.priced.mesh, _Work.of(stage)
     return {
-        name: _axis_use(stage, axis, reads, models=models)
+        name: AxisUse(
+            **work.reads(axis),
+            gradients=work.gradients(axis),
+            batch=work.of_batch(axis),
+            exchanges=work.exchanges(axis),
+        )
         for axis, (name, size) in enumerate(zip(mesh.axis_names, mesh.shape, strict=True))
         if size > 1
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """A stage's work under its choices.
+
+    Attributes:
+        parameter_reads: see `_parameter_reads`.
+        models: whether several models train side by side, as under `vmap`: the batch dim of
+            products is one of their parameters' as well.
+        dims: for each node of new parameters, the factors that are dims of these.
+    """
+
+    stage: StageDecision
+    nodes: NodeGraph
+    choices: Sequence[Choice]
+    parameter_reads: dict[Edge, bool]
+    models: bool
+    dims: dict[NodeId, set[int]]
+
+    @staticmethod
+    def of(stage: StageDecision) -> _Work:
+        nodes, found = stage.priced.graph, _parameter_reads(stage)
+        dims = defaultdict[NodeId, set[int]](set)
+        for item in stage.problem.graph.inputs:
+            if item.role is Role.PARAMETER and item.output is not None:
+                port = nodes.output_ports[item.output]
+                dims[port.node].update(f for f, dim in enumerate(port.projection) if dim >= 0)
+        return _Work(
+            stage=stage,
+            nodes=nodes,
+            choices=stage.choices,
+            parameter_reads=found,
+            models=any(
+                edge.target_projection[factor] >= 0
+                for edge in found
+                for factor in nodes.batch_factors[edge.target]
+            ),
+            dims=dims,
+        )
+
+    def reads(self, axis: int) -> dict[str, dict[str, float]]:
+        """The fields `reads` and `expert_reads` of an axis."""
+        # The batch dim of each of several models is the second one.
+        more_examples = self.models and "positions" not in self.of_batch(axis)
+        amounts = {name: defaultdict[str, float](float) for name in ("reads", "expert_reads")}
+        for edge, is_expert in self.parameter_reads.items():
+            factor = self.choices[edge.target][axis]
+            is_of_batch = factor in self.nodes.batch_factors[edge.target]
+            if factor < 0:
+                what = "nothing"
+            elif edge.target_projection[factor] >= 0:
+                what = "models" if is_of_batch else "pieces"
+            else:
+                what = "examples" if is_of_batch or more_examples else "positions"
+            name = "expert_reads" if is_expert else "reads"
+            amounts[name][what] += edge.num_bytes * edge.count
+        return {name: dict(sorted(found.items())) for name, found in amounts.items()}
+
+    def gradients(self, axis: int) -> dict[str, float]:
+        """The field `gradients` of an axis."""
+        priced, amounts = self.stage.priced, defaultdict[str, float](float)
+        for edge in self.nodes.edges:
+            factor = self.choices[edge.target][axis]
+            # Of gradients of examples one by one, an axis may split a dim that no parameter has.
+            is_of_parameter = factor < 0 or factor in self.dims.get(edge.target, {factor})
+            if not edge.gradient or edge.phase is Phase.UPDATE or not is_of_parameter:
+                continue
+            made, read = self.splits(edge, axis)
+            waiting = waits_over(edge, priced.data_axes, priced.context_axes)
+            waits = priced.repeats > 1 and axis in waiting and made <= PARTIAL
+            how = "whole" if read < 0 else "split at last" if waits else "split"
+            amounts[how] += edge.num_bytes * edge.count
+        return dict(sorted(amounts.items()))
+
+    def splits(self, edge: Edge, axis: int) -> tuple[int, int]:
+        """The dims that an axis splits of an edge's array, as it is made and as it is read."""
+        return (
+            project(self.choices[edge.source], edge.source_projection)[axis],
+            project(self.choices[edge.target], edge.target_projection)[axis],
+        )
+
+    def of_batch(self, axis: int) -> tuple[str, ...]:
+        """The field `batch` of an axis."""
+        found = set[str]()
+        inputs = self.stage.problem.graph.inputs
+        for item, port in zip(inputs, self.nodes.input_ports, strict=True):
+            if item.role is not Role.BATCH or port.node < 0:
+                continue
+            factor = self.choices[port.node][axis]
+            dim = port.projection[factor] if factor >= 0 else -1
+            is_of_batch = factor in self.nodes.batch_factors[port.node]
+            if dim >= 0:
+                is_example = is_of_batch or (self.models and dim == 1)
+                found.add("examples" if is_example else "positions")
+        return tuple(sorted(found))
+
+    def exchanges(self, axis: int) -> bool:
+        """Whether devices along an axis exchange activations: arrays with the batch dim or, where a
+        batch of one row has none, any arrays but parameters, gradients and scalars.
+        """
+        batch = self.nodes.batch_factors
+        any_batch = any(batch)
+        for edge in self.nodes.edges:
+            if edge.parameter or edge.gradient or edge.phase is Phase.UPDATE:
+                continue
+            made, read = self.splits(edge, axis)
+            has_batch = any(edge.source_projection[f] >= 0 for f in batch[edge.source])
+            # A whole array may be cut anywhere without asking anybody.
+            if made not in (read, REPLICATED) and (has_batch or not (any_batch or edge.rank == 0)):
+                return True
+        for node, choice in zip(self.nodes.nodes, self.choices, strict=True):
+            for collective in node.collectives:
+                if collective.gradient or collective.phase is Phase.UPDATE:
+                    continue
+                has_batch = any(collective.split_by[f] for f in batch[node.index])
+                is_array = any(collective.split_by) and not any_batch
+                if choice[axis] in collective.factors and (has_batch or is_array):
+                    return True
+        return False
 
 
 def _parameter_reads(stage: StageDecision) -> dict[Edge, bool]:
@@ -62,99 +192,3 @@ def _parameter_reads(stage: StageDecision) -> dict[Edge, bool]:
         if is_read and is_parameter and reader.phase is Phase.FORWARD:
             reads[edge] = edge.source in experts
     return reads
-
-
-def _axis_use(
-    stage: StageDecision, axis: int, parameter_reads: dict[Edge, bool], *, models: bool
-) -> AxisUse:
-    nodes, choices = stage.priced.graph, stage.choices
-    of_batch = _of_batch(stage, axis, models)
-    reads, expert_reads, gradients = Counter[str](), Counter[str](), Counter[str]()
-    for edge, is_expert in parameter_reads.items():
-        factor = choices[edge.target][axis]
-        what = "nothing"
-        if factor >= 0:
-            is_of_batch = factor in nodes.batch_factors[edge.target]
-            # The batch dim of each of several models is the second one.
-            is_of_batch |= models and "positions" not in of_batch
-            if edge.target_projection[factor] >= 0:
-                what = "models" if factor in nodes.batch_factors[edge.target] else "pieces"
-            else:
-                what = "examples" if is_of_batch else "positions"
-        (expert_reads if is_expert else reads)[what] += edge.num_bytes * edge.count
-    dims = _dims_of_parameters(stage)
-    for edge in nodes.edges:
-        # Of gradients of examples one by one, an axis may split a dim that no parameter has.
-        factor = choices[edge.target][axis]
-        of_parameter = factor < 0 or factor in dims.get(edge.target, {factor})
-        if edge.gradient and edge.phase is not Phase.UPDATE and of_parameter:
-            gradients[_kept(stage, edge, axis)] += edge.num_bytes * edge.count
-    return AxisUse(
-        reads=dict(sorted(reads.items())),
-        expert_reads=dict(sorted(expert_reads.items())),
-        gradients=dict(sorted(gradients.items())),
-        batch=of_batch,
-        exchanges=_exchanges(stage, axis),
-    )
-
-
-def _of_batch(stage: StageDecision, axis: int, models: bool) -> tuple[str, ...]:
-    """What an axis splits of the batch's arrays."""
-    nodes, found = stage.priced.graph, set[str]()
-    for item, port in zip(stage.problem.graph.inputs, nodes.input_ports, strict=True):
-        if item.role is not Role.BATCH or port.node < 0:
-            continue
-        factor = stage.choices[port.node][axis]
-        dim = port.projection[factor] if factor >= 0 else -1
-        if dim >= 0:
-            is_example = factor in nodes.batch_factors[port.node] or (models and dim == 1)
-            found.add("examples" if is_example else "positions")
-    return tuple(sorted(found))
-
-
-def _dims_of_parameters(stage: StageDecision) -> dict[NodeId, set[int]]:
-    """For each node of new parameters, the factors that are dims of these."""
-    nodes, found = stage.priced.graph, dict[NodeId, set[int]]()
-    for item in stage.problem.graph.inputs:
-        if item.role is Role.PARAMETER and item.output is not None:
-            port = nodes.output_ports[item.output]
-            factors = {f for f, dim in enumerate(port.projection) if dim >= 0}
-            found.setdefault(port.node, set()).update(factors)
-    return found
-
-
-def _kept(stage: StageDecision, edge: Edge, axis: int) -> str:
-    """How an axis splits a gradient; see `AxisUse.gradients`."""
-    priced, choices = stage.priced, stage.choices
-    made = project(choices[edge.source], edge.source_projection)[axis]
-    if project(choices[edge.target], edge.target_projection)[axis] < 0:
-        return "whole"
-    waiting = waits_over(edge, priced.data_axes, priced.context_axes)
-    waits = priced.repeats > 1 and axis in waiting and made <= PARTIAL
-    return "split at last" if waits else "split"
-
-
-def _exchanges(stage: StageDecision, axis: int) -> bool:
-    """Whether devices along an axis exchange activations: arrays with the batch dim or, where a
-    batch of one row has none, any arrays but parameters, gradients and scalars.
-    """
-    nodes, choices = stage.priced.graph, stage.choices
-    any_batch = any(nodes.batch_factors)
-    for edge in nodes.edges:
-        if edge.parameter or edge.gradient or edge.phase is Phase.UPDATE:
-            continue
-        made = project(choices[edge.source], edge.source_projection)[axis]
-        read = project(choices[edge.target], edge.target_projection)[axis]
-        has_batch = any(edge.source_projection[f] >= 0 for f in nodes.batch_factors[edge.source])
-        # A whole array may be cut anywhere without asking anybody.
-        if made not in (read, -1) and (has_batch or not (any_batch or edge.rank == 0)):
-            return True
-    for node, choice in zip(nodes.nodes, choices, strict=True):
-        for collective in node.collectives:
-            if collective.gradient or collective.phase is Phase.UPDATE:
-                continue
-            has_batch = any(collective.split_by[f] for f in nodes.batch_factors[node.index])
-            is_array = any(collective.split_by) and not any_batch
-            if choice[axis] in collective.factors and (has_batch or is_array):
-                return True
-    return False

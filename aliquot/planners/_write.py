@@ -62,6 +62,7 @@ def write_plan(
     shardings = [_shardings(decision, k) for k in range(len(decision.stages))]
     if pipeline:
         _add_anywhere(full, shardings)
+    uses = {k: axis_uses(stage) for k, stage in enumerate(decision.stages) if stage.like is None}
     prediction, casts_once = _prediction(decision, task.limit_bytes)
     _refuse_full_hosts(prediction, task.cluster)
     return Plan(
@@ -104,7 +105,7 @@ def write_plan(
                 updates_early=pipeline is not None and k in pipeline.schedule.early_updates,
                 folded=stage.folded,
                 prediction=predicted,
-                parallelism=axis_uses(stage),
+                parallelism=uses[k if stage.like is None else stage.like],
             )
             for k, (stage, (inputs, outputs), predicted, once) in enumerate(
                 zip(decision.stages, shardings, predictions, casts_once, strict=True)

@@ -206,14 +206,16 @@ def _role_of_data(axis: _Axis, words: str, gradients: Mapping[str, float], *, ex
     """
     among = _is_dense if expert else lambda path: True
     stored, state = axis.share("parameter", among) or 0.0, axis.share("optimizer_state", among)
-    text = f"{words}: parameters {_sharded(stored)}"
+    named, plain = f"{words}, ", f"{words}: "
     if expert:
         experts = _sharded(axis.share("parameter", names_experts) or 0.0)
-        words = text = f"{words}, expert parallel: experts {experts}, of the others"
+        words = f"{words}, expert parallel: experts {experts}"
+        named = plain = f"{words}; of the others "
     if not stored and not state:
-        return text.removesuffix(", of the others")
+        return words if expert else f"{plain}parameters replicated"
     whole, at_last = _part(gradients, "whole"), _part(gradients, "split at last")
-    later = "; gradients are whole until they are summed after the last micro-batch"
+    are = "gradients are" if whole <= _LITTLE else "split gradients are"
+    later = f"; {are} whole until they are summed after the last micro-batch"
     later = later if at_last > _LITTLE else ""
     method, has_state = axis.plan.method, state is None or state > 1 - _LITTLE
     asked = next((number for number in (1, 2) if f"zero{number}" in method), None)
@@ -230,15 +232,17 @@ def _role_of_data(axis: _Axis, words: str, gradients: Mapping[str, float], *, ex
             role = f"FSDP: {also}parameters {_sharded(stored)}"
         else:
             role = f"FSDP (ZeRO-3): parameters {_sharded(stored)}"
-        text = f"{words}, {role}{later}"
+        text = f"{named}{role}{later}"
     elif stored < _NOTHING and state is not None and has_state:
         # Where gradients are summed once, after the last micro-batch, stages 1 and 2 are the same.
         number = 1 if whole > _LITTLE else asked or 2
         role = f"ZeRO-{number}: optimizer state {_sharded(state)}, parameters replicated"
-        text = f"{words}, {role}{later}"
+        text = f"{named}{role}{later}"
     else:
-        text += f", gradients {_sharded(1 - whole)}{later}" if gradients else ""
+        text = f"{plain}parameters {_sharded(stored)}"
+        text += f", gradients {_sharded(1 - whole)}" if gradients else ""
         text += "" if state is None else f", optimizer state {_sharded(state)}"
+        text += later
     return f"{text}{axis.whole()}"
 
 
