@@ -9,7 +9,7 @@ parameters).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ._rule import traits_of
@@ -134,6 +134,22 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
         if item.phase is not Phase.UPDATE:
             wanted.update(item.inputs)
     return tuple(ordered)
+
+
+def links_around(call: Call, link_of: Mapping[ValueId, OpId]) -> set[OpId]:
+    """Links between a call's bodies and the values around them.
+
+    Args:
+        link_of: for each value that a link makes, the link.
+    """
+    ends = set(call.outputs)
+    links: set[OpId] = set()
+    for block in call.blocks:
+        ends.update(i for i in block.inputs if isinstance(i, int))
+        for item in block.items:
+            if isinstance(item, Call):
+                links |= links_around(item, link_of)
+    return links | {link_of[o] for o in ends if o in link_of}
 
 
 def plain_item(graph: Graph, op_or_call: OpId | Call, phase: Phase) -> Item:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
-from ._dataflow import FROM_ANOTHER_STAGE, Item, items_of
+from ._dataflow import FROM_ANOTHER_STAGE, Item, items_of, links_around
 from ._deferrable import Deferrable, deferrable_items
 from ._stages import SHARED, Staging
 from ._types import (
@@ -290,19 +290,8 @@ class _Builder:
         kept = {k for item in items for k in item.ops}
         for item in items:
             if isinstance(item.op_or_call, Call):
-                kept |= self._links(item.op_or_call)
+                kept |= links_around(item.op_or_call, self._link_of)
         return kept
-
-    def _links(self, call: Call) -> set[OpId]:
-        """Links between a call's bodies and the values around them."""
-        ends = set(call.outputs)
-        links: set[OpId] = set()
-        for block in call.blocks:
-            ends.update(i for i in block.inputs if isinstance(i, int))
-            for item in block.items:
-                if isinstance(item, Call):
-                    links |= self._links(item)
-        return links | {self._link_of[o] for o in ends if o in self._link_of}
 
     def _value(self, index: ValueId) -> ValueId:
         if index < 0:

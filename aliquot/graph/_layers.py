@@ -25,6 +25,7 @@ from ._dataflow import Item, items_of, rough_costs
 from ._layer_names import layer_names, operator_names
 from ._rule import traits_of
 from ._segments import Run, find_repeats
+from ._split_order import scans_of_ranges
 from ._split_reach import scans_over_layers
 from ._types import Call, Graph, Phase, Role
 
@@ -195,38 +196,29 @@ def range_layers(graph: Graph) -> Layers:
     """Layers of a step whose scans are cut (`split_scans`): one for each range.
 
     Raises:
-        InputError: scans over several stacks of layers were cut at once.
+        InputError: scans over several stacks of layers were cut at once, of which one reads what
+            another has made.
     """
     assert graph.split is not None, "the step's scans are not cut"
     items = items_of(graph)
     forward = tuple(
         k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared
     )
-    bounds = graph.split.bounds
-    scans = [
-        s
-        for s in scans_over_layers(graph)
-        if s.length in {b - a for a, b in itertools.pairwise(bounds)}
-    ]
-    places = [
-        place
-        for scan in scans
-        for place, k in enumerate(forward)
-        if isinstance(items[k].op_or_call, Call)
-        and items[k].ops
-        and scan.start <= items[k].ops[0] < scan.stop
-    ]
-    if len(places) != len(bounds) - 1:
+    bounds, passes = graph.split.bounds, graph.split.passes
+    place_of = {k: place for place, k in enumerate(forward)}
+    places = [place_of[k] for k in scans_of_ranges(graph, items) if k in place_of]
+    if len(places) != passes * (len(bounds) - 1):
         raise InputError(
-            f"{graph.name} has several stacks of {bounds[-1]} layers, and only one can be cut into"
-            " stages. Write the layers out instead of scanning over them, or use another method"
-            " than pipeshard."
+            f"{graph.name} has several stacks of {bounds[-1]} layers of which one reads what"
+            " another has made, and only one can be cut into stages. Write the layers out instead"
+            " of scanning over them, or use another method than pipeshard."
         )
     names = tuple(
         f"layers[{a}]" if b == a + 1 else f"layers[{a}..{b - 1}]"
         for a, b in itertools.pairwise(bounds)
     )
-    starts = (0, *places[1:])
+    # The scans of one range, one for each pass through the layers, follow one another.
+    starts = (0, *places[passes::passes])
     return Layers(
         items=items,
         forward=forward,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ..core import InputError
 from ._split_emission import Emission
+from ._split_order import side_by_side
 from ._split_reach import stacked_values, tied_values
 from ._split_structured import write_step
 from ._split_values import Pieces, index_of
@@ -63,7 +64,8 @@ def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
     The result computes what the step computes, bit by bit, except for sums over all layers (the
     norm of all gradients), which become sums of the ranges' sums. The cut depends only on the
     structure of the step, not on the size of its batch: the same step on another batch is cut in
-    the same way, operator by operator.
+    the same way, operator by operator. Several passes through the layers run side by side, range
+    by range.
 
     Args:
         graph: a captured step.
@@ -75,7 +77,8 @@ def split_scans(graph: Graph, bounds: Sequence[int]) -> SplitGraph:
             the step has no scan over layers, or the scan is inside another loop.
     """
     edges = _edges(graph, bounds)
-    return _split(graph, edges, stacked_values(graph, edges[-1]))
+    cut = _split(graph, edges, stacked_values(graph, edges[-1]))
+    return replace(cut, graph=side_by_side(cut.graph))
 
 
 def split_rows(graph: Graph, bounds: Sequence[int], outputs: Collection[int]) -> SplitGraph:

@@ -214,12 +214,14 @@ class Split:
         bounds: where the ranges begin, and where the last one ends.
         inputs: for each input of the original its pieces, in order.
         outputs: for each output of the original its pieces, in order.
+        passes: through the layers, side by side: each range runs so many scans.
     """
 
     original: Graph
     bounds: tuple[int, ...]
     inputs: tuple[tuple[Piece, ...], ...]
     outputs: tuple[tuple[Piece, ...], ...]
+    passes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

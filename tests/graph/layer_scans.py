@@ -142,6 +142,13 @@ def twice(p, data):
     return _error(p, jax.lax.scan(block, x, layers_of(p))[0], data)
 
 
+def side_by_side(p, data):
+    """Two batches pass through the same layers."""
+    first, _ = jax.lax.scan(block, data["x"], layers_of(p))
+    second, _ = jax.lax.scan(block, jnp.sin(data["x"]), layers_of(p))
+    return _error(p, first * second, data)
+
+
 LOSSES = (
     plain,
     remat_in_body,
@@ -154,6 +161,7 @@ LOSSES = (
     loop_in_body,
     layers_mixed,
     twice,
+    side_by_side,
 )
 
 

@@ -12,7 +12,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from graph.layer_scans import LAYERS, SCANS, batch, block, params, plain, training
+from graph.layer_scans import (
+    LAYERS,
+    ROWS,
+    SCANS,
+    WIDTH,
+    batch,
+    block,
+    params,
+    plain,
+    training,
+)
 
 from aliquot.core import InputError, known_xla_flags
 from aliquot.graph import (
@@ -23,6 +33,7 @@ from aliquot.graph import (
     cut_layers,
     evaluate,
     fold,
+    range_layers,
     scans_over_layers,
     split_rows,
     split_scans,
@@ -127,6 +138,24 @@ def test_same_numbers(name):
     split = assert_splits(graph, BOUNDS, arrays, rounded=name in ROUNDED)
     assert (len(split.joined), len(split.recut)) == JOINTS.get(name, (0, 0))
     assert (joints(split.graph) > joints(graph)) == bool(split.joined)
+
+
+def test_passes_side_by_side():
+    """A range of layers runs for both passes before the next begins; a pass that begins where
+    another ends is refused.
+    """
+    step, state = SCANS["side_by_side"]()
+    layers = range_layers(split_scans(capture(step, state, batch()), BOUNDS).graph)
+    assert layers.names == ("layers[0..1]", "layers[2..4]")
+    # What crosses are the rows of both batches.
+    assert layers.boundary_bytes == (2 * ROWS * WIDTH * 4, 0)
+    forward = [layers.items[k].op_or_call for k in layers.forward]
+    scans = [k for k, op_or_call in enumerate(forward) if isinstance(op_or_call, Call)]
+    assert [forward[k].eqn.params["length"] for k in scans] == [2, 2, 3, 3]
+    assert layers.starts == (0, scans[2])
+    step, state = SCANS["twice"]()
+    with pytest.raises(InputError, match="of which one reads what another has made"):
+        range_layers(split_scans(capture(step, state, batch()), BOUNDS).graph)
 
 
 def joints(graph):

@@ -17,7 +17,15 @@ from runtime.equality import largest
 from runtime.pipelines import build, check_steps
 
 from aliquot import zoo
-from aliquot.graph import Call, Role, capture, cut_layers, split_scans, stage_layers
+from aliquot.graph import (
+    Call,
+    Role,
+    capture,
+    cut_layers,
+    range_layers,
+    split_scans,
+    stage_layers,
+)
 from aliquot.runtime.pipeline import given_slots
 from aliquot.runtime.pipeline._instructions import Run
 from aliquot.runtime.transport._pieces import PiecedArray
@@ -217,6 +225,35 @@ def test_one_leaf():
     assert np.asarray(w, np.float64).dtype == np.float64
     with pytest.raises(ValueError, match="without a copy"):
         np.asarray(w, copy=False)
+
+
+def test_two_passes():
+    """A network that two batches pass through keeps each stage's layers on that stage alone."""
+
+    def siamese(params, batch):
+        def net(params, x):
+            def layer(x, w):
+                return jnp.tanh(x @ w), None
+
+            return jax.lax.scan(layer, x @ params["first"], params["w"])[0]
+
+        def loss_fn(params):
+            far = net(params, batch["x"]) - net(params, batch["y"])
+            return jnp.mean(jnp.sum(far**2, axis=-1))
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params = init(jax.random.key(0))["params"]
+    wanted, wanted_loss = jax.jit(siamese)(params, data())
+    graph = split_scans(capture(siamese, params, data()), (0, 2, LAYERS)).graph
+    staging = stage_layers(graph, range_layers(graph), [0, 1])
+    step = build(graph, staging, sizes=(1, 1), micro_batches=2, schedule="1f1b")
+    found, loss = step(params, data())
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
+    np.testing.assert_allclose(found["w"], wanted["w"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["first"], wanted["first"], rtol=1e-5, atol=1e-6)
+    assert [p.devices() for p in found["w"].pieces] == [{jax.devices()[0]}, {jax.devices()[1]}]
 
 
 def test_pieces_go_round():
