@@ -6,11 +6,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from runtime.random_steps import random_step
 
 from aliquot.core import CaptureError, InputError
-from aliquot.graph import capture
+from aliquot.graph import capture, evaluate
 from aliquot.sharding import plan_micro_batches
 
 W = jax.ShapeDtypeStruct((6, 3), jnp.float32)
@@ -220,3 +221,50 @@ def test_arrays_of_fewer_dims_on_a_micro_batch_are_refused(x64):
     graph = capture(step.fn, step.state, step.batches[0])
     with pytest.raises(CaptureError, match=r"result of `reshape` .* becomes \(8, 8, 1\)"):
         plan_micro_batches(graph, 2, semantics="independent")
+
+
+def labelled(params, batch):
+    logits = jnp.tanh(batch["x"] @ params["a"]) @ params["b"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    # A mean, a sum over all but one, and a share of the examples.
+    return (
+        losses.mean()
+        + losses.sum() / (1 + losses.shape[0])
+        + logits.sum() * losses.shape[0] ** -0.5
+    )
+
+
+def test_one_labelled_example_in_each_micro_batch(x64):
+    """JAX writes a lookup in another way for one example, and its numbers are those of one."""
+    batch = {
+        "x": jax.random.normal(jax.random.key(0), (4, 6)),
+        "y": jnp.array([0, 2, 1, 1], jnp.int32),
+    }
+    params = {name: jax.random.normal(jax.random.key(ord(name)), (6, 6)) for name in "ab"}
+
+    def train_step(params, batch):
+        value, grads = jax.value_and_grad(labelled)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    graph = capture(train_step, params, batch)
+    plan = plan_micro_batches(graph, 4, semantics="independent")
+    parts = [jax.tree.map(lambda a, k=k: a[k : k + 1], batch) for k in range(4)]
+    for part in parts:
+        found = evaluate(plan.part, jax.tree.leaves((params, part)))
+        wanted = jax.tree.leaves(train_step(params, part))
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_a_branch_for_one_example_is_refused():
+    """That is the user's own program, and no other stands for it."""
+
+    def loss(w, b):
+        h = b["x"] @ w
+        if h.shape[0] > 1:
+            h = h / jnp.std(h, axis=0)
+        losses = optax.softmax_cross_entropy_with_integer_labels(h, b["y"])
+        return losses.mean(), losses.sum()
+
+    with pytest.raises(CaptureError, match="looks at the size of the batch"):
+        plan(loss, 8)

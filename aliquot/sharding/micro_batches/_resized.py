@@ -10,12 +10,19 @@ the sizes extrapolated from two larger batches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from ...core import CaptureError
-from ...graph import Block, Call, Graph, Op, Role
+from ...graph import Block, Call, Graph, Literal, Op, Role
+
+# How a number that the step's code writes down may grow with the size of its batch.
+_POWERS = (1, -1, 2, -2, 0.5, -0.5)
 
 
 def batch_size(graph: Graph) -> int:
@@ -63,6 +70,78 @@ def resized(small: Graph, large: Graph, size: int) -> Graph:
             " the turns of a loop do not follow the size of the batch. Use fewer micro-batches."
         ) from None
     return replace(small, values=values, ops=ops)
+
+
+def own_of_one(small: Graph, large: Graph, third: Graph) -> Graph:
+    """The graph of a step on one example, operator by operator that of `small`, with the numbers
+    that its Python code would write down there.
+
+    These are derived from the traces `small` and `large`, and must be right for the `third`.
+
+    Raises:
+        CaptureError: the three are different programs, or something does not follow the size of the
+            batch.
+    """
+    derived = resized(small, large, 1)
+    if len(third.ops) != len(small.ops) or len(third.values) != len(small.values):
+        raise CaptureError(f"{small.name} is another program on {batch_size(third)} examples.")
+    sizes = batch_size(small), batch_size(large), batch_size(third)
+    ops = []
+    for op, *others in zip(derived.ops, small.ops, large.ops, third.ops, strict=True):
+        # Loops and programs inside of an operator are kept as they are.
+        kept = {
+            (other.trips, *[str(p) for p in other.params.values() if _shapes(p)])
+            for other in others
+        }
+        if len(kept) > 1 or len({len(other.inputs) for other in others}) > 1:
+            raise _irregular(op)
+        inputs = list(op.inputs)
+        for k, operand in enumerate(inputs):
+            given = [other.inputs[k] for other in others]
+            literals = [one.value for one in given if isinstance(one, Literal)]
+            if isinstance(operand, Literal) and len(literals) == len(given):
+                value = _on_one(literals, sizes, operand.dtype)
+                if value is None:
+                    raise _irregular(op)
+                inputs[k] = replace(operand, value=value)
+            elif literals:
+                raise _irregular(op)
+        ops.append(replace(op, inputs=tuple(inputs)))
+    constants = dict(small.constants)
+    for index, constant in small.constants.items():
+        given = [large.constants[index], third.constants[index]]
+        # An array with a row for each example begins with the same rows at each size.
+        rows = tuple(map(slice, derived.values[index].shape))
+        if not all(
+            other is constant or np.array_equal(np.asarray(other)[rows], np.asarray(constant)[rows])
+            for other in given
+        ):
+            raise CaptureError(f"{small.name} holds an array that depends on the batch's size.")
+        if constant.shape != derived.values[index].shape:
+            constants[index] = np.asarray(constant)[rows]
+    return replace(derived, ops=tuple(ops), constants=constants)
+
+
+def _on_one(given: Sequence[Any], sizes: tuple[int, int, int], dtype: str) -> Any | None:
+    """A number on one example, from its values on batches of three sizes: it is constant, grows
+    with a power of the size, or lies on a straight line. None if it does none of these.
+    """
+    if all(bool(value == given[0]) for value in given):
+        return given[0]
+    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        return None
+    error = 4 * float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
+    (a, b, c), (first, second, third) = sizes, map(float, given)
+    laws: list[Callable[[int], float]] = [
+        lambda n, power=power: first * (n / a) ** power for power in _POWERS
+    ]
+    laws.append(lambda n: first + (second - first) * ((n - a) / (b - a)))
+    for law in laws:
+        if math.isclose(law(b), second, rel_tol=error) and math.isclose(
+            law(c), third, rel_tol=error
+        ):
+            return np.asarray(law(1), dtype)[()]
+    return None
 
 
 def is_resizable(small: Graph, large: Graph, size: int) -> bool:
@@ -123,6 +202,13 @@ def calls_of(block: Block) -> Iterator[Call]:
 
 class _Irregular(Exception):
     """Raised where something does not follow the size of the batch."""
+
+
+def _irregular(op: Op) -> CaptureError:
+    return CaptureError(
+        f"`{op.name}` in {op.scope or 'the step'} cannot run on one example: a number in it does"
+        " not follow the size of the batch. Use fewer micro-batches, or a larger batch."
+    )
 
 
 @dataclass(slots=True, kw_only=True)

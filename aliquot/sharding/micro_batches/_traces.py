@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ...core import CaptureError, InputError
-from ...graph import Call, Graph, Literal, Op, Role, source_line, split_scans
+from ...graph import Call, Graph, Literal, Op, Role, source_line, split_scans, traits_of
 from ._cut_state import TRACE_ERRORS, find_cut_state, trace_cut, with_copies
-from ._resized import batch_size, calls_of, resized
+from ._resized import batch_size, calls_of, own_of_one, resized
 
 
 def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Graph:
@@ -107,8 +107,54 @@ def _own_of_size(graph: Graph, size: int) -> Graph:
         return split_scans(_own_of_size(graph.split.original, size), graph.split.bounds).graph
     known: dict[int, Graph] = graph.calling.own_traces
     if size not in known:
-        known[size] = _trace(graph, size)
+        traced = _trace(graph, size)
+        if size == 1 and not _same_operators(graph, traced):
+            traced = _own_of_one(graph, traced)
+        known[size] = traced
     return known[size]
+
+
+def _own_of_one(graph: Graph, traced: Graph) -> Graph:
+    """The step on one example with the operators that JAX writes for several, as far as `traced`
+    differs only in how elements are placed: JAX squeezes dims of size one. `traced` itself where
+    that cannot be had.
+    """
+    if _arithmetic(graph) != _arithmetic(traced):
+        return traced
+    # Numbers that the user's code writes down are derived from two sizes, and compared with a
+    # third.
+    whole = batch_size(graph)
+    try:
+        small, large = _own_of_size(graph, 2), _own_of_size(graph, 3)
+        third = graph if whole > 3 else _own_of_size(graph, 4)
+        derived = own_of_one(small, large, third)
+    except (CaptureError, *TRACE_ERRORS):
+        return traced
+    return with_copies(derived, graph, 1, graph.calling.cut_state or {})
+
+
+# Beside operators that move elements: what JAX writes in another way where a dim has size one.
+_PLACES = frozenset(
+    {
+        *("gather", "scatter", "scatter-add", "dynamic_update_slice"),
+        *("concatenate", "pad", "iota", "reduce_sum"),
+    }
+)
+
+
+_FLOATS = ("float", "bfloat", "complex")
+
+
+def _arithmetic(graph: Graph) -> list[str]:
+    """The operators that compute with floats, in program order."""
+    return [
+        op.name
+        for op in graph.ops
+        if op.name not in _PLACES
+        and traits_of(op.name).moves is None
+        and not op.is_link
+        and any(graph.values[o].dtype.startswith(_FLOATS) for o in op.outputs if o >= 0)
+    ]
 
 
 def _trace(graph: Graph, size: int) -> Graph:
