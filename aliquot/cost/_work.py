@@ -196,7 +196,8 @@ def _group_work(
                 producer is not None and phase is cuts.first[producer[0]].phase is Phase.UPDATE
             ):
                 cast = _read_by(index, slot, phase, casts)
-                arrays[phase, deferrable, cast].append((num_bytes, split_by))
+                again = _times_sliced(index, slot, phase) / cuts.times_made(value_class)
+                arrays[phase, deferrable, cast].append((num_bytes * max(1.0, again), split_by))
         if members[0] in index.batch_values:
             # Every device receives its part of the batch, which is smaller if the batch is split.
             arrays[Phase.FORWARD, False, None].append((num_bytes, split_by))
@@ -228,6 +229,21 @@ def _group_work(
                 )
             )
     return tuple(traffic)
+
+
+def _times_sliced(index: NodeIndex, slot: SlotId, phase: Phase) -> float:
+    """How often loops read all rows of an array in a phase: more than once for a loop inside of
+    another, such as one over layers in one over micro-batches.
+    """
+    values = index.cuts.graph.values
+    return max(
+        (
+            op.trips / max(values[op.inputs[0]].shape[0], 1)
+            for op in index.readers_as_split[slot]
+            if op.phase is phase and op.name == "scan_slice" and isinstance(op.inputs[0], int)
+        ),
+        default=0.0,
+    )
 
 
 def _read_by(

@@ -20,7 +20,7 @@ from ._hosts import Hosts
 from ._method import AbstractMethod
 from ._neighbourhood import FEW_AXES, choices_to_try
 from ._quick_bounds import least_compute_s
-from ._race import Entry, RaceInParts, finished, goes_first, race, race_in_parts
+from ._race import Entry, RaceInParts, finished, goes_first, race, race_in_parts, race_of_ways
 from ._search import Search
 from .intra import ILP, AbstractIntra, Fixed, Space, fixed
 
@@ -414,7 +414,7 @@ def _devices_that_share_a_state(shard_within: str | int | None, cluster: Cluster
 def _fixed(
     problem: Problem, progress: Progress | None, name: str, intra: Fixed, within: str | int | None
 ) -> Decision:
-    return race(
+    return race_of_ways(
         problem,
         _fixed_entries(problem, name, intra, within),
         method=name,

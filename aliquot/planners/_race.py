@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -62,6 +62,44 @@ class Entry:
 RaceInParts: TypeAlias = Generator[Decision | None, float, Decision]
 """A race that may pause once, if memory makes it long, and yields its best decision so far: other
 plans, such as pipelines, may be found sooner. It is sent the step time to beat from then on."""
+
+
+# Of two ways to sum gradients, the one that holds this many times the memory of the other must be
+# faster by this share.
+_MUCH_MEMORY = 1.25
+_MUCH_FASTER = 0.02
+
+
+def race_of_ways(problem: Problem, entries: Sequence[Entry], **settings: Any) -> Decision:
+    """As `race`, among ways to sum the gradients of micro-batches: one that needs much more memory
+    than another is not taken for a few milliseconds.
+    """
+    best = race(problem, entries, **settings)
+    limit_s = best.step_time_s * (1 + _MUCH_FASTER)
+    for entry in entries:
+        if entry.space.priced is best.priced:
+            continue
+        try:
+            other = race(problem, [entry], faster_than_s=limit_s, **settings)
+        except (InfeasibleError, TooSlowError):
+            continue
+        except Interrupted as interrupted:
+            raise Interrupted(best) from interrupted
+        times = _peak_bytes(best) / _peak_bytes(other)
+        if other.step_time_s <= limit_s and times > _MUCH_MEMORY:
+            passed_over = f"hardly faster, and needs {times:.1f} times the memory"
+            candidates = [
+                replace(c, outcome=passed_over) if c.step_time_s == best.step_time_s else c
+                for c in best.candidates
+                if c.name != entry.space.name
+            ]
+            return replace(other, candidates=(*other.candidates, *candidates))
+    return best
+
+
+def _peak_bytes(decision: Decision) -> float:
+    priced, picks = decision.priced, decision.picks
+    return peak_memory(known_memory(priced, picks), priced, picks)[0]
 
 
 def race(problem: Problem, entries: Iterable[Entry], **settings: Any) -> Decision:

@@ -375,14 +375,16 @@ def test_gradients_are_reduced_after_the_last_micro_batch_if_they_fit(method):
     """Whole gradients are synchronised once; under a limit that they exceed, each micro-batch adds
     to its shards.
     """
-    free = aq.plan(*STEP, cluster=CLUSTER, method=method, num_micro_batches=2)
+    # Of weights so large that their synchronisation takes a good part of the step.
+    step = mlp((1024, 4096, 1024), 64)
+    free = aq.plan(*step, cluster=CLUSTER, method=method, num_micro_batches=2)
     assert free.stages[0].data_axes == free.stages[0].axis_names
     plan = free
     # Until nothing fits, which is an error.
     while plan.stages[0].data_axes:
         limit = 0.98 * plan.prediction.peak_memory_bytes
         plan = aq.plan(
-            *STEP, cluster=CLUSTER, method=method, num_micro_batches=2, memory_limit_bytes=limit
+            *step, cluster=CLUSTER, method=method, num_micro_batches=2, memory_limit_bytes=limit
         )
     assert plan.prediction.peak_memory_bytes < free.prediction.peak_memory_bytes
     assert plan.prediction.step_time_s >= free.prediction.step_time_s
