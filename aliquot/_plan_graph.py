@@ -42,7 +42,7 @@ from .planners import (
     write_plan,
 )
 from .plans import ModelReference, Plan, time_between_calls_s
-from .sharding import inferred_rules
+from .sharding import inferred_rules, without_own_loop
 
 if TYPE_CHECKING:
     from .verification import Verification
@@ -230,6 +230,11 @@ def plan_captured(
             " calls for."
         )
     where = cluster or Cluster.detect()
+    own = without_own_loop(graph, on_missing_rule) if micro_batch_semantics == "exact" else None
+    if own is not None:
+        # Micro-batches of the plan take the place of the step's own.
+        like = Task(graph=own.graph, cluster=where, own_turns=own.turns)
+        num_micro_batches = num_micro_batches and num_micro_batches * own.turns
     task = replace(
         like or Task(graph=graph, cluster=where),
         cluster=where,

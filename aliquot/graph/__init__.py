@@ -73,6 +73,9 @@ from ._layers import named_places as named_places
 from ._layers import narrowest_bytes as narrowest_bytes
 from ._layers import range_layers as range_layers
 from ._layers import whole_layers as whole_layers
+from ._own_loop import OwnLoop as OwnLoop
+from ._own_loop import find_own_loop as find_own_loop
+from ._own_loop import in_one_turn as in_one_turn
 from ._recompute import Repeated as Repeated
 from ._recompute import find_repeated as find_repeated
 from ._recompute import is_costly as is_costly

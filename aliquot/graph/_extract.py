@@ -188,6 +188,12 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
     return _Builder(graph, links).build(items, lone, outputs, set())
 
 
+def with_items(graph: Graph, items: Sequence[Item]) -> Extract:
+    """A whole step with these items alone, numbered anew."""
+    links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
+    return _Builder(graph, links).build(items, graph.inputs, graph.outputs, set())
+
+
 def same_structure(a: Extract, b: Extract) -> bool:
     """True if two parts have the same operators on arrays of the same shapes, one by one."""
     if a is b:

@@ -152,7 +152,8 @@ class Task:
         graph: the step on its whole batch.
         cluster: what it runs on.
         num_micro_batches: the number that the user asks for. None lets methods that search for the
-            number choose it, and means 1 for the others.
+            number choose it, and means that of `own_turns` for the others.
+        own_turns: micro-batches of the step's own loop, without which `graph` is; 1 if it has none.
         tries_counts: whether the others try 1, 2, 4, ... micro-batches, too.
         semantics: see `plan_micro_batches`.
         on_missing_rule: see `dim_rule`.
@@ -165,6 +166,7 @@ class Task:
     graph: Graph
     cluster: Cluster
     num_micro_batches: int | None = None
+    own_turns: int = 1
     tries_counts: bool = False
     semantics: str = "exact"
     on_missing_rule: str = "infer"

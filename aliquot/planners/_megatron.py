@@ -149,7 +149,7 @@ class Megatron(AbstractMethod):
         """See `AbstractMethod.decide`."""
         laid_out = self.on(task.cluster)
         if laid_out.pipeline == 1:
-            count = task.num_micro_batches or self.num_micro_batches or 1
+            count = task.num_micro_batches or (self.num_micro_batches or 1) * task.own_turns
             decision = laid_out.solve(task.problem(count), task.progress)
             return replace(decision, combine=task.combine(count))
         # Report faults of the layout before anything is searched.

@@ -36,7 +36,7 @@ class AbstractMethod(abc.ABC):
 
     def programs(self, task: Task) -> list[AbstractFamily]:
         """The family of programs that this method makes of a task."""
-        asked = task.num_micro_batches or (None if task.tries_counts else 1)
+        asked = task.num_micro_batches or (None if task.tries_counts else task.own_turns)
         return [Programs.of(task, self, asked, most_programs=None)]
 
     def searched(self, search: Search, families: Sequence[AbstractFamily]) -> Decision:
@@ -53,7 +53,7 @@ class AbstractMethod(abc.ABC):
             if (refusal := search.refusal_of(Programs)) is not None:
                 raise refusal
             # Arrays alone are too large, so that nothing was searched yet.
-            return self.solve(task.problem(task.num_micro_batches or 1), task.progress)
+            return self.solve(task.problem(task.num_micro_batches or task.own_turns), task.progress)
         except InfeasibleError as error:
             raise _that_decomposes(error, task) from None
 

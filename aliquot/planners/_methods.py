@@ -186,7 +186,7 @@ class WholeProgram(AbstractMethod):
         task.refuse_large_state()
         on_fewer = list[Hosts]()
         if self.mesh_shape is None and task.cluster.num_hosts > 1:
-            least_s = least_compute_s(task.problem(task.num_micro_batches or 1))
+            least_s = least_compute_s(task.problem(task.num_micro_batches or task.own_turns))
             on_fewer = Hosts.below(task, self.programs, least_s)
         search = Search(task=task, faster_than_s=self.faster_than_s)
         return self.searched(search, [*self.programs(task), *on_fewer])

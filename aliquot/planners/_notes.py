@@ -36,6 +36,16 @@ def notes(stages: Sequence[StageDecision]) -> tuple[str, ...]:
     )
 
 
+def own_loop_note(decision: Decision, own_turns: int) -> Iterator[str]:
+    """A note on the step's own loop over micro-batches, which does not run."""
+    if own_turns > 1:
+        yield (
+            f"The step's own loop over {own_turns} parts of its batch does not run:"
+            f" {counted(decision.num_micro_batches, 'micro-batch')} of the plan make the same sums,"
+            " and devices add up their gradients once a step."
+        )
+
+
 def block_notes(decision: Decision) -> Iterator[str]:
     """Notes on the products that a plan by blocks splits by themselves: those that belong to no
     ParallelBlock, and those of blocks for which one decision would take too long.

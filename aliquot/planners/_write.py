@@ -33,7 +33,14 @@ from ..plans import (
 from ..sharding import Spec, StagedStep, dims_of, inferred_rules, project, without_partial
 from ._axis_uses import axis_uses
 from ._base import Decision, PipelineParts, StageDecision, Task
-from ._notes import block_notes, crowded_note, idle_note, memory_note, notes
+from ._notes import (
+    block_notes,
+    crowded_note,
+    idle_note,
+    memory_note,
+    notes,
+    own_loop_note,
+)
 
 _Dims = tuple[tuple[str, ...], ...]
 _Shardings = tuple[dict[str, _Dims], dict[str, _Dims]]
@@ -113,6 +120,7 @@ def write_plan(
         ),
         inferred_rules=_inferred_rules(full, task.on_missing_rule),
         notes=(
+            *own_loop_note(decision, task.own_turns),
             *idle_note(decision, task.cluster),
             *crowded_note(prediction.peak_memory_bytes, task.cluster),
             *memory_note(full),

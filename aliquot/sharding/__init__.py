@@ -86,6 +86,7 @@ from .micro_batches import plan_micro_batches as plan_micro_batches
 from .micro_batches import runs_in_groups as runs_in_groups
 from .micro_batches import trace_part as trace_part
 from .micro_batches import traces_in_groups as traces_in_groups
+from .micro_batches import without_own_loop as without_own_loop
 from .programs import Crossing as Crossing
 from .programs import Layout as Layout
 from .programs import MicroBatchGraphs as MicroBatchGraphs

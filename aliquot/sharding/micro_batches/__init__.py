@@ -11,6 +11,7 @@ from ._micro_batches import runs_in_groups as runs_in_groups
 from ._micro_batches import traces_in_groups as traces_in_groups
 from ._micro_calls import indexed_dims as indexed_dims
 from ._micro_calls import phase_of as phase_of
+from ._own_loop import without_own_loop as without_own_loop
 from ._time_specs import Action as Action
 from ._time_specs import Conversion as Conversion
 from ._time_specs import TimeKind as TimeKind

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -130,17 +130,17 @@ def _on_one(given: Sequence[Any], sizes: tuple[int, int, int], dtype: str) -> An
         return given[0]
     if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)):
         return None
-    error = 4 * float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
+    # Numbers are rounded to their dtype.
+    error = 1e-6 if jnp.dtype(dtype).itemsize >= 4 else 2.0**-7
     (a, b, c), (first, second, third) = sizes, map(float, given)
-    laws: list[Callable[[int], float]] = [
-        lambda n, power=power: first * (n / a) ** power for power in _POWERS
-    ]
-    laws.append(lambda n: first + (second - first) * ((n - a) / (b - a)))
-    for law in laws:
-        if math.isclose(law(b), second, rel_tol=error) and math.isclose(
-            law(c), third, rel_tol=error
+    # By each law, the numbers on `b`, `c` and one examples.
+    laws = [[first * (n / a) ** power for n in (b, c, 1)] for power in _POWERS]
+    laws.append([first + (second - first) * ((n - a) / (b - a)) for n in (b, c, 1)])
+    for of_second, of_third, of_one in laws:
+        if math.isclose(of_second, second, rel_tol=error) and math.isclose(
+            of_third, third, rel_tol=error
         ):
-            return np.asarray(law(1), dtype)[()]
+            return np.asarray(of_one, dtype)[()]
     return None
 
 

@@ -24,7 +24,7 @@ def trace_part(graph: Graph, num_micro_batches: int, num_groups: int = 1) -> Gra
         InputError: the parts do not divide the batch, or there is none.
         CaptureError: the step cannot be traced on so few examples.
     """
-    return _traced(graph, num_micro_batches, num_groups, _of_size)
+    return _traced(graph, num_micro_batches, num_groups, trace_of_size)
 
 
 def trace_own(graph: Graph, num_micro_batches: int) -> Graph:
@@ -68,14 +68,14 @@ def _traced(
         ) from error
 
 
-def _of_size(graph: Graph, size: int) -> Graph:
+def trace_of_size(graph: Graph, size: int) -> Graph:
     """The step on `size` examples, with its scans cut as those of the graph are.
 
     A step is traced on two sizes at most if others can be derived from these, and on a third if JAX
     writes another program for the second.
     """
     if graph.split is not None:
-        return split_scans(_of_size(graph.split.original, size), graph.split.bounds).graph
+        return split_scans(trace_of_size(graph.split.original, size), graph.split.bounds).graph
     known: dict[int, Graph] = graph.calling.traces
     whole = batch_size(graph)
     if size == whole:
