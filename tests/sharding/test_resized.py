@@ -57,7 +57,7 @@ def test_layers_at_another_size_need_no_trace(step, monkeypatch):
 def test_whether_a_step_runs_in_groups_is_known_without_its_program(step, parts, monkeypatch):
     assert align(step, resized(trace_part(step, 8), step, 32 // parts))
     monkeypatch.setattr(_micro_batches, "align", lambda *args: pytest.fail("compared again"))
-    monkeypatch.setattr(_traces, "_of_size", lambda *args: pytest.fail("worked out"))
+    monkeypatch.setattr(_traces, "trace_of_size", lambda *args: pytest.fail("worked out"))
     monkeypatch.setattr(_micro_batches, "_is_same_program", lambda *args: True)
     assert traces_in_groups(step, parts, 1)
 
