@@ -178,9 +178,9 @@ def _group_work(
             continue
         members = cuts.folding.value_members[value_class]
         trips = cuts.first[producer[0]].trips if producer is not None else 1
-        num_bytes = (
-            cuts.graph.values[members[0]].num_bytes * len(members) * cuts.times_made(value_class)
-        )
+        each_bytes = cuts.graph.values[members[0]].num_bytes * len(members)
+        times_made = cuts.times_made(value_class)
+        num_bytes = each_bytes * times_made
         split_by = divided_by(index.slot_port(slot).projection)
         if producer is not None and slot == cuts.home(value_class):
             maker = cuts.first[producer[0]]
@@ -196,8 +196,8 @@ def _group_work(
                 producer is not None and phase is cuts.first[producer[0]].phase is Phase.UPDATE
             ):
                 cast = _read_by(index, slot, phase, casts)
-                again = _times_sliced(index, slot, phase) / cuts.times_made(value_class)
-                arrays[phase, deferrable, cast].append((num_bytes * max(1.0, again), split_by))
+                times = max(times_made, _times_sliced(index, slot, phase))
+                arrays[phase, deferrable, cast].append((each_bytes * times, split_by))
         if members[0] in index.batch_values:
             # Every device receives its part of the batch, which is smaller if the batch is split.
             arrays[Phase.FORWARD, False, None].append((num_bytes, split_by))

@@ -121,3 +121,26 @@ def test_a_loop_that_keeps_activations_costs_more_than_recomputation_saves(clust
     assert seconds(False, "none") < seconds(False, "block") < seconds(True, "none")
     assert seconds(True, "block") < seconds(True, "none")
     assert seconds(True, "block") == pytest.approx(seconds(False, "block"), rel=0.05)
+
+
+def test_a_loop_in_a_loop_reads_its_rows_again():
+    """Each turn of the outer loop copies every row, and products read the copies."""
+    width = 256
+
+    def per_turn(layers):
+        def nested(turns):
+            def step(x, w):
+                def turn(x, _):
+                    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0], None
+
+                return jax.lax.scan(turn, x, None, length=turns)[0]
+
+            x = jax.ShapeDtypeStruct((1, width), jnp.float32)
+            w = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
+            return moved("1xH100", step, x, w)[0]
+
+        return (nested(4) - nested(2)) / 2
+
+    row_bytes = 4 * width * width
+    more = (per_turn(2 * LAYERS) - per_turn(LAYERS)) / LAYERS
+    assert more == pytest.approx(3 * row_bytes, rel=0.05)
