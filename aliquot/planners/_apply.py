@@ -50,10 +50,9 @@ def apply_plan(
 
 def _as_planned(plan: Plan, graph: Graph, on_missing_rule: str) -> Graph:
     """The step, without its own loop over micro-batches if the plan's take its place."""
-    if graph_fingerprint(graph) == plan.graph_fingerprint or plan.micro_batch_semantics != "exact":
-        return graph
-    own = without_own_loop(graph, on_missing_rule)
-    if own is None:
+    is_exact = plan.micro_batch_semantics == "exact"
+    own = without_own_loop(graph, on_missing_rule) if is_exact else None
+    if own is None or graph_fingerprint(graph) == plan.graph_fingerprint:
         return graph
     # Another release of a library may have changed the operators.
     takes_place = plan.num_micro_batches % own.turns == 0
