@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -173,7 +172,7 @@ def versions() -> dict[str, str]:
     """Of Python and the packages that matter."""
     return {
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+        **{name: core.version_of(name) for name in _PACKAGES},
     }
 
 

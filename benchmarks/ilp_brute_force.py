@@ -11,7 +11,6 @@ difference of step times into `results/`.
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -25,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from planners.comparing import Comparison, compare  # noqa: E402
+
+from aliquot.core import version_of  # noqa: E402
 
 _TOLERANCE = 1e-9
 
@@ -65,10 +66,7 @@ def main() -> int:
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": {
             "python": platform.python_version(),
-            **{
-                name: importlib.metadata.version(name)
-                for name in ("aliquot", "jax", "highspy", "numpy")
-            },
+            **{name: version_of(name) for name in ("aliquot", "jax", "highspy", "numpy")},
         },
         "command": shlex.join(["python", "benchmarks/ilp_brute_force.py", *sys.argv[1:]]),
         "seconds": round(time.perf_counter() - started, 1),

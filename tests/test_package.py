@@ -126,7 +126,7 @@ def wheel(tmp_path_factory) -> Path:
         sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT, cwd=out
     )
     assert built.returncode == 0, built.stdout + built.stderr
-    (found,) = out.glob("aliquot-*.whl")
+    (found,) = out.glob("jax_aliquot-*.whl")
     return found
 
 
@@ -178,7 +178,7 @@ def test_missing_extra_names_the_install_command(bare_commands, tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 2
-    assert "pip install 'aliquot[zoo]'" in done.stderr
+    assert "flax, which is not installed. Run: pip install flax optax" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 

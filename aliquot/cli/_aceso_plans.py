@@ -127,9 +127,7 @@ def import_plan(
         where = read_cluster(cluster, network_gbps)
         if cluster != "detect":
             use_host_only()
-        from importlib.metadata import version
-
-        from ..core import listing
+        from ..core import listing, version_of
         from ..graph import capture
         from ..interop.aceso import configuration_faults, plan_of, read_configuration
         from ..zoo import MODELS
@@ -172,7 +170,7 @@ def import_plan(
             aceso_operators(graph, config),
             where,
             model=known.reference,
-            version=version("aliquot"),
+            version=version_of("aliquot"),
             trace_s=time.perf_counter() - started,
             memory_limit_bytes=limit_bytes,
             semantics=aceso_chain(config).get("micro_batch_semantics", "exact"),

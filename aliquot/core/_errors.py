@@ -153,7 +153,7 @@ class MissingExtraError(AliquotError):
         package: The module or distribution that could not be imported.
 
     >>> print(MissingExtraError("plot", "matplotlib"))
-    this needs matplotlib, which is not installed. Run: pip install ...[plot]'
+    this needs matplotlib, which is not installed. Run: pip install ...
     """
 
     def __init__(self, extra: str, package: str) -> None:
@@ -167,13 +167,27 @@ class MissingExtraError(AliquotError):
         )
 
 
+#: For files that a newer release has written.
+HOW_TO_UPDATE = "Update it: type `pip install .` in the folder of a newer release of aliquot"
+
+# What each extra for users installs.
+_EXTRAS = {
+    "zoo": "flax optax",
+    "plot": "matplotlib",
+    "ray": "ray",
+    "train": "orbax-checkpoint tensorboardX tokenizers",
+    "verify-gpu": "'jax[cuda12-local]' nvidia-cuda-nvcc-cu12",
+    "verify-tpu": "'jax[tpu]'",
+}
+
+
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra: from the checkout that this package lies in, or else by
-    name. It is that of the Python that runs.
+    """The command that installs an extra: from the checkout that this package lies in, or else what
+    the extra needs. It is that of the Python that runs.
     """
     root = Path(__file__).parents[2]
     if not (root / "pyproject.toml").is_file():
-        return f"pip install 'aliquot[{extra}]'"
+        return f"pip install {_EXTRAS[extra]}"
     where = "." if root == Path.cwd() else str(root)
     return f"pip install -e '{where}[{extra}]'"
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from ._child import Child
 
-_COMPARED = ("aliquot", "jax", "jaxlib")
+_COMPARED = ("jax", "jaxlib")
 
 
 class Host:
@@ -25,6 +25,13 @@ class Host:
     def versions(self) -> dict[str, str]:
         """Versions that must be the same on all hosts; empty where something is not installed."""
         found = {"python": ".".join(platform.python_version_tuple()[:2])}
+        try:
+            from aliquot.core import version_of
+
+            found["aliquot"] = version_of("aliquot")
+        # It is not there, or another package has its name.
+        except ImportError:
+            found["aliquot"] = ""
         for name in _COMPARED:
             try:
                 found[name] = importlib.metadata.version(name)

@@ -373,13 +373,14 @@ def _require_equal_versions(found: Sequence[tuple[str, Mapping[str, str]]]) -> N
         if has[name] != own[name]
     ]
     if problems:
-        wanted = " ".join(f"{name}=={own[name]}" for name in own if name != "python")
         raise InputError(
             listing(
                 "hosts of the Ray cluster have other versions than this machine, and programs made"
                 " by different versions cannot run together",
                 problems,
-                f"On each of them type: pip install {wanted}, in the Python that runs `ray start`.",
+                f"On each of them, for the Python that runs `ray start`, type: pip install"
+                f" jax=={own['jax']} jaxlib=={own['jaxlib']}, and in the folder of aliquot"
+                f" {own['aliquot']}: pip install .",
             )
         )
 

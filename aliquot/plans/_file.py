@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ..core import (
+    HOW_TO_UPDATE,
     InputError,
     PlanFileError,
     faults_of,
@@ -264,7 +265,7 @@ def _current(data: dict[str, Any], source: str) -> dict[str, Any]:
     if given > PLAN_VERSION:
         raise PlanFileError(
             f"{source} has version {shortened(str(given), 40)}, and this aliquot reads {readable}. "
-            "Update it with `pip install --upgrade aliquot`, or make the plan again."
+            f"{HOW_TO_UPDATE}, or make the plan again."
         )
     for version in range(given, PLAN_VERSION):
         if version not in _MIGRATIONS:

@@ -70,7 +70,7 @@ def test_missing_extra_names_the_command(monkeypatch, tmp_path):
     assert f"pip install -e '{root}[plot]'" in str(MissingExtraError("plot", "matplotlib"))
     # Installed as a package, it has no checkout.
     monkeypatch.setattr(Path, "is_file", lambda path: False)
-    assert "pip install 'aliquot[plot]'" in str(MissingExtraError("plot", "matplotlib"))
+    assert str(MissingExtraError("plot", "matplotlib")).endswith("Run: pip install matplotlib")
 
 
 @pytest.mark.parametrize(

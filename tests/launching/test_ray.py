@@ -4,14 +4,17 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import jax
 import pytest
 from command_line import refused, run
 
 import aliquot as aq
 from aliquot.core import with_xla_flags
 from aliquot.launching import RayHost, RayHosts, cluster_of
+from aliquot.launching._host import Host
 from aliquot.launching._ray import _require_equal_versions
 
 HERE = Path(__file__).parent
@@ -74,7 +77,22 @@ def test_hosts_with_other_versions_are_refused():
     said = str(caught.value)
     assert "10.0.0.2 has jax 0.9.0, this machine 0.10.2" in said
     assert "10.0.0.2 has no aliquot" in said and "10.0.0.1" not in said
-    assert "pip install aliquot==0.1.0 jax==0.10.2 jaxlib==0.10.2" in said
+    assert "pip install jax==0.10.2 jaxlib==0.10.2, and in the folder of aliquot 0.1.0" in said
+
+
+def test_a_host_tells_its_versions(monkeypatch):
+    found = Host().versions()
+    assert found == {
+        "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
+        "aliquot": aq.__version__,
+        "jax": jax.__version__,
+        "jaxlib": jax.lib.__version__,
+    }
+    # One without the package, or with another one of that name.
+    monkeypatch.delitem(sys.modules, "aliquot.core")
+    for other in (None, types.ModuleType("aliquot")):
+        monkeypatch.setitem(sys.modules, "aliquot", other)
+        assert Host().versions()["aliquot"] == ""
 
 
 def host(ip="10.0.0.1", **has):

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ...core import InputError, counted, faults_of
+from ...core import HOW_TO_UPDATE, InputError, counted, faults_of
 
 #: Rises when older releases could not read what newer ones write.
 FORMAT = 1
@@ -106,7 +106,7 @@ def read_record(folder: Path, number: int) -> Record:
         by = versions.get("aliquot", "?") if isinstance(versions, dict) else "?"
         raise NewerError(
             f"{where} has format {written}, and was written by aliquot {by}. This release reads"
-            f" formats up to {FORMAT}: pip install --upgrade aliquot"
+            f" formats up to {FORMAT}. {HOW_TO_UPDATE}."
         )
     faults = list(faults_of(data, Record, ""))
     if faults:
