@@ -49,10 +49,15 @@ def shortened(text: str, most: int = _LONG) -> str:
     >>> shortened("abcdefghij", 8)
     'abc...ij'
     """
-    if len(text) > most:
-        head = (most - 2) // 2
-        text = f"{text[:head]}...{text[len(text) - (most - 3 - head) :]}"
-    return printable(text, keep="")
+    # Cut first, since it takes long to escape a long text.
+    return _cut(printable(_cut(text, most), keep=""), most)
+
+
+def _cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    head = (most - 2) // 2
+    return f"{text[:head]}...{text[len(text) - (most - 3 - head) :]}"
 
 
 def counted(count: int, noun: str) -> str:

@@ -125,7 +125,7 @@ def _meet(kind: str, moment: str, count: int, marker: Path) -> tuple[float, str]
 
 
 @dataclass(kw_only=True)
-class _Peers:
+class PeersInThreads:
     """As much of `Peers` as channels need; processes are threads."""
 
     process: int
@@ -166,7 +166,7 @@ def _send(kind: str, moment: str, count: int, marker: Path) -> tuple[float, str]
             time.sleep(_SAID_S)
 
         def channels_of(k: int) -> Channels:
-            peers = _Peers(
+            peers = PeersInThreads(
                 process=k,
                 count=count,
                 key=key,

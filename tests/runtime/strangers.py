@@ -165,6 +165,27 @@ def _frame(data: bytes, size: int | None = None) -> bytes:
     return head + (len(data) if size is None else size).to_bytes(4, "big") + data
 
 
+def unknown_field(name: str) -> bytes:
+    """A greeting with a field that nobody knows."""
+    return _frame(msgspec.msgpack.encode({name: 0}))
+
+
+def _cut_proof(target: Target) -> None:
+    with target.connect() as connection:
+        talk = target.talk(target.hello, target.greet(connection), target.key)
+        # The right one, but for its last byte.
+        connection.sendall(framed(Claim(hello=talk.hello, proof=talk.proof("opens")[:-1])))
+        target.stop.wait()
+
+
+def _answer_as_host(target: Target) -> None:
+    with target.connect() as connection:
+        # The proof of the end that listens, said by the one that opens.
+        talk = target.talk(target.hello, target.greet(connection), target.key)
+        connection.sendall(framed(Claim(hello=talk.hello, proof=talk.proof("answers"))))
+        target.stop.wait()
+
+
 def _replay(target: Target) -> None:
     with target.connect() as connection:
         target.greet(connection)
@@ -240,6 +261,12 @@ KINDS: dict[str, Callable[[Target], None]] = {
     "another number of processes": lambda target: target.claim(
         msgspec.structs.replace(target.hello, process=7, count=8)
     ),
+    "a long name with escape sequences": lambda target: target.hold(
+        unknown_field("\n\x1b[2J\r" * 10_000)
+    ),
+    "half a greeting": lambda target: target.hold(framed(Greeting(word=_WORD))[:25]),
+    "a cut proof": _cut_proof,
+    "the proof of the other end": _answer_as_host,
     "an empty secret": lambda target: target.claim(target.hello, key=b""),
     "an odd hello": _claim_oddly,
     "repeats a recorded hello": _replay,

@@ -58,11 +58,12 @@ def test_a_file_that_others_can_read_or_change_is_refused(mode, said, tmp_path, 
     ("content", "said"),
     [
         (None, "cannot be read as text: .*No such file"),
-        (b"", "has 0 characters"),
+        (b"", "is blank"),
+        (b" \n", "is blank"),
         (b"short", "has 5 characters.*needs 16"),
         (b"\xff" * 40, "cannot be read as text"),
     ],
-    ids=["missing", "empty", "short", "bytes"],
+    ids=["missing", "empty", "blank", "short", "bytes"],
 )
 def test_a_file_without_a_secret_is_refused(content, said, tmp_path, monkeypatch):
     file = tmp_path / "secret"
@@ -78,6 +79,26 @@ def test_short_secrets_are_refused(monkeypatch):
     monkeypatch.setenv("ALIQUOT_SECRET", "password")
     with pytest.raises(InputError, match="in ALIQUOT_SECRET has 8 characters: whoever guesses it"):
         known_secret()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("ALIQUOT_SECRET", "", "in ALIQUOT_SECRET is blank: the command that was to make it"),
+        ("ALIQUOT_SECRET", " \t\n", "is blank"),
+        ("ALIQUOT_SECRET_FILE", " ", "ALIQUOT_SECRET_FILE is set, and names no file"),
+        (
+            "ALIQUOT_SECRET",
+            "abababababababababab",
+            "has 2 different characters: whoever guesses it",
+        ),
+        ("ALIQUOT_SECRET", "0123456" * 3, "has 7 different characters: .*so it needs 8"),
+    ],
+)
+def test_blank_and_weak_secrets_are_refused_on_one_machine_too(name, text, said, monkeypatch):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(InputError, match=said):
+        require_secret("127.0.0.1")
 
 
 def test_of_two_secrets_the_one_that_is_read_is_named(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Nobody who does not know the secret of a run takes part in it, ends it or holds it up."""
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -9,10 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from runtime.stranger_cases import BAR_S, CASES, COUNTS, MOMENTS, PORTS, run_case, wrong
 from runtime.stranger_runs import ALL, train_among
-from runtime.strangers import Target, new_secret, strangers
+from runtime.strangers import Target, new_secret, strangers, unknown_field
 
-from aliquot.runtime.transport import _line, _meeting
-from aliquot.runtime.transport._line import Greeting, framed, open_line
+from aliquot.runtime.transport import _line, _meeting, _reception
+from aliquot.runtime.transport._line import (
+    HEAD_BYTES,
+    Greeting,
+    framed,
+    open_line,
+    receive_exactly,
+)
 from aliquot.runtime.transport._meeting import Hello, gather_in, join
 from aliquot.runtime.transport._messages import MessageError
 from aliquot.runtime.transport._reception import LOGGER, Reception, listen
@@ -91,7 +98,7 @@ def test_who_is_slow_or_silent_is_dropped_in_time_and_named(reception, monkeypat
     assert opened.strangers.startswith(" 2 strangers were dropped") and not arrived
 
 
-def test_of_very_many_strangers_few_are_kept_and_few_are_named(reception, caplog):
+def test_of_very_many_strangers_few_are_kept_and_few_are_named(reception, monkeypatch, caplog):
     opened, arrived, address = reception
     with strangers(["opens 300 connections"], strange(address)):
         wait_for(lambda: opened.num_dropped >= 200)
@@ -102,7 +109,41 @@ def test_of_very_many_strangers_few_are_kept_and_few_are_named(reception, caplog
         assert arrived[0][1].receive(str, 5) == "word"
         line.close()
     wait_for(lambda: opened.num_dropped == 300)
-    assert len(caplog.records) == 20 + 3
+    assert len(caplog.records) == 20
+    # Then one at a time.
+    monkeypatch.setattr(_reception, "_EVERY_S", 0)
+    with strangers(["HTTP"], strange(address)):
+        wait_for(lambda: len(caplog.records) == 21)
+    assert "dropped stranger 301 at the port" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize("kind", ["a long name with escape sequences", "an odd hello", "HTTP"])
+def test_what_a_stranger_says_is_one_short_line_of_the_log(kind, reception, caplog):
+    opened, _, address = reception
+    with strangers([kind], strange(address)):
+        wait_for(lambda: opened.num_dropped == 1)
+    for said in (caplog.records[0].getMessage(), opened.strangers):
+        assert len(said) < 400 and said.isprintable()
+
+
+def test_a_false_process_0_cannot_fill_the_log(caplog, capsys):
+    """It says something else each time."""
+    with listen("127.0.0.1") as false_host:
+
+        def pretend():
+            with contextlib.suppress(OSError):
+                for number in itertools.count():
+                    connection, _ = false_host.accept()
+                    with connection:
+                        receive_exactly(connection, HEAD_BYTES, time.monotonic() + 5)
+                        connection.sendall(unknown_field(f"{number}\n\x1b[2J" + "x" * 60_000))
+
+        threading.Thread(target=pretend, daemon=True).start()
+        with pytest.raises(SystemExit):
+            join(*false_host.getsockname(), Hello.own(1, 2, ""), b"secret", 1.5)
+    (record,) = caplog.records
+    said = capsys.readouterr().err.strip()
+    assert all(len(text) < 600 and text.isprintable() for text in (record.getMessage(), said))
 
 
 @pytest.mark.parametrize(

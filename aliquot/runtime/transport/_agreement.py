@@ -16,8 +16,8 @@ def exchange(value: Value, kind: type[Value]) -> list[Value]:
     """The value that each process passes, in order of the processes. Waits until all have called it
     as often as this one: all processes must call it at the same points, with the same `kind`.
 
-    For small values: numbers, names, digests. They go through JAX's coordination service, touch no
-    device, and carry no code.
+    For small values: numbers, names, digests. They touch no device, and carry no code. They go
+    through the connections that `initialize` has made, or else through JAX's coordination service.
 
     Args:
         value: this process's; a `msgspec.Struct`, a dataclass, or builtin types.
@@ -28,9 +28,9 @@ def exchange(value: Value, kind: type[Value]) -> list[Value]:
         ConnectionError: what another process passed is no such value; names the process.
     """
     peers = watched()
-    # Processes that were not connected by `initialize` share nothing but the secret, if any.
-    key = peers.key if peers is not None else digest(known_secret() or b"", "exchange")
-    return exchange_by(key, value, kind)
+    if peers is not None:
+        return peers.exchange(value, kind)
+    return exchange_by(_key(), value, kind)
 
 
 def spans_processes(devices: Iterable[Any]) -> bool:
@@ -55,6 +55,12 @@ class Rendezvous:
         Raises:
             ConnectionError: a process does not come in time.
         """
-        peers = watched()
-        key = peers.key if peers is not None else digest(known_secret() or b"", "exchange")
-        return exchange_under(key, f"{self._name}, {next(self._numbers)}", value, kind, timeout_s)
+        peers, name = watched(), f"{self._name}, {next(self._numbers)}"
+        if peers is not None:
+            return peers.exchange_under(name, value, kind, timeout_s)
+        return exchange_under(_key(), name, value, kind, timeout_s)
+
+
+def _key() -> bytes:
+    """Of processes that `initialize` has not connected: they share the secret alone, if any."""
+    return digest(known_secret() or b"", "exchange")

@@ -1,13 +1,16 @@
 """Connections that carry bytes from each process to every other, in order.
 
 A connection goes one way and is opened when its first message is sent; both ends prove then that
-they are processes of this run. The bytes themselves travel as they are. Threads write and read
-while the process goes on: one waits for arrays to be computed and sends them, another reads what
-arrives. Their queues hold a few messages at most.
+they are processes of this run. The bytes themselves travel as they are, with an HMAC by a key of
+the connection, so that none arrives altered. Threads write and read while the process goes on: one
+waits for arrays to be computed and sends them, another reads what arrives. Their queues hold a few
+messages at most.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import queue
 import socket
 import struct
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from ._line import PROOFS_S, Line, open_line
+from ._line import PROOF_BYTES, PROOFS_S, Line, open_line
 from ._reception import Reception, listen
 
 if TYPE_CHECKING:
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
 #: Makes the parts of a message, in the thread that writes them.
 Parts = Callable[[], Sequence[np.ndarray[Any, Any]]]
 
-# Number of the message, and its size in bytes.
+# Number of the message, and its size in bytes. An HMAC of both follows, so that nobody waits for
+# more than was sent; then the bytes, and an HMAC of all.
 _HEADER = struct.Struct("!QQ")
 # A sender waits while this many messages are unsent. One would suffice to prevent deadlock: the
 # process that is furthest behind never waits, because the others have sent and received all earlier
@@ -120,7 +124,7 @@ class Channels:
         """Hand a connection to the inbox of its process, which has only one."""
         inbox = self._inboxes.get(hello.process)
         fits = (hello.to, hello.count) == (self._own, self._count)
-        if not fits or inbox is None or not inbox.begin(line.socket):
+        if not fits or inbox is None or not inbox.begin(line):
             line.close()
 
 
@@ -133,7 +137,8 @@ class _Outbox:
         self._error: BaseException | None = None
         self._unsent = 0
         self._change = threading.Condition()
-        self._socket = _connected(place, hello, key).socket
+        line = _connected(place, hello, key)
+        self._socket, self._key = line.socket, line.sends
         self._socket.settimeout(None)
         _start(self._write)
 
@@ -167,11 +172,13 @@ class _Outbox:
                     arrays = [
                         np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts()
                     ]
-                    self._socket.sendall(
-                        _HEADER.pack(number, sum(array.nbytes for array in arrays))
-                    )
+                    head = _HEADER.pack(number, sum(array.nbytes for array in arrays))
+                    proof = hmac.new(self._key, head, hashlib.sha256)
+                    self._socket.sendall(head + proof.digest())
                     for array in arrays:
+                        proof.update(array.data)
                         self._socket.sendall(array.data)
+                    self._socket.sendall(proof.digest())
                 # Also what JAX raises when the computation of an array has failed.
                 except Exception as error:
                     self._error = error
@@ -196,13 +203,13 @@ class _Inbox:
         self._taken = 0
         self._socket: socket.socket | None = None
 
-    def begin(self, connection: socket.socket) -> bool:
+    def begin(self, line: Line) -> bool:
         """Read from a connection; False if there was one before."""
         if self._socket is not None:
             return False
-        connection.settimeout(None)
-        self._socket = connection
-        _start(self._listen, connection)
+        line.socket.settimeout(None)
+        self._socket = line.socket
+        _start(self._listen, line.socket, line.hears)
         return True
 
     def take(self, num_bytes: int) -> np.ndarray[Any, Any]:
@@ -212,7 +219,7 @@ class _Inbox:
             # The error stays for whoever asks next.
             self._read.put(arrived)
             raise ConnectionError(
-                f"the connection to process {self._process} has ended"
+                f"nothing more comes from process {self._process}: {arrived}"
             ) from arrived
         number, data = arrived
         # Messages have no names: number and size tell that both ends are at the same point.
@@ -228,15 +235,19 @@ class _Inbox:
         if self._socket is not None:
             self._socket.close()
 
-    def _listen(self, connection: socket.socket) -> None:
+    def _listen(self, connection: socket.socket, key: bytes) -> None:
         """Read messages into the queue, in a thread of its own."""
         try:
             while True:
                 head = bytearray(_HEADER.size)
                 _fill(connection, memoryview(head))
+                proof = hmac.new(key, head, hashlib.sha256)
+                _require_proof(connection, proof.digest())
                 number, size = _HEADER.unpack(head)
                 data = _aligned(size)
                 _fill(connection, memoryview(data.data))
+                proof.update(data.data)
+                _require_proof(connection, proof.digest())
                 self._read.put((number, data))
                 # The queue's reader alone holds the data now.
                 del data
@@ -266,6 +277,14 @@ def _connected(place: Place, hello: Sender, key: bytes) -> Line:
                     f"process {hello.to} does not answer at {place.host}:{place.port}: {error}"
                 ) from error
             time.sleep(0.1)
+
+
+def _require_proof(connection: socket.socket, expected: bytes) -> None:
+    """Read the HMAC of what came. Raises `OSError` if it is another one."""
+    given = bytearray(PROOF_BYTES)
+    _fill(connection, memoryview(given))
+    if not hmac.compare_digest(given, expected):
+        raise OSError("an array was altered on its way")
 
 
 def _fill(connection: socket.socket, left: memoryview) -> None:

@@ -2,7 +2,7 @@
 
 Whoever opens it sends a random word, the other end another one. Each then proves, by an HMAC over
 both words and over what is said, that it knows the secret. Recorded words are of no use to others.
-Later messages carry an HMAC by a key of this connection.
+Later messages, and arrays, carry an HMAC by a key of this connection.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from ._messages import MessageError, Value, decode, encode
 from ._secret import digest
 
 #: Of the protocol. A change of any message or proof needs another one.
-VERSION = 1
+VERSION = 2
 #: The longest message while a line is made, by who may be anybody, and on one.
 MOST_BYTES, MOST_LINE_BYTES = 64 * 1024, 16 * 2**20
+#: The longest value within one.
+MOST_VALUE_BYTES = MOST_LINE_BYTES - 4096
+#: Of an HMAC.
+PROOF_BYTES = 32
 #: Time for the proofs of both ends, all in all.
 PROOFS_S = 10
 
 # How long a message waits for room at the other end.
 _SEND_S = 10
-_WORD_BYTES = _PROOF_BYTES = 32
+_WORD_BYTES = 32
 _MAGIC = b"aliquot" + bytes([VERSION])
 HEAD_BYTES = len(_MAGIC) + 4
 
@@ -73,12 +77,16 @@ class Line:
     """One end of a proved connection, with typed messages in both directions.
 
     Each is its size, its bytes, and an HMAC of them and of its number.
+
+    Attributes:
+        socket: the connection.
+        sends, hears: keys of what this end sends and hears.
     """
 
     def __init__(self, connection: socket.socket, talk: Talk, *, opened: bool) -> None:
         self.socket = connection
         keys = talk.proof("messages of the opener"), talk.proof("messages of the host")
-        self._sends, self._hears = keys if opened else keys[::-1]
+        self.sends, self.hears = keys if opened else keys[::-1]
         self._sent = self._heard = 0
         self._lock = threading.Lock()
         connection.settimeout(_SEND_S)
@@ -91,7 +99,7 @@ class Line:
         """
         data = encode(value, MOST_LINE_BYTES)
         with self._lock:
-            proof = digest(self._sends, self._sent, data)
+            proof = digest(self.sends, self._sent, data)
             self._sent += 1
             self.socket.sendall(len(data).to_bytes(4, "big") + data + proof)
 
@@ -110,10 +118,10 @@ class Line:
             if size > MOST_LINE_BYTES:
                 raise ConnectionError(f"a message of {size} bytes")
             data = receive_exactly(self.socket, size, deadline)
-            proof = receive_exactly(self.socket, _PROOF_BYTES, deadline)
+            proof = receive_exactly(self.socket, PROOF_BYTES, deadline)
         finally:
             self.socket.settimeout(_SEND_S)
-        if not hmac.compare_digest(proof, digest(self._hears, self._heard, data)):
+        if not hmac.compare_digest(proof, digest(self.hears, self._heard, data)):
             raise ConnectionError("a message that the other process did not send")
         self._heard += 1
         try:

@@ -272,7 +272,7 @@ def join(host: str, port: int, own_hello: Hello, secret: bytes, timeout_s: float
     all have joined.
     """
     deadline = time.monotonic() + timeout_s
-    said = ""
+    said, quiet_until = "", 0.0
     while True:
         try:
             limit_s = min(PROOFS_S, max(deadline - time.monotonic(), 1))
@@ -288,8 +288,8 @@ def join(host: str, port: int, own_hello: Hello, secret: bytes, timeout_s: float
                     f" {timeout_s:.0f} s ({error})."
                 )
         # It may be a stranger, and process 0 come later.
-        if problem not in ("", said):
-            said = problem
+        if problem not in ("", said) and time.monotonic() > quiet_until:
+            said, quiet_until = problem, time.monotonic() + PROOFS_S
             LOGGER.warning(
                 "aliquot: at %s:%d process %d tries to join, but %s. Processes of a run must have"
                 " the same ALIQUOT_SECRET; it tries again for %.0f s.",

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ...core import shortened
+
 #: The longest message. Texts of plans of 10,000 layers have some megabytes.
 MOST_BYTES = 64 * 2**20
 
@@ -43,7 +45,10 @@ def decode(data: bytes, kind: type[Value], most_bytes: int = MOST_BYTES) -> Valu
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MessageError(f"no such message as was expected: {error}") from None
+        # It may repeat names of fields, which are the sender's.
+        raise MessageError(
+            f"no such message as was expected: {shortened(str(error), 200)}"
+        ) from None
     # Only where a dataclass is expected: msgspec reads past its unknown fields.
     except RecursionError:
         raise MessageError("a message that nests too deeply") from None

@@ -21,8 +21,8 @@ LOGGER = logging.getLogger("aliquot.network")
 # Connections that have proved nothing yet. Among more the oldest is dropped: who knows the secret
 # needs milliseconds.
 _MOST_GUESTS = 64
-# Of the first that many strangers each is named; then one in so many.
-_NAMED, _ONE_IN = 20, 100
+# Of the first that many strangers each is named; then one in so many seconds.
+_NAMED, _EVERY_S = 20, 10
 _ROUND_S = 1
 
 
@@ -58,6 +58,7 @@ class Reception(Generic[Value]):
         self._is_closed = False
         #: How many were dropped, and what the last of them did.
         self.num_dropped, self.last_dropped = 0, ""
+        self._named_at = 0.0
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         threading.Thread(target=self._run, name="aliquot-reception", daemon=True).start()
@@ -130,7 +131,9 @@ class Reception(Generic[Value]):
             guest.socket.close()
         self.num_dropped += 1
         self.last_dropped = f"{guest.address} {why}"
-        if self.num_dropped <= _NAMED or self.num_dropped % _ONE_IN == 0:
+        now = time.monotonic()
+        if self.num_dropped <= _NAMED or now > self._named_at + _EVERY_S:
+            self._named_at = now
             LOGGER.warning(
                 "aliquot: dropped stranger %d at the port for the %s: %s",
                 self.num_dropped,

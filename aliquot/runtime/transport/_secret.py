@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...core import SECRET, SECRET_FILE, InputError
 
-_FEWEST_CHARACTERS = 16
+_FEWEST_CHARACTERS, _FEWEST_DIFFERENT = 16, 8
 _MOST_BYTES = 4096
 _HOW = (
     f"Set {SECRET} to the same text in all processes, or {SECRET_FILE} to a file that holds it and"
@@ -28,21 +28,31 @@ def known_secret() -> bytes | None:
     """The secret of this process's environment, or None.
 
     Raises:
-        InputError: it is too short to be one, or its file is missing or open to others.
+        InputError: it is blank or easily guessed, or its file is missing or open to others.
     """
-    text = os.environ.get(SECRET, "")
-    file = os.environ.get(SECRET_FILE, "")
-    source = SECRET if text or not file else file
-    if source == file:
-        text = _read(Path(file))
+    text, file = os.environ.get(SECRET), os.environ.get(SECRET_FILE)
+    source = SECRET
+    if text is None:
+        if file is None:
+            return None
+        if not file.strip():
+            raise InputError(f"{SECRET_FILE} is set, and names no file. {_HOW}")
+        source, text = file, _read(Path(file))
     text = text.strip()
-    if not text and not file:
-        return None
-    if len(text) < _FEWEST_CHARACTERS:
+    if not text:
         raise InputError(
-            f"the secret in {source} has {len(text)} characters: whoever"
-            f" guesses it can join this run, so it needs {_FEWEST_CHARACTERS}. {_HOW}"
+            f"the secret in {source} is blank: the command that was to make it may have failed."
+            f" {_HOW}"
         )
+    for number, fewest, what in (
+        (len(text), _FEWEST_CHARACTERS, "characters"),
+        (len({*text}), _FEWEST_DIFFERENT, "different characters"),
+    ):
+        if number < fewest:
+            raise InputError(
+                f"the secret in {source} has {number} {what}: whoever guesses it can join this run,"
+                f" so it needs {fewest}. {_HOW}"
+            )
     return text.encode()
 
 

@@ -1,6 +1,7 @@
 """Small values that processes leave for each other in JAX's coordination service.
 
-The service asks nobody who he is. So names cannot be guessed, and values carry an HMAC, by a key
+Only processes that `initialize` has not connected use it: the service asks nobody who he is, and
+lets everybody delete what is there. So names cannot be guessed, and values carry an HMAC, by a key
 that only the processes of a run know.
 """
 
@@ -17,7 +18,7 @@ from ._messages import MOST_BYTES, MessageError, Value, decode, encode
 from ._secret import digest
 
 _PROOF_BYTES = 32
-#: For a whole exchange. A process that dies meanwhile is noticed by the watchdog.
+#: For a whole exchange. A process that dies meanwhile is noticed by JAX.
 _WAIT_S = 24 * 3600
 
 

@@ -9,6 +9,7 @@ its state on the same machine, and by its silence on others.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import selectors
 import signal
@@ -26,12 +27,13 @@ import msgspec
 from ...graph import coordination_client
 from ._calls import Call, Calls
 from ._channels import Channels
-from ._line import Line, receive_exactly
+from ._exchanges import Exchanges, Passes
+from ._line import MOST_VALUE_BYTES, Line, receive_exactly
 from ._meeting import EXIT_CODE, Hello, Met, gather_in, give_up, join
-from ._messages import Value
+from ._messages import MessageError, Value, decode, encode
 from ._reception import listen
 from ._secret import require_secret
-from ._service import exchange_by, find_value, leave_value
+from ._service import find_value, leave_value
 
 # A silent machine is given up after 5 + 3 x 3 s.
 _PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
@@ -39,7 +41,6 @@ _PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
 _LONGEST = 10_000
 # For a message once its first bytes are there.
 _MESSAGE_S = 10
-_DAY_MS = 24 * 3600 * 1000
 _ROUND_S = 1
 # Shorter stops are ignored, since a debugger also stops a process for a moment.
 _STOPPED_S = 5
@@ -77,7 +78,7 @@ class Differ(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     why: str
 
 
-_Message = Lives | Leaves | Fails | Lost | Call | Differ
+_Message = Lives | Leaves | Fails | Lost | Call | Differ | Passes
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,6 +107,7 @@ class Peers:
         self.kept = "the last checkpoint"
         self._channels: Channels | None = None
         self._calls = Calls(met.count)
+        self._exchanges, self._numbers = Exchanges(met.count), itertools.count(1)
         self._left: set[int] = set()
         self._failed: set[int] = set()
         self._gone = threading.Event()
@@ -131,7 +133,37 @@ class Peers:
 
     def exchange(self, value: Value, kind: type[Value]) -> list[Value]:
         """See `transport.exchange`."""
-        return exchange_by(self.key, value, kind)
+        # Numbered, as all processes call it in the same order.
+        return self.exchange_under(f"exchange {next(self._numbers)}", value, kind, None)
+
+    def exchange_under(
+        self, name: str, value: Value, kind: type[Value], timeout_s: float | None
+    ) -> list[Value]:
+        """The value that each process passes under a name, which is used once. The values go
+        through process 0.
+
+        Raises:
+            ConnectionError: one does not come in time, or is of another kind; says whose. A process
+                that ends meanwhile is noticed by the watchdog.
+        """
+        own = Passes(name=name, process=self.process, data=encode(value, MOST_VALUE_BYTES))
+        self._exchanges.note(own)
+        if self.process != 0:
+            self._say_to_all(own)
+        passed = self._exchanges.take(name, timeout_s)
+        if self.process == 0:
+            # In this thread: the watchdog's must go on reading.
+            for k, data in enumerate(passed):
+                self._say_to_all(Passes(name=name, process=k, data=data), but=k)
+        values = []
+        for k, data in enumerate(passed):
+            try:
+                values.append(decode(data, kind))
+            except MessageError as error:
+                raise ConnectionError(
+                    f"what process {k} passed as {name} is {error}: it runs something else"
+                ) from None
+        return values
 
     def report(self, call: Call) -> None:
         """Tell process 0 what this process does next, without waiting. If another process does
@@ -170,12 +202,9 @@ class Peers:
         # The last calls of the others may not have arrived yet.
         if self.process == 0 and not self._calls.settle(timeout_s):
             return False
-        client = coordination_client()
         try:
-            if client is not None:
-                limit_ms = _DAY_MS if timeout_s is None else int(timeout_s * 1000)
-                client[0].wait_at_barrier("aliquot/leave", limit_ms)
-        except RuntimeError:
+            self.exchange_under("the end of the run", None, type(None), timeout_s)
+        except ConnectionError:
             return False
         self._is_leaving = True
         self._say_to_all(Leaves())
@@ -211,10 +240,11 @@ class Peers:
         if self._met.reception is not None:
             self._met.reception.close()
 
-    def _say_to_all(self, message: _Message) -> None:
-        for line in self._met.lines.values():
-            with suppress(OSError):
-                line.send(message)
+    def _say_to_all(self, message: _Message, but: int | None = None) -> None:
+        for k, line in self._met.lines.items():
+            if k != but:
+                with suppress(OSError):
+                    line.send(message)
 
     def _watch(self) -> None:
         """Read the messages of the other processes, and tell them every round that this one
@@ -243,6 +273,8 @@ class Peers:
         except OSError:
             said = None
         self._heard[k] = time.monotonic()
+        if said is None:
+            self._exchanges.lose(k)
         match said:
             case Lost():
                 if said.has_died or not self._is_failing:
@@ -257,6 +289,8 @@ class Peers:
                 self._compare(k, said)
             case Differ():
                 self._end_all(said.why)
+            case Passes():
+                self._exchanges.note(said)
             case None if k not in self._left and k not in self._failed:
                 self._lose(k, "has ended or cannot be reached")
         return said is not None
@@ -283,10 +317,7 @@ class Peers:
         if self._is_leaving:
             return
         lost = Lost(process=dead, why=why, has_died=until_gone is None)
-        for k, line in self._met.lines.items():
-            if k != dead:
-                with suppress(OSError):
-                    line.send(lost)
+        self._say_to_all(lost, but=dead)
         if until_gone is not None and self.process == 0:
             with suppress(OSError):
                 receive_exactly(until_gone, 2**62, time.monotonic() + _LAST_S)
