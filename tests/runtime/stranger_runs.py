@@ -43,6 +43,9 @@ class _Said:
     def times(self, word: str) -> list[float]:
         return [at for _, words, at in self.lines if words[0] == word]
 
+    def losses(self, process: int) -> list[str]:
+        return [w[1] for k, w, _ in self.lines if (k, w[0]) == (process, "STEP")]
+
     def ports(self, name: str) -> dict[int, int]:
         return {k: int(w[2]) for k, w, _ in self.lines if w[:2] == ["PORT", name]}
 
@@ -63,11 +66,18 @@ class _Said:
         )
 
 
-def train_among(kinds: list[str], count: int, folder: Path) -> dict[str, Any]:
-    """Exit codes; seconds to join; the longest step, alone and by kind and port of strangers.
+def train_among(
+    kinds: list[str], count: int, folder: Path, *, wiped: bool = False
+) -> dict[str, Any]:
+    """Exit codes; seconds to join; the longest step, alone and by kind and port of strangers; the
+    losses of each process.
 
     Strangers of all kinds come to each port as soon as somebody listens there, and stay until all
     have joined or train. Then each kind comes alone.
+
+    Args:
+        wiped: whether all values in JAX's coordination service are deleted again and again while
+            the processes train, as one could who speaks to it.
     """
     secret = new_secret().hex()
     marker = folder / "marker"
@@ -110,6 +120,11 @@ def train_among(kinds: list[str], count: int, folder: Path) -> dict[str, Any]:
             alone_s = time.time()
             time.sleep(3)
             steps = {"alone": said.longest_step_s(alone_s, time.time())}
+            if wiped:
+                (folder / "wipe").touch()
+                begin = time.time()
+                time.sleep(3)
+                steps["wiped, service"] = said.longest_step_s(begin, time.time())
             for kind in kinds:
                 for port in ("meeting", "arrays", "service"):
                     begin = time.time()
@@ -132,6 +147,7 @@ def train_among(kinds: list[str], count: int, folder: Path) -> dict[str, Any]:
         "steps_s": steps,
         "dropped": sum(errors.count("dropped stranger") for errors in said.errors),
         "code ran": marker.exists(),
+        "losses": [said.losses(k) for k in range(count)],
         "errors": said.errors,
     }
 

@@ -3,12 +3,14 @@ by a benchmark.
 
 Usage: stranger_worker.py PROCESS COUNT PORT FOLDER. It says each port at which it listens, when it
 comes and has joined, and each step. It trains until FOLDER has a file `stop`; others than process 0
-come once FOLDER has a file `come`.
+come once FOLDER has a file `come`. From when FOLDER has a file `wipe`, process 0 deletes all values
+in JAX's coordination service.
 """
 
 import faulthandler
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +29,7 @@ import numpy as np
 from runtime.fault_worker import BATCH, WIDTH, init, step_with
 
 import aliquot
+from aliquot.graph import coordination_client
 from aliquot.runtime import initialize, shutdown
 from aliquot.runtime.transport import _channels, _hosts, _watchdog, exchange
 
@@ -52,6 +55,18 @@ def tell_ports():
     _hosts.reserved_port = telling("service", _hosts.reserved_port)
 
 
+def wipe():
+    """Delete the values in the service, of aliquot and JAX, each 20 ms, from when a file is
+    there; in a thread.
+    """
+    client, *_ = coordination_client()
+    while not (folder / "stop").exists():
+        time.sleep(0.02)
+        if (folder / "wipe").exists():
+            for name in ("aliquot", "local_topology", "global_topology"):
+                client.key_value_delete(name)
+
+
 def main():
     """Meet, and train."""
     tell_ports()
@@ -62,6 +77,8 @@ def main():
         f"127.0.0.1:{port}", count, process, initialization_timeout_s=100, cpu_collectives=None
     )
     say("JOINED")
+    if not process:
+        threading.Thread(target=wipe, daemon=True).start()
     batch = {name: np.ones((BATCH, WIDTH), np.float32) for name in "xy"}
     train_step = step_with(jax.numpy.tanh)
     method = aliquot.PipeshardParallel(num_stages=count, num_micro_batches=2, schedule="1f1b")
