@@ -2,8 +2,10 @@
 operators tie.
 
 An array may change its split at a cut: around products; where arrays made of parameters alone meet
-activations; and where values of the backward pass enter the update. Arrays made of constants alone
-have no split of their own: they are computed in whatever split their users want.
+activations; and where gradients end. A gradient ends where it is summed over the batch: what only
+adds such sums up on their way to the update belongs to the update, and what the update computes for
+each example does not. Arrays made of constants alone have no split of their own: they are computed
+in whatever split their users want.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..graph import Block, Call, DimRule, Folding, Graph, Op, Phase, Role, ValueId, traits_of
+from ._batch_dims import dims_of_batch
 from ._dim_rule import dim_rule
 from ._exchanges import Exchanges, Place, find_exchanges
 from ._ids import SlotId
@@ -34,8 +37,9 @@ class Cuts:
         producer: for each value class the operator class that makes it and the position among its
             results; None for inputs and constants.
         const_only, param_only: for each value class what it is made of; see `_origins`.
-        fresh: for each value class whether it is a gradient fresh from a product; see
-            `_mark_fresh`.
+        batch_dims: for each value class the dims that hold examples; see `dims_of_batch`.
+        fresh: for each value class whether it is a gradient fresh from a product, or a sum of
+            gradients; see `_mark_fresh`.
         slots: the slots and the groups that they form.
         exchanges: operators that put the rows of the batch elsewhere.
     """
@@ -48,10 +52,12 @@ class Cuts:
     producer: list[tuple[int, int] | None]
     const_only: list[bool]
     param_only: list[bool]
+    batch_dims: list[set[int]]
     fresh: list[bool]
     slots: Slots = field(default_factory=Slots)
     exchanges: Exchanges = field(default_factory=Exchanges)
     # All of these are asked for many times of each operator.
+    _on_examples: list[bool] = field(init=False, repr=False)
     _shapes: list[tuple[int, ...]] = field(init=False, repr=False)
     _reads: list[tuple[tuple[int, int, int], ...]] = field(init=False, repr=False)
     _zones: dict[int, str] = field(init=False, default_factory=dict, repr=False)
@@ -72,6 +78,11 @@ class Cuts:
             )
             for counters in self.sources
         ]
+        self._on_examples = []
+        for reads, op in zip(self._reads, self.first, strict=True):
+            made = [int(self.folding.value_class[o]) for o in op.outputs if o >= 0]
+            touched = (*made, *(v for _, v, _ in reads))
+            self._on_examples.append(any(self.batch_dims[v] for v in touched))
 
     def shape(self, value_class: int) -> tuple[int, ...]:
         """Shape of the values of a class."""
@@ -123,7 +134,8 @@ class Cuts:
             return self.slots.get(("landed", value_class, zone), self.shape(value_class))
         # This lets activations read a gathered copy of a parameter that is stored in another split,
         # as under ZeRO-3.
-        if self.param_only[value_class] and not self.makes_param_only(op_class):
+        is_parameter = self.param_only[value_class] or self._is_state(op_class, value_class)
+        if is_parameter and not self.makes_param_only(op_class):
             return self.slots.get(("parameter", value_class, zone), self.shape(value_class))
         # Without this cut, gradients of norm scales, which are reductions of activations, would tie
         # the optimizer state to the activations.
@@ -132,8 +144,9 @@ class Cuts:
         return self.home(value_class)
 
     def zone(self, op_class: int) -> str:
-        """Zone of an operator: "update" for those of the update, and for those that only rearrange
-        a gradient on its way there; else "main". Each zone reads through slots of its own.
+        """Zone of an operator: "update" for those of the update that do not work on examples, and
+        for those that only rearrange gradients or add them up on the way there; else "main". Each
+        zone reads through slots of its own.
         """
         if op_class not in self._zones:
             self._zones[op_class] = self._find_zone(op_class)
@@ -142,18 +155,34 @@ class Cuts:
     def _find_zone(self, op_class: int) -> str:
         op = self.first[op_class]
         if op.phase is Phase.UPDATE:
-            return "update"
+            return "main" if self.on_examples(op_class) else "update"
         fresh = any(o >= 0 and self.fresh[int(self.folding.value_class[o])] for o in op.outputs)
         return "update" if fresh else "main"
 
+    def on_examples(self, op_class: int) -> bool:
+        """True if an operand or result of an operator holds examples."""
+        return self._on_examples[op_class]
+
+    def _is_state(self, op_class: int, value_class: int) -> bool:
+        """True if an operator of the update, which works on examples, reads what does not hold any,
+        such as a new parameter.
+        """
+        op = self.first[op_class]
+        if op.phase is not Phase.UPDATE or self.batch_dims[value_class]:
+            return False
+        return self.on_examples(op_class)
+
     def crosses(self, value_class: int) -> bool:
-        """True if a value is made in the forward or backward pass, and not merely rearranged on its
-        way to the update since a product made it.
+        """True if a value is made in the forward or backward pass, or from examples, and not merely
+        rearranged or added up on its way to the update since a gradient ended.
         """
         producer = self.producer[value_class]
         if producer is None or self.fresh[value_class]:
             return False
-        return self.first[producer[0]].phase in (Phase.FORWARD, Phase.BACKWARD)
+        phase = self.first[producer[0]].phase
+        return phase in (Phase.FORWARD, Phase.BACKWARD) or (
+            phase is Phase.UPDATE and self.on_examples(producer[0])
+        )
 
     def makes_param_only(self, op_class: int) -> bool:
         """True if an operator computes on parameters alone."""
@@ -196,6 +225,7 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
         for position, operand in enumerate(op.inputs):
             if isinstance(operand, int):
                 counters[position][classes[operand]] += 1
+    order = sorted(range(len(first)), key=lambda c: first[c].index)
     cuts = Cuts(
         graph=graph,
         folding=folding,
@@ -205,9 +235,9 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
         producer=producer,
         const_only=[const_only[members[0]] for members in by_value],
         param_only=[param_only[members[0]] for members in by_value],
+        batch_dims=dims_of_batch(graph, folding, rules, sources, order),
         fresh=[False] * len(by_value),
     )
-    order = sorted(range(len(first)), key=lambda c: first[c].index)
     _mark_fresh(cuts, order)
     cuts.exchanges = find_exchanges(cuts, order)
     for op_class in order:
@@ -283,35 +313,60 @@ def taken_by_regions(block: Block) -> Iterator[ValueId]:
 
 
 def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
-    """Mark as fresh the gradients that a product made, that were only rearranged since, and that
-    only the update reads.
+    """Mark as fresh the gradients that only the update reads: those that a product made and that
+    were only rearranged since, and sums of gradients that have ended, such as those of a bias that
+    is used twice.
     """
     value_class = cuts.folding.value_class
-    only_update = [True] * len(cuts.fresh)
-    rearranging = [rearranges(cuts.first[c]) for c in range(len(cuts.first))]
+    made = [[int(value_class[o]) for o in op.outputs if o >= 0] for op in cuts.first]
+    rearranging = [rearranges(op) for op in cuts.first]
+    # Whether only the update reads a value: at once, after it was rearranged, or after whatever
+    # happens to a gradient that has ended.
+    at_once = [True] * len(cuts.fresh)
+    at_last = [True] * len(cuts.fresh)
+    in_total = [False] * len(cuts.fresh)
     # From the last operator to the first, so that all readers of a value are seen before its maker.
     for op_class in reversed(order):
-        op = cuts.first[op_class]
-        passes = op.phase is Phase.UPDATE or (
-            rearranging[op_class]
-            and all(only_update[int(value_class[o])] for o in op.outputs if o >= 0)
+        op, rule = cuts.first[op_class], cuts.rules[op_class]
+        is_update = op.phase is Phase.UPDATE
+        hands_on = rearranging[op_class] and all(at_once[v] for v in made[op_class])
+        ended = (
+            op.phase is Phase.BACKWARD
+            and not rule.contracts
+            and not rule.reduced
+            and not cuts.on_examples(op_class)
+            and all(at_last[v] for v in made[op_class])
         )
-        if not passes:
-            for _, read, _ in cuts.operands(op_class):
-                only_update[read] = False
+        for _, read, _ in cuts.operands(op_class):
+            at_once[read] = at_once[read] and (is_update or hands_on)
+            at_last[read] = at_last[read] and (
+                ended or (is_update and not cuts.on_examples(op_class))
+            )
+            in_total[read] = in_total[read] or op.name == "tie"
+    # Sums of products alone are cut where the products end.
+    of_products = [cuts.by_product(v) for v in range(len(cuts.fresh))]
     for op_class in order:
         op = cuts.first[op_class]
-        result_classes = [int(value_class[o]) for o in op.outputs if o >= 0]
-        if (
-            op.phase is not Phase.BACKWARD
-            or not rearranging[op_class]
-            or not all(only_update[v] for v in result_classes)
-        ):
-            continue
         read_classes = [v for _, v, _ in cuts.operands(op_class)]
-        if read_classes and all(cuts.by_product(v) or cuts.fresh[v] for v in read_classes):
-            for v in result_classes:
-                cuts.fresh[v] = True
+        if op.phase is not Phase.BACKWARD or not read_classes:
+            continue
+        adds = traits_of(op.name).adds
+        only_products = all(of_products[v] for v in read_classes)
+        rearranged = (
+            rearranging[op_class]
+            and all(at_once[v] for v in made[op_class])
+            and all(cuts.by_product(v) or cuts.fresh[v] for v in read_classes)
+        )
+        added = (
+            adds
+            and not only_products
+            # A loop's running total is one with what the loop sums.
+            and all(at_last[v] and not in_total[v] for v in made[op_class])
+            and not cuts.on_examples(op_class)
+        )
+        for v in made[op_class]:
+            of_products[v] |= only_products and (adds or rearranging[op_class])
+            cuts.fresh[v] = rearranged or added
 
 
 def _tie(cuts: Cuts, op_class: int) -> None:

@@ -118,7 +118,7 @@ class EdgeBuilder:
             producer = cuts.producer[value_class]
             births = self._births(value_class)
             phase = cuts.first[producer[0]].phase if producer is not None else Phase.FORWARD
-            if kind == "parameter":
+            if kind == "parameter" and phase is not Phase.UPDATE:
                 phase = Phase.UPDATE if update else Phase.FORWARD
             target = self.naming.slot_port(slot)
             gradient = self.naming.is_gradient(key)

@@ -97,7 +97,8 @@ class NodeIndex:
         assert isinstance(key, tuple)
         kind, value_class, *zone = key
         total = self.serves(value_class, _adds_before_update)
-        waits = kind == "landed" and ("gradient", total) in self.cuts.slots.by_key
+        reaches_update = self.cuts.fresh[total] or ("gradient", total) in self.cuts.slots.by_key
+        waits = kind == "landed" and reaches_update
         return waits or kind == "gradient" or (kind == "landed" and zone == ["update"])
 
     def _place(self, op_class: int) -> None:
