@@ -44,9 +44,9 @@ def dims_of_batch(
             arrays = [
                 (v, rule.operands[k]) for k, read in enumerate(sources[op_class]) for v in read
             ]
-            letters = {
-                letter for v, dims in arrays for dim in found[v] for letter in dims[dim]
-            } - {"1"}
+            letters = {letter for v, dims in arrays for dim in found[v] for letter in dims[dim]} - {
+                "1"
+            }
             if not letters:
                 continue
             made = [

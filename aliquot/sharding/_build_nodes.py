@@ -357,7 +357,7 @@ def _batch_factors(
 
     It is the leading dim, or the next one where a loop runs over the leading dim, as over the
     batches of several steps; a batch of one row has none. It runs through neither parameters, nor
-    their gradients, nor the update.
+    their gradients, and through the update only where that works on examples.
     """
     reached: list[set[int]] = [set() for _ in nodes]
     pending: list[tuple[int, int]] = []
@@ -384,7 +384,7 @@ def _batch_factors(
                 break
     neighbours: dict[int, list[tuple[int, Projection, Projection]]] = {}
     for e in edges.edges:
-        if e.phase is not Phase.UPDATE and not e.gradient:
+        if e.index in edges.of_examples or (e.phase is not Phase.UPDATE and not e.gradient):
             neighbours.setdefault(e.source, []).append(
                 (e.target, e.source_projection, e.target_projection)
             )

@@ -329,26 +329,25 @@ def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
     for op_class in reversed(order):
         op, rule = cuts.first[op_class], cuts.rules[op_class]
         is_update = op.phase is Phase.UPDATE
+        on_examples = cuts.on_examples(op_class)
         hands_on = rearranging[op_class] and all(at_once[v] for v in made[op_class])
         ended = (
             op.phase is Phase.BACKWARD
             and not rule.contracts
             and not rule.reduced
-            and not cuts.on_examples(op_class)
+            and not on_examples
             and all(at_last[v] for v in made[op_class])
         )
         for _, read, _ in cuts.operands(op_class):
             at_once[read] = at_once[read] and (is_update or hands_on)
-            at_last[read] = at_last[read] and (
-                ended or (is_update and not cuts.on_examples(op_class))
-            )
+            at_last[read] = at_last[read] and (ended or (is_update and not on_examples))
             in_total[read] = in_total[read] or op.name == "tie"
     # Sums of products alone are cut where the products end.
     of_products = [cuts.by_product(v) for v in range(len(cuts.fresh))]
     for op_class in order:
         op = cuts.first[op_class]
         read_classes = [v for _, v, _ in cuts.operands(op_class)]
-        if op.phase is not Phase.BACKWARD or not read_classes:
+        if op.phase is not Phase.BACKWARD or not read_classes or cuts.on_examples(op_class):
             continue
         adds = traits_of(op.name).adds
         only_products = all(of_products[v] for v in read_classes)
@@ -357,12 +356,11 @@ def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
             and all(at_once[v] for v in made[op_class])
             and all(cuts.by_product(v) or cuts.fresh[v] for v in read_classes)
         )
+        # A loop's running total is one with what the loop sums.
         added = (
             adds
             and not only_products
-            # A loop's running total is one with what the loop sums.
             and all(at_last[v] and not in_total[v] for v in made[op_class])
-            and not cuts.on_examples(op_class)
         )
         for v in made[op_class]:
             of_products[v] |= only_products and (adds or rearranging[op_class])

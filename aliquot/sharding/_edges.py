@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class EdgeBuilder:
-    """Collects edges; conversions of one array for several users get one share number."""
+    """Collects edges; conversions of one array for several users get one share number.
+    `of_examples` are those along which arrays hold examples, by index.
+    """
 
     naming: NodeIndex
     target: Target
     sums_gradients: bool
     edges: list[Edge] = field(default_factory=list)
+    of_examples: set[int] = field(default_factory=set)
     _shares: dict[Hashable, int] = field(default_factory=dict)
     _known: dict[Hashable, int] = field(default_factory=dict)
     _parameters_of: dict[NodeId, list[str]] = field(default_factory=dict)
@@ -255,6 +258,8 @@ class EdgeBuilder:
             self._widen(self._known[identity], starts, ends, deferrable)
             return
         self._known[identity] = len(self.edges)
+        if self.naming.cuts.batch_dims[value_class]:
+            self.of_examples.add(len(self.edges))
         self.edges.append(
             Edge(
                 index=len(self.edges),

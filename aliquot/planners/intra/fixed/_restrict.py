@@ -33,7 +33,7 @@ Masks: TypeAlias = list[NDArray[np.bool_]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
     """Nodes by role: parameters, those of them that the step casts to a narrower type, values that
-    only the update touches, inputs of the batch.
+    only the update touches and that hold no examples, inputs of the batch.
     """
 
     parameters: frozenset[int]
@@ -59,7 +59,8 @@ def kinds_of(problem: Problem) -> Kinds:
     for node, node_work in zip(problem.nodes.nodes, problem.work, strict=True):
         # A node without work, such as an array that is only passed on, belongs to no phase.
         phases = {work.phase for work in node_work}
-        if phases and phases <= {Phase.UPDATE}:
+        on_examples = bool(problem.nodes.batch_factors[node.index])
+        if phases and phases <= {Phase.UPDATE} and not on_examples:
             update.add(node.index)
     parameters = by_role[Role.PARAMETER]
     return Kinds(
