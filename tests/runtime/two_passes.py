@@ -62,7 +62,8 @@ def gradients_of_examples(params, batch):
         loss, grads = jax.value_and_grad(
             lambda p: ((network(p["net"], x) - y) ** 2).mean(),
         )(params)
-        share = 1 / jnp.maximum(optax.global_norm(grads), 1.0)
+        norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
+        share = 1 / jnp.maximum(norm, 1.0)
         return loss, jax.tree.map(lambda g: g * share, grads)
 
     loss, grads = jax.vmap(of_one)(batch["x"], batch["y"])
