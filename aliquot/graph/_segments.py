@@ -9,7 +9,9 @@ Three steps:
 2. Among forward and backward operators, runs of equal periods (layers) are found by comparing the
    sequence of keys with itself shifted; those that cover most come first.
 3. Update and prologue operators, which optimizers repeat for every leaf, are hashed by their key
-   and the classes of their inputs, then once more in reverse by the classes of their users.
+   and the classes of what they read, then in reverse by the classes of their users. If operators of
+   a class then still read arrays of several classes, such as two weights of one shape whose norms
+   are taken, both are done again, until each class reads arrays of one class.
 
 Classes form a quotient graph. An operand of a class may come from several classes (the embedding
 for the first layer, the previous layer for the others), so the edges from one copy to the next are
@@ -73,13 +75,17 @@ def fold(graph: Graph, *, repeats: bool = True) -> Folding:
             runs=(),
         )
     repeated = find_repeats(graph)
-    origin = repeated.origin
-    classes = _refined_by_users(graph, repeated.op_class)
-    value_class = _value_classes(graph, classes, origin)
+    classes, outside = repeated.op_class.tolist(), repeated.outside
+    while True:
+        classes = _refined_by_users(graph, outside, classes)
+        value_class = _value_classes(graph, classes, repeated.origin)
+        if not _mixes(graph, outside, classes, value_class):
+            break
+        classes = _refined_by_sources(graph, outside, classes, value_class)
     return Folding(
-        op_class=classes,
+        op_class=np.array(classes, np.int64),
         members=cast("tuple[tuple[OpId, ...], ...]", _members(classes)),
-        value_class=value_class,
+        value_class=np.array(value_class, np.int64),
         value_members=cast("tuple[tuple[ValueId, ...], ...]", _members(value_class)),
         runs=repeated.runs,
     )
@@ -87,17 +93,19 @@ def fold(graph: Graph, *, repeats: bool = True) -> Folding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Repeats:
-    """Repeated runs of a graph, before the classes of its update are refined by their users.
+    """Repeated runs of a graph, before the classes of its update are refined.
 
     Attributes:
-        op_class: class of each operator; those of the update may be too coarse.
+        op_class: class of each operator; those of the update and the prologue may be too coarse.
         runs: as in `Folding`.
+        outside: the operators of the update, and those of the prologue that lie in no run.
         origin: for each value that is made from a single parameter or state array, the wildcarded
             path of this input; None for others.
     """
 
     op_class: Ints
     runs: tuple[Run, ...]
+    outside: tuple[Op, ...]
     origin: tuple[str | None, ...]
 
 
@@ -108,8 +116,21 @@ def find_repeats(graph: Graph) -> Repeats:
     origin = _origins(graph)
     keys = _keys(graph, origin)
     runs = _find_runs(graph, keys)
+    in_run = np.zeros(len(keys), bool)
+    for run in runs:
+        in_run[run.start : run.start + run.period * run.count] = True
+    outside = tuple(
+        [
+            op
+            for op, repeated in zip(graph.ops, in_run.tolist(), strict=True)
+            if not repeated and (op.phase is Phase.UPDATE or op.phase is Phase.PROLOGUE)
+        ]
+    )
     return Repeats(
-        op_class=_classes(graph, keys, origin, runs), runs=tuple(runs), origin=tuple(origin)
+        op_class=np.array(_classes(graph, keys, origin, runs, outside), np.int64),
+        runs=tuple(runs),
+        outside=outside,
+        origin=tuple(origin),
     )
 
 
@@ -121,11 +142,12 @@ def wildcard(path: str) -> str:
 class _Interner:
     """Numbers for hashable things, in order of first appearance."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int = 0) -> None:
         self._known: dict[Any, int] = {}
+        self._start = start
 
     def __call__(self, thing: Any) -> int:
-        return self._known.setdefault(thing, len(self._known))
+        return self._known.setdefault(thing, self._start + len(self._known))
 
 
 def _origins(graph: Graph) -> list[str | None]:
@@ -249,81 +271,106 @@ def _candidate_periods(keys: Ints, heavy: NDArray[np.bool_], low: int, high: int
     return [int(d) for d in distances[np.argsort(-counts, kind="stable")][:64]]
 
 
-def _classes(graph: Graph, keys: Ints, origin: Sequence[str | None], runs: Sequence[Run]) -> Ints:
-    """The class of each operator; see `_refined_by_users`."""
-    in_run = np.full(len(keys), -1, np.int64)
-    for number, run in enumerate(runs):
-        # A run's number and the place in its period, in one integer.
-        offsets = np.arange(run.period * run.count) % run.period
-        in_run[run.start : run.start + len(offsets)] = offsets + (number << 32)
-    intern = _Interner()
-    of_value: list[Any] = [("input", o) for o in origin]
-    classes = []
-    for op, key, place in zip(graph.ops, keys.tolist(), in_run.tolist(), strict=True):
-        if place >= 0:
-            own_class = intern(("run", place))
-        elif op.phase is Phase.UPDATE or op.phase is Phase.PROLOGUE:
-            scalar = _only_scalars(graph, op)
-            sources = (
-                () if scalar else tuple([of_value[i] for i in op.inputs if isinstance(i, int)])
-            )
-            own_class = intern(("hash", key, sources))
-        else:
-            own_class = intern(("single", op.index))
-        classes.append(own_class)
+def _classes(
+    graph: Graph,
+    keys: Ints,
+    origin: Sequence[str | None],
+    runs: Sequence[Run],
+    outside: Sequence[Op],
+) -> list[int]:
+    """The class of each operator. In a run it is that of the first copy."""
+    first = np.arange(len(keys))
+    for run in runs:
+        offsets = np.arange(run.period * run.count)
+        first[run.start + offsets] = run.start + offsets % run.period
+    classes: list[int] = first.tolist()
+    of_value: list[Any] = [("input", path) for path in origin]
+    for op, op_class in zip(graph.ops, classes, strict=True):
         for position, out in enumerate(op.outputs):
             if out >= 0:
-                of_value[out] = (own_class, position)
-    return np.array(classes, np.int64)
+                of_value[out] = op_class, position
+    for op in outside:
+        classes[op.index] = int(keys[op.index])
+    return _refined_by_sources(graph, outside, classes, of_value)
 
 
-def _only_scalars(graph: Graph, op: Op) -> bool:
-    return all(o < 0 or not graph.values[o].shape for o in op.outputs)
+def _refined_by_sources(
+    graph: Graph, outside: Sequence[Op], classes: Sequence[int], value_class: Sequence[Any]
+) -> list[int]:
+    """Split classes of operators `outside` of the passes that read values of several classes."""
+    of_value, refined = list(value_class), list(classes)
+    is_array = [bool(value.shape) for value in graph.values]
+    # Numbers that no other operator has.
+    intern = _Interner(start=len(graph.ops))
+    for op in outside:
+        # What makes scalars depends on arrays alone: else each term of a sum over all gradients
+        # would have a class of its own.
+        scalar = not any(o >= 0 and is_array[o] for o in op.outputs)
+        sources = tuple(
+            [
+                of_value[i]
+                for i in op.inputs
+                if type(i) is not Literal and (is_array[i] or not scalar)
+            ]
+        )
+        op_class = refined[op.index] = intern((classes[op.index], sources))
+        for position, out in enumerate(op.outputs):
+            if out >= 0:
+                of_value[out] = op_class, position
+    return refined
 
 
-def _refined_by_users(graph: Graph, classes: Ints) -> Ints:
-    """Split classes of update operators whose users differ: operators on the moments of different
-    parameters may differ only in the parameters that they update.
+def _refined_by_users(graph: Graph, outside: Sequence[Op], classes: Sequence[int]) -> list[int]:
+    """Split classes of operators `outside` of the passes whose users differ: operators on the
+    moments of different parameters may differ only in the parameters that they update.
     """
-    # Only update operators are refined by their users.
+    # No users are kept of scalars, as those of each term of a sum differ.
     users: dict[int, set[Any]] = {
-        o: set()
-        for op in graph.ops
-        if op.phase is Phase.UPDATE
-        for o in op.outputs
-        if o >= 0 and graph.values[o].shape
+        o: set() for op in outside for o in op.outputs if o >= 0 and graph.values[o].shape
     }
     refined = []
     intern = _Interner()
-    for op, own_class in zip(reversed(graph.ops), reversed(classes.tolist()), strict=True):
+    for op, own_class in zip(reversed(graph.ops), reversed(classes), strict=True):
         key: Any = own_class
-        if op.phase is Phase.UPDATE and not _only_scalars(graph, op):
-            key = (
-                own_class,
-                tuple([frozenset(users.get(o, ())) if o >= 0 else None for o in op.outputs]),
-            )
+        if not users.keys().isdisjoint(op.outputs):
+            key = own_class, tuple([frozenset(users.get(o, ())) for o in op.outputs])
         refined.append(intern(key))
         for position, source in enumerate(op.inputs):
             if type(source) is not Literal and source in users:
                 users[source].add((refined[-1], position))
-    return np.array(refined[::-1], np.int64)
+    return refined[::-1]
 
 
-def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) -> Ints:
+def _mixes(
+    graph: Graph, outside: Sequence[Op], classes: Sequence[int], value_class: Sequence[int]
+) -> bool:
+    """True if operators of one class `outside` of the passes read arrays of several classes, which
+    would tie how these are split.
+    """
+    read: dict[tuple[int, int], int] = {}
+    for op in outside:
+        for position, source in enumerate(op.inputs):
+            if type(source) is not Literal and graph.values[source].shape:
+                own = value_class[source]
+                if read.setdefault((classes[op.index], position), own) != own:
+                    return True
+    return False
+
+
+def _value_classes(graph: Graph, classes: Sequence[int], origin: Sequence[str | None]) -> list[int]:
     """Class of each value: of a result by its producer's class and its position, of an input by its
     kind and the classes that read it.
     """
     intern = _Interner()
     result = [-1] * len(graph.values)
-    op_class = classes.tolist()
-    for op, own_class in zip(graph.ops, op_class, strict=True):
+    for op, own_class in zip(graph.ops, classes, strict=True):
         for position, out in enumerate(op.outputs):
             if out >= 0:
                 result[out] = intern((own_class, position))
     readers: dict[int, set[Any]] = {
         v: set() for v, value_class in enumerate(result) if value_class < 0
     }
-    for op, own_class in zip(graph.ops, op_class, strict=True):
+    for op, own_class in zip(graph.ops, classes, strict=True):
         for position, source in enumerate(op.inputs):
             if type(source) is not Literal and source in readers:
                 readers[source].add((own_class, position))
@@ -335,12 +382,12 @@ def _value_classes(graph: Graph, classes: Ints, origin: Sequence[str | None]) ->
         # Inputs that are no state, such as a batch, each have their own class: nothing shows that
         # two of them are alike.
         result[v] = intern(("input", kind(v) if origin[v] else v, frozenset(read)))
-    return np.array(result, np.int64)
+    return result
 
 
-def _members(classes: Ints) -> tuple[tuple[int, ...], ...]:
+def _members(classes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Members of each class, classes numbered 0, 1, ..."""
-    members: list[list[int]] = [[] for _ in range(int(classes.max(initial=-1)) + 1)]
-    for thing, own_class in enumerate(classes.tolist()):
+    members: list[list[int]] = [[] for _ in range(max(classes, default=-1) + 1)]
+    for thing, own_class in enumerate(classes):
         members[own_class].append(thing)
     return tuple([tuple(things) for things in members])

@@ -34,13 +34,20 @@ TENSOR = ("tensor",)
 
 
 @functools.cache
-def gpt(recompute: str = "none", scan: bool = False, **changes: int) -> Any:
+def gpt(
+    recompute: str = "none",
+    scan: bool = False,
+    dtype: str = "bf16",
+    clip_norm: float | None = None,
+    **changes: int,
+) -> Any:
     return zoo.build(
         zoo.configure("gpt-125m", **{**SIZES, **changes}),
         ROWS,
-        dtype="bf16",
+        dtype=dtype,
         recompute=recompute,
         scan=scan,
+        clip_norm=clip_norm,
     )
 
 
@@ -75,9 +82,18 @@ def over_tensor(plan: aq.Plan) -> list[Any]:
     return uses
 
 
-@pytest.mark.parametrize("form", ["unrolled", "scan"])
+FORMS: dict[str, dict[str, Any]] = {
+    "unrolled": {},
+    "scan": {"scan": True},
+    "clipped": {"clip_norm": 1.0},
+    # With a loss scale, and so with a test of whether gradients are finite.
+    "float16": {"dtype": "float16"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_which_weights_are_split_by_columns_and_which_by_rows(form):
-    work = gpt(scan=form == "scan")
+    work = gpt(**FORMS[form])
     plan = aq.plan(
         work.train_step,
         work.state,
