@@ -281,4 +281,4 @@ def _inputs(
     batch = batch_paths(
         calling.names, [parts[0] for parts in call.parts], values, inputs, reach, trains
     )
-    return assign_roles(reach, values, inputs, outputs, batch)
+    return assign_roles(reach, ops, values, inputs, outputs, batch)

@@ -4,13 +4,14 @@ decides.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ._rule import traits_of
 from ._traits import Moves
-from ._types import Input, Literal, Op, Operand, Output, Phase, Role, Value
+from ._types import Input, Literal, Op, Operand, Output, Phase, Role, Value, ValueId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +82,83 @@ def _is_floating(value: Value) -> bool:
     return "float" in value.dtype or "complex" in value.dtype
 
 
+def _weights(ops: Sequence[Op], values: Sequence[Value], batch: set[ValueId]) -> bytearray:
+    """For each value whether it holds weights, of any dtype: a product reads it, or something that
+    is made of it element by element and of nothing of the batch, such as what is unpacked from
+    integers and scaled; or it is a table from which rows are looked up that become floating-point
+    numbers.
+
+    Args:
+        batch: inputs that each step gets anew.
+    """
+    size = len(values)
+    fed, weights, turns_float = bytearray(size), bytearray(size), bytearray(size)
+    for value in batch:
+        fed[value] = 1
+    for op in ops:
+        # What a loop carries does not stay what it was before the first turn.
+        if op.name == "tie" or any(type(i) is not Literal and fed[i] for i in op.inputs):
+            for out in op.outputs:
+                if out >= 0:
+                    fed[out] = 1
+    for op in reversed(ops):
+        sources = [i for i in op.inputs if type(i) is not Literal]
+        results = [o for o in op.outputs if o >= 0]
+        if op.phase is Phase.UPDATE or not sources or not results:
+            continue
+        traits, first, result = traits_of(op.name), sources[0], results[0]
+        if traits.moves is not None and traits.moves.keeps_all:
+            turns_float[first] |= turns_float[result] or _is_floating(values[result])
+        made: list[ValueId] = []
+        if traits.multiplies:
+            made = sources
+        elif op.name == "gather":
+            made = _looked_up(op, values, weights, turns_float)
+        elif any(weights[o] for o in results):
+            # Places of elements are no part of what an array holds.
+            if op.name == "scan_slice" or traits.moves is Moves.SELECT:
+                made = [first]
+            elif op.name.startswith("scatter"):
+                made = [i for i in (op.inputs[0], op.inputs[2]) if type(i) is not Literal]
+            else:
+                made = sources
+            # A bit is part of one weight. A table of more numbers is computed from a few, such as
+            # positions.
+            made = [i for i in made if _size(values[result]) <= 8 * values[i].num_bytes]
+        for i in made:
+            weights[i] |= not fed[i]
+    return weights
+
+
+def _looked_up(
+    op: Op, values: Sequence[Value], weights: bytearray, turns_float: bytearray
+) -> list[ValueId]:
+    """The operands of a gather that hold weights: a table of weights, and the codes of weights that
+    are looked up one by one in a smaller table.
+    """
+    (table, index), result = op.inputs[:2], op.outputs[0]
+    size = _size(values[result])
+    takes_rows = size > math.prod(_shape(index, values)[:-1])
+    made = []
+    if type(table) is not Literal and (weights[result] or (takes_rows and turns_float[result])):
+        made.append(table)
+    is_code = not takes_rows and size > math.prod(_shape(table, values))
+    if type(index) is not Literal and weights[result] and is_code:
+        made.append(index)
+    return made
+
+
+def _shape(operand: Operand, values: Sequence[Value]) -> tuple[int, ...]:
+    return values[operand].shape if isinstance(operand, int) else operand.shape
+
+
+def _size(value: Value) -> int:
+    return math.prod(value.shape)
+
+
 def assign_roles(
     reach: Reach,
+    ops: Sequence[Op],
     values: Sequence[Value],
     inputs: Sequence[Input],
     outputs: Sequence[Output],
@@ -90,24 +166,36 @@ def assign_roles(
 ) -> tuple[Input, ...]:
     """Inputs with their roles; `batch` holds the paths of inputs that each step gets anew.
 
-    A parameter is a floating-point input that the forward pass reads and whose successor is
-    learned, or does not depend on the data at all (a frozen parameter). State that the forward pass
-    never reads is optimizer state; other state is running statistics, random keys, loss scales and
-    the like. A floating-point array that the forward pass reads and that has no successor (a
-    teacher's weights) counts as a parameter too.
+    A parameter is an input that the forward pass reads, and that is floating-point or holds weights
+    (see `_weights`), such as the integers of a quantized network. Its successor is learned, or does
+    not depend on the data at all (a frozen parameter); or it has none (a teacher's weights). State
+    that the forward pass never reads is optimizer state; other state is running statistics, random
+    keys, loss scales and the like.
     """
+    integers = [
+        item
+        for item in inputs
+        if item.path not in batch
+        and values[item.value].shape
+        and not _is_floating(values[item.value])
+        and not reach.key[item.value]
+    ]
+    # Few steps have any.
+    weights = (
+        _weights(ops, values, {item.value for item in inputs if item.path in batch})
+        if integers
+        else bytearray(len(values))
+    )
 
     def role(item: Input) -> Role:
         value = values[item.value]
         floating = _is_floating(value)
+        weighs = weights[item.value] == 1 and bool(value.shape) and not reach.key[item.value]
         if item.path in batch:
             return Role.BATCH
         if item.output is None:
-            return (
-                Role.PARAMETER
-                if floating and value.shape and reach.read[item.value]
-                else Role.OTHER
-            )
+            read = reach.read[item.value] == 1 and bool(value.shape)
+            return Role.PARAMETER if read and (floating or weighs) else Role.OTHER
         if reach.key[item.value]:
             return Role.STATE
         successor: Operand = outputs[item.output].value
@@ -123,7 +211,9 @@ def assign_roles(
             bool(value.shape) and not after_forward and not after_backward
         )
         learned = position is not None and reach.learned[position] == 1
-        return Role.PARAMETER if floating and (learned or frozen) else Role.STATE
+        if floating:
+            return Role.PARAMETER if learned or frozen else Role.STATE
+        return Role.PARAMETER if weighs and (after_backward or frozen) else Role.STATE
 
     return tuple(replace(item, role=role(item)) for item in inputs)
 

@@ -163,3 +163,44 @@ def gradient_of_one_array() -> Step:
     args = (jax.random.normal(jax.random.key(0), (WIDTH, 4)), batch()["x"])
     roles = {"parameter": 1, "batch": 1}
     return Step(fn=gradient, args=args, roles=roles, results=1, stateless=("weights",))
+
+
+@step
+def quantized_base() -> Step:
+    """Adapters are trained over frozen weights of eight bits."""
+
+    def loss_fn(lora, base, tokens):
+        def layer(x, weights):
+            frozen, own = weights
+            kernel = frozen["q"].astype(jnp.float32) * frozen["scale"]
+            return x + jnp.tanh(x @ kernel + (x @ own["a"]) @ own["b"]), None
+
+        x = base["table"][tokens].astype(jnp.float32) / 127
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, (base["layers"], lora))
+        return jnp.square(x).mean()
+
+    def train_step(lora, base, tokens):
+        loss, grads = jax.value_and_grad(loss_fn)(lora, base, tokens)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, lora, grads), loss
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    lora = {
+        "a": jax.random.normal(keys[0], (2, WIDTH, 4)),
+        "b": jax.random.normal(keys[1], (2, 4, WIDTH)),
+    }
+    base = {
+        "table": jax.random.randint(keys[2], (24, WIDTH), -127, 128, jnp.int8),
+        "layers": {
+            "q": jax.random.randint(keys[3], (2, WIDTH, WIDTH), -127, 128, jnp.int8),
+            "scale": jnp.full((2, WIDTH), 1e-3),
+        },
+    }
+    tokens = jax.random.randint(keys[4], (ROWS, 5), 0, 24)
+    return Step(
+        fn=train_step,
+        args=(lora, base, tokens),
+        roles={"parameter": 5, "batch": 1},
+        gradients=2,
+        results=3,
+        stateless=("base.table", "base.layers.q", "base.layers.scale"),
+    )
