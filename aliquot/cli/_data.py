@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..core import InputError, format_bytes, format_count, format_seconds
+from ._interrupts import leaving_at_sigterm
 from ._options import Json, check_destination
 from ._session import session
 
@@ -55,13 +56,22 @@ def data(
     """Write the tokens of texts to one file, which training reads from the disk. Without a
     tokenizer, tokens are bytes.
     """
-    with session(as_json) as say:
+    with session(as_json) as say, leaving_at_sigterm():
         check_destination(out)
-        from ..data import documents, write_tokens
+        from ..data import documents, listed, text_files, write_tokens
 
         chosen = chosen_tokenizer(tokenizer, vocab_file, merge_file, end_of_text)
+        files, tokens = text_files(texts)
+        for file in (*files, tokenizer, vocab_file, merge_file):
+            if file is not None and out.exists() and out.samefile(file):
+                raise InputError(
+                    f"--out {out} is one of the files that are read ({file}), and its text would be"
+                    " lost. Name another file."
+                )
+        if tokens:
+            say.note(f"note: left out, as they hold tokens and no text: {listed(tokens)}")
         started = time.perf_counter()
-        written = write_tokens(out, documents(texts, json_key=json_key), chosen)
+        written = write_tokens(out, documents(files, json_key=json_key), chosen)
         seconds = time.perf_counter() - started
         count, dtype = len(written.tokens), written.tokens.dtype.name
         noun = "document" if written.documents == 1 else "documents"

@@ -87,6 +87,26 @@ def ending_between_steps() -> Iterator[Ending]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def leaving_at_sigterm() -> Iterator[None]:
+    """Within, SIGTERM ends the process as an error does, so that no half-written file is left. Does
+    nothing in other threads than the first, which get no signals.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(TERMINATED)
+
+    try:
+        before = signal.signal(signal.SIGTERM, leave)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
 def end_at_interrupts() -> None:
     """From now on Ctrl-C ends the process without a message, as all output has been printed."""
     with contextlib.suppress(ValueError):

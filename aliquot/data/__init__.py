@@ -7,8 +7,10 @@ Importing this package needs neither JAX nor a tokenizer's library.
 from ._feed import Feed as Feed
 from ._split import Split as Split
 from ._text import documents as documents
+from ._text import listed as listed
 from ._text import read_text as read_text
 from ._text import standard_library as standard_library
+from ._text import text_files as text_files
 from ._token_file import TokenFile as TokenFile
 from ._token_file import is_token_file as is_token_file
 from ._token_file import write_tokens as write_tokens

@@ -7,10 +7,11 @@ larger than the memory, and processes of one machine share it.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,17 +28,23 @@ _MOST_HEADER_BYTES = 2**16
 _DTYPES = ("uint8", "uint16", "uint32")
 
 
+# Ids of more tokens than these are checked when they are used, not when a file is opened.
+_MOST_CHECKED = 2**28
+_CHECKED_AT_ONCE = 2**24
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: str
-    version: int
+    version: Annotated[int, msgspec.Meta(ge=1)]
     vocabulary: Annotated[int, msgspec.Meta(ge=1)]
     dtype: str
-    count: Annotated[int, msgspec.Meta(ge=0)]
-    documents: int
+    count: _Count
+    documents: _Count
     tokenizer: str
     tokenizer_sha256: str
-    end: int | None = None
-    mask: int | None = None
+    end: _Count | None = None
+    mask: _Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,11 +73,14 @@ class TokenFile:
         """The tokens of a file that `write_tokens` has written.
 
         Raises:
-            InputError: it cannot be read, is no such file, or is cut short.
+            InputError: it cannot be read, is no such file, is cut short, or has ids that are not in
+                its vocabulary.
         """
         path = Path(path)
         advice = "Make it again: aliquot data TEXT... --out " + str(path)
         try:
+            if path.exists() and not path.is_file():
+                raise InputError(f"{path} is no file, as tokens need one. {advice}")
             with path.open("rb") as stream:
                 line = stream.readline(_MOST_HEADER_BYTES)
             size_bytes = path.stat().st_size
@@ -78,13 +88,19 @@ class TokenFile:
             raise InputError(f"{path} cannot be read: {error.strerror or error}.") from None
         try:
             header = msgspec.json.decode(line, type=_Header)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _not_one(path, line, error, advice) from None
         if header.version > _VERSION:
             raise InputError(
                 f"{path} is of version {header.version} of the format, and this aliquot reads"
                 f" {_VERSION}. Update aliquot, or make the file again with this one."
             )
+        for name, number in (("end", header.end), ("mask", header.mask)):
+            if number is not None and number >= header.vocabulary:
+                raise InputError(
+                    f"{path}: its first line says {name} {number}, and ids are below"
+                    f" {header.vocabulary}. {advice}"
+                )
         if header.format != _FORMAT or header.dtype not in _DTYPES:
             raise InputError(
                 f"{path}: its first line says format {header.format!r} and dtype {header.dtype!r};"
@@ -104,6 +120,7 @@ class TokenFile:
             if header.count
             else np.zeros(0, dtype)
         )
+        require_known(tokens[:_MOST_CHECKED], header.vocabulary, str(path), f" {advice}")
         return cls(
             path=path,
             tokens=tokens,
@@ -115,10 +132,31 @@ class TokenFile:
         )
 
 
+def require_known(ids: NDArray[Any], vocabulary: int, where: str, advice: str = "") -> None:
+    """Raises `InputError` for the first id that a vocabulary does not have: a model would make nan
+    of it.
+    """
+    if np.iinfo(ids.dtype).max < vocabulary:
+        return
+    for start in range(0, len(ids), _CHECKED_AT_ONCE):
+        part = ids[start : start + _CHECKED_AT_ONCE]
+        if part.max() < vocabulary:
+            continue
+        place = int(np.argmax(part >= vocabulary))
+        raise InputError(
+            f"{where}: token {start + place} has id {part[place]}, and ids are below {vocabulary}:"
+            f" a model would have no embedding for it.{advice}"
+        )
+
+
 def is_token_file(path: str | Path) -> bool:
-    """Whether a file begins as token files do. False also where it cannot be read."""
+    """Whether a file begins as token files do. False also where it cannot be read, and for pipes,
+    of which nothing is read.
+    """
     beginning = f'{{"format":"{_FORMAT}"'.encode()
     try:
+        if not Path(path).is_file():
+            return False
         with Path(path).open("rb") as stream:
             return stream.read(len(beginning)) == beginning
     except OSError:
@@ -132,8 +170,14 @@ def write_tokens(path: str | Path, documents: Iterable[bytes], tokenizer: Tokeni
         documents: each as UTF-8.
 
     Raises:
-        InputError: it cannot be written, or there are no tokens; or as `documents` raises.
+        InputError: it cannot be written, is a pipe or a device, or there are no tokens; the
+            tokenizer gives ids that its vocabulary does not have; or as `documents` raises.
     """
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise InputError(
+            f"cannot write tokens to {path}: it is a pipe or a device, and training reads them from"
+            " any place. Give the name of a file."
+        )
     dtype = np.dtype(next(d for d in _DTYPES if tokenizer.vocabulary - 1 <= np.iinfo(d).max))
     stored = dtype.newbyteorder("<")
     count = num_documents = 0
@@ -141,6 +185,8 @@ def write_tokens(path: str | Path, documents: Iterable[bytes], tokenizer: Tokeni
         stream.write(b" " * _HEADER_BYTES)
         for text in documents:
             ids = tokenizer.encode(text)
+            where = f"{tokenizer.name}, document {num_documents + 1}"
+            require_known(ids, tokenizer.vocabulary, where, " Its files do not belong together.")
             stream.write(np.ascontiguousarray(ids, stored).data)
             count += ids.size
             num_documents += 1
@@ -170,7 +216,7 @@ def write_tokens(path: str | Path, documents: Iterable[bytes], tokenizer: Tokeni
 def _not_one(path: Path, line: bytes, error: Exception, advice: str) -> InputError:
     try:
         is_json = isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         is_json = False
     if is_json:
         return InputError(f"{path}: its first line is no header of tokens: {error}. {advice}")

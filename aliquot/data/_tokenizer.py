@@ -92,6 +92,9 @@ def _made(make: Callable[[Any], Any], *paths: Path) -> tuple[Any, bytes]:
     """What a function makes with the `tokenizers` library, and the digests of the files."""
     faults, digests = [], []
     for path in paths:
+        if path.exists() and not path.is_file():
+            faults.append(f"{path} is no file")
+            continue
         try:
             digests.append(hashlib.sha256(path.read_bytes()).digest())
         except OSError as error:
@@ -118,6 +121,11 @@ def _made(make: Callable[[Any], Any], *paths: Path) -> tuple[Any, bytes]:
 
 def _wrapped(made: Any, name: str, content: bytes, end: str | None) -> Tokenizer:
     known = made.get_vocab(with_added_tokens=True)
+    if not known:
+        raise InputError(
+            f"{name} has an empty vocabulary: no text becomes tokens with it. Give the files of a"
+            " tokenizer that was trained."
+        )
     if end is not None and end not in known:
         raise InputError(
             f"{name} has no token {shortened(end, 60)!r} to put behind each document. Leave"

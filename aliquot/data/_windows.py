@@ -46,6 +46,7 @@ class Windows:
             target.
         mask: The id of the mask.
         vocabulary: Random tokens are below this number.
+        known: So are all ids of the tokens, or a batch is refused; None for no such check.
         target_len: Tokens after a sequence that are its target; 0 for other targets.
         source: What messages call the tokens.
         tokenizer: Digest of what made the tokens, for `facts`.
@@ -62,6 +63,7 @@ class Windows:
     masked_share: float = 0.0
     mask: int = 256
     vocabulary: int = 256
+    known: int | None = None
     target_len: int = 0
     source: str = "the text"
     tokenizer: str = ""
@@ -126,6 +128,9 @@ class Windows:
 
         Args:
             rows: the rows to read; all others of the whole batch are zero, or stand for nothing.
+
+        Raises:
+            InputError: an id is not below `known`.
         """
         examples = step * self.batch + np.arange(self.batch)
         epochs, places = np.divmod(examples, self.num_windows)
@@ -137,6 +142,14 @@ class Windows:
         windows = np.zeros((self.batch, self._window), np.int32)
         starts = places[wanted, None] * self._stride
         windows[wanted] = self.tokens[starts + np.arange(self._window)]
+        ids = windows.view(np.uint32)
+        if self.known is not None and ids.max() >= self.known:
+            row, column = np.argwhere(ids >= self.known)[0]
+            place = places[row] * self._stride + column
+            raise InputError(
+                f"{self.source}: token {place} has id {ids[row, column]}, and ids are below"
+                f" {self.known}: the model would have no embedding for it. Make the tokens again."
+            )
         if self.masked_share:
             return self._masked(windows, np.random.default_rng((self.seed, step)))
         first = self.seq_len if self.target_len else 1

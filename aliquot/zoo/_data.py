@@ -102,6 +102,7 @@ def text_for(
         masked_share=_MASKED_SHARE if is_masked else 0.0,
         mask=mask,
         vocabulary=vocabulary,
+        known=vocabulary,
         target_len=config.target_len if isinstance(config, T5Config) else 0,
         source=source,
         tokenizer=tokens.tokenizer_sha256 if isinstance(tokens, TokenFile) else "bytes",

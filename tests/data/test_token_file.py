@@ -1,6 +1,8 @@
 """Files of tokens: what they hold, and what is said of those that are not whole."""
 
+import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from aliquot.data import (
     documents,
     is_token_file,
     read_gpt2_tokenizer,
+    read_text,
     read_tokenizer,
+    text_files,
     write_tokens,
 )
 
@@ -89,8 +93,56 @@ def test_bad_files_are_refused_with_what_to_type(tmp_path):
     refused(with_header(count=-1), "header", again)
     refused(with_header(dtype="float32"), "uint16", again)
     refused(with_header(version=2), "of version 2", "Update aliquot")
+    refused(with_header(version=-1), "header", "version", again)
+    refused(with_header(end=-9), "header", "end", again)
+    refused(with_header(mask=256), "says mask 256, and ids are below 256", again)
+    refused(with_header(vocabulary=116), "token 5 has id 116, and ids are below 116", again)
+    refused(b"[" * 60_000, "is no file of tokens", again)
     with pytest.raises(InputError, match="No such file"):
         TokenFile.open(tmp_path / "missing")
+
+
+def test_ids_that_a_vocabulary_does_not_have_are_not_written(tmp_path):
+    odd = dataclasses.replace(
+        counting(512), encode=lambda text: np.frombuffer(text, np.uint8) * np.uint32(5)
+    )
+    with pytest.raises(InputError, match=r"spread, document 2: token 1 has id 605, .* below 512"):
+        write_tokens(tmp_path / "t", [b"abc", b"fyz"], odd)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tokens_are_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    write_tokens(tmp_path / "t.bin", [b"two"], byte_tokenizer())
+    assert text_files([tmp_path]) == ([tmp_path / "a.txt"], [tmp_path / "t.bin"])
+    assert list(documents([tmp_path])) == [b"one"]
+    with pytest.raises(InputError, match=r"t\.bin is a file of tokens and no text"):
+        list(documents([tmp_path / "a.txt", tmp_path / "t.bin"]))
+    with pytest.raises(InputError, match=r"t\.bin among the texts holds tokens"):
+        read_text([tmp_path])
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(InputError, match=r"t\.bin hold tokens and no text"):
+        list(documents([tmp_path]))
+
+
+def test_pipes_that_nobody_may_write_to_are_refused_at_once(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert not is_token_file(pipe)
+    with pytest.raises(InputError, match="is a named pipe, for which nobody may ever write"):
+        text_files([pipe])
+    with pytest.raises(InputError, match="is a pipe or a device"):
+        write_tokens(pipe, [b"one"], byte_tokenizer())
+    with pytest.raises(InputError, match="is no file"):
+        TokenFile.open(pipe)
+    with pytest.raises(InputError, match="is no file"):
+        read_tokenizer(pipe)
+    # One that a shell has opened is read.
+    reading, writing = os.pipe()
+    os.write(writing, b"one")
+    os.close(writing)
+    assert list(documents([f"/dev/fd/{reading}"])) == [b"one"]
+    os.close(reading)
 
 
 def test_lines_of_json_are_documents(tmp_path):
@@ -103,6 +155,9 @@ def test_lines_of_json_are_documents(tmp_path):
         list(documents([path], json_key="body"))
     path.write_text("{'text'}")
     with pytest.raises(InputError, match="line 1 is no JSON"):
+        list(documents([path]))
+    path.write_text('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(InputError, match="line 1 is JSON that is nested too deeply"):
         list(documents([path]))
 
 
@@ -140,6 +195,10 @@ def test_a_tokenizer_and_its_pair_of_files_give_the_same_ids(bpe, tmp_path):
 def test_files_that_are_no_tokenizer(bpe, tmp_path):
     with pytest.raises(InputError, match=r"no token '<end>'.*--end-of-text"):
         read_tokenizer(bpe / "tokenizer.json", end="<end>")
+    empty = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    (tmp_path / "empty").write_text(json.dumps(empty))
+    with pytest.raises(InputError, match="empty has an empty vocabulary"):
+        read_tokenizer(tmp_path / "empty")
     (tmp_path / "odd").write_text("{}")
     with pytest.raises(InputError, match=r"not read as a tokenizer.*--vocab-file with --merge"):
         read_tokenizer(tmp_path / "odd")

@@ -137,3 +137,14 @@ def test_all_bad_paths_are_named(tmp_path):
         assert part in str(error.value)
     with pytest.raises(InputError, match="no path was given"):
         read_text(())
+
+
+def test_ids_that_a_model_does_not_know_are_named_before_they_are_used():
+    tokens = np.zeros(20, np.uint32)
+    tokens[[7, 13]] = 50, 2**31 + 5
+    windows = Windows(tokens=tokens, seq_len=4, batch=2, shuffled=False, known=50, source="t.bin")
+    assert windows.batch_at(0, slice(0, 1))["inputs"].max() == 0
+    with pytest.raises(InputError, match="t.bin: token 7 has id 50, and ids are below 50"):
+        windows.batch_at(0)
+    with pytest.raises(InputError, match=f"token 13 has id {2**31 + 5}"):
+        windows.batch_at(1)
