@@ -308,7 +308,7 @@ def _weights(generator: Generator, source: Checkpoints, path: Path, name: str, s
             f"the checkpoint in {path} lacks {counted(len(restored.new), 'array')} of {name}:"
             f" {some}{', ...' * (len(restored.new) > 3)}. Name a run of this model."
         )
-    for line in restored.skipped:
+    for line in (*restored.skipped, *restored.notes):
         say.note(line)
     say.note(f"with the weights in {path} (step {restored.number})")
     return restored.state["params"]

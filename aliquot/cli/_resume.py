@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core import InputError, counted
+from ._launch_options import has_been_restarted
 from ._run_options import RunOptions
 from ._session import Session
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 # Settings that change how a step is computed, but not what.
 _SAME_NUMBERS = ("recompute", "attention")
+# File servers free what a lost machine has locked after a minute or two.
+_LOST_S = 150.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,11 @@ class Resumed:
 
 @contextlib.contextmanager
 def open_checkpoints(options: RunOptions, say: Session) -> Iterator[Checkpoints | None]:
-    """The checkpoints of a run, closed at the end; None if it has no folder."""
+    """The checkpoints of a run, closed at the end; None if it has no folder.
+
+    Raises:
+        InputError: the folder cannot be made, or another run writes there.
+    """
     if options.out is None:
         yield None
         return
@@ -49,6 +56,8 @@ def open_checkpoints(options: RunOptions, say: Session) -> Iterator[Checkpoints 
     with Checkpoints(
         options.out / CHECKPOINTS, keep=options.keep, on_error=lambda text: say.note(text)
     ) as opened:
+        # Of a run that was restarted, a machine may have held the folder until it was lost.
+        opened.claim(wait_s=_LOST_S if has_been_restarted() else 0.0)
         yield opened
 
 
@@ -74,7 +83,7 @@ def begin(
         step.prepare(workload.state, workload.batch)
         restored = source.restore(step, number)
         if restored is not None:
-            for line in restored.skipped:
+            for line in (*restored.skipped, *restored.notes):
                 say.note(line)
             if number is not None and source is checkpoints:
                 source.drop_later(number)
@@ -141,7 +150,7 @@ def _weights(path: Path, params: Any, workload: Workload, say: Session) -> Any:
     except InputError as error:
         raise InputError(f"the weights in {path} are not those of {name}: {error}") from None
     assert restored is not None
-    for line in restored.skipped:
+    for line in (*restored.skipped, *restored.notes):
         say.note(line)
     say.note(f"beginning with the weights in {path} (step {restored.number})")
     # The rest of a state, such as the optimizer's, is never taken over.

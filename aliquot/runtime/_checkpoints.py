@@ -22,25 +22,33 @@ from ._state_call import PlainState, StateCall, plain_state
 from ._step import Step
 from .checkpoints import (
     FORMAT,
+    FORMAT_WITHOUT_CHECKSUMS,
+    BusyError,
     NewerError,
     Record,
     SavedArray,
     Target,
     as_json,
+    damage,
     differences,
     known,
     leaf_of,
     load_orbax,
-    missing_parts,
+    lock_folder,
     numbers,
     read_record,
     reason,
     require_orbax,
     unfinished,
+    unlock_folder,
 )
 from .transport import PiecedArray, exchange, places_of, struct
 
 _PROBE = ".writable"
+
+
+class _UnusableError(InputError):
+    """A checkpoint cannot be restored. An older one is, unless this one was asked for."""
 
 
 class Checkpoints:
@@ -88,6 +96,8 @@ class Checkpoints:
         self._manager: Any = None
         self._pending: int | None = None
         self._failed: str | None = None
+        self._lock: int | None = None
+        self._unusable: set[int] = set()
         self.failures: tuple[str, ...] = ()
 
     def __enter__(self) -> Checkpoints:
@@ -123,6 +133,18 @@ class Checkpoints:
         self._require(number, numbers(self._folder))
         return read_record(self._folder, number)
 
+    def claim(self, *, wait_s: float = 0.0) -> None:
+        """Keep other runs from writing here, from now on until `close`. The first `save` does so
+        too: a long run that calls this before has not worked in vain.
+
+        Args:
+            wait_s: how long to wait for another run to end.
+
+        Raises:
+            InputError: another run writes here; it names its process and host.
+        """
+        self._claim(None, wait_s)
+
     def save(
         self,
         step: Step | None,
@@ -147,8 +169,9 @@ class Checkpoints:
 
         Raises:
             InputError: it could not be saved, or an earlier save has failed since the last call
-                (see `on_error`); there are later checkpoints, see `drop_later`; the state is not
-                that of the step, or gone; `meta` is no JSON.
+                (see `on_error`); another run writes here, see `claim`; there are later
+                checkpoints, see `drop_later`; the state is not that of the step, or gone; `meta`
+                is no JSON.
         """
         if number < 0:
             raise InputError(f"A checkpoint's number must not be negative, got {number}.")
@@ -186,10 +209,12 @@ class Checkpoints:
             if self._manager is None:
                 self._manager = load_orbax().Manager(self._folder, self._keep)
             self._manager.save(number, flat.tree(stored), as_json(record))
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:
+            # The store raises what its parts happen to raise.
             self._fail(number, error)
             return False
         self._pending = number
+        self._unusable.discard(number)
         return True
 
     def wait(self) -> None:
@@ -215,10 +240,13 @@ class Checkpoints:
         Raises:
             InputError: the last checkpoint could not be saved.
         """
-        self.wait()
-        manager, self._manager = self._manager, None
-        if manager is not None:
-            manager.close()
+        try:
+            self.wait()
+            self._close_manager()
+        finally:
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                unlock_folder(self._folder, lock)
         failed, self._failed = self._failed, None
         if failed is not None:
             raise InputError(f"the last checkpoint is missing: {failed}")
@@ -242,25 +270,62 @@ class Checkpoints:
 
         Raises:
             InputError: there is none of this number, or it is of another state; it lists both
-                shapes of the first arrays that differ. It was written by a newer release, or is
-                not complete.
+                shapes of the first arrays that differ. It was written by a newer release, is not
+                complete, or is not what was written.
         """
         self.wait()
-        record, skipped = self._choose(number)
-        if record is None:
-            return None
+        found = self._agreed_numbers()
+        if number is not None:
+            self._require(number, found)
+            try:
+                return self._restored(number, (), into, partly)
+            except _UnusableError as error:
+                raise InputError(
+                    f"{error} {known(self._folder, found)}: restore another one by its number."
+                ) from error
+        skipped = [
+            f"{name} in {str(self._folder)!r} was not written to its end, and is skipped."
+            for name in unfinished(self._folder)
+            if not found or int(name.split(".")[0]) > found[-1]
+        ]
+        for candidate in reversed(found):
+            try:
+                return self._restored(candidate, skipped, into, partly)
+            except _UnusableError as error:
+                self._unusable.add(candidate)
+                skipped.append(f"{error} It is skipped.")
+        if found:
+            raise InputError(listing("no checkpoint can be restored", skipped))
+        return None
+
+    def _restored(self, number: int, skipped: Sequence[str], into: Any, partly: bool) -> Restored:
+        """A checkpoint that is there. Raises `_UnusableError` in all processes if one cannot read
+        it, and `InputError` if it is of another state.
+        """
+        record = self._sound_record(number)
+        new: tuple[str, ...] = ()
+        left_out: tuple[str, ...] = ()
         if partly:
-            return self._read_part(record, skipped, into)
-        if into is None:
+            state, read_bytes, new, left_out = self._read_part(record, into)
+        elif into is None:
             state, read_bytes = self._read(record, None)
         else:
             state, read_bytes = self._read_into(record, into)
+        notes = []
+        if record.format <= FORMAT_WITHOUT_CHECKSUMS:
+            notes.append(
+                f"checkpoint {number} in {str(self._folder)!r} was written without checksums, by an"
+                " earlier release: whether its arrays are still what was written is not known."
+            )
         return Restored(
             state=state,
-            number=record.number,
+            number=number,
             meta=record.meta,
-            skipped=skipped,
+            skipped=tuple(skipped),
+            notes=tuple(notes),
             read_bytes=read_bytes,
+            new=new,
+            left_out=left_out,
         )
 
     def drop_later(self, number: int) -> tuple[int, ...]:
@@ -268,13 +333,25 @@ class Checkpoints:
 
         Returns:
             The numbers that were removed.
+
+        Raises:
+            InputError: they cannot be removed, or another run writes here.
         """
         self.wait()
         later = tuple(n for n in self._agreed_numbers() if n > number)
-        if later and self._manager is None:
-            self._manager = load_orbax().Manager(self._folder, self._keep)
-        for n in later:
-            self._manager.delete(n)
+        if not later:
+            return ()
+        fault = self._claim(None)
+        if not fault:
+            try:
+                if self._manager is None:
+                    self._manager = load_orbax().Manager(self._folder, self._keep)
+                for n in later:
+                    self._manager.delete(n)
+            except Exception as error:
+                fault = reason(error)
+        if fault:
+            raise InputError(f"cannot remove checkpoints in {str(self._folder)!r}: {fault}.")
         return later
 
     def _read_into(self, record: Record, into: Any) -> tuple[Any, int]:
@@ -312,8 +389,13 @@ class Checkpoints:
             into.remember(state)
         return state, read_bytes
 
-    def _read_part(self, record: Record, skipped: tuple[str, ...], into: Any) -> Restored:
-        """See `restore`. Raises `InputError` if arrays have other shapes, or none is there."""
+    def _read_part(
+        self, record: Record, into: Any
+    ) -> tuple[Any, int, tuple[str, ...], tuple[str, ...]]:
+        """A tree with the arrays that a checkpoint has, the bytes that were read, and the places
+        that only the tree or only the checkpoint has. Raises `InputError` if arrays have other
+        shapes, or none is there.
+        """
         if into is None or isinstance(into, Step):
             raise InputError(
                 "a checkpoint is restored partly into a tree of arrays, which stay as they are"
@@ -327,63 +409,55 @@ class Checkpoints:
         leaves = list(flat.leaves)
         for path, k in both.items():
             leaves[k] = found[path]
-        return Restored(
-            state=flat.value(leaves),
-            number=record.number,
-            meta=record.meta,
-            skipped=skipped,
-            read_bytes=read_bytes,
-            new=new,
-            left_out=left_out,
-        )
+        return flat.value(leaves), read_bytes, new, left_out
 
     def _read(self, record: Record, wanted: Any, *, some: bool = False) -> tuple[Any, int]:
-        """The arrays of a checkpoint, or some of them. Raises `InputError` if they cannot be
-        read.
+        """The arrays of a checkpoint, or some of them. Raises `_UnusableError` in all processes if
+        one cannot read them.
         """
         orbax = load_orbax()
+        read: tuple[Any, int] = (None, 0)
+        fault, cause = "", None
         try:
-            read: tuple[Any, int] = (orbax.read_some if some else orbax.read_tree)(
+            read = (orbax.read_some if some else orbax.read_tree)(
                 self._folder, record.number, wanted
             )
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"checkpoint {record.number} in {str(self._folder)!r} cannot be read:"
-                f" {reason(error)}. {known(self._folder, numbers(self._folder))}: restore another"
-                " one by its number."
-            ) from error
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            # Nothing is wrong with the checkpoint.
+            raise
+        except Exception as error:
+            # The store raises what its parsers happen to raise.
+            fault, cause = f"cannot be read: {reason(error)}", error
+        self._agree(record.number, fault, cause)
         return read
 
-    def _choose(self, number: int | None) -> tuple[Record | None, tuple[str, ...]]:
-        """The record of the checkpoint to be restored, and why newer ones are not."""
-        found = self._agreed_numbers()
-        if number is not None:
-            self._require(number, found)
+    def _sound_record(self, number: int) -> Record:
+        """The record of a checkpoint, whose files are those that were written. Raises
+        `_UnusableError` in all processes if they are not.
+        """
+        record, fault, cause = None, "", None
+        try:
             record = read_record(self._folder, number)
-            missing = missing_parts(self._folder, record)
-            if missing:
-                raise InputError(_incomplete(self._folder, number, missing))
-            return record, ()
-        skipped = [
-            f"{name} in {str(self._folder)!r} was not written to its end, and is skipped."
-            for name in unfinished(self._folder)
-            if not found or int(name.split(".")[0]) > found[-1]
-        ]
-        for candidate in reversed(found):
-            try:
-                record = read_record(self._folder, candidate)
-            except NewerError:
-                raise
-            except InputError as error:
-                skipped.append(f"{error} It is skipped.")
-                continue
-            missing = missing_parts(self._folder, record)
-            if not missing:
-                return record, tuple(skipped)
-            skipped.append(f"{_incomplete(self._folder, candidate, missing)} It is skipped.")
-        if found:
-            raise InputError(listing("no checkpoint can be restored", skipped))
-        return None, tuple(skipped)
+            # All processes restore from the same files.
+            if jax.process_index() == 0 and (found := damage(self._folder, record)):
+                fault = f"is not complete, or damaged: {found}"
+        except NewerError:
+            raise
+        except InputError as error:
+            fault, cause = str(error), error
+        self._agree(number, fault, cause)
+        assert record is not None
+        return record
+
+    def _agree(self, number: int, fault: str, cause: Exception | None) -> None:
+        """Raises `_UnusableError` in all processes if one of them has found a fault."""
+        faults = [text for text in exchange(fault, str) if text]
+        if not faults:
+            return
+        text = faults[0].rstrip(".")
+        if not text.startswith("checkpoint "):
+            text = f"checkpoint {number} in {str(self._folder)!r} {text}"
+        raise _UnusableError(f"{text}.") from cause
 
     def _agreed_numbers(self) -> list[int]:
         """The complete checkpoints as process 0 sees them, in every process."""
@@ -403,22 +477,48 @@ class Checkpoints:
             raise InputError(f"there is no checkpoint {number}: {known(self._folder, found)}.")
 
     def _cannot_write(self, number: int) -> bool:
-        """True, with a failure, if nothing can be written into the folder, which is made."""
-        fault = ""
+        """True, with a failure, if nothing can be written into the folder, which is made. Raises
+        `InputError` if another run writes there.
+        """
+        fault = self._claim(number)
+        if fault:
+            self._fail(number, OSError(fault))
+        return bool(fault)
+
+    def _claim(self, number: int | None, wait_s: float = 0.0) -> str:
+        """Lock the folder, and find out whether it can be written: why not, if it cannot be.
+        Checkpoints after `number` that could not be restored get other names.
+        """
+        passed_over = sorted(n for n in self._unusable if number is not None and n > number)
+        if passed_over:
+            self._unusable.difference_update(passed_over)
+            self._close_manager()
+        fault = busy = ""
         if jax.process_index() == 0:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
+                if self._lock is None:
+                    self._lock = lock_folder(self._folder, wait_s)
+                for n in passed_over:
+                    _set_aside(self._folder / str(n))
                 probe = self._folder / _PROBE
                 probe.write_bytes(bytes(4096))
                 probe.unlink()
+            except BusyError as error:
+                busy = str(error)
             except FileExistsError:
                 fault = "it is a file"
             except OSError as error:
                 fault = reason(error)
-        fault = exchange(fault, str)[0]
-        if fault:
-            self._fail(number, OSError(fault))
-        return bool(fault)
+        fault, busy = exchange((fault, busy), tuple[str, str])[0]
+        if busy:
+            raise InputError(busy)
+        return fault
+
+    def _close_manager(self) -> None:
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
 
     def _fail(self, number: int, error: Exception) -> None:
         """Keep a failure, and tell it. Raises `InputError` if nobody else is told."""
@@ -468,8 +568,13 @@ def _as_step_takes_it(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array | PiecedArray) else leaf.astype(canonical(leaf.dtype))
 
 
-def _incomplete(folder: Path, number: int, missing: Sequence[str]) -> str:
-    return f"checkpoint {number} in {str(folder)!r} is not complete: {missing[0]} is missing."
+def _set_aside(checkpoint: Path) -> None:
+    """Give a checkpoint that cannot be restored another name, so that it is no longer counted."""
+    target, count = checkpoint.with_name(f"{checkpoint.name}.damaged"), 1
+    while target.exists():
+        count += 1
+        target = checkpoint.with_name(f"{checkpoint.name}.damaged-{count}")
+    checkpoint.rename(target)
 
 
 def _plain(meta: Mapping[str, Any] | None) -> dict[str, Any]:

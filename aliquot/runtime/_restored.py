@@ -20,7 +20,8 @@ class Restored:
         state: as the step takes it.
         number: of the checkpoint.
         meta: what the caller saved with it.
-        skipped: one sentence for each newer checkpoint that is not complete.
+        skipped: one sentence for each newer checkpoint that cannot be restored.
+        notes: what else there is to say of it.
         read_bytes: what this process has read.
         new: places of the arrays that the checkpoint does not have, where it was restored partly.
         left_out: places of the arrays that only the checkpoint has.
@@ -30,6 +31,7 @@ class Restored:
     number: int
     meta: dict[str, Any]
     skipped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     read_bytes: int = 0
     new: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()

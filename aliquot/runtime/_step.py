@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core import InputError
+from ..core import AliquotWarning, InputError
 from ..cost import PlannedStep
 from ..graph import memory_kind, plain_context
 from ..plans import ArrayInterface, Plan, Trace, headline, require_busy_processes, unranged
@@ -216,6 +217,8 @@ class Step:
             restored = checkpoints.restore(self, number)
         if restored is None:
             raise InputError(f"there is no checkpoint in {os.fspath(folder)!r}.")
+        for line in (*restored.skipped, *restored.notes):
+            warnings.warn(line, AliquotWarning, stacklevel=2)
         return restored.state
 
     def flat_state(self, state: Any = None) -> StateCall:

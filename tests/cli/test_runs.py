@@ -1,6 +1,7 @@
 """`aliquot train` from planning to the end of a run: logs, checkpoints, going on."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
@@ -108,6 +109,26 @@ def test_a_run_goes_on_under_another_plan_with_equal_losses(whole, text, tmp_pat
         for f in (tmp_path, folder)
     )
     assert here == pytest.approx(there, rel=1e-12)
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_alone(whole, text, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (data,) = (checkpoints / "6" / "state" / "ocdbt.process_0" / "d").iterdir()
+    data.write_bytes(data.read_bytes()[:-1])
+    command = (*STEP, "--method", "zero3", "--out", tmp_path / "run")
+    holder = os.open(checkpoints / ".writer", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    who = {"process_id": os.getppid(), "host": "elsewhere", "since": "today", "token": ""}
+    os.write(holder, json.dumps(who).encode())
+    refused(train(text, *command), "another run writes checkpoints", f"{os.getppid()} on elsewhere")
+    os.close(holder)
+    done = train(text, *command)
+    assert done.exit_code == 0, done.output
+    assert "checkpoint 6" in done.stderr and "damaged: 6/state/ocdbt.process_0/d/" in done.stderr
+    assert "It is skipped." in done.stderr and "resuming after step 4" in done.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole[0]), rel=1e-12)
+    assert "holds all 6 steps" in train(text, *command).stderr
 
 
 def test_sigterm_ends_a_run_between_steps_and_the_same_command_goes_on(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core import InputError
-from ._record import as_json, known, missing_parts, numbers, read_record, unfinished
+from ._checksums import damage
+from ._record import as_json, known, numbers, read_record, unfinished
 
 
 def describe_checkpoints(folder: Path, number: int | None = None) -> dict[str, Any]:
@@ -52,7 +53,6 @@ def _row(folder: Path, number: int) -> dict[str, Any]:
         record = read_record(folder, number)
     except InputError as error:
         return {**row, "fault": str(error)}
-    missing = missing_parts(folder, record)
     return {
         **row,
         "saved_at": record.saved_at,
@@ -60,5 +60,5 @@ def _row(folder: Path, number: int) -> dict[str, Any]:
         "elements": sum(math.prod(array.shape) for array in record.arrays),
         "processes": record.processes,
         "versions": record.versions,
-        "fault": f"{missing[0]} is missing" if missing else "",
+        "fault": damage(folder, record),
     }

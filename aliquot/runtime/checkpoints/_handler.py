@@ -15,8 +15,8 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -30,6 +30,13 @@ from ._leaves import Block, Leaf, Target, devices_by_block
 from ._record import reason
 
 _AT_ONCE = 32
+# How the bytes of a chunk are stored. Reading compares the checksum, which is zstd's own (XXH64).
+_CODECS = (
+    {"name": "bytes", "configuration": {"endian": "little"}},
+    {"name": "zstd", "configuration": {"level": 1, "checksum": True}},
+)
+
+_Found = TypeVar("_Found")
 
 
 @dataclasses.dataclass
@@ -87,12 +94,10 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
         # With one transaction all chunks come into one file.
         transaction = ts.Transaction(atomic=True)
         try:
-            await asyncio.gather(
-                *(
-                    _write_one(leaf, info, blocks, transaction)
-                    for leaf, info, blocks in zip(values, infos, copied, strict=True)
-                    if blocks
-                )
+            await _all(
+                _write_one(leaf, info, blocks, transaction)
+                for leaf, info, blocks in zip(values, infos, copied, strict=True)
+                if blocks
             )
             await transaction.commit_async()
             if jax.process_index() == 0:
@@ -104,24 +109,37 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
     async def deserialize(
         self, infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
-        """The arrays as `Wanted` says."""
+        """The arrays as `Wanted` says.
+
+        Raises:
+            ValueError: an array cannot be read, or is not what was written.
+        """
         # Not all at once, as each is in the host's memory for a while.
         limit = asyncio.Semaphore(_AT_ONCE)
+        has_failed = False
 
         async def read(info: Any, arg: Any) -> Any:
-            async with limit:
-                if self._only is None:
-                    target = arg.target if isinstance(arg, Wanted) else None
-                    return await self._read(info, target)
-                name = plain_name(info.name)
-                if name in self._only:
-                    self.found[name] = await self._read(info, self._only[name])
+            nonlocal has_failed
+            name = plain_name(info.name)
+            if self._only is None:
+                target = arg.target if isinstance(arg, Wanted) else None
+            elif name in self._only:
+                target = self._only[name]
+            else:
                 return None
+            async with limit:
+                if has_failed:
+                    return None
+                try:
+                    array = await self._read(info, target)
+                except (ValueError, OSError, KeyError) as error:
+                    has_failed = True
+                    raise ValueError(f"{name}: {reason(error)}") from error
+            if self._only is not None:
+                self.found[name] = array
+            return array
 
-        found: Sequence[Any] = await asyncio.gather(
-            *(read(info, arg) for info, arg in zip(infos, args or (), strict=True))
-        )
-        return found
+        return await _all(read(info, arg) for info, arg in zip(infos, args or (), strict=True))
 
     async def _read(self, info: Any, target: Target | None) -> Any:
         spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
@@ -151,7 +169,7 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
             for ends in zip(*blocks, strict=True)
         )
         if _chunk_bytes(stored, around) > sum(_chunk_bytes(stored, block) for block in blocks):
-            return await asyncio.gather(*(self._take(stored, block) for block in blocks))
+            return await _all(self._take(stored, block) for block in blocks)
         host = await self._take(stored, around)
         return [host[_index(_shifted_by(block, around))] for block in blocks]
 
@@ -194,20 +212,32 @@ async def _write_one(
         dtype=leaf.dtype,
         process_index=jax.process_index(),
     )
+    spec["metadata"]["codecs"] = _CODECS
     stored: Any = await ts.open(
         ts.Spec(spec), create=True, open=True, context=info.ts_context, transaction=transaction
     )
     if leaf.nbytes == 0:
         # An array without elements has no chunk, and Orbax takes one for an array that is missing.
-        name = ".".join("0" for _ in leaf.shape)
+        name = "/".join(["c", *("0" for _ in leaf.shape)])
         await stored.kvstore.write(name, b"")
         return
-    await asyncio.gather(
-        *(
-            stored[_index(block)].write(host, can_reference_source_data_indefinitely=True)
-            for block, host in blocks
-        )
+    await _all(
+        stored[_index(block)].write(host, can_reference_source_data_indefinitely=True)
+        for block, host in blocks
     )
+
+
+async def _all(awaited: Iterable[Awaitable[_Found]]) -> list[_Found]:
+    """What all of them give. Where some fail, the first error once all have ended: those of
+    tensorstore that are still under way when the event loop is closed complain on standard error.
+    """
+    found = await asyncio.gather(*awaited, return_exceptions=True)
+    given: list[_Found] = []
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+        given.append(one)
+    return given
 
 
 async def _name_generators(values: Sequence[Leaf], infos: Sequence[Any]) -> None:

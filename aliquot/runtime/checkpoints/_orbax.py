@@ -17,6 +17,7 @@ from etils import epath
 
 from ...graph import plain_context
 from ..transport import Rendezvous
+from ._checksums import write_checksums
 from ._handler import LeafHandler, Wanted, plain_name
 from ._leaves import Leaf, Target
 from ._record import unfinished
@@ -37,7 +38,7 @@ class Manager:
     """
 
     def __init__(self, folder: Path, keep: int | None) -> None:
-        self._folder = folder
+        self._folder, self._number = folder, 0
         processes = _processes()
         handler = LeafHandler()
         barrier = _Barrier(Rendezvous(f"checkpoints {next(_made)} in {folder}"), handler)
@@ -47,7 +48,11 @@ class Manager:
             cleanup_tmp_directories=True,
             save_root_metadata=False,
             multiprocessing_options=processes,
-            async_options=ocp.AsyncOptions(timeout_secs=_TIMEOUT_S, barrier_sync_fn=barrier),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=_TIMEOUT_S,
+                barrier_sync_fn=barrier,
+                post_finalization_callback=self._write_checksums,
+            ),
         )
         with _alone():
             self._manager = ocp.CheckpointManager(
@@ -62,6 +67,7 @@ class Manager:
 
     def save(self, number: int, tree: Any, record: Mapping[str, Any]) -> None:
         """Copy a tree of `Leaf`s to the host, and write it in the background."""
+        self._number = number
         with _alone():
             if number in self._manager.all_steps():
                 self._manager.delete(number)
@@ -72,6 +78,14 @@ class Manager:
                     state=ocp.args.PyTreeSave(tree), meta=ocp.args.JsonSave(dict(record))
                 ),
             )
+
+    def _write_checksums(self) -> None:
+        """Orbax calls it in process 0 when all files are there, before a checkpoint gets its final
+        name.
+        """
+        for name in unfinished(self._folder):
+            if name.startswith(f"{self._number}."):
+                write_checksums(self._folder / name)
 
     def delete(self, number: int) -> None:
         """Remove a checkpoint. All processes must call it."""
@@ -160,6 +174,9 @@ def _processes() -> Any:
 
 def _tree_handler(handler: LeafHandler) -> Any:
     return ocp.PyTreeCheckpointHandler(
+        # Of zarr's versions, the one that can store a checksum with each chunk. What is read may
+        # have either.
+        use_zarr3=True,
         multiprocessing_options=_processes(),
         type_handler_registry=ocp.type_handlers.create_type_handler_registry((Leaf, handler)),
     )

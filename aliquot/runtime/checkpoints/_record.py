@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from ...core import HOW_TO_UPDATE, InputError, counted, faults_of
 
 #: Rises when older releases could not read what newer ones write.
-FORMAT = 1
+FORMAT = 2
+#: The first one. Its checkpoints are restored, but nothing tells whether they are still whole.
+FORMAT_WITHOUT_CHECKSUMS = 1
 # Of a checkpoint that is being written, or whose writing was broken off.
 _UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
 
@@ -46,8 +48,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         meta: plain data of the caller.
     """
 
-    format: int
-    number: int
+    format: Annotated[int, msgspec.Meta(ge=1)]
+    number: Annotated[int, msgspec.Meta(ge=0)]
     saved_at: str
     versions: dict[str, str]
     processes: int
@@ -62,7 +64,8 @@ def numbers(folder: Path) -> list[int]:
     Raises:
         InputError: the folder cannot be listed.
     """
-    return sorted(int(name) for name in _names(folder) if name.isdecimal())
+    # Others, such as 007, are not names that we give.
+    return sorted(int(name) for name in _names(folder) if re.fullmatch("0|[1-9][0-9]*", name))
 
 
 def unfinished(folder: Path) -> list[str]:
@@ -98,7 +101,7 @@ def read_record(folder: Path, number: int) -> Record:
         ) from error
     except OSError as error:
         raise InputError(f"cannot read {where}: {error.strerror or error}.") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{where} has a damaged record: {error}.") from error
     written = data.get("format") if isinstance(data, dict) else None
     if isinstance(written, int) and written > FORMAT:
@@ -111,7 +114,13 @@ def read_record(folder: Path, number: int) -> Record:
     faults = list(faults_of(data, Record, ""))
     if faults:
         raise InputError(f"{where} has a damaged record: {'; '.join(faults[:3])}.")
-    return msgspec.convert(data, Record)
+    record = msgspec.convert(data, Record)
+    if record.number != number:
+        raise InputError(
+            f"{where} is checkpoint {record.number} by its own record: its folder was copied or"
+            f" renamed. Give it its name {record.number} again, in a folder of its own if need be."
+        )
+    return record
 
 
 class NewerError(InputError):

@@ -348,8 +348,8 @@ def test_damaged_arrays_are_an_error_that_names_the_others(tmp_path):
         checkpoints.wait()
         (data,) = (tmp_path / "2" / "state" / "ocdbt.process_0" / "d").iterdir()
         data.write_bytes(data.read_bytes()[:-5000])
-        with pytest.raises(InputError, match="checkpoint 2 .* cannot be read: .*holds 1, 2"):
-            checkpoints.restore(tree)
+        with pytest.raises(InputError, match="checkpoint 2 .* is not complete.*holds 1, 2"):
+            checkpoints.restore(tree, 2)
 
 
 def test_a_folder_that_cannot_be_written_is_said_at_every_save(tmp_path):

@@ -110,7 +110,14 @@ def test_a_run_that_is_killed_while_it_saves_leaves_the_checkpoint_before(tmp_pa
 
 
 def test_what_fails_in_one_process_is_said_in_all_and_the_run_goes_on(tmp_path):
-    for said in found(tmp_path / "failed", "fail"):
+    table = np.arange(24.0).reshape(8, 3)
+    for k, said in enumerate(found(tmp_path / "failed", "fail")):
         assert said["numbers"] == [1, 3]
         (text,) = said["said"]
         assert "cannot save checkpoint 2" in text and "process 1: No space left on device" in text
+        # What one process cannot read, none restores.
+        for (number, skipped, rows), why in zip(
+            said["restored"], ("cannot be read: ", "3/state/ocdbt.process_1/d/"), strict=True
+        ):
+            assert number == 1 and "checkpoint 3 in" in skipped and why in skipped
+            np.testing.assert_array_equal(np.concatenate(rows), table[4 * k : 4 * k + 4])

@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":
     process, count, port = map(int, sys.argv[1:4])
@@ -56,7 +57,7 @@ def save():
     with Checkpoints(f"{folder}-spread") as checkpoints:
         checkpoints.save(None, {"rows": rows, "host": table()}, 0)
         restored = checkpoints.restore({"rows": rows, "host": jax.ShapeDtypeStruct((8, 3), float)})
-    mine = [np.asarray(s.data).tolist() for s in restored.state["rows"].addressable_shards]
+    mine = shard_of(restored.state["rows"])
     host = restored.state["host"].tolist()
     _, losses = trained(step, state, 2, 4)
     other = step_of(sizes=(2, 2), backwards=True)
@@ -95,7 +96,9 @@ def kept(step):
 
 
 def fail():
-    """The disk of process 1 is full while it writes; process 0 finds nothing wrong itself."""
+    """The disk of process 1 is full while it writes; process 0 finds nothing wrong itself. Then
+    process 1 cannot read, and at last a file of its own is damaged.
+    """
     from aliquot.runtime.checkpoints import _handler
 
     tree, said = {"rows": spread("x"), "whole": spread(None)}, []
@@ -111,7 +114,34 @@ def fail():
         checkpoints.save(None, tree, number)
         checkpoints.wait()
     checkpoints.close()
-    return {"said": said, "numbers": checkpoints.numbers()}
+    with Checkpoints(folder) as checkpoints:
+        restored = [_without_process_1(checkpoints.restore, tree)]
+        if process == 0:
+            (data,) = Path(folder, "3", "state", "ocdbt.process_1", "d").iterdir()
+            data.write_bytes(data.read_bytes()[:-1])
+        restored.append(checkpoints.restore(tree))
+    again = [[r.number, *r.skipped, shard_of(r.state["rows"])] for r in restored]
+    return {"said": said, "numbers": checkpoints.numbers(), "restored": again}
+
+
+def _without_process_1(restore, tree):
+    """What is restored while process 1 fails to read the first array."""
+    from aliquot.runtime.checkpoints import _handler
+
+    take = _handler.LeafHandler._take
+
+    async def breaks(*_):
+        _handler.LeafHandler._take = take
+        raise ValueError("broken")
+
+    if process == 1:
+        _handler.LeafHandler._take = breaks
+    return restore(tree)
+
+
+def shard_of(array):
+    """The rows of this process."""
+    return [np.asarray(s.data).tolist() for s in array.addressable_shards]
 
 
 def endless():
