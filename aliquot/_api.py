@@ -65,8 +65,8 @@ def plan(
             hosts idle if the step is faster that way, unless this is a run of several processes.
         method: how to parallelize; by default `Auto()`.
         num_micro_batches: number of micro-batches in a step. By default `Auto` and pipelines search
-            for it, and other methods use one. With "auto" other methods, too, are planned with 1,
-            2, 4, ... micro-batches as long as that helps, and the fastest plan is kept.
+            for it, and other methods use the fewest in which the step fits. With "auto" these, too,
+            go on to more as long as that helps, and the fastest plan is kept.
         micro_batch_semantics: "exact": micro-batches give the step's own numbers. "independent":
             each is a step of its own, as by gradient accumulation, which gives other numbers where
             examples depend on one another; see `docs/questions.md`.

@@ -118,33 +118,19 @@ def compare_built(
             else:
                 candidates.append(Candidate(method=name, cluster=cluster.name, plan=found))
     ordered = sorted_candidates(candidates, objective)
-    left_out = _left_out(ordered, not methods, options.get("num_micro_batches"))
+    left_out = _left_out(ordered, not methods)
     return Comparison(model=title, candidates=ordered, objective=objective, left_out=left_out)
 
 
-def _left_out(
-    candidates: Sequence[Candidate], are_usual: bool, num_micro_batches: int | str | None
-) -> tuple[str, ...]:
+def _left_out(candidates: Sequence[Candidate], are_usual: bool) -> tuple[str, ...]:
     """What a comparison left out, and what would compare it."""
     said = []
-    whole = [c for c in candidates if c.method in _OF_ONE_MICRO_BATCH]
-    best = candidates[0].plan if candidates else None
-    matters = any(c.plan is None for c in whole) or (best and best.num_micro_batches > 1)
-    if whole and matters and num_micro_batches is None:
-        said.append(
-            f"{', '.join(dict.fromkeys(c.method for c in whole))}: the whole batch at once."
-            " --micro-batches auto also searches the number of micro-batches of these."
-        )
     if are_usual and len({c.cluster for c in candidates}) == 1:
         said.append(
             "Not compared: Megatron's layouts. --methods auto,grid adds the best of data x tensor x"
             " pipeline parallel degrees, --methods auto,megatron:dp2,tp4 one of your choice."
         )
     return tuple(said)
-
-
-# Methods of which a plan has one micro-batch unless asked for another number.
-_OF_ONE_MICRO_BATCH = ("dp", "ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 
 
 def usual_methods(cluster: Cluster, clusters: Sequence[Cluster] = ()) -> list[str]:

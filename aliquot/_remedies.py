@@ -160,12 +160,11 @@ def remedies_for(
     may_fit = task.holds_state
     given = num_micro_batches or getattr(method, "num_micro_batches", None)
     is_auto = method is None or isinstance(method, Auto)
-    # Otherwise the number of micro-batches was searched already.
-    is_fixed = given is None and not (is_auto or isinstance(method, PipeshardParallel))
     kinds: list[Sequence[Attempt]] = []
     # Where the state does not fit even if all devices share it evenly, only more devices can help.
-    if may_fit and (is_fixed or isinstance(given, int)):
-        counts = [(given or 1) * 2**k for k in range(1, _MOST_DOUBLINGS + 1)]
+    # Otherwise the number of micro-batches was searched already.
+    if may_fit and isinstance(given, int):
+        counts = [given * 2**k for k in range(1, _MOST_DOUBLINGS + 1)]
         kinds.append([attempt(f"--micro-batches {n}", num_micro_batches=n) for n in counts])
     if may_fit:
         kinds += others

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from .core import CaptureError, InfeasibleError, InputError, TimeLimitError, format_seconds
+from .core import InputError, TimeLimitError, format_seconds
 from .planners import (
     AbstractMethod,
     Auto,
@@ -21,8 +21,8 @@ from .planners import (
     ShardParallel,
     Task,
     WholeProgram,
-    Zero3Parallel,
     least_compute_s,
+    simple_plan,
 )
 
 _STATUS = "time limit reached"
@@ -67,8 +67,8 @@ class TimeLimit:
     def decide(self, method: AbstractMethod, task: Task) -> Decision:
         """As `method.decide`, but once the time is over, the best decision so far, with its bound.
 
-        Searches that take any program begin with ZeRO-3, which takes little of the time, so that
-        there is a plan to fall back on.
+        Searches that take any program begin with a simple plan, which takes little of the time, so
+        that there is one to fall back on.
 
         Raises:
             TimeLimitError: no plan was complete by then.
@@ -87,7 +87,7 @@ class TimeLimit:
         try:
             with _alarm(self):
                 if isinstance(method, Auto | WholeProgram | ShardParallel):
-                    simple = _simple(timed)
+                    simple = simple_plan(timed)
                 return method.decide(timed)
         except KeyboardInterrupt as stopped:
             if not self.is_over:
@@ -107,17 +107,6 @@ class TimeLimit:
         return replace(
             best, status=_STATUS, lower_bound_s=least_s, gap=None, bound_holds_for=_COMPUTE_ALONE
         )
-
-
-def _simple(task: Task) -> Decision | None:
-    """ZeRO-3 in the fewest micro-batches of a few numbers in which it fits; None if in none."""
-    if not task.holds_state:
-        return None
-    asked = task.num_micro_batches
-    for count in (1, 4, 16, 64) if asked is None else (asked,):
-        with contextlib.suppress(InfeasibleError, InputError, CaptureError):
-            return Zero3Parallel().decide(replace(task, num_micro_batches=count))
-    return None
 
 
 @contextlib.contextmanager

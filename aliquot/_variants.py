@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ._plan_graph import plan_graph
+from ._time_limit import TimeLimit
 from .cluster import Cluster
 from .core import InfeasibleError, InputError, TimeLimitError, collecting_seldom
 from .graph import Graph, capture
@@ -22,10 +23,12 @@ from .planners import (
     Auto,
     Interrupted,
     PipeshardParallel,
+    SimplePlan,
     Task,
     WholeProgram,
     cannot_fit,
     least_compute_s,
+    simple_plan,
 )
 from .plans import RECOMPUTED_BY_STAGE, ModelReference, Plan, recomputes_by_stage
 
@@ -34,6 +37,8 @@ Method: TypeAlias = AbstractMethod | PipeshardParallel
 # On more devices pipelines of the step without recomputation, where it is planned second, are
 # searched only if the first plan is one.
 _MANY_DEVICES = 128
+# Times that differ by less than this share are equal.
+_EQUAL = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,6 +51,8 @@ class Variant:
         name: for readers of plans, such as "--recompute block".
         name_by_stage: its name where stages of its plan recompute; empty for a name made of `name`.
         recompute: as for `aliquot.plan`.
+        for_programs: whether pipelines are not searched in it, because stages of other variants
+            choose by themselves what they recompute.
     """
 
     step: Callable[..., Any]
@@ -55,6 +62,7 @@ class Variant:
     name: str = ""
     name_by_stage: str = ""
     recompute: str | None = None
+    for_programs: bool = False
     _traced: list[tuple[Graph, float]] = field(default_factory=list, init=False, repr=False)
     _tasks: list[Task] = field(default_factory=list, init=False, repr=False)
 
@@ -161,14 +169,14 @@ def plan_variants(
 ) -> Plan:
     """The fastest plan of a step that may be built in several ways.
 
-    The first variant whose whole batch can fit is planned first, then the others in their order.
-    Where stages are searched for, they are planned in their order: pipelines need less memory, and
-    choose by stage what they recompute. Each is planned only if its compute alone, shared evenly by
-    all devices, takes less than the best plan so far, and searched only for plans that are faster.
+    Where one program is searched for, each variant first gets a simple plan (see `simple_plan`).
+    Variants are then searched in the order of these plans, with the best plan so far as the time to
+    beat. Otherwise they are planned in their order. A variant is planned only if its compute alone,
+    shared evenly by all devices, takes less than the best plan so far.
 
     Method `Auto` chooses by stage what its pipelines recompute, so that those of the variant that
-    computes least are enough. Where that comes later, on more than 128 devices its pipelines are
-    searched only if the best plan so far is one.
+    computes least are enough. On more than 128 devices they are searched if no variant has a simple
+    plan, or if the best plan so far is a pipeline.
 
     Args:
         time_limit_s: for all variants together.
@@ -183,34 +191,64 @@ def plan_variants(
     where, how = cluster or Cluster.detect(), method or Auto()
     names = ("memory_limit_bytes", "on_missing_rule")
     given = {name: options[name] for name in names if name in options}
+    asked = options.get("num_micro_batches")
+    if isinstance(asked, int):
+        given["num_micro_batches"] = asked
 
     @functools.cache
     def task(variant: Variant) -> Task:
         return variant.task(where, **given)
 
-    def can_fit(variant: Variant) -> bool:
-        """False if the whole batch is too large, or what all variants keep from step to step."""
-        return task(variants[-1]).holds_state and not cannot_fit(task(variant).problem(1))
-
-    searches = isinstance(how, (Auto, WholeProgram)) or (
-        isinstance(how, PipeshardParallel) and how.inter.searches
+    may_be_program = isinstance(how, (Auto, WholeProgram)) or (
+        isinstance(how, PipeshardParallel) and how.may_be_one_program
     )
-    if isinstance(how, PipeshardParallel) and searches:
-        first = variants[0]
-    else:
-        first = next((v for v in variants[:-1] if can_fit(v)), variants[-1])
-    ordered = [first, *(v for v in variants if v is not first)]
-    best, best_name, tried = None, "", list[dict[str, Any]]()
+    searches = may_be_program or (isinstance(how, PipeshardParallel) and how.inter.searches)
+    if not may_be_program and isinstance(how, PipeshardParallel):
+        variants = tuple(each for each in variants if not each.for_programs)
+    limit = None if time_limit_s is None else TimeLimit.since(started, time_limit_s)
+
+    def make(variant: Variant, method: Method, left_s: float | None = None) -> Plan:
+        graph, trace_s = variant.traced()
+        return plan_graph(
+            graph,
+            like=task(variant),
+            started=time.perf_counter(),
+            trace_s=trace_s,
+            cluster=where,
+            method=method,
+            model=variant.model,
+            recompute=variant.recompute or recompute,
+            time_limit_s=left_s,
+            **options,
+        )
+
+    simple_s: dict[Variant, float] = {}
+    if may_be_program and len(variants) > 1 and getattr(how, "mesh_shape", None) is None:
+        try:
+            for variant in variants:
+                if limit and limit.is_over:
+                    break
+                if (known := simple_plan(task(variant))) is not None:
+                    simple_s[variant] = known.step_time_s
+        except KeyboardInterrupt as stopped:
+            raise _interrupted(simple_s, make) from stopped
+    ordered = _ordered(variants, simple_s, how, task)
+    best, built, tried = None, ordered[0], list[dict[str, Any]]()
     too_large: Variants = ()
     refusal: InfeasibleError | TimeLimitError | None = None
+    # A little more than the fastest simple plan takes, so that a search finds that plan again, with
+    # a bound. Compiled, it may not fit.
+    simplest_s = min(simple_s.values(), default=math.inf) * (1 + _EQUAL)
+    to_beat_s = math.inf if options.get("verify") else simplest_s
     for k, variant in enumerate(ordered):
-        to_beat_s = best.prediction.step_time_s if best else math.inf
+        if best is not None:
+            to_beat_s = best.prediction.step_time_s
         if variant in too_large:
             tried.append(
                 _tried(variant.name, outcome="does not fit: it keeps more than one that does not")
             )
             continue
-        if best and least_compute_s(task(variant).problem(1)) >= to_beat_s:
+        if math.isfinite(to_beat_s) and least_compute_s(task(variant).problem(1)) >= to_beat_s:
             tried.append(
                 _tried(
                     variant.name,
@@ -218,61 +256,86 @@ def plan_variants(
                 )
             )
             continue
-        used, since = how, time.perf_counter()
+        used = how
         if isinstance(how, (Auto, WholeProgram, PipeshardParallel)) and searches:
             # Plans that take longer than this need not be searched in full.
             used = replace(how, faster_than_s=min(how.faster_than_s, to_beat_s))
-        if isinstance(used, Auto) and best:
-            is_few = len(best.stages) > 1 or where.num_devices <= _MANY_DEVICES
-            used = replace(used, pipelines=used.pipelines and variant is variants[0] and is_few)
-        graph, trace_s = variant.traced()
+        if isinstance(used, Auto) and (best or simple_s):
+            is_few = where.num_devices <= _MANY_DEVICES or (best and len(best.stages) > 1)
+            wanted = used.pipelines and variant is variants[0] and bool(is_few)
+            used = replace(used, pipelines=wanted)
+        elif isinstance(used, PipeshardParallel) and may_be_program:
+            used = replace(used, pipelines=used.pipelines and not variant.for_programs)
         left_s = None
         if time_limit_s is not None:
             # The others have their share of what is left.
             left_s = time_limit_s - (time.perf_counter() - started)
             left_s = max(left_s / (len(ordered) - k), 1e-3)
         try:
-            found = plan_graph(
-                graph,
-                like=task(variant),
-                started=since,
-                trace_s=trace_s,
-                cluster=where,
-                method=used,
-                model=variant.model,
-                recompute=variant.recompute or recompute,
-                time_limit_s=left_s,
-                **options,
-            )
+            found = make(variant, used, left_s)
         except (InfeasibleError, TimeLimitError) as error:
             # Of variants that do not fit, the last keeps least.
             if variant is variants[-1] or refusal is None:
                 refusal = error
-            if best is None and isinstance(error, InfeasibleError):
+            is_beaten = searches and math.isfinite(to_beat_s)
+            if best is None and not is_beaten and isinstance(error, InfeasibleError):
                 too_large = variants[: variants.index(variant)]
-            outcome = "no faster plan fits" if best and searches else "does not fit"
-            if best and not searches and best.num_micro_batches == len(best.stages) == 1:
-                outcome += " with the whole batch at once; --micro-batches auto tries smaller ones"
+            outcome = "no faster plan fits" if is_beaten else "does not fit"
             is_late = isinstance(error, TimeLimitError)
             tried.append(_tried(variant.name, outcome="not found in time" if is_late else outcome))
         except KeyboardInterrupt as stopped:
             later: Plan | None = getattr(stopped, "plan", None)
-            if best is None or (later and later.prediction.step_time_s < to_beat_s):
+            if later and (best is None or later.prediction.step_time_s < to_beat_s):
                 raise
+            if best is None:
+                raise _interrupted(simple_s, make) from None
             instead = Interrupted(None)
             tried.append(_tried(variant.name, outcome="interrupted"))
-            instead.plan = _beside(best, tried, variants, started)
+            instead.plan = _beside(best, built, tried, variants, started)
             raise instead from None
         else:
-            slower, slower_s = variant.named(found), found.prediction.step_time_s
-            if slower_s < to_beat_s:
-                slower, slower_s, best, best_name = best_name, to_beat_s, found, slower
-            if math.isfinite(slower_s):
-                tried.append(_tried(slower, slower_s, "slower"))
+            found_s = found.prediction.step_time_s
+            if best is None:
+                best, built = found, variant
+            elif found_s < to_beat_s:
+                tried.append(_tried(built.named(best), to_beat_s, "slower"))
+                best, built = found, variant
+            else:
+                tried.append(_tried(variant.named(found), found_s, "slower"))
+    if best is None and simple_s:
+        built = min(simple_s, key=simple_s.__getitem__)
+        best = make(built, SimplePlan())
     if best is None:
         assert refusal is not None
         raise refusal
-    return _beside(best, tried, variants, started) if len(variants) > 1 else best
+    return _beside(best, built, tried, variants, started) if len(variants) > 1 else best
+
+
+def _ordered(
+    variants: Variants, simple_s: Mapping[Variant, float], how: Method, task: Callable[..., Task]
+) -> Sequence[Variant]:
+    """Variants in the order of their simple plans; without these the first whose whole batch can
+    fit comes first, then the others in their order.
+    """
+    if simple_s:
+        return sorted(variants, key=lambda each: simple_s.get(each, math.inf))
+    if isinstance(how, PipeshardParallel) and how.inter.searches:
+        return variants
+
+    def can_fit(variant: Variant) -> bool:
+        """False if the whole batch is too large, or what all variants keep from step to step."""
+        return task(variants[-1]).holds_state and not cannot_fit(task(variant).problem(1))
+
+    first = next((v for v in variants[:-1] if can_fit(v)), variants[-1])
+    return [first, *(v for v in variants if v is not first)]
+
+
+def _interrupted(simple_s: Mapping[Variant, float], make: Callable[..., Plan]) -> Interrupted:
+    """Ctrl-C before any search was complete, with the fastest simple plan so far."""
+    error = Interrupted(None)
+    if simple_s:
+        error.plan = make(min(simple_s, key=simple_s.__getitem__), SimplePlan())
+    return error
 
 
 def _tried(name: str, step_time_s: float | None = None, outcome: str = "") -> dict[str, Any]:
@@ -287,10 +350,14 @@ def _tried(name: str, step_time_s: float | None = None, outcome: str = "") -> di
 
 
 def _beside(
-    plan: Plan, tried: Sequence[Mapping[str, Any]], variants: Variants, started: float
+    plan: Plan,
+    built: Variant,
+    tried: Sequence[Mapping[str, Any]],
+    variants: Variants,
+    started: float,
 ) -> Plan:
-    """The plan, with the other variants among what was tried, and the seconds that tracing and
-    searching all of them took since `started`.
+    """The plan of the variant `built`, with the others among what was tried, and the seconds that
+    tracing and searching all of them took since `started`.
     """
     trace_s = sum(seconds for variant in variants for _, seconds in variant._traced)
     search_s = time.perf_counter() - started - trace_s
@@ -301,4 +368,8 @@ def _beside(
         # What was traced before is not part of the time since then.
         search_s=max(search_s, plan.provenance.search_s),
     )
+    if provenance.bound_holds_for:
+        # Nothing is proved of steps that are built in another way.
+        scope = f"{provenance.bound_holds_for}, with {built.named(plan)}"
+        provenance = msgspec.structs.replace(provenance, bound_holds_for=scope)
     return msgspec.structs.replace(plan, provenance=provenance)

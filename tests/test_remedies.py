@@ -42,7 +42,11 @@ def tight():
 
 def test_every_advice_is_true_when_taken(tight):
     remedies = aq.find_remedies(
-        *STEP, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=tight
+        *STEP,
+        cluster=CLUSTER,
+        method=DataParallel(),
+        memory_limit_bytes=tight,
+        num_micro_batches=1,
     )
     fitting = [each for each in remedies if each.plan is not None]
     assert {each.change.split()[0] for each in fitting} >= {"--micro-batches", "--cluster"}
@@ -100,6 +104,7 @@ def test_micro_batches_that_do_not_divide_the_batch_are_not_advised():
         cluster=CLUSTER,
         method=DataParallel(),
         memory_limit_bytes=STATE_BYTES / 3.9,
+        num_micro_batches=1,
     )
     counts = [
         int(each.change.split()[1])
@@ -142,6 +147,7 @@ def test_changes_that_no_time_was_left_for_are_named(tight, monkeypatch):
 
     monkeypatch.setattr("aliquot._remedies.plan_variants", planned)
     options = {"cluster": CLUSTER, "method": DataParallel(), "memory_limit_bytes": tight}
+    options["num_micro_batches"] = 1
     tried = aq.find_remedies(*STEP, **options)
     assert [each.change for each in tried if not each.is_known] == ["--method auto"]
     assert "--cluster 2x4xH100" in [each.change for each in tried if each.is_known]
@@ -235,6 +241,7 @@ def test_the_command_prints_what_was_tried_with_step_times(tight, tmp_path, monk
         "def factory():\n    return mlp((64, 128, 64), 4096)\n"
     )
     given = ("plan", "own_remedies:factory", "--cluster", "1x4xH100", "--method", "dp")
+    given = (*given, "--micro-batches", "1")
     given = (*given, "--memory-limit", f"{tight / 1024:.0f}KiB")
     found = run(*given)
     assert found.exit_code == 1 and "It could fit" not in found.stderr
@@ -254,21 +261,17 @@ def refusal(step, **asked):
 
 
 def test_micro_batches_that_an_error_advises_fit(tight):
-    error = refusal(STEP, method=DataParallel(), memory_limit_bytes=tight)
+    one = {"method": DataParallel(), "memory_limit_bytes": tight, "num_micro_batches": 1}
+    error = refusal(STEP, **one)
     (count,) = (int(each.split()[0]) for each in error.advice if "micro-batches" in each)
     assert count > 1 and "(now 1)" in str(error)
     for more in (count, 2 * count):
-        aq.plan(
-            *STEP,
-            cluster=CLUSTER,
-            method=DataParallel(),
-            memory_limit_bytes=tight,
-            num_micro_batches=more,
-        )
+        aq.plan(*STEP, cluster=CLUSTER, **one | {"num_micro_batches": more})
 
 
 def test_devices_that_an_error_advises_fit():
     asked = {"method": aq.Zero3Parallel(), "memory_limit_bytes": 4 * STATE_BYTES}
+    asked["num_micro_batches"] = 1
     error = refusal(STEP, **asked)
     (devices,) = (int(each.split()[0]) for each in error.advice if "such devices" in each)
     aq.plan(*STEP, cluster=Cluster.preset(f"1x{devices}xH100"), **asked)

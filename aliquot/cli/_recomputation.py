@@ -1,8 +1,8 @@
-"""`--recompute`: a model with and without recomputation where the choice is open."""
+"""`--recompute`: a model in every way to recompute where the choice is open."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,24 +12,43 @@ from ._session import Session
 if TYPE_CHECKING:
     from .._variants import Variants
     from ..cluster import Cluster
+    from ..zoo import AbstractConfig
 
 AUTO = "auto"
 
 
 def ways_to_build(name: str, options: ZooOptions, where: Cluster) -> tuple[Model, ...]:
     """The model as it is asked for; with `--recompute none` no stage recomputes, either. A model of
-    which nothing is said about recomputation may be built in two ways: without, and with
-    recomputation of each block. So may that of a factory with an argument `recompute`; see
-    `recomputes`.
+    which nothing is said about recomputation is built in every way that it has, from the one that
+    keeps most; that of a factory with an argument `recompute` without, and with recomputation of
+    each block; see `recomputes`.
     """
     if options.recompute == "none":
         return (replace(resolve(name, options, where), recompute="none"),)
     if options.recompute not in (None, AUTO):
         return (resolve(name, options, where),)
-    if zoo_config(name, options.overrides) is None:
-        if "recompute" in options.overrides or not recomputes(name):
-            return (resolve(name, options, where),)
-    return tuple(resolve(name, replace(options, recompute=how), where) for how in ("none", "block"))
+    ways: Sequence[str] = ("none", "block")
+    config = zoo_config(name, options.overrides)
+    if config is not None:
+        ways = recompute_names(config)
+    elif "recompute" in options.overrides or not recomputes(name):
+        return (resolve(name, options, where),)
+    return tuple(resolve(name, replace(options, recompute=how), where) for how in ways)
+
+
+def recompute_names(config: AbstractConfig) -> tuple[str, ...]:
+    """The ways to recompute of a model of the zoo, from the one that keeps most."""
+    from ..zoo import AbstractTextConfig, recompute_ways
+
+    return recompute_ways(has_attention=isinstance(config, AbstractTextConfig))
+
+
+def less_kept(name: str, options: ZooOptions) -> tuple[str, ...]:
+    """The ways to recompute that keep less than the one that is asked for."""
+    config = zoo_config(name, options.overrides)
+    names = recompute_names(config) if config is not None else ()
+    asked = options.recompute
+    return names[names.index(asked) + 1 :] if asked in names else ()
 
 
 def variants_of(models: tuple[Model, ...]) -> Variants:
@@ -50,6 +69,7 @@ def variants_of(models: tuple[Model, ...]) -> Variants:
             name=f"--recompute {how}",
             name_by_stage=RECOMPUTED_BY_STAGE if how == "none" else "",
             recompute=model.recompute,
+            for_programs=how not in ("none", "block"),
         )
         made.append(variant)
     return tuple(made)

@@ -38,7 +38,7 @@ def try_remedies(
     from .._remedies import Attempt, coarser, remedies_for
     from .._variants import plan_variants
     from ._model import user_code
-    from ._recomputation import variants_of, ways_to_build
+    from ._recomputation import AUTO, less_kept, variants_of, ways_to_build
 
     def attempt(change: str, changed: ZooOptions) -> Attempt:
         def make(time_limit_s: float) -> Plan:
@@ -55,8 +55,11 @@ def try_remedies(
     others = []
     batch = options.global_batch
     if ":" not in name and batch is not None:
-        if options.recompute == "none":
-            others.append([attempt("--recompute block", replace(options, recompute="block"))])
+        if options.recompute not in (None, AUTO):
+            less = less_kept(name, options)
+            others.append(
+                [attempt(f"--recompute {how}", replace(options, recompute=how)) for how in less]
+            )
         batches = [batch // 2**k for k in range(1, 5) if batch % 2**k == 0]
         others.append(
             [attempt(f"--global-batch {n}", replace(options, global_batch=n)) for n in batches]

@@ -21,9 +21,11 @@ from ._method import AbstractMethod as AbstractMethod
 from ._methods import DataParallel as DataParallel
 from ._methods import ManualParallel as ManualParallel
 from ._methods import ShardParallel as ShardParallel
+from ._methods import SimplePlan as SimplePlan
 from ._methods import WholeProgram as WholeProgram
 from ._methods import Zero2Parallel as Zero2Parallel
 from ._methods import Zero3Parallel as Zero3Parallel
+from ._methods import simple_plan as simple_plan
 from ._pipeshard import PipeshardParallel as PipeshardParallel
 from ._plan_chain import plan_chain as plan_chain
 from ._quick_bounds import cannot_fit as cannot_fit

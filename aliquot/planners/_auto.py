@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,7 @@ from ..cost import Problem
 from ._base import Decision, Progress, Task
 from ._hosts import Hosts
 from ._method import AbstractMethod
-from ._methods import WholeProgram
+from ._methods import WholeProgram, simple_plan
 from ._pipelines import PipelineCounts, Pipelines
 from ._pipeshard import PipeshardParallel
 from ._programs import Programs
@@ -78,7 +79,8 @@ class Auto(AbstractMethod):
         def families(task: Task) -> list[AbstractFamily]:
             devices = task.cluster.num_devices
             pauses = searches_pipelines and 1 < devices <= _MOST_DEVICES
-            programs = Programs.of(task, self.program, asked, pauses=pauses)
+            simple = functools.partial(simple_plan, task)
+            programs = Programs.of(task, self.program, asked, pauses=pauses, simple=simple)
             if not searches_pipelines or devices == 1:
                 return [programs]
             pipelines = Pipelines(
@@ -93,7 +95,6 @@ class Auto(AbstractMethod):
             task=task,
             relative_gap=self.intra.relative_gap,
             faster_than_s=self.faster_than_s,
-            beside_others=True,
         )
         on_fewer = list[Hosts]()
         if self.mesh_shape is None:

@@ -152,9 +152,9 @@ class Task:
         graph: the step on its whole batch.
         cluster: what it runs on.
         num_micro_batches: the number that the user asks for. None lets methods that search for the
-            number choose it, and means that of `own_turns` for the others.
+            number choose it, and means the fewest that fit for the others, at least `own_turns`.
         own_turns: micro-batches of the step's own loop, without which `graph` is; 1 if it has none.
-        tries_counts: whether the others try 1, 2, 4, ... micro-batches, too.
+        tries_counts: whether the others go on to more micro-batches while the step gets faster.
         semantics: see `plan_micro_batches`.
         on_missing_rule: see `dim_rule`.
         memory_limit_bytes: on each device; by default what the device's runtime leaves to programs.
@@ -174,6 +174,8 @@ class Task:
     may_idle: bool = True
     recomputes: bool = True
     progress: Progress | None = None
+    # Shared by tasks made from one another by `replace`, as the problems below.
+    simple_plans: dict[tuple[Any, ...], Decision | None] = field(default_factory=dict, repr=False)
     # Problems take long to make and differ between clusters and limits only in these, so tasks made
     # from one another by `replace` share them.
     _made: dict[tuple[Any, ...], tuple[Problem, Mapping[str, str]]] = field(

@@ -29,6 +29,21 @@ def batch_size(graph: Graph) -> int:
     return math.gcd(*sizes) or 1
 
 
+def program_counts(graph: Graph, num_devices: int) -> list[int]:
+    """Numbers of micro-batches that a program may have, in rising order: the divisors of the batch
+    that leave each device as many rows, then those that leave fewer rows than devices, each at
+    least twice the one before.
+    A batch of 96 on 8 devices may have 1, 2, 3, 4, 6, 12, 24, 48 or 96 of them.
+    """
+    size = batch_size(graph)
+    divisors = [n for n in range(1, min(size, MOST_MICRO_BATCHES) + 1) if size % n == 0]
+    counts = [n for n in divisors if size // n % num_devices == 0] or [1]
+    for count in divisors:
+        if count >= 2 * counts[-1]:
+            counts.append(count)
+    return counts
+
+
 def counts_to_try(graph: Graph, cluster: Cluster) -> list[list[int]]:
     """Groups of numbers of micro-batches; a group is tried if nothing fits with the one before it.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
+from typing import Any
 
-from ..core import InfeasibleError
+from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Problem
 from ..sharding import runs_in_groups
 from ._base import Decision, Progress, Task
@@ -26,7 +28,7 @@ class AbstractMethod(abc.ABC):
 
     def decide(self, task: Task) -> Decision:
         """Plan a captured step; by default as one program, in as many micro-batches as the task
-        says, or one.
+        says, or in the fewest in which it fits.
 
         Raises:
             InfeasibleError, InputError, Interrupted: as `solve` does.
@@ -36,8 +38,19 @@ class AbstractMethod(abc.ABC):
 
     def programs(self, task: Task) -> list[AbstractFamily]:
         """The family of programs that this method makes of a task."""
-        asked = task.num_micro_batches or (None if task.tries_counts else task.own_turns)
-        return [Programs.of(task, self, asked, most_programs=None)]
+        return [self.programs_of(task)]
+
+    def programs_of(self, task: Task, **settings: Any) -> Programs:
+        """The programs of a task; `settings` are attributes of `Programs`."""
+        return Programs.of(
+            task,
+            self,
+            task.num_micro_batches,
+            fewest=1 if task.tries_counts else task.own_turns,
+            most_programs=None,
+            until_fits=not task.tries_counts,
+            **settings,
+        )
 
     def searched(self, search: Search, families: Sequence[AbstractFamily]) -> Decision:
         """The best program of some families.
@@ -50,8 +63,10 @@ class AbstractMethod(abc.ABC):
             return decision
         task = search.task
         try:
-            if (refusal := search.refusal_of(Programs)) is not None:
-                raise refusal
+            refusals = [error for each, error in search.refusals if isinstance(each, Programs)]
+            if refusals:
+                # The program that comes closest says what is missing.
+                raise min(refusals, key=_missing_bytes)
             # Arrays alone are too large, so that nothing was searched yet.
             return self.solve(task.problem(task.num_micro_batches or task.own_turns), task.progress)
         except InfeasibleError as error:
@@ -79,6 +94,10 @@ class AbstractMethod(abc.ABC):
             InputError: The method cannot plan this problem.
             Interrupted: Ctrl-C; carries the best decision so far.
         """
+
+
+def _missing_bytes(error: InfeasibleError | InputError | CaptureError) -> float:
+    return getattr(error, "required_bytes", None) or math.inf
 
 
 def _that_decomposes(error: InfeasibleError, task: Task) -> InfeasibleError:

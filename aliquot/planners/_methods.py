@@ -4,6 +4,8 @@ which finds the best.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,15 +15,16 @@ from typing import Any
 import numpy as np
 
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh, logical_mesh_shapes
-from ..core import InputError
+from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Priced, Problem, price
-from ._base import Decision, Progress, Task
+from ._base import Decision, Progress, Task, faster
+from ._counts import batch_size, program_counts
 from ._hosts import Hosts
 from ._method import AbstractMethod
 from ._neighbourhood import FEW_AXES, choices_to_try
-from ._quick_bounds import least_compute_s
+from ._quick_bounds import cannot_fit, is_too_large, least_compute_s
 from ._race import Entry, RaceInParts, finished, goes_first, race, race_in_parts, race_of_ways
-from ._search import Search
+from ._search import AbstractFamily, Search
 from .intra import ILP, AbstractIntra, Fixed, Space, fixed
 
 
@@ -191,6 +194,10 @@ class WholeProgram(AbstractMethod):
         search = Search(task=task, faster_than_s=self.faster_than_s)
         return self.searched(search, [*self.programs(task), *on_fewer])
 
+    def programs(self, task: Task) -> list[AbstractFamily]:
+        """See `AbstractMethod.programs`."""
+        return [self.programs_of(task, simple=functools.partial(simple_plan, task))]
+
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
         """See `AbstractMethod.solve`."""
         race = self.race(problem, progress, faster_than_s=self.faster_than_s, pauses=False)
@@ -227,6 +234,72 @@ class WholeProgram(AbstractMethod):
             faster_than_s=faster_than_s,
             pauses=pauses,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimplePlan(AbstractMethod):
+    """The plan of `simple_plan`, as a method."""
+
+    def decide(self, task: Task) -> Decision:
+        """See `AbstractMethod.decide`."""
+        found = simple_plan(task)
+        return found if found is not None else Zero3Parallel().decide(task)
+
+    def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
+        """See `AbstractMethod.solve`."""
+        return Zero3Parallel().solve(problem, progress)
+
+
+def simple_plan(task: Task) -> Decision | None:
+    """The fastest of ZeRO-2, ZeRO-3 and hybrid FSDP in the fewest micro-batches in which one fits;
+    None if none fits. It takes a small part of a search, which begins at its number of
+    micro-batches and has its step time to beat.
+    """
+    key = task.cluster, task.limit_bytes, task.num_micro_batches, task.semantics
+    if key not in task.simple_plans:
+        found = _find_simple_plan(task)
+        if found is not None:
+            # The step outside is not known to the problem.
+            found = replace(found, combine=task.combine(found.num_micro_batches))
+        task.simple_plans[key] = found
+    return task.simple_plans[key]
+
+
+def _find_simple_plan(task: Task) -> Decision | None:
+    cluster, asked = task.cluster, task.num_micro_batches
+    if not task.holds_state:
+        return None
+    methods: list[AbstractMethod] = [Zero2Parallel(), Zero3Parallel()]
+    if cluster.num_hosts > 1 and cluster.devices_per_host > 1:
+        methods.append(Zero3Parallel(shard_within="host"))
+    counts = [asked]
+    if asked is None:
+        counts = program_counts(task.graph, cluster.num_devices)
+        # In more micro-batches some device has no rows.
+        counts = [n for n in counts if batch_size(task.graph) // n % cluster.num_devices == 0]
+    refused = list[int]()
+    best: Decision | None = None
+    finest: Problem | None = None
+    for position, count in enumerate(counts):
+        if any(count % n == 0 for n in refused) or (finest and is_too_large(finest, count)):
+            continue
+        try:
+            problem = task.problem(count)
+        except (InputError, CaptureError):
+            # The step cannot be cut into any multiple of it either.
+            refused.append(count)
+            continue
+        if not cannot_fit(problem):
+            for method in methods:
+                with contextlib.suppress(InfeasibleError, InputError):
+                    best = faster(best, method.solve(problem, task.progress))
+        if best is not None:
+            break
+        if position == 0 and len(counts) > 2:
+            # Problems of few micro-batches need not be made where this one shows their size.
+            with contextlib.suppress(InputError, CaptureError):
+                finest = task.problem(counts[-1])
+    return best
 
 
 def _mesh(problem: Problem, shape: Sequence[int], axis_names: Sequence[str] = ()) -> LogicalMesh:

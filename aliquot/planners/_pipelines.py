@@ -28,6 +28,7 @@ from ._quick_bounds import cannot_fit, least_compute_s
 from ._search import AbstractFamily, Search
 from ._solve_stages import solve_with
 from ._tried import listed, tried_counts
+from .inter import NoFasterStages
 
 if TYPE_CHECKING:
     from ._pipeshard import PipeshardParallel
@@ -251,18 +252,23 @@ class PipelineCounts(AbstractFamily):
         except InfeasibleError as error:
             self.refusals.append(error)
             return None
-        # The least that a pipeline may take of what its layers promise, by those that were found.
-        ratios = [] if self.is_small else self.ratios
-        least_ratio = max(1 - _LESS_AS_WHOLES, min(1.0, *ratios)) if ratios else 1 - _LESS_AS_WHOLES
         is_last = len(self.ratios) + len(self.refusals) >= _MOST_COUNTS
         fastest_s = min(to_beat_s, self.best.step_time_s if self.best else math.inf)
-        if is_last or self.promised.step_time_s * least_ratio >= fastest_s:
+        if is_last or self.promised.step_time_s * self._least_ratio >= fastest_s:
             return None
         self.expected_s = self.promised.step_time_s
         return self.promised.num_micro_batches
 
+    @property
+    def _least_ratio(self) -> float:
+        """The least that a pipeline may take of what its layers promise, by those found so far."""
+        ratios = [] if self.is_small else self.ratios
+        return max(1 - _LESS_AS_WHOLES, min(1.0, *ratios)) if ratios else 1 - _LESS_AS_WHOLES
+
     def _solve(self, count: int, search: Search) -> None:
-        """Price a number of micro-batches, and find its best pipeline."""
+        """Price a number of micro-batches, and find its best pipeline, if it may be the best plan
+        now that its price is known.
+        """
         method, last = self.opened.method, self.priced[self.opened.groups[0][-1]]
         self.untried.remove(count)
         if count not in self.priced:
@@ -275,8 +281,12 @@ class PipelineCounts(AbstractFamily):
             )
             self.chains = _drawn(self.chains, self.priced)
         fastest_s = self.best.step_time_s if self.best else math.inf
+        if not self.is_patient:
+            fastest_s = min(fastest_s, search.to_beat_s(self.task) / self._least_ratio)
         try:
             found = solve_with(method, self.task, self.priced[count], search.helper, fastest_s)
+        except NoFasterStages:
+            return
         except InfeasibleError as error:
             self.refusals.append(error)
             return

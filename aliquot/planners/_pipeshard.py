@@ -5,6 +5,7 @@ simulation gives the step time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +15,7 @@ from ..graph import OPERATORS, cut_layers
 from ._base import Decision, Interrupted, Progress, Task, faster
 from ._hosts import Hosts
 from ._method import AbstractMethod
-from ._methods import ShardParallel, WholeProgram
+from ._methods import ShardParallel, WholeProgram, simple_plan
 from ._pipelines import PipelineCounts, Pipelines
 from ._programs import Programs
 from ._quick_bounds import least_compute_s
@@ -39,6 +40,7 @@ class PipeshardParallel(AbstractMethod):
             `params.layers[*]`, "operators" for every product or convolution with what follows it,
             or None for every suitable place between layers. With "operators", a planner that
             searches also plans over layers, and the faster plan is the answer.
+        pipelines: whether these are searched, where the answer may be one program.
         faster_than_s: plans that cannot take less are not searched in full; there may then be no
             answer.
     """
@@ -49,6 +51,7 @@ class PipeshardParallel(AbstractMethod):
     num_micro_batches: int | None = None
     schedule: str | None = None
     layers: str | int | None = None
+    pipelines: bool = True
     faster_than_s: float = math.inf
 
     def __post_init__(self) -> None:
@@ -129,18 +132,19 @@ class PipeshardParallel(AbstractMethod):
                 program,
                 self.num_micro_batches,
                 pauses=True,
+                simple=functools.partial(simple_plan, task),
                 fits_elsewhere=math.isfinite(self.faster_than_s),
             )
-            return [programs, pipelines]
+            return [programs, pipelines] if self.pipelines else [programs]
 
         on_fewer = list[Hosts]()
         if self.inter.searches and task.cluster.num_hosts > 1:
             on_fewer = Hosts.below(task, families, least_compute_s(task.problem(1)))
         to_beat_s = min(self.faster_than_s, known.step_time_s if known is not None else math.inf)
-        search = Search(task=task, beside_others=True, faster_than_s=to_beat_s)
+        search = Search(task=task, faster_than_s=to_beat_s)
         decision = search.run([*families(task), *on_fewer], self.inter.method) or known
         if decision is None:
-            raise search.refusal_of(Pipelines, PipelineCounts) or InfeasibleError(
+            raise search.refusal_of(Pipelines, PipelineCounts, Programs) or InfeasibleError(
                 "No pipeline was found."
             )
         return decision

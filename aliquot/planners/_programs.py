@@ -11,12 +11,12 @@ import bisect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Chain, Problem
 from ._base import Decision, Interrupted, Progress, Task, TooSlowError
-from ._counts import MOST_MICRO_BATCHES, batch_size
+from ._counts import program_counts
 from ._quick_bounds import cannot_fit, is_too_large
 from ._race import RaceInParts, finished
 from ._search import AbstractFamily, Search
@@ -33,18 +33,26 @@ _MOST_SLOW = 2
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Programs(AbstractFamily):
-    """The step as one program in `count` micro-batches, then in twice as many, and so on.
+    """The step as one program, in the first of some numbers of micro-batches and then in others.
 
-    It ends at the first program that fits and is no faster than one with fewer micro-batches: every
-    micro-batch repeats collectives, and the only gain of more of them is memory. So more of them
-    are not tried to make a program fit where another plan is known to fit.
+    Every micro-batch repeats collectives, and the only gain of more of them is memory. So the
+    search ends at the first program that fits and is no faster than one with fewer micro-batches.
+    Where a program does not fit, the next has as many micro-batches as a simple plan that does, or
+    at least twice as many; numbers that were passed over are tried once one fits. Where no simple
+    plan fits but another plan is known to, more micro-batches are not tried to make a program fit.
 
     Where memory makes the search of a program long, it pauses once all meshes are bounded. It goes
     on when no other family promises anything, and what these have found then limits it.
 
     Attributes:
-        most: the most micro-batches.
+        counts: the numbers of micro-batches that are left, in rising order; the first is opened.
+        passed: numbers below the first that were passed over, since they have less than twice as
+            many micro-batches as a program that does not fit.
         most_programs: so many numbers of micro-batches are tried at most.
+        simple: finds a simple plan of the task in the fewest micro-batches in which one fits.
+        is_simple: whether a simple plan is known to fit in the first number.
+        in_order: whether every number is tried, and the first that fits is the last.
+        until_fits: whether the first that fits is the last.
         pauses: whether a long search pauses.
         fits_elsewhere: whether a plan is known to fit that is not in this search, such as one of
             the step built in another way.
@@ -55,9 +63,13 @@ class Programs(AbstractFamily):
 
     task: Task
     method: AbstractMethod
-    count: int
-    most: int
+    counts: Sequence[int]
+    passed: Sequence[int] = ()
     most_programs: int | None = _MOST_PROGRAMS
+    simple: Callable[[], Decision | None] | None = None
+    is_simple: bool = False
+    in_order: bool = False
+    until_fits: bool = False
     pauses: bool = False
     fits_elsewhere: bool = False
     expected_s: float = 0.0
@@ -72,38 +84,37 @@ class Programs(AbstractFamily):
         method: AbstractMethod,
         asked: int | None,
         *,
-        most_programs: int | None = _MOST_PROGRAMS,
-        pauses: bool = False,
-        fits_elsewhere: bool = False,
+        fewest: int = 1,
+        **settings: Any,
     ) -> Programs:
-        """The programs in the number of micro-batches that is asked for, or in any number."""
-        most = min(batch_size(task.graph), MOST_MICRO_BATCHES) if asked is None else asked
-        return cls(
-            task=task,
-            method=method,
-            count=asked or 1,
-            most=most,
-            most_programs=most_programs,
-            pauses=pauses,
-            fits_elsewhere=fits_elsewhere,
-        )
+        """The programs in the number of micro-batches that is asked for, or in any number.
+
+        Args:
+            fewest: the least number, of which the others are multiples.
+            settings: other attributes.
+        """
+        counts = [asked or fewest]
+        if asked is None:
+            every = program_counts(task.graph, task.cluster.num_devices)
+            counts += [n for n in every if n > fewest and n % fewest == 0]
+        return cls(task=task, method=method, counts=counts, **settings)
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
         """See `AbstractFamily.open`."""
         to_beat_s = search.to_beat_s(self.task)
         is_known = self.fits_elsewhere or search.best is not None
-        if self.num_tried and math.isinf(self.before_s) and is_known:
+        only_to_fit = self.num_tried and math.isinf(self.before_s)
+        if only_to_fit and is_known and not (self.is_simple or self.in_order):
             return ()
         num_slow = self.num_slow + (to_beat_s < self.before_s < math.inf)
         if num_slow == _MOST_SLOW:
             return ()
         trying = replace(self, num_tried=self.num_tried + 1, num_slow=num_slow)
         try:
-            problem = self.task.problem(self.count)
+            problem = self.task.problem(self.counts[0])
         except (InputError, CaptureError):
-            # What cannot be cut into so many parts cannot be cut into twice as many either.
             if self.num_tried:
-                return ()
+                return trying._without_multiples(search)
             raise
         if cannot_fit(problem):
             return trying._with_more(search, math.inf)
@@ -129,6 +140,10 @@ class Programs(AbstractFamily):
         except InfeasibleError as error:
             search.refusals.append((self, error))
             return self._with_more(search, math.inf)
+        except InputError:
+            if self.num_tried > 1:
+                return self._without_multiples(search)
+            raise
         except Interrupted as interrupted:
             if interrupted.decision is not None:
                 search.add(interrupted.decision, self.task)
@@ -139,17 +154,36 @@ class Programs(AbstractFamily):
 
     def _with_more(self, search: Search, step_time_s: float) -> Iterable[AbstractFamily]:
         """The programs with more micro-batches, unless the last was no faster than those before."""
-        is_over = self.num_tried == self.most_programs or 2 * self.count > self.most
-        if is_over or (step_time_s >= self.before_s and math.isfinite(self.before_s)):
+        count, *others = self.counts
+        fits = math.isfinite(step_time_s)
+        if self.num_tried == self.most_programs or (fits and step_time_s >= self.before_s):
             return ()
-        more = replace(
-            self,
-            count=2 * self.count,
-            pauses=False,
-            expected_s=search.to_beat_s(self.task),
-            before_s=min(self.before_s, step_time_s),
-        )
-        return (more,)
+        tried = replace(self, pauses=False, before_s=min(self.before_s, step_time_s))
+        following = []
+        if fits and self.passed:
+            following.append(replace(tried, counts=self.passed, passed=(), in_order=True))
+        if fits and (self.in_order or self.until_fits):
+            return following
+        enough = count + 1 if self.in_order else 2 * count
+        expected_s, is_simple = search.to_beat_s(self.task), False
+        if not fits and not self.is_simple and self.simple and (known := self.simple()):
+            # In fewer micro-batches no simple plan fits.
+            enough, expected_s, is_simple = known.num_micro_batches, known.step_time_s, True
+        more = [n for n in others if n >= enough]
+        passed = [] if fits or is_simple else [n for n in others if n < enough and n > count]
+        if more:
+            tried = replace(tried, counts=more, passed=passed, is_simple=is_simple)
+            following.append(replace(tried, expected_s=expected_s))
+        return following
+
+    def _without_multiples(self, search: Search) -> Iterable[AbstractFamily]:
+        """The programs with other micro-batches, once the step cannot be cut into the first number:
+        then it cannot be cut into any multiple of it either.
+        """
+        count, *others = self.counts
+        kept = [n for n in others if n % count]
+        expected_s = search.to_beat_s(self.task)
+        return (replace(self, counts=kept, pauses=False, expected_s=expected_s),) if kept else ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

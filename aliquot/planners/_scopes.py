@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..core import counted
 from ._base import Decision
 
 _ONE_PROGRAM_SCOPES = {
@@ -18,12 +19,8 @@ def one_program_scope(decision: Decision) -> str:
     """
     if not decision.bound_holds_for:
         return ""
-    count = decision.num_micro_batches
-    shown = (
-        "plans without a pipeline"
-        if count == 1
-        else f"plans without a pipeline in {count} micro-batches"
-    )
+    parts = counted(decision.num_micro_batches, "micro-batch")
+    shown = f"plans without a pipeline in {parts}"
     return shown + _ONE_PROGRAM_SCOPES.get(
         decision.bound_holds_for, f", {decision.bound_holds_for}"
     )

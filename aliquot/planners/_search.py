@@ -70,8 +70,6 @@ class Search:
         relative_gap: families that cannot take less than the best plan by more than this share are
             not opened.
         faster_than_s: plans that take this long or longer are of no use.
-        beside_others: whether bounds of one program must say that they hold for programs alone,
-            because pipelines may be plans, too.
         best: the fastest plan so far.
         slower: the other plans, each with its number of hosts; what they were decided from, which
             is large, is not kept.
@@ -82,7 +80,6 @@ class Search:
     task: Task
     relative_gap: float = 0.0
     faster_than_s: float = math.inf
-    beside_others: bool = False
     best: Decision | None = None
     slower: list[tuple[int, Candidate]] = field(default_factory=list)
     tried: list[tuple[int, Candidate]] = field(default_factory=list)
@@ -191,7 +188,7 @@ class Search:
             if on != hosts
         ]
         scope = best.bound_holds_for
-        if best.pipeline is None and (self.beside_others or best.idle_hosts):
+        if best.pipeline is None:
             scope = one_program_scope(best)
         if scope and best.idle_hosts:
             scope = f"{scope} on {counted(hosts, 'host')}"

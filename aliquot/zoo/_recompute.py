@@ -26,12 +26,24 @@ name; the last two are its `save_qkv_proj` and `save_out_proj` without offloadin
 WITHOUT_NAMES = ("none", "block", "minimal")
 """Those that need no attention in the model."""
 
+BY_MEMORY = ("none", "minimal", "save_qkv", "save_attention", "block")
+"""The ways from the one that keeps most to the one that keeps least, and computes most again."""
+
 # Of fused attention, the backward pass reads the result and the logarithms of the sums.
 _FUSED = ("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper", "pallas_call")
 _KEPT = {
     "save_qkv": ("query", "key", "value"),
     "save_attention": ("attention",),
 }
+
+
+def recompute_ways(*, has_attention: bool) -> tuple[str, ...]:
+    """The ways that a model has, from the one that keeps most to the one that keeps least.
+
+    >>> recompute_ways(has_attention=False)
+    ('none', 'minimal', 'block')
+    """
+    return tuple(name for name in BY_MEMORY if has_attention or name in WITHOUT_NAMES)
 
 
 def recompute_faults(recompute: str, *, scan: bool, has_attention: bool) -> list[str]:
@@ -42,7 +54,7 @@ def recompute_faults(recompute: str, *, scan: bool, has_attention: bool) -> list
 number recomputes."]
     """
     name, colon, every = recompute.partition(":")
-    known = [n for n in RECOMPUTE if has_attention or n in WITHOUT_NAMES]
+    known = recompute_ways(has_attention=has_attention)
     if name not in known:
         return [f"there is no recompute {name!r}: {nearest(name, known)}"]
     if not colon:

@@ -84,10 +84,6 @@ def test_methods_that_do_not_fit_are_listed_with_the_memory_they_need():
         and "on each device" in found.stdout
         and "; 10.0 MiB is usable" in found.stdout
     )
-    # It takes the whole batch, which matters here and nowhere else.
-    whole = "ddp: the whole batch at once. --micro-batches auto also searches the number"
-    assert whole in found.stdout
-    assert whole not in run(*tight, "--micro-batches", "auto").stdout
 
 
 def test_clusters_are_compared():
@@ -118,7 +114,7 @@ def test_table_fits_eighty_columns_and_names_equal_plans():
     assert "MFU" in table and "tokens/s" in table
     assert "The same plan is found by fsdp." in text
     assert "fsdp: same plan as zero3" in text
-    assert "do not divide" not in text and "the whole batch at once" not in text
+    assert "do not divide" not in text
 
 
 def test_odd_questions_are_refused():

@@ -1,4 +1,4 @@
-"""`aliquot plan --recompute auto`: never slower than with either way of recomputing."""
+"""`aliquot plan --recompute auto`: never slower than with any policy of recomputing."""
 
 import functools
 import json
@@ -14,8 +14,9 @@ from aliquot._variants import plan_variants
 from aliquot.cli._model import ZooOptions
 from aliquot.cli._recomputation import variants_of, ways_to_build
 from aliquot.cluster import Cluster
-from aliquot.planners import Interrupted
+from aliquot.planners import Interrupted, simple_plan
 
+POLICIES = ("none", "minimal", "save_qkv", "save_attention", "block")
 DEEP = (*"gpt-125m --cluster 1x4xA100-80GB --global-batch 32 --scan --method zero3".split(),)
 
 
@@ -26,20 +27,43 @@ def planned(args, recompute, *more):
 
 
 @pytest.mark.parametrize("limit", ["60GiB", "5GiB", "100MiB"])
-def test_auto_is_the_faster_of_both(limit):
-    auto, none, block = (
-        planned(DEEP, how, "--memory-limit", limit) for how in ("auto", "none", "block")
-    )
-    fitting = [each["step_time_s"] for each in (none, block) if each]
-    assert (auto and auto["step_time_s"]) == min(fitting, default=None)
+def test_auto_is_the_fastest_of_all(limit):
+    on = ("--memory-limit", limit, "--micro-batches", "1")
+    auto = planned(DEEP, "auto", *on)
+    seconds = {how: planned(DEEP, how, *on) for how in POLICIES}
+    fitting = {how: each["step_time_s"] for how, each in seconds.items() if each}
+    assert (auto and auto["step_time_s"]) == min(fitting.values(), default=None)
+    assert auto is None or fitting[auto["recompute"]] == auto["step_time_s"]
 
 
 def test_the_limits_of_the_test_decide_differently():
     answers = [
-        [planned(DEEP, how, "--memory-limit", size) is None for how in ("none", "block")]
+        [
+            planned(DEEP, how, "--memory-limit", size, "--micro-batches", "1") is None
+            for how in ("none", "block")
+        ]
         for size in ("60GiB", "5GiB")
     ]
     assert answers == [[False, False], [True, False]]
+
+
+def test_a_method_by_name_takes_the_fewest_micro_batches_in_which_it_fits():
+    on = ("--memory-limit", "5GiB")
+    found = planned(DEEP, "none", *on)
+    count = found["num_micro_batches"]
+    assert count > 1 and planned(DEEP, "none", *on, "--micro-batches", str(count)) is not None
+    assert planned(DEEP, "none", *on, "--micro-batches", str(count // 2)) is None
+
+
+ODD = (*"gpt-125m --cluster 1x4xA100-80GB --global-batch 24 --scan --method zero3".split(),)
+
+
+def test_numbers_of_micro_batches_are_all_divisors_of_the_rows_of_a_device():
+    """Six rows on each device: one micro-batch or two do not fit, three do."""
+    of_three = planned(ODD, "none", "--micro-batches", "3")
+    limit = ("--memory-limit", f"{int(1.01 * of_three['memory_bytes_per_device'])}B")
+    for count in ((), ("--micro-batches", "auto")):
+        assert planned(ODD, "none", *limit, *count)["num_micro_batches"] == 3
 
 
 def test_the_other_way_is_listed_among_what_was_tried(tmp_path):
@@ -59,15 +83,16 @@ def test_a_time_limit_is_kept_over_both():
 # Computing blocks twice costs more than storing what they keep and reading it. Scanned, all of it
 # is also copied into stacks of all layers and back, which is predicted to cost more still.
 @pytest.mark.parametrize(
-    ("device", "scan", "faster"), [("V100-32GB", False, "none"), ("H100", True, "block")]
+    ("device", "scan", "fastest"), [("V100-32GB", False, "none"), ("H100", True, "minimal")]
 )
-def test_the_default_of_auto_is_never_slower_than_either(device, scan, faster):
+def test_the_default_of_auto_is_never_slower_than_any(device, scan, fastest):
     on = (*f"gpt-125m --cluster 1x4x{device} --global-batch 32 --mesh 4".split(),)
     on = (*on, "--scan") if scan else (*on, "--set", "num_layers=2")
     unasked = json.loads(run("plan", *on, "--json", "--no-remedies").stdout)
-    seconds = {how: planned(on, how)["step_time_s"] for how in ("none", "block")}
+    seconds = {how: planned(on, how)["step_time_s"] for how in POLICIES}
     assert unasked["step_time_s"] == min(seconds.values())
-    assert min(seconds, key=seconds.__getitem__) == faster, seconds
+    assert unasked["recompute"] == min(seconds, key=seconds.__getitem__) == fastest, seconds
+    assert unasked["space"].endswith(f"with --recompute {fastest}")
     assert seconds["none"] != seconds["block"]
 
 
@@ -96,11 +121,23 @@ def test_ctrl_c_during_the_second_search_keeps_the_faster(later, monkeypatch):
 
     monkeypatch.setattr("aliquot._variants.plan_graph", make)
     with pytest.raises(KeyboardInterrupt) as caught:
-        plan_variants(both_ways(where), cluster=where)
+        plan_variants(all_ways(where), cluster=where)
     kept = caught.value.plan
     assert kept.prediction.step_time_s == (1e-6 if later == "faster" else 1e3)
-    names = [(each["name"], each["outcome"]) for each in kept.provenance.candidates]
-    assert (("--recompute block", "interrupted") in names) == (later != "faster")
+    outcomes = [each["outcome"] for each in kept.provenance.candidates]
+    assert ("interrupted" in outcomes) == (later != "faster")
+
+
+def test_ctrl_c_before_any_search_is_complete_keeps_the_fastest_simple_plan(monkeypatch):
+    where = Cluster.preset("1x2xH100")
+    monkeypatch.setattr("aliquot.planners.Auto.decide", _stop)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        plan_variants(all_ways(where), cluster=where)
+    assert caught.value.plan.provenance.status == "given"
+
+
+def _stop(*_):
+    raise Interrupted(None)
 
 
 def _timed(plan, step_time_s):
@@ -108,33 +145,50 @@ def _timed(plan, step_time_s):
     return msgspec.structs.replace(plan, prediction=prediction)
 
 
-def both_ways(where):
+def all_ways(where):
     return variants_of(
         ways_to_build("gpt-10m", ZooOptions(global_batch=8, overrides={"num_layers": 1}), where)
     )
 
 
-def asked(monkeypatch, limit, first_s, devices=2):
-    """What is searched in which order: with blocks or without, how fast, with pipelines or not."""
+def asked(monkeypatch, limit, found_s, devices=2):
+    """What is searched in which order: the policy, how fast, with pipelines or not."""
     searched = []
 
     def make(graph, *, started, method, model, **options):
         searched.append((model.settings["recompute"], method.faster_than_s, method.pipelines))
         where = Cluster.preset("1x2xH100")
         plan = plan_graph(graph, started=started, cluster=where, method=aq.DataParallel())
-        return _timed(plan, first_s)
+        return _timed(plan, found_s)
 
     where = Cluster.preset(f"1x{devices}xH100")
+    ways = all_ways(where)
     with monkeypatch.context() as patch:
         patch.setattr("aliquot._variants.plan_graph", make)
-        plan_variants(both_ways(where), cluster=where, memory_limit_bytes=limit)
-    return searched
+        plan_variants(ways, cluster=where, memory_limit_bytes=limit)
+    simple_s = {}
+    for way in ways:
+        found = simple_plan(way.task(where, memory_limit_bytes=limit))
+        if found is not None:
+            simple_s[way.model.settings["recompute"]] = found.step_time_s
+    return searched, simple_s
 
 
-def test_what_cannot_be_faster_is_not_searched(monkeypatch):
-    # Blocks compute longer, and pipelines without them choose what they recompute.
-    assert asked(monkeypatch, None, 1e-9) == [("none", math.inf, True)]
-    assert asked(monkeypatch, None, 1e3) == [("none", math.inf, True), ("block", 1e3, False)]
-    # The whole batch does not fit without recomputation.
-    assert asked(monkeypatch, 1e6, 1e3) == [("block", math.inf, True), ("none", 1e3, True)]
-    assert asked(monkeypatch, 1e4, 1e3, 256) == [("block", math.inf, True), ("none", 1e3, False)]
+def test_policies_are_searched_in_the_order_of_their_simple_plans(monkeypatch):
+    searched, simple_s = asked(monkeypatch, None, 1e-9)
+    first = min(simple_s, key=simple_s.__getitem__)
+    # Compute alone takes longer under every other policy.
+    assert searched == [(first, simple_s[first] * (1 + 1e-9), first == "none")]
+    searched, simple_s = asked(monkeypatch, None, 1e3)
+    assert [each[0] for each in searched] == sorted(simple_s, key=simple_s.__getitem__)
+    assert [each[1] for each in searched[1:]] == [1e3] * 4
+    # Pipelines choose by stage what they recompute.
+    assert [each[0] for each in searched if each[2]] == ["none"]
+
+
+def test_where_no_simple_plan_fits_the_first_whose_batch_may_fit_comes_first(monkeypatch):
+    searched, simple_s = asked(monkeypatch, 1e6, 1e3)
+    assert not simple_s and searched[0] == ("block", math.inf, True)
+    assert searched[1] == ("none", 1e3, True)
+    searched, _ = asked(monkeypatch, 1e4, 1e3, 256)
+    assert searched[:2] == [("block", math.inf, True), ("none", 1e3, False)]

@@ -126,7 +126,8 @@ def test_a_plan_by_blocks_says_which_of_them_are_split_apart():
     assert line.startswith("1 ParallelBlock whose products are split each by itself")
     assert not [note for note in together.notes if "one decision" in note]
     for plan in (apart, together):
-        assert plan.provenance.bound_holds_for == "gap_within_blocks"
+        scope = "in 1 micro-batch that split each product by some option of its ParallelBlock"
+        assert plan.provenance.bound_holds_for == f"plans without a pipeline {scope}"
     assert together.provenance.status == "rounded" and together.provenance.gap > 0.02
 
 

@@ -271,14 +271,7 @@ class Racing:
 )
 def test_programs_with_ever_more_micro_batches(seconds, most, beside_s, tried, found, monkeypatch):
     """Alone, or beside a pipeline that is found after the first program."""
-    monkeypatch.setattr(_programs, "cannot_fit", lambda problem: False)
-    task = types.SimpleNamespace(
-        problem=problem_with,
-        progress=None,
-        combine=lambda count: {},
-        cluster=types.SimpleNamespace(num_hosts=1),
-    )
-    method = Racing(seconds=seconds, tried=[])
+    task, method = task_of_any_count(monkeypatch), Racing(seconds=seconds, tried=[])
 
     @dataclass(frozen=True, kw_only=True, eq=False)
     class Pipeline(AbstractFamily):
@@ -289,7 +282,8 @@ def test_programs_with_ever_more_micro_batches(seconds, most, beside_s, tried, f
             search.add(decision_of(beside_s, 7), self.task)
             return ()
 
-    families = [Programs(task=task, method=method, count=1, most=most)]
+    counts = [2**k for k in range(7) if 2**k <= most]
+    families = [Programs(task=task, method=method, counts=counts)]
     if beside_s is not None:
         families.append(Pipeline(task=task))
     search = Search(task=task)
@@ -297,3 +291,62 @@ def test_programs_with_ever_more_micro_batches(seconds, most, beside_s, tried, f
     assert method.tried == tried
     count = best.num_micro_batches if best else None
     assert (None if count == 7 else count) == found
+
+
+def task_of_any_count(monkeypatch):
+    monkeypatch.setattr(_programs, "cannot_fit", lambda problem: False)
+    return types.SimpleNamespace(
+        problem=problem_with,
+        progress=None,
+        combine=lambda count: {},
+        cluster=types.SimpleNamespace(num_hosts=1),
+    )
+
+
+def test_after_a_program_that_does_not_fit_numbers_that_were_passed_over_are_tried(monkeypatch):
+    """Of 1, 2, 3, 4, 6 and 12, four do not fit and twelve do, so six are tried, too."""
+    task = task_of_any_count(monkeypatch)
+    for fitting, tried, found in (
+        ({12: 9.0, 6: 8.0}, [1, 2, 4, 12, 6], 6),
+        ({12: 9.0}, [1, 2, 4, 12, 6], 12),
+    ):
+        method = Racing(seconds=fitting, tried=[])
+        for until_fits in (False, True):
+            method.tried.clear()
+            programs = Programs(
+                task=task, method=method, counts=(1, 2, 3, 4, 6, 12), until_fits=until_fits
+            )
+            best = Search(task=task).run([programs], "auto")
+            assert method.tried == tried and best.num_micro_batches == found
+
+
+def test_a_number_that_does_not_cut_the_step_leaves_out_its_multiples_alone(monkeypatch):
+    task = task_of_any_count(monkeypatch)
+
+    class Odd(Racing):
+        def race(self, problem, progress, **options):
+            if problem.num_micro_batches % 2 == 0:
+                self.tried.append(problem.num_micro_batches)
+                raise InputError("no even number")
+            return (yield from super().race(problem, progress, **options))
+
+    method = Odd(seconds={3: 5.0}, tried=[])
+    best = Search(task=task).run(
+        [Programs(task=task, method=method, counts=(1, 2, 3, 4, 6, 12))], "auto"
+    )
+    assert method.tried == [1, 2, 3] and best.num_micro_batches == 3
+
+
+def test_where_the_whole_batch_does_not_fit_the_next_number_is_that_of_the_simple_plan(monkeypatch):
+    """Even where another plan is known, since the simple one may be faster."""
+    task, method = task_of_any_count(monkeypatch), Racing(seconds={8: 3.0}, tried=[])
+    simple = decision_of(4.0, 8)
+    programs = Programs(
+        task=task,
+        method=method,
+        counts=(1, 2, 4, 8, 16),
+        simple=lambda: simple,
+        fits_elsewhere=True,
+    )
+    best = Search(task=task).run([programs], "auto")
+    assert method.tried == [1, 8, 16] and best.num_micro_batches == 8

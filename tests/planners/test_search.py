@@ -119,11 +119,11 @@ def test_a_program_that_was_paused_is_replaced_by_its_end():
         Family(name="paused", journal=[], plans=(plan_of(2.0, "interrupted"),), expected_s=0.0),
         Family(name="finished", journal=[], plans=(plan_of(2.0),)),
     ]
-    found = Search(task=WHOLE, beside_others=True).run(families, "auto")
+    found = Search(task=WHOLE).run(families, "auto")
     assert found.status == "optimal" and found.candidates == ()
     assert (
         found.bound_holds_for
-        == "plans without a pipeline that split all repeated layers the same way"
+        == "plans without a pipeline in 1 micro-batch that split all repeated layers the same way"
     )
 
 
