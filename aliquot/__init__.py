@@ -6,6 +6,7 @@ checkers and editors.
 """
 
 import importlib
+import sys
 
 _MODULE_OF = {
     "capture": "_api",
@@ -84,9 +85,24 @@ def __getattr__(name):
     elif name in _FOLDERS:
         value = importlib.import_module(f".{name}", __name__)
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise _missing(name)
     globals()[name] = value
     return value
+
+
+def _missing(name):
+    """The error for a name that is not of this package, with what to write for one of Alpa's."""
+    from .core import NAMES_ELSEWHERE
+
+    absent = f"module {__name__!r} has no attribute {name!r}"
+    if name not in NAMES_ELSEWHERE:
+        return AttributeError(absent)
+    message = f"{absent}, which Alpa has. {NAMES_ELSEWHERE[name]}"
+    # Of `from aliquot import name` Python asks first whether the name is there. An AttributeError
+    # would be taken for a no, and Python's own message would hide this one.
+    if sys._getframe(2).f_code.co_name == "_handle_fromlist":
+        return ImportError(message, name=name)
+    return AttributeError(message)
 
 
 def __dir__():

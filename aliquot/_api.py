@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ._plan_graph import check_kinds, plan_captured, plan_graph
 from .cluster import AbstractMeasured, Cluster
-from .core import InputError, collecting_seldom
+from .core import InputError, collecting_seldom, refuse_arguments
 from .cost import PlannedStep
 from .cost import estimate as estimate_planned
 from .graph import capture as capture
@@ -157,6 +157,7 @@ def parallelize(
             devices.
     """
     check_kinds(cluster=cluster, method=method, plan=plan)
+    refuse_arguments("parallelize", plan_captured, options)
     if step is None:
         return functools.partial(
             parallelize,

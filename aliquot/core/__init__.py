@@ -27,6 +27,9 @@ from ._launched import SECRET_FILE as SECRET_FILE
 from ._launched import LaunchedProcess as LaunchedProcess
 from ._launched import make_secret as make_secret
 from ._lazy import lazy_exports as lazy_exports
+from ._other_systems import ARGUMENTS_ELSEWHERE as ARGUMENTS_ELSEWHERE
+from ._other_systems import NAMES_ELSEWHERE as NAMES_ELSEWHERE
+from ._other_systems import refuse_arguments as refuse_arguments
 from ._ports import reserved_port as reserved_port
 from ._schema import faults_of as faults_of
 from ._text import broken as broken

@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
-from ..core import CaptureError, InfeasibleError, InputError
+from ..core import CaptureError, InfeasibleError, InputError, refuse_arguments
 from ..cost import Problem
 from ..sharding import runs_in_groups
 from ._base import Decision, Progress, Task
@@ -25,6 +25,11 @@ class AbstractMethod(abc.ABC):
     """
 
     layers: str | int | None = None
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        """Refuse arguments that Alpa's methods take, with what to write instead."""
+        refuse_arguments(cls.__name__, cls.__init__, settings)
+        return super().__new__(cls)
 
     def decide(self, task: Task) -> Decision:
         """Plan a captured step; by default as one program, in as many micro-batches as the task

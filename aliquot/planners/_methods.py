@@ -272,9 +272,8 @@ def _find_simple_plan(task: Task) -> Decision | None:
     methods: list[AbstractMethod] = [Zero2Parallel(), Zero3Parallel()]
     if cluster.num_hosts > 1 and cluster.devices_per_host > 1:
         methods.append(Zero3Parallel(shard_within="host"))
-    counts = [asked]
+    counts = [asked] if asked is not None else program_counts(task.graph, cluster.num_devices)
     if asked is None:
-        counts = program_counts(task.graph, cluster.num_devices)
         # In more micro-batches some device has no rows.
         counts = [n for n in counts if batch_size(task.graph) // n % cluster.num_devices == 0]
     refused = list[int]()
