@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,11 @@ def plan_micro_batches(
         )
     plan = _independent if semantics == "independent" else _exact
     return plan(graph, num_micro_batches, num_groups, on_missing_rule)
+
+
+# For each step and number of parts of its batch, whether it decomposes into them.
+_DECOMPOSES: weakref.WeakKeyDictionary[Graph, dict[tuple[int, str], bool]]
+_DECOMPOSES = weakref.WeakKeyDictionary()
 
 
 # Planners ask for the same numbers again for each level of recomputation.
@@ -235,15 +241,30 @@ def runs_in_groups(
     """True if `plan_micro_batches` succeeds. A step may run on micro-batches, but not on shares of
     them for each group; independent micro-batches never do.
     """
-    try:
-        if semantics == "independent":
+    if semantics == "independent":
+        try:
             _independent(graph, num_micro_batches, num_groups, on_missing_rule)
-            return True
-        # To say why it does not would take longer than to find out.
-        found = _analysed(graph, num_micro_batches, num_groups, on_missing_rule)[-1]
-        return not (found.violations or found.conflicts)
+        except (InputError, CaptureError):
+            return False
+        return True
+    # Groups of devices cut a micro-batch into parts as more micro-batches would, and planners ask
+    # for every mesh.
+    known = _DECOMPOSES.setdefault(graph, {})
+    key = num_micro_batches * num_groups, on_missing_rule
+    if key not in known:
+        known[key] = _decomposes(graph, *key)
+    return known[key]
+
+
+def _decomposes(graph: Graph, parts: int, on_missing_rule: str) -> bool:
+    """True if the step runs on so many equal parts of its batch. To say why it does not would take
+    longer than to find out.
+    """
+    try:
+        found = _analysed(graph, parts, 1, on_missing_rule)[-1]
     except (InputError, CaptureError):
         return False
+    return not (found.violations or found.conflicts)
 
 
 def traces_in_groups(graph: Graph, num_micro_batches: int, num_groups: int) -> bool:
