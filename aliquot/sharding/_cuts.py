@@ -314,57 +314,67 @@ def taken_by_regions(block: Block) -> Iterator[ValueId]:
 
 def _mark_fresh(cuts: Cuts, order: list[int]) -> None:
     """Mark as fresh the gradients that only the update reads: those that a product made and that
-    were only rearranged since, and sums of gradients that have ended, such as those of a bias that
-    is used twice.
+    were only rearranged since; and those that have ended and are added up, as those of a bias that
+    is used twice are, with all that happens to them before.
     """
     value_class = cuts.folding.value_class
     made = [[int(value_class[o]) for o in op.outputs if o >= 0] for op in cuts.first]
+    reads = [[v for _, v, _ in cuts.operands(c)] for c in range(len(cuts.first))]
     rearranging = [rearranges(op) for op in cuts.first]
+    adding = [traits_of(op.name).adds for op in cuts.first]
+    # Sums of products alone need no other cut than those behind the products.
+    of_products = [cuts.by_product(v) for v in range(len(cuts.fresh))]
+    for op_class in order:
+        if (adding[op_class] or rearranging[op_class]) and reads[op_class]:
+            only_products = all(of_products[v] for v in reads[op_class])
+            for v in made[op_class]:
+                of_products[v] = only_products
     # Whether only the update reads a value: at once, after it was rearranged, or after whatever
     # happens to a gradient that has ended.
     at_once = [True] * len(cuts.fresh)
     at_last = [True] * len(cuts.fresh)
+    # Whether a value is added up, and whether that is a loop's running total, which is one with
+    # what the loop sums unless it is added up itself.
+    in_sum = [False] * len(cuts.fresh)
     in_total = [False] * len(cuts.fresh)
+    added_up = [False] * len(cuts.first)
     # From the last operator to the first, so that all readers of a value are seen before its maker.
     for op_class in reversed(order):
-        op, rule = cuts.first[op_class], cuts.rules[op_class]
-        is_update = op.phase is Phase.UPDATE
+        op, rule, results = cuts.first[op_class], cuts.rules[op_class], made[op_class]
         on_examples = cuts.on_examples(op_class)
-        hands_on = rearranging[op_class] and all(at_once[v] for v in made[op_class])
+        is_update = op.phase is Phase.UPDATE
+        hands_on = rearranging[op_class] and all(at_once[v] for v in results)
         ended = (
             op.phase is Phase.BACKWARD
-            and not rule.contracts
-            and not rule.reduced
-            and not on_examples
-            and all(at_last[v] for v in made[op_class])
+            and not (rule.contracts or rule.reduced or on_examples)
+            and all(at_last[v] for v in results)
         )
-        for _, read, _ in cuts.operands(op_class):
-            at_once[read] = at_once[read] and (is_update or hands_on)
-            at_last[read] = at_last[read] and (ended or (is_update and not on_examples))
-            in_total[read] = in_total[read] or op.name == "tie"
-    # Sums of products alone are cut where the products end.
-    of_products = [cuts.by_product(v) for v in range(len(cuts.fresh))]
+        # The terms of a total that hold no products.
+        vectors = not any(of_products[v] for v in reads[op_class])
+        begins = adding[op_class] and not all(of_products[v] for v in reads[op_class])
+        leads = any(in_sum[v] for v in results) and (
+            vectors or not any(in_total[v] for v in results)
+        )
+        if ended and (leads or (begins and not any(in_total[v] for v in results))):
+            # Ties of loops hold what goes round together, whatever reads it.
+            added_up[op_class] = op.name != "tie"
+            for v in reads[op_class]:
+                in_sum[v] = True
+        for v in reads[op_class]:
+            at_once[v] = at_once[v] and (is_update or hands_on)
+            at_last[v] = at_last[v] and (ended or (is_update and not on_examples))
+            in_total[v] = in_total[v] or op.name == "tie"
     for op_class in order:
-        op = cuts.first[op_class]
-        read_classes = [v for _, v, _ in cuts.operands(op_class)]
-        if op.phase is not Phase.BACKWARD or not read_classes or cuts.on_examples(op_class):
-            continue
-        adds = traits_of(op.name).adds
-        only_products = all(of_products[v] for v in read_classes)
         rearranged = (
-            rearranging[op_class]
+            cuts.first[op_class].phase is Phase.BACKWARD
+            and rearranging[op_class]
+            and not cuts.on_examples(op_class)
             and all(at_once[v] for v in made[op_class])
-            and all(cuts.by_product(v) or cuts.fresh[v] for v in read_classes)
+            and all(cuts.by_product(v) or cuts.fresh[v] for v in reads[op_class])
         )
-        # A loop's running total is one with what the loop sums.
-        added = (
-            adds
-            and not only_products
-            and all(at_last[v] and not in_total[v] for v in made[op_class])
-        )
-        for v in made[op_class]:
-            of_products[v] |= only_products and (adds or rearranging[op_class])
-            cuts.fresh[v] = rearranged or added
+        if reads[op_class] and (rearranged or added_up[op_class]):
+            for v in made[op_class]:
+                cuts.fresh[v] = True
 
 
 def _tie(cuts: Cuts, op_class: int) -> None:
