@@ -3,7 +3,7 @@ passes splits on.
 
 A *slot* is an array as one group of operators sees it. Most arrays have one slot. An array gets
 another where its split may change: behind a product, where a parameter meets activations, and where
-gradients enter the update.
+gradients end.
 """
 
 from __future__ import annotations

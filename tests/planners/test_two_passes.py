@@ -13,6 +13,7 @@ from graph.steps import STEPS, shapes
 from ordinary_steps import STEPS as ORDINARY
 from ordinary_steps import step_of
 from planners.growing_collectives import growing_collectives
+from runtime.random_passes import random_passes
 from runtime.random_steps import random_step
 from runtime.two_passes import LOSSES, two_passes
 
@@ -150,6 +151,13 @@ def test_no_collective_of_a_random_step_grows_with_the_batch(x64):
     grow, looked_at = offenders({k: functools.partial(graph, v) for k, v in steps.items()})
     assert not grow
     assert looked_at >= 0.7 * len(steps)
+
+
+def test_no_collective_of_random_passes_grows_with_the_batch():
+    # Among them are scans with norms over batches of several lengths, and new parameters that are
+    # evaluated.
+    steps = {text: made for text, *made in map(random_passes, (3, 5, 8, 9, 18, 27))}
+    assert offenders({k: functools.partial(capture, *v) for k, v in steps.items()}) == ({}, 6)
 
 
 @pytest.mark.parametrize("model", ["gpt-125m", "llama-7b", "bert-base"])
