@@ -69,7 +69,7 @@ def variants_of(models: tuple[Model, ...]) -> Variants:
             name=f"--recompute {how}",
             name_by_stage=RECOMPUTED_BY_STAGE if how == "none" else "",
             recompute=model.recompute,
-            for_programs=how not in ("none", "block"),
+            for_programs=len(models) > 1 and how not in ("none", "block"),
         )
         made.append(variant)
     return tuple(made)
