@@ -15,29 +15,27 @@ import argparse
 import functools
 import math
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from _results import Journal, Report, options, say
-from one_answer import ask
 
-from aliquot._variants import Variant
+from aliquot._variants import Variant, plan_variants
 from aliquot.cli._model import ZooOptions
 from aliquot.cli._options import with_network
 from aliquot.cli._recomputation import variants_of, ways_to_build
 from aliquot.cluster import Cluster
 from aliquot.core import CaptureError, InfeasibleError, InputError, format_seconds, parse_bytes
 from aliquot.planners import Decision, ShardParallel, cannot_fit, method_by_name
-from aliquot.planners._base import TooSlowError
 from aliquot.planners._race import finished
 
 LEAST_RATIO = 0.995
 # After so many numbers of micro-batches in a row that are slower than fewer of them, larger ones
 # are not typed.
 _MOST_SLOWER = 2
-# Method shard is not typed where FSDP takes this many times the best step time.
+# Method shard is not typed where the best simple plan takes this many times the best step time.
 _FAR = 2.0
 _ROUNDING = 1e-9
 
@@ -87,10 +85,15 @@ class SetUp:
         return with_network(Cluster.preset(self.cluster), self.network_gbps)
 
     @property
-    def methods(self) -> tuple[str, ...]:
-        """The methods that are typed beside shard, FSDP first."""
+    def limit_bytes(self) -> float | None:
+        """The memory that a plan may use on each device, where that is given."""
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+
+    @property
+    def simple(self) -> tuple[str, ...]:
+        """The methods that split the batch over all devices."""
         hybrid = (f"hsdp:{self.devices_in_group}",) if self.where.num_hosts > 1 else ()
-        return ("fsdp", "zero2", *hybrid, *self.layouts)
+        return ("fsdp", "zero2", *hybrid)
 
     def variants(self) -> dict[str, Variant]:
         """The step with every policy of recomputation, by its name."""
@@ -197,7 +200,8 @@ _QUICK = "gpt-350m"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed:
     """A plan that was typed: the method, the policy of recomputation and the number of
-    micro-batches. `step_time_s` is None where there is no such plan, for a reason.
+    micro-batches. `step_time_s` is None where there is no such plan, for a reason. `cpu_s` is what
+    planning took.
     """
 
     method: str
@@ -206,6 +210,7 @@ class Typed:
     step_time_s: float | None = None
     is_pipeline: bool = False
     reason: str = ""
+    cpu_s: float = 0.0
 
     @property
     def words(self) -> list[str]:
@@ -216,18 +221,18 @@ class Typed:
         ]
 
 
-def typed_plans(setup: SetUp) -> Iterator[Typed]:
+def typed_plans(setup: SetUp, variants: Mapping[str, Variant]) -> Iterator[Typed]:
     """Every plan that is typed, method shard last.
 
-    For each method and policy the number of micro-batches rises, until two in a row are slower than
-    fewer of them. Method shard is typed wherever FSDP does not fit, or takes less than twice the
-    best step time; it ends where its bounds show that no plan is faster than the best so far.
+    For each method and policy the number of micro-batches rises, until two are slower than fewer of
+    them. Method shard is typed with the same policies and numbers where no simple plan fits, or the
+    best one takes less than twice the best step time; it ends where its bounds show that no plan is
+    faster than the best so far.
     """
-    variants = setup.variants()
     counts = [n for n in range(1, setup.global_batch + 1) if setup.global_batch % n == 0]
     best_s = math.inf
-    of_fsdp: dict[tuple[str, int], float] = {}
-    for method in setup.methods:
+    simple_s: dict[tuple[str, int], float] = {}
+    for method in (*setup.simple, *setup.layouts):
         for policy, variant in variants.items():
             least_s, slower = math.inf, 0
             for count in counts:
@@ -235,8 +240,9 @@ def typed_plans(setup: SetUp) -> Iterator[Typed]:
                 yield made
                 seconds = math.inf if made.step_time_s is None else made.step_time_s
                 best_s = min(best_s, seconds)
-                if method == "fsdp":
-                    of_fsdp[policy, count] = seconds
+                if method in setup.simple:
+                    key = policy, count
+                    simple_s[key] = min(seconds, simple_s.get(key, math.inf))
                 if seconds < least_s:
                     least_s, slower = seconds, 0
                 elif seconds < math.inf:
@@ -244,7 +250,7 @@ def typed_plans(setup: SetUp) -> Iterator[Typed]:
                 if slower == _MOST_SLOWER:
                     break
     # The fastest first, so that the others are compared with it.
-    for (policy, count), seconds in sorted(of_fsdp.items(), key=lambda each: each[1]):
+    for (policy, count), seconds in sorted(simple_s.items(), key=lambda each: each[1]):
         if math.isinf(seconds) or seconds <= _FAR * best_s:
             made = _made(setup, variants[policy], "shard", policy, count, faster_than_s=best_s)
             yield made
@@ -260,28 +266,26 @@ def _made(
     faster_than_s: float = math.inf,
 ) -> Typed:
     """One plan. `faster_than_s` is for method shard, which need not find plans that take longer."""
-    limit = None if setup.memory_limit is None else parse_bytes(setup.memory_limit)
     task = variant.task(
         setup.where,
         num_micro_batches=count,
-        memory_limit_bytes=limit,
+        memory_limit_bytes=setup.limit_bytes,
         # As in the command, of which every plan is of the policy that was typed.
         recomputes=policy != "none",
     )
+    made = functools.partial(Typed, method=method, policy=policy, count=count)
+    before = _cpu_s()
     try:
         if method == "shard":
             found = _sharded(task.problem(count), faster_than_s)
         else:
             found = method_by_name(method).decide(task)
-    except (InfeasibleError, InputError, CaptureError, TooSlowError) as error:
-        reason = str(error).partition("\n")[0] or "no plan is faster than the best so far"
-        return Typed(method=method, policy=policy, count=count, reason=reason)
-    return Typed(
-        method=method,
-        policy=policy,
-        count=count,
+    except (InfeasibleError, InputError, CaptureError) as error:
+        return made(reason=str(error).partition("\n")[0], cpu_s=_cpu_s() - before)
+    return made(
         step_time_s=found.step_time_s,
         is_pipeline=found.pipeline is not None,
+        cpu_s=_cpu_s() - before,
     )
 
 
@@ -295,31 +299,54 @@ def _sharded(problem: Any, faster_than_s: float) -> Decision:
 def answer(setup: SetUp) -> dict[str, Any]:
     """The default plan of a set-up, and all that are typed."""
     before = _cpu_s()
-    default = ask("plan", *setup.words, "--no-remedies")
+    variants = setup.variants()
+    default = _plan(setup, variants.values())
     default_cpu_s = _cpu_s() - before
-    if "error" in default and "feasible" not in default:
-        raise SystemExit(f"aliquot plan {' '.join(setup.words)}: {default['error']}")
     typed = []
-    for made in typed_plans(setup):
+    for made in typed_plans(setup, variants):
         if made.step_time_s is not None:
             say(f"{setup.name} {' '.join(made.words)}: {format_seconds(made.step_time_s)}")
         typed.append(made)
     fitting = [each for each in typed if each.step_time_s is not None]
     best = min(fitting, key=lambda each: each.step_time_s or math.inf, default=None)
-    again: float | None = None
+    again: Mapping[str, Any] = {}
     if best is not None:
-        # What the command says to these very options.
-        again = ask("plan", *setup.words, *best.words, "--no-remedies")["step_time_s"]
-    below = [each for each in fitting if is_below_bound(each, default)]
-    kept = ("step_time_s", "recompute", "num_micro_batches", "num_stages", "lower_bound_s", "space")
+        # Through all that the command does.
+        again = _plan(
+            setup,
+            [variants[best.policy]],
+            method=method_by_name(best.method),
+            num_micro_batches=best.count,
+            recompute="none" if best.policy == "none" else None,
+        )
     return {
-        "default": {key: default.get(key) for key in kept},
+        "command": f"aliquot plan {' '.join(setup.words)}",
+        "default": default,
         "default_cpu_s": default_cpu_s,
         "typed_cpu_s": _cpu_s() - before - default_cpu_s,
         "typed": [asdict(each) for each in typed],
         "best": best and asdict(best),
-        "best_by_the_command_s": again,
-        "below_the_bound": [asdict(each) for each in below],
+        "best_by_the_command_s": again.get("step_time_s"),
+        "below_the_bound": [asdict(each) for each in fitting if is_below_bound(each, default)],
+    }
+
+
+def _plan(setup: SetUp, variants: Iterable[Variant], **asked: Any) -> dict[str, Any]:
+    """The figures of a plan, found as the command finds it; without a step time if none fits."""
+    try:
+        plan = plan_variants(
+            tuple(variants), cluster=setup.where, memory_limit_bytes=setup.limit_bytes, **asked
+        )
+    except InfeasibleError as error:
+        return {"step_time_s": None, "reason": error.message}
+    assert plan.model is not None
+    return {
+        "step_time_s": plan.prediction.step_time_s,
+        "recompute": plan.model.settings["recompute"],
+        "num_micro_batches": plan.num_micro_batches,
+        "num_stages": len(plan.stages),
+        "lower_bound_s": plan.provenance.lower_bound_s,
+        "space": plan.provenance.bound_holds_for,
     }
 
 
@@ -354,10 +381,10 @@ def _row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "set-up": name,
         "default s": default["step_time_s"] or "none fits",
-        "policy": default["recompute"],
-        "micro-batches": default["num_micro_batches"],
-        "stages": default["num_stages"],
-        "bound s": default["lower_bound_s"] or "",
+        "policy": default.get("recompute", ""),
+        "micro-batches": default.get("num_micro_batches", ""),
+        "stages": default.get("num_stages", ""),
+        "bound s": default.get("lower_bound_s") or "",
         "CPU s": round(found["default_cpu_s"], 1),
         "typed": len(found["typed"]),
         "fit": sum(each["step_time_s"] is not None for each in found["typed"]),
@@ -366,6 +393,7 @@ def _row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
         "ratio": "refused by both" if ratio is None else round(ratio, 4),
         "below the bound": len(found["below_the_bound"]),
         "CPU s of typed": round(found["typed_cpu_s"], 1),
+        "command": found["command"],
     }
 
 
@@ -384,6 +412,7 @@ def _by_method(name: str, found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "best s": best.step_time_s if best else "",
             "policy": best.policy if best else "",
             "micro-batches": best.count if best else "",
+            "CPU s": round(sum(each.cpu_s for each in ours), 1),
             "why none": "" if best else ours[0].reason.replace("|", "/"),
         }
 
@@ -429,12 +458,13 @@ def main() -> int:
         method=(
             "`aliquot plan` with default options, beside plans by method, policy of recomputation"
             " and number of micro-batches: every policy of the model, and divisors of the batch"
-            f" from the smallest until {_MOST_SLOWER} in a row are slower than fewer. Method shard"
-            " is typed where FSDP with the same policy and number does not fit or takes less than"
-            f" {_FAR:g} times the best, and ends where its bounds show that no plan is faster than"
-            " the best so far. All are priced by one cost model; the best is planned again by the"
-            " command with its options. Processor seconds are of all processes; those of the"
-            " default are of the command, and others ran beside it."
+            f" from the smallest until {_MOST_SLOWER} are slower than fewer. Method shard is typed"
+            " where FSDP, ZeRO-2 and hybrid FSDP with the same policy and number do not fit or take"
+            f" less than {_FAR:g} times the best, and ends where its bounds show that no plan is"
+            " faster than the best so far. All are priced by one cost model, and the best is"
+            " planned again as the command does it. Processor seconds are of all processes, with"
+            " those that build and trace the step in all ways among the default's; other programs"
+            " ran at the same time."
         ),
         summary={
             "set-ups whose default is at most the best typed": (

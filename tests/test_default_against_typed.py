@@ -11,7 +11,7 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 POLICIES = {"none", "minimal", "save_qkv", "save_attention", "block"}
 SMALL = {"num_layers": "1", "hidden_size": "64", "seq_len": "64"}
-CLUSTERS = {"2xA100-80GB": (8, "1.5MiB"), "2x2xH100": (16, "1MiB")}
+CLUSTERS = {"2xA100-80GB": (8, "1.5MiB"), "2x1xH100": (4, "1MiB")}
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +41,17 @@ def answers():
 def test_no_typed_plan_is_faster_than_the_default(cluster, answers):
     benchmark, answer = answers
     found = answer(cluster)
-    assert benchmark.ratio_of(found) >= 1 - 1e-9, found["best"]
+    assert benchmark.ratio_of(found) >= benchmark.LEAST_RATIO, found["best"]
     typed = [benchmark.Typed(**each) for each in found["typed"]]
     assert {each.method for each in typed} >= {"fsdp", "zero2", "shard"}
+    assert found["default"]["num_micro_batches"] > 1
     for method in ("fsdp", "zero2"):
         ours = [each for each in typed if each.method == method]
         assert {each.policy for each in ours} == POLICIES
         # The whole batch does not fit with every policy, and other numbers do.
         if method == "fsdp":
             assert any(each.step_time_s is None and each.count == 1 for each in ours)
-            assert {each.count for each in ours if each.step_time_s} >= {2, 4}
+            assert any(each.step_time_s and each.count > 1 for each in ours)
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
