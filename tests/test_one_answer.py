@@ -77,9 +77,10 @@ def test_a_batch_that_fits_in_micro_batches_fits():
     limit = next(
         limit
         for limit in range(2 * 10**5, 10**6, 10**4)
-        if planned(1024, method=DataParallel(), memory_limit_bytes=limit)
+        if planned(1024, method=DataParallel(), memory_limit_bytes=limit, num_micro_batches=1)
     )
-    assert one and planned(4096, method=WholeProgram(), memory_limit_bytes=limit) is None
+    whole = {"method": WholeProgram(), "memory_limit_bytes": limit, "num_micro_batches": 1}
+    assert one and planned(4096, **whole) is None
     found = aq.largest_batch(
         lambda batch: mlp(SIZES, batch),
         cluster=CLUSTER,
