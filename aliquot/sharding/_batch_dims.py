@@ -35,11 +35,15 @@ def dims_of_batch(
             found[int(value_class[item.value])].add(0)
     if not any(found):
         return found
-    grows = True
+    first_reader: dict[int, int] = {}
+    for place, op_class in enumerate(order):
+        for v in (v for read in sources[op_class] for v in read):
+            first_reader.setdefault(v, place)
+    again = True
     # Again where a layer reads what an equal one made, and where a loop carries examples.
-    while grows:
-        grows = False
-        for op_class in order:
+    while again:
+        again = False
+        for place, op_class in enumerate(order):
             op, rule = graph.ops[folding.members[op_class][0]], rules[op_class]
             arrays = [
                 (v, rule.operands[k]) for k, read in enumerate(sources[op_class]) for v in read
@@ -60,7 +64,7 @@ def dims_of_batch(
                 holding = {d for d, names in enumerate(dims) if _holds(op, names, letters)}
                 if not holding <= found[v]:
                     found[v] |= holding
-                    grows = True
+                    again = again or first_reader.get(v, place) < place
     return found
 
 
