@@ -110,7 +110,7 @@ class EdgeBuilder:
 
     def add_crossings(self) -> None:
         """Add the edges into slots other than an array's home: results of products, parameters that
-        meet activations, gradients that enter the update.
+        meet activations, gradients that have ended.
         """
         cuts = self.naming.cuts
         for key, slot in cuts.slots.by_key.items():
