@@ -10,7 +10,7 @@ from ._plan_graph import check_objective
 from ._variants import Method, Variant, Variants, plan_variants
 from .cluster import Cluster
 from .core import CaptureError, InfeasibleError, InputError, format_bytes
-from .planners import Progress, method_by_name
+from .planners import Auto, PipeshardParallel, Progress, method_by_name
 from .plans import ModelReference
 from .report import (
     BatchSearch,
@@ -188,9 +188,10 @@ def largest_batch(
     """The largest global batch that fits, and the one of highest throughput among those tried.
 
     Doubles the batch until it does not fit, then bisects down to a distance of `unit`. If a batch
-    fits, smaller ones are taken to fit, too. Where the number of micro-batches is searched, almost
-    any batch fits in more of them: batches in several micro-batches are quadrupled until that gains
-    less than 2 % of throughput.
+    fits, smaller ones are taken to fit, too. Method `Auto` and pipelines search the number of
+    micro-batches, and almost any batch fits in more of them: batches in several micro-batches are
+    quadrupled until that gains less than 2 % of throughput. Other methods take the batch in one
+    pass, unless `num_micro_batches` says otherwise.
 
     Args:
         make: makes `(step, state, batch)` for a global batch.
@@ -251,6 +252,9 @@ def largest_batch_built(
         raise InputError(f"largest_batch needs 1 <= unit <= most, got unit={unit} and most={most}.")
     trials: dict[int, BatchTrial] = {}
     name = "step"
+    if not isinstance(options.get("method") or Auto(), (Auto, PipeshardParallel)):
+        # Of these the largest batch of one pass is asked: in more passes almost any fits.
+        options["num_micro_batches"] = options.get("num_micro_batches") or 1
     searches = not isinstance(options.get("num_micro_batches"), int)
 
     def fits(size: int, *, verify: bool = False) -> bool:

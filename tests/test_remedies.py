@@ -326,11 +326,11 @@ def test_a_step_that_does_not_decompose_has_remedies_without_micro_batches():
 
     shape = jax.ShapeDtypeStruct
     args = (step, shape((64, 128), "float32"), shape((4096, 64), "float32"))
-    error = refusal(args, method=DataParallel(), memory_limit_bytes=4.4e6)
+    error = refusal(args, method=DataParallel(), memory_limit_bytes=1.3e6)
     assert "does not decompose into micro-batches" in str(error)
     assert not [each for each in error.advice if "micro-batches" in each]
     remedies = aq.find_remedies(
-        *args, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=4.4e6
+        *args, cluster=CLUSTER, method=DataParallel(), memory_limit_bytes=1.3e6
     )
     assert remedies
     assert not [each for each in remedies if each.change.startswith("--micro-batches")]

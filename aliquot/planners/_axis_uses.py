@@ -110,6 +110,16 @@ class _Work:
             waits = priced.repeats > 1 and axis in waiting and made <= PARTIAL
             how = "whole" if read < 0 else "split at last" if waits else "split"
             amounts[how] += edge.num_bytes * edge.count
+        # Gradients of examples one by one are summed in the update, whole on every device.
+        for node, choice in zip(self.nodes.nodes, self.choices, strict=True):
+            for summed in node.collectives:
+                is_over_examples = choice[axis] in self.nodes.batch_factors[node.index]
+                if (
+                    summed.phase is Phase.UPDATE
+                    and is_over_examples
+                    and choice[axis] in summed.factors
+                ):
+                    amounts["whole"] += summed.num_bytes * summed.count
         return dict(sorted(amounts.items()))
 
     def splits(self, edge: Edge, axis: int) -> tuple[int, int]:

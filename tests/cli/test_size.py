@@ -11,7 +11,7 @@ from aliquot import _size
 from aliquot.cli._interrupts import INTERRUPTED
 from aliquot.cli._size import read_count, read_duration
 from aliquot.cluster import load_prices
-from aliquot.zoo import build
+from aliquot.zoo import build, recompute_ways
 
 # One layer is planned in less time than two, and two devices in less time than eight.
 ONE_LAYER = ["num_layers=1" if part == "num_layers=2" else part for part in TINY]
@@ -71,7 +71,8 @@ def test_every_way_to_recompute_is_planned_unless_one_is_asked_for(monkeypatch, 
     free = [part for part in SMALL if part not in ("--recompute", "none")]
     for step in (free, SMALL):
         run("size", *step, "--tokens", "1B", "--by", "30d", "--prices", prices)
-    assert asked == [["--recompute none", "--recompute block"], ["--recompute none"]]
+    every = [f"--recompute {name}" for name in recompute_ways(has_attention=True)]
+    assert asked == [every, ["--recompute none"]]
 
 
 def test_ctrl_c_keeps_the_clusters_that_are_planned(monkeypatch, prices):

@@ -281,7 +281,9 @@ class Reading:
         if "FSDP" in role and (min(weights, moments) < 0.95 or gathered < 0.9 * held):
             yield f"gathers {gathered:.3g} of {held:.3g} bytes of weights"
         if "ZeRO-3" in role and self.case.trains:
-            trained = min(self.bytes_of("parameter"), self.bytes_of("optimizer_state") or math.inf)
+            # AdamW keeps two moments of each trained weight; frozen ones have no gradients.
+            moments_bytes = self.bytes_of("optimizer_state") or math.inf
+            trained = min(self.bytes_of("parameter"), moments_bytes / 2)
             total = times * trained / self.others() / self.size
             if scattered < 0.9 * total or summed > 0.1 * held:
                 yield f"scatters {scattered:.3g} of {total:.3g} bytes, and sums {summed:.3g}"
