@@ -28,7 +28,14 @@ from aliquot.cli._options import with_network
 from aliquot.cli._recomputation import variants_of, ways_to_build
 from aliquot.cluster import Cluster
 from aliquot.core import CaptureError, InfeasibleError, InputError, format_seconds, parse_bytes
-from aliquot.planners import Decision, ShardParallel, cannot_fit, method_by_name
+from aliquot.planners import (
+    Decision,
+    Megatron,
+    ShardParallel,
+    cannot_fit,
+    least_compute_s,
+    method_by_name,
+)
 from aliquot.planners._race import finished
 
 LEAST_RATIO = 0.995
@@ -225,17 +232,27 @@ def typed_plans(setup: SetUp, variants: Mapping[str, Variant]) -> Iterator[Typed
     """Every plan that is typed, method shard last.
 
     For each method and policy the number of micro-batches rises, until two are slower than fewer of
-    them. Method shard is typed with the same policies and numbers where no simple plan fits, or the
-    best one takes less than twice the best step time; it ends where its bounds show that no plan is
-    faster than the best so far.
+    them. Pipelines are not typed where compute, shared evenly, with the wait of their stages takes
+    longer than the best so far. Method shard is typed with the same policies and numbers where no
+    simple plan fits, or the best one takes less than twice the best step time; it ends where its
+    bounds show that no plan is faster than the best so far.
     """
     counts = [n for n in range(1, setup.global_batch + 1) if setup.global_batch % n == 0]
     best_s = math.inf
     simple_s: dict[tuple[str, int], float] = {}
     for method in (*setup.simple, *setup.layouts):
+        layout = method_by_name(method)
+        piped = layout if isinstance(layout, Megatron) and layout.pipeline > 1 else None
         for policy, variant in variants.items():
+            compute_s = 0.0
+            if piped:
+                compute_s = least_compute_s(variant.task(setup.where).problem(1))
             least_s, slower = math.inf, 0
             for count in counts:
+                if piped and compute_s * (1 + _waits(piped, count)) >= best_s:
+                    reason = "its compute and the wait of its stages take longer than the best"
+                    yield Typed(method=method, policy=policy, count=count, reason=reason)
+                    continue
                 made = _made(setup, variant, method, policy, count)
                 yield made
                 seconds = math.inf if made.step_time_s is None else made.step_time_s
@@ -255,6 +272,11 @@ def typed_plans(setup: SetUp, variants: Mapping[str, Variant]) -> Iterator[Typed
             made = _made(setup, variants[policy], "shard", policy, count, faster_than_s=best_s)
             yield made
             best_s = min(best_s, math.inf if made.step_time_s is None else made.step_time_s)
+
+
+def _waits(layout: Megatron, count: int) -> float:
+    """How long a stage at least waits in a step, over how long it works."""
+    return (layout.pipeline - 1) / (layout.chunks * count)
 
 
 def _made(
@@ -445,12 +467,6 @@ def main() -> int:
 
     chosen = options(__doc__, more)
     journal = Journal(chosen.journal)
-    found = {
-        setup.name: journal.row(setup.name, functools.partial(answer, setup))
-        for setup in _chosen(chosen)
-    }
-    rows = [_row(name, each) for name, each in found.items()]
-    by_method = [row for name, each in found.items() for row in _by_method(name, each)]
     report = Report(
         name="default_against_typed",
         question="Is the default plan the best one that can be typed?",
@@ -458,27 +474,34 @@ def main() -> int:
         method=(
             "`aliquot plan` with default options, beside plans by method, policy of recomputation"
             " and number of micro-batches: every policy of the model, and divisors of the batch"
-            f" from the smallest until {_MOST_SLOWER} are slower than fewer. Method shard is typed"
-            " where FSDP, ZeRO-2 and hybrid FSDP with the same policy and number do not fit or take"
-            f" less than {_FAR:g} times the best, and ends where its bounds show that no plan is"
-            " faster than the best so far. All are priced by one cost model, and the best is"
-            " planned again as the command does it. Processor seconds are of all processes, with"
-            " those that build and trace the step in all ways among the default's; other programs"
-            " ran at the same time."
+            f" from the smallest until {_MOST_SLOWER} are slower than fewer. Pipelines are left out"
+            " where compute alone, with the wait of their stages, takes longer than the best so"
+            " far. Method shard is typed where FSDP, ZeRO-2 and hybrid FSDP with the same policy"
+            f" and number do not fit or take less than {_FAR:g} times the best, and ends where its"
+            " bounds show that no plan is faster than the best so far. All are priced by one cost"
+            " model, and the best is planned again as the command does it. Processor seconds are of"
+            " all processes, with those that build and trace the step in all ways among the"
+            " default's; other programs ran at the same time."
         ),
-        summary={
-            "set-ups whose default is at most the best typed": (
-                f"{sum(map(is_met, found.values()))} of {len(found)}"
-            ),
-            "least ratio": min(
-                (r for r in map(ratio_of, found.values()) if r is not None), default=math.nan
-            ),
-            "typed plans": sum(row["typed"] for row in rows),
-            "that fit": sum(row["fit"] for row in rows),
-            "below the bound of a default": sum(row["below the bound"] for row in rows),
-        },
-        tables={"Set-ups": rows, "Best plan of each method": by_method},
     )
+    found = {
+        setup.name: journal.row(setup.name, functools.partial(answer, setup))
+        for setup in _chosen(chosen)
+    }
+    rows = [_row(name, each) for name, each in found.items()]
+    by_method = [row for name, each in found.items() for row in _by_method(name, each)]
+    report.summary = {
+        "set-ups whose default is at most the best typed": (
+            f"{sum(map(is_met, found.values()))} of {len(found)}"
+        ),
+        "least ratio": min(
+            (r for r in map(ratio_of, found.values()) if r is not None), default=math.nan
+        ),
+        "typed plans": sum(row["typed"] for row in rows),
+        "that fit": sum(row["fit"] for row in rows),
+        "below the bound of a default": sum(row["below the bound"] for row in rows),
+    }
+    report.tables = {"Set-ups": rows, "Best plan of each method": by_method}
     return report.finish(chosen, met=all(map(is_met, found.values())))
 
 
