@@ -37,8 +37,8 @@ Recompute = Annotated[
     str | None,
     typer.Option(
         "--recompute",
-        help="none, block, minimal, save_qkv, save_attention, or auto, the faster of none and"
-        " block; block:2 recomputes every second layer. By default auto; block in verbs that do not"
+        help="none, block, minimal, save_qkv, save_attention, or auto, the fastest of these;"
+        " block:2 recomputes every second layer. By default auto; block in verbs that do not"
         " search for a plan. A factory is told if it has an argument recompute.",
     ),
 ]
