@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from .graph import Graph, capture
 from .planners import (
     AbstractMethod,
     Auto,
+    Decision,
     Interrupted,
     PipeshardParallel,
     SimplePlan,
@@ -39,6 +40,8 @@ Method: TypeAlias = AbstractMethod | PipeshardParallel
 _MANY_DEVICES = 128
 # Times that differ by less than this share are equal.
 _EQUAL = 1e-9
+# A search shortens the simple plan of one variant by up to this share more than that of another.
+_MORE_BY_SEARCH = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -172,7 +175,8 @@ def plan_variants(
     Where one program is searched for, each variant first gets a simple plan (see `simple_plan`).
     Variants are then searched in the order of these plans, with the best plan so far as the time to
     beat. Otherwise they are planned in their order. A variant is planned only if its compute alone,
-    shared evenly by all devices, takes less than the best plan so far.
+    shared evenly by all devices, takes less than the best plan so far, and if its simple plan is
+    not clearly slower.
 
     Method `Auto` chooses by stage what its pipelines recompute, so that those of the variant that
     computes least are enough. On more than 128 devices they are searched if no variant has a simple
@@ -225,11 +229,8 @@ def plan_variants(
     simple_s: dict[Variant, float] = {}
     if may_be_program and len(variants) > 1 and getattr(how, "mesh_shape", None) is None:
         try:
-            for variant in variants:
-                if limit and limit.is_over:
-                    break
-                if (known := simple_plan(task(variant))) is not None:
-                    simple_s[variant] = known.step_time_s
+            for variant, seconds in _simple_times(variants, task, limit):
+                simple_s[variant] = seconds
         except KeyboardInterrupt as stopped:
             raise _interrupted(simple_s, make) from stopped
     ordered = _ordered(variants, simple_s, how, task)
@@ -248,7 +249,10 @@ def plan_variants(
                 _tried(variant.name, outcome="does not fit: it keeps more than one that does not")
             )
             continue
-        if math.isfinite(to_beat_s) and least_compute_s(task(variant).problem(1)) >= to_beat_s:
+        is_slower = simple_s.get(variant) == math.inf or (
+            math.isfinite(to_beat_s) and least_compute_s(task(variant).problem(1)) >= to_beat_s
+        )
+        if is_slower:
             tried.append(
                 _tried(
                     variant.name,
@@ -256,6 +260,13 @@ def plan_variants(
                 )
             )
             continue
+        has_pipelines = variant is variants[0] and not isinstance(how, WholeProgram)
+        if best is not None and variant in simple_s and built in simple_s and not has_pipelines:
+            gained = min(1.0, best.prediction.step_time_s / simple_s[built])
+            if simple_s[variant] * gained * (1 - _MORE_BY_SEARCH) >= to_beat_s:
+                outcome = "slower, as its simple plan promises"
+                tried.append(_tried(variant.name, simple_s[variant], outcome))
+                continue
         used = how
         if isinstance(how, (Auto, WholeProgram, PipeshardParallel)) and searches:
             # Plans that take longer than this need not be searched in full.
@@ -309,6 +320,33 @@ def plan_variants(
         assert refusal is not None
         raise refusal
     return _beside(best, built, tried, variants, started) if len(variants) > 1 else best
+
+
+def _simple_times(
+    variants: Variants, task: Callable[[Variant], Task], limit: TimeLimit | None
+) -> Iterator[tuple[Variant, float]]:
+    """The step times of simple plans, of the variants that have one; infinite for a variant that
+    computes longer than the simple plan of another takes.
+    """
+    fastest_s = math.inf
+    for k, variant in enumerate(variants):
+        if limit and limit.is_over:
+            return
+        of_variant = task(variant)
+        known: Decision | None = None
+        is_slower = math.isfinite(fastest_s) and least_compute_s(of_variant.problem(1)) >= fastest_s
+        if is_slower:
+            yield variant, math.inf
+        elif (known := simple_plan(of_variant)) is not None:
+            fastest_s = min(fastest_s, known.step_time_s)
+            yield variant, known.step_time_s
+        is_whole = known and known.num_micro_batches == (of_variant.num_micro_batches or 1)
+        # Those behind it compute more still, which pays only for fewer micro-batches, or where
+        # loops copy what they keep.
+        copies = any(op.name == "scan_stack" for op in of_variant.graph.ops)
+        if (is_slower or is_whole) and not copies:
+            yield from ((behind, math.inf) for behind in variants[k + 1 :])
+            return
 
 
 def _ordered(
