@@ -271,9 +271,11 @@ def plan_variants(
         if isinstance(how, (Auto, WholeProgram, PipeshardParallel)) and searches:
             # Plans that take longer than this need not be searched in full.
             used = replace(how, faster_than_s=min(how.faster_than_s, to_beat_s))
-        if isinstance(used, Auto) and (best or simple_s):
-            is_few = where.num_devices <= _MANY_DEVICES or (best and len(best.stages) > 1)
-            wanted = used.pipelines and variant is variants[0] and bool(is_few)
+        if isinstance(used, Auto):
+            wanted = used.pipelines and not variant.for_programs
+            if best or simple_s:
+                is_few = where.num_devices <= _MANY_DEVICES or (best and len(best.stages) > 1)
+                wanted = wanted and variant is variants[0] and bool(is_few)
             used = replace(used, pipelines=wanted)
         elif isinstance(used, PipeshardParallel) and may_be_program:
             used = replace(used, pipelines=used.pipelines and not variant.for_programs)
