@@ -249,10 +249,12 @@ def plan_variants(
                 _tried(variant.name, outcome="does not fit: it keeps more than one that does not")
             )
             continue
-        is_slower = simple_s.get(variant) == math.inf or (
-            math.isfinite(to_beat_s) and least_compute_s(task(variant).problem(1)) >= to_beat_s
-        )
-        if is_slower:
+        if simple_s.get(variant) == math.inf:
+            # A promise, and no proof.
+            outcome = "not searched: it would compute more again, without need"
+            tried.append(_tried(variant.name, outcome=outcome))
+            continue
+        if math.isfinite(to_beat_s) and least_compute_s(task(variant).problem(1)) >= to_beat_s:
             tried.append(
                 _tried(
                     variant.name,
@@ -327,8 +329,9 @@ def plan_variants(
 def _simple_times(
     variants: Variants, task: Callable[[Variant], Task], limit: TimeLimit | None
 ) -> Iterator[tuple[Variant, float]]:
-    """The step times of simple plans, of the variants that have one; infinite for a variant that
-    computes longer than the simple plan of another takes.
+    """The step times of simple plans, of the variants that have one and whose compute alone takes
+    less than the fastest of them; infinite for variants that are not looked at, because they
+    compute more than one before them and gain nothing by it.
     """
     fastest_s = math.inf
     for k, variant in enumerate(variants):
@@ -337,9 +340,7 @@ def _simple_times(
         of_variant = task(variant)
         known: Decision | None = None
         is_slower = math.isfinite(fastest_s) and least_compute_s(of_variant.problem(1)) >= fastest_s
-        if is_slower:
-            yield variant, math.inf
-        elif (known := simple_plan(of_variant)) is not None:
+        if not is_slower and (known := simple_plan(of_variant)) is not None:
             fastest_s = min(fastest_s, known.step_time_s)
             yield variant, known.step_time_s
         is_whole = known and known.num_micro_batches == (of_variant.num_micro_batches or 1)

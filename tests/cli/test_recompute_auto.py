@@ -192,6 +192,10 @@ def test_what_fits_as_a_whole_is_not_recomputed_where_no_loop_copies_it():
     assert [seconds < math.inf for seconds in times.values()] == [True] + [False] * 4
     # None of the others was traced.
     assert [bool(way._traced) for way in ways] == [True] + [False] * 4
+    plan = plan_variants(ways, cluster=where, method=aq.WholeProgram())
+    outcomes = {each["name"]: each["outcome"] for each in plan.provenance.candidates}
+    others = [outcomes[f"--recompute {name}"] for name in POLICIES[1:]]
+    assert set(others) == {"not searched: it would compute more again, without need"}
 
 
 def test_where_no_simple_plan_fits_the_first_whose_batch_may_fit_comes_first(monkeypatch):
