@@ -10,6 +10,7 @@ from ._calling import parameter_names as parameter_names
 from ._calling import path_parts as path_parts
 from ._capture import build_graph as build_graph
 from ._capture import capture as capture
+from ._capture import with_recomputation as with_recomputation
 from ._checks import is_check as is_check
 from ._checks import raises as raises
 from ._dataflow import Item as Item
@@ -80,6 +81,10 @@ from ._recompute import Repeated as Repeated
 from ._recompute import find_repeated as find_repeated
 from ._recompute import is_costly as is_costly
 from ._recompute import values_to_keep as values_to_keep
+from ._recompute_layers import FUSED_ATTENTION as FUSED_ATTENTION
+from ._recompute_layers import OF_ATTENTION as OF_ATTENTION
+from ._recompute_layers import RECOMPUTE as RECOMPUTE
+from ._recompute_layers import recompute_names as recompute_names
 from ._recompute_runs import RecomputedRun as RecomputedRun
 from ._recompute_runs import most_at_once as most_at_once
 from ._recompute_runs import recomputed_runs as recomputed_runs
@@ -135,6 +140,7 @@ from ._types import OpId as OpId
 from ._types import Output as Output
 from ._types import Phase as Phase
 from ._types import Piece as Piece
+from ._types import Recomputation as Recomputation
 from ._types import Role as Role
 from ._types import Split as Split
 from ._types import StageId as StageId

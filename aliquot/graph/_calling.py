@@ -27,6 +27,7 @@ from jax.tree_util import (
 from ..core import CaptureError
 from . import _jax_compat as compat
 from . import _nnx
+from ._types import Recomputation
 
 
 def is_array(leaf: Any) -> bool:
@@ -149,6 +150,7 @@ class Calling:
         own_traces: the step traced on batches of other sizes, likewise.
         cut_state: the inputs besides the batch that are cut with it, by position, each with the
             dim; None before they are looked for.
+        recompute: how the layers of the step recompute; None as the step itself does.
     """
 
     fn: Callable[..., Any]
@@ -166,6 +168,7 @@ class Calling:
     traces: dict[int, Any] = field(default_factory=dict, repr=False)
     own_traces: dict[int, Any] = field(default_factory=dict, repr=False)
     cut_state: dict[int, int] | None = field(default=None, repr=False)
+    recompute: Recomputation | None = None
 
     def flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
         """Arguments of a later call, flat. The names must be those of the example call.

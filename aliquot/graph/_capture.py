@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,14 @@ import numpy as np
 from ..core import AliquotError, CaptureError
 from . import _jax_compat as compat
 from ._calling import Calling, calling_of
+from ._evaluate import evaluate
 from ._inline import Inliner
 from ._matching import match_state
 from ._memory import refuse_work_on_host
 from ._phases import assign_phases
+from ._recompute_layers import recomputation, recomputing
 from ._roles import assign_roles, batch_paths, reach_of
-from ._types import Graph, Input, Op, OpId, Output, Phase, Role, Value, ValueId
+from ._types import Block, Graph, Input, Op, OpId, Output, Phase, Role, Value, ValueId
 
 # The most traces of a step that are spent on finding which of its numbers must be static.
 _MOST_TRIALS = 8
@@ -165,7 +167,46 @@ def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
         leaves: arrays or shapes, one for each traced leaf of the arguments.
     """
     with _garbage_collection_paused():
-        return _trace_to_graph(calling, leaves)
+        graph = _trace_to_graph(calling, leaves)
+        if calling.recompute is None:
+            return graph
+        return _recaptured(recomputing(graph, calling.recompute), leaves)
+
+
+def with_recomputation(graph: Graph, name: str) -> Graph:
+    """A step whose layers recompute in the backward pass what `name`, one of `RECOMPUTE`, says.
+
+    It computes the same numbers. Traced on another batch, it recomputes likewise.
+    """
+    if name == "none":
+        return graph
+    calling = replace(
+        graph.calling,
+        recompute=recomputation(graph, name),
+        traces={},
+        own_traces={},
+        cut_state=None,
+    )
+    again = recomputing(replace(graph, calling=calling), calling.recompute)
+    with _garbage_collection_paused():
+        return _recaptured(again, calling.call.leaves)
+
+
+def _recaptured(graph: Graph, leaves: Sequence[Any]) -> Graph:
+    """A graph in loose form, traced; see `recomputing`."""
+    structs = [compat.shape_struct(leaf) for leaf in leaves]
+    traced = _Traced.of(compat.trace(lambda *arrays: evaluate(graph, arrays), structs))
+    inputs = zip(graph.inputs, traced.inputs, strict=True)
+    outputs = zip(graph.outputs, traced.body.outputs, strict=True)
+    return replace(
+        graph,
+        values=traced.values,
+        ops=traced.ops,
+        body=traced.body,
+        inputs=tuple([replace(old, value=value) for old, value in inputs]),
+        constants=traced.constants,
+        outputs=tuple([replace(old, value=value) for old, value in outputs]),
+    )
 
 
 @contextlib.contextmanager
@@ -208,30 +249,8 @@ def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
                 " in what its splits need."
             )
         raise
-    inliner = Inliner()
-    input_values = [inliner.new_value(v.aval) for v in closed.jaxpr.invars]
-    body = inliner.block(closed.jaxpr, closed.consts, input_values, "", 1)
-    values = tuple(inliner.values)
-    _refuse_huge_arrays(values)
-    drafts = inliner.drafts
-    phases = assign_phases(drafts, len(values), inliner.decided)
-    ops = tuple(
-        [
-            Op(
-                index=OpId(index),
-                name=draft.name,
-                inputs=draft.inputs,
-                outputs=draft.outputs,
-                params=draft.params,
-                phase=phase,
-                scope=draft.scope,
-                trips=draft.trips,
-                eqn=draft.eqn,
-                region=draft.region,
-            )
-            for index, (draft, phase) in enumerate(zip(drafts, phases, strict=True))
-        ]
-    )
+    traced = _Traced.of(closed)
+    values, ops, body = traced.values, traced.ops, traced.body
     refuse_work_on_host(ops, values)
     outputs = tuple(
         [Output(path=p, value=v) for p, v in zip(calling.out_paths, body.outputs, strict=True)]
@@ -241,11 +260,50 @@ def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
         values=values,
         ops=ops,
         body=body,
-        inputs=_inputs(calling, values, ops, input_values, outputs),
-        constants=inliner.constants,
+        inputs=_inputs(calling, values, ops, traced.inputs, outputs),
+        constants=traced.constants,
         outputs=outputs,
         calling=calling,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traced:
+    """The parts of a graph that are read from a jaxpr; `inputs` are the values that it takes."""
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    body: Block
+    inputs: Sequence[ValueId]
+    constants: Mapping[ValueId, Any]
+
+    @classmethod
+    def of(cls, closed: Any) -> _Traced:
+        inliner = Inliner()
+        inputs = [inliner.new_value(v.aval) for v in closed.jaxpr.invars]
+        body = inliner.block(closed.jaxpr, closed.consts, inputs, "", 1)
+        values = tuple(inliner.values)
+        _refuse_huge_arrays(values)
+        drafts = inliner.drafts
+        phases = assign_phases(drafts, len(values), inliner.decided)
+        ops = tuple(
+            [
+                Op(
+                    index=OpId(index),
+                    name=draft.name,
+                    inputs=draft.inputs,
+                    outputs=draft.outputs,
+                    params=draft.params,
+                    phase=phase,
+                    scope=draft.scope,
+                    trips=draft.trips,
+                    eqn=draft.eqn,
+                    region=draft.region,
+                )
+                for index, (draft, phase) in enumerate(zip(drafts, phases, strict=True))
+            ]
+        )
+        return cls(values=values, ops=ops, body=body, inputs=inputs, constants=inliner.constants)
 
 
 def _inputs(

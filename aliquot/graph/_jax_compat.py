@@ -325,24 +325,50 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return int(params["num_consts"]), int(params["num_carry"])
 
 
-def loop_like(eqn: Any, num_carry: int) -> Any:
-    """A scan equation with the length, direction, names and user's line of another, without
-    constants and with `num_carry` carried values. Its body and slices are only placeholders: a
-    `Call` has its own blocks.
+def loop_like(eqn: Any, num_carry: int, num_consts: int = 0, scope: str | None = None) -> Any:
+    """A scan equation with the length, direction, names and user's line of another, with
+    `num_consts` constants and `num_carry` carried values. Its body and slices are only
+    placeholders: a `Call` has its own blocks.
+
+    Args:
+        scope: names in place of the equation's own.
     """
     params = eqn.params
 
-    def loop(*start: Any) -> Any:
+    def loop(*operands: Any) -> Any:
+        consts, start = operands[:num_consts], operands[num_consts:]
         return jax.lax.scan(
-            lambda carry, _: ([c + 1 for c in carry], None),
+            lambda carry, _: ([c + 1 for c in carry], sum(consts, 0)),
             list(start),
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
 
-    (made,) = equations(loop, [number_struct(0)] * num_carry)
-    return made.replace(source_info=eqn.source_info)
+    (made,) = equations(loop, [number_struct(0)] * (num_consts + num_carry))
+    return _with_info(made, eqn.source_info, scope)
+
+
+def remat_equation(*, prevent_cse: bool, scope: str) -> Any:
+    """The equation of a region in a backward pass that `jax.checkpoint` has left. Its body is only
+    a placeholder.
+
+    Args:
+        prevent_cse: whether optimization barriers keep the compiler from merging what is computed
+            again with the original; a body of a loop needs none.
+        scope: names of the user's code around it.
+    """
+    kept = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), prevent_cse=prevent_cse)
+    traced = equations(jax.grad(kept), [_shape_struct((), jnp.float32)])
+    made = next(eqn for eqn in traced if is_remat(eqn))
+    return _with_info(made, made.source_info, scope)
+
+
+def _with_info(eqn: Any, info: Any, scope: str | None) -> Any:
+    """An equation with the user's line of `info`, and its names unless a scope is given."""
+    if scope is not None:
+        info = info.replace(name_stack=source_info_util.new_name_stack(scope))
+    return eqn.replace(source_info=info)
 
 
 def open_body(body: Any) -> tuple[Any, Sequence[Any]]:

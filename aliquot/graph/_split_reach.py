@@ -35,7 +35,7 @@ def scans_over_layers(graph: Graph) -> tuple[LayerScan, ...]:
     """
     links = {out: op for op in graph.ops if op.is_link for out in op.outputs}
     scans = []
-    for call in _forward_scans(graph):
+    for call in forward_scans(graph):
         num_consts, _ = compat.scan_counts(call.eqn.params)
         bound = call.blocks[0].inputs[num_consts:]
         ends = [links[v].index for v in (*bound, *call.outputs) if isinstance(v, int)]
@@ -56,7 +56,7 @@ def stacked_values(graph: Graph, length: int) -> frozenset[ValueId]:
     """
     seeds = [
         v
-        for call in _forward_scans(graph)
+        for call in forward_scans(graph)
         if call.eqn.params["length"] == length
         for v in _stacked_operands(call)
         if isinstance(v, int)
@@ -174,7 +174,8 @@ def _rows(graph: Graph, value: ValueId) -> int | None:
     return shape[0] if shape else None
 
 
-def _forward_scans(graph: Graph) -> list[Call]:
+def forward_scans(graph: Graph) -> list[Call]:
+    """The scans over layers of the forward pass."""
     calls = [c for c in _flat(graph, graph.body) if isinstance(c, Call) and c.kind == "scan"]
     return [c for c in _over_parameters(graph, calls) if not _holds_backward(graph, c)]
 

@@ -224,6 +224,20 @@ class Split:
     passes: int = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """How the layers of a step recompute.
+
+    Attributes:
+        name: one of `graph.RECOMPUTE`.
+        places: where layers begin that are written out, as `named_places` says it; the same for the
+            step on a batch of any size.
+    """
+
+    name: str
+    places: str = ""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
     """A captured step. See the module's description for its two views.

@@ -1,0 +1,650 @@
+"""Recomputation in the layers of a captured step: what each layer keeps for its backward pass, and
+what it computes again there.
+
+A step that was differentiated keeps all that its backward pass reads. Here it is rewritten: the
+backward pass of each layer first computes some of these values again, from what the layer keeps, as
+it would if the step's author had put `jax.checkpoint` around each layer. The step is not
+differentiated again, so custom gradients, `stop_gradient` and the like stay as they are.
+
+Layers are the repeats of a step whose layers are written out, or the turns of its scans over
+layers. What is not repeated, such as the loss, keeps all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from . import _jax_compat as compat
+from ._dataflow import Item, items_of, links_around, plain_item, reads_of
+from ._effects import any_effects
+from ._layers import cut_layers, named_places
+from ._recompute import items_between
+from ._recompute_runs import RecomputedRun, recomputed_runs
+from ._rule import traits_of
+from ._segments import find_repeats
+from ._split_reach import forward_scans
+from ._types import Block, Call, Graph, Literal, Op, Operand, OpId, Phase, Recomputation, Role, Value, ValueId
+
+FUSED_ATTENTION = ("dot_product_attention_fwd", *compat.ATTENTION[:1], "pallas_call")
+"""Primitives that compute attention in one kernel, in the forward pass."""
+
+RECOMPUTE = {
+    "none": "keeps everything",
+    "minimal": "keeps the results of products with weights, and computes all else again",
+    "narrow": "as minimal, and computes results again that are wider than what they were made of",
+    "save_qkv": "keeps what enters a block, queries, keys and values",
+    "save_attention": "keeps what enters a block, and the result of attention",
+    "block": "keeps only what enters a block",
+}
+"""Ways to recompute, from the one that keeps most to the one that keeps least, with what a layer
+then keeps from its forward to its backward pass.
+
+`minimal` is `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, MaxText's policy of that
+name; `save_qkv` and `save_attention` are its `save_qkv_proj` and `save_out_proj` without offloading.
+"""
+
+OF_ATTENTION = ("save_qkv", "save_attention")
+"""Ways to recompute for layers with attention."""
+
+
+def recompute_names(graph: Graph) -> tuple[str, ...]:
+    """The ways in which the layers of a step can recompute, from the one that keeps most.
+
+    Only "none" where nothing is repeated, and for steps without gradients or with regions that
+    recompute already.
+    """
+    sites = _sites(graph, None)
+    bodies = [layer.forward for layer in (*sites.layers, *sites.loops)]
+    if not bodies:
+        return ("none",)
+    attends = any(_attention(graph, items, sites.weights) for items in bodies)
+    return tuple(name for name in RECOMPUTE if attends or name not in OF_ATTENTION)
+
+
+def recomputation(graph: Graph, name: str) -> Recomputation:
+    """How a step recomputes whose layers do what `name` says."""
+    return Recomputation(name=name, places=_sites(graph, None).places)
+
+
+def recomputing(graph: Graph, how: Recomputation) -> Graph:
+    """A step with layers that recompute, in loose form: to be replayed by `evaluate`. New loops
+    have placeholders as equations, and links are left out.
+    """
+    sites = _sites(graph, how.places)
+    loose = _Loose(graph, list(graph.values), list(graph.ops))
+    items = list(graph.body.items)
+    if sites.loops:
+        pieces: dict[int, OpId | Call] = {}
+        for loop in sites.loops:
+            pieces |= _with_less_kept(loose, loop, how.name, sites.weights)
+        items = [pieces.get(id(item), item) for item in items]
+    else:
+        items = _with_runs(loose, sites, how.name)
+    wanted = {output.value for output in graph.outputs if isinstance(output.value, int)}
+    body = replace(graph.body, items=tuple(_live(loose, items, wanted)))
+    return replace(graph, values=tuple(loose.values), ops=tuple(loose.ops), body=body)
+
+
+# -- Where a step repeats layers --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """A layer that is written out: the items of its forward pass."""
+
+    forward: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loop:
+    """A scan over layers, and the one that runs their backward pass.
+
+    Attributes:
+        forward: items of its body.
+        stacks: positions of the scan's results that only the other scan reads, row by row.
+    """
+
+    call: Call
+    backward: Call
+    forward: tuple[Item, ...]
+    stacks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sites:
+    """Layers of a step that can recompute: loops over layers, or layers that are written out.
+
+    Attributes:
+        weights: values that depend on parameters alone.
+    """
+
+    items: tuple[Item, ...] = ()
+    layers: tuple[_Layer, ...] = ()
+    loops: tuple[_Loop, ...] = ()
+    places: str = ""
+    weights: frozenset[ValueId] = frozenset()
+
+
+def _sites(graph: Graph, places: str | None) -> _Sites:
+    """See `_Sites`; without layers where a step recomputes already, or takes no gradients.
+
+    Args:
+        places: where layers that are written out begin; None to look for them.
+    """
+    calls = [item for item in graph.body.items if isinstance(item, Call)]
+    phases = {op.phase for op in graph.ops}
+    if Phase.BACKWARD not in phases or any(op.region for op in graph.ops):
+        return _Sites()
+    items = items_of(graph)
+    weights = _of_weights(graph, items)
+    links = {o: op for op in graph.ops if op.is_link for o in op.outputs}
+    loops = tuple(_loops(graph, calls, items, links))
+    weights |= {
+        inner
+        for loop in loops
+        for inner in loop.call.blocks[0].inputs
+        if isinstance(inner, int) and inner in links and weights.issuperset(links[inner].inputs)
+    }
+    if loops:
+        return _Sites(items=items, loops=loops, weights=frozenset(weights))
+    if places is None:
+        layers = cut_layers(graph)
+        places = named_places(layers)
+    else:
+        layers = cut_layers(graph, layers=places)
+    repeated = {
+        k
+        for run in find_repeats(graph).runs
+        for k in range(run.start, run.start + run.period * run.count)
+    }
+    starts = [layers.forward[start] for start in layers.starts]
+    bounds = zip(starts, [*starts[1:], len(items)], strict=True)
+    forward = [
+        tuple(
+            item
+            for item in items[start:stop]
+            if item.phase is Phase.FORWARD and repeated.issuperset(item.ops)
+        )
+        for start, stop in bounds
+    ]
+    made = tuple(_Layer(forward=part) for part in forward if _multiplies(graph, part))
+    if len(made) < 2:
+        return _Sites()
+    return _Sites(items=items, layers=made, places=places, weights=frozenset(weights))
+
+
+def _multiplies(graph: Graph, items: Iterable[Item]) -> bool:
+    return any(traits_of(graph.ops[op].name).multiplies for item in items for op in item.ops)
+
+
+def _loops(
+    graph: Graph, calls: Sequence[Call], items: Sequence[Item], links: Mapping[ValueId, Op]
+) -> Iterator[_Loop]:
+    """The scans over layers whose backward pass is one other scan."""
+    readers: dict[ValueId, list[Item]] = {}
+    for item in items:
+        for value in item.inputs:
+            readers.setdefault(value, []).append(item)
+    returned = {output.value for output in graph.outputs}
+    scans = {id(call): call for call in calls if call.kind == "scan"}
+    for call in forward_scans(graph):
+        if id(call) not in scans:
+            continue
+        num_carry = compat.scan_counts(call.eqn.params)[1]
+        by_reader: dict[int, list[int]] = {}
+        for k, stack in enumerate(call.outputs[num_carry:]):
+            reading = readers.get(stack, [])
+            if len(reading) != 1 or stack in returned:
+                continue
+            other = reading[0].op_or_call
+            if id(other) not in scans or reading[0].phase is not Phase.BACKWARD:
+                continue
+            assert isinstance(other, Call)
+            first = sum(compat.scan_counts(other.eqn.params))
+            same = other.eqn.params["length"] == call.eqn.params["length"]
+            if same and stack not in other.inputs[:first]:
+                by_reader.setdefault(id(other), []).append(k)
+        if len(by_reader) != 1:
+            continue
+        ((reader, stacks),) = by_reader.items()
+        body = call.blocks[0].items
+        forward = tuple(plain_item(graph, inner, Phase.FORWARD) for inner in body)
+        if _multiplies(graph, forward):
+            yield _Loop(
+                call=call, backward=scans[reader], forward=forward, stacks=tuple(stacks)
+            )
+
+
+def _of_weights(graph: Graph, items: Sequence[Item]) -> set[ValueId]:
+    """Values that depend on parameters alone."""
+    known = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
+    for item in items:
+        if item.inputs and known.issuperset(item.inputs) and item.phase is not Phase.UPDATE:
+            known.update(item.outputs)
+    return known
+
+
+# -- What a layer keeps -----------------------------------------------------------------------
+
+
+def _attention(
+    graph: Graph, items: Sequence[Item], weights: Collection[ValueId]
+) -> tuple[Item, ...]:
+    """The products of a layer of which neither operand is a weight, and fused attention."""
+    known = set(weights)
+    found = []
+    for item in items:
+        if item.inputs and known.issuperset(item.inputs):
+            known.update(item.outputs)
+        for name, operands in _products(graph, item):
+            if name in FUSED_ATTENTION or known.isdisjoint(operands):
+                found.append(item)
+                break
+    return tuple(found)
+
+
+def _products(graph: Graph, item: Item) -> Iterator[tuple[str, tuple[Operand, ...]]]:
+    """Products in an item, with their operands; those of a loop read the loop's operands."""
+    for k in item.ops:
+        op = graph.ops[k]
+        if op.name in FUSED_ATTENTION or traits_of(op.name).multiplies:
+            inside = isinstance(item.op_or_call, Call)
+            yield op.name, item.inputs if inside else op.inputs[:2]
+
+
+def _saved(
+    graph: Graph, items: Sequence[Item], name: str, weights: Collection[ValueId]
+) -> set[ValueId]:
+    """Values of a layer that are kept where its backward pass needs them, besides what enters the
+    layer.
+    """
+    # What has effects runs as often as in the step.
+    saved = {o for item in items if any_effects(item.op_or_call, graph) for o in item.outputs}
+    if name in ("minimal", "narrow"):
+        for item in items:
+            if _is_kept_product(graph, item, only_narrow=name == "narrow"):
+                saved.update(item.outputs)
+    elif name in OF_ATTENTION:
+        attention = _attention(graph, items, weights)
+        made = {o for item in attention for o in item.outputs}
+        # What depends on an earlier product of attention, such as its weights.
+        behind: set[ValueId] = set()
+        for item in items:
+            if not (behind | made).isdisjoint(item.inputs):
+                behind.update(item.outputs)
+        if name == "save_qkv":
+            saved |= {i for item in attention for i in item.inputs if i not in behind | made}
+        else:
+            before = {i for item in attention for i in item.inputs}
+            sources = _behind_of(items, before)
+            saved |= {o for o in made if o not in sources}
+    return saved
+
+
+def _behind_of(items: Sequence[Item], values: set[ValueId]) -> set[ValueId]:
+    """The values and all that they are made of."""
+    reached = set(values)
+    for item in reversed(items):
+        if not reached.isdisjoint(item.outputs):
+            reached.update(item.inputs)
+    return reached
+
+
+def _is_kept_product(graph: Graph, item: Item, *, only_narrow: bool) -> bool:
+    """True for a product with a weight, and for fused attention.
+
+    Args:
+        only_narrow: leave out products whose result is wider than the activations they read.
+    """
+    if isinstance(item.op_or_call, Call):
+        return False
+    op = graph.ops[item.op_or_call]
+    if op.name in FUSED_ATTENTION:
+        return True
+    if not traits_of(op.name).multiplies:
+        return False
+    if op.name == "dot_general" and any(op.params["dimension_numbers"][1]):
+        return False
+    read = max(graph.values[i].num_bytes for i in op.inputs if isinstance(i, int))
+    return not only_narrow or graph.values[op.outputs[0]].num_bytes <= read
+
+
+# -- Layers that are written out --------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Loose:
+    """A graph to which operators and values are added."""
+
+    graph: Graph
+    values: list[Value]
+    ops: list[Op]
+    scopes: dict[ValueId, str] = field(default_factory=dict)
+
+    def fresh(self, like: ValueId, shape: tuple[int, ...] | None = None) -> ValueId:
+        """A new value, as another one."""
+        index, old = ValueId(len(self.values)), self.values[like]
+        self.values.append(replace(old, index=index, shape=old.shape if shape is None else shape))
+        return index
+
+    def copy(self, item: OpId | Call, names: dict[ValueId, ValueId]) -> OpId | Call:
+        """An operator or call again, on the values that `names` has for its operands; its results
+        are added to `names`.
+        """
+        if not isinstance(item, Call):
+            op, index = self.ops[item], OpId(len(self.ops))
+            made = {o: self.fresh(o) for o in op.outputs if o >= 0}
+            self.ops.append(
+                replace(
+                    op,
+                    index=index,
+                    inputs=_renamed(op.inputs, names),
+                    outputs=tuple([made.get(o, o) for o in op.outputs]),
+                    phase=Phase.BACKWARD,
+                )
+            )
+            names |= made
+            return index
+        around = {i for i in item.inputs if isinstance(i, int)}
+        inputs = _renamed(item.inputs, names)
+        blocks = []
+        inner = dict(names)
+        for block in item.blocks:
+            for value in block.inputs:
+                if isinstance(value, int) and value not in around and value not in inner:
+                    inner[value] = self.fresh(value)
+            taken = _renamed(block.inputs, inner)
+            items = tuple([self.copy(each, inner) for each in block.items])
+            blocks.append(Block(inputs=taken, items=items, outputs=_renamed(block.outputs, inner)))
+        names |= {o: self.fresh(o) for o in item.outputs if o >= 0}
+        outputs = tuple([names.get(o, o) for o in item.outputs])
+        return replace(item, inputs=inputs, blocks=tuple(blocks), outputs=outputs)
+
+    def reading(self, item: OpId | Call, names: Mapping[ValueId, ValueId]) -> OpId | Call:
+        """The operator or call, reading other values."""
+        if not isinstance(item, Call):
+            op = self.ops[item]
+            if names.keys().isdisjoint(i for i in op.inputs if isinstance(i, int)):
+                return item
+            index = OpId(len(self.ops))
+            self.ops.append(replace(op, index=index, inputs=_renamed(op.inputs, names)))
+            return index
+        blocks = [
+            Block(
+                inputs=_renamed(block.inputs, names),
+                items=tuple([self.reading(each, names) for each in block.items]),
+                outputs=_renamed(block.outputs, names),
+            )
+            for block in item.blocks
+        ]
+        return replace(item, inputs=_renamed(item.inputs, names), blocks=tuple(blocks))
+
+
+def _renamed(
+    operands: Iterable[Operand], names: Mapping[ValueId, ValueId]
+) -> tuple[Operand, ...]:
+    return tuple([i if isinstance(i, Literal) else names.get(i, i) for i in operands])
+
+
+def _with_runs(loose: _Loose, sites: _Sites, name: str) -> list[OpId | Call]:
+    """The items of a step whose layers are written out: what layers compute again stands in regions
+    of its own, each of which waits for the gradient that is used with its results.
+    """
+    graph, items = loose.graph, sites.items
+    backward = [k for k, item in enumerate(items) if item.phase is Phase.BACKWARD]
+    recomputed = _recomputed(graph, sites, name)
+    runs = recomputed_runs(recomputed, [items[k] for k in backward])
+    maker = {o: k for k, item in enumerate(items) for o in item.outputs}
+    again = {o for item in recomputed for o in item.outputs}
+    # A run follows what makes the values that it reads, its gradient, and the runs before it.
+    before: dict[int, list[RecomputedRun]] = {}
+    place = 0
+    for run in runs:
+        kept = [i for item in run.items for i in item.inputs if i not in again]
+        place = max([place, *(maker.get(i, -1) + 1 for i in kept)])
+        if run.after:
+            place = max(place, backward[run.after - 1] + 1)
+        before.setdefault(place, []).append(run)
+    read = {i for k in backward for i in items[k].inputs}
+    names: dict[ValueId, ValueId] = {}
+    written: list[OpId | Call] = []
+    for k, item in enumerate(items):
+        for run in before.get(k, ()):
+            scope = loose.graph.ops[item.ops[0]].scope if item.ops else ""
+            own = {id(each) for each in run.items}
+            others = {i for each in recomputed if id(each) not in own for i in each.inputs}
+            written.append(_region(loose, run, names, read | others, scope))
+        is_backward = item.phase is Phase.BACKWARD
+        written.append(loose.reading(item.op_or_call, names) if is_backward else item.op_or_call)
+    return written
+
+
+def _recomputed(graph: Graph, sites: _Sites, name: str) -> list[Item]:
+    """The forward items that layers compute again in the backward pass, in program order."""
+    in_layer = {
+        id(item): n for n, layer in enumerate(sites.layers) for item in layer.forward
+    }
+    # Values that others read than the layer's own forward pass and the backward pass are kept.
+    owner = {o: n for n, layer in enumerate(sites.layers) for i in layer.forward for o in i.outputs}
+    kept: set[ValueId] = {o.value for o in graph.outputs if isinstance(o.value, int)}
+    wanted: dict[ValueId, None] = {}
+    for item in sites.items:
+        for value in item.inputs:
+            if value not in owner:
+                continue
+            if item.phase is Phase.BACKWARD:
+                wanted[value] = None
+            elif in_layer.get(id(item)) != owner[value]:
+                kept.add(value)
+    again = []
+    for layer in sites.layers:
+        here = {o for item in layer.forward for o in item.outputs}
+        saved = _saved(graph, layer.forward, name, sites.weights) | kept
+        mine = [value for value in wanted if value in here and value not in saved]
+        again += items_between(layer.forward, mine, frozenset(saved))
+    return again
+
+
+def _region(
+    loose: _Loose,
+    run: RecomputedRun,
+    names: dict[ValueId, ValueId],
+    read: Collection[ValueId],
+    scope: str,
+) -> Call:
+    """A region in which a run of operators is computed again, when its gradient is there. Adds to
+    `names` the new values that stand for the old ones.
+    """
+    made = [o for item in run.items for o in item.outputs]
+    own = set(made)
+    reads = [i for item in run.items for i in item.inputs if i not in own]
+    if run.gradient is not None:
+        reads.append(run.gradient)
+    taken = tuple(dict.fromkeys(_renamed(reads, names)))
+    items = tuple([loose.copy(item.op_or_call, names) for item in run.items])
+    results = [names[o] for o in made if o in read]
+    outputs = list(results)
+    if run.gradient is not None:
+        # Later operators read the gradient behind the region, so that the region stays after it.
+        results.append(names.get(run.gradient, run.gradient))
+        names[run.gradient] = loose.fresh(run.gradient)
+        outputs.append(names[run.gradient])
+    block = Block(inputs=taken, items=items, outputs=tuple(results))
+    return Call(
+        kind="remat",
+        eqn=compat.remat_equation(prevent_cse=True, scope=scope),
+        blocks=(block,),
+        inputs=taken,
+        outputs=tuple(outputs),
+    )
+
+
+# -- Loops over layers ------------------------------------------------------------------------
+
+
+def _with_less_kept(
+    loose: _Loose, loop: _Loop, name: str, weights: Collection[ValueId]
+) -> dict[int, OpId | Call]:
+    """Both scans of a loop over layers, by the identity of the old ones: the first stacks what its
+    layers keep, and the second computes the rest again.
+    """
+    forward, backward = loop.call, loop.backward
+    (block,), (other,) = forward.blocks, backward.blocks
+    num_consts, num_carry = compat.scan_counts(forward.eqn.params)
+    other_consts, other_carry = compat.scan_counts(backward.eqn.params)
+    consts, slices = block.inputs[:num_consts], block.inputs[num_consts + num_carry :]
+    stacked_from = dict(zip(slices, forward.inputs[num_consts + num_carry :], strict=True))
+    stacks = {k: (forward.outputs[num_carry + k], block.outputs[num_carry + k]) for k in loop.stacks}
+    # What the second scan gets row by row: the arrays, and what stands for a row inside its body.
+    given = list(
+        zip(
+            backward.inputs[other_consts + other_carry :],
+            other.inputs[other_consts + other_carry :],
+            strict=True,
+        )
+    )
+    rows = {stack: inner for stack, inner in given if isinstance(stack, int)}
+    made = {o for item in loop.forward for o in item.outputs}
+    saved = _saved(loose.graph, loop.forward, name, weights)
+    wanted = [v for _, v in stacks.values() if isinstance(v, int) and v in made and v not in saved]
+    again = items_between(loop.forward, wanted, frozenset(saved))
+    made_again = {o for item in again for o in item.outputs}
+    leaves = dict.fromkeys(i for item in again for i in item.inputs if i not in made_again)
+    # What the second scan reads of each value of the first one's body, by that value.
+    names: dict[ValueId, ValueId] = {}
+    more_consts: dict[ValueId, None] = {}
+    more_rows: dict[ValueId, ValueId] = {}
+    new_stacks: list[tuple[ValueId, ValueId]] = []
+    instead: dict[ValueId, ValueId] = {}
+    known = {inner: stack for stack, inner in stacks.values() if inner not in made_again}
+
+    def row(stack: ValueId, like: ValueId) -> ValueId:
+        """What the second scan's body reads of a stack, added to its operands if need be."""
+        if stack in rows:
+            return rows[stack]
+        if stack not in more_rows:
+            more_rows[stack] = loose.fresh(like)
+        return more_rows[stack]
+
+    for leaf in leaves:
+        if leaf in stacked_from and isinstance(stacked_from[leaf], int):
+            names[leaf] = row(stacked_from[leaf], leaf)
+        elif leaf in consts:
+            more_consts[leaf] = None
+        elif leaf in known:
+            names[leaf] = rows[known[leaf]]
+        else:
+            length = forward.eqn.params["length"]
+            stack = loose.fresh(leaf, (length, *loose.values[leaf].shape))
+            new_stacks.append((stack, leaf))
+            names[leaf] = row(stack, leaf)
+    dropped: set[ValueId] = set()
+    copies = [loose.copy(item.op_or_call, names) for item in again]
+    for stack, inner in stacks.values():
+        if isinstance(inner, int) and inner in made_again:
+            new = names[inner]
+        elif inner in stacked_from and isinstance(stacked_from[inner], int):
+            # A row of what the first scan gets row by row, such as a weight.
+            new = row(stacked_from[inner], inner)
+        else:
+            continue
+        dropped.add(stack)
+        instead |= {old: new for array, old in given if array == stack}
+    if not dropped:
+        return {}
+    kept = [
+        (stack, inner)
+        for stack, inner in zip(forward.outputs[num_carry:], block.outputs[num_carry:], strict=True)
+        if stack not in dropped
+    ]
+    ends = [*block.outputs[:num_carry], *(inner for _, inner in kept), *(v for _, v in new_stacks)]
+    alive = {value for value in ends if isinstance(value, int)}
+    first = replace(
+        forward,
+        eqn=compat.loop_like(forward.eqn, num_carry, num_consts, scope=_scope(loose, forward)),
+        blocks=(
+            Block(
+                inputs=block.inputs,
+                items=tuple(_live(loose, block.items, alive)),
+                outputs=tuple(ends),
+            ),
+        ),
+        outputs=(
+            *forward.outputs[:num_carry],
+            *(stack for stack, _ in kept),
+            *(stack for stack, _ in new_stacks),
+        ),
+    )
+    around = tuple(
+        value for value in more_consts if value not in backward.inputs[:other_consts]
+    )
+    still = [(stack, inner) for stack, inner in given if stack not in dropped]
+    still += [(stack, inner) for stack, inner in more_rows.items()]
+    carried = other.inputs[other_consts : other_consts + other_carry]
+    inputs = (*other.inputs[:other_consts], *around, *carried, *(inner for _, inner in still))
+    operands = (
+        *backward.inputs[:other_consts],
+        *around,
+        *backward.inputs[other_consts : other_consts + other_carry],
+        *(stack for stack, _ in still),
+    )
+    body = [*copies, *(loose.reading(item, instead) for item in other.items)]
+    outputs = _renamed(other.outputs, instead)
+    second = replace(
+        backward,
+        eqn=compat.loop_like(
+            backward.eqn, other_carry, other_consts + len(around), scope=_scope(loose, backward)
+        ),
+        blocks=(_in_region(loose, inputs, body, outputs),),
+        inputs=operands,
+    )
+    return {id(forward): first, id(backward): second}
+
+
+def _in_region(
+    loose: _Loose,
+    inputs: tuple[Operand, ...],
+    items: Sequence[OpId | Call],
+    outputs: tuple[Operand, ...],
+) -> Block:
+    """A loop's body that is one region, as `jax.checkpoint` leaves it."""
+    inside = replace(loose.graph, ops=tuple(loose.ops))
+    made = {
+        o
+        for item in items
+        for o in (item.outputs if isinstance(item, Call) else loose.ops[item].outputs)
+    }
+    reads = dict.fromkeys(i for item in items for i in reads_of(inside, item) if i not in made)
+    results = tuple(dict.fromkeys(o for o in outputs if isinstance(o, int) and o in made))
+    region = Call(
+        kind="remat",
+        eqn=compat.remat_equation(prevent_cse=False, scope=""),
+        blocks=(Block(inputs=tuple(reads), items=tuple(items), outputs=results),),
+        inputs=tuple(reads),
+        outputs=results,
+    )
+    return Block(inputs=inputs, items=(region,), outputs=outputs)
+
+
+def _scope(loose: _Loose, call: Call) -> str:
+    """The names of the user's code around a loop."""
+    if not loose.scopes:
+        graph = loose.graph
+        loose.scopes |= {o: op.scope for op in graph.ops if op.is_link for o in op.outputs}
+    return next((loose.scopes[v] for v in call.outputs if v in loose.scopes), "")
+
+
+def _live(
+    loose: _Loose, items: Sequence[OpId | Call], wanted: set[ValueId]
+) -> list[OpId | Call]:
+    """The items that make wanted values, or have effects."""
+    graph = replace(loose.graph, ops=tuple(loose.ops))
+    needed, alive = set(wanted), []
+    for item in reversed(items):
+        outputs = item.outputs if isinstance(item, Call) else loose.ops[item].outputs
+        if not needed.isdisjoint(outputs) or any_effects(item, graph):
+            alive.append(item)
+            needed.update(reads_of(graph, item))
+    return alive[::-1]
