@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ._plan_graph import check_kinds, plan_captured, plan_graph
+from ._plan_graph import check_kinds
+from ._variants import Variant, plan_variants
 from .cluster import AbstractMeasured, Cluster
 from .core import InputError, collecting_seldom, refuse_arguments
 from .cost import PlannedStep
@@ -74,8 +75,11 @@ def plan(
         on_missing_rule: what to do for primitives without a rule: "infer" one by evaluating the
             operator on small arrays on the host, "replicate" to run it whole on every device, or
             "error".
-        recompute: "none": stages of pipelines recompute nothing but what the step itself does; by
-            default each stage recomputes what its memory calls for.
+        recompute: what the layers that the step repeats compute again in their backward pass, by a
+            name: "minimal", "narrow", "save_qkv", "save_attention", "block", or "none", with which
+            stages of pipelines recompute nothing either. "block:2" is for every second layer. By
+            default, or with "auto", the fastest, unless the step recomputes itself, by
+            `jax.checkpoint`. See `docs/recomputation.md`.
         model: how to build the step again, to be written into the plan.
         tokens_per_step: the tokens of the whole batch, for tokens/s, where they cannot be seen in
             it; by default its integer arrays of two dims are counted.
@@ -107,12 +111,9 @@ def plan(
         TimeLimitError: no plan was complete within `time_limit_s`.
         Interrupted: on Ctrl-C, with the best plan so far.
     """
-    started = time.perf_counter()
     check_kinds(cluster=cluster, method=method)
-    graph = capture(step, *args, **kwargs)
-    return plan_graph(
-        graph,
-        started=started,
+    return plan_variants(
+        (Variant(step=step, args=args, kwargs=kwargs, model=model),),
         cluster=cluster,
         method=method,
         num_micro_batches=num_micro_batches,
@@ -120,7 +121,6 @@ def plan(
         memory_limit_bytes=memory_limit_bytes,
         on_missing_rule=on_missing_rule,
         recompute=recompute,
-        model=model,
         tokens_per_step=tokens_per_step,
         verify=verify,
         profiles=profiles,
@@ -132,6 +132,10 @@ def plan(
         objective=objective,
         progress=progress,
     )
+
+
+# `parallelize` has an argument of this name.
+make_plan = plan
 
 
 def parallelize(
@@ -157,7 +161,7 @@ def parallelize(
             devices.
     """
     check_kinds(cluster=cluster, method=method, plan=plan)
-    refuse_arguments("parallelize", plan_captured, options)
+    refuse_arguments("parallelize", make_plan, options)
     if step is None:
         return functools.partial(
             parallelize,
@@ -178,9 +182,8 @@ def parallelize(
     def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
         started = time.perf_counter()
         graph = capture(step, *args, **kwargs)
-        chosen = plan or plan_captured(
-            graph,
-            started=started,
+        chosen = plan or plan_variants(
+            (Variant.of_graph(graph, time.perf_counter() - started),),
             cluster=cluster or Cluster.detect(devices),
             method=method,
             on_missing_rule=on_missing_rule,

@@ -16,8 +16,17 @@ import msgspec
 from ._plan_graph import plan_graph
 from ._time_limit import TimeLimit
 from .cluster import Cluster
-from .core import InfeasibleError, InputError, TimeLimitError, collecting_seldom
-from .graph import Graph, capture
+from .core import (
+    RECOMPUTE,
+    RECOMPUTE_AUTO,
+    InfeasibleError,
+    InputError,
+    TimeLimitError,
+    collecting_seldom,
+    nearest,
+    recompute_parts,
+)
+from .graph import Graph, capture, recompute_names, scans_over_layers, with_recomputation
 from .planners import (
     AbstractMethod,
     Auto,
@@ -53,7 +62,9 @@ class Variant:
         model: how to build the step again, to be written into plans.
         name: for readers of plans, such as "--recompute block".
         name_by_stage: its name where stages of its plan recompute; empty for a name made of `name`.
-        recompute: as for `aliquot.plan`.
+        recompute: as for `aliquot.plan`; with a name, `ways_to_recompute` leaves out the others.
+        layers: what its layers compute again, by a name of `core.RECOMPUTE`; None if that is open.
+        base: the variant whose captured step is rewritten, so that its layers do.
         for_programs: whether pipelines are not searched in it, because stages of other variants
             choose by themselves what they recompute.
     """
@@ -66,8 +77,11 @@ class Variant:
     name_by_stage: str = ""
     recompute: str | None = None
     for_programs: bool = False
+    layers: str | None = None
+    base: Variant | None = None
     _traced: list[tuple[Graph, float]] = field(default_factory=list, init=False, repr=False)
     _tasks: list[Task] = field(default_factory=list, init=False, repr=False)
+    _ways: dict[str | None, Variants] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def title(self) -> str:
@@ -83,10 +97,54 @@ class Variant:
     def traced(self) -> tuple[Graph, float]:
         """The captured step and the seconds that this took. It is traced once, whoever asks."""
         if not self._traced:
-            started = time.perf_counter()
-            graph = capture(self.step, *self.args, **self.kwargs)
-            self._traced.append((graph, time.perf_counter() - started))
+            started, before_s = time.perf_counter(), 0.0
+            if self.base is None:
+                graph = capture(self.step, *self.args, **self.kwargs)
+            else:
+                graph, before_s = self.base.traced()
+                started = time.perf_counter()
+                if self.layers not in (None, "none"):
+                    graph, before_s = with_recomputation(graph, self.layers), 0.0
+            self._traced.append((graph, before_s + time.perf_counter() - started))
         return self._traced[0]
+
+    @classmethod
+    def of_graph(cls, graph: Graph, trace_s: float) -> Variant:
+        """A captured step, of which nothing else is known."""
+        made = cls(step=graph.calling.fn, args=())
+        made._traced.append((graph, trace_s))
+        return made
+
+    def ways_to_recompute(self, asked: str | None) -> Variants:
+        """The step with its layers recomputing as `asked`, or in every way that they can if None or
+        "auto"; made once for each.
+
+        Raises:
+            InputError: there is no such way.
+        """
+        asked = self.recompute or asked
+        if self.layers is not None:
+            return (self,)
+        if asked not in self._ways:
+            graph, _ = self.traced()
+            names = recompute_names(graph)
+            if asked not in (None, RECOMPUTE_AUTO):
+                _refuse_recompute(graph, asked, names)
+                names = (asked,)
+            is_alone = names == ("none",) and asked != "none"
+            self._ways[asked] = tuple(
+                replace(
+                    self,
+                    base=self,
+                    layers=name,
+                    name=self.name if is_alone else f"--recompute {name}",
+                    name_by_stage=RECOMPUTED_BY_STAGE if name == "none" else "",
+                    recompute="none" if asked == "none" else None,
+                    for_programs=len(names) > 1 and name not in ("none", "block"),
+                )
+                for name in names
+            )
+        return self._ways[asked]
 
     def task(self, cluster: Cluster, **options: Any) -> Task:
         """The task of planning it for a cluster, with other fields of `Task`. Its problems are made
@@ -101,6 +159,46 @@ class Variant:
 Variants: TypeAlias = tuple[Variant, ...]
 """The ways to build one step. Each computes no less than the one before, and keeps less in memory.
 """
+
+
+def _refuse_recompute(graph: Graph, asked: str, names: Sequence[str]) -> None:
+    """Refuse a way to recompute that the layers of a step do not have.
+
+    Raises:
+        InputError: says which they have.
+    """
+    name, every = recompute_parts(asked)
+    if name not in RECOMPUTE:
+        raise InputError(f"there is no recompute {name!r}: {nearest(name, RECOMPUTE)}")
+    if every is None:
+        raise InputError(
+            f"recompute={asked!r}: the number after the colon must be at least 1; each layer of"
+            " that number recomputes."
+        )
+    if name == "none":
+        return
+    if any(op.region for op in graph.ops):
+        raise InputError(
+            f"recompute={asked!r} was asked for, and {graph.name} recomputes already, by"
+            " jax.checkpoint or jax.remat. Take that out of the step, or leave recompute out: the"
+            " step then recomputes as it is written."
+        )
+    if names == ("none",):
+        raise InputError(
+            f"recompute={asked!r} was asked for, and {graph.name} repeats no layers: neither a scan"
+            " over stacked parameters, nor equal layers one after the other, with gradients. Leave"
+            " recompute out, or put jax.checkpoint into the step."
+        )
+    if name not in names:
+        raise InputError(
+            f"recompute={asked!r}: the layers of {graph.name} have no attention. They have"
+            f" {', '.join(names)}."
+        )
+    if every > 1 and scans_over_layers(graph):
+        raise InputError(
+            f"recompute={asked!r} does not go with a scan, in which all layers are one: leave out"
+            f" the scan or ':{every}'."
+        )
 
 
 def plan_fastest(
@@ -193,6 +291,8 @@ def plan_variants(
     """
     started = time.perf_counter()
     where, how = cluster or Cluster.detect(), method or Auto()
+    if len(variants) == 1:
+        variants = variants[0].ways_to_recompute(recompute)
     names = ("memory_limit_bytes", "on_missing_rule")
     given = {name: options[name] for name in names if name in options}
     asked = options.get("num_micro_batches")
@@ -221,7 +321,7 @@ def plan_variants(
             cluster=where,
             method=method,
             model=variant.model,
-            recompute=variant.recompute or recompute,
+            recompute=variant.recompute or (None if variant.base else recompute),
             time_limit_s=left_s,
             **options,
         )

@@ -28,17 +28,17 @@ FLOORS = {
     "_time_limit": 8,
     "_plan_graph": 9,
     "zoo": 9,
-    "_api": 10,
     "_fit_steps": 10,
     "_variants": 10,
-    "suites": 11,
+    "_api": 11,
     "_questions": 11,
     "_size": 11,
     "_remedies": 11,
-    "_evaluation": 11,
-    "_generation": 11,
-    "cli": 12,
-    "__main__": 13,
+    "suites": 12,
+    "_evaluation": 12,
+    "_generation": 12,
+    "cli": 13,
+    "__main__": 14,
 }
 
 # Rooms of a folder: each imports those before it, by what their `__init__.py` offers. Files beside

@@ -50,10 +50,10 @@ def find_max_batch(
     tell_model(name, config, say)
     from .._questions import largest_batch_built
     from ..report import batch_table
-    from ._recomputation import variants_of, ways_to_build
+    from ._recomputation import model_to_plan, variants_of
 
     def build(batch: int) -> Variants:
-        return variants_of(ways_to_build(name, replace(options, global_batch=batch), where))
+        return variants_of(model_to_plan(name, replace(options, global_batch=batch), where))
 
     parts = micro_batches if isinstance(micro_batches, int) else 1
     with search_progress(say) as report:

@@ -39,7 +39,8 @@ from ._session import Session
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A training step, shapes of its state and batch, and how to make it again. Only the zoo's have
-    a `workload`. `recompute` is as for `aliquot.plan`.
+    a `workload`. `recompute` is as for `aliquot.plan`; `otherwise` makes a factory's step with
+    recomputation of its own.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Model:
     reference: ModelReference
     workload: Workload | None = None
     recompute: str | None = None
+    otherwise: Callable[[], Model] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,13 +130,13 @@ def _find_plan(
 ) -> None:
     from .._variants import plan_variants
     from ._model import tell_attention, tell_model, user_code
-    from ._recomputation import variants_of, ways_to_build
+    from ._recomputation import model_to_plan, variants_of
 
     name, where, how = request.name, request.where, request.how
-    models = ways_to_build(name, request.options, where)
-    tell_model(name, models[0].workload.config if models[0].workload else None, say)
-    tell_attention(models[0], where, say)
-    variants = variants_of(models)
+    model = model_to_plan(name, request.options, where)
+    tell_model(name, model.workload.config if model.workload else None, say)
+    tell_attention(model, where, say)
+    variants = variants_of(model)
     started = time.perf_counter()
     try:
         with user_code(name), search_progress(say) as report:
@@ -158,7 +158,7 @@ def _find_plan(
             else ()
         )
         parts = request.method.num_micro_batches
-        say.finish(no_plan(models[-1], where, request.method.method, parts, error, remedies))
+        say.finish(no_plan(model, where, request.method.method, parts, error, remedies))
         raise with_remedies(error, remedies) from None
     except KeyboardInterrupt as stopped:
         _interrupted(getattr(stopped, "plan", None), time.perf_counter() - started, out, say)

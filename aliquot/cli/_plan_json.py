@@ -24,14 +24,14 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
     """
     import msgspec
 
-    from ..plans import mfu, stage_data, tokens_per_step
+    from ..plans import layers_recompute, mfu, stage_data, tokens_per_step
 
     p, provenance = plan.prediction, plan.provenance
     return {
         "feasible": True,
         "method": plan.method,
         "model": plan.model.name,
-        "recompute": plan.model.settings.get("recompute"),
+        "recompute": layers_recompute(plan),
         "cluster": plan.cluster.get("name"),
         "idle_hosts": plan.idle_hosts,
         "mesh": list(plan.stages[0].mesh_shape),
@@ -89,7 +89,7 @@ def no_plan(
         "feasible": False,
         "method": method,
         "model": model.name,
-        "recompute": model.reference.settings.get("recompute"),
+        "recompute": model.recompute or model.reference.settings.get("recompute"),
         "cluster": where.name,
         "mesh": None,
         "step_time_s": None,

@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..core import RECOMPUTE_AUTO, recompute_ways
+from ..zoo import AbstractTextConfig, recompute_faults
 from ._model import Model, ZooOptions, recomputes, resolve, tell_model, zoo_config
 from ._session import Session
 
 if TYPE_CHECKING:
-    from .._variants import Variants
+    from .._variants import Variant, Variants
     from ..cluster import Cluster
     from ..zoo import AbstractConfig
 
-AUTO = "auto"
+AUTO = RECOMPUTE_AUTO
 
 
-def ways_to_build(name: str, options: ZooOptions, where: Cluster) -> tuple[Model, ...]:
-    """The model as it is asked for; with `--recompute none` no stage recomputes, either. A model of
-    which nothing is said about recomputation is built in every way that it has, from the one that
-    keeps most; that of a factory with an argument `recompute` without, and with recomputation of
-    each block; see `recomputes`.
+def model_to_plan(name: str, options: ZooOptions, where: Cluster) -> Model:
+    """The model as it is planned: without recomputation of its own where it can be built so,
+    because plans say what its layers recompute; see `Variant.ways_to_recompute`.
     """
-    if options.recompute == "none":
-        return (replace(resolve(name, options, where), recompute="none"),)
-    if options.recompute not in (None, AUTO):
-        return (resolve(name, options, where),)
-    ways: Sequence[str] = ("none", "block")
     config = zoo_config(name, options.overrides)
-    if config is not None:
-        ways = recompute_names(config)
-    elif "recompute" in options.overrides or not recomputes(name):
-        return (resolve(name, options, where),)
-    return tuple(resolve(name, replace(options, recompute=how), where) for how in ways)
+    asked = None if options.recompute == AUTO else options.recompute
+    if config is not None and asked is not None:
+        attends = isinstance(config, AbstractTextConfig)
+        if recompute_faults(asked, scan=options.scan, has_attention=attends):
+            # Raises, with the faults of other options.
+            resolve(name, options, where)
+    is_open = config is not None or (recomputes(name) and "recompute" not in options.overrides)
+    model = resolve(name, replace(options, recompute="none" if is_open else None), where)
+    otherwise = None
+    if config is None and is_open and asked in (None, "block"):
+        otherwise = functools.partial(resolve, name, replace(options, recompute="block"), where)
+    return replace(model, recompute=asked, otherwise=otherwise)
 
 
 def recompute_names(config: AbstractConfig) -> tuple[str, ...]:
     """The ways to recompute of a model of the zoo, from the one that keeps most."""
-    from ..zoo import AbstractTextConfig, recompute_ways
-
     return recompute_ways(has_attention=isinstance(config, AbstractTextConfig))
 
 
@@ -51,28 +52,26 @@ def less_kept(name: str, options: ZooOptions) -> tuple[str, ...]:
     return names[names.index(asked) + 1 :] if asked in names else ()
 
 
-def variants_of(models: tuple[Model, ...]) -> Variants:
-    """The ways to build a model, as they are planned."""
-    from .._variants import Variant
-    from ..plans import RECOMPUTED_BY_STAGE
+def variants_of(model: Model) -> Variants:
+    """The model as it is planned: with all that its layers may recompute. A factory whose step
+    repeats no layers, and that can recompute by itself, is built in both ways.
+    """
+    from ..graph import recompute_names
 
-    made = []
-    for model in models:
-        how = model.reference.settings.get("recompute")
-        if isinstance(how, bool):
-            how = "block" if how else "none"
-        args = (model.state, model.batch)
-        variant = Variant(
-            step=model.step,
-            args=args,
-            model=model.reference,
-            name=f"--recompute {how}",
-            name_by_stage=RECOMPUTED_BY_STAGE if how == "none" else "",
-            recompute=model.recompute,
-            for_programs=len(models) > 1 and how not in ("none", "block"),
-        )
-        made.append(variant)
-    return tuple(made)
+    first = _variant(model)
+    if model.otherwise is None or recompute_names(first.traced()[0]) != ("none",):
+        return (first,)
+    second = replace(_variant(model.otherwise()), name="--recompute block", layers="none")
+    if model.recompute == "block":
+        return (second,)
+    return (replace(first, name="--recompute none", layers="none"), second)
+
+
+def _variant(model: Model) -> Variant:
+    from .._variants import Variant
+
+    args = (model.state, model.batch)
+    return Variant(step=model.step, args=args, model=model.reference, recompute=model.recompute)
 
 
 def builder(
@@ -99,7 +98,7 @@ def builder(
             attention = choose_attention(asked, config, dtype, where.device)
         key = dtype, attention.kernel
         if attention.faults or key not in known:
-            known[key] = variants_of(ways_to_build(name, options, where))
+            known[key] = variants_of(model_to_plan(name, options, where))
         if say is not None and attention.reason and where.device.name not in told:
             told.add(where.device.name)
             say.note(f"attention on {where.name}: {attention.kernel} ({attention.reason})")

@@ -38,12 +38,12 @@ def try_remedies(
     from .._remedies import Attempt, coarser, remedies_for
     from .._variants import plan_variants
     from ._model import user_code
-    from ._recomputation import AUTO, less_kept, variants_of, ways_to_build
+    from ._recomputation import AUTO, less_kept, model_to_plan, variants_of
 
     def attempt(change: str, changed: ZooOptions) -> Attempt:
         def make(time_limit_s: float) -> Plan:
             return plan_variants(
-                variants_of(ways_to_build(name, changed, where)),
+                variants_of(model_to_plan(name, changed, where)),
                 cluster=where,
                 method=coarser(how),
                 time_limit_s=time_limit_s,

@@ -161,7 +161,7 @@ def find_plan(
     from ..cluster import Cluster
     from ..plans import headline
     from ._model import tell_attention, tell_model, user_code
-    from ._recomputation import variants_of, ways_to_build
+    from ._recomputation import model_to_plan, variants_of
 
     if ":" in name:
         raise InputError(
@@ -170,12 +170,13 @@ def find_plan(
         )
     where = Cluster.detect(here) if cluster == "detect" else read_cluster(cluster)
     where = with_network(where, network_gbps)
-    models = ways_to_build(name, options, where)
-    if models[0].workload is not None:
-        check(models[0].workload)
-    if run is not None and (kept := _kept(run, models, len(here))) is not None:
+    model = model_to_plan(name, options, where)
+    workload = model.workload
+    assert workload is not None, "no model of the zoo"
+    check(workload)
+    if run is not None and (kept := _kept(run, model, len(here))) is not None:
         say.note(f"under the plan of {run / 'plan.json'}, which was made for the same.")
-        return kept
+        return kept, workload
     if where.num_devices != len(here):
         raise PlanMismatchError(
             f"--cluster {cluster} has {counted(where.num_devices, 'device')}, and there"
@@ -187,11 +188,11 @@ def find_plan(
             ),
         )
     say.note(f"no --plan: planning {name} for {where.name} first.")
-    tell_model(name, models[0].workload.config if models[0].workload else None, say)
-    tell_attention(models[0], where, say)
+    tell_model(name, workload.config, say)
+    tell_attention(model, where, say)
     with user_code(name), search_progress(say) as report:
         plan = plan_variants(
-            variants_of(models),
+            variants_of(model),
             cluster=where,
             method=method_options.read(),
             num_micro_batches=method_options.wanted_micro_batches,
@@ -200,17 +201,11 @@ def find_plan(
             progress=report,
         )
     say.note(headline(plan))
-    return plan, _workload_of(plan, models)
+    return plan, workload
 
 
-def _workload_of(plan: Plan, models: tuple[Model, ...]) -> Workload:
-    """The model of those that a plan may be for, that it is for."""
-    (workload,) = (m.workload for m in models if m.reference.settings == plan.model.settings)
-    assert workload is not None
-    return workload
-
-
-def _kept(run: Path, models: tuple[Model, ...], num_devices: int) -> tuple[Plan, Workload] | None:
+def _kept(run: Path, model: Model, num_devices: int) -> Plan | None:
+    """The plan of an earlier run of the same model on as many devices; None if there is none."""
     from ..plans import idle_devices, plan_devices
 
     path = run / "plan.json"
@@ -223,9 +218,8 @@ def _kept(run: Path, models: tuple[Model, ...], num_devices: int) -> tuple[Plan,
     used = plan_devices(plan)
     if num_devices not in (used, used + idle_devices(plan)):
         return None
-    if all(model.reference.settings != plan.model.settings for model in models):
-        return None
-    return plan, _workload_of(plan, models)
+    is_same = model.reference.settings == plan.model.settings
+    return plan if is_same and model.recompute in (None, plan.recompute) else None
 
 
 def check_devices(plan: Plan, num_devices: int) -> None:

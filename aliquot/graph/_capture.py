@@ -22,7 +22,7 @@ from ._inline import Inliner
 from ._matching import match_state
 from ._memory import refuse_work_on_host
 from ._phases import assign_phases
-from ._recompute_layers import recomputation, recomputing
+from ._recompute_layers import recomputing
 from ._roles import assign_roles, batch_paths, reach_of
 from ._types import Block, Graph, Input, Op, OpId, Output, Phase, Role, Value, ValueId
 
@@ -168,9 +168,11 @@ def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
     """
     with _garbage_collection_paused():
         graph = _trace_to_graph(calling, leaves)
-        if calling.recompute is None:
+        how = calling.recompute
+        if how is None:
             return graph
-        return _recaptured(recomputing(graph, calling.recompute), leaves)
+        loose, _ = recomputing(graph, how.name, how.places)
+        return _recaptured(loose, leaves)
 
 
 def with_recomputation(graph: Graph, name: str) -> Graph:
@@ -180,16 +182,11 @@ def with_recomputation(graph: Graph, name: str) -> Graph:
     """
     if name == "none":
         return graph
-    calling = replace(
-        graph.calling,
-        recompute=recomputation(graph, name),
-        traces={},
-        own_traces={},
-        cut_state=None,
-    )
-    again = recomputing(replace(graph, calling=calling), calling.recompute)
+    loose, how = recomputing(graph, name)
+    fresh: dict[str, Any] = {"traces": {}, "own_traces": {}, "cut_state": None}
+    calling = replace(graph.calling, recompute=how, **fresh)
     with _garbage_collection_paused():
-        return _recaptured(again, calling.call.leaves)
+        return _recaptured(replace(loose, calling=calling), calling.call.leaves)
 
 
 def _recaptured(graph: Graph, leaves: Sequence[Any]) -> Graph:

@@ -358,10 +358,15 @@ def remat_equation(*, prevent_cse: bool, scope: str) -> Any:
             again with the original; a body of a loop needs none.
         scope: names of the user's code around it.
     """
+    made = _remat_of_gradient(prevent_cse)
+    return _with_info(made, made.source_info, scope)
+
+
+@functools.cache
+def _remat_of_gradient(prevent_cse: bool) -> Any:
     kept = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), prevent_cse=prevent_cse)
     traced = equations(jax.grad(kept), [_shape_struct((), jnp.float32)])
-    made = next(eqn for eqn in traced if is_remat(eqn))
-    return _with_info(made, made.source_info, scope)
+    return next(eqn for eqn in traced if is_remat(eqn))
 
 
 def _with_info(eqn: Any, info: Any, scope: str | None) -> Any:

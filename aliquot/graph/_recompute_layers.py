@@ -12,41 +12,39 @@ layers. What is not repeated, such as the loss, keeps all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeAlias
 
+from ..core import recompute_parts, recompute_ways
 from . import _jax_compat as compat
-from ._dataflow import Item, items_of, links_around, plain_item, reads_of
+from ._alike_layers import alike_layers
+from ._dataflow import Item, items_of, plain_item, reads_of
 from ._effects import any_effects
-from ._layers import cut_layers, named_places
 from ._recompute import items_between
-from ._recompute_runs import RecomputedRun, recomputed_runs
 from ._rule import traits_of
-from ._segments import find_repeats
 from ._split_reach import forward_scans
-from ._types import Block, Call, Graph, Literal, Op, Operand, OpId, Phase, Recomputation, Role, Value, ValueId
+from ._types import (
+    Block,
+    Call,
+    Graph,
+    Literal,
+    Op,
+    Operand,
+    OpId,
+    Phase,
+    Recomputation,
+    Role,
+    Value,
+    ValueId,
+)
+
+Places: TypeAlias = tuple[tuple[int, int], ...]
 
 FUSED_ATTENTION = ("dot_product_attention_fwd", *compat.ATTENTION[:1], "pallas_call")
 """Primitives that compute attention in one kernel, in the forward pass."""
-
-RECOMPUTE = {
-    "none": "keeps everything",
-    "minimal": "keeps the results of products with weights, and computes all else again",
-    "narrow": "as minimal, and computes results again that are wider than what they were made of",
-    "save_qkv": "keeps what enters a block, queries, keys and values",
-    "save_attention": "keeps what enters a block, and the result of attention",
-    "block": "keeps only what enters a block",
-}
-"""Ways to recompute, from the one that keeps most to the one that keeps least, with what a layer
-then keeps from its forward to its backward pass.
-
-`minimal` is `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, MaxText's policy of that
-name; `save_qkv` and `save_attention` are its `save_qkv_proj` and `save_out_proj` without offloading.
-"""
-
-OF_ATTENTION = ("save_qkv", "save_attention")
-"""Ways to recompute for layers with attention."""
 
 
 def recompute_names(graph: Graph) -> tuple[str, ...]:
@@ -56,35 +54,38 @@ def recompute_names(graph: Graph) -> tuple[str, ...]:
     recompute already.
     """
     sites = _sites(graph, None)
-    bodies = [layer.forward for layer in (*sites.layers, *sites.loops)]
+    bodies = [layer.forward for layer in sites.layers] or [loop.forward for loop in sites.loops]
     if not bodies:
         return ("none",)
     attends = any(_attention(graph, items, sites.weights) for items in bodies)
-    return tuple(name for name in RECOMPUTE if attends or name not in OF_ATTENTION)
+    return recompute_ways(has_attention=attends)
 
 
-def recomputation(graph: Graph, name: str) -> Recomputation:
-    """How a step recomputes whose layers do what `name` says."""
-    return Recomputation(name=name, places=_sites(graph, None).places)
-
-
-def recomputing(graph: Graph, how: Recomputation) -> Graph:
+def recomputing(
+    graph: Graph, name: str, places: Places | None = None
+) -> tuple[Graph, Recomputation]:
     """A step with layers that recompute, in loose form: to be replayed by `evaluate`. New loops
     have placeholders as equations, and links are left out.
+
+    Args:
+        name: one of `RECOMPUTE`.
+        places: `Recomputation.places` of the same step on another batch; None to look for layers.
     """
-    sites = _sites(graph, how.places)
+    sites = _sites(graph, places)
     loose = _Loose(graph, list(graph.values), list(graph.ops))
     items = list(graph.body.items)
+    kept, _ = recompute_parts(name)
     if sites.loops:
         pieces: dict[int, OpId | Call] = {}
         for loop in sites.loops:
-            pieces |= _with_less_kept(loose, loop, how.name, sites.weights)
+            pieces |= _with_less_kept(loose, loop, kept, sites.weights)
         items = [pieces.get(id(item), item) for item in items]
     else:
-        items = _with_runs(loose, sites, how.name)
+        items = _with_regions(loose, sites, name)
     wanted = {output.value for output in graph.outputs if isinstance(output.value, int)}
     body = replace(graph.body, items=tuple(_live(loose, items, wanted)))
-    return replace(graph, values=tuple(loose.values), ops=tuple(loose.ops), body=body)
+    again = replace(graph, values=tuple(loose.values), ops=tuple(loose.ops), body=body)
+    return again, Recomputation(name=name, places=sites.places)
 
 
 # -- Where a step repeats layers --------------------------------------------------------------
@@ -123,11 +124,13 @@ class _Sites:
     items: tuple[Item, ...] = ()
     layers: tuple[_Layer, ...] = ()
     loops: tuple[_Loop, ...] = ()
-    places: str = ""
+    places: Places = ()
     weights: frozenset[ValueId] = frozenset()
 
 
-def _sites(graph: Graph, places: str | None) -> _Sites:
+# Cached, because each way to recompute asks for the layers of the same step.
+@functools.lru_cache(maxsize=1)
+def _sites(graph: Graph, places: Places | None) -> _Sites:
     """See `_Sites`; without layers where a step recomputes already, or takes no gradients.
 
     Args:
@@ -149,30 +152,15 @@ def _sites(graph: Graph, places: str | None) -> _Sites:
     }
     if loops:
         return _Sites(items=items, loops=loops, weights=frozenset(weights))
-    if places is None:
-        layers = cut_layers(graph)
-        places = named_places(layers)
-    else:
-        layers = cut_layers(graph, layers=places)
-    repeated = {
-        k
-        for run in find_repeats(graph).runs
-        for k in range(run.start, run.start + run.period * run.count)
-    }
-    starts = [layers.forward[start] for start in layers.starts]
-    bounds = zip(starts, [*starts[1:], len(items)], strict=True)
-    forward = [
-        tuple(
-            item
-            for item in items[start:stop]
-            if item.phase is Phase.FORWARD and repeated.issuperset(item.ops)
-        )
-        for start, stop in bounds
+    found = alike_layers(graph, items) if places is None else places
+    layers = [
+        tuple(item for item in items[start:stop] if item.phase is Phase.FORWARD)
+        for start, stop in found
     ]
-    made = tuple(_Layer(forward=part) for part in forward if _multiplies(graph, part))
-    if len(made) < 2:
+    if not all(_multiplies(graph, part) for part in layers) or len(layers) < 2:
         return _Sites()
-    return _Sites(items=items, layers=made, places=places, weights=frozenset(weights))
+    made = tuple(_Layer(forward=part) for part in layers)
+    return _Sites(items=items, layers=made, places=found, weights=frozenset(weights))
 
 
 def _multiplies(graph: Graph, items: Iterable[Item]) -> bool:
@@ -212,9 +200,7 @@ def _loops(
         body = call.blocks[0].items
         forward = tuple(plain_item(graph, inner, Phase.FORWARD) for inner in body)
         if _multiplies(graph, forward):
-            yield _Loop(
-                call=call, backward=scans[reader], forward=forward, stacks=tuple(stacks)
-            )
+            yield _Loop(call=call, backward=scans[reader], forward=forward, stacks=tuple(stacks))
 
 
 def _of_weights(graph: Graph, items: Sequence[Item]) -> set[ValueId]:
@@ -266,30 +252,26 @@ def _saved(
         for item in items:
             if _is_kept_product(graph, item, only_narrow=name == "narrow"):
                 saved.update(item.outputs)
-    elif name in OF_ATTENTION:
+    elif name in ("save_qkv", "save_attention"):
         attention = _attention(graph, items, weights)
         made = {o for item in attention for o in item.outputs}
-        # What depends on an earlier product of attention, such as its weights.
-        behind: set[ValueId] = set()
-        for item in items:
-            if not (behind | made).isdisjoint(item.inputs):
+        by_weights = [_multiplies(graph, [item]) and item not in attention for item in items]
+        # What depends on a product of the same attention: not by way of a product with a weight.
+        behind = set(made)
+        for item, ends in zip(items, by_weights, strict=True):
+            if not ends and not behind.isdisjoint(item.inputs):
                 behind.update(item.outputs)
+        entering = {value for item in attention for value in item.inputs}
         if name == "save_qkv":
-            saved |= {i for item in attention for i in item.inputs if i not in behind | made}
+            saved |= entering - behind
         else:
-            before = {i for item in attention for i in item.inputs}
-            sources = _behind_of(items, before)
-            saved |= {o for o in made if o not in sources}
+            # All that the products of attention read, likewise.
+            sources = set(entering)
+            for item, ends in zip(reversed(items), reversed(by_weights), strict=True):
+                if not ends and not sources.isdisjoint(item.outputs):
+                    sources.update(item.inputs)
+            saved |= made - sources
     return saved
-
-
-def _behind_of(items: Sequence[Item], values: set[ValueId]) -> set[ValueId]:
-    """The values and all that they are made of."""
-    reached = set(values)
-    for item in reversed(items):
-        if not reached.isdisjoint(item.outputs):
-            reached.update(item.inputs)
-    return reached
 
 
 def _is_kept_product(graph: Graph, item: Item, *, only_narrow: bool) -> bool:
@@ -382,103 +364,144 @@ class _Loose:
         return replace(item, inputs=_renamed(item.inputs, names), blocks=tuple(blocks))
 
 
-def _renamed(
-    operands: Iterable[Operand], names: Mapping[ValueId, ValueId]
-) -> tuple[Operand, ...]:
+def _renamed(operands: Iterable[Operand], names: Mapping[ValueId, ValueId]) -> tuple[Operand, ...]:
     return tuple([i if isinstance(i, Literal) else names.get(i, i) for i in operands])
 
 
-def _with_runs(loose: _Loose, sites: _Sites, name: str) -> list[OpId | Call]:
-    """The items of a step whose layers are written out: what layers compute again stands in regions
-    of its own, each of which waits for the gradient that is used with its results.
+@dataclass(slots=True)
+class _Region:
+    """A part of the backward pass: what a layer computes again, then operators of the pass, up to
+    the last that reads a value of the layer, or to the next region.
+    """
+
+    last: int
+    scope: str
+    items: list[OpId | Call]
+
+
+def _with_regions(loose: _Loose, sites: _Sites, name: str) -> list[OpId | Call]:
+    """The items of a step whose layers are written out. As with `jax.checkpoint`, what a layer
+    computes again stands in one region with its backward pass, whose barrier waits for the
+    gradients that enter it.
     """
     graph, items = loose.graph, sites.items
-    backward = [k for k, item in enumerate(items) if item.phase is Phase.BACKWARD]
-    recomputed = _recomputed(graph, sites, name)
-    runs = recomputed_runs(recomputed, [items[k] for k in backward])
-    maker = {o: k for k, item in enumerate(items) for o in item.outputs}
-    again = {o for item in recomputed for o in item.outputs}
-    # A run follows what makes the values that it reads, its gradient, and the runs before it.
-    before: dict[int, list[RecomputedRun]] = {}
-    place = 0
-    for run in runs:
-        kept = [i for item in run.items for i in item.inputs if i not in again]
-        place = max([place, *(maker.get(i, -1) + 1 for i in kept)])
-        if run.after:
-            place = max(place, backward[run.after - 1] + 1)
-        before.setdefault(place, []).append(run)
-    read = {i for k in backward for i in items[k].inputs}
-    names: dict[ValueId, ValueId] = {}
-    written: list[OpId | Call] = []
+    again = _recomputed(graph, sites, name)
+    reading: dict[ValueId, list[int]] = {}
     for k, item in enumerate(items):
-        for run in before.get(k, ()):
-            scope = loose.graph.ops[item.ops[0]].scope if item.ops else ""
-            own = {id(each) for each in run.items}
-            others = {i for each in recomputed if id(each) not in own for i in each.inputs}
-            written.append(_region(loose, run, names, read | others, scope))
+        if item.phase is Phase.BACKWARD:
+            for value in item.inputs:
+                reading.setdefault(value, []).append(k)
+    begins: dict[int, list[int]] = {}
+    lasts: dict[int, int] = {}
+    for n, layer in enumerate(sites.layers):
+        made = [k for item in again[n] for o in item.outputs for k in reading.get(o, ())]
+        if made:
+            begins.setdefault(min(made), []).append(n)
+            own = {o for item in layer.forward for o in item.outputs}
+            own |= {i for item in layer.forward for i in item.inputs if i in sites.weights}
+            lasts[n] = max(k for value in own for k in reading.get(value, ()))
+    names: dict[ValueId, ValueId] = {}
+    written: list[OpId | Call | _Region] = []
+    late: list[OpId | Call] = []
+    region: _Region | None = None
+    for k, item in enumerate(items):
         is_backward = item.phase is Phase.BACKWARD
-        written.append(loose.reading(item.op_or_call, names) if is_backward else item.op_or_call)
-    return written
+        if region is not None and (k in begins or (is_backward and k > region.last)):
+            written += [region, *late]
+            region, late = None, []
+        for n in begins.get(k, ()):
+            copies = [loose.copy(each.op_or_call, names) for each in again[n]]
+            scope = graph.ops[item.ops[0]].scope if item.ops else ""
+            if region is None:
+                region = _Region(last=lasts[n], scope=scope, items=[])
+            region.items += copies
+        new = loose.reading(item.op_or_call, names) if is_backward else item.op_or_call
+        if region is None:
+            written.append(new)
+        elif is_backward:
+            region.items.append(new)
+        elif item.phase is Phase.UPDATE:
+            # It may read what the region makes, and no operator of the region reads it.
+            late.append(new)
+        else:
+            written.append(new)
+    if region is not None:
+        written += [region, *late]
+    return _closed(loose, written)
 
 
-def _recomputed(graph: Graph, sites: _Sites, name: str) -> list[Item]:
-    """The forward items that layers compute again in the backward pass, in program order."""
-    in_layer = {
-        id(item): n for n, layer in enumerate(sites.layers) for item in layer.forward
-    }
-    # Values that others read than the layer's own forward pass and the backward pass are kept.
+def _closed(loose: _Loose, written: Sequence[OpId | Call | _Region]) -> list[OpId | Call]:
+    """The items, with regions as calls whose results are what others read."""
+    inside = replace(loose.graph, ops=tuple(loose.ops))
+    uses = Counter(output.value for output in inside.outputs if isinstance(output.value, int))
+    reads: list[Counter[ValueId]] = []
+    for each in written:
+        parts = each.items if isinstance(each, _Region) else [each]
+        reads.append(Counter(v for part in parts for v in reads_of(inside, part)))
+        uses.update(reads[-1])
+    closed: list[OpId | Call] = []
+    for each, own in zip(written, reads, strict=True):
+        if not isinstance(each, _Region):
+            closed.append(each)
+            continue
+        made = _made(loose, each.items)
+        taken = tuple(value for value in own if value not in made)
+        results = tuple(value for value in made if uses[value] > own[value])
+        closed.append(_remat(each.items, taken, results, prevent_cse=True, scope=each.scope))
+    return closed
+
+
+def _made(loose: _Loose, items: Iterable[OpId | Call]) -> dict[ValueId, None]:
+    """The values that items make, in order."""
+    results = (i.outputs if isinstance(i, Call) else loose.ops[i].outputs for i in items)
+    return dict.fromkeys(o for outputs in results for o in outputs if o >= 0)
+
+
+def _remat(
+    items: Sequence[OpId | Call],
+    taken: tuple[ValueId, ...],
+    results: tuple[ValueId, ...],
+    *,
+    prevent_cse: bool,
+    scope: str,
+) -> Call:
+    return Call(
+        kind="remat",
+        eqn=compat.remat_equation(prevent_cse=prevent_cse, scope=scope),
+        blocks=(Block(inputs=taken, items=tuple(items), outputs=results),),
+        inputs=taken,
+        outputs=results,
+    )
+
+
+def _recomputed(graph: Graph, sites: _Sites, name: str) -> list[list[Item]]:
+    """For each layer the forward items that it computes again in the backward pass, in program
+    order.
+    """
+    in_layer = {id(item): n for n, layer in enumerate(sites.layers) for item in layer.forward}
     owner = {o: n for n, layer in enumerate(sites.layers) for i in layer.forward for o in i.outputs}
+    # Values that others read than the layer's own forward pass and the backward pass are kept.
     kept: set[ValueId] = {o.value for o in graph.outputs if isinstance(o.value, int)}
-    wanted: dict[ValueId, None] = {}
+    wanted: set[ValueId] = set()
     for item in sites.items:
         for value in item.inputs:
             if value not in owner:
                 continue
             if item.phase is Phase.BACKWARD:
-                wanted[value] = None
+                wanted.add(value)
             elif in_layer.get(id(item)) != owner[value]:
                 kept.add(value)
-    again = []
-    for layer in sites.layers:
-        here = {o for item in layer.forward for o in item.outputs}
+    again: list[list[Item]] = []
+    name, every = recompute_parts(name)
+    for n, layer in enumerate(sites.layers):
+        if n % (every or 1):
+            again.append([])
+            continue
         saved = _saved(graph, layer.forward, name, sites.weights) | kept
-        mine = [value for value in wanted if value in here and value not in saved]
-        again += items_between(layer.forward, mine, frozenset(saved))
+        made = [o for item in layer.forward for o in item.outputs]
+        mine = [value for value in made if value in wanted and value not in saved]
+        again.append(items_between(layer.forward, mine, frozenset(saved)))
     return again
-
-
-def _region(
-    loose: _Loose,
-    run: RecomputedRun,
-    names: dict[ValueId, ValueId],
-    read: Collection[ValueId],
-    scope: str,
-) -> Call:
-    """A region in which a run of operators is computed again, when its gradient is there. Adds to
-    `names` the new values that stand for the old ones.
-    """
-    made = [o for item in run.items for o in item.outputs]
-    own = set(made)
-    reads = [i for item in run.items for i in item.inputs if i not in own]
-    if run.gradient is not None:
-        reads.append(run.gradient)
-    taken = tuple(dict.fromkeys(_renamed(reads, names)))
-    items = tuple([loose.copy(item.op_or_call, names) for item in run.items])
-    results = [names[o] for o in made if o in read]
-    outputs = list(results)
-    if run.gradient is not None:
-        # Later operators read the gradient behind the region, so that the region stays after it.
-        results.append(names.get(run.gradient, run.gradient))
-        names[run.gradient] = loose.fresh(run.gradient)
-        outputs.append(names[run.gradient])
-    block = Block(inputs=taken, items=items, outputs=tuple(results))
-    return Call(
-        kind="remat",
-        eqn=compat.remat_equation(prevent_cse=True, scope=scope),
-        blocks=(block,),
-        inputs=taken,
-        outputs=tuple(outputs),
-    )
 
 
 # -- Loops over layers ------------------------------------------------------------------------
@@ -495,8 +518,18 @@ def _with_less_kept(
     num_consts, num_carry = compat.scan_counts(forward.eqn.params)
     other_consts, other_carry = compat.scan_counts(backward.eqn.params)
     consts, slices = block.inputs[:num_consts], block.inputs[num_consts + num_carry :]
-    stacked_from = dict(zip(slices, forward.inputs[num_consts + num_carry :], strict=True))
-    stacks = {k: (forward.outputs[num_carry + k], block.outputs[num_carry + k]) for k in loop.stacks}
+    rows_of = zip(slices, forward.inputs[num_consts + num_carry :], strict=True)
+    stacked_from = {
+        inner: array
+        for inner, array in rows_of
+        if isinstance(inner, int) and isinstance(array, int)
+    }
+    # What the first scan stacks for the second: by the array, the value of which it holds the rows.
+    stacks: dict[ValueId, ValueId] = {}
+    for k in loop.stacks:
+        value = block.outputs[num_carry + k]
+        if isinstance(value, int):
+            stacks[forward.outputs[num_carry + k]] = value
     # What the second scan gets row by row: the arrays, and what stands for a row inside its body.
     given = list(
         zip(
@@ -505,10 +538,12 @@ def _with_less_kept(
             strict=True,
         )
     )
-    rows = {stack: inner for stack, inner in given if isinstance(stack, int)}
+    rows = {
+        stack: inner for stack, inner in given if isinstance(stack, int) and isinstance(inner, int)
+    }
     made = {o for item in loop.forward for o in item.outputs}
     saved = _saved(loose.graph, loop.forward, name, weights)
-    wanted = [v for _, v in stacks.values() if isinstance(v, int) and v in made and v not in saved]
+    wanted = [value for value in stacks.values() if value in made and value not in saved]
     again = items_between(loop.forward, wanted, frozenset(saved))
     made_again = {o for item in again for o in item.outputs}
     leaves = dict.fromkeys(i for item in again for i in item.inputs if i not in made_again)
@@ -518,7 +553,7 @@ def _with_less_kept(
     more_rows: dict[ValueId, ValueId] = {}
     new_stacks: list[tuple[ValueId, ValueId]] = []
     instead: dict[ValueId, ValueId] = {}
-    known = {inner: stack for stack, inner in stacks.values() if inner not in made_again}
+    known = {value: stack for stack, value in stacks.items() if value not in made_again}
 
     def row(stack: ValueId, like: ValueId) -> ValueId:
         """What the second scan's body reads of a stack, added to its operands if need be."""
@@ -529,10 +564,12 @@ def _with_less_kept(
         return more_rows[stack]
 
     for leaf in leaves:
-        if leaf in stacked_from and isinstance(stacked_from[leaf], int):
+        if leaf in stacked_from:
             names[leaf] = row(stacked_from[leaf], leaf)
         elif leaf in consts:
             more_consts[leaf] = None
+        elif leaf in loose.graph.constants:
+            continue
         elif leaf in known:
             names[leaf] = rows[known[leaf]]
         else:
@@ -542,16 +579,18 @@ def _with_less_kept(
             names[leaf] = row(stack, leaf)
     dropped: set[ValueId] = set()
     copies = [loose.copy(item.op_or_call, names) for item in again]
-    for stack, inner in stacks.values():
-        if isinstance(inner, int) and inner in made_again:
-            new = names[inner]
-        elif inner in stacked_from and isinstance(stacked_from[inner], int):
+    for stack, value in stacks.items():
+        if value in made_again:
+            new = names[value]
+        elif value in stacked_from:
             # A row of what the first scan gets row by row, such as a weight.
-            new = row(stacked_from[inner], inner)
+            new = row(stacked_from[value], value)
         else:
             continue
         dropped.add(stack)
-        instead |= {old: new for array, old in given if array == stack}
+        for array, old in given:
+            if array == stack and isinstance(old, int):
+                instead[old] = new
     if not dropped:
         return {}
     kept = [
@@ -577,11 +616,9 @@ def _with_less_kept(
             *(stack for stack, _ in new_stacks),
         ),
     )
-    around = tuple(
-        value for value in more_consts if value not in backward.inputs[:other_consts]
-    )
+    around = tuple(value for value in more_consts if value not in backward.inputs[:other_consts])
     still = [(stack, inner) for stack, inner in given if stack not in dropped]
-    still += [(stack, inner) for stack, inner in more_rows.items()]
+    still += more_rows.items()
     carried = other.inputs[other_consts : other_consts + other_carry]
     inputs = (*other.inputs[:other_consts], *around, *carried, *(inner for _, inner in still))
     operands = (
@@ -611,20 +648,10 @@ def _in_region(
 ) -> Block:
     """A loop's body that is one region, as `jax.checkpoint` leaves it."""
     inside = replace(loose.graph, ops=tuple(loose.ops))
-    made = {
-        o
-        for item in items
-        for o in (item.outputs if isinstance(item, Call) else loose.ops[item].outputs)
-    }
+    made = _made(loose, items)
     reads = dict.fromkeys(i for item in items for i in reads_of(inside, item) if i not in made)
     results = tuple(dict.fromkeys(o for o in outputs if isinstance(o, int) and o in made))
-    region = Call(
-        kind="remat",
-        eqn=compat.remat_equation(prevent_cse=False, scope=""),
-        blocks=(Block(inputs=tuple(reads), items=tuple(items), outputs=results),),
-        inputs=tuple(reads),
-        outputs=results,
-    )
+    region = _remat(items, tuple(reads), results, prevent_cse=False, scope="")
     return Block(inputs=inputs, items=(region,), outputs=outputs)
 
 
@@ -636,9 +663,7 @@ def _scope(loose: _Loose, call: Call) -> str:
     return next((loose.scopes[v] for v in call.outputs if v in loose.scopes), "")
 
 
-def _live(
-    loose: _Loose, items: Sequence[OpId | Call], wanted: set[ValueId]
-) -> list[OpId | Call]:
+def _live(loose: _Loose, items: Sequence[OpId | Call], wanted: set[ValueId]) -> list[OpId | Call]:
     """The items that make wanted values, or have effects."""
     graph = replace(loose.graph, ops=tuple(loose.ops))
     needed, alive = set(wanted), []

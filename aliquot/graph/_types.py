@@ -230,12 +230,12 @@ class Recomputation:
 
     Attributes:
         name: one of `graph.RECOMPUTE`.
-        places: where layers begin that are written out, as `named_places` says it; the same for the
-            step on a batch of any size.
+        places: layers that are written out, as ranges of the step's items, the same on a batch of
+            any size; none for scans.
     """
 
     name: str
-    places: str = ""
+    places: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

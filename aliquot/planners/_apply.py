@@ -11,7 +11,7 @@ from typing import Any
 from ..cluster import AbstractMeasured, Cluster, subcluster
 from ..core import AliquotWarning
 from ..cost import PlannedStage, PlannedStep, Problem, decode_interior, make_problem
-from ..graph import Graph, graph_fingerprint, split_scans
+from ..graph import Graph, graph_fingerprint, split_scans, with_recomputation
 from ..plans import ArrayInterface, Plan, StagePlan, require_match
 from ..sharding import Choice, NodeId, layer_step, stage_step, without_own_loop
 from ._base import Task
@@ -44,6 +44,8 @@ def apply_plan(
         asked=f"the plan was made for another step than {graph.name}",
     )
     cluster = replace(Cluster.from_dict(plan.cluster), measured=measured)
+    if graph.calling.recompute is None:
+        graph = with_recomputation(graph, plan.recompute)
     make = _pipeline if plan.is_pipeline else _program
     return make(plan, _as_planned(plan, graph, on_missing_rule), cluster, on_missing_rule)
 

@@ -81,6 +81,7 @@ def write_plan(
         cluster=task.on_hosts(used_hosts).cluster.to_dict(),
         idle_hosts=decision.idle_hosts,
         method=decision.method,
+        recompute=how.name if (how := full.calling.recompute) else "none",
         num_micro_batches=decision.num_micro_batches,
         micro_batch_semantics=task.semantics,
         combine=_combine(decision),

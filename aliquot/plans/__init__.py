@@ -87,6 +87,7 @@ from ._summary import UNCALIBRATED as UNCALIBRATED
 from ._summary import chosen_candidate as chosen_candidate
 from ._summary import expected_error as expected_error
 from ._summary import how_recomputed as how_recomputed
+from ._summary import layers_recompute as layers_recompute
 from ._summary import name_on_mesh as name_on_mesh
 from ._summary import parallelism as parallelism
 from ._summary import recomputes_by_stage as recomputes_by_stage

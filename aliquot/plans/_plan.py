@@ -337,6 +337,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         idle_hosts: number of hosts of the planned cluster, after those in `cluster`, that are left
             idle because the step is faster without them.
         method: the planner's short name.
+        recompute: what the layers of the step compute again in their backward pass, by a name of
+            `core.RECOMPUTE`, such as "minimal" or "block:2"; "none" to do as the step itself does.
         num_micro_batches: number of parts into which a step's batch is cut.
         micro_batch_semantics: "exact", or "independent" if each micro-batch is a step of its own.
         combine: for each output path how micro-batches combine ("sum", "concatenate 0", "equal",
@@ -366,6 +368,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cluster: dict[str, Any]
     idle_hosts: int = 0
     method: str
+    recompute: str = "none"
     num_micro_batches: int = 1
     micro_batch_semantics: str = "exact"
     combine: dict[str, str] = {}

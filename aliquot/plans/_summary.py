@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ..cluster import REPORTED_BY_PARALLELISM, ReportedSteps, is_calibrated, reported_steps
-from ..core import format_seconds
+from ..core import format_seconds, recompute_parts
 from ._axis_roles import axis_roles, names_experts, uses_together
 from ._plan import Plan, StagePlan
 from ._stage_text import idle_parts, stage_numbers
@@ -92,11 +92,11 @@ def _recomputation(plan: Plan) -> str:
     ]
     if told:
         return f"{' and '.join(told)} in the backward pass"
-    how = plan.model.settings.get("recompute") if plan.model.kind == "zoo" else None
+    how = layers_recompute(plan)
     if not isinstance(how, str):
         return ""
-    name, _, every = how.partition(":")
-    which = f"one block in {every}" if every not in ("", "1") else "each block"
+    name, every = recompute_parts(how)
+    which = f"one block in {every}" if every != 1 else "each block"
     if name == "block":
         return f"{which} is recomputed in the backward pass (full activation checkpointing)"
     return how if name == "none" else f"{which} is recomputed but for what policy {name} keeps"
@@ -107,11 +107,20 @@ def recomputes_by_stage(plan: Plan) -> bool:
     return any(stage.recompute != "none" for stage in plan.stages)
 
 
+def layers_recompute(plan: Plan) -> Any:
+    """What layers compute again in the backward pass: as the plan says, else as a setting of its
+    model says; None if nothing is known.
+    """
+    if plan.recompute != "none":
+        return plan.recompute
+    return plan.model.settings.get("recompute")
+
+
 def how_recomputed(plan: Plan) -> Any:
     """How a plan recomputes, as `--recompute` says it; `RECOMPUTED_BY_STAGE` where its stages
     choose. None if nothing is known.
     """
-    how = plan.model.settings.get("recompute")
+    how = layers_recompute(plan)
     if not recomputes_by_stage(plan):
         return how
     return RECOMPUTED_BY_STAGE if how in (None, False, "none") else f"{how}, {RECOMPUTED_BY_STAGE}"

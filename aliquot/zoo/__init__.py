@@ -20,8 +20,7 @@ from ._inference import Inference as Inference
 from ._inference import build_inference as build_inference
 from ._mixtral_config import MixtralConfig as MixtralConfig
 from ._precision import precision_name as precision_name
-from ._recompute import RECOMPUTE as RECOMPUTE
-from ._recompute import recompute_ways as recompute_ways
+from ._recompute import recompute_faults as recompute_faults
 from ._schedule import DECAYS as DECAYS
 from ._schedule import learning_rate as learning_rate
 from ._settings import settings_faults as settings_faults

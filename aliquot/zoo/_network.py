@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..core import recompute_parts
 from . import _bert, _gpt, _llama, _mixtral, _moe
 from ._config import AbstractTextConfig, MoEConfig
 from ._mixtral_config import MixtralConfig
 from ._precision import Precision, abstract
-from ._recompute import recompute_every, recomputed
+from ._recompute import recomputed
 
 Tree = Any
 
@@ -284,7 +285,7 @@ class _Kind:
     ) -> None:
         self._definition, self.shapes, self.init = _module(make)
         self._scan = scan
-        self._every = recompute_every(recompute)
+        self._every = recompute_parts(recompute)[1] or 1
         self._applied = _once(self._block, recompute=recompute, scan=scan)
         self._kept = _once(self._block, recompute="none", scan=scan)
 

@@ -8,26 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..core import nearest
-
-RECOMPUTE = {
-    "none": "keeps everything",
-    "block": "keeps only what enters a block",
-    "minimal": "keeps the results of products with weights, and computes all else again",
-    "save_qkv": "keeps what enters a block, queries, keys and values",
-    "save_attention": "keeps what enters a block, and the result of attention",
-}
-"""Ways to recompute, with what a block then keeps from its forward to its backward pass.
-
-`minimal` is `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, MaxText's policy of that
-name; the last two are its `save_qkv_proj` and `save_out_proj` without offloading.
-"""
-
-WITHOUT_NAMES = ("none", "block", "minimal")
-"""Those that need no attention in the model."""
-
-BY_MEMORY = ("none", "minimal", "save_qkv", "save_attention", "block")
-"""The ways from the one that keeps most to the one that keeps least, and computes most again."""
+from ..core import nearest, recompute_parts, recompute_ways
 
 # Of fused attention, the backward pass reads the result and the logarithms of the sums.
 _FUSED = ("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper", "pallas_call")
@@ -37,15 +18,6 @@ _KEPT = {
 }
 
 
-def recompute_ways(*, has_attention: bool) -> tuple[str, ...]:
-    """The ways that a model has, from the one that keeps most to the one that keeps least.
-
-    >>> recompute_ways(has_attention=False)
-    ('none', 'minimal', 'block')
-    """
-    return tuple(name for name in BY_MEMORY if has_attention or name in WITHOUT_NAMES)
-
-
 def recompute_faults(recompute: str, *, scan: bool, has_attention: bool) -> list[str]:
     """Reasons why a model cannot recompute like this; empty if it can.
 
@@ -53,32 +25,21 @@ def recompute_faults(recompute: str, *, scan: bool, has_attention: bool) -> list
     ["recompute='block:0': the number after the colon must be at least 1; each layer of that \
 number recomputes."]
     """
-    name, colon, every = recompute.partition(":")
+    name, every = recompute_parts(recompute)
     known = recompute_ways(has_attention=has_attention)
     if name not in known:
         return [f"there is no recompute {name!r}: {nearest(name, known)}"]
-    if not colon:
-        return []
-    if not every.isdecimal() or not 0 < int(every) < 10_000:
+    if every is None:
         return [
             f"recompute={recompute!r}: the number after the colon must be at least 1; each layer"
             " of that number recomputes."
         ]
-    if scan and int(every) > 1:
+    if scan and every > 1:
         return [
             f"recompute={recompute!r} does not go with scan, in which all layers are one: leave"
             f" out the scan or ':{every}'."
         ]
     return []
-
-
-def recompute_every(recompute: str) -> int:
-    """The n of which every n-th layer recomputes.
-
-    >>> recompute_every("block:2"), recompute_every("none")
-    (2, 1)
-    """
-    return int(recompute.partition(":")[2] or 1)
 
 
 def recomputed(
@@ -87,7 +48,7 @@ def recomputed(
     """A block that keeps for its backward pass what `recompute` says."""
     import jax
 
-    name = recompute.partition(":")[0]
+    name, _ = recompute_parts(recompute)
     if name == "none":
         return block
     policies = jax.checkpoint_policies
@@ -96,6 +57,8 @@ def recomputed(
         policy = policies.save_from_both_policies(
             policies.dots_with_no_batch_dims_saveable, _fused_attention
         )
+    elif name == "narrow":
+        policy = policies.save_from_both_policies(_narrow_products, _fused_attention)
     elif name == "save_attention":
         policy = policies.save_from_both_policies(
             policies.save_only_these_names(*_KEPT[name]), _fused_attention
@@ -103,6 +66,21 @@ def recomputed(
     elif name == "save_qkv":
         policy = policies.save_only_these_names(*_KEPT[name])
     return jax.checkpoint(block, prevent_cse=prevent_cse, policy=policy)
+
+
+def _narrow_products(primitive: Any, *arrays: Any, **params: Any) -> bool:
+    import math
+
+    import jax
+
+    kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    if not kept(primitive, *arrays, **params):
+        return False
+    (of_left, of_right), _ = params["dimension_numbers"]
+    left, right = (array.shape for array in arrays[:2])
+    size = math.prod(n for k, n in enumerate(left) if k not in of_left)
+    size *= math.prod(n for k, n in enumerate(right) if k not in of_right)
+    return bool(size <= max(math.prod(left), math.prod(right)))
 
 
 def _fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:

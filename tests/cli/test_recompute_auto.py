@@ -12,11 +12,11 @@ import aliquot as aq
 from aliquot._plan_graph import plan_graph
 from aliquot._variants import _simple_times, plan_variants
 from aliquot.cli._model import ZooOptions
-from aliquot.cli._recomputation import variants_of, ways_to_build
+from aliquot.cli._recomputation import model_to_plan, variants_of
 from aliquot.cluster import Cluster
 from aliquot.planners import Interrupted
 
-POLICIES = ("none", "minimal", "save_qkv", "save_attention", "block")
+POLICIES = ("none", "minimal", "narrow", "save_qkv", "save_attention", "block")
 DEEP = (*"gpt-125m --cluster 1x4xA100-80GB --global-batch 32 --scan --method zero3".split(),)
 
 
@@ -71,7 +71,7 @@ def test_the_other_way_is_listed_among_what_was_tried(tmp_path):
     found = run("plan", *TINY, "--method", "dp", "--recompute", "auto", "--out", path)
     assert found.exit_code == 0, found.stderr
     plan = json.loads(path.read_text())
-    assert plan["model"]["settings"]["recompute"] == "none"
+    assert plan.get("recompute", "none") == "none"
     assert "--recompute block" in [each["name"] for each in plan["provenance"]["candidates"]]
 
 
@@ -148,7 +148,8 @@ def _timed(plan, step_time_s):
 def all_ways(where, *, scan=True):
     """Scanned by default: what a loop keeps is copied, so that any policy may be the fastest."""
     options = ZooOptions(global_batch=8, scan=scan, overrides={"num_layers": 2})
-    return variants_of(ways_to_build("gpt-10m", options, where))
+    (model,) = variants_of(model_to_plan("gpt-10m", options, where))
+    return model.ways_to_recompute(None)
 
 
 def asked(monkeypatch, limit, found_s, devices=2):
@@ -156,7 +157,9 @@ def asked(monkeypatch, limit, found_s, devices=2):
     searched = []
 
     def make(graph, *, started, method, model, **options):
-        searched.append((model.settings["recompute"], method.faster_than_s, method.pipelines))
+        how = graph.calling.recompute
+        name = how.name if how else "none"
+        searched.append((name, method.faster_than_s, method.pipelines))
         where = Cluster.preset("1x2xH100")
         plan = plan_graph(graph, started=started, cluster=where, method=aq.DataParallel())
         return _timed(plan, found_s)
@@ -167,7 +170,7 @@ def asked(monkeypatch, limit, found_s, devices=2):
         patch.setattr("aliquot._variants.plan_graph", make)
         plan_variants(ways, cluster=where, memory_limit_bytes=limit)
     times = _simple_times(ways, lambda way: way.task(where, memory_limit_bytes=limit), None)
-    simple_s = {way.model.settings["recompute"]: seconds for way, seconds in times}
+    simple_s = {way.layers: seconds for way, seconds in times}
     return searched, {name: seconds for name, seconds in simple_s.items() if seconds < math.inf}
 
 
@@ -189,9 +192,9 @@ def test_what_fits_as_a_whole_is_not_recomputed_where_no_loop_copies_it():
     ways = all_ways(where, scan=False)
     times = dict(_simple_times(ways, lambda way: way.task(where), None))
     assert list(times) == list(ways)
-    assert [seconds < math.inf for seconds in times.values()] == [True] + [False] * 4
+    assert [seconds < math.inf for seconds in times.values()] == [True] + [False] * 5
     # None of the others was traced.
-    assert [bool(way._traced) for way in ways] == [True] + [False] * 4
+    assert [bool(way._traced) for way in ways] == [True] + [False] * 5
     plan = plan_variants(ways, cluster=where, method=aq.WholeProgram())
     outcomes = {each["name"]: each["outcome"] for each in plan.provenance.candidates}
     others = [outcomes[f"--recompute {name}"] for name in POLICIES[1:]]

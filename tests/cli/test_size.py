@@ -11,7 +11,8 @@ from aliquot import _size
 from aliquot.cli._interrupts import INTERRUPTED
 from aliquot.cli._size import read_count, read_duration
 from aliquot.cluster import load_prices
-from aliquot.zoo import build, recompute_ways
+from aliquot.core import recompute_ways
+from aliquot.zoo import build
 
 # One layer is planned in less time than two, and two devices in less time than eight.
 ONE_LAYER = ["num_layers=1" if part == "num_layers=2" else part for part in TINY]
@@ -64,13 +65,13 @@ def test_every_way_to_recompute_is_planned_unless_one_is_asked_for(monkeypatch, 
     asked = []
 
     def noted(variants, **options):
-        asked.append([variant.name for variant in variants])
+        asked.append([variant.name for variant in variants[0].ways_to_recompute(None)])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_size, "plan_variants", noted)
     free = [part for part in SMALL if part not in ("--recompute", "none")]
     for step in (free, SMALL):
-        run("size", *step, "--tokens", "1B", "--by", "30d", "--prices", prices)
+        run("size", *step, "--set", "num_layers=2", "--tokens", "1B", "--by", "30d", "--prices", prices)
     every = [f"--recompute {name}" for name in recompute_ways(has_attention=True)]
     assert asked == [every, ["--recompute none"]]
 

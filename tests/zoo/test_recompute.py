@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import aliquot as aq
-from aliquot.core import InputError
+from aliquot.core import RECOMPUTE, InputError
 from aliquot.cost import make_problem
-from aliquot.zoo import RECOMPUTE, build
+from aliquot.zoo import build
 
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "seq_len": 16}
 WAYS = [*RECOMPUTE, "block:2", "minimal:3"]

@@ -1,0 +1,46 @@
+"""Recomputation by name: what a layer keeps for its backward pass, and what it computes again."""
+
+from __future__ import annotations
+
+RECOMPUTE = {
+    "none": "keeps everything",
+    "minimal": "keeps the results of products with weights, and computes all else again",
+    "narrow": "as minimal, but computes results again that are wider than what they are made of",
+    "save_qkv": "keeps what enters a block, queries, keys and values",
+    "save_attention": "keeps what enters a block, and the result of attention",
+    "block": "keeps only what enters a block",
+}
+"""Ways to recompute, from the one that keeps most to the one that keeps least and computes most
+again, with what a block then keeps from its forward to its backward pass.
+
+`minimal` is `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, MaxText's policy of that
+name; `save_qkv` and `save_attention` are its `save_qkv_proj` and `save_out_proj` without
+offloading.
+"""
+
+RECOMPUTE_AUTO = "auto"
+"""In place of a name: the fastest of them."""
+
+_OF_ATTENTION = ("save_qkv", "save_attention")
+
+
+def recompute_ways(*, has_attention: bool) -> tuple[str, ...]:
+    """The ways that a model has, from the one that keeps most to the one that keeps least.
+
+    >>> recompute_ways(has_attention=False)
+    ('none', 'minimal', 'narrow', 'block')
+    """
+    return tuple(name for name in RECOMPUTE if has_attention or name not in _OF_ATTENTION)
+
+
+def recompute_parts(recompute: str) -> tuple[str, int | None]:
+    """The name of a way to recompute, and the n of which every n-th layer recomputes; None for an n
+    that is no number from 1 to 9,999.
+
+    >>> recompute_parts("block:2"), recompute_parts("none"), recompute_parts("block:0")
+    (('block', 2), ('none', 1), ('block', None))
+    """
+    name, colon, every = recompute.partition(":")
+    if not colon:
+        return name, 1
+    return name, int(every) if every.isdecimal() and 0 < int(every[:5]) < 10_000 else None

@@ -1,0 +1,128 @@
+"""Layers that recompute by a rewrite of the captured step: the same numbers, and the operators that
+`jax.checkpoint` would repeat.
+"""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from graph.random_layers import random_layers
+
+from aliquot.core import RECOMPUTE, recompute_ways
+from aliquot.graph import capture, evaluate, recompute_names, with_recomputation
+from aliquot.zoo import build
+
+
+def largest_difference(graph, other, leaves):
+    """Of the results of two graphs, relative to the largest element of each."""
+    both = [jax.jit(lambda arrays, g=g: evaluate(g, arrays))(leaves) for g in (graph, other)]
+    worst = 0.0
+    for a, b in zip(*both, strict=True):
+        want, got = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        worst = max(worst, float(np.max(np.abs(want - got)) / (np.max(np.abs(want)) + 1e-30)))
+    return worst
+
+
+def captured(seed):
+    """A random step, with arrays for its inputs."""
+    _, step, state, batch = random_layers(seed)
+    graph = capture(step, state, batch)
+    return graph, [jnp.asarray(x) for x in graph.calling.flatten((state, batch), {}).leaves]
+
+
+SEEDS = [seed if seed < 10 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_steps_compute_the_same_under_every_way(seed):
+    with jax.enable_x64(True):
+        graph, leaves = captured(seed)
+        names = recompute_names(graph)
+        assert names[0] == "none" and "block" in names
+        for name in names[1:]:
+            again = with_recomputation(graph, name)
+            assert largest_difference(graph, again, leaves) < 1e-12, name
+            # Inputs and outputs keep their paths, roles and successors.
+            assert [(i.path, i.role, i.output) for i in again.inputs] == [
+                (i.path, i.role, i.output) for i in graph.inputs
+            ]
+            effects = [sum(bool(op.eqn and op.eqn.effects) for op in g.ops) for g in (graph, again)]
+            assert effects[0] == effects[1], name
+
+
+SIZES = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "seq_len": 16}
+
+
+def of_zoo(model, recompute, scan):
+    made = build(model, 8, overrides=SIZES, dtype="float32", recompute=recompute, scan=scan)
+    return capture(made.train_step, made.state, made.batch)
+
+
+def products(graph):
+    """How often products run, by phase and by the shape of their result."""
+    count = Counter()
+    for op in graph.ops:
+        if op.name == "dot_general":
+            count[op.phase, graph.values[op.outputs[0]].shape] += op.trips
+    return count
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("model", ["gpt-125m", "llama-7b", "t5-770m"])
+def test_the_same_products_are_repeated_as_by_checkpoint(model, scan):
+    plain = of_zoo(model, "none", scan)
+    assert recompute_names(plain) == recompute_ways(has_attention=True)
+    for name in RECOMPUTE:
+        assert products(with_recomputation(plain, name)) == products(of_zoo(model, name, scan)), (
+            name
+        )
+
+
+def test_what_is_kept_decreases_from_way_to_way():
+    """Bytes that a scan stacks for its backward pass."""
+    plain = of_zoo("llama-7b", "none", True)
+    kept = []
+    for name in ("none", "minimal", "save_qkv", "save_attention", "block"):
+        graph = with_recomputation(plain, name)
+        stacks = [op for op in graph.ops if op.name == "scan_stack" and op.phase.name == "FORWARD"]
+        kept.append(sum(graph.values[op.outputs[0]].num_bytes for op in stacks))
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
+
+
+def test_every_second_layer():
+    plain = of_zoo("llama-7b", "none", False)
+    none, block, second = (
+        sum(products(with_recomputation(plain, name)).values())
+        for name in ("none", "block", "block:2")
+    )
+    # Of three layers the first and the last.
+    assert 3 * (second - none) == 2 * (block - none)
+
+
+def test_steps_without_layers_or_with_recomputation_of_their_own_have_no_choice():
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert recompute_names(capture(step, shape, shape)) == ("none",)
+    assert recompute_names(of_zoo("gpt-125m", "block", True)) == ("none",)
+    assert recompute_names(capture(lambda w, x: jnp.tanh(x @ w), shape, shape)) == ("none",)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_the_step_on_another_batch_recomputes_alike(scan):
+    """As micro-batches trace it: by the calling convention of the rewritten step."""
+    from aliquot.graph import build_graph
+
+    large, small = (
+        build("gpt-125m", rows, overrides=SIZES, dtype="float32", recompute="none", scan=scan)
+        for rows in (8, 4)
+    )
+    graph = capture(large.train_step, large.state, large.batch)
+    again = with_recomputation(graph, "minimal")
+    leaves = again.calling.flatten((small.state, small.batch), {}).leaves
+    traced = build_graph(again.calling, leaves)
+    assert [op.name for op in traced.ops] == [op.name for op in again.ops]
+    assert [op.region for op in traced.ops] == [op.region for op in again.ops]
