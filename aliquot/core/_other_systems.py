@@ -21,8 +21,8 @@ _CLUSTER = (
     " JAX's own, in `step.meshes`."
 )
 _REMAT = (
-    "Write `jax.checkpoint` in the model, or nothing: each stage recomputes what its memory calls"
-    " for. Models of the zoo take `--recompute block`."
+    "Nothing is needed: plans say what layers recompute, and each stage recomputes what its memory"
+    " calls for. `jax.checkpoint` in the model is kept; by name, `--recompute block`."
 )
 _LAYERS = (
     'Write `layers=8` in `aq.PipeshardParallel`, or a pattern of paths, `layers="params.layers[*]"`'

@@ -69,9 +69,10 @@ def test_every_way_to_recompute_is_planned_unless_one_is_asked_for(monkeypatch, 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_size, "plan_variants", noted)
-    free = [part for part in SMALL if part not in ("--recompute", "none")]
-    for step in (free, SMALL):
-        run("size", *step, "--set", "num_layers=2", "--tokens", "1B", "--by", "30d", "--prices", prices)
+    typed = [part.replace("num_layers=1", "num_layers=2") for part in SMALL]
+    free = [part for part in typed if part not in ("--recompute", "none")]
+    for step in (free, typed):
+        run("size", *step, "--tokens", "1B", "--by", "30d", "--prices", prices)
     every = [f"--recompute {name}" for name in recompute_ways(has_attention=True)]
     assert asked == [every, ["--recompute none"]]
 

@@ -38,7 +38,7 @@ def _mlp(p, x, key):
 
 
 def _gated(p, x, key):
-    return x + (jax.nn.silu(x @ p["a"]) * (x @ p["c"])) @ p["b"]
+    return x + (jax.nn.silu(x @ p["a"]) * jnp.tanh(x @ p["c"])) @ p["b"]
 
 
 def _attention(p, x, key):
