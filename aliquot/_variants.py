@@ -321,11 +321,13 @@ def plan_variants(
             cluster=where,
             method=method,
             model=variant.model,
-            recompute=variant.recompute or (None if variant.base else recompute),
+            recompute=variant.recompute or stages_recompute,
             time_limit_s=left_s,
             **options,
         )
 
+    # Names are for layers, which have been rewritten.
+    stages_recompute = None if variants[0].base and recompute != "none" else recompute
     simple_s: dict[Variant, float] = {}
     if may_be_program and len(variants) > 1 and getattr(how, "mesh_shape", None) is None:
         try:

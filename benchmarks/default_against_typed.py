@@ -25,7 +25,7 @@ from _results import Journal, Report, options, say
 from aliquot._variants import Variant, plan_variants
 from aliquot.cli._model import ZooOptions
 from aliquot.cli._options import with_network
-from aliquot.cli._recomputation import variants_of, ways_to_build
+from aliquot.cli._recomputation import model_to_plan, variants_of
 from aliquot.cluster import Cluster
 from aliquot.core import CaptureError, InfeasibleError, InputError, format_seconds, parse_bytes
 from aliquot.planners import (
@@ -105,12 +105,8 @@ class SetUp:
     def variants(self) -> dict[str, Variant]:
         """The step with every policy of recomputation, by its name."""
         asked = ZooOptions(global_batch=self.global_batch, overrides=self.settings, scan=True)
-        found = {}
-        for model, variant in zip(
-            models := ways_to_build(self.model, asked, self.where), variants_of(models), strict=True
-        ):
-            found[str(model.reference.settings["recompute"])] = variant
-        return found
+        (model,) = variants_of(model_to_plan(self.model, asked, self.where))
+        return {str(each.layers): each for each in model.ways_to_recompute(None)}
 
 
 SET_UPS = (
@@ -364,7 +360,7 @@ def _plan(setup: SetUp, variants: Iterable[Variant], **asked: Any) -> dict[str, 
     assert plan.model is not None
     return {
         "step_time_s": plan.prediction.step_time_s,
-        "recompute": plan.model.settings["recompute"],
+        "recompute": plan.recompute,
         "num_micro_batches": plan.num_micro_batches,
         "num_stages": len(plan.stages),
         "lower_bound_s": plan.provenance.lower_bound_s,

@@ -18,6 +18,15 @@ name; `save_qkv` and `save_attention` are its `save_qkv_proj` and `save_out_proj
 offloading.
 """
 
+FUSED_ATTENTION = (
+    "dot_product_attention_fwd",
+    "dot_product_attention_fwd_wrapper",
+    "pallas_call",
+)
+"""Primitives that compute attention in one kernel. Its backward pass reads the result and the
+logarithms of the sums, which are kept wherever the results of products, or of attention, are.
+"""
+
 RECOMPUTE_AUTO = "auto"
 """In place of a name: the fastest of them."""
 

@@ -81,7 +81,6 @@ from ._recompute import Repeated as Repeated
 from ._recompute import find_repeated as find_repeated
 from ._recompute import is_costly as is_costly
 from ._recompute import values_to_keep as values_to_keep
-from ._recompute_layers import FUSED_ATTENTION as FUSED_ATTENTION
 from ._recompute_layers import recompute_names as recompute_names
 from ._recompute_runs import RecomputedRun as RecomputedRun
 from ._recompute_runs import most_at_once as most_at_once

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from ..core import recompute_parts, recompute_ways
+from ..core import FUSED_ATTENTION, recompute_parts, recompute_ways
 from . import _jax_compat as compat
 from ._alike_layers import alike_layers
 from ._dataflow import Item, items_of, plain_item, reads_of
@@ -42,9 +42,6 @@ from ._types import (
 )
 
 Places: TypeAlias = tuple[tuple[int, int], ...]
-
-FUSED_ATTENTION = ("dot_product_attention_fwd", *compat.ATTENTION[:1], "pallas_call")
-"""Primitives that compute attention in one kernel, in the forward pass."""
 
 
 def recompute_names(graph: Graph) -> tuple[str, ...]:
@@ -246,8 +243,14 @@ def _saved(
     """Values of a layer that are kept where its backward pass needs them, besides what enters the
     layer.
     """
-    # What has effects runs as often as in the step.
-    saved = {o for item in items if any_effects(item.op_or_call, graph) for o in item.outputs}
+    # What has effects runs as often as in the step, and what its author keeps in host memory stays.
+    saved = {
+        o
+        for item in items
+        if any_effects(item.op_or_call, graph)
+        or any(traits_of(graph.ops[op].name).changes_memory for op in item.ops)
+        for o in item.outputs
+    }
     if name in ("minimal", "narrow"):
         for item in items:
             if _is_kept_product(graph, item, only_narrow=name == "narrow"):

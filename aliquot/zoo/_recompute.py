@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..core import nearest, recompute_parts, recompute_ways
+from ..core import FUSED_ATTENTION, nearest, recompute_parts, recompute_ways
 
-# Of fused attention, the backward pass reads the result and the logarithms of the sums.
-_FUSED = ("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper", "pallas_call")
 _KEPT = {
     "save_qkv": ("query", "key", "value"),
     "save_attention": ("attention",),
@@ -84,4 +82,4 @@ def _narrow_products(primitive: Any, *arrays: Any, **params: Any) -> bool:
 
 
 def _fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name in _FUSED
+    return primitive.name in FUSED_ATTENTION
