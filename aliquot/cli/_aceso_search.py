@@ -17,6 +17,7 @@ from ..core import InfeasibleError, InputError
 from ._aceso_options import AcesoChain, AcesoDatabase
 from ._groups import takes_groups
 from ._interrupts import INTERRUPTED as INTERRUPTED_CODE
+from ._interrupts import TERMINATED, interrupting_at_sigterm
 from ._options import Json
 from ._session import Session, session
 
@@ -77,7 +78,10 @@ def search(
     options: _ProblemOptions,
     planner: Annotated[
         str,
-        typer.Option("--planner", help="auto, exact, bottleneck or grid; auto runs all of them."),
+        typer.Option(
+            "--planner",
+            help="auto, exact, bottleneck, grid or megatron; auto runs all but the last.",
+        ),
     ] = "auto",
     judge: Annotated[
         str,
@@ -117,12 +121,13 @@ def search(
     with session(as_json) as say:
         problem, left_out = options.read(find_judge(judge))
         chosen = _planner(planner, max_hops=max_hops, budget_s=budget_s, keep=top)
-        with _progress(say) as report:
+        with _progress(say) as report, interrupting_at_sigterm() as ending:
             result = chosen.search(problem, on_progress=report)
+        interrupted_code = TERMINATED if ending.reason else INTERRUPTED_CODE
         if not result.best:
             if result.ended == INTERRUPTED:
                 say.note("interrupted before anything was found; nothing was written.")
-                raise typer.Exit(INTERRUPTED_CODE)
+                raise typer.Exit(interrupted_code)
             if result.ended == BUDGET_SPENT:
                 raise InputError(
                     f"No configuration was found within {budget_s:g} s, and nothing was written."
@@ -157,7 +162,7 @@ def search(
         )
         if result.ended == INTERRUPTED:
             say.note("interrupted; this is the best so far.")
-            raise typer.Exit(INTERRUPTED_CODE)
+            raise typer.Exit(interrupted_code)
 
 
 @takes_groups
@@ -225,7 +230,7 @@ def faults(
 
 
 def _planner(name: str, *, max_hops: int, budget_s: float | None, keep: int) -> Any:
-    from ..interop.aceso.search import PLANNERS, Auto, Bottleneck, Exact, Grid
+    from ..interop.aceso.search import PLANNERS, Auto, Bottleneck, Exact, Grid, Megatron
 
     makers: dict[str, Callable[[], Any]] = {
         "auto": lambda: Auto(
@@ -236,6 +241,7 @@ def _planner(name: str, *, max_hops: int, budget_s: float | None, keep: int) -> 
         "exact": lambda: Exact(budget_s=budget_s, keep=keep),
         "bottleneck": lambda: Bottleneck(max_hops=max_hops, keep=keep, budget_s=budget_s),
         "grid": lambda: Grid(keep=keep, budget_s=budget_s),
+        "megatron": lambda: Megatron(keep=keep, budget_s=budget_s),
     }
     if name not in makers:
         raise InputError(f"There is no planner {name!r}. Planners are {', '.join(PLANNERS)}.")

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..core import InputError
 from ._options import Json
 from ._session import session
 
@@ -17,13 +18,9 @@ def aceso(
     database: Annotated[
         Path,
         typer.Option(
-            "--database", metavar="DIR", help="The database of the V100 nodes with 8 GPUs."
-        ),
-    ],
-    published: Annotated[
-        Path,
-        typer.Option(
-            "--published", metavar="DIR", help="CSV files of the figures of Aceso's artifact."
+            "--database",
+            metavar="DIR",
+            help="The database of the V100 nodes with 8 GPUs; with --small that of 4 GPUs.",
         ),
     ],
     out: Annotated[
@@ -34,6 +31,22 @@ def aceso(
             help="Folder for PNG, CSV and index.html; searches that are there are not made again.",
         ),
     ],
+    published: Annotated[
+        Path | None,
+        typer.Option(
+            "--published",
+            metavar="DIR",
+            help="CSV files of the figures of Aceso's artifact, or of a run of it; needed unless"
+            " --small.",
+        ),
+    ] = None,
+    small: Annotated[
+        bool,
+        typer.Option(
+            "--small",
+            help="The tables of the small setting: a model of each family on 4 GPUs of 12,000 MiB.",
+        ),
+    ] = False,
     max_layers: Annotated[
         int, typer.Option("--max-layers", min=1, help="The deepest model of figure 9.")
     ] = 1024,
@@ -42,13 +55,20 @@ def aceso(
     """Draw figures 7, 8 and 9 of Aceso's paper and the accuracy of its performance model; no
     hardware is needed.
 
-    Published throughput is measured; ours is the published one of Aceso, scaled by the ratio of the
-    predicted times.
+    Published throughput is measured; ours is relative to Megatron-LM's best grid point, as Aceso's
+    performance model predicts both.
     """
     with session(as_json) as say:
+        if published is None and not small:
+            raise InputError(
+                "The figures show what was published: add --published DIR, a folder of the CSV"
+                " files of Aceso's artifact, or --small for tables that need none."
+            )
         from ..interop.aceso import PublishedTables
         from ..suites import Results, draw_aceso
 
         tables = PublishedTables(published)
         results = Results(out, say.show, title="aliquot beside Aceso")
-        say.finish(draw_aceso(database, tables, results, max_layers=max_layers, note=say.note))
+        say.finish(
+            draw_aceso(database, tables, results, max_layers=max_layers, small=small, note=say.note)
+        )

@@ -17,7 +17,7 @@ from ._progress import search_progress
 from ._session import Session, session
 
 if TYPE_CHECKING:
-    from ..data import Windows
+    from ..data import Mixture, Windows
     from ..plans import Plan
     from ..zoo import Workload
     from ._training import Run
@@ -56,7 +56,8 @@ def demo(
         text = text_for(workload, tokens_of(data), seed=_SEED)
         say.show(
             f"{_MODEL}: {format_count(workload.num_parameters)} parameters, {_BATCH} sequences of"
-            f" {text.seq_len} bytes a step, from {format_count(len(text.tokens))} bytes of"
+            f" {text.facts['seq_len']} bytes a step, from"
+            f" {format_count(text.facts['tokens'])} bytes of"
             f" {_source(data)}\n"
         )
         plan = _plan(workload, out, say)
@@ -94,7 +95,7 @@ def _plan(workload: Workload, out: Path, say: Session) -> Plan:
 
 
 def _train_parallel(
-    workload: Workload, plan: Plan, text: Windows, steps: int, say: Session
+    workload: Workload, plan: Plan, text: Windows | Mixture, steps: int, say: Session
 ) -> tuple[dict[str, Any], Run]:
     import jax
 
@@ -119,7 +120,7 @@ def _train_parallel(
     return figures, done
 
 
-def _train_alone(workload: Workload, text: Windows, steps: int) -> Run:
+def _train_alone(workload: Workload, text: Windows | Mixture, steps: int) -> Run:
     """The plain step, compiled by plain `jax.jit`: nothing of this package takes part."""
     import jax
 
@@ -169,7 +170,7 @@ def _conclude(
             "agrees": agree,
             "step_time_s_predicted": plan.prediction.step_time_s,
             "step_time_s_measured": many.step_time_s,
-            "tokens_per_s_measured": many.tokens_per_s,
+            "tokens_per_s_measured": many.examples_per_s,
             "data_share": many.data_share,
             "predicted_and_compiled": figures,
         }

@@ -88,6 +88,28 @@ def ending_between_steps() -> Iterator[Ending]:
 
 
 @contextlib.contextmanager
+def interrupting_at_sigterm() -> Iterator[Ending]:
+    """Within, SIGTERM is a `KeyboardInterrupt` as Ctrl-C is, for searches that then answer with the
+    best so far. Does nothing in other threads than the first, which get no signals.
+    """
+    ending = Ending()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        ending.reason = "SIGTERM"
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:
+        yield ending
+        return
+    try:
+        yield ending
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+@contextlib.contextmanager
 def leaving_at_sigterm() -> Iterator[None]:
     """Within, SIGTERM ends the process as an error does, so that no half-written file is left. Does
     nothing in other threads than the first, which get no signals.

@@ -29,7 +29,8 @@ class OptimizerOptions:
         str | None,
         typer.Option(
             metavar="N|FRACTION",
-            help="Steps in which the learning rate rises from 0, or their share of all, below 1.",
+            help="Steps in which the learning rate rises from 0, or their share of all (or of"
+            " --decay-steps), below 1.",
         ),
     ] = None
     decay: Annotated[
@@ -37,6 +38,14 @@ class OptimizerOptions:
         typer.Option(
             metavar="cosine|linear|constant",
             help="How the learning rate falls from its peak to --min-lr; by default constant.",
+        ),
+    ] = None
+    decay_steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Steps from the first to the end of the decay, behind which the learning rate is"
+            " --min-lr; by default all.",
         ),
     ] = None
     weight_decay: Annotated[
@@ -76,11 +85,19 @@ class OptimizerOptions:
                 f"--min-lr {self.min_lr:g} is where a decay ends: add --decay cosine or --decay"
                 " linear."
             )
+        if self.decay_steps is not None and self.decay in (None, "constant"):
+            raise InputError(
+                f"--decay-steps {self.decay_steps} is the length of a decay: add --decay cosine or"
+                " --decay linear."
+            )
+        if self.decay_steps is not None and self.decay_steps < 1:
+            raise InputError(f"--decay-steps must be at least 1, got {self.decay_steps}.")
         if self.warmup_steps is not None or self.decay is not None:
+            steps = self.decay_steps or steps
             if steps is None:
                 raise InputError(
                     "--warmup-steps and --decay make a schedule, which depends on the length of"
-                    " the run: add --steps N."
+                    " the run: add --steps N, or --decay-steps N."
                 )
             from ..zoo import learning_rate
 

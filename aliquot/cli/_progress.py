@@ -1,5 +1,5 @@
-"""Progress on standard error: a line for a search, a bar with loss and tokens per second for a
-training run.
+"""Progress on standard error: a line for a search, a bar with loss and tokens or images per second
+for a training run.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ def search_progress(say: Session) -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextlib.contextmanager
-def training_progress(label: str, steps: int) -> Iterator[Callable[[int, float, float], None]]:
-    """A function to call as `report(step, loss, tokens_per_s)` after each step, with `step` counted
-    from 1.
+def training_progress(
+    label: str, steps: int, examples: str = "tokens"
+) -> Iterator[Callable[[int, float, float], None]]:
+    """A function to call as `report(step, loss, examples_per_s)` after each step, with `step`
+    counted from 1.
 
     A bar in a terminal; about ten lines elsewhere.
     """
@@ -56,12 +58,13 @@ def training_progress(label: str, steps: int) -> Iterator[Callable[[int, float, 
         every = max(1, steps // _LINES)
         shown: int | None = None
 
-        def print_line(step: int, loss: float, tokens_per_s: float) -> None:
+        def print_line(step: int, loss: float, examples_per_s: float) -> None:
             nonlocal shown
             if shown is None or step - shown >= every or step == steps:
                 shown = step
                 # The first step compiles, which is no speed.
-                speed = f"{format_count(round(tokens_per_s))} tokens/s" if tokens_per_s else ""
+                rate = format_count(round(examples_per_s))
+                speed = f"{rate} {examples}/s" if examples_per_s else ""
                 print(
                     f"{label}: step {step}/{steps}  loss {loss:.4f}  {speed}".rstrip(),
                     file=sys.stderr,
@@ -74,16 +77,16 @@ def training_progress(label: str, steps: int) -> Iterator[Callable[[int, float, 
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+        TextColumn("loss {task.fields[loss]}  {task.fields[speed]} " + f"{examples}/s"),
         TimeRemainingColumn(),
         console=console,
     )
     with bar:
         task = bar.add_task(label, total=steps, loss="-", speed="-")
 
-        def move(step: int, loss: float, tokens_per_s: float) -> None:
+        def move(step: int, loss: float, examples_per_s: float) -> None:
             bar.update(
-                task, completed=step, loss=f"{loss:.4f}", speed=format_count(round(tokens_per_s))
+                task, completed=step, loss=f"{loss:.4f}", speed=format_count(round(examples_per_s))
             )
 
         yield move

@@ -14,7 +14,7 @@ from ._run_options import RunOptions
 from ._session import Session
 
 if TYPE_CHECKING:
-    from ..data import Windows
+    from ..data import Images, Mixture, Windows
     from ..runtime import Checkpoints, Step
     from ..zoo import Workload
 
@@ -65,7 +65,7 @@ def begin(
     checkpoints: Checkpoints | None,
     step: Step,
     workload: Workload,
-    text: Windows,
+    text: Windows | Mixture | Images,
     options: RunOptions,
     seed: int,
     say: Session,

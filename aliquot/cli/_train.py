@@ -1,10 +1,10 @@
-"""`aliquot train`: plan a model of the zoo unless there is a plan, and train it on text."""
+"""`aliquot train`: plan a model of the zoo unless there is a plan, and train it on your data."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -28,10 +28,12 @@ from ._run_options import RunOptions
 from ._session import Session, session
 
 if TYPE_CHECKING:
-    from ..data import Windows
+    from ..data import Images, Mixture, Windows
     from ..plans import Plan
     from ..zoo import Workload
     from ._training import Run
+
+    Examples: TypeAlias = Windows | Mixture | Images
 
 
 @takes_groups
@@ -40,7 +42,10 @@ def train(
     data: Annotated[
         list[Path],
         typer.Option(
-            help="A file of tokens (see aliquot data), or files and folders of text; repeatable.",
+            help="A file of tokens (see aliquot data), indexed data of Megatron-LM, or files and"
+            " folders of text; repeatable, and as WEIGHT:PATH a mixture. For models of images a"
+            " folder of images, or arrays.",
+            metavar="[WEIGHT:]PATH",
             show_default=False,
         ),
     ],
@@ -70,8 +75,8 @@ def train(
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Train a model of the zoo on your text, as a plan says. A run with --out goes on where it
-    stopped.
+    """Train a model of the zoo on your text or images, as a plan says. A run with --out goes on
+    where it stopped.
     """
     with session(as_json) as say:
         if steps < 1:
@@ -107,10 +112,10 @@ def train(
                     read_memory_limit(memory_limit),
                     run_options.out,
                     here,
-                    lambda built: _texts(built, data, run_options, seed),
+                    lambda built: _examples(built, data, run_options, seed),
                     say,
                 )
-            texts = _texts(workload, data, run_options, seed)
+            texts = _examples(workload, data, run_options, seed)
             done = _train(plan, workload, texts, steps, seed, run_options, say)
             if done.ended_by:
                 kept = (
@@ -122,35 +127,43 @@ def train(
                 raise typer.Exit(TERMINATED if done.ended_by == "SIGTERM" else INTERRUPTED)
 
 
-def _texts(
+def _examples(
     workload: Workload, paths: list[Path], options: RunOptions, seed: int
-) -> dict[str, Windows]:
-    """The parts of the text that the run needs.
+) -> dict[str, Examples]:
+    """The parts of the data that the run needs.
 
     Raises:
-        InputError: a part is missing, or the text is not for this model.
+        InputError: a part is missing, or the data are not for this model.
     """
     from ..data import Split
-    from ..zoo import text_for, tokens_of
+    from ..zoo import images_for, text_for, tokens_of
 
-    tokens, split = tokens_of(paths), Split.read(options.split)
-    parts = ["train", *(["validation"] if options.eval_every else [])]
-    made: dict[str, Windows] = {}
+    split = Split.read(options.split)
+    if is_of_images := workload.config.examples == "images":
+        if len(paths) > 1:
+            raise InputError(f"--data takes one folder or file of images, got {len(paths)}.")
+    else:
+        tokens = tokens_of(paths)
+    made: dict[str, Examples] = {}
     faults = []
-    for part in parts:
+    for part in ("train", *(["validation"] if options.eval_every else [])):
         try:
-            made[part] = text_for(workload, tokens, seed=seed, split=split, part=part)
+            made[part] = (
+                images_for(workload, paths[0], seed=seed, split=split, part=part)
+                if is_of_images
+                else text_for(workload, tokens, seed=seed, split=split, part=part)
+            )
         except InputError as error:
             faults.append(str(error))
     if faults:
-        raise InputError("\n  ".join(faults))
+        raise InputError("\n  ".join(dict.fromkeys(faults)))
     return made
 
 
 def _train(
     plan: Plan,
     workload: Workload,
-    texts: dict[str, Windows],
+    texts: dict[str, Examples],
     steps: int,
     seed: int,
     options: RunOptions,
@@ -190,6 +203,7 @@ def _train(
             steps,
             label=workload.config.name,
             tokens_per_step=text.tokens_per_step,
+            images_per_step=0 if text.tokens_per_step else text.batch,
             log={
                 "folder": options.out,
                 "plan": plan,
@@ -207,7 +221,7 @@ def _train(
 
 
 def _evaluation(
-    step: Any, workload: Workload, texts: dict[str, Windows], state: Any, options: RunOptions
+    step: Any, workload: Workload, texts: dict[str, Examples], state: Any, options: RunOptions
 ) -> Any:
     """The mean loss of the first batches for validation, alike whenever it is asked; None if there
     are none.
@@ -240,7 +254,7 @@ def _tell(done: Run, plan: Plan, options: RunOptions, say: Session) -> None:
         # The first step compiles, so that one step alone has no time.
         speed, measured = "", "too few steps to measure it here"
         if done.step_time_s:
-            speed = f", {format_count(round(done.tokens_per_s))} tokens/s (measured)"
+            speed = f", {format_count(round(done.examples_per_s))} {done.examples}/s (measured)"
             measured = (
                 f"{format_seconds(done.step_time_s)} measured here (median),"
                 f" {done.data_share:.1%} of it waiting for data"
@@ -271,7 +285,7 @@ def _tell(done: Run, plan: Plan, options: RunOptions, say: Session) -> None:
             "losses": list(done.losses),
             "validation_losses": done.validation_losses,
             # Not known after one step, which compiles.
-            "tokens_per_s_measured": done.tokens_per_s or None,
+            f"{done.examples}_per_s_measured": done.examples_per_s or None,
             "step_time_s_measured": done.step_time_s or None,
             "step_time_s_predicted": plan.prediction.step_time_s,
             "data_share": done.data_share,

@@ -24,7 +24,8 @@ class Run:
         losses: of each step of this attempt.
         rows: the lines of its log.
         done: steps that are done, with those of earlier attempts.
-        tokens_per_step: of the global batch.
+        tokens_per_step: of the global batch; 0 for images.
+        images_per_step: of the global batch; 0 for text.
         ended_by: the signal that ended it before its time, such as "Ctrl-C"; empty if none did.
     """
 
@@ -32,6 +33,7 @@ class Run:
     rows: tuple[Mapping[str, Any], ...]
     done: int
     tokens_per_step: int
+    images_per_step: int
     ended_by: str
 
     @property
@@ -41,10 +43,15 @@ class Run:
         return times[len(times) // 2] if times else 0.0
 
     @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second over all steps but the first, which compiles."""
-        times = [row["step_s"] for row in self.rows if "step_s" in row]
-        return self.tokens_per_step * len(times) / sum(times) if times else 0.0
+    def examples(self) -> str:
+        """What is counted in a second: "tokens" or "images"."""
+        return "images" if self.images_per_step else "tokens"
+
+    @property
+    def examples_per_s(self) -> float:
+        """Tokens or images per second over all steps but the first, which compiles."""
+        times: list[float] = [row["step_s"] for row in self.rows if "step_s" in row]
+        return (self.images_per_step or self.tokens_per_step) * len(times) / sum(times or [1.0])
 
     @property
     def data_share(self) -> float:
@@ -72,6 +79,7 @@ def run(
     *,
     label: str,
     tokens_per_step: int,
+    images_per_step: int = 0,
     log: Mapping[str, Any] | None = None,
     evaluate: Callable[[Any], float] | None = None,
     eval_every: int = 0,
@@ -83,6 +91,7 @@ def run(
     Args:
         step: `step(state, batch)` returns the new state and metrics with a `loss`.
         label: what progress calls the run.
+        tokens_per_step, images_per_step: of the global batch, one of them 0.
         log: further arguments of `MetricsLog`.
         evaluate: the loss of a state on other data; called every `eval_every` steps and at the end.
         save: writes a checkpoint of `(steps done, state)`; called every `save_every` steps, and at
@@ -95,14 +104,17 @@ def run(
     first = feed.step
     local_part = step.local_part if isinstance(step, Step) and jax.process_count() > 1 else None
     waiting: deque[Any] = deque()
-    with training_progress(label, steps) as show, ending_between_steps() as ending:
+    examples = "images" if images_per_step else "tokens"
+    with training_progress(label, steps, examples) as show, ending_between_steps() as ending:
 
         def report(row: Mapping[str, Any]) -> None:
             if "loss" in row:
-                show(row["step"], row["loss"], row.get("tokens_per_s", 0.0))
+                show(row["step"], row["loss"], row.get(f"{examples}_per_s", 0.0))
 
         record = MetricsLog(
-            **{"every": 1, "done": first, "tokens_per_step": tokens_per_step, **(log or {})},
+            tokens_per_step=tokens_per_step,
+            images_per_step=images_per_step,
+            **{"every": 1, "done": first, **(log or {})},
             report=report,
         )
         try:
@@ -146,5 +158,6 @@ def run(
         rows=record.rows,
         done=done,
         tokens_per_step=tokens_per_step,
+        images_per_step=images_per_step,
         ended_by=ending.reason if done < steps else "",
     )

@@ -1,10 +1,15 @@
-"""Training data: text to tokens, files of tokens that stay on the disk, windows of them as batches,
-and the position in any source of batches.
+"""Training data: text to tokens, files of tokens that stay on the disk, windows and mixtures of
+them as batches, images, and the position in any source of batches.
 
 Importing this package needs neither JAX nor a tokenizer's library.
 """
 
 from ._feed import Feed as Feed
+from ._images import Images as Images
+from ._images import read_images as read_images
+from ._indexed import is_indexed as is_indexed
+from ._indexed import open_indexed as open_indexed
+from ._mixture import Mixture as Mixture
 from ._split import Split as Split
 from ._text import documents as documents
 from ._text import listed as listed

@@ -29,7 +29,7 @@ _DTYPES = ("uint8", "uint16", "uint32")
 
 
 # Ids of more tokens than these are checked when they are used, not when a file is opened.
-_MOST_CHECKED = 2**28
+MOST_CHECKED = 2**28
 _CHECKED_AT_ONCE = 2**24
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -56,7 +56,8 @@ class TokenFile:
         tokens: the ids, read from the disk as they are needed.
         vocabulary: ids are below this number.
         documents: how many documents they come from.
-        tokenizer, tokenizer_sha256: the name of the tokenizer and the digest of its files.
+        tokenizer, tokenizer_sha256: the name of the tokenizer and the digest of its files; empty
+            where the file does not say.
         mask: the id of its mask, None if it has none.
     """
 
@@ -120,7 +121,7 @@ class TokenFile:
             if header.count
             else np.zeros(0, dtype)
         )
-        require_known(tokens[:_MOST_CHECKED], header.vocabulary, str(path), f" {advice}")
+        require_known(tokens[:MOST_CHECKED], header.vocabulary, str(path), f" {advice}")
         return cls(
             path=path,
             tokens=tokens,
@@ -136,16 +137,17 @@ def require_known(ids: NDArray[Any], vocabulary: int, where: str, advice: str = 
     """Raises `InputError` for the first id that a vocabulary does not have: a model would make nan
     of it.
     """
-    if np.iinfo(ids.dtype).max < vocabulary:
+    known = np.iinfo(ids.dtype)
+    if known.min == 0 and known.max < vocabulary:
         return
     for start in range(0, len(ids), _CHECKED_AT_ONCE):
         part = ids[start : start + _CHECKED_AT_ONCE]
-        if part.max() < vocabulary:
+        if part.max() < vocabulary and part.min() >= 0:
             continue
-        place = int(np.argmax(part >= vocabulary))
+        place = int(np.argmax((part >= vocabulary) | (part < 0)))
         raise InputError(
-            f"{where}: token {start + place} has id {part[place]}, and ids are below {vocabulary}:"
-            f" a model would have no embedding for it.{advice}"
+            f"{where}: token {start + place} has id {part[place]}, and ids are below"
+            f" {vocabulary}: a model would have no embedding for it.{advice}"
         )
 
 

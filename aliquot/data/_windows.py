@@ -85,7 +85,7 @@ class Windows:
             target = f" with target_len={self.target_len}" if self.target_len else ""
             raise InputError(
                 f"{self.source} has {len(self.tokens)} tokens; a sequence of"
-                f" seq_len={self.seq_len}{target} needs at least {self._window}. Give more text, or"
+                f" seq_len={self.seq_len}{target} needs at least {self.window}. Give more text, or"
                 " a smaller seq_len."
             )
 
@@ -111,7 +111,7 @@ class Windows:
     @property
     def num_windows(self) -> int:
         """Windows in the tokens: examples of an epoch."""
-        overlap = self._window - self._stride
+        overlap = self.window - self._stride
         return max(0, len(self.tokens) - overlap) // self._stride
 
     @property
@@ -119,7 +119,8 @@ class Windows:
         return self.seq_len + self.target_len
 
     @property
-    def _window(self) -> int:
+    def window(self) -> int:
+        """Tokens of a window."""
         # The target of the last input is the first token of the next window.
         return self._stride + (not self.masked_share and not self.target_len)
 
@@ -132,24 +133,38 @@ class Windows:
         Raises:
             InputError: an id is not below `known`.
         """
+        wanted = rows or slice(None)
         examples = step * self.batch + np.arange(self.batch)
+        windows = np.zeros((self.batch, self.window), np.int32)
+        windows[wanted] = self.windows_at(examples[wanted])
+        return self.as_batch(windows, step)
+
+    def windows_at(self, examples: NDArray[Any]) -> NDArray[np.int32]:
+        """The windows of examples, which are counted on from epoch to epoch.
+
+        Raises:
+            InputError: an id is not below `known`.
+        """
         epochs, places = np.divmod(examples, self.num_windows)
         if self.shuffled:
             for epoch in np.unique(epochs):
                 here = epochs == epoch
-                places[here] = _order(self.seed, int(epoch), self.num_windows)[places[here]]
-        wanted = rows or slice(None)
-        windows = np.zeros((self.batch, self._window), np.int32)
-        starts = places[wanted, None] * self._stride
-        windows[wanted] = self.tokens[starts + np.arange(self._window)]
+                order = order_of_epoch(self.seed, int(epoch), self.num_windows)
+                places[here] = order[places[here]]
+        starts = places[:, None] * self._stride
+        windows: NDArray[np.int32] = self.tokens[starts + np.arange(self.window)].astype(np.int32)
         ids = windows.view(np.uint32)
-        if self.known is not None and ids.max() >= self.known:
+        if self.known is not None and windows.size and ids.max() >= self.known:
             row, column = np.argwhere(ids >= self.known)[0]
             place = places[row] * self._stride + column
             raise InputError(
-                f"{self.source}: token {place} has id {ids[row, column]}, and ids are below"
+                f"{self.source}: token {place} has id {self.tokens[place]}, and ids are below"
                 f" {self.known}: the model would have no embedding for it. Make the tokens again."
             )
+        return windows
+
+    def as_batch(self, windows: NDArray[np.int32], step: int) -> Batch:
+        """The inputs and targets in the windows of a whole batch, that of a step."""
         if self.masked_share:
             return self._masked(windows, np.random.default_rng((self.seed, step)))
         first = self.seq_len if self.target_len else 1
@@ -174,8 +189,8 @@ class Windows:
 
 
 @functools.lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, count: int) -> NDArray[Any]:
-    """The order of the windows of an epoch."""
+def order_of_epoch(seed: int, epoch: int, count: int) -> NDArray[Any]:
+    """The order in which an epoch takes its examples."""
     order: NDArray[Any] = np.arange(count, dtype=np.uint32 if count < 2**32 else np.uint64)
     np.random.default_rng((seed, epoch)).shuffle(order)
     return order

@@ -47,7 +47,7 @@ class MetricsLog:
       returns, of the last step of the interval; `mean_loss` of all;
     * `step_s`, seconds of a step without compilation, evaluation and checkpoints (none for the
       first two behind a compilation if these are lines of their own), beside
-      `predicted_step_s`; `tokens_per_s`, `tflops_per_s_per_device` and `mfu`;
+      `predicted_step_s`; `tokens_per_s` or `images_per_s`, `tflops_per_s_per_device` and `mfu`;
     * `data_s`, seconds that the loop waited for a batch, and their share `data_share`;
       `checkpoint_s` in the whole interval;
     * `memory_bytes`, the most that a device of this process has used so far, where it says so,
@@ -58,7 +58,7 @@ class MetricsLog:
     Args:
         folder: of the run; None to write nothing.
         plan: that the step follows, for what is predicted.
-        tokens_per_step: of the global batch.
+        tokens_per_step, images_per_step: of the global batch; 0 where it has none.
         every: steps of an interval.
         done: steps that were done before; later lines of an earlier attempt are removed.
         constants: figures that are alike in all lines.
@@ -71,6 +71,7 @@ class MetricsLog:
         *,
         plan: Plan | None = None,
         tokens_per_step: int = 0,
+        images_per_step: int = 0,
         every: int = 10,
         done: int = 0,
         constants: Mapping[str, float] | None = None,
@@ -78,7 +79,8 @@ class MetricsLog:
     ) -> None:
         if every < 1:
             raise InputError(f"A log needs every to be at least 1, got {every}.")
-        self._plan, self._tokens, self._every = plan, tokens_per_step, every
+        self._plan, self._every = plan, every
+        self._examples = {"tokens_per_s": tokens_per_step, "images_per_s": images_per_step}
         self._constants, self._report = dict(constants or {}), report
         self._losses: list[float] = []
         self._rows: list[dict[str, Any]] = []
@@ -181,8 +183,7 @@ class MetricsLog:
             loop_s = max(done.wall_s - aside_s, 1e-9)
             step_s = loop_s / count
             found = {"step_s": step_s, "data_s": data_s, "data_share": min(data_s / loop_s, 1.0)}
-            if self._tokens:
-                found["tokens_per_s"] = self._tokens / step_s
+            found |= {name: count / step_s for name, count in self._examples.items() if count}
             found |= self._of_plan(step_s)
         for what in _ASIDE:
             if what in done.parts_s:

@@ -10,6 +10,7 @@ from ._config import AbstractTextConfig as AbstractTextConfig
 from ._config import ModelConfig as ModelConfig
 from ._config import MoEConfig as MoEConfig
 from ._data import BYTE_VOCABULARY as BYTE_VOCABULARY
+from ._data import images_for as images_for
 from ._data import text_for as text_for
 from ._data import tokens_of as tokens_of
 from ._fused import AttentionChoice as AttentionChoice

@@ -89,7 +89,7 @@ def test_only_the_rows_that_are_asked_for_are_read(options):
     partial = Windows(
         tokens=np.arange(4096).view(Watched), seq_len=16, batch=8, seed=3, **options
     ).batch_at(7, slice(2, 5))
-    assert Watched.read == 3 * (data._window)
+    assert Watched.read == 3 * (data.window)
     for name, array in whole.items():
         assert partial[name].shape == array.shape
         assert (partial[name][2:5] == array[2:5]).all()

@@ -244,7 +244,7 @@ def test_tokens_of_another_vocabulary_are_refused(tmp_path):
         text_for(bert, tokens(40))
     assert text_for(bert, tokens(40, mask=7)).mask == 7
     assert tokens_of([tmp_path / "tokens.bin"]).vocabulary == 40
-    with pytest.raises(InputError, match=r"takes one file of tokens.*aliquot data TEXT"):
+    with pytest.raises(InputError, match=r"takes files of tokens or texts.*aliquot data TEXT"):
         tokens_of([tmp_path / "tokens.bin", tmp_path])
 
 

@@ -21,12 +21,12 @@ PAPER_TITLES = {"gpt": "GPT", "t5": "T5", "resnet": "Wide-ResNet"}
 _Table = dict[str, dict[str, float]]
 
 
-def accuracy_rows(published: PublishedTables) -> list[dict[str, Any]]:
-    """For each model of the paper: iteration time and memory, predicted by Aceso and measured."""
+def accuracy_rows(published: PublishedTables, *, setting: str = "large") -> list[dict[str, Any]]:
+    """For each model of a setting: iteration time and memory, predicted by Aceso and measured."""
     rows = []
     for family in PAPER_SIZES:
-        times = published.table(f"perf_model_time_large_{family}")
-        memory = published.table(f"perf_model_mem_large_{family}")
+        times = published.table(f"perf_model_time_{setting}_{family}")
+        memory = published.table(f"perf_model_mem_{setting}_{family}")
         for size, measured_s in times.get("actual", {}).items():
             predicted_mb = [
                 memory.get(f"predict ({part})", {}).get(size) for part in ("norm", "extra")
@@ -50,13 +50,16 @@ def accuracy_rows(published: PublishedTables) -> list[dict[str, Any]]:
 class PublishedTables:
     """The tables of the artifact by name: a row for each system, a column for each size.
 
+    Args:
+        folder: of CSV files; None for no tables.
+
     Raises:
         InputError: the folder has none, or a file is no table of numbers.
     """
 
-    def __init__(self, folder: Path) -> None:
-        paths = sorted(folder.glob("*.csv"))
-        if not paths:
+    def __init__(self, folder: Path | None) -> None:
+        paths = sorted(folder.glob("*.csv")) if folder is not None else []
+        if folder is not None and not paths:
             raise InputError(f"{folder} holds no CSV files of the artifact's figures.")
         self._tables = {path.stem: _read(path) for path in paths}
 

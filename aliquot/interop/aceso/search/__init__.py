@@ -5,6 +5,7 @@ from ._bottleneck import Bottleneck as Bottleneck
 from ._exact import Exact as Exact
 from ._grid import Grid as Grid
 from ._measured_chain import MeasuredChain as MeasuredChain
+from ._megatron import Megatron as Megatron
 from ._need import Need as Need
 from ._need import smallest_need as smallest_need
 from ._planners import PLANNERS as PLANNERS

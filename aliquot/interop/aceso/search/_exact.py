@@ -44,6 +44,7 @@ _MOST_SPLITS = 60
 _EFFORTS = (0.0, 0.1, 0.4, 1.0)
 # Longer stages keep fewer partial stages at each operator, so that all take about the same work.
 _FEW_OPERATORS = 100
+_CLOSE = "the bound is close enough"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,8 @@ class _Search:
                 self._solve_operators()
                 for batch in self._batches:
                     batch.bound_operators(self._problem, self._best.best_us)
+                if ended == _CLOSE and self._bound(queue) < self._enough_us:
+                    ended = f"{_CLOSE} for cuts between layers, not for those within"
         except (KeyboardInterrupt, BudgetSpent) as error:
             ended = self._clock.ended(error)
         bound = self._bound(queue)
@@ -121,17 +124,19 @@ class _Search:
             ended=ended,
         )
 
+    @property
+    def _enough_us(self) -> float:
+        """A bound that is close enough to the best time to end the search."""
+        return self._best.best_us * (1 - self._planner.gap)
+
     def _search(self, queue: list[tuple[float, int, _MicroBatch]]) -> str:
         """Run rounds until the bound is close enough; returns the reason why they ended."""
         rounds = 0
         while queue:
             bound, _, batch = queue[0]
-            if bound >= self._best.best_us * (1 - self._planner.gap):
-                return (
-                    "the bound is close enough"
-                    if not self._exhausted
-                    else "what is left costs too much to search"
-                )
+            if bound >= self._enough_us:
+                is_known = min([np.inf, *self._exhausted]) >= self._enough_us
+                return _CLOSE if is_known else "what is left costs too much to search"
             if self._entries >= self._planner.max_entries:
                 return f"the limit of {self._planner.max_entries:,.0f} table entries"
             if rounds >= self._planner.max_rounds:
@@ -214,7 +219,7 @@ class _Search:
         if cuts is None:
             batch.bound_us = np.inf
             return True
-        if batch.bound_us >= self._best.best_us * (1 - self._planner.gap):
+        if batch.bound_us >= self._enough_us:
             # The best time only falls, so this micro-batch size is never searched again.
             batch.forget()
             return True

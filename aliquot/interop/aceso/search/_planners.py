@@ -8,6 +8,7 @@ from ._auto import Auto
 from ._bottleneck import Bottleneck
 from ._exact import Exact
 from ._grid import Grid
+from ._megatron import Megatron
 from ._problem import SearchPlanner
 
 PLANNERS: Mapping[str, Callable[..., SearchPlanner]] = {
@@ -15,5 +16,6 @@ PLANNERS: Mapping[str, Callable[..., SearchPlanner]] = {
     "exact": Exact,
     "bottleneck": Bottleneck,
     "grid": Grid,
+    "megatron": Megatron,
 }
 """Planners by name."""
