@@ -1,5 +1,5 @@
-"""`aliquot train` on indexed data, mixtures and images: the same losses under every plan, and where a
-run goes on.
+"""`aliquot train` on indexed data, mixtures and images: the same losses under every plan, and where
+a run goes on.
 """
 
 import json

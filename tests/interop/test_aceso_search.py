@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from aliquot.interop.aceso import (
     JUDGES,
     Configuration,
     StageConfiguration,
+    built_in_chains,
     make_chain,
     read_configuration,
 )
@@ -26,11 +28,13 @@ from aliquot.interop.aceso.search import (
     PLANNERS,
     Exact,
     Grid,
+    Incumbents,
     SearchProblem,
     read_problem,
 )
 from aliquot.interop.aceso.search._evenly import possible_cuts, spread_evenly_us
 from aliquot.interop.aceso.search._measured_chain import MeasuredChain
+from aliquot.interop.aceso.search._megatron import first_of_layers
 from aliquot.interop.aceso.search._quotes import quote_all
 from aliquot.planners.inter.bottleneck import Neighbours, Variant
 
@@ -486,3 +490,83 @@ def test_an_interrupted_search_returns_its_best_so_far():
     result = PLANNERS["exact"](gap=0.0).search(problem, on_progress=interrupt)
     assert result.ended == "interrupted" and result.best
     assert isinstance(result.best[0][0], Configuration)
+
+
+def test_megatrons_grid_is_searched_whole(toy):
+    problem = toy_problem(toy, gpus_per_node=4, num_layers=4, memory_limit_mb=700.0)
+    operators = problem.chain.operators
+    layers = [k for k, operator in enumerate(operators) if operator.name == "norm"]
+    times = []
+    for stages, tensor, recomputed in itertools.product((1, 2, 4), (1, 2), (False, True)):
+        devices = 4 // stages
+        if devices % tensor:
+            continue
+        cuts = [0, *layers[4 // stages :: 4 // stages], len(operators)]
+        made = problem.configuration(
+            devices // tensor,
+            tuple(
+                StageConfiguration(
+                    num_devices=devices,
+                    tensor=(tensor,) * (b - a),
+                    data=(devices // tensor,) * (b - a),
+                    algorithm=(0,) * (b - a),
+                    recompute=tuple(
+                        recomputed and k not in (0, len(operators) - 1) for k in range(a, b)
+                    ),
+                )
+                for a, b in itertools.pairwise(cuts)
+            ),
+        )
+        judged = problem.evaluate(made)
+        if max(stage.memory_mb for stage in judged.stages) <= problem.memory_limit_mb:
+            times.append(judged.iteration_time_ms)
+    found = PLANNERS["megatron"](keep=100).search(problem)
+    assert 1 < len(times) < 10
+    assert sorted(times) == [estimate.iteration_time_ms for _, estimate in found.best]
+    stages = found.best[0][0].stages
+    assert len({(stage.num_devices, stage.tensor[0]) for stage in stages}) == 1
+
+
+def test_layers_of_every_family_are_found():
+    chains = built_in_chains()
+    counts = {
+        "gpt": {"num_layers": 5},
+        "t5": {"num_layers": 5},
+        "resnet": {"num_layers": [3, 4, 6, 3]},
+    }
+    found = {
+        family: len(first_of_layers(make_chain(chains[family], sizes)))
+        for family, sizes in counts.items()
+    }
+    assert found == {"gpt": 5, "t5": 10, "resnet": 16}
+
+
+def test_after_sigterm_the_best_so_far_is_the_answer(toy, tmp_path, monkeypatch):
+    offer = Incumbents.offer
+
+    def offer_and_stop(self, configuration):
+        better = offer(self, configuration)
+        signal.raise_signal(signal.SIGTERM)
+        return better
+
+    monkeypatch.setattr(Incumbents, "offer", offer_and_stop)
+    before = signal.getsignal(signal.SIGTERM)
+    database, chain = toy
+    out = tmp_path / "best.json"
+    found = run(
+        "aceso",
+        "search",
+        "--database",
+        database,
+        "--chain",
+        chain,
+        "--num-layers",
+        4,
+        *_OPTIONS,
+        *("--memory-limit-mb", 1e6, "--micro-batch-sizes", 1, "--planner", "grid", "--out", out),
+    )
+    assert found.exit_code == 143
+    assert "interrupted; this is the best so far." in found.stderr
+    assert "ended: interrupted" in found.stdout
+    assert read_configuration(out).stages
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -88,9 +88,7 @@ def test_the_small_tables_need_nothing_published(measured, tmp_path):
         "perf_model_time_small_gpt": "size,1_3B\nactual,60\npredict,57\n",
     }.items():
         (published / f"{name}.csv").write_text(text)
-    answer = json.loads(
-        run("bench", "aceso", *options, "--published", published, "--json").stdout
-    )
+    answer = json.loads(run("bench", "aceso", *options, "--published", published, "--json").stdout)
     assert answer["accuracy"][0]["time off by"] == "-5.0%"
     row = next(csv.DictReader((tmp_path / "small/search_cost_small.csv").read_text().splitlines()))
     assert float(row["aceso"]) == 69 and float(row["aliquot"]) > 0

@@ -11,6 +11,7 @@ from ._need import smallest_need as smallest_need
 from ._planners import PLANNERS as PLANNERS
 from ._problem import BUDGET_SPENT as BUDGET_SPENT
 from ._problem import INTERRUPTED as INTERRUPTED
+from ._problem import Incumbents as Incumbents
 from ._problem import OnProgress as OnProgress
 from ._problem import Progress as Progress
 from ._problem import SearchPlanner as SearchPlanner

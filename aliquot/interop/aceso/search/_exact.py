@@ -11,6 +11,7 @@ layers. Once all of them have solutions, these make up a configuration.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._configuration import Configuration, StageConfiguration
+from .._performance import Estimate
 from ._cuts import Cut, Cuts, CutSearch
 from ._evenly import longest_stage, possible_cuts, rate_range, spread_evenly_us
 from ._layers import GroupedSpace, group_spaces
@@ -44,6 +46,8 @@ _MOST_SPLITS = 60
 _EFFORTS = (0.0, 0.1, 0.4, 1.0)
 # Longer stages keep fewer partial stages at each operator, so that all take about the same work.
 _FEW_OPERATORS = 100
+# Cuts within layers are moved until so many operators were solved anew.
+_MOST_RECUT = 3_000
 _CLOSE = "the bound is close enough"
 
 
@@ -153,34 +157,73 @@ class _Search:
 
     def _solve_operators(self) -> None:
         """Solve the stages of the best configurations operator by operator, after a search layer by
-        layer.
+        layer, and move the cuts of the best one within layers.
         """
         for configuration, _ in self._best.results():
-            spaces = self._problem.spaces(configuration.micro_batch)
-            stages, first, device = [], 0, 0
+            stages, first = list(configuration.stages), 0
             for k, stage in enumerate(configuration.stages):
                 last = first + len(stage.tensor)
-                entered = int(device > 0 and device % self._problem.gpus_per_node == 0)
-                device += stage.num_devices
-                answer = solve_stage(
-                    spaces[stage.num_devices],
-                    first,
-                    last,
-                    in_flight=self._problem.in_flight(
-                        configuration.micro_batch, len(configuration.stages) - 1 - k
-                    ),
-                    entered=entered,
-                    left=int(device % self._problem.gpus_per_node == 0),
-                    memory_limit_mb=self._problem.memory_limit_mb,
-                    ceiling_us=np.inf,
-                    rate_us_per_mb=0.0,
-                    max_labels=0,
-                    check=self._clock.check,
-                )
-                fits = np.isfinite(answer.time_us)
-                stages.append(as_stage(spaces[stage.num_devices], answer) if fits else stage)
+                stages[k] = self._solved(configuration, k, first, last) or stage
                 first = last
             self._best.offer(self._problem.configuration(configuration.micro_batch, tuple(stages)))
+        left = _MOST_RECUT
+        while left > 0 and (results := self._best.results()):
+            moved = self._recut(*results[0], most=left)
+            left -= moved
+            if self._best.results()[0] is results[0] or not moved:
+                break
+
+    def _recut(self, configuration: Configuration, estimate: Estimate, *, most: int) -> int:
+        """Move operators from the slowest stage to a neighbour until a move helps, or stages with
+        `most` operators were solved for that; how many it were.
+        """
+        times = [stage.busy_ms for stage in estimate.stages]
+        ends = [0, *itertools.accumulate(len(stage.tensor) for stage in configuration.stages)]
+        slowest, solved = times.index(max(times)), 0
+        for other in sorted(
+            {slowest - 1, slowest + 1} & {*range(len(times))}, key=times.__getitem__
+        ):
+            # As many as make both take the same time, if all operators took the same, and fewer.
+            each = times[slowest] / len(configuration.stages[slowest].tensor)
+            far = max(1, round((times[slowest] - times[other]) / (2 * each)))
+            for count in dict.fromkeys((far, (far + 1) // 2, 1)):
+                cuts, at = list(ends), max(slowest, other)
+                cuts[at] += count if other < slowest else -count
+                if solved >= most or not cuts[at - 1] < cuts[at] < cuts[at + 1]:
+                    continue
+                stages = list(configuration.stages)
+                for k in (slowest, other):
+                    solved += cuts[k + 1] - cuts[k]
+                    stage = self._solved(configuration, k, cuts[k], cuts[k + 1])
+                    if stage is None:
+                        break
+                    stages[k] = stage
+                else:
+                    made = self._problem.configuration(configuration.micro_batch, tuple(stages))
+                    if self._best.offer(made):
+                        return solved
+        return solved
+
+    def _solved(
+        self, configuration: Configuration, k: int, first: int, last: int
+    ) -> StageConfiguration | None:
+        """Stage `k` of a configuration solved anew for these operators; None if they do not fit."""
+        sizes = [stage.num_devices for stage in configuration.stages]
+        device, space = sum(sizes[:k]), self._problem.spaces(configuration.micro_batch)[sizes[k]]
+        answer = solve_stage(
+            space,
+            first,
+            last,
+            in_flight=self._problem.in_flight(configuration.micro_batch, len(sizes) - 1 - k),
+            entered=int(device > 0 and device % self._problem.gpus_per_node == 0),
+            left=int((device + sizes[k]) % self._problem.gpus_per_node == 0),
+            memory_limit_mb=self._problem.memory_limit_mb,
+            ceiling_us=np.inf,
+            rate_us_per_mb=0.0,
+            max_labels=0,
+            check=self._clock.check,
+        )
+        return as_stage(space, answer) if np.isfinite(answer.time_us) else None
 
     def _bound(self, queue: Sequence[tuple[float, int, _MicroBatch]]) -> float:
         if not queue and not self._exhausted:

@@ -9,14 +9,12 @@ References: D. Narayanan et al., "Efficient Large-Scale Language Model Training 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from .._chain import OperatorChain
 from .._configuration import Configuration, StageConfiguration
-from ._layers import find_layers
 from ._problem import (
     Clock,
     Incumbents,
@@ -118,11 +116,14 @@ def _points(problem: SearchProblem) -> Iterator[Configuration]:
 
 
 def first_of_layers(chain: OperatorChain) -> list[int]:
-    """The first operator of each layer: those that the chain says, and every repetition of a run of
-    operators.
+    """The first operator of each layer: those that the chain says, and in every stretch of
+    operators that occur several times each occurrence of its first.
     """
     names = [operator.name for operator in chain.operators]
-    _, kinds = np.unique(names, return_inverse=True)
-    repeated = {first for first, end in find_layers(kinds) if end - first > 1}
-    said = {k for k, operator in enumerate(chain.operators) if operator.starts_layer}
-    return sorted(repeated | said)
+    counts = Counter(names)
+    firsts = {
+        name
+        for before, name in itertools.pairwise(["", *names])
+        if counts[name] > 1 and counts[before] <= 1
+    }
+    return [k for k, each in enumerate(chain.operators) if each.starts_layer or each.name in firsts]

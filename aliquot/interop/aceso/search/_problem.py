@@ -43,6 +43,10 @@ class SearchProblem:
     micro_batches: tuple[int, ...]
     memory_limit_mb: float
     judge: Judge
+    # Planners that run one after another ask for the same spaces.
+    _spaces: dict[int, dict[int, StageSpace]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def num_devices(self) -> int:
@@ -68,19 +72,21 @@ class SearchProblem:
 
     def spaces(self, micro_batch: int) -> dict[int, StageSpace]:
         """Spaces of a stage by number of devices; numbers without measurements are left out."""
-        spaces = {
-            n: make_space(
-                self.chain,
-                self.database,
-                n,
-                micro_batch,
-                gpus_per_node=self.gpus_per_node,
-                judge=self.judge,
-                num_micro_batches=self.num_micro_batches(micro_batch),
-            )
-            for n in self.stage_sizes()
-        }
-        return {n: space for n, space in spaces.items() if space is not None}
+        if micro_batch not in self._spaces:
+            made = {
+                n: make_space(
+                    self.chain,
+                    self.database,
+                    n,
+                    micro_batch,
+                    gpus_per_node=self.gpus_per_node,
+                    judge=self.judge,
+                    num_micro_batches=self.num_micro_batches(micro_batch),
+                )
+                for n in self.stage_sizes()
+            }
+            self._spaces[micro_batch] = {n: each for n, each in made.items() if each is not None}
+        return self._spaces[micro_batch]
 
     def evaluate(self, configuration: Configuration) -> Estimate:
         """The judge's figures for a configuration."""

@@ -264,14 +264,14 @@ def _rounded_up(values: Floats) -> Floats:
 
 def _sparse(values: Floats) -> Floats:
     """Maxima of all ranges whose length is a power of two; the first axis is the exponent."""
-    levels = [values]
-    width = 1
-    while 2 * width <= values.shape[-1]:
-        grown = levels[-1].copy()
-        grown[..., :-width] = np.maximum(grown[..., :-width], levels[-1][..., width:])
-        levels.append(grown)
-        width *= 2
-    return np.stack(levels)
+    depth = max(values.shape[-1], 1).bit_length()
+    levels = np.empty((depth, *values.shape), values.dtype)
+    levels[0] = values
+    for exponent in range(1, depth):
+        before, width = levels[exponent - 1], 2 ** (exponent - 1)
+        np.maximum(before[..., :-width], before[..., width:], out=levels[exponent, ..., :-width])
+        levels[exponent, ..., -width:] = before[..., -width:]
+    return levels
 
 
 def _range_max(table: Floats, state: Integers, first: Integers, last: Integers) -> Floats:

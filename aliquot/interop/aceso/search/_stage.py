@@ -230,7 +230,9 @@ class _Labels:
         cost = np.broadcast_to(
             self._busy[0] + rates[:, None] * self._mb[0], (len(rates), self._busy.shape[1])
         )
-        both = np.stack([cost, cost + self._again[0]], axis=1) + togo[0]
+        both = np.empty((len(rates), 2, self._busy.shape[1]))
+        both[:, 0], both[:, 1] = cost, cost + self._again[0]
+        both += togo[0]
         for op in range(count):
             if op:
                 before, redone = states[op - 1], again[op - 1]
@@ -240,10 +242,9 @@ class _Labels:
                     if self._fused[op]
                     else np.zeros(len(rates))
                 )
-                both = (
-                    np.stack([cost_here, cost_here + self._again[op] - saved[:, None]], axis=1)
-                    + togo[op]
-                )
+                both[:, 0] = cost_here
+                both[:, 1] = cost_here + self._again[op] - saved[:, None]
+                both += togo[op]
             flat = both.reshape(len(rates), -1).argmin(axis=1)
             again[op], states[op] = np.divmod(flat, both.shape[-1])
         return states, again
@@ -271,27 +272,31 @@ class _Labels:
 
     def _totals(self, states: NDArray[np.int64], again: NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Times and memory of whole paths, a column for each."""
-        paths = np.arange(states.shape[1])
-        labels = np.zeros((len(paths), 7))
-        for op, (state, redone) in enumerate(zip(states, again, strict=True)):
-            labels[:, 0] += self._busy[op][state] + np.where(redone, self._again[op][state], 0.0)
-            labels[:, 1] += self._mb[op][state]
-            labels[:, 2] += self._space.weights_mb[self._kinds[op]][state]
-            if op:
-                before = states[op - 1]
-                labels[:, 0] += self._edges[op][before, state]
-                saved = (
-                    self._kept[op - 1][before] * again[op - 1] * redone if self._fused[op] else 0.0
-                )
-                labels[:, 1] -= saved
-                run = labels[:, 3] + saved / self._in_flight
-                labels[:, 3] = np.where(
-                    redone & again[op - 1] if self._fused[op] else False, run, 0.0
-                )
-                labels[:, 4] = np.maximum(labels[:, 4], labels[:, 3])
-            if op + 1 < len(states) or self._space.counts_last_reserved:
-                self._reserve(labels, state, op)
-        return labels[:, 0] + self._leaves[states[-1]], labels[:, 1] + self._held(labels)
+        space, count = self._space, len(states)
+        at, kinds, redone = np.arange(count)[:, None], self._kinds[:, None], again.astype(bool)
+        # Operators and the changes of layout before them, added up in their order.
+        times = np.zeros((count, 2, states.shape[1]))
+        times[1:, 0] = self._distinct_edges[self._edge_of[1:, None], states[:-1], states[1:]]
+        times[:, 1] = self._busy[at, states] + np.where(redone, self._again[at, states], 0.0)
+        dropped = redone[1:] & redone[:-1] & self._fused[1:, None]
+        saved_mb = np.where(dropped, self._kept[at[:-1], states[:-1]], 0.0)
+        memory_mb = self._mb[at, states]
+        memory_mb[1:] -= saved_mb
+        run_mb = peak_mb = np.zeros(states.shape[1])
+        for is_dropped, saved in zip(dropped, saved_mb / self._in_flight, strict=True):
+            run_mb = np.where(is_dropped, run_mb + saved, 0.0)
+            peak_mb = np.maximum(peak_mb, run_mb)
+        counted = slice(count if space.counts_last_reserved else count - 1)
+        kinds, chosen = kinds[counted], states[counted]
+        reserved_mb = sum(
+            table[kinds, chosen].max(axis=0, initial=0.0)
+            for table in (space.forward_reserved_mb, space.backward_reserved_mb)
+        )
+        weights_mb = space.weights_mb[self._kinds[:, None], states].cumsum(axis=0)[-1]
+        peak_mb = np.maximum(peak_mb, space.peak_mb[kinds, chosen].max(axis=0, initial=0.0))
+        total_us = times.reshape(2 * count, -1).cumsum(axis=0)[-1] + self._leaves[states[-1]]
+        held_mb = peak_mb + np.maximum(reserved_mb, weights_mb)
+        return total_us, memory_mb.cumsum(axis=0)[-1] + held_mb
 
     def _to_go(self, rates: Floats, time: float) -> Floats:
         """The least cost of all operators after each one and of the transfer out of the stage,
