@@ -42,6 +42,7 @@ _MODULE_OF = {
     "Blocks": "planners",
     "ILP": "planners",
     "Fixed": "planners",
+    "Within": "planners",
     "plan_chain": "planners",
     "AliquotError": "core",
     "CaptureError": "core",

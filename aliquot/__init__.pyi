@@ -50,6 +50,7 @@ from .planners import ShardParallel as ShardParallel
 from .planners import StageDP as StageDP
 from .planners import TensorParallel as TensorParallel
 from .planners import WholeProgram as WholeProgram
+from .planners import Within as Within
 from .planners import Zero2Parallel as Zero2Parallel
 from .planners import Zero3Parallel as Zero3Parallel
 from .planners import plan_chain as plan_chain

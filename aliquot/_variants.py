@@ -304,7 +304,7 @@ def plan_variants(
         return variant.task(where, **given)
 
     may_be_program = isinstance(how, (Auto, WholeProgram)) or (
-        isinstance(how, PipeshardParallel) and how.may_be_one_program
+        isinstance(how, PipeshardParallel) and how.may_be_one_program and how.allows_program(where)
     )
     searches = may_be_program or (isinstance(how, PipeshardParallel) and how.inter.searches)
     if not may_be_program and isinstance(how, PipeshardParallel):

@@ -95,6 +95,19 @@ class MethodOptions:
         ),
     ] = None
 
+    within: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RESTRICTION",
+            help=(
+                "Restrict the search for a pipeline; repeatable: submeshes=powers-of-two,"
+                " meshes=2x4, imbalance=0.5, without=all-to-all, no-replicated-parameters,"
+                " batch-on-first-axis."
+            ),
+            show_default=False,
+        ),
+    ] = None
+
     def check(self, global_batch: int | None) -> None:
         """Check what can be checked before JAX is imported.
 
@@ -132,13 +145,14 @@ class MethodOptions:
         Raises:
             InputError: There is no such method, or the options do not go with it.
         """
-        from ..planners import PipelineOptions, method_by_name
+        from ..planners import PipelineOptions, Within, method_by_name
 
         pipeline = PipelineOptions(
             stages=self.stages,
             schedule=self.schedule,
             micro_batches=self.num_micro_batches,
             layers=read_layers(self.layers),
+            within=Within.read(self.within) if self.within else None,
         )
         return method_by_name(self.method, read_mesh(self.mesh), pipeline, self.intra)
 

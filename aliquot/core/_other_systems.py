@@ -135,8 +135,8 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
         " unknown is answered with all."
     ),
     "UniformStageOption": (
-        "Write `inter=aq.Grid()` in `aq.PipeshardParallel`, which tries all equal stages;"
-        " `aq.Megatron(data=2, tensor=2, pipeline=2)` gives their number."
+        "Write `inter=aq.Grid()` in `aq.PipeshardParallel`, which tries all equal stages, and"
+        " `num_stages=4` for their number."
     ),
     **dict.fromkeys(("plan_to_method", "ParallelPlan"), _PLAN),
     "get_last_dp_result": "Write `print(plan)`: stages, costs and the bound are part of the plan.",

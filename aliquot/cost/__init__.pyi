@@ -22,6 +22,7 @@ from ._chain_plan import simulate_stages as simulate_stages
 from ._choices import can_split as can_split
 from ._choices import distinct_specs as distinct_specs
 from ._choices import enumerate_choices as enumerate_choices
+from ._choices import joined_axes as joined_axes
 from ._choices import shards as shards
 from ._collectives import LEAST_MEASURED_BYTES as LEAST_MEASURED_BYTES
 from ._collectives import collective_kind as collective_kind
@@ -62,6 +63,7 @@ from ._priced import Priced as Priced
 from ._priced import PricedEdge as PricedEdge
 from ._priced import PricedNode as PricedNode
 from ._priced import price as price
+from ._priced import sum_collective as sum_collective
 from ._priced import work_seconds as work_seconds
 from ._problem import Problem as Problem
 from ._problem import make_problem as make_problem

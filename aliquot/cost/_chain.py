@@ -80,6 +80,9 @@ class Chain(AbstractChain):
         overlaps_transfers: whether transfers between stages overlap with compute. If not, the
             transfers over the edge in front of a stage, in both directions, add to the time that
             the stage takes for each micro-batch.
+        most_imbalance: the most by which the share that a stage has of the compute, as its option
+            runs it, may differ from its share of the devices: with 0.5 neither exceeds 1.5 times
+            the other.
     """
 
     unit_names: tuple[str, ...]
@@ -99,6 +102,7 @@ class Chain(AbstractChain):
     intra: Link
     inter: Link
     overlaps_transfers: bool = False
+    most_imbalance: float = np.inf
     deferred_bytes: Floats = field(default_factory=lambda: _NOT_GIVEN)
     recomputed_bytes: Floats = field(default_factory=lambda: _NOT_GIVEN)
 
@@ -112,6 +116,13 @@ class Chain(AbstractChain):
             raise InputError(
                 "This chain cannot be planned:" + "".join(f"\n  - {fault}" for fault in faults)
             )
+
+    @property
+    def may_be_shorter(self) -> bool:
+        """True if an option that runs a stretch of units also runs every shorter one as a stage:
+        tables of its furthest ends then say all.
+        """
+        return bool(np.isinf(self.most_imbalance))
 
     def under(self, schedule: str) -> Chain:
         """See `AbstractChain.under`.
@@ -151,7 +162,7 @@ class Chain(AbstractChain):
         both = tables.forward_s + tables.backward_s
         # Units that the option cannot run count as zero in the sums, so their stretches are set to
         # infinity here.
-        runs = np.asarray(last) <= tables.last_end[option, first]
+        runs = tables.runs(option, first, last)
         return np.asarray(np.where(runs, both[option, last] - both[option, first], np.inf))
 
     def propose(
@@ -167,7 +178,7 @@ class Chain(AbstractChain):
     ) -> StageChoice | None:
         """See `AbstractChain.propose`."""
         tables = PrefixSums.of(self)
-        if last > tables.last_end[option, first]:
+        if not tables.runs(option, first, last):
             return None
         if tables.stage_bytes(option, first, last, in_flight, chunks) > limit_bytes:
             return None
@@ -207,7 +218,7 @@ class Chain(AbstractChain):
         """See `AbstractChain.quote_many`."""
         tables = PrefixSums.of(self)
         peak_bytes = tables.stage_bytes(option, first, last, np.asarray(in_flight), chunks)
-        runs = last <= tables.last_end[option, first]
+        runs = tables.runs(option, first, last)
         return StageColumns(
             **_times(tables, option, first, last),
             transfer_s=_edges_s(self, option, first, first_device),
@@ -216,10 +227,17 @@ class Chain(AbstractChain):
 
     def find_fault(self, stage: StageChoice) -> str | None:
         """See `AbstractChain.find_fault`."""
-        end = int(PrefixSums.of(self).last_end[stage.option, stage.first_unit])
-        if end >= stage.last_unit:
+        tables, option = PrefixSums.of(self), self.options[stage.option]
+        if tables.runs(stage.option, stage.first_unit, stage.last_unit):
             return None
-        return f"cannot run {self.unit_names[end]} with option {self.options[stage.option].name!r}"
+        whole = replace(self, most_imbalance=np.inf) if np.isfinite(self.most_imbalance) else self
+        end = int(PrefixSums.of(whole).last_end[stage.option, stage.first_unit])
+        if end >= stage.last_unit:
+            return (
+                f"has a share of the compute too far from its share of the devices with option"
+                f" {option.name!r}"
+            )
+        return f"cannot run {self.unit_names[end]} with option {option.name!r}"
 
 
 def _faulty_arrays(chain: Chain) -> list[str]:
@@ -264,6 +282,23 @@ def _faulty_options(chain: Chain) -> list[str]:
     return faults
 
 
+def _balanced_ends(chain: Chain, sums_s: Floats) -> tuple[Ints, Ints]:
+    """For each option and first unit, the first and the last end of a stage whose share of the
+    compute is as close to its share of the devices as `most_imbalance` says.
+
+    Args:
+        sums_s: [O, U + 1], prefix sums of the seconds of the compute.
+    """
+    most = 1 + chain.most_imbalance
+    ends = np.zeros((2, len(chain.options), chain.num_units), np.int64)
+    for k, (option, sums) in enumerate(zip(chain.options, sums_s, strict=True)):
+        fair_s = sums[-1] * option.num_devices / chain.num_devices
+        near_s = 1e-9 * sums[-1]
+        ends[0, k] = np.searchsorted(sums, sums[:-1] + fair_s / most - near_s)
+        ends[1, k] = np.searchsorted(sums, sums[:-1] + fair_s * most + near_s, side="right") - 1
+    return np.maximum(ends[0], np.arange(1, chain.num_units + 1)), ends[1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefixSums:
     """Tables that give the costs of any stretch of units [i, j) under any option in constant time.
@@ -274,8 +309,8 @@ class PrefixSums:
     Attributes:
         exposed_s: the idle time that a unit adds to a zero-bubble pipeline while it fills and
             drains: `forward + input gradient - min(weight gradient, forward, input gradient)`.
-        last_end: [O, U], the largest j for which the option can run all of [i, j); i if it cannot
-            run unit i.
+        first_end, last_end: [O, U], the smallest and the largest j for which the option can run
+            all of [i, j); `last_end` is i if it cannot run unit i, or no such stage is balanced.
         working_tables: [K, O, U], a sparse table for range maxima: entry [k, o, u] is the largest
             `working_bytes` of the 2**k units from u on.
     """
@@ -288,6 +323,7 @@ class PrefixSums:
     state_bytes: Floats
     in_flight_bytes: Floats
     recomputed_bytes: Floats
+    first_end: Ints
     last_end: Ints
     working_tables: Floats
 
@@ -308,11 +344,26 @@ class PrefixSums:
         figures["exposed_s"] = forward + inputs - np.minimum(weights, np.minimum(forward, inputs))
         units = chain.num_units
         stops = np.where(runs, units, np.arange(units))
+        # Scanned from the right: each unit takes the nearest stop at or after it.
+        last_end = np.minimum.accumulate(stops[:, ::-1], axis=1)[:, ::-1].astype(np.int64)
+        sums = {name: _prefix(figures[name]) for name in _SUMMED}
+        first_end = np.broadcast_to(np.arange(1, units + 1), last_end.shape)
+        if np.isfinite(chain.most_imbalance):
+            balanced = _balanced_ends(chain, sums["forward_s"] + sums["backward_s"])
+            first_end, last_end = balanced[0], np.minimum(last_end, balanced[1])
+            last_end = np.where(last_end < first_end, np.arange(units), last_end)
         return cls(
-            **{name: _prefix(figures[name]) for name in _SUMMED},
-            # Scanned from the right: each unit takes the nearest stop at or after it.
-            last_end=np.minimum.accumulate(stops[:, ::-1], axis=1)[:, ::-1].astype(np.int64),
+            **sums,
+            first_end=first_end,
+            last_end=last_end,
             working_tables=_running_maxima(figures["working_bytes"]),
+        )
+
+    def runs(self, options: Any, first: Any, last: Any) -> NDArray[np.bool_]:
+        """Whether options can run all of [first, last) as a stage. Arguments broadcast."""
+        last = np.asarray(last)
+        return np.asarray(
+            (last <= self.last_end[options, first]) & (last >= self.first_end[options, first])
         )
 
     def working_bytes(self, options: Any, first: Any, last: Any) -> Floats:

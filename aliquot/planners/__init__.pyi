@@ -56,6 +56,7 @@ from .intra import IntraCosts as IntraCosts
 from .intra import IntraSolution as IntraSolution
 from .intra import MegatronSplit as MegatronSplit
 from .intra import Space as Space
+from .intra import Within as Within
 from .intra import as_one_block as as_one_block
 from .intra import block_options as block_options
 from .intra import judge_picks as judge_picks

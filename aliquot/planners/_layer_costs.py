@@ -348,7 +348,7 @@ def price_option(
             choices = split.on_axis(len(names) - 1, problem.nodes, kinds, choices)
     if not choices or not all(map(len, choices)):
         return None
-    return price(
+    priced = price(
         problem,
         mesh,
         repeats=problem.num_micro_batches,
@@ -357,6 +357,7 @@ def price_option(
         gathers_once=intra.gathers_once,
         choices=choices,
     )
+    return intra.as_allowed(priced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -469,6 +470,7 @@ def _chain(costs: LayerCosts, count: int, limit_bytes: float) -> Chain:
             for k, unit in enumerate(units)
         ),
         options=tuple(options),
+        most_imbalance=costs.intra.stage_imbalance,
         num_micro_batches=count,
         forward_s=forward,
         backward_s=backward,

@@ -313,6 +313,8 @@ class PipelineCounts(AbstractFamily):
         if is_open and 1 not in self.priced:
             yield _OneMicroBatch(task=task, counts=self)
         program = as_one_program(self.chains) if is_open and method.may_be_one_program else None
+        if not method.allows_program(task.cluster):
+            return
         if program is not None or len(best.stages) == 1:
             yield FewerMicroBatches.than(best, task, method.whole, program)
 
@@ -344,7 +346,7 @@ class _OneMicroBatch(AbstractFamily):
             return
         found = solve_with(method, task, priced, search.helper)
         _add(found, task, search)
-        if len(found.stages) == 1:
+        if len(found.stages) == 1 and method.allows_program(task.cluster):
             yield FewerMicroBatches.than(found, task, method.whole, None)
         other_stages = method.asked_stages is None and method.inter.searches
         if other_stages and _is_small(priced.chains[0]):

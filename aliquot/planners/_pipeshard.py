@@ -9,6 +9,7 @@ import functools
 import math
 from dataclasses import dataclass, field, replace
 
+from ..cluster import Cluster
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Problem
 from ..graph import OPERATORS, cut_layers
@@ -22,7 +23,7 @@ from ._quick_bounds import least_compute_s
 from ._search import AbstractFamily, Search
 from ._tried import tried_decision
 from .inter import AbstractInter, StageDP, StageLimits
-from .intra import ILP, AbstractIntra
+from .intra import ILP, AbstractIntra, Restricted, Within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,8 @@ class PipeshardParallel(AbstractMethod):
             `params.layers[*]`, "operators" for every product or convolution with what follows it,
             or None for every suitable place between layers. With "operators", a planner that
             searches also plans over layers, and the faster plan is the answer.
+        within: restricts the search; None, or nothing in it, searches all plans. With restrictions
+            of splits, the answer is a pipeline, perhaps of a single stage.
         pipelines: whether these are searched, where the answer may be one program.
         faster_than_s: plans that cannot take less are not searched in full; there may then be no
             answer.
@@ -51,11 +54,18 @@ class PipeshardParallel(AbstractMethod):
     num_micro_batches: int | None = None
     schedule: str | None = None
     layers: str | int | None = None
+    within: Within | None = None
     pipelines: bool = True
     faster_than_s: float = math.inf
 
     def __post_init__(self) -> None:
         self.inter.check_limits(self.limits)
+        imbalance = math.inf if self.within is None else self.within.imbalance
+        if math.isfinite(imbalance) and not isinstance(self.inter, StageDP):
+            raise InputError(
+                f"imbalance={imbalance:g}: {type(self.inter).__name__} does not search among"
+                " balanced stages. Use StageDP() (--method pipeshard), or leave it out."
+            )
         if self.layers == OPERATORS and self.inter.of_whole_layers:
             raise InputError(
                 f"layers={OPERATORS!r}: {self.inter.method} makes stages of equally many layers."
@@ -74,6 +84,16 @@ class PipeshardParallel(AbstractMethod):
         for, and the inter planner searches.
         """
         return self.asked_stages in (None, 1) and self.schedule is None and self.inter.searches
+
+    def allows_program(self, cluster: Cluster) -> bool:
+        """True if restrictions leave programs without stages on all of a cluster's devices: they
+        allow that submesh and say nothing of splits, which stages alone keep to.
+        """
+        if self.within is None:
+            return True
+        return not self.within.restricts_splits and self.within.allows(
+            (cluster.num_hosts, cluster.devices_per_host), (cluster.num_devices, 1)
+        )
 
     @property
     def asked_stages(self) -> int | None:
@@ -96,6 +116,37 @@ class PipeshardParallel(AbstractMethod):
         planner that searches may leave hosts idle.
         """
         task.refuse_large_state()
+        if self.within is not None and self.within.parts:
+            return self._decide_within(task, self.within)
+        return self._decide(task)
+
+    def _decide_within(self, task: Task, within: Within) -> Decision:
+        """The fastest pipeline that keeps to restrictions.
+
+        Raises:
+            InfeasibleError: none does; names the restrictions without which there is one.
+        """
+        restricted = replace(self, intra=Restricted(rest=self.intra, within=within))
+        try:
+            decision = restricted._decide(task)
+            scope = decision.bound_holds_for
+            if not scope or str(within) in scope:
+                return decision
+            return replace(decision, bound_holds_for=f"{scope}, {within}")
+        except (InfeasibleError, InputError) as error:
+            guilty = []
+            for part in within.parts:
+                with contextlib.suppress(InfeasibleError, InputError, CaptureError):
+                    replace(self, within=within.without_part(part)).decide(task)
+                    guilty.append(str(part))
+            if not guilty:
+                raise
+            raise InfeasibleError(
+                f"No pipeline is left within {within}. Without `{'`, or without `'.join(guilty)}`"
+                f" there is one. What was found: {error}"
+            ) from error
+
+    def _decide(self, task: Task) -> Decision:
         count = self.num_micro_batches if task.num_micro_batches is None else task.num_micro_batches
         method = replace(self, num_micro_batches=count)
         if self.layers != OPERATORS or not self.inter.searches:
@@ -124,7 +175,8 @@ class PipeshardParallel(AbstractMethod):
         def families(task: Task) -> list[AbstractFamily]:
             # A wrong place of cuts is refused, though one program has none.
             pipelines = Pipelines(task=task, method=self, must_open=self.layers is not None)
-            if not self.may_be_one_program or known is not None:
+            is_allowed = self.may_be_one_program and self.allows_program(task.cluster)
+            if not is_allowed or known is not None:
                 return [pipelines]
             program = WholeProgram(intra=self.intra)
             programs = Programs.of(

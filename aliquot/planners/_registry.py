@@ -14,7 +14,7 @@ from ._method import AbstractMethod
 from ._methods import DataParallel, ShardParallel, WholeProgram, Zero2Parallel, Zero3Parallel
 from ._pipeshard import PipeshardParallel
 from .inter import AbstractInter, Bottleneck, Grid, StageDP, StageLimits
-from .intra import ILP, AbstractIntra, Blocks
+from .intra import ILP, AbstractIntra, Blocks, Within
 
 METHODS: dict[str, Callable[[], AbstractMethod]] = {
     "dp": DataParallel,
@@ -65,6 +65,7 @@ class PipelineOptions:
     schedule: str | None = None
     micro_batches: int | None = None
     layers: str | int | None = None
+    within: Within | None = None
 
     def __post_init__(self) -> None:
         faults = [
@@ -90,7 +91,7 @@ class PipelineOptions:
         """The options that are set and that only pipelines have."""
         return [
             f"--{name}"
-            for name in ("stages", "schedule", "layers")
+            for name in ("stages", "schedule", "layers", "within")
             if getattr(self, name) is not None
         ]
 
@@ -178,7 +179,15 @@ def _pipeline(
     try:
         inter.check_limits(StageLimits(num_stages=options.stages, schedule=options.schedule))
     except InputError as error:
-        refused = [flag for flag in options.given if flag != "--layers"]
+        refused = []
+        for flag, limits in (
+            ("--stages", StageLimits(num_stages=options.stages)),
+            ("--schedule", StageLimits(schedule=options.schedule)),
+        ):
+            try:
+                inter.check_limits(limits)
+            except InputError:
+                refused.append(flag)
         raise InputError(
             f"{', '.join(refused)}: {name} {inter.own_way}. Use --method pipeshard."
         ) from error
@@ -188,4 +197,5 @@ def _pipeline(
         schedule=options.schedule,
         num_micro_batches=options.micro_batches,
         layers=options.layers,
+        within=options.within,
     )

@@ -162,7 +162,7 @@ def test_nothing_fits():
         ("auto --layers 2", "--layers: only for pipelines, and auto may make none"),
         (
             "grid --schedule gpipe --stages 2",
-            "--stages, --schedule: grid tries every number of equal stages",
+            "--schedule: grid has a schedule of its own, 1f1b",
         ),
         ("pipeshard --mesh 4x2", "have meshes of their own"),
         ("pipeshard --schedule gpip", "did you mean 'gpipe'"),

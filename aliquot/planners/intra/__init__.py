@@ -16,3 +16,5 @@ from .fixed import Fixed as Fixed
 from .fixed import MegatronSplit as MegatronSplit
 from .fixed import kinds_of as kinds_of
 from .ilp import ILP as ILP
+from .within import Restricted as Restricted
+from .within import Within as Within

@@ -191,6 +191,19 @@ class AbstractIntra(abc.ABC):
         """
         return None
 
+    def as_allowed(self, priced: Priced) -> Priced:
+        """Prices of the choices on the mesh of a pipeline's stage as this planner may use them:
+        infinite for conversions that it must not take; by default as they are.
+        """
+        return priced
+
+    @property
+    def stage_imbalance(self) -> float:
+        """The most by which the share that a pipeline's stage has of the compute may differ from
+        its share of the devices; infinite by default.
+        """
+        return np.inf
+
     def coarser(self, *, relative_gap: float, node_limit: int) -> AbstractIntra:
         """This planner with at least this gap and at most this many branch-and-bound nodes, for
         answers that need not be exact; by default itself.

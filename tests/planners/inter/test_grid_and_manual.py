@@ -6,7 +6,7 @@ import pytest
 from planners.inter.chains import even_chain
 
 from aliquot.core import InfeasibleError, InputError, PlanMismatchError
-from aliquot.planners.inter import EqualStages, Grid, ManualStages
+from aliquot.planners.inter import EqualStages, Grid, ManualStages, StageLimits
 
 
 def test_a_grid_is_regular():
@@ -37,6 +37,17 @@ def test_stages_have_equal_numbers_of_layers(names, chunks, wanted):
     chain = replace(even_chain(len(units), devices=2), unit_names=units)
     stages = EqualStages(data=1, tensor=1, num_submeshes=2, chunks=chunks).solve([chain]).stages
     assert [(s.first_unit, s.last_unit) for s in stages] == wanted
+
+
+def test_a_grid_has_as_many_stages_as_are_asked_for():
+    chains = [even_chain(8, devices=4, micro_batches=64)]
+    for count in (1, 2, 4):
+        found = Grid().solve(chains, limits=StageLimits(num_stages=count))
+        assert len(found.stages) == count
+    with pytest.raises(InputError, match=r"No grid has 3 stages; there are some of 1, 2, 4\."):
+        Grid().solve(chains, limits=StageLimits(num_stages=3))
+    with pytest.raises(InputError, match="schedule: a planner that searches"):
+        Grid().check_limits(StageLimits(schedule="gpipe"))
 
 
 def test_a_grid_takes_the_fastest_that_fits():

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ....core import InfeasibleError, InputError, nearest
 from ....cost import AbstractChain, ChainPlan, find_stage_faults
 from ....plans import training_schedules
@@ -152,6 +154,8 @@ class Bottleneck(AbstractInter):
         best = fastest([simulated(ordered, plan) for plan in plans])
         if best is None:
             chain = variants[ranked[0].variant].chain
+            if not np.isfinite(relief.scores[ranked[0]].excess_bytes):
+                raise InfeasibleError(no_layout(chains[0], num_stages))
             raise nothing_fits([(relief.judged(ranked[0]), chain)], "pipeline that was tried")
         return replace(best, status="local search")
 

@@ -8,7 +8,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ....core import InfeasibleError, InputError, counted, format_bytes
 from ....cost import (
@@ -63,7 +63,11 @@ class Grid(AbstractInter):
     @property
     def own_way(self) -> str:
         """See `AbstractInter.own_way`."""
-        return f"tries every number of equal stages, with {GRID_SCHEDULE}"
+        return f"has a schedule of its own, {GRID_SCHEDULE}"
+
+    def check_limits(self, limits: StageLimits) -> None:
+        """See `AbstractInter.check_limits`: a number of stages is kept to."""
+        AbstractInter.check_limits(self, replace(limits, num_stages=None))
 
     def solve(
         self,
@@ -76,7 +80,14 @@ class Grid(AbstractInter):
         """See `AbstractInter.solve`. It tries every grid and ignores `start`."""
         self.check_limits(limits)
         check_chains(chains)
-        plans = [(plan, chain) for chain in chains for plan in layouts(chain)]
+        every = [(plan, chain) for chain in chains for plan in layouts(chain)]
+        plans = [entry for entry in every if limits.num_stages in (None, len(entry[0].stages))]
+        if every and not plans:
+            known = sorted({len(plan.stages) for plan, _ in every})
+            raise InputError(
+                f"No grid has {limits.num_stages} stages; there are some of"
+                f" {', '.join(map(str, known))}."
+            )
         if not plans:
             chain = chains[0]
             raise InputError(

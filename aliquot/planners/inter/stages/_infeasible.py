@@ -69,7 +69,7 @@ def _smallest(
     chain: AbstractChain, schedule: str, num_stages: int | None, work: WorkLeft
 ) -> ChainPlan | None:
     """The stages of least peak memory under a schedule; None if no stages are possible."""
-    if not isinstance(chain, Chain):
+    if not (isinstance(chain, Chain) and chain.may_be_shorter):
         most_chunks = 2 if num_stages is None else chain.num_units
         make = functools.partial(
             tabulated_programs, chain, schedule, num_stages=num_stages, most_chunks=most_chunks

@@ -303,7 +303,11 @@ class StageDP(AbstractInter):
         cuts_of: dict[object, tuple[ChainPlan, ...]] = {}
         for plan, chain in plans:
             num_seen[plan.schedule] += 1
-            if num_seen[plan.schedule] <= _MOST_RECUTS and isinstance(chain, Chain):
+            if (
+                num_seen[plan.schedule] <= _MOST_RECUTS
+                and isinstance(chain, Chain)
+                and chain.may_be_shorter
+            ):
                 count = chain.num_micro_batches
                 # New cuts and options depend on the submeshes alone, which many plans share.
                 key = (
@@ -320,7 +324,7 @@ class StageDP(AbstractInter):
         """The dynamic programs that together cover all plans of a chain under a schedule."""
         chain = chain.under(schedule)
         limit = chain.memory_limit_bytes
-        if not isinstance(chain, Chain):
+        if not (isinstance(chain, Chain) and chain.may_be_shorter):
             return [
                 *tabulated_programs(
                     chain,
