@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ..graph import Phase, named_operator, wildcard
+from ..graph import Phase, named_operator
 from ..planners import BlockOptions
 from ..sharding import Choice, outside_blocks
 from ._database import ProfileDatabase
@@ -17,6 +18,9 @@ from ._segments import Combination, SegmentedStep
 # The most splits of a product that are listed for an option. There may be two, because dispatch and
 # combine may be split over the experts, and equal mesh axes may be exchanged.
 _MOST_WAYS = 2
+# The number of a layer in a path: an index, or behind a name as in `Dense_0.kernel`; digits of
+# other names, such as `t1`, are their own.
+_NUMBER = re.compile(r"(?<=\[)\d+(?=\])|(?<=_)\d+(?=\.)")
 
 
 def describe_blocks(step: SegmentedStep) -> dict[str, Any]:
@@ -89,7 +93,7 @@ def _block(step: SegmentedStep, number: int, options: BlockOptions) -> dict[str,
     return {
         "number": number,
         "entry": nodes[block.entry].label,
-        "parameters": [wildcard(nodes[p].label) for p in block.parameters],
+        "parameters": [_NUMBER.sub("*", nodes[p].label) for p in block.parameters],
         "copies": nodes[block.entry].copies,
         "options": [_option(step, block.entry, choice) for choice in options.choices],
         "products": [

@@ -89,9 +89,12 @@ def find_segments(
         for lengths in limits
     )
     starts = next(cover for cover in covers if cover is not None)
-    pieces = [
-        tuple(of_block[a:b]) for a, b in zip(starts, [*starts[1:], len(of_block)], strict=True)
-    ]
+    pieces = _pieces(of_block, starts)
+    # A layer of more blocks than a segment may have is two segments or three. If these can only be
+    # as long as usual, they may fall out of step with the layers, and the ends are kinds apart.
+    shorter = _cover(of_block, is_boundary, num_options, _SHORTEST - 1, _LONGEST, alike=False)
+    if shorter is not None and len({*_pieces(of_block, shorter)}) < len({*pieces}):
+        starts, pieces = shorter, _pieces(of_block, shorter)
     kinds = tuple(dict.fromkeys(pieces))
     return Segments(
         blocks=tuple(blocks),
@@ -104,6 +107,12 @@ def find_segments(
             ]
         ),
     )
+
+
+def _pieces(of_block: Sequence[int], starts: Sequence[int]) -> list[tuple[int, ...]]:
+    """The blocks of each segment."""
+    ends = [*starts[1:], len(of_block)]
+    return [tuple(of_block[a:b]) for a, b in zip(starts, ends, strict=True)]
 
 
 def segment_layers(graph: Graph, segments: Segments) -> Layers:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ordinary_steps import step_of
+from sharding import cross_attention
 
 import aliquot as aq
 from aliquot import zoo
@@ -17,6 +18,7 @@ from aliquot.sharding import (
     blocks_of_operators,
     build_nodes,
     find_blocks,
+    find_segments,
     index_nodes,
     outside_blocks,
 )
@@ -242,3 +244,13 @@ def test_other_factors_are_refused():
         find_blocks(graph, nodes, factors="dense")
     with pytest.raises(InputError, match="factors='dense'"):
         aq.Blocks(factors="dense")
+
+
+def test_segments_keep_step_with_layers_of_many_blocks():
+    step, state, batch = cross_attention.make()
+    graph = capture(step, state, batch)
+    nodes = build_nodes(index_nodes(graph), CPU)
+    blocks = find_blocks(graph, nodes)
+    found = find_segments(graph, nodes, blocks, [3] * len(blocks))
+    assert len(blocks) == 7
+    assert found.sequence == (0, 1, 2) * cross_attention.LAYERS
