@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all version-test verify-test page-test pictures lint bench bench-small docs clean versions
+.PHONY: help demo test test-all version-test verify-test page-test pictures lint bench bench-small bench-alpa docs clean versions
 
 help:
 	@echo "make demo         plan and train a small GPT on 8 virtual devices (DATA=path for your own text)"
@@ -27,6 +27,7 @@ help:
 	@echo "make lint         formatting, lint and types"
 	@echo "make bench        every benchmark that needs nothing else, each writing a dated result"
 	@echo "make bench-small  small cases beside the plain step, compared with the recorded result"
+	@echo "make bench-alpa   every case of Alpa's suites planned and predicted, in bench-alpa/ (goes on where it stopped)"
 	@echo "make docs         the documentation as a site, in site/"
 	@echo "make versions     the versions of Python, JAX and the libraries that are tested with it"
 	@echo "make clean        remove .venv, caches and build products"
@@ -109,6 +110,12 @@ BENCHMARKS := $(filter-out %_deviceless.py %/published_steps.py %/third_party_st
 # Small cases of suites beside the plain step, compared with a recorded result.
 bench-small: $(INSTALLED)
 	$(BIN)/python benchmarks/small_cases.py --check benchmarks/results/small_cases_cpu-2core_2026-11.json
+
+# Rows that are in the folder are not made again. SUITES="gpt.perf_test_auto ..." takes some.
+SUITES = $(shell $(BIN)/aliquot bench list --json | $(BIN)/python -c 'import json, sys; print(*(s["suite"] for s in json.load(sys.stdin)["suites"]))')
+
+bench-alpa: $(INSTALLED)
+	@set -e; for suite in $(SUITES); do echo "== $$suite"; $(BIN)/aliquot bench alpa "$$suite" --predict --out "bench-alpa/$$suite"; done
 
 bench: $(INSTALLED)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done

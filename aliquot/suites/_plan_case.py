@@ -24,7 +24,7 @@ from ..planners import (
     layer_starts,
 )
 from ..plans import ModelReference, Plan
-from ..zoo import Inference, Workload, build, build_inference
+from ..zoo import Inference, MoEConfig, Workload, build, build_inference
 from ._suite import Case
 
 # Blocks of the zoo's models: Alpa's layers are equal groups of them.
@@ -62,8 +62,14 @@ def build_case(case: Case) -> BuiltCase:
     started = time.perf_counter()
     sizes = dict(case.overrides)
     made: Workload | Inference
+    step: Callable[..., Any]
+    state: Any
+    init: Callable[[Any], Any]
     reference = None
-    if case.forward_only:
+    if case.forward_only and isinstance(case.config, MoEConfig):
+        # It generates no text, so its forward pass is that of its loss.
+        made, step, state, init = _loss_alone(case)
+    elif case.forward_only:
         made = build_inference(
             case.model,
             case.global_batch,
@@ -71,8 +77,7 @@ def build_case(case: Case) -> BuiltCase:
             dtype=case.precision,
             params_dtype=case.precision,
         )
-        step: Callable[..., Any] = made.forward
-        state = made.params
+        step, state, init = made.forward, made.params, made.init
     else:
         made = build(
             case.model,
@@ -84,7 +89,7 @@ def build_case(case: Case) -> BuiltCase:
             momentum=case.momentum,
             attention="plain",
         )
-        step, state = made.train_step, made.state
+        step, state, init = made.train_step, made.state, made.init
         reference = ModelReference(
             kind="zoo",
             name=made.config.name,
@@ -97,12 +102,41 @@ def build_case(case: Case) -> BuiltCase:
         step=step,
         state=state,
         batch=made.batch,
-        init=made.init,
+        init=init,
         num_parameters=made.num_parameters,
         graph=graph,
         reference=reference,
         build_s=time.perf_counter() - started,
     )
+
+
+def _loss_alone(
+    case: Case,
+) -> tuple[Workload, Callable[..., Any], Any, Callable[[Any], Any]]:
+    """A model of the zoo with its loss as a function of parameters in 16 bits, their shapes, and
+    the function that makes them.
+    """
+    import jax
+
+    made = build(
+        case.model,
+        case.global_batch,
+        overrides=dict(case.overrides),
+        dtype=case.precision,
+        recompute="none",
+        attention="plain",
+    )
+
+    def narrow(params: Any) -> Any:
+        return jax.tree.map(lambda array: array.astype(case.precision), params)
+
+    def init(key: Any) -> Any:
+        return narrow(made.init(key)["params"])
+
+    def forward(params: Any, batch: Any) -> Any:
+        return made.evaluate({"params": params}, batch)
+
+    return made, forward, jax.eval_shape(narrow, made.state["params"]), init
 
 
 def part_of(cluster: Cluster, num_devices: int) -> Cluster | None:

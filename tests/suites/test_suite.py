@@ -34,6 +34,7 @@ SIZES = {
     "moe.perf_test_fast_2d": (4, 8),
     "wresnet.perf_test_2d": (7, 8),
     "gpt_inference.profile": (420, 256),
+    "moe_inference.profile": (400, 128),
 }
 ALL = [case for suite in alpa_suites().values() for case in suite.cases]
 EXPRESSIBLE = [case for case in ALL if not case.not_expressible]
