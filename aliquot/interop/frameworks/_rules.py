@@ -1,0 +1,177 @@
+"""Splits of parameters as rules from logical axes to mesh axes, for MaxText and Flax."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ...core import InputError
+from ...plans import Plan, StagePlan, is_pipeline
+
+Rules = dict[str, tuple[str, ...]]
+
+_ATTENTION = {"q": "q_heads", "k": "kv_heads", "v": "kv_heads"}
+_LOGICAL: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"embed\.embedding", ("vocab", "embed_vocab")),
+    (r"head\.kernel", ("embed_vocab", "vocab")),
+    *((rf"attn\.{name}\.kernel", ("embed", axis)) for name, axis in _ATTENTION.items()),
+    *((rf"attn\.{name}\.bias", (axis,)) for name, axis in _ATTENTION.items()),
+    (r"attn\.out\.kernel", ("heads", "embed")),
+    (r"mlp\.(gate|up)\.kernel", ("embed", "mlp")),
+    (r"mlp\.up\.bias", ("mlp",)),
+    (r"mlp\.down\.kernel", ("mlp", "embed")),
+    (r"moe\.(gate|up)", ("exp", "embed_moe", "mlp_moe")),
+    (r"moe\.down", ("exp", "mlp_moe", "embed_moe")),
+    (r"(norm\d?|k_norm|q_norm)\.(scale|bias)", ("norm",)),
+    (r"(attn\.out|mlp\.down)\.bias", ("norm",)),
+)
+"""Endings of the paths of the zoo's parameters, with MaxText's names of their dims."""
+
+
+def logical_axes(path: str) -> tuple[str, ...]:
+    """The logical name of each dim of a parameter of the zoo; empty if it has none.
+
+    >>> logical_axes("state.params.layers[3].mlp.down.kernel")
+    ('mlp', 'embed')
+    """
+    return next(
+        (names for ending, names in _LOGICAL if re.search(rf"(^|\.|\]){ending}$", path)), ()
+    )
+
+
+def _parameters(plan: Plan, stage: StagePlan) -> Iterable[tuple[str, tuple[tuple[str, ...], ...]]]:
+    for array in plan.inputs:
+        if array.role == "parameter":
+            split = stage.shardings.get(array.path, ())
+            yield array.path, tuple(split) + ((),) * (len(array.shape) - len(split))
+
+
+def rules_of(plan: Plan, lose: Callable[[str], None]) -> Rules:
+    """One rule for each logical axis of the zoo's parameters. Where arrays disagree, the split of
+    more of them is kept, and the others are given to `lose`.
+    """
+    stage = plan.stages[0]
+    votes: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for path, dims in _parameters(plan, stage):
+        names = logical_axes(path)
+        # Stacked layers have a dim before those of one layer.
+        inner = dims[len(dims) - len(names) :] if names else ()
+        if not names and any(dims):
+            lose(f"{path}: no logical axis has its name, so its split is not written")
+        for name, axes in zip(names, inner, strict=True):
+            votes.setdefault(name, {}).setdefault(tuple(axes), []).append(path)
+    rules: Rules = {}
+    for name, found in votes.items():
+        kept = max(found, key=lambda axes: len(found[axes]))
+        rules[name] = kept
+        for axes, paths in found.items():
+            if axes != kept:
+                others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+                lose(
+                    f"{paths[0]}{others}: {name} is split over {_listed(axes)} there, and over"
+                    f" {_listed(kept)} elsewhere, for which one rule is written"
+                )
+    return rules
+
+
+def _listed(axes: Iterable[str]) -> str:
+    return " and ".join(axes) or "nothing"
+
+
+def mesh_axes(plan: Plan) -> dict[str, str]:
+    """MaxText's name for each axis of a plan of one program, by what it splits."""
+    stage = plan.stages[0]
+    batch = [a.path for a in plan.inputs if a.role == "batch"]
+    rows = {axis for path in batch for axis in (stage.shardings.get(path) or ((),))[0]}
+    rest = [stage.shardings.get(path, ())[1:] for path in batch]
+    positions = {axis for dims in rest for axes in dims for axis in axes}
+    stored = {axis for _, dims in _parameters(plan, stage) for axes in dims for axis in axes}
+    names: dict[str, str] = {}
+    free = {
+        "fsdp": ["fsdp", "fsdp_transpose"],
+        "data": ["data"],
+        "context": ["context"],
+        "tensor": ["tensor", "tensor_sequence"],
+        "expert": ["expert"],
+    }
+    sizes = zip(stage.axis_names, stage.mesh_shape, strict=True)
+    for axis in (axis for axis, size in sizes if size > 1):
+        if axis == "expert":
+            kind = "expert"
+        elif axis in rows:
+            kind = "fsdp" if axis in stored else "data"
+        else:
+            kind = "context" if axis in positions else "tensor"
+        if not free[kind]:
+            raise InputError(
+                f"axis {axis} of this plan is one {kind} axis more than MaxText has. Plan with fewer"
+                " axes: --mesh, or a layout such as megatron:dp4,tp8."
+            )
+        names[axis] = free[kind].pop(0)
+    return names
+
+
+def write_maxtext(plan: Plan, lose: Callable[[str], None]) -> tuple[dict[str, int], list[Any]]:
+    """Sizes of MaxText's mesh axes, and a rule for each logical axis of the parameters.
+
+    Raises:
+        InputError: the plan has more axes of a kind than MaxText.
+    """
+    stage, names = plan.stages[0], mesh_axes(plan)
+    by_axis = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
+    sizes = {names[axis]: size for axis, size in by_axis.items() if axis in names}
+    rules = [
+        [name, [names[axis] for axis in axes if axis in names]]
+        for name, axes in rules_of(plan, lose).items()
+    ]
+    return sizes, rules
+
+
+def write_flax(plan: Plan, lose: Callable[[str], None]) -> str:
+    """A module of Python with the mesh, a `PartitionSpec` for each input by its path and, for the
+    zoo's models, logical axis rules.
+
+    Raises:
+        InputError: the plan is a pipeline, whose stages have a mesh each.
+    """
+    if is_pipeline(plan):
+        raise InputError(
+            "a pipeline has a mesh for each stage, and rules of Flax have one. Plan with one"
+            " program: --method program, or a layout without pp."
+        )
+    stage = plan.stages[0]
+    missing: list[str] = []
+    rules = rules_of(plan, missing.append)
+    # Steps of one's own have no logical names; their specs are all there is.
+    named = any(logical_axes(path) for path, _ in _parameters(plan, stage))
+    if named:
+        for text in missing:
+            lose(text)
+    if plan.num_micro_batches > 1:
+        lose(f"{plan.num_micro_batches} micro-batches: the training loop has to sum gradients")
+    lines = [
+        '"""Written by aliquot: how the arrays of a training step are split."""',
+        "",
+        "from jax.sharding import PartitionSpec as P",
+        "",
+        f"MESH_SHAPE = {tuple(stage.mesh_shape)!r}",
+        f"AXIS_NAMES = {tuple(stage.axis_names)!r}",
+        "",
+        "LOGICAL_AXIS_RULES = (",
+        *(f"    ({name!r}, {_flat(axes)!r})," for name, axes in rules.items()),
+        ")",
+        "",
+        "PARTITION_SPECS = {",
+    ]
+    for array in plan.inputs:
+        dims = [_flat(axes) for axes in stage.shardings.get(array.path, ())]
+        while dims and dims[-1] is None:
+            dims.pop()
+        lines.append(f"    {array.path!r}: P({', '.join(map(repr, dims))}),")
+    return "\n".join([*lines, "}", ""])
+
+
+def _flat(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
+
