@@ -18,6 +18,8 @@ from ._api import verify as verify
 from ._evaluation import evaluator as evaluator
 from ._questions import compare as compare
 from ._questions import largest_batch as largest_batch
+from ._reading import export as export
+from ._reading import read as read
 from ._remedies import find_remedies as find_remedies
 from ._size import size as size
 from ._variants import plan_fastest as plan_fastest
@@ -27,6 +29,7 @@ from .core import CaptureError as CaptureError
 from .core import ClusterError as ClusterError
 from .core import InfeasibleError as InfeasibleError
 from .core import InputError as InputError
+from .core import LossyExportError as LossyExportError
 from .core import MissingExtraError as MissingExtraError
 from .core import MissingRuleError as MissingRuleError
 from .core import PlanFileError as PlanFileError

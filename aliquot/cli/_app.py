@@ -28,12 +28,14 @@ from ._data import data
 from ._demo import demo
 from ._diff import diff
 from ._explain import explain
+from ._export import export as export_settings
 from ._generate import generate
 from ._launch import launch
 from ._other_names import Verb
 from ._plan import plan
 from ._profile import check, fit, merge, run
 from ._profile import show as show_profiles
+from ._read import read
 from ._size import size
 from ._train import train
 from ._verify import verify
@@ -42,7 +44,8 @@ app = typer.Typer(
     name="aliquot",
     help="Plan how a JAX training step runs on many devices, say why, and run it.",
     epilog=(
-        "Exit codes: 0 done, 1 no feasible plan or a failed check, 2 bad input, 130 interrupted."
+        "Exit codes: 0 done, 1 no feasible plan or a failed check, 2 bad input, 4 an export that"
+        " would lose something, 130 interrupted."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -68,6 +71,7 @@ _VERBS = (
     size,
     explain,
     diff,
+    read,
     verify,
     data,
     train,
@@ -76,6 +80,7 @@ _VERBS = (
 )
 for _verb in _VERBS:
     _add(app, _verb.__name__, _verb)
+_add(app, "export", export_settings)
 _aceso = typer.Typer(
     help="Plan from Aceso's measured databases, and judge its configurations.", no_args_is_help=True
 )

@@ -9,6 +9,7 @@ from ._errors import CaptureError as CaptureError
 from ._errors import ClusterError as ClusterError
 from ._errors import InfeasibleError as InfeasibleError
 from ._errors import InputError as InputError
+from ._errors import LossyExportError as LossyExportError
 from ._errors import MissingExtraError as MissingExtraError
 from ._errors import MissingRuleError as MissingRuleError
 from ._errors import PlanFileError as PlanFileError

@@ -22,7 +22,7 @@ class AliquotError(Exception):
     """Base of all errors that the caller can act on; bugs of this package raise others.
 
     `exit_code` is the exit code of the command line: 2 for bad input, 1 if the answer itself is
-    "no".
+    "no", 4 if a file would say less than it should.
     """
 
     exit_code: int = 2
@@ -130,6 +130,19 @@ class PlanMismatchError(_ViolationsError):
     """
 
     _headline = "the plan does not fit"
+
+
+class LossyExportError(_ViolationsError):
+    """Settings of another framework that cannot say all that a plan decides. Lists what they lack.
+
+    Args:
+        violations: One sentence for each thing that is lost.
+        asked: The opening of the message: what was being written.
+        advice: What to do next.
+    """
+
+    exit_code = 4
+    _headline = "the plan cannot be written without loss"
 
 
 class ClusterError(_ViolationsError):

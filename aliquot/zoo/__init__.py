@@ -28,6 +28,7 @@ from ._settings import settings_faults as settings_faults
 from ._sizes import MODELS as MODELS
 from ._sizes import as_fields as as_fields
 from ._sizes import configure as configure
+from ._sizes import from_fields as from_fields
 from ._sizes import other_architecture as other_architecture
 from ._sizes import typed_setting as typed_setting
 from ._step import Workload as Workload

@@ -1,4 +1,4 @@
-"""accelerate's configuration and DeepSpeed's: ZeRO, with degrees of tensor and sequence parallelism."""
+"""accelerate's configuration and DeepSpeed's: ZeRO, with tensor and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def read_accelerate(words: Words) -> Settings:
     tensor, ring = words.degree("tensor"), words.degree("context")
     ulysses = words.degree("ulysses")
     if ring > 1 and ulysses > 1:
-        words.faults.append(f"{words.name('context')} and {words.name('ulysses')} exclude each other")
+        words.faults.append(
+            f"{words.name('context')} and {words.name('ulysses')} exclude each other"
+        )
     ranks = tensor * ring * ulysses
     devices = words.num_devices or words.number("world")
     replicas, shards = words.degree("replicas"), words.number("shards")
@@ -67,9 +69,7 @@ def read_accelerate(words: Words) -> Settings:
     )
 
 
-def _zero(
-    words: Words, data: int | None, replicas: int, ranks: int
-) -> tuple[int, int | None]:
+def _zero(words: Words, data: int | None, replicas: int, ranks: int) -> tuple[int, int | None]:
     kind = words.text("kind", "fsdp")
     if kind == "deepspeed":
         stage = words.value("zero_stage", 0)
@@ -113,7 +113,9 @@ def read_deepspeed(words: Words) -> Settings:
     """The layout that DeepSpeed's configuration says."""
     tensor, ulysses = words.degree("tensor"), words.degree("ulysses")
     if tensor > 1 and ulysses > 1:
-        words.faults.append(f"{words.name('tensor')} and {words.name('ulysses')} exclude each other")
+        words.faults.append(
+            f"{words.name('tensor')} and {words.name('ulysses')} exclude each other"
+        )
     stage = words.value("zero_stage", 0)
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         words.faults.append(f"{words.name('zero_stage')} = {stage}: write 0, 1, 2 or 3")

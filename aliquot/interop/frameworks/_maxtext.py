@@ -63,7 +63,9 @@ def model(words: Words) -> dict[str, Any]:
     if named != "default":
         found = model_named(named)
         if not found:
-            words.unknown.append(f"{words.name('like')} = {named}: no model of the zoo has this name")
+            words.unknown.append(
+                f"{words.name('like')} = {named}: no model of the zoo has this name"
+            )
         return {**found, **sizes, "seq_len": seq_len}
     scale = words.degree("scale")
     made: dict[str, Any] = {**words.table.base_model, **sizes}
@@ -292,9 +294,7 @@ def write(
     name, _, every = settings.recompute.partition(":")
     if every and int(every) > 1:
         lose(f"recompute {settings.recompute}: MaxText recomputes every layer alike")
-    pairs.append(
-        ("recompute", next(said for said, each in _RECOMPUTE.items() if each == name))
-    )
+    pairs.append(("recompute", next(said for said, each in _RECOMPUTE.items() if each == name)))
     if settings.dtype == "fp8":
         pairs.append(("quantization", "fp8"))
     elif settings.dtype:

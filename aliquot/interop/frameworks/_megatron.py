@@ -307,7 +307,8 @@ def _model(words: Words) -> dict[str, Any]:
         theta = words.value("rope_theta")
         model |= {"rope_theta": float(theta)} if isinstance(theta, int | float) else {}
         for word in ("qk_norm", "qkv_bias"):
-            model |= {word: True} if words.flag(word) else {}
+            if words.flag(word):
+                model[word] = True
     if "num_experts" in model:
         model["family"] = "mixtral"
         model["ffn_size"] = words.number("expert_ffn_size", ffn)
@@ -324,7 +325,8 @@ def _model(words: Words) -> dict[str, Any]:
         kind = words.text("tokenizer")
         vocab = 51200 if "gpt2" in kind or not kind else 32000 if "llama2" in kind else 128256
         words.assumed.append(
-            f"vocabulary of {vocab}, as the tokenizer's is not in the file: add --set vocab_size=..."
+            f"vocabulary of {vocab}, as the tokenizer's is not in the file: --set vocab_size=N"
+            " says another"
         )
     return {**model, "vocab_size": vocab}
 
@@ -376,7 +378,10 @@ def write(
     elif name:
         pairs.append((name, True))
     if settings.schedule not in ("", "1f1b", "interleaved-1f1b"):
-        lose(f"schedule {settings.schedule}: Megatron runs 1f1b, interleaved where stages have chunks")
+        lose(
+            f"schedule {settings.schedule}: Megatron runs 1f1b, interleaved where stages have"
+            " chunks"
+        )
     return pairs
 
 
@@ -410,6 +415,4 @@ def _recompute_pairs(
         lose("recompute minimal: Megatron's nearest is selective, of attention, norms and MLPs")
         return [("recompute_granularity", "selective"), ("recompute_modules", modules)]
     lose(f"recompute {settings.recompute}: Megatron has none that keeps these; full is written")
-    return _recompute_pairs(
-        Settings(recompute="block", pipeline=settings.pipeline), model, lose
-    )
+    return _recompute_pairs(Settings(recompute="block", pipeline=settings.pipeline), model, lose)

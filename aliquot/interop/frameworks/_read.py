@@ -1,4 +1,4 @@
-"""Files of settings of a training framework, read: which framework's they are, and what they say."""
+"""Files of settings of a training framework, read: whose they are, and what they say."""
 
 from __future__ import annotations
 
@@ -49,10 +49,11 @@ def read_settings(
     settings, model = _of_framework(words, layers_of, config)
     if words.faults:
         advice = "Nothing is planned from settings that the framework itself would refuse."
-        raise InputError(listing(f"these settings of {table.title} cannot hold", words.faults, advice))
+        raise InputError(
+            listing(f"these settings of {table.title} cannot hold", words.faults, advice)
+        )
     return Found(
-        framework=table.framework,
-        version=table.version,
+        table=table,
         settings=settings,
         model={**model, **({"config": config} if config else {})},
         said=tuple(words.parts()),
@@ -81,12 +82,11 @@ def _of_framework(
     return module.read(words, layers_of({**model, **beside})), model
 
 
-def _texts(
-    files: Sequence[str | os.PathLike[str]], recipe: str | None
-) -> tuple[list[Text], str]:
+def _texts(files: Sequence[str | os.PathLike[str]], recipe: str | None) -> tuple[list[Text], str]:
     """What the files hold, and the path of a `config.json` of Hugging Face; empty without one."""
     texts, arguments, config = list[Text](), list[str](), ""
-    for file in map(os.fspath, files):
+    for each in files:
+        file = os.fspath(each)
         if arguments or file.startswith("--") or ("=" in file and not Path(file).exists()):
             arguments.append(file)
         elif file.endswith(".json") and _is_model(file):

@@ -105,8 +105,8 @@ def mesh_axes(plan: Plan) -> dict[str, str]:
             kind = "context" if axis in positions else "tensor"
         if not free[kind]:
             raise InputError(
-                f"axis {axis} of this plan is one {kind} axis more than MaxText has. Plan with fewer"
-                " axes: --mesh, or a layout such as megatron:dp4,tp8."
+                f"axis {axis} of this plan is one {kind} axis more than MaxText has. Plan with"
+                " fewer axes: --mesh, or a layout such as megatron:dp4,tp8."
             )
         names[axis] = free[kind].pop(0)
     return names
@@ -174,4 +174,3 @@ def write_flax(plan: Plan, lose: Callable[[str], None]) -> str:
 
 def _flat(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
-

@@ -1,5 +1,5 @@
-"""How a model is trained, in the words that frameworks share: what a file of settings says, and what
-a plan can be written as.
+"""How a model is trained, in words that frameworks share: what a file of settings says, and what a
+plan can be written as.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ...core import InputError
+from ._table import Table
 
 ZERO_WORDS = {0: "", 1: "zero1", 2: "zero2", 3: "fsdp"}
 """The words of layouts for the stages of ZeRO."""
@@ -153,7 +154,7 @@ class Found:
     """What files of one framework say.
 
     Attributes:
-        framework, version: whose settings they are.
+        table: whose settings they are.
         settings: the layout, batch, recomputation and precision.
         model: fields of the zoo's configuration that the files give; `like` names a model of the
             zoo whose other fields hold, and is absent if none is named.
@@ -164,8 +165,7 @@ class Found:
         advice: what to change, and why.
     """
 
-    framework: str
-    version: str
+    table: Table
     settings: Settings
     model: Mapping[str, Any] = field(default_factory=dict)
     said: tuple[tuple[str, Any, str], ...] = ()
@@ -173,6 +173,11 @@ class Found:
     lost: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
+
+    @property
+    def framework(self) -> str:
+        """The name of the framework."""
+        return self.table.framework
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +187,7 @@ class Written:
     Attributes:
         text: what the file holds.
         file_name: what it is usually called.
+        pairs: the same as names with values.
         lost: what the plan decides and the framework cannot be told.
     """
 
@@ -189,6 +195,7 @@ class Written:
     version: str
     text: str
     file_name: str
+    pairs: tuple[tuple[str, Any], ...] = ()
     lost: tuple[str, ...] = ()
 
 

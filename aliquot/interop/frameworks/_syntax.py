@@ -208,8 +208,9 @@ _ARITHMETIC: dict[type[ast.operator], Any] = {
 def read_shell(text: str, name: str = "the arguments") -> Text:
     """Arguments in a shell script: `--name value`, and `name=value` after a command.
 
-    Variables, their defaults (`${N:-8}`) and sums of them are followed, and so are branches on them;
-    of other branches all are taken. Commands are not run, so what they would print is unknown.
+    Variables, their defaults (`${N:-8}`) and sums of them are followed, and so are branches on
+    them; of other branches all are taken. Commands are not run, so what they would print is
+    unknown.
     """
     variables: dict[str, str] = {}
     words: list[tuple[str, int]] = []
@@ -416,11 +417,11 @@ def read_python(text: str, name: str, recipe: str | None = None) -> Text:
 def _statements(body: Sequence[ast.stmt], scope: _Scope, depth: int) -> None:
     for node in body:
         # Names that are returned, or whose attributes are set, are configurations.
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Return) and isinstance(inner.value, ast.Name):
-                scope.filled.add(inner.value.id)
-            elif isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
-                scope.filled.add(_dotted(inner).partition(".")[0])
+        for part in ast.walk(node):
+            if isinstance(part, ast.Return) and isinstance(part.value, ast.Name):
+                scope.filled.add(part.value.id)
+            elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+                scope.filled.add(_dotted(part).partition(".")[0])
     for node in body:
         if isinstance(node, ast.If | ast.With | ast.For | ast.Try):
             _statements(node.body, scope, depth)

@@ -14,6 +14,9 @@ from typing import Any
 from ...core import shortened
 from ._syntax import Setting, Text, Unknown
 
+# Values of settings that a plan has, too.
+_USUAL = ("default_adamw", "cudnn_flash_te", "flash", "fused", "alltoall", "autoselected")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
@@ -27,6 +30,10 @@ class Table:
         changes: settings that change memory or time and that a plan does not follow, with what it
             has in their place; empty where that makes no difference that counts.
         harmless: shell patterns of the others.
+        base_model: of MaxText, sizes of a model without a name.
+        memory_share: the least share of predicted memory that a published run took.
+        reported: how far predictions were from published steps, as `ReportedSteps` has it; empty if
+            there were none.
     """
 
     framework: str
@@ -39,6 +46,8 @@ class Table:
     changes: Mapping[str, str]
     harmless: tuple[str, ...]
     base_model: Mapping[str, Any]
+    memory_share: float
+    reported: Mapping[str, Any]
 
     @property
     def title(self) -> str:
@@ -88,6 +97,8 @@ def tables() -> tuple[Table, ...]:
                     changes=data["changes"],
                     harmless=tuple(data["harmless"]["names"]),
                     base_model=data.get("base_model", {}),
+                    memory_share=float(data["memory_share"]),
+                    reported=data.get("reported", {}),
                 )
             )
     return tuple(read)
@@ -161,7 +172,7 @@ class Words:
                     self.unknown.append(f"{shown} = {value}: the file does not give its value")
                 return
             before = own.get(name) if own is not None else None
-            if before is not None and before.value != value:
+            if before is not None and before.value != value and word != "tokenizer":
                 self.assumed.append(
                     f"{setting.name} is {before.value} ({before.place}) and {value}"
                     f" ({setting.place}): the later one is taken"
@@ -173,7 +184,7 @@ class Words:
             why = table.changes[name]
             off = setting.value in (False, None, "none", "None", 0, 0.0, "0", "", "no", "default")
             usual = str(setting.value).lower() in ("adamw", "adam", "float32", "fp32", "auto")
-            usual = usual or str(setting.value) in ("default_adamw", "cudnn_flash_te", "flash")
+            usual = usual or str(setting.value) in _USUAL
             if why and not off and not usual:
                 self.lost.append(f"{shown} = {shortened(str(setting.value), 40)}: {why}")
         elif not table.ignores(name):
@@ -184,7 +195,11 @@ class Words:
                 and each is not table
                 and (name in each.layout or name in each.model)
             ]
-            of = f"belongs to {', '.join(others)}" if others else f"{table.title} has none in its table"
+            of = (
+                f"belongs to {', '.join(others)}"
+                if others
+                else f"{table.title} has none in its table"
+            )
             self.unknown.append(f"{shown}: {of}; what it does is not priced")
 
     def name(self, word: str) -> str:

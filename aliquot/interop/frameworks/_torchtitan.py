@@ -1,4 +1,4 @@
-"""torchtitan: the TOML of 2025, which counts rows, and the dataclasses of today, which count tokens."""
+"""torchtitan: the TOML of 2025, which counts rows, and dataclasses since, which count tokens."""
 
 from __future__ import annotations
 
@@ -150,7 +150,9 @@ def _stages(
         words.faults.append(f"{num_layers} layers are too few for {chunks * pipeline} chunks")
         return schedule, chunks, ()
     if not is_even(spread) and not {"first_less", "last_less"} & set(words.said):
-        words.not_said("first_less", less[0], "the first stage has less layers, and so has the last")
+        words.not_said(
+            "first_less", less[0], "the first stage has less layers, and so has the last"
+        )
     return schedule, chunks, () if is_even(spread) else tuple(spread)
 
 

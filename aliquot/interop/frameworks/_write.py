@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from ...core import InputError, nearest
-from ...plans import Plan, examples_per_step, is_pipeline, recomputes_by_stage
 from ...planners import Megatron, TensorParallel, Zero3Parallel, method_by_name
+from ...plans import Plan, examples_per_step, is_pipeline, recomputes_by_stage
 from . import _accelerate, _maxtext, _megatron, _rules, _torchtitan
 from ._settings import Settings, Written, is_even
 from ._table import Table, tables
@@ -46,7 +46,10 @@ def settings_of(plan: Plan, lose: Callable[[str], None]) -> Settings:
     if recomputes_by_stage(plan):
         stages = {stage.recompute for stage in plan.stages}
         if stages != {"stage"}:
-            lose("stages that recompute different operators: recomputation of whole layers is written")
+            lose(
+                "stages that recompute different operators: recomputation of whole layers is"
+                " written"
+            )
         recompute = "block"
     layers = _layers_of_stages(plan)
     return Settings(
@@ -257,23 +260,26 @@ def write_settings(
         version=table.version,
         text=text,
         file_name=file_name,
+        pairs=tuple(named),
         lost=tuple(dict.fromkeys(lost)),
     )
 
 
 def _name(table: Table, word: str) -> str:
     """The framework's name of a word: the first one of its table."""
-    return "model.seq_length" if (table.framework, word) == ("bridge", "seq_len") else table.name_of(word)
+    return (
+        "model.seq_length"
+        if (table.framework, word) == ("bridge", "seq_len")
+        else table.name_of(word)
+    )
 
 
 def _opening(table: Table) -> str:
     return f"Written by aliquot for {table.title}."
 
 
-def _as_shell(
-    table: Table, pairs: list[tuple[str, Any]]
-) -> tuple[str, str]:
-    lines = [f"# {_opening(table)} Use: torchrun ... pretrain_gpt.py \"${{PLAN_ARGS[@]}}\" ..."]
+def _as_shell(table: Table, pairs: list[tuple[str, Any]]) -> tuple[str, str]:
+    lines = [f'# {_opening(table)} Use: torchrun ... pretrain_gpt.py "${{PLAN_ARGS[@]}}" ...']
     lines.append("PLAN_ARGS=(")
     for name, value in pairs:
         if value is True:
@@ -286,18 +292,14 @@ def _as_shell(
     return "\n".join([*lines, ")", ""]), "plan_args.sh"
 
 
-def _as_recipe(
-    table: Table, pairs: list[tuple[str, Any]]
-) -> tuple[str, str]:
+def _as_recipe(table: Table, pairs: list[tuple[str, Any]]) -> tuple[str, str]:
     lines = [f'"""{_opening(table)} Call `planned` with a recipe\'s ConfigContainer."""', "", ""]
     lines += ["def planned(cfg):", '    """The configuration with the plan\'s layout."""']
     lines += [f"    cfg.{name} = {value!r}" for name, value in pairs]
     return "\n".join([*lines, "    return cfg", ""]), "planned_recipe.py"
 
 
-def _as_registry(
-    table: Table, pairs: list[tuple[str, Any]]
-) -> tuple[str, str]:
+def _as_registry(table: Table, pairs: list[tuple[str, Any]]) -> tuple[str, str]:
     checkpointing = {"full": "FullAC", "selective": "SelectiveAC"}
     lines = [f'"""{_opening(table)} Call `planned` with the Trainer.Config of a model."""', ""]
     said = dict(pairs)
@@ -309,7 +311,9 @@ def _as_registry(
         if name == "activation_checkpoint":
             value_text = f"{policy}.Config()" if policy else "None"
         elif name == "model_spec.converters":
-            lines.append("    # Add Float8LinearConverter.Config() to the converters of model_spec.")
+            lines.append(
+                "    # Add Float8LinearConverter.Config() to the converters of model_spec."
+            )
             continue
         else:
             value_text = repr(value)
@@ -317,9 +321,7 @@ def _as_registry(
     return "\n".join([*lines, "    return config", ""]), "planned_config.py"
 
 
-def _as_toml(
-    table: Table, pairs: list[tuple[str, Any]]
-) -> tuple[str, str]:
+def _as_toml(table: Table, pairs: list[tuple[str, Any]]) -> tuple[str, str]:
     groups: dict[str, list[str]] = {}
     for name, value in pairs:
         group, _, key = name.rpartition(".")
@@ -331,20 +333,19 @@ def _as_toml(
     return "\n".join([*lines, ""]), "plan.toml"
 
 
-def _as_yaml(
-    table: Table, pairs: list[tuple[str, Any]]
-) -> tuple[str, str]:
+def _as_yaml(table: Table, pairs: list[tuple[str, Any]]) -> tuple[str, str]:
     data: dict[str, Any] = {"base_config": "base.yml"} if table.framework == "maxtext" else {}
     _nest(data, pairs)
     if "parallelism_config" in data:
         data["use_parallelism_config"] = True
     body = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
-    return f"# {_opening(table)}\n{body}", "plan.yaml" if table.framework != "maxtext" else "plan.yml"
+    return (
+        f"# {_opening(table)}\n{body}",
+        "plan.yaml" if table.framework != "maxtext" else "plan.yml",
+    )
 
 
-def _as_json(
-    table: Table, pairs: list[tuple[str, Any]]
-) -> tuple[str, str]:
+def _as_json(table: Table, pairs: list[tuple[str, Any]]) -> tuple[str, str]:
     data: dict[str, Any] = {}
     _nest(data, pairs)
     return json.dumps(data, indent=2) + "\n", "ds_config.json"

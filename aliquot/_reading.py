@@ -1,0 +1,588 @@
+"""Settings that somebody trains with, judged: what they cost, what is wrong with them, and better
+ones in their own words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ._variants import Variant, plan_variants
+from .cluster import Cluster, ReportedSteps
+from .core import (
+    InfeasibleError,
+    InputError,
+    LossyExportError,
+    counted,
+    format_bytes,
+    format_seconds,
+    listing,
+)
+from .interop.frameworks import (
+    Found,
+    Settings,
+    Table,
+    Written,
+    changed,
+    export_plan,
+    read_settings,
+    write_settings,
+)
+from .planners import PipelineOptions, Progress, method_by_name
+from .plans import ModelReference, Plan, expected_error, mfu
+from .zoo import (
+    RECOMPUTE,
+    AbstractTextConfig,
+    as_fields,
+    build,
+    configure,
+    from_config,
+    from_fields,
+)
+
+_NO_LIMIT_BYTES = 1e18
+# Stages whose memory differs by more than this share are worth another cut.
+_UNEQUAL = 0.15
+_LEAST_GAIN = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What `read` found.
+
+    Attributes:
+        found: what the files say.
+        settings: the same with all degrees, on the cluster.
+        cluster: what it was judged for.
+        config: the model.
+        plan: the settings as a plan; None if they cannot be planned.
+        fits: "yes"; "no"; or "perhaps", where the plan needs more than there is, but runs of the
+            framework took less than was predicted by more than that. Empty without a plan.
+        refusal: why there is no plan, or what it lacks.
+        advice: what to change, and why.
+        error: how far such predictions were from steps that were reported of this framework; None
+            if none was.
+        better: a faster plan in the same limits, if it was asked for and found; and its settings.
+        changes: name, value now and value then of each setting of the framework that differs.
+    """
+
+    found: Found
+    settings: Settings
+    cluster: Cluster
+    config: AbstractTextConfig
+    plan: Plan | None
+    fits: str
+    refusal: str
+    advice: tuple[str, ...]
+    error: ReportedSteps | None
+    better: Plan | None = None
+    better_settings: Settings | None = None
+    changes: tuple[tuple[str, Any, Any], ...] = ()
+    tried: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        found = self.found
+        return {
+            "framework": found.framework,
+            "version": found.table.version,
+            "model": as_fields(self.config),
+            "cluster": self.cluster.name,
+            "layout": self.settings.name,
+            "settings": dataclasses.asdict(self.settings),
+            "said": [{"name": n, "value": v, "place": p} for n, v, p in found.said],
+            "assumed": list(found.assumed),
+            "lost": list(found.lost),
+            "unknown": list(found.unknown),
+            "advice": list(self.advice),
+            "fits": self.fits,
+            "refusal": self.refusal,
+            "prediction": _figures(self.plan),
+            "expected_error": None if self.error is None else dataclasses.asdict(self.error),
+            "better": _figures(self.better),
+            "better_settings": None
+            if self.better_settings is None
+            else dataclasses.asdict(self.better_settings),
+            "changes": [{"name": n, "now": a, "then": b} for n, a, b in self.changes],
+        }
+
+
+def _figures(plan: Plan | None) -> dict[str, Any] | None:
+    if plan is None:
+        return None
+    return {
+        "method": plan.method,
+        "step_time_s": plan.prediction.step_time_s,
+        "mfu": mfu(plan),
+        "memory_bytes_by_stage": memory_by_stage(plan),
+        "memory_limit_bytes": plan.prediction.memory_limit_bytes,
+    }
+
+
+def memory_by_stage(plan: Plan) -> list[float]:
+    """Bytes on a device of each stage; of one program one figure."""
+    by_stage = [s.prediction.peak_memory_bytes for s in plan.stages if s.prediction is not None]
+    return by_stage or [plan.prediction.peak_memory_bytes]
+
+
+def read(
+    *files: str | os.PathLike[str],
+    cluster: Cluster,
+    framework: str | None = None,
+    recipe: str | None = None,
+    model: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+    seq_len: int | None = None,
+    recompute: str | None = None,
+    better: bool = False,
+    time_limit_s: float = 60.0,
+    memory_limit_bytes: float | None = None,
+    progress: Progress | None = None,
+) -> Reading:
+    """Judge the settings with which another framework trains, as a plan of this package::
+
+        reading = aq.read("run.sh", cluster=aq.Cluster.preset("8x8xH100"))
+        print(reading.settings.name, reading.plan.prediction.step_time_s, reading.advice)
+
+    Args:
+        files, framework, recipe: as for `aliquot.interop.frameworks.read_settings`.
+        cluster: the devices of the whole run.
+        model: a name of the zoo, where files do not say the model.
+        overrides: fields of the model to change.
+        global_batch, micro_batch, seq_len, recompute: in place of what the files say; sequences of
+            a step, sequences that a data rank computes at once, tokens of a sequence, and a name of
+            `aliquot.zoo.build`.
+        better: whether to look for faster settings of the same framework.
+        time_limit_s: for that search.
+        memory_limit_bytes: per device; by default what the device's runtime leaves for programs.
+        progress: called as `progress(what, done, of)`.
+
+    Raises:
+        InputError: files cannot be read, or say no model, no layout or no batch that could be
+            planned; all that is wrong is listed.
+    """
+    over = {**(overrides or {}), **({"seq_len": seq_len} if seq_len else {})}
+    found = read_settings(
+        files,
+        num_devices=cluster.num_devices,
+        framework=framework,
+        recipe=recipe,
+        layers_of=lambda fields: _num_layers({**fields, **({"like": model} if model else {})}),
+    )
+    config, dropped = _config(found, model, over)
+    given = {"global_batch": global_batch, "micro_batch": micro_batch, "recompute": recompute}
+    settings = changed(
+        found.settings,
+        seq_len=config.seq_len,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    assumed = [*found.assumed, *dropped]
+    if micro_batch and not global_batch and settings.num_micro_batches:
+        settings = changed(settings, global_batch=None)
+    if settings.micro_batch is None and settings.global_batch is None:
+        settings = changed(settings, micro_batch=1)
+        assumed.append("a data rank computes 1 sequence at once: --micro-batch says another")
+    found = dataclasses.replace(found, assumed=tuple(assumed))
+    faults = list(settings.faults(cluster.num_devices))
+    advice = [*found.advice, *_advice(settings, config, cluster, found)]
+    judge = _Judge(config, cluster, found.table, memory_limit_bytes, progress)
+    if faults:
+        return Reading(
+            found=found,
+            settings=settings,
+            cluster=cluster,
+            config=config,
+            plan=None,
+            fits="",
+            refusal=listing(f"on {cluster.num_devices} devices this does not divide", faults),
+            advice=(*faults, *advice),
+            error=None,
+        )
+    settings = settings.on(cluster.num_devices)
+    lost = list(found.lost)
+    if settings.stage_layers:
+        lost.append("stages of unequal layers: judged as equally deep")
+    plan, fits, refusal = judge.judged(settings)
+    if plan is not None:
+        advice += _advice_of_plan(plan, found)
+    reading = Reading(
+        found=dataclasses.replace(found, lost=tuple(lost)),
+        settings=settings,
+        cluster=cluster,
+        config=config,
+        plan=plan,
+        fits=fits,
+        refusal=refusal,
+        advice=tuple(advice),
+        error=_reported(found, plan),
+    )
+    return _with_better(reading, judge, time_limit_s) if better else reading
+
+
+def export(plan: Plan, to: str, *, allow_loss: bool = False) -> Written:
+    """A plan as settings of another framework::
+
+        aq.export(plan, "megatron").text
+
+    Args:
+        to: "megatron", "bridge", "torchtitan", "torchtitan-0.2", "maxtext", "accelerate",
+            "deepspeed" or "flax".
+        allow_loss: whether the settings may say less than the plan; `lost` lists what they lack.
+
+    Raises:
+        InputError: there is no such framework, or it has no settings for such a plan at all.
+        LossyExportError: something is lost, and `allow_loss` is not set.
+    """
+    written = export_plan(plan, to)
+    if written.lost and not allow_loss:
+        raise LossyExportError(
+            written.lost,
+            asked=f"{to} cannot say all of this plan",
+            advice="Add --allow-loss (allow_loss=True) to write what it can say.",
+        )
+    return written
+
+
+def _num_layers(fields: Mapping[str, Any]) -> int | None:
+    if isinstance(fields.get("num_layers"), int):
+        return int(fields["num_layers"])
+    if fields.get("config"):
+        return from_config(str(fields["config"])).num_layers
+    return configure(str(fields["like"])).num_layers if fields.get("like") else None
+
+
+def _config(
+    found: Found, model: str | None, overrides: Mapping[str, Any]
+) -> tuple[AbstractTextConfig, list[str]]:
+    """The model, and remarks on what was taken for it."""
+    said = dict(found.model)
+    path, like = said.pop("config", None), model or said.pop("like", None)
+    said.pop("like", None)
+    experts = said.pop("expert_ffn_size", None)
+    said |= {"ffn_size": experts} if experts else {}
+    remarks: list[str] = []
+    if path:
+        length = {"seq_len": said["seq_len"]} if said.get("seq_len") else {}
+        made = from_config(path, **{**length, **overrides})
+        differ = {
+            name: value
+            for name, value in said.items()
+            if name not in ("family", "seq_len") and getattr(made, name, value) != value
+        }
+        if differ and len(said) > 2:
+            told = ", ".join(f"{name} {value}" for name, value in differ.items())
+            remarks.append(f"the model is that of {path}; the settings say {told}")
+        return made, remarks
+    if like:
+        base = configure(str(like))
+        known = as_fields(base)
+        fitting = {
+            name: value for name, value in said.items() if name in known and name != "family"
+        }
+        config = configure(str(like), **{**fitting, **overrides})
+    else:
+        needed = ("num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size", "seq_len")
+        missing = [name for name in needed if not said.get(name) and name not in overrides]
+        if missing:
+            raise InputError(
+                f"the settings do not say the model: {', '.join(missing)} are missing. Give its"
+                " config.json of Hugging Face, too, or --model llama3-8b (`aliquot models` lists"
+                " all)."
+            )
+        fields = {"name": f"{found.framework}-model", **said}
+        if fields["family"] == "mixtral":
+            fields.pop("qkv_bias", None)
+        made_of = {key: value for key, value in fields.items() if value is not None}
+        config = from_fields({**made_of, **overrides})
+    if not isinstance(config, AbstractTextConfig):
+        raise InputError(f"{config.name} is no model of texts, which these frameworks train.")
+    return config, remarks
+
+
+def _advice(
+    settings: Settings, config: AbstractTextConfig, cluster: Cluster, found: Found
+) -> Iterator[str]:
+    """What the degrees say without a plan."""
+    tensor = found.table.name_of("ici_tensor" if found.framework == "maxtext" else "tensor")
+    kv_heads, heads = getattr(config, "num_kv_heads", 0), getattr(config, "num_heads", 0)
+    if kv_heads and settings.tensor > kv_heads:
+        yield (
+            f"{tensor} {settings.tensor} over {kv_heads} heads of keys and values: ranks compute"
+            f" the same ones {settings.tensor // kv_heads} times: take {kv_heads} or less"
+        )
+    if heads and heads % settings.tensor:
+        yield f"{tensor} {settings.tensor} does not divide {heads} heads"
+    if settings.tensor > cluster.devices_per_host and cluster.num_hosts > 1:
+        yield (
+            f"{tensor} {settings.tensor} reaches over hosts of {cluster.devices_per_host} devices:"
+            " each layer then waits for the network: take"
+            f" {cluster.devices_per_host} or less"
+        )
+    if settings.pipeline > 1 and settings.global_batch and settings.micro_batch:
+        data = settings.data or max(1, cluster.num_devices // settings.model_ranks)
+        count = settings.global_batch // (settings.micro_batch * data)
+        if 0 < count < 2 * settings.pipeline and settings.chunks == 1:
+            share = (settings.pipeline - 1) / (count + settings.pipeline - 1)
+            yield (
+                f"{count} micro-batches on {settings.pipeline} stages: they wait for {share:.0%} of"
+                " the step: take smaller micro-batches, fewer stages, or chunks of stages"
+            )
+
+
+def _advice_of_plan(plan: Plan, found: Found) -> Iterator[str]:
+    by_stage = memory_by_stage(plan)
+    if len(by_stage) > 1 and max(by_stage) > (1 + _UNEQUAL) * min(by_stage):
+        most, least = max(by_stage), min(by_stage)
+        words = {
+            "megatron": "decoder-first-pipeline-num-layers or pipeline-model-parallel-layout",
+            "bridge": "model.pipeline_model_parallel_layout",
+            "torchtitan": "parallelism.module_fqns_per_model_part",
+        }
+        how = words.get(found.framework)
+        yield (
+            f"stage {by_stage.index(most)} takes {format_bytes(most)}, stage"
+            f" {by_stage.index(least)} {format_bytes(least)}: move layers between them"
+            + (f" by {how}" if how else "")
+        )
+
+
+def _reported(found: Found, plan: Plan | None) -> ReportedSteps | None:
+    """How far predictions were from reported steps of the framework or, where there are none, of
+    steps with such a layout.
+    """
+    if found.table.reported:
+        return ReportedSteps(of=f"steps of {found.framework}", **found.table.reported)
+    return None if plan is None else expected_error(plan)
+
+
+class _Judge:
+    """Plans of one model on one cluster, by settings. A model is traced once for each batch and
+    recomputation.
+    """
+
+    def __init__(
+        self,
+        config: AbstractTextConfig,
+        cluster: Cluster,
+        table: Table,
+        memory_limit_bytes: float | None,
+        progress: Progress | None,
+    ) -> None:
+        self.config, self.cluster, self.table = config, cluster, table
+        self.limit_bytes, self.progress = memory_limit_bytes, progress
+        self._variants: dict[tuple[int, str, str], Variant] = {}
+
+    def judged(self, settings: Settings) -> tuple[Plan | None, str, str]:
+        """The plan, whether it fits, and why not."""
+        try:
+            return self.plan(settings), "yes", ""
+        except InfeasibleError as error:
+            refusal, least_bytes = error.message, error.required_bytes
+            limit_bytes = error.available_bytes
+        except InputError as error:
+            return None, "", str(error)
+        needs = self.plan(settings, memory_limit_bytes=_NO_LIMIT_BYTES)
+        share = self.table.memory_share
+        least_bytes = least_bytes or needs.prediction.peak_memory_bytes
+        if limit_bytes and share * least_bytes <= limit_bytes:
+            return (
+                needs,
+                "perhaps",
+                f"{format_bytes(least_bytes)} are predicted, and {format_bytes(limit_bytes)} can be"
+                f" used; runs of {self.table.framework} took as little as {share:.0%} of what is"
+                " predicted",
+            )
+        return needs, "no", refusal
+
+    def plan(self, settings: Settings, memory_limit_bytes: float | None = None) -> Plan:
+        """The plan of settings that divide.
+
+        Raises:
+            InfeasibleError: it does not fit.
+            InputError: the planner has no such layout for the model.
+        """
+        count = settings.num_micro_batches or 1
+        how = settings.name
+        pipeline = PipelineOptions(micro_batches=count) if settings.pipeline > 1 else None
+        method = method_by_name(how, pipeline=pipeline)
+        return plan_variants(
+            (self._variant(settings),),
+            cluster=self.cluster,
+            method=method,
+            num_micro_batches=count,
+            memory_limit_bytes=memory_limit_bytes or self.limit_bytes,
+            progress=self.progress,
+        )
+
+    def _variant(self, settings: Settings) -> Variant:
+        dtype = settings.dtype or "bf16"
+        key = settings.global_batch or 1, settings.recompute, dtype
+        if key not in self._variants:
+            made = build(
+                self.config,
+                key[0],
+                dtype=dtype,
+                recompute=settings.recompute,
+                attention="auto",
+                device=self.cluster.device,
+            )
+            reference = ModelReference(
+                kind="zoo",
+                name=self.config.name,
+                settings=made.settings,
+                flops_per_step=float(made.flops_per_step),
+            )
+            self._variants[key] = Variant(
+                step=made.train_step,
+                args=(made.state, made.batch),
+                model=reference,
+                # What the framework recomputes is in the step; stages recompute no more.
+                recompute="none",
+            )
+        return self._variants[key]
+
+
+def _neighbours(settings: Settings, config: AbstractTextConfig, found: Found) -> Iterator[Settings]:
+    """Settings that differ in one thing, of those that the framework can say."""
+    files = found.framework in ("accelerate", "deepspeed")
+    heads = getattr(config, "num_heads", 1)
+    for tensor in (settings.tensor * 2, settings.tensor // 2):
+        if 1 <= tensor <= 8 and heads % tensor == 0:
+            sequence = tensor > 1 and not files
+            yield changed(settings, tensor=tensor, sequence=sequence, data=None)
+    for stages in () if files else (settings.pipeline * 2, settings.pipeline // 2):
+        if 1 <= stages <= config.num_layers:
+            chunks = 1 if stages == 1 else settings.chunks
+            more = {"chunks": chunks, "stage_layers": ()}
+            schedule = "" if stages == 1 else "1f1b" if chunks == 1 else "interleaved-1f1b"
+            yield changed(settings, pipeline=stages, data=None, schedule=schedule, **more)
+    for stage in (0, 1, 2, 3):
+        if stage != settings.zero_stage and not (stage == 2 and found.framework == "maxtext"):
+            yield changed(settings, zero_stage=stage, shard_within=None)
+    if settings.pipeline > 1 and found.framework != "maxtext":
+        for chunks in (settings.chunks * 2, settings.chunks // 2):
+            if 1 <= chunks and config.num_layers >= settings.pipeline * chunks:
+                schedule = "1f1b" if chunks == 1 else "interleaved-1f1b"
+                yield changed(settings, chunks=chunks, schedule=schedule, stage_layers=())
+    for micro in ((settings.micro_batch or 1) * 2, (settings.micro_batch or 1) // 2):
+        if micro >= 1:
+            yield changed(settings, micro_batch=micro)
+    for how in ("none", "minimal", "block"):
+        if how != settings.recompute and not (files and how == "minimal"):
+            yield changed(settings, recompute=how)
+
+
+def _with_better(reading: Reading, judge: _Judge, time_limit_s: float) -> Reading:
+    """The reading with the fastest settings that a walk from neighbour to neighbour found."""
+    started = time.perf_counter()
+    now, now_s = reading.settings, float("inf")
+    if reading.plan is not None and reading.fits != "no":
+        now_s = reading.plan.prediction.step_time_s
+    first_s, best = now_s, None
+    tried = {_key(now)}
+    is_open = True
+    while is_open:
+        is_open = False
+        for near in _neighbours(now, reading.config, reading.found):
+            near = changed(near, num_micro_batches=None)
+            if time.perf_counter() - started > time_limit_s:
+                break
+            if any(near.faults(reading.cluster.num_devices)):
+                continue
+            near = near.on(reading.cluster.num_devices)
+            if _key(near) in tried:
+                continue
+            tried.add(_key(near))
+            try:
+                plan = judge.plan(near)
+            except (InfeasibleError, InputError):
+                continue
+            if plan.prediction.step_time_s < now_s * (1 - _LEAST_GAIN):
+                now, now_s, best, is_open = near, plan.prediction.step_time_s, plan, True
+                break
+    if best is None or now_s >= first_s:
+        return dataclasses.replace(reading, tried=len(tried) - 1)
+    return dataclasses.replace(
+        reading,
+        better=best,
+        better_settings=now,
+        changes=tuple(_in_its_words(reading.found, reading.settings, now, reading.config)),
+        tried=len(tried) - 1,
+    )
+
+
+def _key(settings: Settings) -> Settings:
+    return changed(settings, schedule="", num_micro_batches=None, stage_layers=())
+
+
+def _in_its_words(
+    found: Found, before: Settings, after: Settings, config: AbstractTextConfig
+) -> Iterator[tuple[str, Any, Any]]:
+    """Settings of the framework that differ: name, value now, value then."""
+    old_version = found.table.title == "torchtitan 0.2"
+    to = "torchtitan-0.2" if old_version else found.framework
+    model = {"num_layers": config.num_layers}
+    pairs = [dict(write_settings(to, each, model).pairs) for each in (before, after)]
+    for name in dict.fromkeys([*pairs[0], *pairs[1]]):
+        now, then = (each.get(name) for each in pairs)
+        if now != then:
+            yield name, now, then
+
+
+def facts_of(reading: Reading, *, of_better: bool = False) -> list[tuple[str, str]]:
+    """Names and texts: the model, the layout and what it costs; with `of_better`, the cost of the
+    better settings.
+    """
+    settings, plan, config = reading.settings, reading.plan, reading.config
+    if of_better and reading.better is not None and reading.better_settings is not None:
+        settings, plan = reading.better_settings, reading.better
+    count = settings.num_micro_batches or 1
+    batch = f"{settings.global_batch} sequences of {config.seq_len} tokens"
+    rows = [
+        ("model", f"{config.name} ({config.family}, {config.num_layers} layers)"),
+        ("layout", settings.name),
+        (
+            "batch",
+            f"{batch}, {counted(count, 'micro-batch')} of {settings.micro_batch} on each data rank",
+        ),
+        ("recomputation", f"{settings.recompute}: {RECOMPUTE[settings.recompute.split(':')[0]]}"),
+        ("precision", settings.dtype or "bf16"),
+    ]
+    if settings.stage_layers:
+        rows.append(("layers of stages", ", ".join(map(str, settings.stage_layers))))
+    if of_better:
+        rows = rows[1:2]
+    if plan is None:
+        return [*rows, ("step time", f"none: {reading.refusal}")]
+    used = mfu(plan)
+    mfu_text = "" if used is None else f", MFU {used:.0%}"
+    rows.append(("step time", f"{format_seconds(plan.prediction.step_time_s)}{mfu_text}"))
+    if reading.error is not None and not of_better:
+        rows.append(("expected error", f"of the step time: {reading.error}"))
+    by_stage = memory_by_stage(plan)
+    stages = ", ".join(format_bytes(each) for each in by_stage)
+    which = f"by stage: {stages}" if len(by_stage) > 1 else f"{stages} on each device"
+    rows.append(("memory", which))
+    if not of_better:
+        rows.append(("fits", reading.fits + (f": {reading.refusal}" if reading.refusal else "")))
+    return rows
+
+
+def remarks_of(reading: Reading) -> list[tuple[str, tuple[str, ...]]]:
+    """Titles with sentences: what to change, what was assumed, what is lost, what is not known."""
+    found = reading.found
+    return [
+        ("To change:", reading.advice),
+        ("Assumed:", found.assumed),
+        (
+            "Lost: these change memory or time, and the figures above do not follow them:",
+            found.lost,
+        ),
+        ("Unknown: nothing is known of what these change:", found.unknown),
+    ]

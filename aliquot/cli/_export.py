@@ -1,0 +1,66 @@
+"""`aliquot export`: a plan as settings of another framework."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..core import write_atomic
+from ._devices import use_host_only
+from ._options import Json, PlanFile, check_destination, read_plan
+from ._session import session
+
+
+def export(
+    plan_file: PlanFile,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=(
+                "megatron, bridge, torchtitan (torchtitan-0.2 for TOML), maxtext, accelerate,"
+                " deepspeed or flax."
+            ),
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the settings here; by default they are printed."),
+    ] = None,
+    allow_loss: Annotated[
+        bool,
+        typer.Option(
+            "--allow-loss", help="Write what the framework can say, and list what it cannot."
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a plan as settings of Megatron-LM, Megatron-Bridge, torchtitan, MaxText, accelerate,
+    DeepSpeed or Flax. What these cannot say is listed, and is an error (exit code 4) unless
+    --allow-loss is given.
+    """
+    with session(as_json) as say:
+        use_host_only()
+        check_destination(out)
+        from .._reading import export as export_plan
+
+        written = export_plan(read_plan(plan_file), to, allow_loss=allow_loss)
+        for text in written.lost:
+            say.note(f"lost: {text}")
+        if out is None:
+            say.show(written.text)
+        else:
+            write_atomic(out, written.text)
+            say.show(f"Written to {out}, for {written.framework} {written.version}.")
+        say.finish(
+            {
+                "framework": written.framework,
+                "version": written.version,
+                "text": written.text,
+                "file": str(out) if out else None,
+                "usual_name": written.file_name,
+                "lost": list(written.lost),
+            }
+        )

@@ -1,0 +1,161 @@
+"""`aliquot read`: settings of another framework, judged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..core import InputError
+from ._devices import use_host_only
+from ._model_options import MemoryLimit, SeqLen, Settings, read_memory_limit
+from ._options import Json, read_cluster, read_settings, read_time_limit
+from ._progress import search_progress
+from ._session import Session, session
+
+if TYPE_CHECKING:
+    from .._reading import Reading
+    from ..cluster import Cluster
+
+
+def read(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...",
+            help=(
+                "Megatron-LM's shell script, Megatron-Bridge's recipe, torchtitan's TOML or"
+                " config_registry.py, MaxText's YAML or script, accelerate's YAML or DeepSpeed's"
+                " JSON; a config.json of Hugging Face; and NAME=VALUE. Nothing is run."
+            ),
+            show_default=False,
+        ),
+    ],
+    world: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Devices of the whole run.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="Such as H100 or v5p.")] = None,
+    devices_per_host: Annotated[int, typer.Option(min=1, help="Devices in a host.")] = 8,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="In place of --world and --device: a preset such as 8xH100, or a file."),
+    ] = None,
+    framework: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Whose settings they are, if that cannot be seen."),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The function to read of a Python file.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A model of the zoo, where files do not say it."),
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a step, in place of what files say.")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences that a data rank computes at once.")
+    ] = None,
+    seq_len: SeqLen = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(
+            help="none, block, minimal, save_qkv or save_attention, where files say none."
+        ),
+    ] = None,
+    settings: Settings = None,
+    better: Annotated[
+        bool,
+        typer.Option(
+            "--better", help="Look for faster settings in the same limits, and print what differs."
+        ),
+    ] = False,
+    time_limit: Annotated[
+        str, typer.Option(metavar="TIME", help="Of that search, such as 60s or 5m.")
+    ] = "60s",
+    memory_limit: MemoryLimit = None,
+    as_json: Json = False,
+) -> None:
+    """Judge settings of another framework: layout, step time, memory and MFU, what to change, and
+    what a plan does not follow.
+    """
+    with session(as_json) as say:
+        use_host_only()
+        where = _cluster(cluster, world, device, devices_per_host)
+        from .._reading import read as judge
+
+        with search_progress(say) as report:
+            reading = judge(
+                *files,
+                cluster=where,
+                framework=framework,
+                recipe=recipe,
+                model=model,
+                overrides=read_settings(settings or ()),
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+                seq_len=seq_len,
+                recompute=recompute,
+                better=better,
+                time_limit_s=read_time_limit(time_limit) or 60.0,
+                memory_limit_bytes=read_memory_limit(memory_limit),
+                progress=report,
+            )
+        _show(reading, better, say)
+        say.finish(reading.to_dict())
+        if reading.plan is None or reading.fits == "no":
+            raise typer.Exit(1)
+
+
+def _cluster(
+    cluster: str | None, world: int | None, device: str | None, devices_per_host: int
+) -> Cluster:
+    if cluster is not None:
+        if world is not None or device is not None:
+            raise InputError("--cluster says the devices: leave out --world and --device.")
+        return read_cluster(cluster)
+    if world is None or device is None:
+        raise InputError(
+            "aliquot read needs the devices of the run: add --world 64 --device H100, or --cluster"
+            " 8x8xH100."
+        )
+    hosts, left = divmod(world, devices_per_host)
+    if world < devices_per_host:
+        hosts, devices_per_host = 1, world
+    elif left:
+        raise InputError(
+            f"--world {world} does not fill hosts of {devices_per_host} devices: add"
+            " --devices-per-host N."
+        )
+    from ..cluster import wire
+
+    name = read_cluster(device).device.name
+    shown = f"{devices_per_host}x{name}"
+    return wire(shown if hosts == 1 else f"{hosts}x{shown}", name, hosts, devices_per_host)
+
+
+def _show(reading: Reading, better: bool, say: Session) -> None:
+    from .._reading import facts_of, remarks_of
+    from ..report import Facts, columns
+
+    say.show(f"{reading.found.table.title} on {reading.cluster.name}")
+    say.show(Facts(facts_of(reading)))
+    for title, texts in remarks_of(reading):
+        if texts:
+            say.show(f"\n{title}")
+            for text in texts:
+                say.show(f"  - {text}")
+    if not better:
+        return
+    if reading.better is None:
+        say.show(f"\nNo faster settings were found among {reading.tried} others.")
+        return
+    say.show(f"\nFaster, of {reading.tried} others that were tried:")
+    changes = [(name, _text(now), _text(then)) for name, now, then in reading.changes]
+    say.show(columns("settings to change", ("setting", "now", "then"), changes))
+    say.show(Facts(facts_of(reading, of_better=True)))
+
+
+def _text(value: object) -> str:
+    return "not set" if value is None else str(value)
