@@ -5,6 +5,7 @@ ones in their own words.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -189,6 +190,15 @@ def read(
         settings = changed(settings, micro_batch=1)
         assumed.append("a data rank computes 1 sequence at once: --micro-batch says another")
     found = dataclasses.replace(found, assumed=tuple(assumed))
+    lost = list(found.lost)
+    data = settings.data or cluster.num_devices // settings.model_ranks
+    if data and data % settings.expert:
+        fewer = math.gcd(data, settings.expert)
+        lost.append(
+            f"experts are split over {settings.expert} ranks, of tensor or context parallelism,"
+            f" too; in a plan over {fewer} of the {data} data ranks"
+        )
+        settings = changed(settings, expert=fewer)
     faults = list(settings.faults(cluster.num_devices))
     advice = [*found.advice, *_advice(settings, config, cluster, found)]
     judge = _Judge(config, cluster, found.table, memory_limit_bytes, progress)
@@ -205,7 +215,6 @@ def read(
             error=None,
         )
     settings = settings.on(cluster.num_devices)
-    lost = list(found.lost)
     if settings.stage_layers:
         lost.append("stages of unequal layers: judged as equally deep")
     plan, fits, refusal = judge.judged(settings)

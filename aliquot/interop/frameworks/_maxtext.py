@@ -17,7 +17,6 @@ _AXES = (
     "context",
     "ulysses",
     "tensor",
-    "tensor_transpose",
     "tensor_sequence",
     "pipeline",
     "expert",
@@ -94,12 +93,8 @@ def read(words: Words, num_layers: int | None) -> Settings:
     """The layout that the settings say, of a model of so many layers."""
     axes = _axes(words)
     pipeline, expert = axes["pipeline"], axes["expert"]
-    tensor = axes["tensor"] * axes["tensor_transpose"] * axes["tensor_sequence"]
+    tensor = axes["tensor"] * axes["tensor_sequence"]
     context = axes["sequence"] * axes["context"] * axes["ulysses"]
-    if axes["tensor_transpose"] > 1:
-        words.lost.append(
-            f"{words.name('ici_tensor_transpose')}: products are split over the other dim in a plan"
-        )
     shards = axes["fsdp"] * axes["fsdp_transpose"]
     replicas, ranks = axes["data"], tensor * context * pipeline * expert
     zero = 3 if shards > 1 else 1 if words.flag("zero1") else 0
@@ -244,7 +239,10 @@ def _dtype(words: Words) -> str:
 
 
 def write(
-    settings: Settings, lose: Callable[[str], None], axes: Mapping[str, int]
+    settings: Settings,
+    lose: Callable[[str], None],
+    axes: Mapping[str, int],
+    num_layers: int | None,
 ) -> list[tuple[str, Any]]:
     """The layout as pairs of a word and a value.
 
@@ -278,15 +276,19 @@ def write(
     rows = settings.global_batch or data
     if settings.pipeline > 1:
         pairs.append(("pipeline_micro_batches", count))
-        if settings.chunks > 1:
+        if num_layers:
+            each = num_layers // (settings.pipeline * settings.chunks)
+            pairs.append(("layers_per_chunk", each))
+        else:
             pairs.append(("repeats", settings.chunks))
+            lose("pp: num_layers_per_pipeline_stage follows from the number of layers: set it")
         if settings.stage_layers:
             lose("stages of unequal layers: MaxText's are equal")
         if settings.schedule not in ("", "gpipe"):
             lose(f"schedule {settings.schedule}: MaxText runs a circular pipeline in one program")
         count = 1
-    each = rows / (devices * count)
-    pairs.append(("device_batch", int(each) if each == int(each) else each))
+    share = rows / (devices * count)
+    pairs.append(("device_batch", int(share) if share == int(share) else share))
     if count > 1:
         pairs.append(("accumulation", count))
     if settings.seq_len:

@@ -279,10 +279,11 @@ def _model(words: Words) -> dict[str, Any]:
         if "num_kv_heads" in words.said:
             model["num_kv_heads"] = words.number("num_kv_heads")
         named = model_named(str(words.value("like", "")))
-        if not named and "like" in words.said:
+        if not named and words.value("like", "planned") != "planned":
             words.unknown.append(f"{words.value('like')}: no model of the zoo has such a name")
-        vocab = {"vocab_size": words.number("vocab_size")} if "vocab_size" in words.said else {}
-        return {**named, **model, **vocab}
+        if "vocab_size" in words.said:
+            model["vocab_size"] = words.number("vocab_size")
+        return {**named, **model}
     if not {"num_layers", "hidden_size"} <= set(model):
         # A model that another file gives.
         return {"seq_len": model["seq_len"]} if "seq_len" in model else {}
@@ -313,8 +314,14 @@ def _model(words: Words) -> dict[str, Any]:
         model["family"] = "mixtral"
         model["ffn_size"] = words.number("expert_ffn_size", ffn)
         model.setdefault("top_k", 2)
+        dense = re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", str(words.value("moe_layers", "")))
+        if dense:
+            model |= {"num_dense_layers": int(dense[1]), "dense_ffn_size": ffn}
     if words.flag("latent"):
-        words.lost.append("multi-latent-attention: attention has whole keys and values in a plan")
+        ranks = ("kv_rank", "query_rank", "rope_head_size", "value_head_size")
+        latent = {name: words.number(name) for name in ranks if name in words.said}
+        usual = {"kv_rank": 512, "head_size": 128, "rope_head_size": 64, "value_head_size": 128}
+        model = {**usual, **model, **latent, "num_kv_heads": heads}
     vocab = words.number("padded_vocab_size")
     if vocab is None and (said := words.number("vocab_size")):
         multiple = (words.number("vocab_multiple") or 128) * words.degree("tensor")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def read_settings(
             torchtitan's TOML or config_registry.py; MaxText's YAML or scripts; accelerate's YAML;
             DeepSpeed's JSON; each with a `config.json` of Hugging Face, if there is one, whose path
             is then `model["config"]`. `name=value` and arguments that begin with `--` change what
-            files say.
+            files say; a name in capitals is a variable of a script.
         num_devices: of the whole run; without it, what is left to devices stays open.
         framework: whose settings they are, such as "maxtext" or "torchtitan-0.2"; by default the
             one that knows the most of them.
@@ -85,14 +86,19 @@ def _of_framework(
 def _texts(files: Sequence[str | os.PathLike[str]], recipe: str | None) -> tuple[list[Text], str]:
     """What the files hold, and the path of a `config.json` of Hugging Face; empty without one."""
     texts, arguments, config = list[Text](), list[str](), ""
-    for each in files:
-        file = os.fspath(each)
-        if arguments or file.startswith("--") or ("=" in file and not Path(file).exists()):
+    names = [os.fspath(file) for file in files]
+    given = [name for name in names if "=" in name and not Path(name).exists()]
+    # Variables of scripts are written in capitals.
+    variables = dict(each.split("=", 1) for each in given if re.match(r"[A-Z_0-9]+=", each))
+    for file in names:
+        if file.partition("=")[0] in variables:
+            continue
+        if arguments or file.startswith("--") or file in given:
             arguments.append(file)
         elif file.endswith(".json") and _is_model(file):
             config = file
         else:
-            texts.append(read_text(file, recipe))
+            texts.append(read_text(file, recipe, variables))
     if arguments:
         texts.append(read_arguments(arguments))
     if not texts:

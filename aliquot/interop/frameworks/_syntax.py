@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,11 +68,16 @@ class Text:
     remarks: tuple[str, ...] = ()
 
 
-def read_text(path: str | os.PathLike[str], recipe: str | None = None) -> Text:
+def read_text(
+    path: str | os.PathLike[str],
+    recipe: str | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Text:
     """The settings of a file, by the kind that its name ends in; other names are shell scripts.
 
     Args:
         recipe: of Python files, the function to read, where there are several.
+        variables: of shell scripts, which are called with them.
 
     Raises:
         InputError: the file cannot be read, or is not of that kind.
@@ -98,7 +103,7 @@ def read_text(path: str | os.PathLike[str], recipe: str | None = None) -> Text:
         kind = {".toml": "TOML", ".py": "Python", ".json": "JSON"}.get(suffix, "YAML")
         first = " ".join(str(error).split())
         raise InputError(f"{shown} is not {kind}: {shortened(first, 300)}.") from error
-    return read_shell(text, name)
+    return read_shell(text, name, variables or {})
 
 
 def _of_yaml(text: str, name: str) -> Iterator[Setting]:
@@ -155,9 +160,8 @@ def typed(text: str) -> Any:
         return int(text)
     if re.fullmatch(r"[+-]?(\d[\d_]*)?\.?\d+([eE][+-]?\d{1,3})?|[+-]?\d+\.", text):
         return float(text)
-    return {"true": True, "false": False, "none": None, "null": None, "~": None}.get(
-        text.lower(), text
-    )
+    words = {"None": None, "null": None, "~": None}
+    return {"true": True, "false": False}.get(text.lower(), words.get(text, text))
 
 
 def _of_toml(text: str, name: str) -> Iterator[Setting]:
@@ -205,14 +209,14 @@ _ARITHMETIC: dict[type[ast.operator], Any] = {
 }
 
 
-def read_shell(text: str, name: str = "the arguments") -> Text:
+def read_shell(text: str, name: str, given: Mapping[str, str]) -> Text:
     """Arguments in a shell script: `--name value`, and `name=value` after a command.
 
     Variables, their defaults (`${N:-8}`) and sums of them are followed, and so are branches on
     them; of other branches all are taken. Commands are not run, so what they would print is
     unknown.
     """
-    variables: dict[str, str] = {}
+    variables = dict(given)
     words: list[tuple[str, int]] = []
     branches: list[bool | None] = []
     decided: list[bool] = []
@@ -262,7 +266,8 @@ def read_shell(text: str, name: str = "the arguments") -> Text:
             unquoted = value[1:-1] if value[:1] in "\"'" and value[-1:] == value[:1] else value
             if unquoted.lstrip().startswith("--"):
                 words += [(word, number) for word in _words(unquoted, variables)]
-            variables[assigned[1]] = _expand(unquoted.split(" #")[0].strip(), variables)
+            if assigned[1] not in given:
+                variables[assigned[1]] = _expand(unquoted.split(" #")[0].strip(), variables)
         elif assigned:
             unquoted = assigned[3].strip().strip("\"'")
             words += [(word, number) for word in _words(unquoted, variables)]
@@ -428,6 +433,8 @@ def _statements(body: Sequence[ast.stmt], scope: _Scope, depth: int) -> None:
             _statements(getattr(node, "orelse", []), scope, depth)
         elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
             _made(node.value, "", scope, depth)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            _called(node.value, scope, depth)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             dotted = _dotted(target)
@@ -455,6 +462,12 @@ def _made(call: ast.Call, prefix: str, scope: _Scope, depth: int) -> None:
     if prefix:
         scope.found.append(Setting(name=prefix, value=function, place=place))
     elif not function.rpartition(".")[2][:1].isupper():
+        inner_calls = [each for each in call.args if isinstance(each, ast.Call)]
+        for each in inner_calls:
+            _made(each, "", scope, depth + 1)
+        if inner_calls:
+            scope.remarks.append(f"{ast.unparse(call):.80}: what {function} changes is not read")
+            return
         # A recipe of another file.
         scope.found.append(Setting(name="recipe", value=function, place=place))
         scope.remarks.append(f"{function} is not in {scope.name}: what it sets is not read")
@@ -476,6 +489,16 @@ def _made(call: ast.Call, prefix: str, scope: _Scope, depth: int) -> None:
             value = _constant(value_node, scope.variables)
             where = f"{scope.name}:{keyword.value.lineno}"
             scope.found.append(Setting(name=inner, value=value, place=where))
+
+
+def _called(call: ast.Call, scope: _Scope, depth: int) -> None:
+    """Read a helper that changes a configuration, or say that it is not read."""
+    function = _dotted(call.func)
+    given = {_dotted(each).partition(".")[0] for each in call.args}
+    if function in scope.functions and depth < 8:
+        _statements(scope.functions[function].body, scope, depth + 1)
+    elif given & scope.filled:
+        scope.remarks.append(f"{ast.unparse(call):.80}: what {function} changes is not read")
 
 
 def _dotted(node: ast.expr) -> str:

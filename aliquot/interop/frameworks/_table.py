@@ -28,7 +28,7 @@ class Table:
         layout, model: a word for each setting that is read.
         defaults: what a setting is where a file does not give it.
         changes: settings that change memory or time and that a plan does not follow, with what it
-            has in their place; empty where that makes no difference that counts.
+            has in their place.
         harmless: shell patterns of the others.
         base_model: of MaxText, sizes of a model without a name.
         memory_share: the least share of predicted memory that a published run took.
@@ -94,7 +94,7 @@ def tables() -> tuple[Table, ...]:
                     layout=data["layout"],
                     model=data["model"],
                     defaults=data["defaults"],
-                    changes=data["changes"],
+                    changes={name: why for why, names in data["changes"].items() for name in names},
                     harmless=tuple(data["harmless"]["names"]),
                     base_model=data.get("base_model", {}),
                     memory_share=float(data["memory_share"]),
@@ -120,7 +120,7 @@ def model_named(name: str) -> dict[str, Any]:
     bare = re.sub(r"[^a-z0-9]", "", name.lower())
     known = {**_models()["names"], **_models()["sizes"]}
     longest = max((each for each in known if bare.startswith(each)), key=len, default=None)
-    if longest is None:
+    if longest is None or ("debug" in bare and "debug" not in longest):
         return {}
     found = known[longest]
     return dict(found) if isinstance(found, dict) else {"like": found}
@@ -134,6 +134,7 @@ class Words:
     texts: Sequence[Text]
     num_devices: int | None
     said: dict[str, Setting] = field(default_factory=dict)
+    open: dict[str, str] = field(default_factory=dict)
     assumed: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -150,6 +151,12 @@ class Words:
             own = dict[str, Setting]()
             for setting in text.settings:
                 self._sort(setting, own if text.kind != "python" else None)
+        layout = set(self.table.layout.values())
+        for word, why in self.open.items():
+            if word in layout and word not in self.said:
+                self.faults.append(f"{why}: give it as NAME=VALUE")
+            elif word not in ("model", "tokenizer"):
+                self.unknown.append(why)
 
     def _sort(self, setting: Setting, own: dict[str, Setting] | None) -> None:
         """Put a setting where it belongs.
@@ -168,9 +175,9 @@ class Words:
                 self.assumed.append(f"{shown} = auto: what the Trainer's arguments say is not read")
                 return
             if isinstance(value, Unknown):
-                if word not in ("model", "tokenizer"):
-                    self.unknown.append(f"{shown} = {value}: the file does not give its value")
+                self.open[word] = f"{shown} = {value}: the file does not give its value"
                 return
+            self.open.pop(word, None)
             before = own.get(name) if own is not None else None
             if before is not None and before.value != value and word != "tokenizer":
                 self.assumed.append(
@@ -185,7 +192,7 @@ class Words:
             off = setting.value in (False, None, "none", "None", 0, 0.0, "0", "", "no", "default")
             usual = str(setting.value).lower() in ("adamw", "adam", "float32", "fp32", "auto")
             usual = usual or str(setting.value) in _USUAL
-            if why and not off and not usual:
+            if not off and not usual:
                 self.lost.append(f"{shown} = {shortened(str(setting.value), 40)}: {why}")
         elif not table.ignores(name):
             others = [

@@ -29,7 +29,7 @@ def model(words: Words) -> dict[str, Any]:
         or model_named(names[2])
         or model_named(names[2] + names[1])
     )
-    if not found and any(names):
+    if not found and any(names) and names[0] != "planned":
         words.unknown.append(
             f"{words.name('model')} {' '.join(filter(None, names))}: no model of the zoo has such a"
             " name"
@@ -64,12 +64,6 @@ def read(words: Words, num_layers: int | None) -> Settings:
             f" plan, not in {replicas} groups, which takes less memory"
         )
         within = None
-    if expert > 1 and data and data % expert:
-        words.lost.append(
-            f"{words.name('expert')} = {expert} takes ranks of tensor or context parallelism; in a"
-            f" plan experts are split over data ranks, of which there are {data}"
-        )
-        expert = max(n for n in range(1, expert + 1) if data % n == 0 and expert % n == 0)
     schedule, chunks, layers = _stages(words, pipeline, num_layers)
     seq_len = words.number("seq_len") or 2048
     micro, batch = _batch(words, pipeline, data, seq_len)
@@ -187,7 +181,7 @@ def _recompute(words: Words) -> str:
     words.not_said("recompute", said)
     if said.startswith("full"):
         return "block"
-    if said == "none":
+    if said in ("none", ""):
         return "none"
     every = str(words.value("recompute_every", "op"))
     if said == "selective" and every.isdecimal() and int(every) > 0:
@@ -262,7 +256,11 @@ def write(
     else:
         pairs += [("local_batch", micro), ("global_batch", batch)]
     pairs.append(("seq_len", seq_len))
-    return pairs + _recompute_pairs(settings, lose, in_tokens) + _dtype_pairs(settings, lose)
+    return (
+        pairs
+        + _recompute_pairs(settings, lose, in_tokens)
+        + _dtype_pairs(settings, lose, in_tokens)
+    )
 
 
 def _parts(layers: tuple[int, ...]) -> list[list[str]]:
@@ -292,8 +290,13 @@ def _recompute_pairs(
     return [("recompute", mode), *([("recompute_every", "op")] if op else [])]
 
 
-def _dtype_pairs(settings: Settings, lose: Callable[[str], None]) -> list[tuple[str, Any]]:
+def _dtype_pairs(
+    settings: Settings, lose: Callable[[str], None], in_tokens: bool
+) -> list[tuple[str, Any]]:
     if settings.dtype == "fp8":
+        if in_tokens:
+            lose("dtype fp8: add Float8LinearConverter.Config() to the converters of model_spec")
+            return [("dtype", "bfloat16")]
         return [("dtype", "bfloat16"), ("converters", ["float8"])]
     if settings.dtype in ("bf16", "float32", ""):
         return [("dtype", "float32" if settings.dtype == "float32" else "bfloat16")]

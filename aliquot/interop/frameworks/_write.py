@@ -30,6 +30,7 @@ FRAMEWORKS = (
 
 
 _BY_DEGREES = "method"
+_LAYER = re.compile(r".*\blayers\[(\d+)\]")
 
 
 def settings_of(plan: Plan, lose: Callable[[str], None]) -> Settings:
@@ -74,8 +75,7 @@ def _layers_of_stages(plan: Plan) -> tuple[int, ...]:
     """Layers of the model in each stage of a pipeline."""
     if not is_pipeline(plan):
         return ()
-    found = re.compile(r".*layers\[(\d+)\]")
-    matched = [[found.match(name) for name in stage.layer_names] for stage in plan.stages]
+    matched = [[_LAYER.match(name) for name in stage.layer_names] for stage in plan.stages]
     return tuple(len({each[1] for each in stage if each}) for stage in matched)
 
 
@@ -206,11 +206,13 @@ def export_plan(plan: Plan, to: str) -> Written:
 
 
 def _model_fields(plan: Plan) -> dict[str, Any]:
-    """What a plan's file says of its model of the zoo."""
-    settings = plan.model.settings
-    named = settings.get("model")
-    fields = dict(named) if isinstance(named, dict) else {}
-    return {"name": plan.model.name, **fields, **settings.get("overrides", {})}
+    """The name of a plan's model, and how many layers its parameters have."""
+    paths = [(_LAYER.match(a.path), a) for a in plan.inputs if a.role == "parameter"]
+    numbers = {match[1] for match, _ in paths if match}
+    # Stacked layers are the first dim of each of their arrays.
+    stacked = [a.shape[0] for _, a in paths if re.search(r"\blayers\.", a.path) and a.shape]
+    layers = len(numbers) or max(stacked, default=0)
+    return {"name": plan.model.name, **({"num_layers": layers} if layers else {})}
 
 
 def write_settings(
@@ -242,7 +244,7 @@ def write_settings(
         in_tokens = table.version != "0.2"
         pairs = _torchtitan.write(settings, lose, in_tokens=in_tokens, num_layers=layers)
     elif name == "maxtext":
-        pairs = _maxtext.write(settings, lose, axes or {})
+        pairs = _maxtext.write(settings, lose, axes or {}, model.get("num_layers"))
     elif name == "accelerate":
         pairs = _accelerate.write_accelerate(settings, lose)
     else:
@@ -310,11 +312,6 @@ def _as_registry(table: Table, pairs: list[tuple[str, Any]]) -> tuple[str, str]:
     for name, value in pairs:
         if name == "activation_checkpoint":
             value_text = f"{policy}.Config()" if policy else "None"
-        elif name == "model_spec.converters":
-            lines.append(
-                "    # Add Float8LinearConverter.Config() to the converters of model_spec."
-            )
-            continue
         else:
             value_text = repr(value)
         lines.append(f"    config.{name} = {value_text}")

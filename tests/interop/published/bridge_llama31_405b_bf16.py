@@ -1,0 +1,20 @@
+"""Settings of NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/perf_recipes/llama/h100/llama31.py, llama31_405b_pretrain_1024gpu_h100_bf16_config."""
+
+
+def llama31_405b_pretrain_1024gpu_h100_bf16_config():
+    """Fields that are set."""
+    cfg = llama31_405b_pretrain_config()
+    cfg.mixed_precision = _perf_precision('bf16')
+    cfg.tokenizer.vocab_size = 128256
+    cfg.model.seq_length = 8192
+    cfg.dataset.seq_length = 8192
+    cfg.model.tensor_model_parallel_size = 8
+    cfg.model.pipeline_model_parallel_size = 8
+    cfg.model.context_parallel_size = 2
+    cfg.model.virtual_pipeline_model_parallel_size = 8
+    cfg.model.sequence_parallel = True
+    cfg.train.global_batch_size = 1536
+    cfg.train.micro_batch_size = 1
+    _llama_benchmark_common(cfg)
+    _enable_overlap_param_gather_with_optimizer_step(cfg)
+    return cfg

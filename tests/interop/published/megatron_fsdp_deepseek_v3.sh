@@ -1,0 +1,53 @@
+# Settings of NVIDIA/Megatron-LM, examples/megatron_fsdp/sbatch_mfsdp_deepseek_v3.sh.
+ARGS=(
+    --tensor-model-parallel-size 1
+    --expert-model-parallel-size 8
+    --expert-tensor-parallel-size 1
+    --context-parallel-size 1
+    --use-distributed-optimizer
+    --overlap-grad-reduce
+    --overlap-param-gather
+    --sequence-parallel
+    --micro-batch-size 4
+    --global-batch-size 2048
+    --recompute-granularity selective
+    --recompute-modules mlp moe mla_up_proj layernorm
+    --transformer-impl transformer_engine
+    --seq-length 4096
+    --tokenizer-type HuggingFaceTokenizer
+    --num-layers 61
+    --hidden-size 7168
+    --ffn-hidden-size 18432
+    --num-attention-heads 128
+    --kv-channels 128
+    --max-position-embeddings 4096
+    --position-embedding-type rope
+    --rotary-base 10000
+    --make-vocab-size-divisible-by 3232
+    --normalization RMSNorm
+    --norm-epsilon 1e-06
+    --swiglu
+    --untie-embeddings-and-output-weights
+    --multi-latent-attention
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
+    --qk-layernorm
+    --num-experts 256
+    --moe-layer-freq [0]*3+[1]*58
+    --moe-ffn-hidden-size 2048
+    --moe-shared-expert-intermediate-size 2048
+    --moe-router-topk 8
+    --moe-token-dispatcher-type flex
+    --q-lora-rank 1536
+    --kv-lora-rank 512
+    --qk-head-dim 128
+    --qk-pos-emb-head-dim 64
+    --v-head-dim 128
+    --mtp-num-layers 1
+    --bf16
+    --use-megatron-fsdp
+    --data-parallel-sharding-strategy optim_grads_params
+    --megatron-fsdp-grad-comm-dtype bf16
+    --megatron-fsdp-main-grads-dtype bf16
+)
+torchrun pretrain_gpt.py "${ARGS[@]}"
