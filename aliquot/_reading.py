@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from .core import (
     listing,
 )
 from .interop.frameworks import (
+    FRAMEWORKS,
     Found,
     Settings,
     Table,
@@ -125,9 +127,13 @@ def _figures(plan: Plan | None) -> dict[str, Any] | None:
 
 
 def memory_by_stage(plan: Plan) -> list[float]:
-    """Bytes on a device of each stage; of one program one figure."""
+    """Bytes on a device of each stage; one figure, of the fullest device, of one program and where
+    devices have several stages.
+    """
     by_stage = [s.prediction.peak_memory_bytes for s in plan.stages if s.prediction is not None]
-    return by_stage or [plan.prediction.peak_memory_bytes]
+    if len(by_stage) > plan.num_submeshes or not by_stage:
+        return [plan.prediction.peak_memory_bytes]
+    return by_stage
 
 
 def read(
@@ -240,8 +246,8 @@ def export(plan: Plan, to: str, *, allow_loss: bool = False) -> Written:
         aq.export(plan, "megatron").text
 
     Args:
-        to: "megatron", "bridge", "torchtitan", "torchtitan-0.2", "maxtext", "accelerate",
-            "deepspeed" or "flax".
+        to: "megatron", "bridge", "torchtitan", "torchtitan-0.3", "torchtitan-0.2", "maxtext",
+            "accelerate", "deepspeed" or "flax".
         allow_loss: whether the settings may say less than the plan; `lost` lists what they lack.
 
     Raises:
@@ -366,7 +372,7 @@ def _reported(found: Found, plan: Plan | None) -> ReportedSteps | None:
     steps with such a layout.
     """
     if found.table.reported:
-        return ReportedSteps(of=f"steps of {found.framework}", **found.table.reported)
+        return ReportedSteps(**found.table.reported)
     return None if plan is None else expected_error(plan)
 
 
@@ -457,57 +463,50 @@ class _Judge:
         return self._variants[key]
 
 
-def _neighbours(settings: Settings, config: AbstractTextConfig, found: Found) -> Iterator[Settings]:
-    """Settings that differ in one thing, of those that the framework can say."""
-    files = found.framework in ("accelerate", "deepspeed")
-    heads = getattr(config, "num_heads", 1)
-    for tensor in (settings.tensor * 2, settings.tensor // 2):
-        if 1 <= tensor <= 8 and heads % tensor == 0:
-            sequence = tensor > 1 and not files
-            yield changed(settings, tensor=tensor, sequence=sequence, data=None)
-    for stages in () if files else (settings.pipeline * 2, settings.pipeline // 2):
-        if 1 <= stages <= config.num_layers:
-            chunks = 1 if stages == 1 else settings.chunks
-            more = {"chunks": chunks, "stage_layers": ()}
-            schedule = "" if stages == 1 else "1f1b" if chunks == 1 else "interleaved-1f1b"
-            yield changed(settings, pipeline=stages, data=None, schedule=schedule, **more)
+def _neighbours(settings: Settings) -> Iterator[Settings]:
+    """Settings that differ in one thing."""
+    one = changed(settings, stage_layers=(), num_micro_batches=None)
+    for tensor in (one.tensor * 2, one.tensor // 2):
+        yield changed(one, tensor=tensor, sequence=tensor > 1, data=None)
+        yield changed(one, tensor=tensor, sequence=False, data=None)
+    for stages in (one.pipeline * 2, one.pipeline // 2):
+        yield changed(one, pipeline=stages, chunks=1 if stages == 1 else one.chunks, data=None)
+    for chunks in (one.chunks * 2, one.chunks // 2) if one.pipeline > 1 else ():
+        yield changed(one, chunks=chunks)
     for stage in (0, 1, 2, 3):
-        if stage != settings.zero_stage and not (stage == 2 and found.framework == "maxtext"):
-            yield changed(settings, zero_stage=stage, shard_within=None)
-    if settings.pipeline > 1 and found.framework != "maxtext":
-        for chunks in (settings.chunks * 2, settings.chunks // 2):
-            if 1 <= chunks and config.num_layers >= settings.pipeline * chunks:
-                schedule = "1f1b" if chunks == 1 else "interleaved-1f1b"
-                yield changed(settings, chunks=chunks, schedule=schedule, stage_layers=())
-    for micro in ((settings.micro_batch or 1) * 2, (settings.micro_batch or 1) // 2):
-        if micro >= 1:
-            yield changed(settings, micro_batch=micro)
+        yield changed(one, zero_stage=stage, shard_within=None)
+    for micro in ((one.micro_batch or 1) * 2, (one.micro_batch or 1) // 2):
+        yield changed(one, micro_batch=micro)
     for how in ("none", "minimal", "block"):
-        if how != settings.recompute and not (files and how == "minimal"):
-            yield changed(settings, recompute=how)
+        yield changed(one, recompute=how)
 
 
 def _with_better(reading: Reading, judge: _Judge, time_limit_s: float) -> Reading:
-    """The reading with the fastest settings that a walk from neighbour to neighbour found."""
-    started = time.perf_counter()
-    now, now_s = reading.settings, float("inf")
+    """The reading with the fastest settings that a walk from neighbour to neighbour found, of those
+    that the framework can say as well as the ones that were read.
+    """
+    until_s = time.perf_counter() + time_limit_s
+    config, devices = reading.config, reading.cluster.num_devices
+    heads, layers = getattr(config, "num_heads", 1), config.num_layers
+    now, now_s, best = reading.settings, math.inf, None
     if reading.plan is not None and reading.fits != "no":
         now_s = reading.plan.prediction.step_time_s
-    first_s, best = now_s, None
-    tried = {_key(now)}
-    is_open = True
+    sayable = _unsaid(reading.found, now, layers)
+    seen, tried, is_open = {_key(now)}, 0, True
     while is_open:
         is_open = False
-        for near in _neighbours(now, reading.config, reading.found):
-            near = changed(near, num_micro_batches=None)
-            if time.perf_counter() - started > time_limit_s:
-                break
-            if any(near.faults(reading.cluster.num_devices)):
+        for near in _neighbours(now):
+            degrees = (near.tensor, near.pipeline, near.chunks, near.micro_batch or 1)
+            if min(degrees) < 1 or heads % near.tensor or layers < near.pipeline * near.chunks:
                 continue
-            near = near.on(reading.cluster.num_devices)
-            if _key(near) in tried:
+            if _key(near) in seen or any(near.faults(devices)) or time.perf_counter() > until_s:
                 continue
-            tried.add(_key(near))
+            seen.add(_key(near))
+            schedule = "1f1b" if near.chunks == 1 else "interleaved-1f1b"
+            near = changed(near, schedule=schedule if near.pipeline > 1 else "").on(devices)
+            if _unsaid(reading.found, near, layers) - sayable:
+                continue
+            tried += 1
             try:
                 plan = judge.plan(near)
             except (InfeasibleError, InputError):
@@ -515,33 +514,37 @@ def _with_better(reading: Reading, judge: _Judge, time_limit_s: float) -> Readin
             if plan.prediction.step_time_s < now_s * (1 - _LEAST_GAIN):
                 now, now_s, best, is_open = near, plan.prediction.step_time_s, plan, True
                 break
-    if best is None or now_s >= first_s:
-        return dataclasses.replace(reading, tried=len(tried) - 1)
+    if best is None:
+        return dataclasses.replace(reading, tried=tried)
+    pairs = [
+        dict(write_settings(_written_as(reading.found), each, {"num_layers": layers}).pairs)
+        for each in (reading.settings, now)
+    ]
+    names = dict.fromkeys([*pairs[0], *pairs[1]])
+    changes = [(name, pairs[0].get(name), pairs[1].get(name)) for name in names]
     return dataclasses.replace(
         reading,
         better=best,
         better_settings=now,
-        changes=tuple(_in_its_words(reading.found, reading.settings, now, reading.config)),
-        tried=len(tried) - 1,
+        changes=tuple(each for each in changes if each[1] != each[2]),
+        tried=tried,
     )
 
 
+def _unsaid(found: Found, settings: Settings, num_layers: int) -> set[str]:
+    """What the framework cannot say of settings, without figures."""
+    written = write_settings(_written_as(found), settings, {"num_layers": num_layers})
+    return {re.sub(r"\d+", "", text) for text in written.lost}
+
+
+def _written_as(found: Found) -> str:
+    """The name under which settings of its version are written."""
+    of_version = f"{found.framework}-{found.table.version}"
+    return of_version if of_version in FRAMEWORKS else found.framework
+
+
 def _key(settings: Settings) -> Settings:
-    return changed(settings, schedule="", num_micro_batches=None, stage_layers=())
-
-
-def _in_its_words(
-    found: Found, before: Settings, after: Settings, config: AbstractTextConfig
-) -> Iterator[tuple[str, Any, Any]]:
-    """Settings of the framework that differ: name, value now, value then."""
-    old_version = found.table.title == "torchtitan 0.2"
-    to = "torchtitan-0.2" if old_version else found.framework
-    model = {"num_layers": config.num_layers}
-    pairs = [dict(write_settings(to, each, model).pairs) for each in (before, after)]
-    for name in dict.fromkeys([*pairs[0], *pairs[1]]):
-        now, then = (each.get(name) for each in pairs)
-        if now != then:
-            yield name, now, then
+    return changed(settings, data=None, schedule="", num_micro_batches=None, stage_layers=())
 
 
 def facts_of(reading: Reading, *, of_better: bool = False) -> list[tuple[str, str]]:
@@ -576,7 +579,7 @@ def facts_of(reading: Reading, *, of_better: bool = False) -> list[tuple[str, st
         rows.append(("expected error", f"of the step time: {reading.error}"))
     by_stage = memory_by_stage(plan)
     stages = ", ".join(format_bytes(each) for each in by_stage)
-    which = f"by stage: {stages}" if len(by_stage) > 1 else f"{stages} on each device"
+    which = f"by stage: {stages}" if len(by_stage) > 1 else f"{stages} on the fullest device"
     rows.append(("memory", which))
     if not of_better:
         rows.append(("fits", reading.fits + (f": {reading.refusal}" if reading.refusal else "")))

@@ -20,8 +20,8 @@ def export(
         typer.Option(
             metavar="NAME",
             help=(
-                "megatron, bridge, torchtitan (torchtitan-0.2 for TOML), maxtext, accelerate,"
-                " deepspeed or flax."
+                "megatron, bridge, torchtitan (or torchtitan-0.3, torchtitan-0.2 for TOML),"
+                " maxtext, accelerate, deepspeed or flax."
             ),
         ),
     ],

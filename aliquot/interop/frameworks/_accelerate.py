@@ -124,6 +124,11 @@ def read_deepspeed(words: Words) -> Settings:
     if words.num_devices and words.num_devices % (tensor * ulysses) == 0:
         data = words.num_devices // (tensor * ulysses)
     within = words.number("shard_within") if words.value("shard_within", -1) != -1 else None
+    if within:
+        words.advice.append(
+            f"{words.name('shard_within')}: DeepSpeed 0.19.8 refuses it, as MiCS was removed; read"
+            " as earlier versions have it"
+        )
     if within and (stage != 3 or tensor * ulysses > 1):
         words.lost.append(
             f"{words.name('shard_within')} = {within}: the state is split over all data ranks"
@@ -206,14 +211,13 @@ def write_accelerate(settings: Settings, lose: Callable[[str], None]) -> list[tu
     elif settings.context > 1:
         pairs.append(("context", settings.context))
         pairs.append(("attention", "alltoall" if settings.attention == "ring" else "allgather"))
-    if (settings.num_micro_batches or 1) > 1:
-        pairs.append(("accumulation", settings.num_micro_batches))
     dtype = next((name for name, each in _DTYPES.items() if each == settings.dtype), "bf16")
     devices = data * settings.tensor * settings.context
     lose(
         f"a batch of {settings.global_batch} in micro-batches of {settings.micro_batch} rows and"
         f" sequences of {settings.seq_len}: set them in the script, as"
-        f" per_device_train_batch_size={settings.micro_batch}"
+        f" per_device_train_batch_size={settings.micro_batch} and"
+        f" gradient_accumulation_steps={settings.num_micro_batches}"
     )
     return [*pairs, ("dtype", dtype), ("world", devices)]
 
@@ -223,7 +227,10 @@ def write_deepspeed(settings: Settings, lose: Callable[[str], None]) -> list[tup
     _refused(settings, "DeepSpeed", lose)
     pairs: list[tuple[str, Any]] = [("zero_stage", settings.zero_stage)]
     if settings.shard_within:
-        pairs.append(("shard_within", settings.shard_within))
+        lose(
+            f"the state in groups of {settings.shard_within}: DeepSpeed 0.19 splits it over all"
+            " data ranks"
+        )
     if settings.tensor > 1:
         pairs.append(("tensor", settings.tensor))
     if settings.context > 1:

@@ -253,13 +253,16 @@ def read_shell(text: str, name: str, given: Mapping[str, str]) -> Text:
             continue
         assigned = _ASSIGNMENT.fullmatch(stripped)
         if open_array:
-            closed = stripped.endswith(")") and "(" not in stripped
-            words += [(word, number) for word in _words(stripped.rstrip(")"), variables)]
-            open_array = "" if closed or stripped == ")" else open_array
+            closed = stripped.endswith(")") and stripped.count(")") > stripped.count("(")
+            inside = stripped[:-1] if closed else stripped
+            words += [(word, number) for word in _words(inside, variables)]
+            open_array = "" if closed else open_array
         elif assigned and assigned[3].startswith("("):
-            inside = assigned[3][1:]
-            open_array = "" if inside.rstrip().endswith(")") else assigned[1]
-            words += [(word, number) for word in _words(inside.rstrip().rstrip(")"), variables)]
+            inside = assigned[3][1:].rstrip()
+            closed = inside.endswith(")") and inside.count(")") > inside.count("(")
+            open_array = "" if closed else assigned[1]
+            inside = inside[:-1] if closed else inside
+            words += [(word, number) for word in _words(inside, variables)]
         elif assigned and " --" not in assigned[3] and "\n" not in assigned[3]:
             value = assigned[3].strip()
             # Of a list of arguments in one text, the arguments are wanted, not the variable.
@@ -269,8 +272,10 @@ def read_shell(text: str, name: str, given: Mapping[str, str]) -> Text:
             if assigned[1] not in given:
                 variables[assigned[1]] = _expand(unquoted.split(" #")[0].strip(), variables)
         elif assigned:
+            # Arguments in one text are read here, and are nothing where they are used.
             unquoted = assigned[3].strip().strip("\"'")
             words += [(word, number) for word in _words(unquoted, variables)]
+            variables[assigned[1]] = ""
         else:
             words += [(word, number) for word in _words(stripped, variables)]
     return Text(kind="shell", settings=tuple(_arguments(words, name)))
@@ -363,7 +368,7 @@ def _arguments(words: Iterable[tuple[str, int]], name: str) -> Iterator[Setting]
             open_name, values, line = pair[1], [pair[2].strip("'\"")], number
             yield from done()
             open_name = ""
-        elif open_name and word not in ("\\", "&&", "|", ";"):
+        elif open_name and word not in ("\\", "&&", "|", ";") and not word.endswith(".py"):
             # Arrays named after an argument hold arguments that were read where they were set.
             values += [] if re.match(r"\$\{?\w+\[@\]|\$\{?\w*ARGS", word) else [word]
         else:
@@ -460,7 +465,9 @@ def _made(call: ast.Call, prefix: str, scope: _Scope, depth: int) -> None:
         _statements(scope.functions[function].body, scope, depth + 1)
         return
     if prefix:
-        scope.found.append(Setting(name=prefix, value=function, place=place))
+        is_class = function.rpartition(".")[2][:1].isupper() or function.endswith(".Config")
+        value = function if is_class else Unknown(shortened(ast.unparse(call), 60))
+        scope.found.append(Setting(name=prefix, value=value, place=place))
     elif not function.rpartition(".")[2][:1].isupper():
         inner_calls = [each for each in call.args if isinstance(each, ast.Call)]
         for each in inner_calls:

@@ -81,27 +81,37 @@ class Table:
 def tables() -> tuple[Table, ...]:
     """All tables, in the order of their files' names."""
     folder = resources.files(__package__) / "tables"
-    read = []
-    for file in sorted(folder.iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".toml") and file.name != "models.toml":
-            data = tomllib.loads(file.read_text(encoding="utf-8"))
-            read.append(
-                Table(
-                    framework=data["framework"],
-                    version=data["version"],
-                    source=data["source"],
-                    kinds=tuple(data.get("kinds", ())),
-                    layout=data["layout"],
-                    model=data["model"],
-                    defaults=data["defaults"],
-                    changes={name: why for why, names in data["changes"].items() for name in names},
-                    harmless=tuple(data["harmless"]["names"]),
-                    base_model=data.get("base_model", {}),
-                    memory_share=float(data["memory_share"]),
-                    reported=data.get("reported", {}),
-                )
-            )
-    return tuple(read)
+    files = {
+        file.name: tomllib.loads(file.read_text(encoding="utf-8"))
+        for file in sorted(folder.iterdir(), key=lambda file: file.name)
+        if file.name.endswith(".toml") and file.name != "models.toml"
+    }
+    return tuple(_table(data, files.get(data.get("like", ""))) for data in files.values())
+
+
+def _table(data: Mapping[str, Any], base: Mapping[str, Any] | None) -> Table:
+    """A table from its file; with `like`, what it changes in another version's."""
+    if base is not None:
+        merged = {**base, **data}
+        for part in ("layout", "model", "defaults"):
+            kept = {k: v for k, v in base[part].items() if k not in data["without"]}
+            merged[part] = {**kept, **data.get(part, {})}
+        data = merged
+    reasons = data["changes"].items()
+    return Table(
+        framework=data["framework"],
+        version=data["version"],
+        source=data["source"],
+        kinds=tuple(data.get("kinds", ())),
+        layout=data["layout"],
+        model=data["model"],
+        defaults=data["defaults"],
+        changes={name: why for why, names in reasons for name in names},
+        harmless=tuple(data["harmless"]["names"]),
+        base_model=data.get("base_model", {}),
+        memory_share=float(data["memory_share"]),
+        reported=data.get("reported", {}),
+    )
 
 
 @functools.cache
@@ -191,7 +201,7 @@ class Words:
             why = table.changes[name]
             off = setting.value in (False, None, "none", "None", 0, 0.0, "0", "", "no", "default")
             usual = str(setting.value).lower() in ("adamw", "adam", "float32", "fp32", "auto")
-            usual = usual or str(setting.value) in _USUAL
+            usual = usual or str(setting.value).partition("(")[0] in _USUAL
             if not off and not usual:
                 self.lost.append(f"{shown} = {shortened(str(setting.value), 40)}: {why}")
         elif not table.ignores(name):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._settings import Settings, even_layers, is_even
-from ._table import Words, model_named
+from ._table import Table, Words, model_named
 
 _SCHEDULES = {
     "1f1b": "1f1b",
@@ -201,9 +201,11 @@ def _dtype(words: Words) -> str:
 
 
 def write(
-    settings: Settings, lose: Callable[[str], None], *, in_tokens: bool, num_layers: int | None
+    settings: Settings, lose: Callable[[str], None], table: Table, num_layers: int | None
 ) -> list[tuple[str, Any]]:
-    """The layout as pairs of a word and a value."""
+    """The layout as pairs of a word and a value, in the words of a version."""
+    words = set(table.layout.values())
+    in_tokens, has_classes = "local_tokens" in words, "sequence" in words
     data = settings.data or 1
     shards = settings.shard_within or (data if settings.zero_stage else 1)
     pairs: list[tuple[str, Any]] = [
@@ -222,12 +224,12 @@ def write(
         pairs.append(("reshard", "always"))
     if settings.zero_stage == 0 and settings.context > 1:
         lose("a whole state on each context rank: torchtitan splits it over them")
-    if settings.tensor > 1 and in_tokens:
+    if settings.tensor > 1 and has_classes:
         pairs.append(("sequence", settings.sequence))
     elif settings.tensor > 1 and not settings.sequence:
         lose("tp without sp: torchtitan 0.2 has sequence parallelism with tensor parallelism")
     if settings.context > 1 and settings.attention not in (None, "gather"):
-        if settings.attention == "ring" and not in_tokens:
+        if settings.attention == "ring" and not has_classes:
             pairs.append(("attention", "alltoall"))
         else:
             lose(f"context parallelism by {settings.attention}: torchtitan gathers keys and values")
@@ -258,8 +260,8 @@ def write(
     pairs.append(("seq_len", seq_len))
     return (
         pairs
-        + _recompute_pairs(settings, lose, in_tokens)
-        + _dtype_pairs(settings, lose, in_tokens)
+        + _recompute_pairs(settings, lose, has_classes)
+        + _dtype_pairs(settings, lose, has_classes)
     )
 
 
@@ -274,7 +276,7 @@ def _parts(layers: tuple[int, ...]) -> list[list[str]]:
 
 
 def _recompute_pairs(
-    settings: Settings, lose: Callable[[str], None], in_tokens: bool
+    settings: Settings, lose: Callable[[str], None], has_classes: bool
 ) -> list[tuple[str, Any]]:
     name, _, every = settings.recompute.partition(":")
     mode = {"none": "none", "block": "full", "minimal": "selective"}.get(name)
@@ -282,19 +284,19 @@ def _recompute_pairs(
         lose(f"recompute {settings.recompute}: written as full")
         mode = "full"
     if every and int(every) > 1:
-        if in_tokens:
+        if has_classes:
             lose(f"recompute {settings.recompute}: written as full, of every layer")
             return [("recompute", "full")]
         return [("recompute", "selective"), ("recompute_every", every)]
-    op = mode == "selective" and not in_tokens
+    op = mode == "selective" and not has_classes
     return [("recompute", mode), *([("recompute_every", "op")] if op else [])]
 
 
 def _dtype_pairs(
-    settings: Settings, lose: Callable[[str], None], in_tokens: bool
+    settings: Settings, lose: Callable[[str], None], has_classes: bool
 ) -> list[tuple[str, Any]]:
     if settings.dtype == "fp8":
-        if in_tokens:
+        if has_classes:
             lose("dtype fp8: add Float8LinearConverter.Config() to the converters of model_spec")
             return [("dtype", "bfloat16")]
         return [("dtype", "bfloat16"), ("converters", ["float8"])]

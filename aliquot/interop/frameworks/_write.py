@@ -20,6 +20,7 @@ FRAMEWORKS = (
     "megatron",
     "bridge",
     "torchtitan",
+    "torchtitan-0.3",
     "torchtitan-0.2",
     "maxtext",
     "accelerate",
@@ -240,9 +241,7 @@ def write_settings(
     if name in ("megatron", "bridge"):
         pairs = _megatron.write(settings, model, lose, bridge=name == "bridge")
     elif name == "torchtitan":
-        layers = model.get("num_layers")
-        in_tokens = table.version != "0.2"
-        pairs = _torchtitan.write(settings, lose, in_tokens=in_tokens, num_layers=layers)
+        pairs = _torchtitan.write(settings, lose, table, model.get("num_layers"))
     elif name == "maxtext":
         pairs = _maxtext.write(settings, lose, axes or {}, model.get("num_layers"))
     elif name == "accelerate":
@@ -333,8 +332,6 @@ def _as_toml(table: Table, pairs: list[tuple[str, Any]]) -> tuple[str, str]:
 def _as_yaml(table: Table, pairs: list[tuple[str, Any]]) -> tuple[str, str]:
     data: dict[str, Any] = {"base_config": "base.yml"} if table.framework == "maxtext" else {}
     _nest(data, pairs)
-    if "parallelism_config" in data:
-        data["use_parallelism_config"] = True
     body = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
     return (
         f"# {_opening(table)}\n{body}",
@@ -362,6 +359,7 @@ _FORMS: Mapping[str, Callable[..., tuple[str, str]]] = {
     "megatron": _as_shell,
     "bridge": _as_recipe,
     "torchtitan": _as_registry,
+    "torchtitan-0.3": _as_registry,
     "torchtitan-0.2": _as_toml,
     "maxtext": _as_yaml,
     "accelerate": _as_yaml,
