@@ -207,6 +207,13 @@ def read(
         settings = changed(settings, expert=fewer)
     faults = list(settings.faults(cluster.num_devices))
     advice = [*found.advice, *_advice(settings, config, cluster, found)]
+    heads = getattr(config, "num_kv_heads", settings.tensor)
+    if heads < settings.tensor and heads and settings.tensor % heads == 0:
+        lost.append(
+            f"{heads} heads of keys and values over {settings.tensor} tensor ranks: judged as"
+            f" {settings.tensor} heads, of which each rank has one"
+        )
+        config = dataclasses.replace(config, num_kv_heads=settings.tensor)  # type: ignore[type-var]
     judge = _Judge(config, cluster, found.table, memory_limit_bytes, progress)
     if faults:
         return Reading(
