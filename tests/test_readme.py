@@ -52,6 +52,11 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "my-text").mkdir()
     shutil.copy(ROOT / "README.md", tmp_path / "my-text")
     (tmp_path / "my_script.py").write_text("print('ran')\n")
+    (tmp_path / "run.sh").write_text(
+        "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4"
+        " --seq-length 32 --vocab-size 512 --tensor-model-parallel-size 2 --bf16"
+        " --global-batch-size 64\n"
+    )
     (tmp_path / "mypackage").mkdir()
     (tmp_path / "mypackage" / "training.py").write_text(
         "import jax\nimport jax.numpy as jnp\n\n\n"
