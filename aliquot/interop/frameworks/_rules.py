@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ...core import InputError
@@ -48,35 +49,58 @@ def _parameters(plan: Plan, stage: StagePlan) -> Iterable[tuple[str, tuple[tuple
 
 
 def rules_of(plan: Plan, lose: Callable[[str], None]) -> Rules:
-    """One rule for each logical axis of the zoo's parameters. Where arrays disagree, the split of
-    more of them is kept, and the others are given to `lose`.
+    """One rule for each logical axis of the zoo's parameters: the split of most arrays.
+
+    An array that the rules split over other devices than the plan is given to `lose`. Where axes
+    that split the batch split another dim of it, it takes the same memory and is gathered alike.
     """
     stage = plan.stages[0]
-    votes: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    votes: dict[str, Counter[tuple[str, ...]]] = {}
+    arrays = []
     for path, dims in _parameters(plan, stage):
         names = logical_axes(path)
-        # Stacked layers have a dim before those of one layer.
-        inner = dims[len(dims) - len(names) :] if names else ()
         if not names and any(dims):
             lose(f"{path}: no logical axis has its name, so its split is not written")
-        for name, axes in zip(names, inner, strict=True):
-            votes.setdefault(name, {}).setdefault(tuple(axes), []).append(path)
+        # Stacked layers have a dim before those of one layer.
+        inner = dims[len(dims) - len(names) :]
+        for name, axes in zip(names, inner if names else (), strict=True):
+            votes.setdefault(name, Counter())[tuple(axes)] += 1
+        if names:
+            arrays.append((path, names, inner))
     rules: Rules = {}
     for name, found in votes.items():
-        kept = max(found, key=lambda axes: len(found[axes]))
-        rules[name] = kept
-        for axes, paths in found.items():
-            if axes != kept:
-                others = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        most = max(found.values())
+        rules[name] = max((axes for axes in found if found[axes] == most), key=len)
+    batch = [stage.shardings.get(a.path, ()) for a in plan.inputs if a.role == "batch"]
+    gathered = {axis for dims in batch for axes in dims for axis in axes}
+    told = set[str]()
+    for path, names, inner in arrays:
+        got = _applied(rules, names)
+        plain = [[{*axes} - gathered for axes in dims] for dims in (got, inner)]
+        pattern = re.sub(r"\[\d+\]", "[*]", path)
+        if {*sum(got, ())} != {*sum(inner, ())} or plain[0] != plain[1]:
+            if pattern not in told:
                 lose(
-                    f"{paths[0]}{others}: {name} is split over {_listed(axes)} there, and over"
-                    f" {_listed(kept)} elsewhere, for which one rule is written"
+                    f"{pattern}: its dims are split over {_listed(inner)}; rules that hold for"
+                    f" other arrays, too, split them over {_listed(got)}"
                 )
+            told.add(pattern)
     return rules
 
 
-def _listed(axes: Iterable[str]) -> str:
-    return " and ".join(axes) or "nothing"
+def _applied(rules: Rules, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """The split of an array's dims by rules: the first rule that takes a mesh axis has it."""
+    dims: list[tuple[str, ...]] = [()] * len(names)
+    used = set[str]()
+    for name, axes in rules.items():
+        if name in names and not used & {*axes}:
+            dims[names.index(name)] = axes
+            used |= {*axes}
+    return dims
+
+
+def _listed(dims: Iterable[tuple[str, ...]]) -> str:
+    return " x ".join("+".join(axes) or "none" for axes in dims)
 
 
 def mesh_axes(plan: Plan) -> dict[str, str]:
