@@ -51,6 +51,8 @@ _NO_LIMIT_BYTES = 1e18
 # Stages whose memory differs by more than this share are worth another cut.
 _UNEQUAL = 0.15
 _LEAST_GAIN = 0.01
+# Ways to recompute with which layers are a loop.
+_LOOPED = ("block", "minimal", "save_qkv", "save_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,6 +303,9 @@ def _config(
             told = ", ".join(f"{name} {value}" for name, value in differ.items())
             remarks.append(f"the model is that of {path}; the settings say {told}")
         return made, remarks
+    if model:
+        # The files' own sizes, and defaults of the framework, give way.
+        said = {"seq_len": said["seq_len"]} if said.get("seq_len") else {}
     if like:
         base = configure(str(like))
         known = as_fields(base)
@@ -398,7 +403,7 @@ class _Judge:
     ) -> None:
         self.config, self.cluster, self.table = config, cluster, table
         self.limit_bytes, self.progress = memory_limit_bytes, progress
-        self._variants: dict[tuple[int, str, str], Variant] = {}
+        self._variants: dict[tuple[int, str, str, bool], Variant] = {}
 
     def judged(self, settings: Settings) -> tuple[Plan | None, str, str]:
         """The plan, whether it fits, and why not."""
@@ -444,13 +449,17 @@ class _Judge:
 
     def _variant(self, settings: Settings) -> Variant:
         dtype = settings.dtype or "bf16"
-        key = settings.global_batch or 1, settings.recompute, dtype
+        # In a loop over layers gradients are reduced layer by layer, as by these frameworks. Where
+        # nothing is recomputed, a loop would also copy all that layers keep.
+        loops = settings.pipeline == 1 and settings.recompute in _LOOPED and self.config.loops
+        key = settings.global_batch or 1, settings.recompute, dtype, loops
         if key not in self._variants:
             made = build(
                 self.config,
                 key[0],
                 dtype=dtype,
                 recompute=settings.recompute,
+                scan=loops,
                 attention="auto",
                 device=self.cluster.device,
             )

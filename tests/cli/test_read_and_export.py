@@ -170,3 +170,11 @@ def test_rules_for_maxtext_hold_the_splits_of_a_searched_plan(tmp_path):
         product *= size
     assert product == 8
     assert {name for name, _ in settings["logical_axis_rules"]} >= {"embed", "mlp", "norm", "vocab"}
+
+
+def test_a_model_that_is_named_is_not_changed_by_defaults_of_the_framework(tmp_path):
+    path = tmp_path / "run.yml"
+    path.write_text("per_device_batch_size: 1\nmax_target_length: 64\nici_fsdp_parallelism: 8\n")
+    found = run("read", path, "--cluster", "8xH100", "--model", "gpt-10m", "--json")
+    answer = json.loads(found.stdout)
+    assert (answer["model"]["hidden_size"], answer["model"]["seq_len"]) == (384, 64)

@@ -332,7 +332,9 @@ def _as_toml(table: Table, pairs: list[tuple[str, Any]]) -> tuple[str, str]:
 def _as_yaml(table: Table, pairs: list[tuple[str, Any]]) -> tuple[str, str]:
     data: dict[str, Any] = {"base_config": "base.yml"} if table.framework == "maxtext" else {}
     _nest(data, pairs)
-    body = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
+    # Lists on one line each.
+    flow = None if any(isinstance(value, list) for value in data.values()) else False
+    body = yaml.safe_dump(data, sort_keys=False, default_flow_style=flow, width=100)
     return (
         f"# {_opening(table)}\n{body}",
         "plan.yaml" if table.framework != "maxtext" else "plan.yml",
