@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ._variants import Variant, plan_variants
@@ -30,7 +30,6 @@ from .interop.frameworks import (
     Settings,
     Table,
     Written,
-    changed,
     export_plan,
     read_settings,
     write_settings,
@@ -185,19 +184,20 @@ def read(
         layers_of=lambda fields: _num_layers({**fields, **({"like": model} if model else {})}),
     )
     config, dropped = _config(found, model, over)
-    given = {"global_batch": global_batch, "micro_batch": micro_batch, "recompute": recompute}
-    settings = changed(
+    given: dict[str, Any] = {"global_batch": global_batch, "micro_batch": micro_batch}
+    given["recompute"] = recompute
+    settings = replace(
         found.settings,
         seq_len=config.seq_len,
         **{name: value for name, value in given.items() if value is not None},
     )
     assumed = [*found.assumed, *dropped]
     if micro_batch and not global_batch and settings.num_micro_batches:
-        settings = changed(settings, global_batch=None)
+        settings = replace(settings, global_batch=None)
     if settings.micro_batch is None and settings.global_batch is None:
-        settings = changed(settings, micro_batch=1)
+        settings = replace(settings, micro_batch=1)
         assumed.append("a data rank computes 1 sequence at once: --micro-batch says another")
-    found = dataclasses.replace(found, assumed=tuple(assumed))
+    found = replace(found, assumed=tuple(assumed))
     lost = list(found.lost)
     data = settings.data or cluster.num_devices // settings.model_ranks
     if data and data % settings.expert:
@@ -206,7 +206,7 @@ def read(
             f"experts are split over {settings.expert} ranks, of tensor or context parallelism,"
             f" too; in a plan over {fewer} of the {data} data ranks"
         )
-        settings = changed(settings, expert=fewer)
+        settings = replace(settings, expert=fewer)
     faults = list(settings.faults(cluster.num_devices))
     advice = [*found.advice, *_advice(settings, config, cluster, found)]
     heads = getattr(config, "num_kv_heads", settings.tensor)
@@ -215,7 +215,7 @@ def read(
             f"{heads} heads of keys and values over {settings.tensor} tensor ranks: judged as"
             f" {settings.tensor} heads, of which each rank has one"
         )
-        config = dataclasses.replace(config, num_kv_heads=settings.tensor)  # type: ignore[type-var]
+        config = replace(config, num_kv_heads=settings.tensor)  # type: ignore[type-var]
     judge = _Judge(config, cluster, found.table, memory_limit_bytes, progress)
     if faults:
         return Reading(
@@ -236,7 +236,7 @@ def read(
     if plan is not None:
         advice += _advice_of_plan(plan, found)
     reading = Reading(
-        found=dataclasses.replace(found, lost=tuple(lost)),
+        found=replace(found, lost=tuple(lost)),
         settings=settings,
         cluster=cluster,
         config=config,
@@ -481,20 +481,20 @@ class _Judge:
 
 def _neighbours(settings: Settings) -> Iterator[Settings]:
     """Settings that differ in one thing."""
-    one = changed(settings, stage_layers=(), num_micro_batches=None)
+    one = replace(settings, stage_layers=(), num_micro_batches=None)
     for tensor in (one.tensor * 2, one.tensor // 2):
-        yield changed(one, tensor=tensor, sequence=tensor > 1, data=None)
-        yield changed(one, tensor=tensor, sequence=False, data=None)
+        yield replace(one, tensor=tensor, sequence=tensor > 1, data=None)
+        yield replace(one, tensor=tensor, sequence=False, data=None)
     for stages in (one.pipeline * 2, one.pipeline // 2):
-        yield changed(one, pipeline=stages, chunks=1 if stages == 1 else one.chunks, data=None)
+        yield replace(one, pipeline=stages, chunks=1 if stages == 1 else one.chunks, data=None)
     for chunks in (one.chunks * 2, one.chunks // 2) if one.pipeline > 1 else ():
-        yield changed(one, chunks=chunks)
+        yield replace(one, chunks=chunks)
     for stage in (0, 1, 2, 3):
-        yield changed(one, zero_stage=stage, shard_within=None)
+        yield replace(one, zero_stage=stage, shard_within=None)
     for micro in ((one.micro_batch or 1) * 2, (one.micro_batch or 1) // 2):
-        yield changed(one, micro_batch=micro)
+        yield replace(one, micro_batch=micro)
     for how in ("none", "minimal", "block"):
-        yield changed(one, recompute=how)
+        yield replace(one, recompute=how)
 
 
 def _with_better(reading: Reading, judge: _Judge, time_limit_s: float) -> Reading:
@@ -519,7 +519,7 @@ def _with_better(reading: Reading, judge: _Judge, time_limit_s: float) -> Readin
                 continue
             seen.add(_key(near))
             schedule = "1f1b" if near.chunks == 1 else "interleaved-1f1b"
-            near = changed(near, schedule=schedule if near.pipeline > 1 else "").on(devices)
+            near = replace(near, schedule=schedule if near.pipeline > 1 else "").on(devices)
             if _unsaid(reading.found, near, layers) - sayable:
                 continue
             tried += 1
@@ -531,14 +531,14 @@ def _with_better(reading: Reading, judge: _Judge, time_limit_s: float) -> Readin
                 now, now_s, best, is_open = near, plan.prediction.step_time_s, plan, True
                 break
     if best is None:
-        return dataclasses.replace(reading, tried=tried)
+        return replace(reading, tried=tried)
     pairs = [
         dict(write_settings(_written_as(reading.found), each, {"num_layers": layers}).pairs)
         for each in (reading.settings, now)
     ]
     names = dict.fromkeys([*pairs[0], *pairs[1]])
     changes = [(name, pairs[0].get(name), pairs[1].get(name)) for name in names]
-    return dataclasses.replace(
+    return replace(
         reading,
         better=best,
         better_settings=now,
@@ -560,7 +560,7 @@ def _written_as(found: Found) -> str:
 
 
 def _key(settings: Settings) -> Settings:
-    return changed(settings, data=None, schedule="", num_micro_batches=None, stage_layers=())
+    return replace(settings, data=None, schedule="", num_micro_batches=None, stage_layers=())
 
 
 def facts_of(reading: Reading, *, of_better: bool = False) -> list[tuple[str, str]]:

@@ -96,9 +96,9 @@ def test_a_batch_that_does_not_divide_is_no_plan_but_an_answer(titan):
 
 
 def test_settings_that_need_far_more_memory_do_not_fit(titan):
-    found = run("read", titan, "--cluster", "8xH100", "--memory-limit", "20MiB", "--json")
+    found = run("read", titan, "--cluster", "8xH100", "--memory-limit", "10MiB", "--json")
     assert (found.exit_code, json.loads(found.stdout)["fits"]) == (1, "no")
-    found = run("read", titan, "--cluster", "8xH100", "--memory-limit", "28MiB", "--json")
+    found = run("read", titan, "--cluster", "8xH100", "--memory-limit", "20MiB", "--json")
     assert (found.exit_code, json.loads(found.stdout)["fits"]) == (0, "perhaps")
 
 

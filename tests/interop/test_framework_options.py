@@ -3,11 +3,12 @@ asked of their own parsers, and the parsers themselves where they are installed.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from aliquot.interop.frameworks import Settings, changed, tables, write_settings
+from aliquot.interop.frameworks import Settings, tables, write_settings
 
 OPTIONS = Path(__file__).parent / "options"
 # Of the launcher.
@@ -53,7 +54,7 @@ def test_accelerate_takes_what_is_written(tmp_path):
 def test_deepspeed_takes_what_is_written():
     config = pytest.importorskip("deepspeed.runtime.config")
     # It asks for the number of processes, which is 1 here.
-    alone = changed(FSDP, data=1, global_batch=2)
+    alone = replace(FSDP, data=1, global_batch=2)
     made = config.DeepSpeedConfig(json.loads(write_settings("deepspeed", alone, {}).text))
     assert made.zero_optimization_stage == 3
 

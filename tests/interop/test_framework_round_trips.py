@@ -1,10 +1,11 @@
 """Settings written for each framework and read again: they differ only where that is declared."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from aliquot.interop.frameworks import FRAMEWORKS, Settings, changed, read_settings, write_settings
+from aliquot.interop.frameworks import FRAMEWORKS, Settings, read_settings, write_settings
 
 LAYERS = 24
 COMMON = {"micro_batch": 1, "global_batch": 64, "dtype": "bf16", "seq_len": 2048}
@@ -13,7 +14,7 @@ COMMON = {"micro_batch": 1, "global_batch": 64, "dtype": "bf16", "seq_len": 2048
 def _settings(**changes):
     made = Settings(**{**COMMON, **changes})
     schedule = "1f1b" if made.chunks == 1 else "interleaved-1f1b"
-    return changed(made, schedule=schedule if made.pipeline > 1 else "").on(16)
+    return replace(made, schedule=schedule if made.pipeline > 1 else "").on(16)
 
 
 LAYOUTS = {

@@ -6,8 +6,6 @@ from ._read import read_settings as read_settings
 from ._settings import Found as Found
 from ._settings import Settings as Settings
 from ._settings import Written as Written
-from ._settings import changed as changed
-from ._settings import differences as differences
 from ._table import Table as Table
 from ._table import model_named as model_named
 from ._table import tables as tables

@@ -10,27 +10,10 @@ from ._settings import Settings
 from ._table import Words, model_named
 
 _AXES = (
-    "data",
-    "fsdp",
-    "fsdp_transpose",
-    "sequence",
-    "context",
-    "ulysses",
-    "tensor",
-    "tensor_sequence",
-    "pipeline",
-    "expert",
+    *("data", "fsdp", "fsdp_transpose", "sequence", "context", "ulysses"),
+    *("tensor", "tensor_sequence", "pipeline", "expert"),
 )
-_WRITTEN = (
-    "data",
-    "fsdp",
-    "fsdp_transpose",
-    "tensor",
-    "tensor_sequence",
-    "context",
-    "pipeline",
-    "expert",
-)
+_WRITTEN = tuple(axis for axis in _AXES if axis not in ("sequence", "ulysses"))
 _RECOMPUTE = {
     "none": "none",
     "full": "block",

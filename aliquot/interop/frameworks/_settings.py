@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core import InputError
@@ -101,7 +101,7 @@ class Settings:
             batch = micro_batch * data * (count or 1)
         if micro_batch is None and batch and count:
             micro_batch = batch // (count * data)
-        return changed(
+        return replace(
             self,
             data=data,
             micro_batch=micro_batch,
@@ -132,21 +132,6 @@ class Settings:
                 f"a batch of {self.global_batch} is not a multiple of micro-batch"
                 f" {self.micro_batch or 1} x {data} data ranks: take {near} or {near + rows}"
             )
-
-
-def changed(settings: Settings, **changes: Any) -> Settings:
-    """The settings with other values."""
-    values = {each.name: getattr(settings, each.name) for each in fields(settings)}
-    return Settings(**{**values, **changes})
-
-
-def differences(before: Settings, after: Settings) -> dict[str, tuple[Any, Any]]:
-    """Values that differ, by name."""
-    pairs = {
-        each.name: (getattr(before, each.name), getattr(after, each.name))
-        for each in fields(Settings)
-    }
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
