@@ -43,7 +43,8 @@ def generate(
         Path,
         typer.Option(
             metavar="RUN",
-            help="The trained weights: a run of aliquot train, or a folder of checkpoints.",
+            help="The trained weights: a run of aliquot train, a folder of checkpoints, or one of"
+            " Hugging Face with config.json and *.safetensors.",
             show_default=False,
         ),
     ],
@@ -151,12 +152,20 @@ def generate(
             here = use_devices(devices)
             from .._generation import Generator, Sampling
             from ..cluster import Cluster
+            from ..zoo import is_hugging_face
             from ._resume import opened
             from ._train_plan import check_devices
 
-            source: Checkpoints = opened(checkpoint, "--checkpoint")
-            meta = source.record(source.numbers()[-1]).meta
-            texts = _texts(prompt, tokens, meta, (tokenizer, vocab_file, merge_file))
+            source: Checkpoints | None = None
+            files = (tokenizer, vocab_file, merge_file)
+            if is_hugging_face(checkpoint):
+                if prompt and not any(files):
+                    files = (_own_tokenizer(checkpoint), None, None)
+                meta = _as_meta(model, files)
+            else:
+                source = opened(checkpoint, "--checkpoint")
+                meta = source.record(source.numbers()[-1]).meta
+            texts = _texts(prompt, tokens, meta, files)
             plan = None
             if plan_file is not None:
                 plan = read_plan(plan_file)
@@ -180,6 +189,31 @@ def generate(
             params = _weights(generator, source, checkpoint, model, say)
             answers = _stream(generator, params, texts, max_tokens, say)
             _tell(texts, answers, say)
+
+
+def _own_tokenizer(folder: Path) -> Path:
+    """The file of the tokenizer in a folder of Hugging Face."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise InputError(
+            f"{folder} has no tokenizer.json to read the prompt by: give one with --tokenizer, or"
+            " give the prompt as --tokens."
+        )
+    return file
+
+
+def _as_meta(name: str, files: tuple[Path | None, Path | None, Path | None]) -> dict[str, Any]:
+    """What a checkpoint of aliquot would say of a model of Hugging Face."""
+    from ..zoo import as_fields
+    from ._model import zoo_config
+
+    config = zoo_config(name, {})
+    if config is None:
+        raise InputError(
+            f"{name} is no model of the zoo: name the config.json beside the weights in its place."
+        )
+    used = chosen_tokenizer(*files).sha256 if any(files) else "bytes"
+    return {"settings": {"model": as_fields(config)}, "data": {"tokenizer": used}}
 
 
 def _texts(
@@ -292,11 +326,22 @@ def _vocabulary(model: Inference, texts: _Texts) -> int:
     return min(known, texts.tokenizer.vocabulary) if texts.tokenizer else known
 
 
-def _weights(generator: Generator, source: Checkpoints, path: Path, name: str, say: Session) -> Any:
-    """The parameters of the newest checkpoint, each where the plan puts it."""
+def _weights(
+    generator: Generator, source: Checkpoints | None, path: Path, name: str, say: Session
+) -> Any:
+    """The parameters of the newest checkpoint, or of a model of Hugging Face if there is no
+    `source`, each where the plan puts it.
+    """
     import jax
 
     fresh = generator.init(jax.random.key(0))
+    if source is None:
+        from ..zoo import read_weights
+
+        params, notes = read_weights(path, generator.model.config, fresh)
+        for line in (*notes, f"with the weights in {path}"):
+            say.note(line)
+        return params
     try:
         restored = source.restore({"params": fresh}, partly=True)
     except InputError as error:

@@ -138,12 +138,19 @@ def opened(path: Path, option: str) -> Checkpoints:
 
 
 def _weights(path: Path, params: Any, workload: Workload, say: Session) -> Any:
-    """The parameters with which a model begins: those that the newest checkpoint of a folder has
-    as well, and the others as they are. Says which.
+    """The parameters with which a model begins: those that the newest checkpoint of a folder, or a
+    model of Hugging Face in it, has as well, and the others as they are. Says which.
 
     Raises:
         InputError: some have other shapes, or none is there.
     """
+    from ..zoo import is_hugging_face, read_weights
+
+    if is_hugging_face(path):
+        params, notes = read_weights(path, workload.config, params)
+        for line in (f"beginning with the weights in {path}", *notes):
+            say.note(line)
+        return params
     source, name = opened(path, "--init-from"), workload.config.name
     try:
         restored = source.restore({"params": params}, partly=True)

@@ -35,7 +35,8 @@ class RunOptions:
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="Begin with the weights of a checkpoint: a run, or a folder of checkpoints.",
+            help="Begin with the weights of a checkpoint: a run, a folder of checkpoints, or one of"
+            " Hugging Face with config.json and *.safetensors.",
         ),
     ] = None
     save_every: Annotated[

@@ -35,3 +35,5 @@ from ._step import Workload as Workload
 from ._step import build as build
 from ._step import build_layers as build_layers
 from ._t5_config import T5Config as T5Config
+from ._weights import is_hugging_face as is_hugging_face
+from ._weights import read_weights as read_weights

@@ -71,8 +71,12 @@ class _Llama(msgspec.Struct):
     mlp_only_layers: list[int] | None = None
 
 
-_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
-"""Models with experts, each with the field of their number."""
+# Models with experts, each with the fields of which one has their number: files of transformers 5
+# have Mixtral's name for Qwen, too.
+_EXPERTS = {
+    "mixtral": ("num_local_experts",),
+    "qwen3_moe": ("num_experts", "num_local_experts"),
+}
 
 _KNOWN: dict[str, type[_Gpt2] | type[_Llama]] = {
     "gpt2": _Gpt2,
@@ -137,8 +141,12 @@ def from_config(
         raise InputError(listing(asked, [fault], why or OWN_CODE))
     faults = [*faults_of(dict(data), _KNOWN[kind], ""), *_of_its_own(data)]
     if kind in _EXPERTS:
-        needed = (_EXPERTS[kind], "num_experts_per_tok")
-        faults += [f"{field} is missing" for field in needed if data.get(field) is None]
+        needed = (_EXPERTS[kind], ("num_experts_per_tok",))
+        faults += [
+            f"{fields[0]} is missing"
+            for fields in needed
+            if all(data.get(field) is None for field in fields)
+        ]
     if faults:
         raise InputError(listing(asked, faults, "Give the config.json as it was published."))
     read = msgspec.convert(dict(data), _KNOWN[kind])
@@ -151,6 +159,11 @@ def from_config(
     if faults := [*_unusual(read), *_other_attention(read, kind, made.seq_len)]:
         raise InputError(listing(asked, faults, OWN_CODE))
     return made
+
+
+def architecture(config: str | os.PathLike[str]) -> str:
+    """The `model_type` of a `config.json`, such as "llama". Raises as `from_config` does."""
+    return str(_read(config).get("model_type"))
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -224,7 +237,7 @@ def _llama(read: _Llama, name: str, kind: str) -> ModelConfig:
 
 
 def _with_experts(read: _Llama, dense: ModelConfig, kind: str) -> MixtralConfig:
-    number = getattr(read, _EXPERTS[kind])
+    number = next(filter(None, (getattr(read, field) for field in _EXPERTS[kind])), None)
     assert number is not None and read.num_experts_per_tok is not None, "their absence is refused"
     return MixtralConfig(
         name=dense.name,
