@@ -73,6 +73,7 @@ _FOLDERS = (
     "plans",
     "runtime",
     "sharding",
+    "torch",
     "zoo",
 )
 

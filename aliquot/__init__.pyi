@@ -7,6 +7,7 @@ from . import planners as planners
 from . import plans as plans
 from . import runtime as runtime
 from . import sharding as sharding
+from . import torch as torch
 from . import zoo as zoo
 from ._api import capture as capture
 from ._api import constrain as constrain

@@ -38,6 +38,7 @@ FLOORS = {
     "_reading": 12,
     "_evaluation": 12,
     "_generation": 12,
+    "torch": 12,
     "cli": 13,
     "__main__": 14,
 }
@@ -64,6 +65,7 @@ CONFINED = {
     "typer": ("cli/",),
     "yaml": ("interop/",),
     "tokenizers": ("data/",),
+    "torch": ("torch/",),
     "tensorboardX": ("report/",),
     "highspy": ("planners/",),
     "sqlite3": ("cost/", "profiling/", "interop/"),

@@ -1,0 +1,334 @@
+"""A module of PyTorch as a function of JAX: `torch.export` traces it, and each ATen operator runs as
+the table of operators says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from ..cluster import Device, attention_of
+from ..core import CaptureError, listing, shortened
+from . import _network_operators as _network_operators
+from ._operators import OPERATORS
+
+# What only checks, or names places in a tuple.
+_CHECKS = ("_assert_tensor_metadata.default", "_assert_async.msg", "sym_constrain_range.default")
+# A mask of more elements is not computed to see whether it is causal.
+_LARGEST_MASK = 2**28
+_ATTENTION = "scaled_dot_product_attention.default"
+_DROPOUTS = {"dropout.default": 1, "native_dropout.default": 1, _ATTENTION: 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A module with its loss as a function.
+
+    Attributes:
+        parameters: shapes of what is trained, by name; of tied parameters the first name alone.
+        buffers: shapes of what the module changes besides them, such as running means, and of
+            frozen parameters. Other buffers are constants.
+        batch: shapes of the batch.
+        loss: `(parameters, buffers, batch)` to the loss and the new buffers.
+    """
+
+    parameters: dict[str, jax.ShapeDtypeStruct]
+    buffers: dict[str, jax.ShapeDtypeStruct]
+    batch: dict[str, jax.ShapeDtypeStruct]
+    loss: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+
+
+class _WithLoss(torch.nn.Module):
+    """A module and its loss as one module, whose parameters are cast as FSDP casts them."""
+
+    def __init__(
+        self, module: torch.nn.Module, loss: Callable[..., Any], dtype: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.module, self._loss, self._dtype = module, loss, dtype
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        if self._dtype is None:
+            return self._loss(self.module, batch)
+        narrow = {
+            name: parameter.to(self._dtype) if parameter.is_floating_point() else parameter
+            for name, parameter in self.module.named_parameters()
+        }
+        batch = {
+            name: x.to(self._dtype) if torch.is_tensor(x) and x.is_floating_point() else x
+            for name, x in batch.items()
+        }
+
+        def cast(*args: Any, **kwargs: Any) -> Any:
+            return torch.func.functional_call(self.module, narrow, args, kwargs)
+
+        return self._loss(cast, batch)
+
+
+def export(
+    module: torch.nn.Module,
+    batch: Mapping[str, Any],
+    loss: Callable[..., Any],
+    *,
+    dtype: torch.dtype | None = None,
+    device: Device | None = None,
+) -> Exported:
+    """Trace a module and its loss. No weight is read: modules and batches on the device `meta` do.
+
+    Args:
+        module: in the mode, of training or not, in which it shall run.
+        batch: tensors by name.
+        loss: `loss(module, batch)` gives a scalar.
+        dtype: parameters and batch are cast to it; by default they stay as they are.
+        device: whose fused attention is taken where it has one; None for plain attention.
+
+    Raises:
+        CaptureError: the module cannot be traced, has dropout, or has operators that the table has
+            not: each with the line of the module.
+    """
+    name = type(module).__name__
+    try:
+        program = torch.export.export(
+            _WithLoss(module, loss, dtype), (dict(batch),), strict=False
+        ).run_decompositions({})
+        lacking = {node.target for node in _operators(program) if _key(node) not in OPERATORS}
+        known = torch._decomp.core_aten_decompositions()
+        if some := {target: known[target] for target in lacking if target in known}:
+            program = program.run_decompositions(some)
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        where = [line for line in lines if line.startswith("File ") and "site-packages" not in line]
+        said = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        raise CaptureError(
+            listing(
+                f"{name} cannot be traced by torch.export",
+                [said, *where[-1:]],
+                "What it computes must not depend on the values of its tensors: take torch.where or"
+                " torch.cond in place of if, and call torch.export.export on it to see more.",
+            )
+        ) from error
+    _drop_constant_masks(program)
+    faults = [*_faults(program)]
+    if faults:
+        raise CaptureError(
+            listing(
+                f"{name} cannot be planned",
+                sorted(set(faults)),
+                "Write these lines with other operators, or register a function for each with"
+                " aliquot.torch.operator(name).",
+            )
+        )
+    return _interpreted(program, module, batch, device)
+
+
+def _operators(program: Any) -> Iterator[torch.fx.Node]:
+    for node in program.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and _key(node) not in _CHECKS:
+            yield node
+
+
+def _key(node: torch.fx.Node) -> str:
+    """The name in the table; operators of other libraries keep the library's."""
+    return str(node.target).removeprefix("aten.")
+
+
+def _faults(program: Any) -> Iterator[str]:
+    for node in _operators(program):
+        key = _key(node)
+        if key not in OPERATORS:
+            yield f"aten.{key} has no function in JAX here{_line(node)}"
+        position = _DROPOUTS.get(key)
+        if position is not None:
+            names = {4: "dropout_p", 1: "p"}
+            share = (
+                node.args[position]
+                if len(node.args) > position
+                else node.kwargs.get(names[position], 0)
+            )
+            trains = key == _ATTENTION or (node.args[2] if len(node.args) > 2 else True)
+            if share and trains:
+                yield f"a dropout of {share} is drawn anew in each run: set it to 0{_line(node)}"
+
+
+def _line(node: torch.fx.Node) -> str:
+    """The innermost line of the user's module that an operator came from."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [place for place in found if "/torch/nn/" not in place[0]] or found
+    return f", at {own[-1][0]}, line {own[-1][1]}" if own else ""
+
+
+def _drop_constant_masks(program: Any) -> None:
+    """Say of each attention whose mask is the same in all runs that it is causal, or has none, if
+    that is what the mask says: then it may run as a fused kernel.
+    """
+    known: dict[torch.fx.Node, Any] = {}
+
+    def value(node: Any) -> Any:
+        """A node's value where it depends on no input; raises `KeyError` where it does."""
+        if not isinstance(node, torch.fx.Node):
+            return node
+        if node not in known:
+            if node.op != "call_function" or node.meta["val"].numel() > _LARGEST_MASK:
+                raise KeyError(node.name)
+            arguments, keywords = torch.fx.node.map_aggregate((node.args, node.kwargs), value)
+            if "device" in keywords:
+                keywords = {**keywords, "device": "cpu"}
+            known[node] = node.target(*arguments, **keywords)
+        return known[node]
+
+    for node in program.graph.nodes:
+        if _key(node) != _ATTENTION or len(node.args) < 4 or node.args[3] is None:
+            continue
+        with contextlib.suppress(KeyError, AttributeError):
+            mask = value(node.args[3])
+            if mask.dtype != torch.bool:
+                mask = torch.where(mask == 0, True, mask > torch.finfo(mask.dtype).min / 2)
+            # Rows that were expanded are looked at once.
+            first = tuple(0 if stride == 0 else slice(None) for stride in mask.stride()[:-2])
+            mask = mask[first]
+            lower = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+            if bool(mask.all()):
+                node.args = (*node.args[:3], None, *node.args[4:])
+            elif bool((mask == lower).all()):
+                node.args = (*node.args[:3], None, *node.args[4:5], *(() if node.args[5:] else ()))
+                node.args = (*node.args[:4], node.kwargs.get("dropout_p", 0.0), True)[:6]
+    program.graph.eliminate_dead_code()
+
+
+def _struct(tensor: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), _dtype(tensor.dtype))
+
+
+def _dtype(dtype: torch.dtype) -> Any:
+    return jax.dtypes.canonicalize_dtype(str(dtype).removeprefix("torch."))
+
+
+def _interpreted(
+    program: Any, module: torch.nn.Module, batch: Mapping[str, Any], device: Device | None
+) -> Exported:
+    kinds = torch.export.graph_signature.InputKind
+    outputs = torch.export.graph_signature.OutputKind
+    first_of: dict[int, str] = {}
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        first_of.setdefault(id(tensor), name)
+    own = dict(module.named_parameters(remove_duplicate=False))
+    trained = {n: _struct(p) for n, p in module.named_parameters() if p.requires_grad}
+    results = {
+        spec.arg.name: spec.target.removeprefix("module.")
+        for spec in program.graph_signature.output_specs
+        if spec.kind == outputs.BUFFER_MUTATION
+    }
+    sources: dict[str, tuple[str, Any]] = {}
+    buffers: dict[str, jax.ShapeDtypeStruct] = {}
+    given = iter(key for key, x in batch.items() if torch.is_tensor(x))
+    for spec in program.graph_signature.input_specs:
+        place = spec.arg.name
+        if spec.kind == kinds.USER_INPUT:
+            if isinstance(spec.arg, torch.export.graph_signature.TensorArgument):
+                sources[place] = ("batch", next(given))
+            continue
+        target = spec.target.removeprefix("module.")
+        if spec.kind == kinds.PARAMETER:
+            target = first_of[id(own[target])]
+        if target in trained:
+            sources[place] = ("parameters", target)
+        elif target in own or target in results.values():
+            tensor = own[target] if target in own else module.get_buffer(target)
+            buffers[target] = _struct(tensor)
+            sources[place] = ("buffers", target)
+        else:
+            is_lifted = spec.kind == kinds.CONSTANT_TENSOR
+            tensor = program.constants[spec.target] if is_lifted else module.get_buffer(target)
+            # Plans do not depend on the numbers, which are unknown on `meta`.
+            numbers = np.zeros(tensor.shape) if tensor.is_meta else tensor.detach().cpu().numpy()
+            sources[place] = ("constants", numbers.astype(_dtype(tensor.dtype)))
+    (returned,) = [
+        spec.arg.name
+        for spec in program.graph_signature.output_specs
+        if spec.kind == outputs.USER_OUTPUT
+    ]
+
+    def loss(
+        parameters: dict[str, jax.Array], buffers: dict[str, jax.Array], batch: dict[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        parts = {"parameters": parameters, "buffers": buffers, "batch": batch}
+        values: dict[str, Any] = {}
+
+        def value(node: Any) -> Any:
+            if not isinstance(node, torch.fx.Node):
+                return node
+            # A parameter is cast where it is read, so that its copy does not live all the time.
+            if _key(node) == "_to_copy.default" and node.args[0].name in sources:
+                return values[node.args[0].name].astype(_dtype(node.meta["val"].dtype))
+            return values[node.name]
+
+        for node in program.graph.nodes:
+            if node.op == "placeholder" and node.name in sources:
+                kind, key = sources[node.name]
+                values[node.name] = jnp.asarray(key) if kind == "constants" else parts[kind][key]
+            elif node.op == "call_function" and _key(node) not in _CHECKS:
+                arguments, keywords = torch.fx.node.map_aggregate((node.args, node.kwargs), value)
+                with jax.named_scope(_layer(node)):
+                    values[node.name] = _run(node, arguments, keywords, device)
+        new = {target: values[name] for name, target in results.items()}
+        return values[returned], {**buffers, **new}
+
+    return Exported(
+        parameters=trained,
+        buffers=buffers,
+        batch={key: _struct(x) for key, x in batch.items() if torch.is_tensor(x)},
+        loss=loss,
+    )
+
+
+def _layer(node: torch.fx.Node) -> str:
+    """The path of the module that an operator belongs to."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    return re.sub(r"^L\['self'\]\.|^module\.?", "", path) or "loss"
+
+
+def _run(node: torch.fx.Node, arguments: Any, keywords: Any, device: Device | None) -> Any:
+    """One operator, with results of the dtypes that PyTorch found."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target(*arguments, **keywords)
+    key = _key(node)
+    keywords = {k: v for k, v in keywords.items() if k not in ("device", "pin_memory", "layout")}
+    if "dtype" in keywords:
+        keywords["dtype"] = None if keywords["dtype"] is None else _dtype(keywords["dtype"])
+    if key == _ATTENTION:
+        keywords["kernel"] = _kernel(arguments, device)
+    result = OPERATORS[key](*arguments, **keywords)
+    found = node.meta["val"]
+    if torch.is_tensor(found):
+        return _as_found(key, result, found)
+    return tuple(
+        made if wanted is None else _as_found(key, made, wanted)
+        for made, wanted in zip(result, found, strict=False)
+    )
+
+
+def _as_found(key: str, made: Any, found: Any) -> Any:
+    made = jnp.asarray(made)
+    assert made.shape == tuple(found.shape), f"{key}: {made.shape}, not {tuple(found.shape)}"
+    dtype = _dtype(found.dtype)
+    return made if made.dtype == dtype else made.astype(dtype)
+
+
+def _kernel(arguments: Any, device: Device | None) -> str:
+    """The fused attention of a device where it computes this one, else "plain"."""
+    fused = attention_of(device)
+    query, key = arguments[:2]
+    if fused is None or query.ndim != 4 or (len(arguments) > 3 and arguments[3] is not None):
+        return "plain"
+    lengths = {query.shape[-2], key.shape[-2]}
+    lacks = fused.lacks(str(query.dtype), query.shape[-1], lengths)
+    return "plain" if lacks else fused.kernel
