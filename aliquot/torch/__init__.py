@@ -10,6 +10,8 @@ try:
 except ModuleNotFoundError:
     raise MissingExtraError("torch", "torch") from None
 
+from ._apply import Applied as Applied
+from ._apply import apply as apply
 from ._operators import operator as operator
 from ._plan import TorchStep as TorchStep
 from ._plan import plan as plan
