@@ -27,7 +27,7 @@ class Applied:
 
     Attributes:
         module: the same module; its parameters are DTensors. Make the optimizer of these.
-        mesh: its dims are `replicate` and `shard`, which split the batch, and the plan's other axes.
+        mesh: its dims are `replicate` and `shard`, which split the batch, and the plan's others.
     """
 
     module: torch.nn.Module
@@ -72,13 +72,14 @@ def apply(plan: Plan, module: torch.nn.Module, mesh: DeviceMesh | None = None) -
     (stage, *others) = plan.stages
     named = dict(module.named_parameters())
     specs = {name: _spec(stage.shardings, "params", name) for name in named}
-    problems = [f"parameter {n} is not in the plan" for n, s in specs.items() if s is None]
+    problems = []
     size = math.prod(stage.mesh_shape)
     found = torch.distributed.get_world_size() if mesh is None else mesh.size()
     if others:
         problems.append(f"it has {len(plan.stages)} stages, and a module is one program")
     if size != found:
-        problems.append(f"it is for {size} devices, and there are {found} processes")
+        problems.append(f"it is for {size} devices, and processes there are {found}")
+    problems += [f"parameter {n} is not in the plan" for n, s in specs.items() if s is None]
     if problems:
         raise PlanMismatchError(
             problems,
@@ -240,10 +241,11 @@ def _in_pieces(owner: torch.nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
 
 
 def _units(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Modules whose parameters are gathered together: the items of lists of modules."""
+    """Modules whose parameters are gathered together: the items of lists of modules that run."""
+    containers = torch.nn.ModuleList, torch.nn.ModuleDict
     for child in module.modules():
         if isinstance(child, torch.nn.ModuleList):
-            yield from child
+            yield from (item for item in child if not isinstance(item, containers))
 
 
 def _fully_shard(

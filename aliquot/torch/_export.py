@@ -1,11 +1,12 @@
-"""A module of PyTorch as a function of JAX: `torch.export` traces it, and each ATen operator runs as
-the table of operators says.
+"""A module of PyTorch as a function of JAX: `torch.export` traces it, and each ATen operator runs
+as the table of operators says.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from ..cluster import Device, attention_of
-from ..core import CaptureError, listing, shortened
+from ..core import CaptureError, listing
 from . import _network_operators as _network_operators
 from ._operators import OPERATORS
 
@@ -94,15 +95,56 @@ def export(
         CaptureError: the module cannot be traced, has dropout, or has operators that the table has
             not: each with the line of the module.
     """
+    programs: dict[Any, _Program] = {}
+
+    def program_for(shapes: Mapping[str, tuple[int, ...]]) -> _Program:
+        key = tuple(sorted(shapes.items()))
+        if key not in programs:
+            # Parts of a batch, such as micro-batches, are traced with tensors of their size.
+            sized = {
+                n: x if n not in shapes or tuple(x.shape) == shapes[n] else x.new_zeros(shapes[n])
+                for n, x in batch.items()
+            }
+            programs[key] = _program(_traced(module, sized, loss, dtype), module, sized)
+        return programs[key]
+
+    first = program_for({n: tuple(x.shape) for n, x in batch.items() if torch.is_tensor(x)})
+
+    def run(
+        parameters: dict[str, jax.Array],
+        buffers: dict[str, jax.Array],
+        arrays: dict[str, jax.Array],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        program = program_for({name: tuple(x.shape) for name, x in arrays.items()})
+        return _interpret(program, parameters, buffers, arrays, device)
+
+    return Exported(
+        parameters=first.parameters,
+        buffers=first.buffers,
+        batch={key: _struct(x) for key, x in batch.items() if torch.is_tensor(x)},
+        loss=run,
+    )
+
+
+def _traced(
+    module: torch.nn.Module,
+    batch: Mapping[str, Any],
+    loss: Callable[..., Any],
+    dtype: torch.dtype | None,
+) -> Any:
+    """The exported program, all of whose operators are known. Raises as `export` does."""
     name = type(module).__name__
     try:
-        program = torch.export.export(
-            _WithLoss(module, loss, dtype), (dict(batch),), strict=False
-        ).run_decompositions({})
-        lacking = {node.target for node in _operators(program) if _key(node) not in OPERATORS}
-        known = torch._decomp.core_aten_decompositions()
-        if some := {target: known[target] for target in lacking if target in known}:
-            program = program.run_decompositions(some)
+        with warnings.catch_warnings():
+            # PyTorch's tracer warns of its own code.
+            warnings.simplefilter("ignore", FutureWarning)
+            program = torch.export.export(
+                _WithLoss(module, loss, dtype), (dict(batch),), strict=False
+            ).run_decompositions({})
+            lacking = {node.target for node in _operators(program) if _key(node) not in OPERATORS}
+            known = torch.export.default_decompositions()
+            if some := {target: known[target] for target in lacking if target in known}:
+                program = program.run_decompositions(some)
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         where = [line for line in lines if line.startswith("File ") and "site-packages" not in line]
@@ -126,7 +168,7 @@ def export(
                 " aliquot.torch.operator(name).",
             )
         )
-    return _interpreted(program, module, batch, device)
+    return program
 
 
 def _operators(program: Any) -> Iterator[torch.fx.Node]:
@@ -211,21 +253,42 @@ def _dtype(dtype: torch.dtype) -> Any:
     return jax.dtypes.canonicalize_dtype(str(dtype).removeprefix("torch."))
 
 
-def _interpreted(
-    program: Any, module: torch.nn.Module, batch: Mapping[str, Any], device: Device | None
-) -> Exported:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    """A traced program with the meaning of its inputs and results.
+
+    Attributes:
+        graph: of operators.
+        parameters, buffers: as of `Exported`.
+        sources: for each input of the graph the part of the arguments it is from and its name
+            there, or "constants" and its numbers.
+        results: names of the new values of buffers.
+        returned: name of the loss.
+    """
+
+    graph: torch.fx.Graph
+    parameters: dict[str, jax.ShapeDtypeStruct]
+    buffers: dict[str, jax.ShapeDtypeStruct]
+    sources: dict[str, tuple[str, Any]]
+    results: dict[str, str]
+    returned: str
+
+
+def _program(program: Any, module: torch.nn.Module, batch: Mapping[str, Any]) -> _Program:
     kinds = torch.export.graph_signature.InputKind
     outputs = torch.export.graph_signature.OutputKind
-    first_of: dict[int, str] = {}
-    for name, tensor in module.named_parameters(remove_duplicate=False):
-        first_of.setdefault(id(tensor), name)
     own = dict(module.named_parameters(remove_duplicate=False))
+    first_of: dict[int, str] = {}
+    for name, tensor in own.items():
+        first_of.setdefault(id(tensor), name)
     trained = {n: _struct(p) for n, p in module.named_parameters() if p.requires_grad}
+    made = {spec.arg.name: spec for spec in program.graph_signature.output_specs}
     results = {
-        spec.arg.name: spec.target.removeprefix("module.")
-        for spec in program.graph_signature.output_specs
+        name: spec.target.removeprefix("module.")
+        for name, spec in made.items()
         if spec.kind == outputs.BUFFER_MUTATION
     }
+    (returned,) = [name for name, spec in made.items() if spec.kind == outputs.USER_OUTPUT]
     sources: dict[str, tuple[str, Any]] = {}
     buffers: dict[str, jax.ShapeDtypeStruct] = {}
     given = iter(key for key, x in batch.items() if torch.is_tensor(x))
@@ -237,6 +300,7 @@ def _interpreted(
             continue
         target = spec.target.removeprefix("module.")
         if spec.kind == kinds.PARAMETER:
+            # Of tied parameters there is one.
             target = first_of[id(own[target])]
         if target in trained:
             sources[place] = ("parameters", target)
@@ -250,43 +314,45 @@ def _interpreted(
             # Plans do not depend on the numbers, which are unknown on `meta`.
             numbers = np.zeros(tensor.shape) if tensor.is_meta else tensor.detach().cpu().numpy()
             sources[place] = ("constants", numbers.astype(_dtype(tensor.dtype)))
-    (returned,) = [
-        spec.arg.name
-        for spec in program.graph_signature.output_specs
-        if spec.kind == outputs.USER_OUTPUT
-    ]
-
-    def loss(
-        parameters: dict[str, jax.Array], buffers: dict[str, jax.Array], batch: dict[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        parts = {"parameters": parameters, "buffers": buffers, "batch": batch}
-        values: dict[str, Any] = {}
-
-        def value(node: Any) -> Any:
-            if not isinstance(node, torch.fx.Node):
-                return node
-            # A parameter is cast where it is read, so that its copy does not live all the time.
-            if _key(node) == "_to_copy.default" and node.args[0].name in sources:
-                return values[node.args[0].name].astype(_dtype(node.meta["val"].dtype))
-            return values[node.name]
-
-        for node in program.graph.nodes:
-            if node.op == "placeholder" and node.name in sources:
-                kind, key = sources[node.name]
-                values[node.name] = jnp.asarray(key) if kind == "constants" else parts[kind][key]
-            elif node.op == "call_function" and _key(node) not in _CHECKS:
-                arguments, keywords = torch.fx.node.map_aggregate((node.args, node.kwargs), value)
-                with jax.named_scope(_layer(node)):
-                    values[node.name] = _run(node, arguments, keywords, device)
-        new = {target: values[name] for name, target in results.items()}
-        return values[returned], {**buffers, **new}
-
-    return Exported(
+    return _Program(
+        graph=program.graph,
         parameters=trained,
         buffers=buffers,
-        batch={key: _struct(x) for key, x in batch.items() if torch.is_tensor(x)},
-        loss=loss,
+        sources=sources,
+        results=results,
+        returned=returned,
     )
+
+
+def _interpret(
+    program: _Program,
+    parameters: dict[str, jax.Array],
+    buffers: dict[str, jax.Array],
+    batch: dict[str, jax.Array],
+    device: Device | None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss, and the buffers with their new values."""
+    parts = {"parameters": parameters, "buffers": buffers, "batch": batch}
+    values: dict[str, Any] = {}
+
+    def value(node: Any) -> Any:
+        if not isinstance(node, torch.fx.Node):
+            return node
+        # A parameter is cast where it is read, so that its copy does not live all the time.
+        if _key(node) == "_to_copy.default" and node.args[0].name in program.sources:
+            return values[node.args[0].name].astype(_dtype(node.meta["val"].dtype))
+        return values[node.name]
+
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in program.sources:
+            kind, key = program.sources[node.name]
+            values[node.name] = jnp.asarray(key) if kind == "constants" else parts[kind][key]
+        elif node.op == "call_function" and _key(node) not in _CHECKS:
+            arguments, keywords = torch.fx.node.map_aggregate((node.args, node.kwargs), value)
+            with jax.named_scope(_layer(node)):
+                values[node.name] = _run(node, arguments, keywords, device)
+    new = {target: values[name] for name, target in program.results.items()}
+    return values[program.returned], {**buffers, **new}
 
 
 def _layer(node: torch.fx.Node) -> str:

@@ -307,7 +307,9 @@ def _adaptive_avg_pool2d(x: Any, size: Any) -> Any:
     rows, columns = _as_many(size, 2)
     height, width = x.shape[-2:]
     if height % rows or width % columns:
-        raise NotImplementedError(f"pools of unequal sizes, {height} x {width} to {rows} x {columns}")
+        raise NotImplementedError(
+            f"pools of unequal sizes, {height} x {width} to {rows} x {columns}"
+        )
     cut = wide(x).reshape(*x.shape[:-2], rows, height // rows, columns, width // columns)
     return jnp.mean(cut, (-3, -1))
 
@@ -333,9 +335,7 @@ def scaled_dot_product_attention(
         query = query * (scale * query.shape[-1] ** 0.5)
     lead = query.shape[:-3]
     if mask is None and query.ndim >= 4 and query.shape[-2] == key.shape[-2]:
-        q, k, v = (
-            jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2) for x in (query, key, value)
-        )
+        q, k, v = (jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2) for x in (query, key, value))
         out = jnp.swapaxes(attention(q, k, v, is_causal=is_causal, kernel=kernel), 1, 2)
         return out.reshape(*lead, *out.shape[1:])
     groups = query.shape[-3] // key.shape[-3] if query.ndim > 2 else 1

@@ -105,8 +105,8 @@ def read_optimizer(
     name = type(optimizer).__name__
     if type(optimizer) not in _KINDS.values():
         raise InputError(
-            f"the optimizer is {name}, and of PyTorch's AdamW, Adam and SGD are known: plan with one"
-            " of these, whose state has the same size or is larger."
+            f"the optimizer is {name}, and of PyTorch's AdamW, Adam and SGD are known: plan with"
+            " one of these, whose state is as large or larger."
         )
     used = _USED["sgd" if name == "SGD" else "adam"]
     # Adam of newer releases can be AdamW.
@@ -124,7 +124,9 @@ def read_optimizer(
                 own = {key: group[key] for key in used}
                 own["lr"] = float(own["lr"])
                 settings[name_of[id(parameter)]] = own
-    faults += [f"{n} is not updated by it: set requires_grad_(False)" for n in named if n not in settings]
+    faults += [
+        f"{n} is not updated by it: set requires_grad_(False)" for n in named if n not in settings
+    ]
     if faults:
         raise InputError(listing(f"{name} cannot be planned", sorted(set(faults))))
     return Optimizer(name=name, settings=settings)

@@ -1,4 +1,4 @@
-"""Plans of PyTorch training: the step as a function of JAX, which any planner of one program takes."""
+"""Plans of PyTorch training: the step as a function of JAX, which planners of one program take."""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ class Images(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, stride=2)])
+        # Biases before a batch norm have gradients of zero, which Adam divides by their size.
+        convolutions = (nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, bias=False))
+        self.layers = nn.ModuleList(convolutions)
         self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)])
         self.head = nn.Linear(8, 4)
         self.register_buffer("shift", torch.full((8, 1, 1), 0.25))

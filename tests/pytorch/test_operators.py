@@ -264,9 +264,7 @@ def cases():
     yield "native_dropout.default", (x, 0.0, True), {}
 
 
-CASES = [
-    pytest.param(*case, id=f"{case[0]}-{number}") for number, case in enumerate(list(cases()))
-]
+CASES = [pytest.param(*case, id=f"{case[0]}-{number}") for number, case in enumerate(list(cases()))]
 
 
 # Arguments that PyTorch does not differentiate with respect to, by operator.
