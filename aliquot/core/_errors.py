@@ -189,6 +189,7 @@ _EXTRAS = {
     "plot": "matplotlib",
     "ray": "ray",
     "train": "orbax-checkpoint tensorboardX tokenizers",
+    "torch": "torch",
     "verify-gpu": "'jax[cuda12-local]' nvidia-cuda-nvcc-cu12",
     "verify-tpu": "'jax[tpu]'",
 }

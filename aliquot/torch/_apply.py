@@ -135,19 +135,15 @@ def _shard_axes(
     state, as in stage 2 of ZeRO: then parameters stay gathered.
     """
 
-    def most(spec_of: Callable[[str], Any]) -> tuple[str, ...]:
+    specs_of_state = [{name: _spec(shardings, state, name) for name in named} for state in _STATES]
+    for part in (specs, *specs_of_state):
         sizes: dict[tuple[str, ...], int] = {}
         for name, parameter in named.items():
-            used = {axis for axes in spec_of(name) or () for axis in axes}
+            used = {axis for axes in part[name] or () for axis in axes}
             key = tuple(a for a in batch_axes if a in used)
             sizes[key] = sizes.get(key, 0) + parameter.numel()
-        return max(sizes, key=lambda key: sizes[key])
-
-    if axes := most(lambda name: specs[name]):
-        return axes, False
-    for state in _STATES:
-        if axes := most(lambda name, state=state: _spec(shardings, state, name)):  # type: ignore[misc]
-            return axes, True
+        if axes := max(sizes, key=lambda key: sizes[key]):
+            return axes, part is not specs
     return (), False
 
 
@@ -190,7 +186,7 @@ def _distribute(
             spec = None if parameter is None else specs[names[id(parameter)]]
             if not any(axis in on for on in spec or () for axis in axes):
                 continue
-            dims = [next((d for d, on in enumerate(spec) if a in on), None) for a in axes]
+            dims = [next((d for d, on in enumerate(spec or ()) if a in on), None) for a in axes]
             placements = [Replicate() if d is None else Shard(d) for d in dims]
             if id(parameter) not in made:
                 made[id(parameter)] = torch.nn.Parameter(
@@ -200,7 +196,7 @@ def _distribute(
             owner._parameters[key] = made[id(parameter)]
             split = True
         if split:
-            owner.forward = _in_pieces(owner, mesh)  # type: ignore[method-assign]
+            owner.forward = _in_pieces(owner, mesh)
 
 
 def _in_pieces(owner: torch.nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
@@ -306,4 +302,4 @@ def _of_whole_batch(norm: torch.nn.modules.batchnorm._BatchNorm, mesh: DeviceMes
         y = (x - mean.view(shape)) * (var.view(shape) + norm.eps).rsqrt()
         return y * norm.weight.view(shape) + norm.bias.view(shape) if norm.affine else y
 
-    norm.forward = forward  # type: ignore[method-assign]
+    norm.forward = forward

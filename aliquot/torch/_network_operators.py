@@ -10,12 +10,27 @@ import jax
 import jax.numpy as jnp
 
 from ..zoo._attention import attention
-from ._operators import operator, wide
+from ._operators import operator, table, wide
 
-
-@operator("mm.default", "bmm.default", "matmul.default", "dot.default", "mv.default")
-def _matmul(x: Any, y: Any) -> Any:
-    return jnp.matmul(x, y)
+table(
+    {
+        "mm.default bmm.default matmul.default dot.default mv.default": jnp.matmul,
+        "einsum.default": lambda equation, operands, **_: jnp.einsum(equation, *operands),
+        "gelu.default": lambda x, approximate="none": jax.nn.gelu(
+            x, approximate=approximate == "tanh"
+        ),
+        "silu.default": jax.nn.silu,
+        "mish.default": jax.nn.mish,
+        "hardswish.default": jax.nn.hard_swish,
+        "hardsigmoid.default": jax.nn.hard_sigmoid,
+        "hardtanh.default": lambda x, low=-1, high=1: jnp.clip(x, low, high),
+        "leaky_relu.default": lambda x, slope=0.01: jax.nn.leaky_relu(x, slope),
+        "softmax.int _softmax.default": lambda x, dim, *_, **__: jax.nn.softmax(wide(x), dim),
+        "log_softmax.int _log_softmax.default": lambda x, dim, *_, **__: jax.nn.log_softmax(
+            wide(x), dim
+        ),
+    }
+)
 
 
 @operator("addmm.default", "baddbmm.default", "addmv.default")
@@ -31,11 +46,6 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     return product if bias is None else product + bias
 
 
-@operator("einsum.default")
-def _einsum(equation: str, operands: Sequence[Any], **_: Any) -> Any:
-    return jnp.einsum(equation, *operands)
-
-
 @operator("embedding.default")
 def _embedding(weight: Any, indices: Any, padding: int = -1, *_: Any) -> Any:
     rows = jnp.take(weight, indices, axis=0)
@@ -43,41 +53,6 @@ def _embedding(weight: Any, indices: Any, padding: int = -1, *_: Any) -> Any:
         return rows
     # The row for padding is not trained.
     return jnp.where((indices == padding)[..., None], jax.lax.stop_gradient(rows), rows)
-
-
-@operator("gelu.default")
-def _gelu(x: Any, approximate: str = "none") -> Any:
-    return jax.nn.gelu(x, approximate=approximate == "tanh")
-
-
-@operator("silu.default")
-def _silu(x: Any) -> Any:
-    return jax.nn.silu(x)
-
-
-@operator("mish.default")
-def _mish(x: Any) -> Any:
-    return jax.nn.mish(x)
-
-
-@operator("hardswish.default")
-def _hardswish(x: Any) -> Any:
-    return jax.nn.hard_swish(x)
-
-
-@operator("hardsigmoid.default")
-def _hardsigmoid(x: Any) -> Any:
-    return jax.nn.hard_sigmoid(x)
-
-
-@operator("hardtanh.default")
-def _hardtanh(x: Any, low: Any = -1, high: Any = 1) -> Any:
-    return jnp.clip(x, low, high)
-
-
-@operator("leaky_relu.default")
-def _leaky_relu(x: Any, slope: Any = 0.01) -> Any:
-    return jax.nn.leaky_relu(x, slope)
 
 
 @operator("elu.default")
@@ -89,16 +64,6 @@ def _elu(x: Any, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Any:
 @operator("softplus.default")
 def _softplus(x: Any, beta: Any = 1, threshold: Any = 20) -> Any:
     return jnp.where(x * beta > threshold, x, jax.nn.softplus(x * beta) / beta)
-
-
-@operator("softmax.int", "_softmax.default")
-def _softmax(x: Any, dim: int, *_: Any, **__: Any) -> Any:
-    return jax.nn.softmax(wide(x), axis=dim)
-
-
-@operator("log_softmax.int", "_log_softmax.default")
-def _log_softmax(x: Any, dim: int, *_: Any, **__: Any) -> Any:
-    return jax.nn.log_softmax(wide(x), axis=dim)
 
 
 # Norms.
@@ -123,17 +88,20 @@ def _native_layer_norm(x: Any, shape: Sequence[int], weight: Any, bias: Any, eps
     return _affine(normalized, weight, bias).astype(x.dtype), mean, rstd
 
 
-@operator("layer_norm.default")
-def _layer_norm(
-    x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: Any = 1e-5, *_: Any
-) -> Any:
-    return _native_layer_norm(x, shape, weight, bias, eps)[0]
+table(
+    {
+        "layer_norm.default": lambda x, shape, weight=None, bias=None, eps=1e-5, *_: (
+            _native_layer_norm(x, shape, weight, bias, eps)[0]
+        )
+    }
+)
 
 
 @operator("rms_norm.default")
 def _rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: Any = None) -> Any:
     dims = tuple(range(x.ndim - len(shape), x.ndim))
-    eps = float(jnp.finfo(x.dtype).eps) if eps is None else eps
+    if eps is None:
+        eps = jnp.finfo(x.dtype).eps  # type: ignore[no-untyped-call]
     rstd = jax.lax.rsqrt(jnp.mean(jnp.square(wide(x)), dims, keepdims=True) + eps)
     return _affine(wide(x) * rstd, weight, None)
 
@@ -180,11 +148,13 @@ def _batch_norm(
     )
 
 
-@operator("_native_batch_norm_legit_no_training.default")
-def _batch_norm_inference(
-    x: Any, weight: Any, bias: Any, mean: Any, var: Any, momentum: Any, eps: Any
-) -> Any:
-    return _batch_norm(x, weight, bias, mean, var, False, momentum, eps)[:3]
+table(
+    {
+        "_native_batch_norm_legit_no_training.default": lambda x, *given: _batch_norm(
+            x, *given[:4], False, *given[4:]
+        )[:3]
+    }
+)
 
 
 # Convolutions and pools, of (batch, channels, ...).
@@ -343,7 +313,9 @@ def scaled_dot_product_attention(
         key, value = jnp.repeat(key, groups, -3), jnp.repeat(value, groups, -3)
     scores = wide(jnp.matmul(query, jnp.swapaxes(key, -1, -2))) * query.shape[-1] ** -0.5
     if is_causal:
-        scores = jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, -jnp.inf)
+        scores = jnp.where(
+            jnp.tri(scores.shape[-2], scores.shape[-1], dtype=bool), scores, -jnp.inf
+        )
     if mask is not None:
         is_bool = mask.dtype == bool
         scores = jnp.where(mask, scores, -jnp.inf) if is_bool else scores + mask
@@ -406,16 +378,6 @@ def _nll_loss(
     return _weighed(losses, target, weight, reduction, ignore_index)
 
 
-@operator("mse_loss.default")
-def _mse_loss(x: Any, target: Any, reduction: int = 1) -> Any:
-    return _reduced(jnp.square(x - target), reduction)
-
-
-@operator("l1_loss.default")
-def _l1_loss(x: Any, target: Any, reduction: int = 1) -> Any:
-    return _reduced(jnp.abs(x - target), reduction)
-
-
 @operator("smooth_l1_loss.default")
 def _smooth_l1_loss(x: Any, target: Any, reduction: int = 1, beta: Any = 1.0) -> Any:
     apart = jnp.abs(x - target)
@@ -432,7 +394,11 @@ def _binary_cross_entropy(
     return _reduced(losses if weight is None else losses * weight, reduction)
 
 
-@operator("dropout.default", "native_dropout.default")
-def _dropout(x: Any, p: float, train: bool | None = True) -> Any:
-    """With nothing to drop; the caller refuses other shares."""
-    return x
+table(
+    {
+        "mse_loss.default": lambda x, target, how=1: _reduced(jnp.square(x - target), how),
+        "l1_loss.default": lambda x, target, how=1: _reduced(jnp.abs(x - target), how),
+        # With nothing to drop; the caller refuses other shares.
+        "dropout.default native_dropout.default": lambda x, share, train=True: x,
+    }
+)
