@@ -25,8 +25,8 @@ CASES = {
     "GPT-2 (4 layers)": ("GPT2LMHead", {"n_layer": 4, **NO_DROPOUT}, 64),
     "Llama-7B (2 layers)": ("LlamaForCausalLM", {"num_hidden_layers": 2}, 32),
     "Mistral-7B (2 layers)": ("MistralForCausalLM", {"num_hidden_layers": 2}, 32),
-    "Qwen2-7B (2 layers)": ("Qwen2ForCausalLM", {"num_hidden_layers": 2}, 32),
-    "Qwen3-8B (2 layers)": ("Qwen3ForCausalLM", {"num_hidden_layers": 2}, 32),
+    "Qwen 2 (2 layers)": ("Qwen2ForCausalLM", {"num_hidden_layers": 2}, 32),
+    "Qwen 3 (2 layers)": ("Qwen3ForCausalLM", {"num_hidden_layers": 2}, 32),
 }
 
 
