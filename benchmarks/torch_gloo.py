@@ -3,8 +3,8 @@
     python benchmarks/torch_gloo.py [MODEL ...]
 
 Small models of `transformers` in float64, six steps of AdamW on 4 processes (gloo, CPUs) under five
-plans each; the largest difference of a loss from that of one process. Needs
-`pip install torch transformers`.
+plans each; the largest difference of a loss from that of one process. Needs PyTorch and
+transformers.
 """
 
 import sys

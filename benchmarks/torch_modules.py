@@ -4,8 +4,8 @@
 
 Models of `transformers` of the same configuration, on `meta`, beside those that `aliquot.zoo` makes
 of it: predicted step time and memory under data parallelism and ZeRO-3 on 8 H100, in bfloat16 with
-AdamW, nothing recomputed. Then the time to export and plan a Llama-7B of 32 layers. Needs
-`pip install torch transformers`.
+AdamW, nothing recomputed. Then the time to export and plan a Llama-7B of 32 layers. Needs PyTorch
+and transformers.
 """
 
 import resource

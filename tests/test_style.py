@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from aliquot.core import MissingExtraError
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "aliquot"
 MAX_LINES = 700
@@ -114,7 +116,11 @@ def test_every_export_has_a_docstring():
     assert exported
     silent = []
     for module, name in exported:
-        thing = getattr(importlib.import_module(module), name)
+        try:
+            thing = getattr(importlib.import_module(module), name)
+        except MissingExtraError:
+            # Tests of that extra are skipped, too.
+            continue
         if (inspect.isclass(thing) or inspect.isroutine(thing)) and not _has_docstring(thing):
             silent.append(f"{module}.{name}")
     assert silent == []

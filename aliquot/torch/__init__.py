@@ -1,18 +1,20 @@
 """Plan the training of PyTorch modules, and split them as a plan says.
 
-Needs PyTorch (`pip install torch`), which nothing else here imports.
+Nothing else here imports PyTorch. The exports are listed in `__init__.pyi`, and each is imported
+when it is first used.
 """
 
-from ..core import MissingExtraError
+from typing import Any
 
-try:
-    import torch as _torch  # noqa: F401
-except ModuleNotFoundError:
-    raise MissingExtraError("torch", "torch") from None
+from ..core import MissingExtraError, lazy_exports
 
-from ._apply import Applied as Applied
-from ._apply import apply as apply
-from ._operators import operator as operator
-from ._plan import TorchStep as TorchStep
-from ._plan import plan as plan
-from ._plan import training_step as training_step
+_exported, __dir__, __all__ = lazy_exports(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return _exported(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        raise MissingExtraError("torch", "torch") from None
