@@ -201,7 +201,9 @@ def largest_batch(
         most: the largest batch to try.
         model: makes the reference to the step of a batch that plan files hold.
         verify: whether to compile what is answered. Batches that do not fit by their compiler's
-            account are refused, and smaller ones compiled until one fits.
+            account are refused, and smaller ones compiled until one fits. If the answer fits, the
+            next larger batch is compiled, too, where it is predicted to need little more than there
+            is, and so on until one does not fit.
         cluster, method, num_micro_batches, micro_batch_semantics, memory_limit_bytes,
         on_missing_rule, progress:
             as for `aliquot.plan`.
@@ -251,6 +253,7 @@ def largest_batch_built(
     if unit < 1 or most < unit:
         raise InputError(f"largest_batch needs 1 <= unit <= most, got unit={unit} and most={most}.")
     trials: dict[int, BatchTrial] = {}
+    compiled: set[int] = set()
     name = "step"
     if not isinstance(options.get("method") or Auto(), (Auto, PipeshardParallel)):
         # Of these the largest batch of one pass is asked: in more passes almost any fits.
@@ -261,6 +264,8 @@ def largest_batch_built(
         nonlocal name
         if progress:
             progress(f"batch {size}, compiled" if verify else f"batch {size}", 0, 0)
+        if verify:
+            compiled.add(size)
         variants = build(size)
         name = variants[0].title
         try:
@@ -290,6 +295,9 @@ def largest_batch_built(
         while good and not fits(good, verify=True):
             bad, good = good, int(_NEXT_SMALLER * good) // unit * unit
         good, bad = _bisected(good, bad, unit, functools.partial(fits, verify=True))
+        # What was predicted not to fit may fit by the compiler's account.
+        while good and bad and bad not in compiled and bad <= most and fits(bad, verify=True):
+            good, bad = bad, bad + unit
 
     def answer() -> BatchSearch:
         return BatchSearch(

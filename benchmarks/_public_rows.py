@@ -5,7 +5,7 @@ recomputation of a row, or the reason why it cannot be expressed.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from aliquot.cluster import Cluster
@@ -24,6 +24,10 @@ DEVICES = {
     "H100-80GB-SXM": "H100",
     "H100-96GB-HBM2e-500W": "H100",
     "H200": "H200",
+    "A100-80GB-SXM": "A100-80GB",
+    "MI300X": "MI300X",
+    "TPU v4": "v4",
+    "trn1": "trn1",
     "TPU v5e": "v5e",
     "TPU v5p": "v5p",
     "TPU v6e": "v6e",
@@ -34,6 +38,7 @@ _RECOMPUTE = {
     "none": "none",
     "no": "none",
     "full": "block",
+    "block": "block",
     "remat_policy full": "block",
     "remat_policy minimal": "minimal",
     "remat_policy minimal_flash": "minimal",
@@ -52,6 +57,7 @@ _NETWORKS_GBPS = {
     "400 Gb/s RDMA per GPU": 3200.0,
     "400 Gbps per GPU RoCE (Arista 7800) ": 3200.0,
 }
+_FITTED_DEVICES = 64
 _OF_DEEPSEEK = (
     "num_dense_layers",
     "dense_ffn_size",
@@ -64,21 +70,33 @@ _OF_DEEPSEEK = (
     "routed_scale",
 )
 _CUBE_MESH_GBPS = 100.0
-# Frameworks of PyTorch, whose rows on Hopper are of 2023 and 2024: FlashAttention 2, which uses
-# none of what is new in Hopper, and products of older libraries. JAX runs cuDNN's attention there.
-# So these rows have two figures of their own, the least median error over the half that may be
-# fitted.
-_PYTORCH = ("llm-foundry", "nanotron", "torchtitan")
-PYTORCH_ON_HOPPER = {"attention_share": 0.21, "sustained_share": 0.66}
-# Frameworks of 2020 to 2022, which run operator by operator: what one computes is not computed
-# again in another. In all but OneFlow, computation also waits for every collective.
-_WITHOUT_OVERLAP = (
-    "Megatron-LM 2021",
-    "Megatron-LM 2022",
-    "Megatron-LM 8aa4619f",
-    "DeepSpeed ZeRO-3",
+# Frameworks by the beginning of what a row calls them: what errors call them, and why their steps
+# take another time than those of a JAX program; empty for JAX programs. The first that fits counts.
+FRAMEWORKS = (
+    ("MaxText", "MaxText", ""),
+    ("EasyLM", "EasyLM", ""),
+    ("ViT in T5X", "T5X", ""),
+    ("T5X", "T5X", ""),
+    ("llm-foundry", "PyTorch FSDP of 2023", "FlashAttention 2 and products of 2023, not compiled"),
+    ("TinyLlama", "PyTorch FSDP of 2023", "FlashAttention 2 and products of 2023, not compiled"),
+    ("nanotron", "nanotron", "FlashAttention 2 and PyTorch of 2024, not compiled"),
+    ("torchtitan", "torchtitan", "compiled PyTorch of 2024 and 2025; its H100 has 500 W"),
+    ("fms-fsdp", "fms-fsdp", "compiled PyTorch of 2024"),
+    ("NeMo AutoModel", "NeMo AutoModel", "PyTorch with Transformer Engine and DeepEP"),
+    ("NeMo", "NeMo", "Megatron-Core with Transformer Engine"),
+    ("Megatron-Bridge", "Megatron-Bridge", "Megatron-Core with Transformer Engine"),
+    ("Megatron-LM 23e00ed0", "Megatron-LM of 2026", "Transformer Engine"),
+    ("Megatron-LM", "Megatron-LM of 2021 and 2022", "operators one by one, none beside collectives"),
+    ("DeepSpeed", "DeepSpeed of 2021", "operators one by one, none beside collectives"),
+    ("OneFlow", "OneFlow", "operators one by one"),
+    ("InternEvo", "InternEvo", "PyTorch of 2023"),
+    ("modded-nanogpt", "modded-nanogpt", "PyTorch of 2024, and another optimizer"),
+    ("llm.c", "llm.c", "kernels written by hand"),
+    ("Meta's own", "Meta's own", "PyTorch"),
+    ("NeuronX", "NeuronX Distributed", "PyTorch"),
 )
-_BY_OPERATOR = (*_WITHOUT_OVERLAP, "OneFlow")
+# A flag of rows, by its beginning.
+_STATE_IN_HOST = "optimizer states are split inside a host"
 # Frameworks that recompute only where they are told to, so that a row without a word on it does
 # not; and that split the sequence beside tensor parallelism unless they are told not to.
 _MEGATRON_CORE = ("Megatron-Bridge", "NeMo")
@@ -88,15 +106,16 @@ _MEGATRON_CORE = ("Megatron-Bridge", "NeMo")
 class Case:
     """A reported step that the zoo can express.
 
-    `release` names the framework's release and the type of its products; `group` names source and
-    model family; rows of one group are fitted together or held out
-    together. `tensor`, `context`, `pipeline` and `expert` are degrees of parallelism.
-    `by_operator`: whether results of operators are stored that a compiler would compute again.
+    `framework` and `reason` are those of `FRAMEWORKS`; `release` names the framework's release and
+    the type of its products; `group` names source and model family; rows of one group are fitted
+    together or held out together. `tensor`, `context`, `pipeline` and `expert` are degrees of
+    parallelism. `is_fresh`: whether the row came to the database after all figures were fitted.
     """
 
     id: str
     device: str
     framework: str
+    reason: str
     release: str
     group: str
     tensor: int
@@ -112,7 +131,7 @@ class Case:
     cluster: Cluster
     method: AbstractMethod
     num_micro_batches: int
-    by_operator: bool
+    is_fresh: bool
 
     @property
     def model(self) -> dict[str, Any]:
@@ -127,11 +146,14 @@ class Case:
         """
         if self.pipeline * self.context > 1 or self.is_fp8 or "num_experts" in self.model:
             return False
+        if self.framework == "InternEvo":
+            # One group with one model: what its small clusters show is tried on the large ones.
+            return self.cluster.num_devices <= _FITTED_DEVICES
         return zlib.crc32(self.group.encode()) % 2 == 0
 
 
-def express(row: dict[str, Any]) -> Case:
-    """The step of a row.
+def express(row: dict[str, Any], *, is_fresh: bool = False) -> Case:
+    """The step of a row, on the catalogue's devices as they are.
 
     Raises:
         InputError: it cannot be expressed, with the reason.
@@ -159,15 +181,16 @@ def express(row: dict[str, Any]) -> Case:
     recompute = _RECOMPUTE.get(said)
     if recompute is None:
         reasons.append(f"recomputation: {row['recompute'] or 'not stated'}")
+    in_host = any(flag.startswith(_STATE_IN_HOST) for flag in row.get("flags") or ())
+    if in_host and (degrees["tp"] or 1) > 1:
+        reasons.append("optimizer states split inside a host beside tensor parallelism")
     if reasons:
         raise InputError("; ".join(dict.fromkeys(reasons)))
     cluster = _cluster(where)
-    figures = {}
-    if row["framework"].startswith(_PYTORCH) and cluster.device.name in ("H100", "H200"):
-        figures = PYTORCH_ON_HOPPER
-    elif row["framework"].startswith(_WITHOUT_OVERLAP):
-        figures = {"overlap_fraction": 0.0, "activation_overlap": 0.0}
-    cluster = replace(cluster, device=replace(cluster.device, calibration=figures))
+    framework, why_other = next(
+        ((name, why) for start, name, why in FRAMEWORKS if row["framework"].startswith(start)),
+        (row["framework"].split(",")[0], "another framework"),
+    )
     count = batch["num_micro_batches"]
     if count is None and batch["micro_batch_sequences"]:
         ranks = (degrees["dp"] or 1) * (degrees["fsdp"] or 1)
@@ -179,7 +202,8 @@ def express(row: dict[str, Any]) -> Case:
     return Case(
         id=row["id"],
         device=cluster.device.name,
-        framework=row["framework"].split(",")[0],
+        framework=framework,
+        reason=why_other,
         release=f"{row['framework']}, {row['precision']}",
         group=f"{source} {model['name']}",
         tensor=degrees["tp"] or 1,
@@ -195,7 +219,7 @@ def express(row: dict[str, Any]) -> Case:
         cluster=cluster,
         method=_method(row, cluster.num_devices, count or 1),
         num_micro_batches=count or 1,
-        by_operator=row["framework"].startswith(_BY_OPERATOR),
+        is_fresh=is_fresh,
     )
 
 
@@ -239,6 +263,7 @@ def _settings(row: dict[str, Any], recompute: str) -> dict[str, Any]:
         }
         if "MLA" in (model["note"] or ""):
             fields |= _latent()
+    fields |= (row.get("zoo") or {}).get("model", {})
     head = model["head_dim"]
     if head and "kv_rank" not in fields and head * heads != model["hidden"]:
         fields["head_size"] = head
@@ -278,7 +303,7 @@ def _cluster(where: dict[str, Any]) -> Cluster:
     else:
         per_host = min(where["devices_per_host"] or 8, count)
     cluster = Cluster.preset(f"{count // per_host}x{per_host}x{device}")
-    gbps = _NETWORKS_GBPS.get(where["network"] or "")
+    gbps = where.get("network_gbps") or _NETWORKS_GBPS.get(where["network"] or "")
     if (where["network"] or "").startswith("hybrid cube mesh"):
         gbps = _CUBE_MESH_GBPS
     if gbps is None:
@@ -308,4 +333,8 @@ def _method(row: dict[str, Any], num_devices: int, count: int) -> AbstractMethod
         )
     if sharded > 1:
         return Zero3Parallel(shard_within=sharded if replicas > 1 else None)
+    if any(flag.startswith(_STATE_IN_HOST) for flag in row.get("flags") or ()):
+        return Zero2Parallel(shard_within="host")
+    if zero == 1:
+        return Megatron(data=num_devices, zero_stage=1)
     return Zero2Parallel() if zero else DataParallel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -67,9 +68,8 @@ def cluster(
             usable += f" ({target.memory_advice})"
         facts = [*described.facts(), ("limit of a plan", usable), ("meshes", ", ".join(meshes))]
         facts += [("assumed", _reaches(target))]
-        known = None if described.device.calibration else reported_steps(described.device.name)
-        if known is not None:
-            facts.append(("expected error", f"of step times: {known}"))
+        known = () if described.device.calibration else reported_steps(described.device.name)
+        facts += [("expected error", f"{steps}; {steps.kind}") for steps in known]
         device = described.device
         if device.kind != "cpu" and not (device.calibration or is_calibrated(device.name)):
             facts.append(("expected error", f"of step times: {UNCALIBRATED}"))
@@ -103,7 +103,7 @@ def _reaches(target: Target) -> str:
 def _data(
     cluster: Cluster,
     target: Target,
-    known: ReportedSteps | None,
+    known: Sequence[ReportedSteps],
     usable_bytes: float,
     meshes: list[str],
 ) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _data(
 
     return {
         "calibration": {name: target.figure(name) for name in CALIBRATED},
-        "reported_steps": None if known is None else dataclasses.asdict(known),
+        "reported_steps": [dataclasses.asdict(steps) for steps in known],
         **cluster.to_dict(),
         "num_devices": cluster.num_devices,
         "usable_memory_bytes_per_device": usable_bytes,

@@ -4,11 +4,9 @@ called.
 
 from ._attention import Attention as Attention
 from ._attention import attention_of as attention_of
-from ._calibration import REPORTED_BY_PARALLELISM as REPORTED_BY_PARALLELISM
 from ._calibration import Products as Products
-from ._calibration import ReportedSteps as ReportedSteps
+from ._calibration import chip_of as chip_of
 from ._calibration import is_calibrated as is_calibrated
-from ._calibration import reported_steps as reported_steps
 from ._cluster import MOST_DEVICES as MOST_DEVICES
 from ._cluster import Cluster as Cluster
 from ._cluster import Host as Host
@@ -32,6 +30,13 @@ from ._presets import wire as wire
 from ._prices import SAMPLE_PRICES as SAMPLE_PRICES
 from ._prices import HostPrice as HostPrice
 from ._prices import load_prices as load_prices
+from ._reported import ReportedSteps as ReportedSteps
+from ._reported import figures_digest as figures_digest
+from ._reported import most_error as most_error
+from ._reported import recorded_digests as recorded_digests
+from ._reported import reported_steps as reported_steps
+from ._reported import said_of_reported as said_of_reported
+from ._reported import write_reported_steps as write_reported_steps
 from ._subcluster import subcluster as subcluster
 from ._target import TARGETS as TARGETS
 from ._target import SumCollective as SumCollective

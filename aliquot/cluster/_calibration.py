@@ -18,19 +18,20 @@ from typing import Any
 
 from ..core import ClusterError
 
-# The file of each device. Devices that differ in the size of their memory alone share one.
+# The files of each device: of its chip and, where that was measured apart, of how it is joined to
+# others. Devices that differ in the size of their memory alone share one.
 _FILES = {
-    "V100-16GB": "v100",
-    "V100-32GB": "v100",
-    "A100-40GB": "a100",
-    "A100-80GB": "a100",
-    "A100-PCIe": "a100",
-    "H100": "h100",
-    "H200": "h100",
-    "B200": "b200",
-    "v5e": "v5e",
-    "v5p": "v5p",
-    "v6e": "v6e",
+    "V100-16GB": ("v100",),
+    "V100-32GB": ("v100",),
+    "A100-40GB": ("a100",),
+    "A100-80GB": ("a100",),
+    "A100-PCIe": ("a100", "a100-pcie"),
+    "H100": ("h100",),
+    "H200": ("h100",),
+    "B200": ("b200",),
+    "v5e": ("v5e",),
+    "v5p": ("v5p",),
+    "v6e": ("v6e",),
 }
 
 
@@ -76,67 +77,18 @@ class Products:
             raise ClusterError(problems, asked="products")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportedSteps:
-    """How far predicted step times of a device were from those that others reported, on rows that
-    its sustained share was not fitted to; see `docs/accuracy.md`.
-
-    Attributes:
-        rows: number of reported steps.
-        median_error, error_of_90_percent: relative errors, 0.1 for 10 %.
-        of: what was reported.
-    """
-
-    rows: int
-    median_error: float
-    error_of_90_percent: float
-    of: str = "steps"
-
-    def __str__(self) -> str:
-        return (
-            f"median {self.median_error:.0%}, 90th percentile {self.error_of_90_percent:.0%}, over"
-            f" {self.rows} published {self.of} held out of the fit"
-        )
-
-
-def _reported(rows: int, median_error: float, error_of_90_percent: float, of: str) -> ReportedSteps:
-    return ReportedSteps(
-        rows=rows, median_error=median_error, error_of_90_percent=error_of_90_percent, of=of
-    )
-
-
-REPORTED_BY_PARALLELISM = MappingProxyType(
-    {
-        "context": _reported(15, 0.03, 0.11, "steps that split the sequence"),
-        "context, 8 bits": _reported(12, 0.04, 0.30, "steps in 8 bits that split the sequence"),
-        "data, FSDP, 8 bits": _reported(20, 0.12, 0.18, "steps in 8 bits"),
-        "experts": _reported(122, 0.21, 0.45, "steps with experts"),
-        "pipeline": _reported(18, 0.02, 0.16, "pipelines"),
-        "pipeline, interleaved": _reported(11, 0.05, 0.07, "interleaved pipelines"),
-        "pipeline, interleaved, 8 bits": _reported(
-            53, 0.08, 0.28, "interleaved pipelines in 8 bits"
-        ),
-    }
-)
-"""Reported steps on all devices of the kinds that figures of single devices leave out, by the names
-of `docs/accuracy.md`.
-"""
-
-
-def reported_steps(device_name: str) -> ReportedSteps | None:
-    """What comparisons with reported steps say of a device's predictions; None without any."""
-    found = _entries(device_name).get("reported_steps")
-    if found is None:
-        return None
-    rows, median, most = found["value"]
-    return ReportedSteps(rows=rows, median_error=median, error_of_90_percent=most)
-
-
 def is_calibrated(device_name: str) -> bool:
     """Whether figures of a device were fitted to measurements; otherwise its speeds are those of a
     data sheet, times the shares that other devices of its kind reach.
     """
     return device_name in _FILES
+
+
+def chip_of(device_name: str) -> str:
+    """The calibration file of a device's chip, which others with the same chip share; empty if it
+    has none.
+    """
+    return _FILES.get(device_name, ("",))[0]
 
 
 @lru_cache(maxsize=64)
@@ -145,9 +97,7 @@ def measured_figures(device_name: str) -> MappingProxyType[str, Any]:
     entries = _entries(device_name)
     if not entries:
         return MappingProxyType({})
-    figures = {
-        key: _frozen(entry["value"]) for key, entry in entries.items() if key != "reported_steps"
-    }
+    figures = {key: _frozen(entry["value"]) for key, entry in entries.items()}
     products = {
         key.removeprefix("product_"): figures.pop(key)
         for key in list(figures)
@@ -158,12 +108,12 @@ def measured_figures(device_name: str) -> MappingProxyType[str, Any]:
 
 @lru_cache(maxsize=64)
 def _entries(device_name: str) -> dict[str, Any]:
-    """A device's file: figures by name, each with `value` and `source`."""
-    name = _FILES.get(device_name)
-    if name is None:
-        return {}
-    file = resources.files(__package__).joinpath("calibration", f"{name}.toml")
-    return tomllib.loads(file.read_text(encoding="utf-8"))
+    """A device's files: figures by name, each with `value` and `source`."""
+    folder = resources.files(__package__).joinpath("calibration")
+    entries: dict[str, Any] = {}
+    for name in _FILES.get(device_name, ()):
+        entries |= tomllib.loads(folder.joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+    return entries
 
 
 def _frozen(value: Any) -> Any:

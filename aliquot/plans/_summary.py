@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ..cluster import REPORTED_BY_PARALLELISM, ReportedSteps, is_calibrated, reported_steps
+from ..cluster import ReportedSteps, is_calibrated, reported_steps, said_of_reported
 from ..core import format_seconds, recompute_parts
 from ._axis_roles import axis_roles, names_experts, uses_together
 from ._plan import Plan, StagePlan
@@ -47,8 +47,8 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("attention", attends))
     if speed := throughput(plan):
         rows.append(("throughput", f"{speed}; {_basis(plan)}"))
-    if error := expected_error(plan):
-        rows.append(("expected error", f"of step times: {error}"))
+    if known := expected_error(plan):
+        rows.append(("expected error", f"of step times: {said_of_reported(known)}"))
     elif _is_data_sheet(plan):
         rows.append(("expected error", f"of step times: {UNCALIBRATED}"))
     if costs := _largest_costs(plan):
@@ -126,23 +126,21 @@ def how_recomputed(plan: Plan) -> Any:
     return RECOMPUTED_BY_STAGE if how in (None, False, "none") else f"{how}, {RECOMPUTED_BY_STAGE}"
 
 
-def expected_error(plan: Plan) -> ReportedSteps | None:
-    """How far predictions were from reported steps: on the plan's devices or, for pipelines, steps
-    with experts, in 8 bits or with a sequence that is split, on all. None if nothing is known, or
-    if the plan rests on other figures than the catalogue's.
+def expected_error(plan: Plan) -> tuple[ReportedSteps, ...]:
+    """How far predictions were from reported steps of the plan's kind of parallelism: on the plan's
+    devices or, if there are none of its kind, on all. Empty if nothing is known, or if the plan
+    rests on other figures than the catalogue's.
     """
     device = plan.cluster.get("device")
     if plan.provenance.profiles:
-        return None
+        return ()
     if not isinstance(device, dict) or device.get("calibration"):
-        return None
-    of_device = reported_steps(str(device.get("name", "")))
-    kind = _kind_of_report(plan)
-    return REPORTED_BY_PARALLELISM.get(kind) if of_device and kind else of_device
+        return ()
+    return reported_steps(str(device.get("name", "")), _kind_of_report(plan))
 
 
 def _kind_of_report(plan: Plan) -> str:
-    """The kind of a step in `REPORTED_BY_PARALLELISM`; empty if figures of its devices hold."""
+    """The kind of parallelism, by the names of `reported_steps`."""
     dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", ""))
     bits = ", 8 bits" if dtype.startswith(("fp8", "float8")) else ""
     if any(names_experts(array.path) for array in plan.inputs if array.role == "parameter"):
@@ -152,7 +150,7 @@ def _kind_of_report(plan: Plan) -> str:
         return f"pipeline{interleaved}{bits}"
     if any(_splits_positions(plan, stage) for stage in plan.stages):
         return f"context{bits}"
-    return bits and f"data, FSDP{bits}"
+    return f"data, FSDP{bits}"
 
 
 def _splits_positions(plan: Plan, stage: StagePlan) -> bool:

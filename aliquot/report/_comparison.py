@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ..cluster import Cluster, HostPrice
+from ..cluster import Cluster, HostPrice, most_error, said_of_reported
 from ..core import (
     counted,
     format_bytes,
@@ -234,9 +234,9 @@ def recommendation(comparison: Comparison) -> list[str]:
         f" {'call' if comparison.objective == 'throughput' else 'step'} (predicted)."
     ]
     said += _described(best.plan)
-    error = expected_error(best.plan)
-    if error is not None:
-        said.append(f"Expected error of predicted step times: {error}.")
+    known = expected_error(best.plan)
+    if known:
+        said.append(f"Expected error of predicted step times: {said_of_reported(known)}.")
     best_s = comparison.seconds(best)
     equal = [c for c in others if comparison.seconds(c) <= (1 + _EQUAL) * best_s]
     if equal:
@@ -253,9 +253,9 @@ def recommendation(comparison: Comparison) -> list[str]:
         second = others[0]
         behind = comparison.seconds(second) / best_s - 1
         lead = f"{name_of(second, comparison)} is next, {behind:.1%} slower"
-        if error is None:
+        if not known:
             said.append(f"{lead}; how far predictions are off here is not known, so measure both.")
-        elif behind <= error.error_of_90_percent:
+        elif behind <= most_error(known):
             said.append(f"{lead}: within that error, so measure both, or take the simpler one.")
         else:
             said.append(f"{lead}: beyond that error.")

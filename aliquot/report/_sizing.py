@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from ..cluster import most_error, said_of_reported
 from ..core import counted, format_count, format_seconds
 from ..plans import (
     Plan,
@@ -435,16 +436,16 @@ def _slack(choice: ClusterOption, by_s: float) -> Iterator[str]:
     if choice.plan is None or not choice.training_s:
         return
     slack = by_s / choice.training_s - 1
-    error = expected_error(choice.plan)
+    known = expected_error(choice.plan)
     much = f"{slack:.0%} longer" if slack < _MANY else f"{1 + slack:.0f} times as long"
     text = f"{choice.cluster} is in time even if steps take {much}"
-    if error is None:
+    error = f"the expected error ({said_of_reported(known)})"
+    if not known:
         yield f"{text}; how far predictions are off here is not known"
-    elif slack <= error.error_of_90_percent:
-        less = f"{text}, which is less than the expected error ({error})"
-        yield f"{less}. The choice for 1.25x is safer"
+    elif slack <= most_error(known):
+        yield f"{text}, which is less than {error}. The choice for 1.25x is safer"
     else:
-        yield f"{text}, which is more than the expected error ({error})"
+        yield f"{text}, which is more than {error}"
 
 
 def _span(seconds: float) -> str:

@@ -9,6 +9,7 @@ from ._cfp import cfp_step as cfp_step
 from ._cfp import find_cfp_cases as find_cfp_cases
 from ._cfp import make_cfp_rows as make_cfp_rows
 from ._cfp import measured_blocks as measured_blocks
+from ._cfp import predicted_blocks as predicted_blocks
 from ._make_row import Timing as Timing
 from ._make_row import failed_row as failed_row
 from ._make_row import measured_row as measured_row

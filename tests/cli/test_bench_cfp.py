@@ -8,8 +8,24 @@ import pytest
 from command_line import refused, run
 
 import aliquot as aq
+from aliquot.planners import ILP
 from aliquot.suites import CFP_CASES, CfpCase, _cfp, cfp_step
-from aliquot.zoo import configure
+from aliquot.zoo import build_layers, configure
+
+
+def _data_parallel_s(case):
+    """The step time of `DataParallel()`, as a user asks for it."""
+    settings = {"num_layers": case.num_layers, "seq_len": case.seq_len}
+    step = build_layers(case.model, case.global_batch, overrides=settings)
+    cluster = aq.Cluster.preset(f"{case.num_devices}xA100-PCIe")
+    plan = aq.plan(*step, cluster=cluster, method=aq.DataParallel(), num_micro_batches=1)
+    return plan.prediction.step_time_s
+
+
+def _searched_s(case):
+    step, _ = cfp_step(case, aq.Cluster.preset(f"{case.num_devices}xA100-PCIe"))
+    limit_bytes = step.problem.memory_limit_bytes
+    return ILP().solve(step.problem, step.space, memory_limit_bytes=limit_bytes).step_time_s
 
 
 def test_cases_are_planned_drawn_and_not_planned_again(monkeypatch, tmp_path):
@@ -19,11 +35,11 @@ def test_cases_are_planned_drawn_and_not_planned_again(monkeypatch, tmp_path):
     assert found.exit_code == 0, found.output
     (row,) = json.loads(found.stdout)["rows"]
     assert row["num_programs"] > 0 and row["flops_per_s"] > 0
-    assert (
-        row["integer_program_s"] * (1 - 2e-3)
-        <= row["step_time_s"]
-        <= row["data_parallel_s"] * (1 + 1e-9)
-    )
+    assert row["step_time_s"] <= row["data_parallel_s"] * (1 + 1e-9)
+    assert row["data_parallel_s"] == pytest.approx(_data_parallel_s(case))
+    # What Alpa's rule chooses is priced by the judge of all, which no other splits please more than
+    # those of its own search.
+    assert row["alpa_s"] >= _searched_s(case) * (1 - 2e-3)
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
     assert "rows.png" in (tmp_path / "index.html").read_text()
     heads, line = (tmp_path / "rows.tsv").read_text().splitlines()
