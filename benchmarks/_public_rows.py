@@ -86,7 +86,11 @@ FRAMEWORKS = (
     ("NeMo", "NeMo", "Megatron-Core with Transformer Engine"),
     ("Megatron-Bridge", "Megatron-Bridge", "Megatron-Core with Transformer Engine"),
     ("Megatron-LM 23e00ed0", "Megatron-LM of 2026", "Transformer Engine"),
-    ("Megatron-LM", "Megatron-LM of 2021 and 2022", "operators one by one, none beside collectives"),
+    (
+        "Megatron-LM",
+        "Megatron-LM of 2021 and 2022",
+        "operators one by one, none beside collectives",
+    ),
     ("DeepSpeed", "DeepSpeed of 2021", "operators one by one, none beside collectives"),
     ("OneFlow", "OneFlow", "operators one by one"),
     ("InternEvo", "InternEvo", "PyTorch of 2023"),

@@ -12,9 +12,9 @@ other half is held out. Pipelines, split sequences, experts and products of 8 bi
 
 FOLDER holds `public-steps.json` and, with rows that came after all figures were fitted,
 `fresh-steps.json`. `--most` takes at most N rows of each framework, device and kind of parallelism,
-by a hash of their names; all fresh rows and all JAX programs are always taken. Writes what commands print of errors
-(`aliquot/cluster/reported_steps.json`) and `docs/accuracy.md`, with the result file. A journal keeps
-each row as soon as it is there; rows of other constants are planned again.
+by a hash of their names, besides all fresh rows and all JAX programs. Writes what commands print of
+errors (`aliquot/cluster/reported_steps.json`) and `docs/accuracy.md`, with the result file. A
+journal keeps each row as soon as it is there; rows of other constants are planned again.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def main() -> int:
         write_reported_steps(reported(rows), figures_of(rows))
         _write_page(report, expressed)
     unfit = sum(not row.fits for row in rows)
-    ours = [abs(row.error) for row in _timed(rows) if not row.case.reason and not row.case.is_fitted]
+    ours = [
+        abs(row.error) for row in _timed(rows) if not row.case.reason and not row.case.is_fitted
+    ]
     met = None
     if ours:
         met = bool(np.median(ours) <= 0.1 and unfit <= 0.05 * len(rows))
@@ -462,13 +464,13 @@ def _write_page(report: Report, expressed: int) -> None:
     lines = [
         "# How far predictions are from reported steps",
         "",
-        "Training steps that others reported, each planned as you would plan it: `aliquot.plan` with"
-        " the cluster by its name, the layout, recomputation and micro-batches that were reported,"
-        " and the memory of the device as the limit. No figure is changed for any framework. The"
-        " errors that `aliquot plan` and `aliquot cluster` print are those of the held-out rows of"
-        " this page: made by `benchmarks/public_steps.py`, and a test fails when a figure of a"
-        " device changes and this page was not made anew. None of these steps was measured by"
-        " aliquot.",
+        "Training steps that others reported, each planned as you would plan it: `aliquot.plan`"
+        " with the cluster by its name, the layout, recomputation and micro-batches that were"
+        " reported, and the memory of the device as the limit. No figure is changed for any"
+        " framework. The errors that `aliquot plan` and `aliquot cluster` print are those of the"
+        " held-out rows of this page, which `benchmarks/public_steps.py` made; a test fails when a"
+        " figure of a device changes and this page was not made anew. None of these steps was"
+        " measured by aliquot.",
         "",
         "Rows are split in halves by source and model family. To one half a figure of each device"
         " was fitted, the share of single products' speed that whole steps sustain (of H100 and"

@@ -1,4 +1,4 @@
-"""The figures that guides of others print are predicted as `benchmarks/guide_examples.py` recorded."""
+"""Figures that guides of others print, predicted as `guide_examples.py` recorded them."""
 
 import importlib
 from pathlib import Path

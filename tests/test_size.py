@@ -12,7 +12,8 @@ import aliquot as aq
 from aliquot import _size
 from aliquot._size import Outlook, SizingInterrupted, _counts, _Kind, _try, size_built
 from aliquot._variants import Variant
-from aliquot.cluster import HostPrice
+from aliquot.cluster import HostPrice, ReportedSteps
+from aliquot.cluster import _reported as reported
 from aliquot.report import ClusterOption, Sizing
 
 
@@ -269,15 +270,21 @@ def test_costs_are_rounded_as_predictions_are():
 @pytest.mark.parametrize(
     ("days", "wanted"),
     [
-        (29.1, "even if steps take 3% longer, which is less than the expected error (median 8%"),
-        (20.0, "even if steps take 50% longer, which is more than the expected error (median 8%"),
+        (29.1, "even if steps take 3% longer, which is less than the expected error (2 MaxText"),
+        (20.0, "even if steps take 50% longer, which is more than the expected error (2 MaxText"),
         (
             2.0,
-            "even if steps take 15 times as long, which is more than the expected error (median 8%",
+            "even if steps take 15 times as long, which is more than the expected error (2 MaxText",
         ),
     ],
 )
-def test_what_is_left_before_the_deadline_stands_beside_the_expected_error(days, wanted):
+def test_what_is_left_before_the_deadline_stands_beside_the_expected_error(
+    days, wanted, monkeypatch
+):
+    found = ReportedSteps(
+        framework="MaxText", reason="", device="H100", kind="data, FSDP", errors=(-0.08, 0.1)
+    )
+    monkeypatch.setattr(reported, "_record", lambda: (found,))
     sizing = Sizing(
         model="gpt-10m",
         tokens=1e9,

@@ -56,8 +56,13 @@ def cluster(
             )
         else:
             described = read_cluster(spec, network_gbps)
-        from ..cluster import is_calibrated, logical_mesh_shapes, reported_steps, target_for
-        from ..plans import UNCALIBRATED
+        from ..cluster import (
+            is_calibrated,
+            logical_mesh_shapes,
+            reported_steps,
+            said_of_data_sheet,
+            target_for,
+        )
         from ..report import Facts
 
         target = target_for(described.device)
@@ -72,7 +77,7 @@ def cluster(
         facts += [("expected error", f"{steps}; {steps.kind}") for steps in known]
         device = described.device
         if device.kind != "cpu" and not (device.calibration or is_calibrated(device.name)):
-            facts.append(("expected error", f"of step times: {UNCALIBRATED}"))
+            facts.append(("expected error", f"of step times: {said_of_data_sheet()}"))
         if hosts is not None:
             facts += [(f"host {host.ip}", str(host)) for host in hosts.hosts]
         say.show(described.headline())

@@ -18,21 +18,22 @@ from typing import Any
 
 from ..core import ClusterError
 
-# The files of each device: of its chip and, where that was measured apart, of how it is joined to
-# others. Devices that differ in the size of their memory alone share one.
+# The file of each device's chip. Devices that differ in the size of their memory alone share one.
 _FILES = {
-    "V100-16GB": ("v100",),
-    "V100-32GB": ("v100",),
-    "A100-40GB": ("a100",),
-    "A100-80GB": ("a100",),
-    "A100-PCIe": ("a100", "a100-pcie"),
-    "H100": ("h100",),
-    "H200": ("h100",),
-    "B200": ("b200",),
-    "v5e": ("v5e",),
-    "v5p": ("v5p",),
-    "v6e": ("v6e",),
+    "V100-16GB": "v100",
+    "V100-32GB": "v100",
+    "A100-40GB": "a100",
+    "A100-80GB": "a100",
+    "A100-PCIe": "a100",
+    "H100": "h100",
+    "H200": "h100",
+    "B200": "b200",
+    "v5e": "v5e",
+    "v5p": "v5p",
+    "v6e": "v6e",
 }
+# The file of how devices are joined, where that was measured apart from them.
+_JOINED = dict.fromkeys(("A100-PCIe", "A10G", "L4", "RTX-4090"), "pcie")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ def chip_of(device_name: str) -> str:
     """The calibration file of a device's chip, which others with the same chip share; empty if it
     has none.
     """
-    return _FILES.get(device_name, ("",))[0]
+    return _FILES.get(device_name, "")
 
 
 @lru_cache(maxsize=64)
@@ -111,7 +112,7 @@ def _entries(device_name: str) -> dict[str, Any]:
     """A device's files: figures by name, each with `value` and `source`."""
     folder = resources.files(__package__).joinpath("calibration")
     entries: dict[str, Any] = {}
-    for name in _FILES.get(device_name, ()):
+    for name in filter(None, (_FILES.get(device_name), _JOINED.get(device_name))):
         entries |= tomllib.loads(folder.joinpath(f"{name}.toml").read_text(encoding="utf-8"))
     return entries
 

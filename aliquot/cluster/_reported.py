@@ -103,7 +103,8 @@ def reported_steps(device_name: str, kind: str | None = None) -> tuple[ReportedS
     here = [
         steps
         for steps in _record()
-        if steps.errors and (chip_of(steps.device) if chip else steps.device) == (chip or device_name)
+        if steps.errors
+        and (chip_of(steps.device) if chip else steps.device) == (chip or device_name)
     ]
     if kind is None:
         return tuple(sorted(here, key=lambda steps: (not steps.is_jax, -len(steps.errors))))
@@ -122,6 +123,26 @@ def said_of_reported(found: Sequence[ReportedSteps]) -> str:
 def most_error(found: Sequence[ReportedSteps]) -> float:
     """How far a prediction may be off by what is known, 0.1 for 10 %; infinite if nothing is."""
     return max((steps.most_error for steps in found), default=math.inf)
+
+
+def said_of_data_sheet() -> str:
+    """What is printed of devices without calibration: how long steps took on such devices, beside
+    what was predicted from their data sheets.
+    """
+    longer = sorted(
+        1 / (1 + error)
+        for steps in _record()
+        if not chip_of(steps.device)
+        for error in steps.errors
+    )
+    text = "not known: the speeds are those of a data sheet"
+    if len(longer) < _MANY:
+        return f"{text}, and no measurement was compared"
+    tenths = statistics.quantiles(longer, n=10)
+    return (
+        f"{text}; of {len(longer)} published steps on devices known by theirs alone, eight of ten"
+        f" took {tenths[0]:.2f} to {tenths[-1]:.2f} times as long as predicted"
+    )
 
 
 def _together(found: Iterable[ReportedSteps]) -> list[ReportedSteps]:

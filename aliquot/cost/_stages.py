@@ -11,9 +11,9 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..core import counted
-from ..graph import Graph, StageId
+from ..graph import Graph, Phase, StageId
 from ..plans import CollectiveUse, Prediction, Schedule, StagePrediction
-from ..sharding import Crossing, NodeId
+from ..sharding import Crossing, NodeId, num_shards
 from ._estimate import (
     MeasuredShare,
     collective_uses,
@@ -21,15 +21,43 @@ from ._estimate import (
     peak_memory,
     with_source_line,
 )
+from ._evaluate import conversions
 from ._phases import PhaseCosts, phase_costs
 from ._pipeline import Floats, PipelineTimes, StageCosts, simulate
 from ._priced import Ints, Priced
-from ._recomputed import NOTHING_AGAIN, Recomputation, recomputation, whole_recomputation
+from ._recomputed import (
+    NOTHING_AGAIN,
+    Recomputation,
+    bytes_on_device,
+    recomputation,
+    whole_recomputation,
+)
 from ._transfers import edge_seconds
-from .memory import keeping_casts, known_memory
+from .memory import Held, keeping_casts, known_memory
 
 _ROUNDING = 1e-9
 _IN_FLIGHT, _WORKING = "activations in flight", "working memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceCosts:
+    """What a stage holds whose activations, `[batch, sequence, features]`, are split along the
+    sequence and gathered there.
+
+    XLA for GPUs gathers along the first dim: it works on `[sequence, batch, features]`, so that a
+    gathered array of several examples is there in both orders, and what a loop of the forward
+    program stacked, `[layer, batch, sequence, features]`, is transposed whole where the backward
+    program begins. Within one program it chooses the order of its stacks freely.
+
+    Attributes:
+        shards: number of parts of the sequence; 1 if it is not gathered.
+        gathered_bytes: of a gathered array in the other order, twice; 0 with one example a device.
+        stacked_bytes: of transposed stacks of a micro-batch; 0 with one example a device.
+    """
+
+    shards: int = 1
+    gathered_bytes: float = 0.0
+    stacked_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +73,7 @@ class PricedStage:
         again: costs and savings of recomputation.
         casts_bytes: of casts of parameters that are kept for the whole step; `casts_working_bytes`
             is then what else is needed at the peak, instead of `costs.working_bytes`.
+        sequence: what splitting the sequence beside the batch takes.
     """
 
     priced: Priced
@@ -56,6 +85,7 @@ class PricedStage:
     again: Recomputation = NOTHING_AGAIN
     casts_bytes: float = 0.0
     casts_working_bytes: float = 0.0
+    sequence: SequenceCosts = SequenceCosts()
 
     @property
     def num_devices(self) -> int:
@@ -115,7 +145,42 @@ def price_stage(
         again=again,
         casts_bytes=casts_bytes,
         casts_working_bytes=working_bytes,
+        sequence=_sequence_costs(priced, picks),
     )
+
+
+def _sequence_costs(priced: Priced, picks: Ints) -> SequenceCosts:
+    """See `SequenceCosts`."""
+    if not priced.target.gathers_leading_dim:
+        return SequenceCosts()
+    shards, rows, gathered_bytes = 1, 1.0, 0.0
+    for index, source, target in conversions(priced, picks):
+        edge, table = priced.graph.edges[index], priced.edges[index]
+        before, after = table.sources[source], table.targets[target]
+        along = [n for n, p, q in zip(priced.axis_sizes, before, after) if p == 1 != q]
+        if edge.rank != 3 or edge.beside_compute or edge.phase is Phase.UPDATE or not along:
+            continue
+        shards = max(shards, math.prod(along))
+        local_bytes = edge.num_bytes / num_shards(after, priced.axis_sizes)
+        if local_bytes > gathered_bytes:
+            gathered_bytes = local_bytes
+            rows = edge.length / math.prod(n for n, p in zip(priced.axis_sizes, before) if p == 0)
+    if rows <= 1:
+        return SequenceCosts(shards=shards)
+    split = [held for held in priced.kept or () if _splits_dim(priced, picks, held, 2)]
+    return SequenceCosts(
+        shards=shards,
+        gathered_bytes=2 * gathered_bytes,
+        stacked_bytes=bytes_on_device(priced, picks, split),
+    )
+
+
+def _splits_dim(priced: Priced, picks: Ints, held: Held, dim: int) -> bool:
+    """Whether arrays are split along a dim under the choice of their node."""
+    if held.node < 0:
+        return False
+    choice = priced.nodes[held.node].choices[picks[held.node]].tolist()
+    return any(factor >= 0 and held.projection[factor] == dim for factor in choice)
 
 
 def predict_stages(
@@ -214,7 +279,7 @@ def _stage_costs(
     most_at_once = np.array([s.again.peak_bytes for s in stages])
     cheap = np.array([s.costs.recomputed_bytes for s in stages])
     once = np.array(casts_once, bool)
-    forward = np.array([s.costs.forward_s for s in stages])
+    forward = np.array([_forward_s(s) for s in stages])
     forward += np.where(once, 0.0, [s.costs.casts_s[0] for s in stages])
     backward = np.array([s.costs.backward_s + s.again.seconds for s in stages])
     backward += np.where(once, 0.0, [s.costs.casts_s[1] for s in stages])
@@ -229,8 +294,12 @@ def _stage_costs(
     working = stacked + np.where(
         once, [s.casts_working_bytes for s in stages], [s.costs.working_bytes for s in stages]
     )
-    # With data parallelism, each group holds only its own share of what enters the stage.
-    entering = np.array([0.0, *entering_bytes]) / np.array([_data_parallel_size(s) for s in stages])
+    working += [s.sequence.gathered_bytes for s in stages]
+    working += np.where(whole, 0.0, [s.sequence.stacked_bytes for s in stages])
+    # Each group of data parallelism, and each part of the sequence, holds only its own share of
+    # what enters the stage.
+    entering = np.array([0.0, *entering_bytes])
+    entering /= [_data_parallel_size(s) * s.sequence.shards for s in stages]
     return StageCosts(
         forward_s=forward,
         backward_input_s=np.maximum(backward - deferrable, 0.0),
@@ -252,6 +321,16 @@ def _stage_costs(
         working_bytes=working + np.where(whole, kept, 0.0) + np.where(named, most_at_once, cheap),
         overlaps_transfers=overlaps_transfers,
     )
+
+
+def _forward_s(stage: PricedStage) -> float:
+    """Seconds of a stage's forward pass. One that recomputes everything stores nothing for the
+    backward pass.
+    """
+    if stage.recompute != "stage":
+        return stage.costs.forward_s
+    bandwidth = stage.priced.target.memory_bytes_per_s(stage.priced.mesh.cluster.device)
+    return max(0.0, stage.costs.forward_s - stage.costs.in_flight_bytes / bandwidth)
 
 
 def _data_parallel_size(stage: PricedStage) -> int:

@@ -83,7 +83,6 @@ from ._stage_text import submesh_names as submesh_names
 from ._streaming import has_gradients as has_gradients
 from ._streaming import time_between_calls_s as time_between_calls_s
 from ._summary import RECOMPUTED_BY_STAGE as RECOMPUTED_BY_STAGE
-from ._summary import UNCALIBRATED as UNCALIBRATED
 from ._summary import chosen_candidate as chosen_candidate
 from ._summary import expected_error as expected_error
 from ._summary import how_recomputed as how_recomputed

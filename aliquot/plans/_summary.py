@@ -10,7 +10,13 @@ from typing import Any
 
 import msgspec
 
-from ..cluster import ReportedSteps, is_calibrated, reported_steps, said_of_reported
+from ..cluster import (
+    ReportedSteps,
+    is_calibrated,
+    reported_steps,
+    said_of_data_sheet,
+    said_of_reported,
+)
 from ..core import format_seconds, recompute_parts
 from ._axis_roles import axis_roles, names_experts, uses_together
 from ._plan import Plan, StagePlan
@@ -31,9 +37,6 @@ _ATTENTION = {
 RECOMPUTED_BY_STAGE = "recomputed by stage"
 """What plans are called whose stages choose what they recompute."""
 
-UNCALIBRATED = "not known: the speeds are those of a data sheet, and no measurement was compared"
-"""What is said of devices without a calibration."""
-
 
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     """Decisions and predicted speed, as pairs of a name and a text."""
@@ -50,7 +53,7 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     if known := expected_error(plan):
         rows.append(("expected error", f"of step times: {said_of_reported(known)}"))
     elif _is_data_sheet(plan):
-        rows.append(("expected error", f"of step times: {UNCALIBRATED}"))
+        rows.append(("expected error", f"of step times: {said_of_data_sheet()}"))
     if costs := _largest_costs(plan):
         rows.append(("largest costs", costs))
     if second := runner_up(plan):

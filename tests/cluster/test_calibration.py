@@ -5,21 +5,19 @@ from.
 import dataclasses
 import tomllib
 from importlib import resources
-from pathlib import Path
 
 import pytest
 
 from aliquot.cluster import (
     DEVICES,
-    REPORTED_BY_PARALLELISM,
     TARGETS,
     Products,
     attention_of,
+    is_calibrated,
     target_for,
 )
 from aliquot.core import ClusterError
 
-ACCURACY = Path(__file__).parents[2] / "docs" / "accuracy.md"
 FILES = sorted(
     p
     for p in resources.files("aliquot.cluster").joinpath("calibration").iterdir()
@@ -37,19 +35,6 @@ def test_a_measured_device_has_its_own_figures_and_its_backends_habits():
     assert all(getattr(v100, name) == getattr(gpu, name) for name in habits)
 
 
-def test_errors_by_parallelism_are_those_of_the_documentation():
-    table = ACCURACY.read_text().partition("## By parallelism")[2].partition("\n## ")[0]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    told = {
-        row[0]: (int(row[2]), row[4], row[5])
-        for row in rows
-        if len(row) > 1 and row[1] == "held out"
-    }
-    for kind, found in REPORTED_BY_PARALLELISM.items():
-        errors = (f"{found.median_error:.0%}", f"{found.error_of_90_percent:.0%}")
-        assert told[kind] == (found.rows, *errors), kind
-
-
 def test_changes_of_a_backend_apply_to_its_calibrated_devices(monkeypatch):
     changed = dataclasses.replace(TARGETS["gpu"], combined_bytes=7, matmul_efficiency=0.1)
     monkeypatch.setitem(TARGETS, "gpu", changed)
@@ -65,7 +50,7 @@ def of_backend(device, **known):
 
 def test_other_devices_keep_the_figures_of_their_backend():
     renamed = dataclasses.replace(DEVICES["V100-16GB"], name="my card")
-    for device in (DEVICES["A10G"], DEVICES["v4"], renamed):
+    for device in (DEVICES["MI300X"], DEVICES["v4"], renamed):
         assert target_for(device) == of_backend(device)
     assert attention_of(renamed) is None
 
@@ -94,6 +79,17 @@ def test_narrow_types_are_never_slower_than_16_bits(dtype):
 def test_8_bit_floats_have_the_peaks_of_the_data_sheets():
     assert DEVICES["H100"].peak("float8_e4m3fn") == pytest.approx(1978.9e12)
     assert DEVICES["A100-80GB"].peak("float8_e4m3fn") == DEVICES["A100-80GB"].peak("bfloat16")
+
+
+def test_devices_on_pcie_have_the_figures_of_their_chip_and_of_their_bus():
+    chip, on_bus = target_for(DEVICES["A100-80GB"]), target_for(DEVICES["A100-PCIe"])
+    assert chip.products == on_bus.products and chip.sustained_share == on_bus.sustained_share
+    assert on_bus.collective_share(8) < 0.65 * chip.collective_share(8)
+    assert on_bus.overlap_fraction == 0.0 < chip.overlap_fraction
+    # Of others on PCIe, that alone was measured.
+    other = target_for(DEVICES["L4"])
+    assert other.collective_share(8) == on_bus.collective_share(8)
+    assert other.products == TARGETS["gpu"].products and not is_calibrated("L4")
 
 
 def test_neither_amd_nor_trainium_has_cudnn():
@@ -125,7 +121,6 @@ def test_every_figure_has_a_source(path):
     fields = {f.name for f in dataclasses.fields(TARGETS["gpu"])} | {
         f"product_{f.name}" for f in dataclasses.fields(Products)
     }
-    fields.add("reported_steps")
     for name, entry in tomllib.loads(path.read_text()).items():
         assert name in fields and set(entry) == {"value", "source"} and len(entry["source"]) > 10
 

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from sample_plans import INPUTS, PREDICTION, PROVENANCE, SPLITS, STAGE, sample_pipeline, sample_plan
 
-from aliquot.cluster import Cluster
+from aliquot.cluster import Cluster, ReportedSteps
+from aliquot.cluster import _reported as reported
 from aliquot.plans import (
     ArrayInterface,
     AxisUse,
@@ -171,45 +172,56 @@ def test_throughput_is_of_the_model_and_says_what_it_rests_on():
     assert mfu(sample_plan()) is None
 
 
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [("8xH100", "median 8%"), ("72xGB200", "not known"), ("16xtrn2", "not known")],
-)
-def test_devices_without_calibration_say_so(spec, said):
+KINDS = ("data, FSDP", "data, FSDP, 8 bits", "context", "experts", "pipeline")
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """One reported step of each kind on H100."""
+    found = tuple(
+        ReportedSteps(framework="MaxText", reason="", device="H100", kind=kind, errors=(0.1 * n,))
+        for n, kind in enumerate((*KINDS, "pipeline, interleaved"), 1)
+    )
+    monkeypatch.setattr(reported, "_record", lambda: found)
+    return {steps.kind: f"of step times: {steps}" for steps in found}
+
+
+@pytest.mark.parametrize("spec", ["8xH100", "72xGB200", "16xtrn2"])
+def test_devices_without_calibration_say_so(spec, record):
     cluster = Cluster.preset(spec)
     rows = dict(summary_rows(sample_plan(cluster=cluster.to_dict())))
-    assert rows["expected error"].startswith(f"of step times: {said}")
+    unknown = "of step times: not known: the speeds are those of a data sheet"
+    assert rows["expected error"].startswith(record[KINDS[0]] if spec == "8xH100" else unknown)
     fitted = dataclasses.replace(cluster.device, calibration={"matmul_efficiency": 0.5})
     plan = sample_plan(cluster=dataclasses.replace(cluster, device=fitted).to_dict())
     assert "expected error" not in dict(summary_rows(plan))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "kind"),
     [
-        ({}, "12 published steps held"),
-        ({"model": replace(MODEL, flops_dtype="fp8")}, "20 published steps in 8 bits held"),
+        ({}, "data, FSDP"),
+        ({"model": replace(MODEL, flops_dtype="fp8")}, "data, FSDP, 8 bits"),
         (
             {"stages": (replace(STAGE, shardings={**SPLITS, "batch.inputs": ((), ("x",))}),)},
-            "15 published steps that split the sequence held",
+            "context",
         ),
         (
             {"inputs": (replace(INPUTS[0], path="state.params.moe.up"), *INPUTS)},
-            "122 published steps with experts held",
+            "experts",
         ),
     ],
 )
-def test_the_expected_error_is_of_the_same_kind_of_step(changes, said):
-    assert said in dict(summary_rows(sample_plan(**changes)))["expected error"]
+def test_the_expected_error_is_of_the_same_kind_of_step(changes, kind, record):
+    assert dict(summary_rows(sample_plan(**changes)))["expected error"] == record[kind]
 
 
-def test_the_expected_error_of_pipelines_is_that_of_pipelines():
+def test_the_expected_error_of_pipelines_is_that_of_pipelines(record):
     straight, chunks = (
         dict(summary_rows(sample_pipeline(4, **changes)))["expected error"]
         for changes in ({}, {"num_submeshes": 2, "schedule": "interleaved-1f1b"})
     )
-    assert straight.endswith("over 18 published pipelines held out of the fit")
-    assert chunks.endswith("over 11 published interleaved pipelines held out of the fit")
+    assert straight == record["pipeline"] and chunks == record["pipeline, interleaved"]
 
 
 def test_the_two_largest_costs():
