@@ -45,11 +45,7 @@ _RECOMPUTE = {
     "selective op": "minimal",
     "selective layer": "block:2",
     "save_dot_with_context_except_mlp": "save_attention",
-    # What is offloaded is kept; the transfers beside compute are not part of these steps here.
-    "remat_policy qkv_proj_offloaded": "save_qkv",
     "none at 8K": "none",
-    "custom: offload decoder_layer_input": "block",
-    "custom: offload decoder_layer_input, query/key/value/out_proj": "save_qkv",
 }
 _NETWORKS_GBPS = {
     "1600 Gbps RoCE node to node": 1600.0,
@@ -173,6 +169,8 @@ def express(row: dict[str, Any], *, is_fresh: bool = False) -> Case:
     pipeline, chunks = degrees["pp"] or 1, degrees["vp"] or 1
     if "interleaved" in (degrees["schedule"] or "") and chunks == 1:
         reasons.append("a number of virtual stages that is not stated")
+    if (row.get("zoo") or {}).get("model"):
+        reasons.append("a model that is not in the zoo")
     if "fp4" in row["precision"].lower():
         reasons.append("products of 4 bits")
     if where["device"] not in DEVICES:
@@ -184,7 +182,10 @@ def express(row: dict[str, Any], *, is_fresh: bool = False) -> Case:
         said = "none"
     recompute = _RECOMPUTE.get(said)
     if recompute is None:
-        reasons.append(f"recomputation: {row['recompute'] or 'not stated'}")
+        if "offload" in said:
+            reasons.append("recomputation that keeps arrays in host memory")
+        else:
+            reasons.append(f"recomputation: {row['recompute'] or 'not stated'}")
     in_host = any(flag.startswith(_STATE_IN_HOST) for flag in row.get("flags") or ())
     if in_host and (degrees["tp"] or 1) > 1:
         reasons.append("optimizer states split inside a host beside tensor parallelism")
@@ -267,7 +268,6 @@ def _settings(row: dict[str, Any], recompute: str) -> dict[str, Any]:
         }
         if "MLA" in (model["note"] or ""):
             fields |= _latent()
-    fields |= (row.get("zoo") or {}).get("model", {})
     head = model["head_dim"]
     if head and "kv_rank" not in fields and head * heads != model["hidden"]:
         fields["head_size"] = head
@@ -321,15 +321,17 @@ def _method(row: dict[str, Any], num_devices: int, count: int) -> AbstractMethod
     context = degrees["cp"] or 1
     expert = degrees["ep"] or 1
     replicas, sharded = degrees["dp"] or 1, degrees["fsdp"] or 1
+    splits_sequence = degrees["sequence_parallel"]
+    if splits_sequence is None:
+        # MaxText splits residual streams over the tensor ranks along their features: as many bytes.
+        splits_sequence = row["framework"].startswith((*_MEGATRON_CORE, "MaxText"))
     if tensor * context * pipeline * expert > 1:
         return Megatron(
             data=num_devices // (tensor * context * pipeline * expert),
             expert=expert,
             context=context,
             tensor=tensor,
-            sequence=tensor > 1
-            and degrees["sequence_parallel"] is not False
-            and row["framework"].startswith(_MEGATRON_CORE),
+            sequence=tensor > 1 and splits_sequence,
             pipeline=pipeline,
             chunks=degrees["vp"] or 1,
             zero_stage=3 if sharded > 1 else zero,

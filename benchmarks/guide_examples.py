@@ -18,6 +18,7 @@ import functools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def aceso_rows(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-PARTS = {
+PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "alpa": alpa_rows,
     "cfp, layouts": cfp_layout_rows,
     "cfp, GPT": functools.partial(cfp_rows, "GPT"),

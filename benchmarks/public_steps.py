@@ -372,7 +372,8 @@ def _orders(rows: Sequence[Row]) -> list[dict[str, Any]]:
         plan = [str(case.method), case.num_micro_batches, recompute]
         key = json.dumps([where, settings], sort_keys=True, default=str)
         groups[key].setdefault(json.dumps(plan), row)
-    answer, all_pairs = [], []
+    answer: list[dict[str, Any]] = []
+    all_pairs = []
     for group in groups.values():
         some = list(group.values())
         far = [
@@ -384,7 +385,7 @@ def _orders(rows: Sequence[Row]) -> list[dict[str, Any]]:
             continue
         pairs = [(r.case.measured_s, float(r.step_s or 0)) for r in some]
         all_pairs.append(pairs)
-        wrong = [(a, b) for a, b in far if (a.step_s or 0) <= (b.step_s or 0)]
+        wrong = [(slow, fast) for slow, fast in far if (slow.step_s or 0) <= (fast.step_s or 0)]
         answer.append(
             {
                 "step": f"{some[0].case.group}, {some[0].case.cluster.num_devices} devices, batch"
@@ -396,15 +397,12 @@ def _orders(rows: Sequence[Row]) -> list[dict[str, Any]]:
             }
         )
     if answer:
-        answer.append(
-            {
-                "step": "all",
-                "layouts": sum(row["layouts"] for row in answer),
-                "pairs": sum(row["pairs"] for row in answer),
-                "in the wrong order": sum(row["in the wrong order"] for row in answer),
-                "tau-b": round(tau_b(all_pairs, _DIFFERENT), 2),
-            }
-        )
+        counts = {
+            name: sum(int(row[name]) for row in answer)
+            for name in ("layouts", "pairs", "in the wrong order")
+        }
+        together = round(tau_b(all_pairs, _DIFFERENT), 2)
+        answer.append({"step": "all", **counts, "tau-b": together})
     return answer
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -120,9 +119,11 @@ def said_of_reported(found: Sequence[ReportedSteps]) -> str:
     return "; ".join(map(str, found))
 
 
-def most_error(found: Sequence[ReportedSteps]) -> float:
-    """How far a prediction may be off by what is known, 0.1 for 10 %; infinite if nothing is."""
-    return max((steps.most_error for steps in found), default=math.inf)
+def most_error(found: Sequence[ReportedSteps]) -> float | None:
+    """How far a prediction may be off by what is known of JAX programs, 0.1 for 10 %; None if
+    nothing is.
+    """
+    return max((steps.most_error for steps in found if steps.is_jax), default=None)
 
 
 def said_of_data_sheet() -> str:

@@ -253,9 +253,10 @@ def recommendation(comparison: Comparison) -> list[str]:
         second = others[0]
         behind = comparison.seconds(second) / best_s - 1
         lead = f"{name_of(second, comparison)} is next, {behind:.1%} slower"
-        if not known:
+        most = most_error(known)
+        if most is None:
             said.append(f"{lead}; how far predictions are off here is not known, so measure both.")
-        elif behind <= most_error(known):
+        elif behind <= most:
             said.append(f"{lead}: within that error, so measure both, or take the simpler one.")
         else:
             said.append(f"{lead}: beyond that error.")

@@ -439,10 +439,10 @@ def _slack(choice: ClusterOption, by_s: float) -> Iterator[str]:
     known = expected_error(choice.plan)
     much = f"{slack:.0%} longer" if slack < _MANY else f"{1 + slack:.0f} times as long"
     text = f"{choice.cluster} is in time even if steps take {much}"
-    error = f"the expected error ({said_of_reported(known)})"
-    if not known:
+    error, most = f"the expected error ({said_of_reported(known)})", most_error(known)
+    if most is None:
         yield f"{text}; how far predictions are off here is not known"
-    elif slack <= most_error(known):
+    elif slack <= most:
         yield f"{text}, which is less than {error}. The choice for 1.25x is safer"
     else:
         yield f"{text}, which is more than {error}"

@@ -13,6 +13,7 @@ from aliquot.cluster import (
     most_error,
     recorded_digests,
     reported_steps,
+    said_of_data_sheet,
     said_of_reported,
 )
 from aliquot.cluster import _reported as reported
@@ -64,7 +65,9 @@ def test_jax_programs_are_off_by_an_error_and_others_are_slower():
         " and is predicted not to fit"
     )
     assert most_error([ours, many]) == pytest.approx(0.108, abs=0.003)
-    assert most_error([]) == float("inf")
+    # How long other programs take says nothing about the error of this one.
+    slow = steps(-0.5, framework="torchtitan", reason="PyTorch of 2024")
+    assert most_error([ours, slow]) == 0.08 and most_error([slow]) is most_error([]) is None
 
 
 def test_nothing_is_called_a_percentile_under_ten_steps():
@@ -93,6 +96,18 @@ def test_jax_programs_are_told_before_others_and_devices_of_one_chip_together(mo
     assert not other.is_jax and "on B200" in said_of_reported([other])
     # Where no step of the device has a time, nothing is known.
     assert reported_steps("A100-80GB") == reported_steps("A100-40GB", "tensor") == ()
+
+
+def test_devices_known_by_data_sheets_alone_have_the_range_of_others(monkeypatch):
+    errors = [1 / (0.8 + 0.05 * n) - 1 for n in range(11)]
+    known = (steps(*errors[:6], device="GB200"), steps(*errors[6:], device="B300"), steps(9.0))
+    monkeypatch.setattr(reported, "_record", lambda: known)
+    assert said_of_data_sheet() == (
+        "not known: the speeds are those of a data sheet; of 11 published steps on devices known by"
+        " theirs alone, eight of ten took 0.81 to 1.29 times as long as predicted"
+    )
+    monkeypatch.setattr(reported, "_record", lambda: known[:1])
+    assert said_of_data_sheet().endswith("and no measurement was compared")
 
 
 def _table(title):

@@ -10,7 +10,8 @@ from planners.small_steps import mlp
 from sample_plans import PREDICTION, sample_pipeline, sample_plan
 
 import aliquot as aq
-from aliquot.cluster import Cluster, HostPrice
+from aliquot.cluster import Cluster, HostPrice, ReportedSteps
+from aliquot.cluster import _reported as reported
 from aliquot.report import Candidate, Comparison, compare_page, page
 from aliquot.report._drawings import areas, round_ticks, time_marks
 from aliquot.report._page import _breakable
@@ -104,13 +105,23 @@ def test_ticks_are_round():
     assert [text for _, text in time_marks(0.0335)] == ["0 s", "10.0 ms", "20.0 ms", "33.5 ms"]
 
 
+@pytest.fixture
+def record(monkeypatch):
+    """Two reported steps on H100."""
+    found = ReportedSteps(
+        framework="MaxText", reason="", device="H100", kind="data, FSDP", errors=(-0.08, 0.12)
+    )
+    monkeypatch.setattr(reported, "_record", lambda: (found,))
+
+
+@pytest.mark.usefixtures("record")
 def test_a_comparison_is_one_page_with_time_memory_money_and_a_recommendation():
     text = compare_page(COMPARISON)
     body = ElementTree.fromstring(text[text.index("<body>") : text.index("</html>")])
     said = " ".join("".join(body.itertext()).split())
     assert "Take auto: 11.0 ms a step (predicted)." in said
     assert "<fsdp> is next, 27.3% slower: beyond that error." in said
-    assert "median 8%, 90th percentile 12%" in said and "mine.csv" in said
+    assert "2 MaxText steps on H100: median 10%, worst 12%" in said and "mine.csv" in said
     # Eight sequences of 128 tokens in 11 ms, on a host of 36 USD an hour.
     tokens = aq.plans.tokens_per_step(sample_plan())
     cost = 36 * 0.011 / 3600 / (tokens / 1e9)
@@ -122,6 +133,7 @@ def test_a_comparison_is_one_page_with_time_memory_money_and_a_recommendation():
     assert "No candidate fits." in compare_page(nothing)
 
 
+@pytest.mark.usefixtures("record")
 def test_a_lead_within_the_error_is_said_to_be_no_lead():
     near = replace(PREDICTION, step_time_s=PREDICTION.step_time_s * 1.02)
     second = Candidate(method="fsdp", cluster="8xH100", plan=sample_plan(prediction=near))
