@@ -16,6 +16,7 @@ from typing import Any
 from ._variants import Variant, plan_variants
 from .cluster import Cluster, ReportedSteps
 from .core import (
+    RECOMPUTE,
     InfeasibleError,
     InputError,
     LossyExportError,
@@ -37,7 +38,6 @@ from .interop.frameworks import (
 from .planners import PipelineOptions, Progress, method_by_name
 from .plans import ModelReference, Plan, expected_error, mfu
 from .zoo import (
-    RECOMPUTE,
     AbstractTextConfig,
     as_fields,
     build,

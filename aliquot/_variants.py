@@ -295,7 +295,7 @@ def plan_variants(
         variants = variants[0].ways_to_recompute(recompute)
     names = ("memory_limit_bytes", "on_missing_rule")
     given = {name: options[name] for name in names if name in options}
-    asked = options.get("num_micro_batches")
+    asked = options.get("num_micro_batches") or getattr(how, "num_micro_batches", None)
     if isinstance(asked, int):
         given["num_micro_batches"] = asked
 

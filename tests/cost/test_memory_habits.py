@@ -97,6 +97,7 @@ def peak(work, cluster: str, method, num_micro_batches: int = 1) -> float:
         cluster=Cluster.preset(cluster),
         method=method,
         num_micro_batches=num_micro_batches,
+        recompute=None if work.settings["recompute"] != "none" else "none",
     )
     return plan.prediction.peak_memory_bytes
 
