@@ -156,6 +156,19 @@ def test_rules_for_flax_have_a_spec_for_each_array(plan):
         assert all(part is None for part in tuple(spec)[len(written) :])
 
 
+def test_fsdp_for_maxtext_loses_nothing(tmp_path):
+    import yaml
+
+    path = tmp_path / "fsdp.json"
+    made = run("plan", *TINY, "--method", "fsdp", "--recompute", "block", "--out", path)
+    assert made.exit_code == 0, made.output
+    found = run("export", path, "--to", "maxtext")
+    assert found.exit_code == 0, found.output
+    settings = yaml.safe_load(found.stdout)
+    assert (settings["ici_fsdp_parallelism"], settings["remat_policy"]) == (8, "full")
+    assert dict(settings["logical_axis_rules"])["embed"] == ["fsdp"]
+
+
 def test_rules_for_maxtext_hold_the_splits_of_a_searched_plan(tmp_path):
     import yaml
 

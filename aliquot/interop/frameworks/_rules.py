@@ -14,7 +14,8 @@ Rules = dict[str, tuple[str, ...]]
 
 _ATTENTION = {"q": "q_heads", "k": "kv_heads", "v": "kv_heads"}
 _LOGICAL: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (r"embed\.embedding", ("vocab", "embed_vocab")),
+    # Positions are an embedding like that of tokens.
+    (r"(embed\.embedding|position)", ("vocab", "embed_vocab")),
     (r"head\.kernel", ("embed_vocab", "vocab")),
     *((rf"attn\.{name}\.kernel", ("embed", axis)) for name, axis in _ATTENTION.items()),
     *((rf"attn\.{name}\.bias", (axis,)) for name, axis in _ATTENTION.items()),
@@ -165,13 +166,8 @@ def write_flax(plan: Plan, lose: Callable[[str], None]) -> str:
             " program: --method program, or a layout without pp."
         )
     stage = plan.stages[0]
-    missing: list[str] = []
-    rules = rules_of(plan, missing.append)
-    # Steps of one's own have no logical names; their specs are all there is.
-    named = any(logical_axes(path) for path, _ in _parameters(plan, stage))
-    if named:
-        for text in missing:
-            lose(text)
+    others: list[str] = []
+    rules = rules_of(plan, others.append)
     if plan.num_micro_batches > 1:
         lose(f"{plan.num_micro_batches} micro-batches: the training loop has to sum gradients")
     lines = [
@@ -182,6 +178,8 @@ def write_flax(plan: Plan, lose: Callable[[str], None]) -> str:
         f"MESH_SHAPE = {tuple(stage.mesh_shape)!r}",
         f"AXIS_NAMES = {tuple(stage.axis_names)!r}",
         "",
+        "# One rule for each logical axis. Where they do not hold, PARTITION_SPECS does:",
+        *(f"# {text}" for text in others if rules),
         "LOGICAL_AXIS_RULES = (",
         *(f"    ({name!r}, {_flat(axes)!r})," for name, axes in rules.items()),
         ")",
