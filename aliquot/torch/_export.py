@@ -237,11 +237,11 @@ def _drop_constant_masks(program: Any) -> None:
             first = tuple(0 if stride == 0 else slice(None) for stride in mask.stride()[:-2])
             mask = mask[first]
             lower = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+            dropout = node.args[4] if len(node.args) > 4 else 0.0
             if bool(mask.all()):
                 node.args = (*node.args[:3], None, *node.args[4:])
             elif bool((mask == lower).all()):
-                node.args = (*node.args[:3], None, *node.args[4:5], *(() if node.args[5:] else ()))
-                node.args = (*node.args[:4], node.kwargs.get("dropout_p", 0.0), True)[:6]
+                node.args = (*node.args[:3], None, dropout, True)
     program.graph.eliminate_dead_code()
 
 

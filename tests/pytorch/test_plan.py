@@ -194,6 +194,34 @@ def test_a_module_on_meta_is_planned_and_its_causal_mask_seen():
     assert plan.stages[0].shardings["state.params['embed.weight']"] != ((), ())
 
 
+def test_micro_batches_are_traced_with_their_own_size(x64):
+    module, batch = training.make("language")
+    method = aq.DataParallel()
+    plan = aq.torch.plan(
+        *(module, "adamw", batch, training.loss),
+        cluster=CLUSTER,
+        method=method,
+        num_micro_batches=2,
+    )
+    assert plan.num_micro_batches == 2
+    made = aq.torch.training_step(module, "adamw", batch, training.loss)
+    step = aq.parallelize(made.step, plan, devices=jax.devices()[:4])
+    arrays = {key: x.numpy() for key, x in batch.items()}
+    _, metrics = step(state_of(made, module), arrays)
+    assert float(metrics["loss"]) == pytest.approx(training.loss(module, batch).item(), abs=1e-13)
+
+
+def test_a_parameter_that_is_not_trained_is_not_updated(x64):
+    module, batch = training.make("language")
+    module.norm.weight.requires_grad_(False)
+    made = aq.torch.training_step(module, "sgd", batch, training.loss)
+    assert "norm.weight" not in made.state["params"] and "norm.weight" in made.state["buffers"]
+    state = state_of(made, module)
+    new, _ = jax.jit(made.step)(state, {key: x.numpy() for key, x in batch.items()})
+    np.testing.assert_array_equal(new["buffers"]["norm.weight"], state["buffers"]["norm.weight"])
+    assert np.any(new["params"]["norm.bias"] != state["params"]["norm.bias"])
+
+
 def test_numbers_that_are_computed_narrower_stay_wide_in_the_state():
     module, batch = training.make("language")
     made = aq.torch.training_step(
