@@ -60,7 +60,7 @@ WIDE = jax.eval_shape(lambda: state_of(init(jax.random.key(0), 4096)))
 BATCH = {name: jax.ShapeDtypeStruct((64,), jnp.int32) for name in ("tokens", "targets")}
 
 
-def plan_of(cluster=CLUSTER, state=STATE, limit=None, **options):
+def plan_of(cluster=CLUSTER, state=STATE, limit=None, recompute=None, **options):
     return aq.plan(
         train_step,
         state,
@@ -68,6 +68,7 @@ def plan_of(cluster=CLUSTER, state=STATE, limit=None, **options):
         cluster=aq.Cluster.preset(cluster),
         method=aq.PipeshardParallel(**options),
         memory_limit_bytes=limit,
+        recompute=recompute,
     )
 
 
