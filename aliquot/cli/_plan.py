@@ -54,6 +54,9 @@ def plan(
     network_gbps: NetworkGbps = None,
     memory_limit: MemoryLimit = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print arrays and collectives, too.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Find the fastest way to run a model's training step on a cluster, and say what it is
@@ -80,6 +83,7 @@ def plan(
             method=method_options,
             profiles=profile_options,
             search=search_options,
+            every=every,
         )
         if search_options.max_batch:
             _find_max_batch(request, out, say)
@@ -99,6 +103,7 @@ class _Request:
     method: MethodOptions
     profiles: ProfileOptions
     search: SearchOptions
+    every: bool
 
     @property
     def of_plan(self) -> dict[str, Any]:
@@ -161,23 +166,20 @@ def _find_plan(
         say.finish(no_plan(model, where, request.method.method, parts, error, remedies))
         raise with_remedies(error, remedies) from None
     except KeyboardInterrupt as stopped:
-        _interrupted(getattr(stopped, "plan", None), time.perf_counter() - started, out, say)
+        best = getattr(stopped, "plan", None)
+        if best is None:
+            say.note("interrupted before any plan was complete; nothing was written.")
+        else:
+            say.note("interrupted; this is the best plan so far.")
+            _deliver(best, time.perf_counter() - started, request.every, out, say)
         raise typer.Exit(INTERRUPTED) from None
-    _deliver(found, time.perf_counter() - started, out, say)
+    _deliver(found, time.perf_counter() - started, request.every, out, say)
 
 
-def _deliver(plan: Plan, plan_s: float, out: Path | None, say: Session) -> None:
+def _deliver(plan: Plan, plan_s: float, every: bool, out: Path | None, say: Session) -> None:
     if out is not None:
         plan.save(out)
-    say.show(str(plan))
+    say.show(plan.describe(every=every))
     if out is not None:
         say.show(f"\nWritten to {out}. Read on with: aliquot explain {out}")
     say.finish(summary(plan, plan_s, out))
-
-
-def _interrupted(best: Plan | None, plan_s: float, out: Path | None, say: Session) -> None:
-    if best is None:
-        say.note("interrupted before any plan was complete; nothing was written.")
-        return
-    say.note("interrupted; this is the best plan so far.")
-    _deliver(best, plan_s, out, say)

@@ -2,6 +2,8 @@
 file. Imports no jax.
 """
 
+from ._answer import device_noun as device_noun
+from ._answer import spoken as spoken
 from ._arrays import ArrayGroup as ArrayGroup
 from ._arrays import endings_of_path as endings_of_path
 from ._arrays import format_dims as format_dims
@@ -9,7 +11,9 @@ from ._arrays import grouped_arrays as grouped_arrays
 from ._arrays import item_bytes as item_bytes
 from ._arrays import placed_arrays as placed_arrays
 from ._arrays import unranged as unranged
+from ._axis_roles import AxisRole as AxisRole
 from ._axis_roles import names_experts as names_experts
+from ._axis_roles import roles_of_axes as roles_of_axes
 from ._closed_form import ClosedForm as ClosedForm
 from ._closed_form import Maximum as Maximum
 from ._closed_form import StageTimes as StageTimes
@@ -83,6 +87,7 @@ from ._stage_text import submesh_names as submesh_names
 from ._streaming import has_gradients as has_gradients
 from ._streaming import time_between_calls_s as time_between_calls_s
 from ._summary import RECOMPUTED_BY_STAGE as RECOMPUTED_BY_STAGE
+from ._summary import UNKNOWN_ERROR as UNKNOWN_ERROR
 from ._summary import chosen_candidate as chosen_candidate
 from ._summary import expected_error as expected_error
 from ._summary import how_recomputed as how_recomputed

@@ -27,18 +27,51 @@ _MOST_NAMED = 2
 _LITTLE = 0.05
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisRole:
+    """What a mesh axis of more than one device splits.
+
+    Attributes:
+        name, size: of the axis.
+        where: whether it stays within hosts, in clusters of several; empty otherwise.
+        text: its role in the field's words, with what it splits and what stays whole.
+        parameters: the share of the stored parameters, by bytes, that it splits; None if there are
+            none.
+    """
+
+    name: str
+    size: int
+    where: str
+    text: str
+    parameters: float | None
+
+    @property
+    def kind(self) -> str:
+        """The name of the role alone, such as "data parallel, FSDP (ZeRO-3)"."""
+        return self.text.partition(":")[0].partition(";")[0]
+
+
+def roles_of_axes(plan: Plan, stage: StagePlan) -> Iterator[AxisRole]:
+    """The role of each axis that has more than one device, in the mesh's order."""
+    for name, size in zip(stage.axis_names, stage.mesh_shape, strict=False):
+        if size > 1:
+            axis = _Axis(plan=plan, stage=stage, name=name)
+            yield AxisRole(
+                name=name,
+                size=size,
+                where=_where(plan, stage, name),
+                text=_role_of(axis),
+                parameters=axis.share("parameter"),
+            )
+
+
 def axis_roles(plan: Plan, stage: StagePlan) -> Iterator[str]:
     """Name, size and role of each axis that has more than one device."""
-    axes = [
-        (axis, size)
-        for axis, size in zip(stage.axis_names, stage.mesh_shape, strict=False)
-        if size > 1
-    ]
-    if not axes:
+    roles = list(roles_of_axes(plan, stage))
+    if not roles:
         yield "nothing: one device"
-    for axis, size in axes:
-        role = _role_of(_Axis(plan=plan, stage=stage, name=axis))
-        yield f"{axis} ({size}{_where(plan, stage, axis)}): {role}"
+    for role in roles:
+        yield f"{role.name} ({role.size}{role.where}): {role.text}"
 
 
 def uses_together(stages: Iterable[StagePlan]) -> dict[str, AxisUse] | msgspec.UnsetType:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..core import broken, fitting_widths, wrapped
-from ._facts import fact_rows, headline
+from ._answer import spoken
+from ._facts import fact_rows
 from ._plan import Plan
 from ._section import Section, SectionKind
 from ._sections import PRINTED, sections
@@ -17,26 +18,58 @@ _LEAST_WIDTH = 60
 _MARGIN = 25
 # Left out of `print`: the facts already show the parts of memory, and the notes inferred rules.
 _LEFT_TO_EXPLAIN = (SectionKind.MEMORY, SectionKind.INFERRED)
+# Only where everything is asked for.
+_DETAILS = (SectionKind.ARRAYS, SectionKind.COMMUNICATION)
+# Facts that say why this plan; they come first.
+_WHY = ("runner-up", "bound", "largest costs")
+_COSTS = ("step time (predicted)", "time between calls", "throughput", "expected error")
+_MORE = "Arrays and collectives: plan --all, aliquot explain, or plan.describe(every=True)."
 
 
-def describe(plan: Plan, width: int | None = None) -> str:
-    """A plan as text: a headline, its predicted time and memory with their parts, the largest
-    arrays, notes.
+def describe(plan: Plan, width: int | None = None, *, every: bool = False) -> str:
+    """A plan as text: what to do in three lines, why, what else was tried, where time and memory
+    go, how each axis is used, and notes.
 
     Args:
         width: of a line; by default that of the terminal, where paths are broken at dots. In a
             pipe, tables are as wide as their contents.
+        every: also the largest arrays and the most expensive collectives.
     """
     known = width or shutil.get_terminal_size((0, 0)).columns
     fits = max(known, _LEAST_WIDTH) if known else None
-    lines = [*broken(headline(plan), fits or _WIDTH)]
-    for name, text in fact_rows(plan):
-        first, *rest = wrapped(text, min(fits or _WIDTH, _WIDTH) - _MARGIN)
-        lines += [f"  {name}".ljust(_MARGIN) + first, *(" " * _MARGIN + line for line in rest)]
-    for section in sections(plan, PRINTED):
-        if section.kind not in _LEFT_TO_EXPLAIN:
+    prose = min(fits or _WIDTH, _WIDTH)
+    what, *rest = spoken(plan)
+    lines = broken(what, fits or _WIDTH)
+    lines += [f"  {line}" for text in rest for line in wrapped(text, prose - 2)]
+    rows = _grouped(fact_rows(plan))
+    shown = [each for each in sections(plan, PRINTED) if each.kind not in _LEFT_TO_EXPLAIN]
+    tried = [each for each in shown if each.kind == SectionKind.TRIED]
+    lines += ["", *_facts([row for name in _WHY for row in rows.pop(name, [])], prose)]
+    for section in tried:
+        lines += ["", *_laid_out(section, fits)]
+    costs = [row for name in _COSTS for row in rows.pop(name, [])]
+    lines += ["", *_facts([*costs, *(row for each in rows.values() for row in each)], prose)]
+    for section in shown:
+        if section not in tried and (every or section.kind not in _DETAILS):
             lines += ["", *_laid_out(section, fits)]
-    return "\n".join(lines)
+    return "\n".join(lines if every else [*lines, "", *wrapped(_MORE, prose)])
+
+
+def _grouped(rows: Sequence[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
+    """Facts by name, each with the rows that continue it."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    last = ""
+    for name, text in rows:
+        last = name or last
+        groups.setdefault(last, []).append((name, text))
+    return groups
+
+
+def _facts(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
+    for name, text in rows:
+        first, *rest = wrapped(text, width - _MARGIN)
+        yield f"  {name}".ljust(_MARGIN) + first
+        yield from (" " * _MARGIN + line for line in rest)
 
 
 def _laid_out(section: Section, width: int | None) -> Iterator[str]:

@@ -24,9 +24,18 @@ _CLOSED_FORM = "closed forms of "
 # Sets of plans among which a bound holds, by their names in plan files.
 _SCOPES = {
     "all copies of all layers": "",
-    "gap_within_folded_space": "plans that split all repeated layers the same way",
-    "gap_within_blocks": "plans that split each product by some option of its ParallelBlock",
-    "gap_within_neighbourhood": "choices near the solutions of coarser meshes",
+    "gap_within_folded_space": "plans with equal layers split alike",
+    "gap_within_blocks": "plans of ParallelBlocks",
+    "gap_within_neighbourhood": "plans near those of coarser meshes",
+}
+# What the names of spaces in plan files are called where people read them.
+_SAID_OF_SPACES = {
+    "plans without a pipeline in ": "one-program plans, ",
+    " that split all repeated layers the same way": ", equal layers split alike",
+    " that split each product by some option of its ParallelBlock": ", by ParallelBlocks",
+    " with choices near the solutions of coarser meshes": ", near those of coarser meshes",
+    "all plans, by compute alone that all devices share evenly": "all plans, by compute alone",
+    ", with --recompute": ", --recompute",
 }
 _WITHIN_GAP = "optimal within the gap"
 # Rows of the summary that state decisions; the others state their effect.
@@ -62,14 +71,17 @@ def fact_rows(plan: Plan) -> list[tuple[str, str]]:
         *(row for row in summary if row[0] not in _DECISIONS),
         ("bound", bound(plan)),
         *_memory_rows(plan),
-        (
-            "planned in",
-            (
-                f"{format_seconds(plan.provenance.search_s)} of search, after"
-                f" {format_seconds(plan.provenance.trace_s)} of tracing"
-            ),
-        ),
+        *_search_rows(plan),
     ]
+
+
+def _search_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The time that the search took; plan files do not hold it."""
+    p = plan.provenance
+    if not p.search_s and not p.trace_s:
+        return []
+    took = f"{format_seconds(p.search_s)} of search, after {format_seconds(p.trace_s)} of tracing"
+    return [("planned in", took)]
 
 
 def _batch_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -169,7 +181,7 @@ def _busiest(plan: Plan) -> str:
 def bound(plan: Plan) -> str:
     """Lower bound of the step time, the plans among which it holds, and the gap to it."""
     p = plan.provenance
-    if p.lower_bound_s is None:
+    if not p.lower_bound_s:
         if p.bound_holds_for:
             found = "the best plan" if p.status == "optimal" else p.status
             return f"no lower bound; {found} within {p.bound_holds_for}"
@@ -180,16 +192,24 @@ def bound(plan: Plan) -> str:
         return f"{given}{_bound_of_chosen(plan)}{others}"
     if p.bound_holds_for.startswith(_CLOSED_FORM):
         return _bound_of_closed_forms(plan, p.lower_bound_s)
-    scope = _SCOPES.get(p.bound_holds_for, p.bound_holds_for)
-    among = f" among {scope}" if scope else ""
-    lowest = format_seconds(p.lower_bound_s)
     if _is_proven(plan):
-        return f"proven optimal{among}; lower bound {lowest}"
-    text = f"lower bound {lowest}{among}"
-    if p.gap is not None:
-        most = f"at most {p.gap:.2%}" if p.gap >= _LEAST_GAP else f"less than {_LEAST_GAP:.2%}"
-        text += f"; this plan is {most} above it"
-    return text if p.status == _WITHIN_GAP else f"{text}; {p.status}"
+        text = f"proven optimal: 0% above the fastest of {_space(plan)}"
+    else:
+        above = p.gap
+        if above is None:
+            above = max(plan.prediction.step_time_s / p.lower_bound_s - 1, 0.0)
+        most = f"at most {above:.2%}" if above >= _LEAST_GAP else f"less than {_LEAST_GAP:.2%}"
+        text = f"{most} above the fastest of {_space(plan)}"
+    return text if p.status in (_WITHIN_GAP, "optimal") else f"{text}; {p.status}"
+
+
+def _space(plan: Plan) -> str:
+    """The plans among which a bound holds, as one noun with its limits."""
+    scope = plan.provenance.bound_holds_for
+    scope = _SCOPES.get(scope, scope) or "all plans"
+    for written, said in _SAID_OF_SPACES.items():
+        scope = scope.replace(written, said)
+    return scope
 
 
 def _bound_of_chosen(plan: Plan) -> str:
@@ -199,7 +219,8 @@ def _bound_of_chosen(plan: Plan) -> str:
     least_s = known.get("lower_bound_s")
     if not isinstance(least_s, int | float) or not least_s:
         return "no lower bound"
-    return f"lower bound {format_seconds(least_s)} among plans of {name_on_mesh(known)}"
+    above = max(plan.prediction.step_time_s / least_s - 1, 0.0)
+    return f"at most {above:.2%} above the fastest of plans of {name_on_mesh(known)}"
 
 
 def _is_proven(plan: Plan) -> bool:
@@ -210,14 +231,15 @@ def _bound_of_closed_forms(plan: Plan, least_s: float) -> str:
     """What a bound on closed forms says of a simulated step, which may take more or less."""
     p = plan.provenance
     scope = p.bound_holds_for.removeprefix(_CLOSED_FORM)
-    how = "best" if _is_proven(plan) or p.gap is None else f"within {p.gap:.2%} of the best"
+    scope = scope.removesuffix(" with the given options")
     parts = counted(plan.num_micro_batches, "micro-batch")
-    above = plan.prediction.step_time_s / least_s - 1 if least_s else 0.0
+    above = plan.prediction.step_time_s / least_s - 1
     text = (
-        f"{how} with {parts} and {plan.schedule} among {scope}: by formula none takes less than"
-        f" {format_seconds(least_s)}; simulated task by task, this plan takes {abs(above):.1%}"
-        f" {'more' if above >= 0 else 'less'}"
+        f"{abs(above):.1%} {'above' if above >= 0 else 'below'} the least time by formula of"
+        f" pipelines of {scope}, {parts}, {plan.schedule}"
     )
+    if not _is_proven(plan) and p.gap is not None:
+        text += f" (by formula at most {p.gap:.2%} above it)"
     return text if p.status in (_WITHIN_GAP, "optimal") else f"{text}; {p.status}"
 
 

@@ -4,9 +4,11 @@ when it is read.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,6 +58,9 @@ _MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 _OF_HOST_MEMORY = ("host_transfer_s", "host_hidden_s", "host_memory_bytes")
 _LINE_LENGTH = 120
+# Longer texts in a list are sentences, such as notes, each on a line.
+_WORD = 40
+_NUMBERED = re.compile(r".*\[[\d:]+\](?=\.)|.*?_\d+(?=\.)")
 _MOST_BYTES = 256 * 2**20
 _DEEPEST = 32
 _LONGEST = 10_000
@@ -65,7 +70,7 @@ _AGAIN = "Make the plan again, for example with `aliquot plan ... --out FILE`."
 
 
 def to_json(plan: Plan) -> str:
-    """The text of a plan file.
+    """The text of a plan file: equal for the same plan, so without the time of its search.
 
     Raises:
         InputError: A number is infinite or not a number, which JSON cannot hold; the message names
@@ -83,6 +88,10 @@ def to_json(plan: Plan) -> str:
         for name in _OF_HOST_MEMORY:
             if not predicted.get(name, True):
                 del predicted[name]
+    # How long the search took decides nothing: the same command writes the same file.
+    data["provenance"] |= {"trace_s": 0.0, "search_s": 0.0}
+    if data["compiled"]:
+        data["compiled"]["compile_s"] = 0.0
     # Infinite numbers in a plan's provenance decide nothing, and are no reason to refuse it.
     data["provenance"] = _without_odd_numbers(data["provenance"])
     odd = [path for path, value in _leaves(data, "plan") if not math.isfinite(value)]
@@ -281,20 +290,70 @@ def _invalid(source: str, wrong: list[str]) -> PlanFileError:
 
 
 def _laid_out(value: Any, margin: str) -> str:
-    """JSON text in which every value that fits on one line is on one line: splits of arrays are
-    easier to read and edit that way.
+    """JSON text for people who compare two plans line by line: what fits on a line is on one line,
+    and so is each array of numbers or words, each table of numbers, each record of a list, the
+    arrays of a layer, and neighbours that are not split.
     """
     line = json.dumps(value, ensure_ascii=False)
-    if len(margin) + len(line) <= _LINE_LENGTH or not isinstance(value, dict | list | tuple):
+    is_list = isinstance(value, list | tuple)
+    if not isinstance(value, dict) and not is_list:
+        return line
+    inside = list(value if is_list else value.values())
+    is_array = is_list and _depth(value) == 1 and not any(map(_is_sentence, inside))
+    has_numbers_alone = bool(inside) and all(isinstance(item, int | float) for item in inside)
+    if is_array or has_numbers_alone or len(margin) + len(line) <= _LINE_LENGTH:
         return line
     inner = margin + "  "
-    if isinstance(value, dict):
+    if is_list:
+        names = [_neighbours(item) for item in value]
         items = [
-            f"{inner}{json.dumps(key, ensure_ascii=False)}: {_laid_out(v, inner)}"
+            json.dumps(item, ensure_ascii=False) if _depth(item) <= 2 else _laid_out(item, inner)
+            for item in value
+        ]
+    else:
+        # Of a table of splits, or of rules for outputs, the names are paths of arrays.
+        is_table = len({type(item) for item in inside}) == 1 and _depth(value) <= 3
+        names = [_layer(key) if is_table else "" for key in value]
+        items = [
+            f"{json.dumps(key, ensure_ascii=False)}: {_laid_out(v, inner)}"
             for key, v in value.items()
         ]
-        return "{\n" + ",\n".join(items) + f"\n{margin}}}"
-    return "[\n" + ",\n".join(inner + _laid_out(item, inner) for item in value) + f"\n{margin}]"
+    layers = [name or str(k) for k, name in enumerate(names)]
+    lines = [
+        inner + ", ".join(item for _, item in group)
+        for _, group in itertools.groupby(zip(layers, items, strict=True), key=lambda pair: pair[0])
+    ]
+    start, end = "[]" if is_list else "{}"
+    return f"{start}\n" + ",\n".join(lines) + f"\n{margin}{end}"
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects are nested; 0 for a number or a text."""
+    if not isinstance(value, dict | list | tuple):
+        return 0
+    inside = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inside), default=0)
+
+
+def _is_sentence(value: Any) -> bool:
+    return isinstance(value, str) and len(value) > _WORD
+
+
+def _neighbours(record: Any) -> str:
+    """What neighbours in a list have in common that share a line: the layer of an array, or that an
+    operator is not split; empty if nothing.
+    """
+    if not isinstance(record, dict):
+        return ""
+    if "path" in record:
+        return _layer(str(record["path"]))
+    return "" if record.get("splits", True) else "not split"
+
+
+def _layer(path: str) -> str:
+    """The path of the layer that an array belongs to: up to its last number."""
+    match = _NUMBERED.match(path)
+    return match[0] if match else "no layer"
 
 
 def _without_odd_numbers(value: Any) -> Any:

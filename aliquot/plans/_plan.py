@@ -293,7 +293,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `lower_bound_s` is a lower bound on the step time of all plans in the space that
     `bound_holds_for` names. `status` says how the search ended: "optimal", within what limit, or
-    `GIVEN_LAYOUT`. `profiles` says which measurements the plan was made from.
+    `GIVEN_LAYOUT`. `profiles` says which measurements the plan was made from. `trace_s` and
+    `search_s` are 0 in plans from files, which do not hold them.
     """
 
     planner: str
@@ -313,6 +314,7 @@ class CompiledFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     `memory_bytes` are arguments, outputs, temporaries and aliases (outputs that take the place of
     arguments). `unintended` are collectives that the plan does not explain, a line for each.
+    `compile_s` is 0 in plans from files.
     """
 
     target: str
@@ -446,9 +448,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return f"<Plan of {headline(self)}>"
 
     def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self, *, every: bool = False) -> str:
+        """The text of `print(plan)`: what to do, what it takes, why, and what else was tried.
+
+        Args:
+            every: also the largest arrays with their shardings, and the most expensive
+                collectives.
+        """
         from ._describe import describe
 
-        return describe(self)
+        return describe(self, every=every)
 
     def to_json(self) -> str:
         """The text of its plan file.

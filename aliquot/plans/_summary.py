@@ -37,6 +37,9 @@ _ATTENTION = {
 RECOMPUTED_BY_STAGE = "recomputed by stage"
 """What plans are called whose stages choose what they recompute."""
 
+UNKNOWN_ERROR = "expected error not known"
+"""What is said where no measured step tells how far a prediction may be off."""
+
 
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     """Decisions and predicted speed, as pairs of a name and a text."""
@@ -44,7 +47,7 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         ("parallelism", f"pipeline: {which}, {plan.schedule}; {roles}" if which else roles)
         for which, roles in parallelism(plan)
     ]
-    if how := _recomputation(plan):
+    if how := recomputation(plan):
         rows.append(("recomputation", how))
     if attends := _ATTENTION.get(str(plan.model.settings.get("attention"))):
         rows.append(("attention", attends))
@@ -85,7 +88,8 @@ def parallelism(plan: Plan) -> Iterator[tuple[str, str]]:
         yield which, "; ".join(axis_roles(plan, together))
 
 
-def _recomputation(plan: Plan) -> str:
+def recomputation(plan: Plan) -> str:
+    """What the backward pass recomputes, "none" for nothing; empty if it is not known."""
     counts = Counter(stage.recompute for stage in plan.stages)
     words = {"stage": "everything", "operators": "some operators"}
     told = [

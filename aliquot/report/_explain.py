@@ -21,13 +21,13 @@ from ..plans import (
     SectionKind,
     fact_rows,
     grouped_arrays,
-    headline,
     idle_parts,
     is_pipeline,
     origin_rows,
     plan_devices,
     rebuild,
     sections,
+    spoken,
     stage_data,
 )
 from ._tables import Facts, SectionTable, columns
@@ -114,8 +114,9 @@ def explained(plan: Plan, alternatives: Sequence[Alternative] = ()) -> dict[str,
         "gap": provenance.gap,
         "bound_holds_for": provenance.bound_holds_for,
         "status": provenance.status,
-        "search_s": provenance.search_s,
-        "trace_s": provenance.trace_s,
+        # Plan files do not hold them.
+        "search_s": provenance.search_s or None,
+        "trace_s": provenance.trace_s or None,
         "candidates": [dict(candidate) for candidate in provenance.candidates],
         "alternatives": [asdict(alternative) for alternative in alternatives],
         "inferred_rules": msgspec.to_builtins(plan.inferred_rules),
@@ -135,7 +136,8 @@ def explanation(plan: Plan, alternatives: Sequence[Alternative] = (), *, remark:
     # The row without a name lists the parts of the memory, which have a table of their own here.
     rows = [(name, text) for name, text in fact_rows(plan) if name]
     parts: list[RenderableType] = [
-        Text(headline(plan), style="bold"),
+        *(Text(line, style="bold") for line in spoken(plan)),
+        "",
         Facts([*rows, *origin_rows(plan)]),
         "",
     ]

@@ -103,9 +103,7 @@ def test_one_program_is_as_fast_as_one_stage_on_fewer_hosts():
     stage = aq.plan(*step, cluster=cluster, method=one_stage, num_micro_batches=1)
     assert program.idle_hosts == stage.idle_hosts == 1
     assert program.prediction.step_time_s == stage.prediction.step_time_s
-    assert "among plans without a pipeline in 1 micro-batch on 1 host" in " ".join(
-        str(program).split()
-    )
+    assert "one-program plans, 1 micro-batch on 1 host" in " ".join(str(program).split())
 
 
 def test_plans_say_which_hosts_are_idle_and_why(idle_plan):

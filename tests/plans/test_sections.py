@@ -34,7 +34,7 @@ def test_printed_rows_are_explained_and_are_on_the_page(plan):
     explained = [line.split() for line in as_text(explanation(plan), width=400).splitlines()]
     # Cells without their classes and the headings that they show on a phone.
     on_page = unescape(re.sub("<td [^>]*>", "<td>", page(plan)).replace("<wbr/>", ""))
-    printed = describe(plan).splitlines()
+    printed = describe(plan, every=True).splitlines()
     shown = [section for section in sections(plan, PRINTED) if section.kind in PRINTED_KINDS]
     assert {"tried", "arrays", "communication"} <= {s.kind for s in shown} or plan is PLANS[
         "pipeline"

@@ -58,7 +58,8 @@ OTHERS = (
 def test_explanation_as_text():
     text = as_text(explanation(sample_plan(), OTHERS, remark="last"), width=160)
     for part in (
-        "gpt-10m: shard on mesh 4x2 (x, y) of 8xH100",
+        "gpt-10m on 8xH100, by method shard",
+        "11.0 ms a step, 2.9 of 9.8 KiB on each GPU, expected error 8%.",
         "step time (predicted)  11.0 ms = 8.0 ms compute",
         "optimal",
         "dot_general in the backward pass (predicted)",
@@ -227,9 +228,8 @@ def test_a_pipeline_explained(width):
     text = as_text(explanation(sample_pipeline(16)), width=width)
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
-    assert lines[0].startswith(
-        "gpt-10m: pipeshard, 16 stages on 2 devices each of 4x8xH100, 1f1b"[: width - 10]
-    )
+    assert lines[0] == "gpt-10m on 4x8xH100, by method pipeshard"
+    assert lines[1].startswith("Run 16 stages of 2 GPUs each (1f1b), each with 2-way")
     whole = " ".join(text.split())
     assert "+ 45.0 ms bubble (of the busiest stage)" in whole
     assert "Stages 1-15, each: sharding of the largest of 1 arrays" in whole
@@ -277,7 +277,7 @@ def test_tables_fit_the_width_and_break_paths_at_dots(width):
     )
     plan = sample_plan()
     plan = replace(plan, prediction=replace(plan.prediction, collectives=uses))
-    for text in (as_text(explanation(plan), width=width), describe(plan, width)):
+    for text in (as_text(explanation(plan), width=width), describe(plan, width, every=True)):
         lines = text.splitlines()
         assert max(map(len, lines)) <= width
         assert "reduce-scatter" in text and path in text.replace("\n", "").replace(" ", "")

@@ -1,0 +1,87 @@
+"""The first three lines of a plan: what to do, what it takes, and how sure that is."""
+
+import msgspec
+import pytest
+from sample_plans import PREDICTION, PROVENANCE, STAGE, sample_pipeline, sample_plan
+
+from aliquot.cluster import Cluster
+from aliquot.plans import AxisUse, ModelReference, spoken
+
+replace = msgspec.structs.replace
+WEIGHTS = {f"state.params.layers[{k}].w": (("x",), ()) for k in (0, 1)}
+WHOLE = {f"state.params.layers[{k}].w": ((), ()) for k in (0, 1)}
+BATCH = {"batch.inputs": (("x",), ()), "state.step": ()}
+
+
+def stage(axes, shardings, **uses):
+    shape = tuple(axes.values())
+    return replace(
+        STAGE,
+        mesh_shape=shape,
+        axis_names=tuple(axes),
+        shardings=shardings,
+        parallelism=uses,
+        data_axes=(),
+    )
+
+
+EXAMPLES = AxisUse(reads={"examples": 1.0}, gradients={"split": 1.0}, batch=("examples",))
+WHOLE_GRADIENTS = replace(EXAMPLES, gradients={"whole": 1.0})
+PIECES = AxisUse(reads={"pieces": 1.0}, exchanges=True)
+
+
+@pytest.mark.parametrize(
+    ("planned", "wanted"),
+    [
+        (
+            stage({"x": 8}, WEIGHTS | BATCH, x=EXAMPLES),
+            "Shard parameters and optimizer state over all 8 GPUs (FSDP)",
+        ),
+        (
+            stage({"x": 8}, WHOLE | BATCH, x=WHOLE_GRADIENTS),
+            "Split the batch over all 8 GPUs (data parallel)",
+        ),
+        (
+            stage({"x": 8}, WEIGHTS | {"batch.inputs": ((), ())}, x=PIECES),
+            "Split each layer's matrix products over all 8 GPUs (tensor parallel, parameters"
+            " sharded)",
+        ),
+        (
+            stage({"y": 4, "x": 2}, WEIGHTS | {"batch.inputs": (("y",), ())}, y=EXAMPLES, x=PIECES),
+            "Combine 4-way data parallelism and 2-way tensor parallelism on all 8 GPUs",
+        ),
+        (stage({"x": 1}, WHOLE | BATCH), "Run everything on one GPU"),
+    ],
+)
+def test_what_is_split_over_which_devices(planned, wanted):
+    plan = sample_plan(stages=(planned,))
+    assert spoken(plan)[1] == f"{wanted}, 2 micro-batches, no recomputation:"
+
+
+def test_the_figures_are_those_of_the_plan():
+    fuller = replace(PREDICTION, step_time_s=6.2, peak_memory_bytes=52 * 2**30)
+    fuller = replace(fuller, memory_limit_bytes=71.2 * 2**30)
+    model = ModelReference(kind="zoo", name="gpt", settings={}, flops_per_step=3e16)
+    plan = sample_plan(prediction=fuller, model=model)
+    assert spoken(plan)[2] == (
+        "6.20 s a step, 52.0 of 71.2 GiB on each GPU, MFU 61%, expected error 8%."
+    )
+
+
+def test_an_error_that_is_not_known_is_called_so():
+    sheet = sample_plan(cluster=Cluster.preset("8xMI300X").to_dict())
+    assert spoken(sheet)[2].endswith("expected error not known.")
+    measured = replace(PROVENANCE, profiles="figures.sqlite")
+    prediction = replace(PREDICTION, measured_error=0.03)
+    plan = sample_plan(provenance=measured, prediction=prediction)
+    assert spoken(plan)[2].endswith("mean error of the measurements 3%.")
+
+
+def test_stages_and_what_they_recompute():
+    use = {"x": EXAMPLES}
+    stages = [replace(each, parallelism=use) for each in sample_pipeline().stages]
+    stages[0] = replace(stages[0], recompute="stage")
+    assert spoken(sample_pipeline(stages=tuple(stages)))[1] == (
+        "Run 4 stages of 2 GPUs each (1f1b), each with 2-way FSDP, 4 micro-batches, 1 of 4 stages"
+        " recompute everything:"
+    )
