@@ -23,6 +23,7 @@ from .core import (
     InputError,
     TimeLimitError,
     collecting_seldom,
+    format_seconds,
     nearest,
     recompute_parts,
 )
@@ -33,6 +34,7 @@ from .planners import (
     Decision,
     Interrupted,
     PipeshardParallel,
+    Progress,
     SimplePlan,
     Task,
     WholeProgram,
@@ -343,9 +345,12 @@ def plan_variants(
     # a bound. Compiled, it may not fit.
     simplest_s = min(simple_s.values(), default=math.inf) * (1 + _EQUAL)
     to_beat_s = math.inf if options.get("verify") else simplest_s
+    report = options.get("progress")
     for k, variant in enumerate(ordered):
         if best is not None:
             to_beat_s = best.prediction.step_time_s
+        if report and math.isfinite(to_beat_s):
+            options["progress"] = _with_best(report, to_beat_s)
         if variant in too_large:
             tried.append(
                 _tried(variant.name, outcome="does not fit: it keeps more than one that does not")
@@ -479,6 +484,12 @@ def _interrupted(simple_s: Mapping[Variant, float], make: Callable[..., Plan]) -
     if simple_s:
         error.plan = make(min(simple_s, key=simple_s.__getitem__), SimplePlan())
     return error
+
+
+def _with_best(report: Progress, best_s: float) -> Progress:
+    """Progress that says the best step time so far, too."""
+    best = f"best so far {format_seconds(best_s)} a step"
+    return lambda what, done, of: report(f"{what}, {best}", done, of)
 
 
 def _tried(name: str, step_time_s: float | None = None, outcome: str = "") -> dict[str, Any]:

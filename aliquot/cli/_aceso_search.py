@@ -250,19 +250,23 @@ def _planner(name: str, *, max_hops: int, budget_s: float | None, keep: int) -> 
 
 @contextlib.contextmanager
 def _progress(say: Session) -> Iterator[OnProgress]:
-    """One changing line in a terminal: best, bound and gap."""
+    """Best, bound and gap: one changing line in a terminal; elsewhere what the voice says."""
     console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        yield lambda progress: None
-        return
-    with console.status("reading the database") as status:
+    say.voice.doing = "reading the database"
+    with contextlib.ExitStack() as shown:
+        status = None
+        if console.is_terminal:
+            shown.enter_context(say.voice.quiet())
+            status = shown.enter_context(console.status(say.voice.doing))
 
         def show(progress: Any) -> None:
             parts = [f"best {progress.best_ms:,.1f} ms", f"{progress.scored:,} scored"]
             if progress.bound_ms:
                 gap = max(1 - progress.bound_ms / progress.best_ms, 0.0)
                 parts[1:1] = [f"bound {progress.bound_ms:,.1f} ms", f"gap {gap:.2%}"]
-            status.update("searching: " + ", ".join(parts))
+            say.voice.doing = f"searching ({', '.join(parts)})"
+            if status is not None:
+                status.update(say.voice.doing)
 
         yield show
 

@@ -31,6 +31,7 @@ from ._explain import explain
 from ._export import export as export_settings
 from ._generate import generate
 from ._launch import launch
+from ._next_steps import next_steps
 from ._other_names import Verb
 from ._plan import plan
 from ._profile import check, fit, merge, run
@@ -47,8 +48,6 @@ app = typer.Typer(
         "Exit codes: 0 done, 1 no feasible plan or a failed check, 2 bad input, 4 an export that"
         " would lose something, 130 interrupted."
     ),
-    no_args_is_help=True,
-    add_completion=False,
     # Plain help needs a third of the time, and errors of options stay on two lines.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -136,8 +135,9 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -145,4 +145,8 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        typer.echo(
+            f"{app.info.help}\n\nSee it work in a minute: aliquot demo\n\n{next_steps()}\n\n"
+            "aliquot --help lists all commands; aliquot --install-completion completes them."
+        )

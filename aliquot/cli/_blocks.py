@@ -148,7 +148,7 @@ def profile(
 
             combinations = priced_combinations(asked.step)
             with database_of_all(database) as known:
-                with measuring_progress(is_shown=leads()) as report:
+                with measuring_progress(say, is_shown=leads()) as report:
                     run = profile_segments(
                         asked.step,
                         known,

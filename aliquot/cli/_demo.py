@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import InputError, format_count, format_seconds
+from ..core import InputError, format_count
 from ._devices import use_virtual_devices
 from ._interrupts import INTERRUPTED
+from ._next_steps import next_steps
 from ._options import Json, check_destination
 from ._progress import search_progress
 from ._session import Session, session
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 
 _MODEL = "gpt-10m"
 _BATCH = 8
+_SEQ_LEN = 64
 _LEARNING_RATE = 1e-3
 _DEVICES = 8
-_STEPS = 12
+_STEPS = 10
 _SEED = 0
 _TOLERANCE = 1e-4
+_TAKES = "in about a minute on a laptop"
 
 
 def demo(
@@ -48,10 +51,19 @@ def demo(
             raise InputError(f"--steps must be at least 2, so that the loss can fall; got {steps}.")
         check_destination(out)
         use_virtual_devices(_DEVICES)
+        say.note(f"demo: plans, trains twice and compares, {_TAKES}.")
+        say.voice.doing = f"building {_MODEL}"
         from ..zoo import build, text_for, tokens_of
 
         workload = build(
-            _MODEL, _BATCH, dtype="float32", recompute="none", learning_rate=_LEARNING_RATE
+            _MODEL,
+            _BATCH,
+            overrides={"seq_len": _SEQ_LEN},
+            dtype="float32",
+            recompute="none",
+            # A loop over the layers compiles in half of the time.
+            scan=True,
+            learning_rate=_LEARNING_RATE,
         )
         text = text_for(workload, tokens_of(data), seed=_SEED)
         say.show(
@@ -63,7 +75,7 @@ def demo(
         plan = _plan(workload, out, say)
         figures, many = _train_parallel(workload, plan, text, steps, say)
         _stop_if_interrupted(many, steps, say)
-        one = _train_alone(workload, text, steps)
+        one = _train_alone(workload, text, steps, say)
         _stop_if_interrupted(one, steps, say)
         _conclude(many, one, plan, out, figures, say)
 
@@ -75,8 +87,7 @@ def _source(data: Sequence[Path] | None) -> str:
 def _plan(workload: Workload, out: Path, say: Session) -> Plan:
     from .._variants import plan_variants
     from ..cluster import Cluster
-    from ..report import explanation
-    from ._explain import priced_alternatives
+    from ..plans import brief
     from ._model import from_workload
     from ._recomputation import variants_of
 
@@ -89,8 +100,7 @@ def _plan(workload: Workload, out: Path, say: Session) -> Plan:
             progress=report,
         )
     plan.save(out)
-    others, remark = priced_alternatives(plan, say)
-    say.show(explanation(plan, others, remark=remark))
+    say.show(f"{brief(plan)}\n")
     return plan
 
 
@@ -101,9 +111,10 @@ def _train_parallel(
 
     from .._api import parallelize
     from ..data import Feed
-    from ..report import compared, comparison
+    from ..report import compared
     from ._training import run
 
+    say.voice.doing = "creating the state on 8 devices"
     step = parallelize(workload.train_step, plan)
     state = step.init(workload.init, jax.random.key(_SEED))
     done = run(
@@ -112,25 +123,33 @@ def _train_parallel(
         Feed(text),
         steps,
         label=f"{_DEVICES} devices",
+        say=say,
         tokens_per_step=text.tokens_per_step,
     )
     stats = step.stats()
-    figures = compared(plan, stats.memory, stats.collectives)
-    say.show(comparison(figures))
-    return figures, done
+    return compared(plan, stats.memory, stats.collectives), done
 
 
-def _train_alone(workload: Workload, text: Windows | Mixture, steps: int) -> Run:
+def _train_alone(
+    workload: Workload, text: Windows | Mixture, steps: int, say: Session
+) -> Run:
     """The plain step, compiled by plain `jax.jit`: nothing of this package takes part."""
     import jax
 
     from ..data import Feed
     from ._training import run
 
+    say.voice.doing = "creating the state on one device"
     state = jax.jit(workload.init)(jax.random.key(_SEED))
     step = jax.jit(workload.train_step, donate_argnums=0)
     return run(
-        step, state, Feed(text), steps, label="1 device ", tokens_per_step=text.tokens_per_step
+        step,
+        state,
+        Feed(text),
+        steps,
+        label="1 device ",
+        say=say,
+        tokens_per_step=text.tokens_per_step,
     )
 
 
@@ -143,21 +162,21 @@ def _stop_if_interrupted(done: Run, steps: int, say: Session) -> None:
 def _conclude(
     many: Run, one: Run, plan: Plan, out: Path, figures: dict[str, Any], say: Session
 ) -> None:
-    from ..report import loss_chart
+    from ..report import beside_measured, loss_chart
 
     largest = max(_relative(a, b) for a, b in zip(many.losses, one.losses, strict=True))
     agree, fell = largest <= _TOLERANCE, many.losses[-1] < many.losses[0]
     say.show(
         loss_chart({f"loss on {_DEVICES} devices": many.losses, "loss on 1 device": one.losses})
     )
+    say.show("")
+    say.show(beside_measured(plan, many.step_time_s, figures))
+    verb = "gave the same losses as" if agree else "DIFFERS from"
     say.show(
-        f"\nloss       {many.losses[0]:.4f} -> {many.losses[-1]:.4f} on {_DEVICES} devices,"
-        f" {one.losses[-1]:.4f} on one\nagreement  largest relative difference of {len(one.losses)}"
-        f" losses {largest:.1e}, at most {_TOLERANCE:.0e} allowed:"
-        f" {'agrees' if agree else 'DIFFERS'}\nstep time "
-        f" {format_seconds(plan.prediction.step_time_s)} predicted,"
-        f" {format_seconds(many.step_time_s)} measured (median; the virtual devices share this"
-        f" machine's cores)\nplan file  {out.resolve()}; read on with: aliquot explain {out}"
+        f"  {_DEVICES} virtual devices share this machine's cores: times say little here.\n\n"
+        f"An ordinary training step, split over {_DEVICES} devices, {verb} one device:"
+        f" {many.losses[0]:.4f} -> {many.losses[-1]:.4f}, largest relative difference"
+        f" {largest:.1e} ({_TOLERANCE:.0e} allowed).\n\n{next_steps(out)}"
     )
     say.finish(
         {

@@ -17,6 +17,9 @@ def diff(
     every_term: Annotated[
         bool, typer.Option("--all", help="List every term that differs, arrays and operators too.")
     ] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown, for a comment on a pull request.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compare two plans: how they are laid out, and the time and memory that they are predicted to
@@ -25,10 +28,15 @@ def diff(
     with session(as_json) as say:
         use_host_only()
         from ..plans import diff as compare
-        from ..report import difference, summarised
+        from ..report import difference, summarised, summarised_as_markdown
 
         plans = read_plan(before), read_plan(after)
         changes = compare(*plans)
         names = before.name, after.name if after.name != before.name else str(after)
-        say.show(difference(changes, *names) if every_term else summarised(*plans, changes, names))
+        if markdown:
+            say.show(summarised_as_markdown(*plans, changes, names))
+        elif every_term:
+            say.show(difference(changes, *names))
+        else:
+            say.show(summarised(*plans, changes, names))
         say.finish({"before": str(before), "after": str(after), **changes.to_dict()})

@@ -112,6 +112,7 @@ def priced_alternatives(
     from .._api import explain as price_alternatives
 
     try:
+        say.voice.doing = "pricing what could have been chosen instead"
         workload = rebuild(plan.model, named=model, trusted=trusted)
         with user_code(workload.name):
             return (

@@ -49,7 +49,6 @@ Noisy = Annotated[
     ),
 ]
 BudgetS = Annotated[float, typer.Option(min=0, help="Start no program after so many seconds.")]
-_EVERY_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +125,13 @@ def database_of_all(path: Path) -> Iterator[ProfileDatabase | None]:
 
 
 @contextlib.contextmanager
-def measuring_progress(*, is_shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+def measuring_progress(
+    say: Session, *, is_shown: bool = True
+) -> Iterator[Callable[[str, int, int], None]]:
     """A function to call as `report(what, done, of)` after each program, which shows what is done,
     what is left, and about how long that takes.
 
-    A bar in a terminal; elsewhere a line every 15 seconds.
+    A bar in a terminal; elsewhere the voice of the session says it from time to time.
 
     Args:
         is_shown: False in processes that leave this to another.
@@ -139,24 +140,22 @@ def measuring_progress(*, is_shown: bool = True) -> Iterator[Callable[[str, int,
         yield lambda what, done, of: None
         return
     console, left = Console(file=sys.stderr), _Left()
+    say.voice.doing = "tracing the step"
     if not console.is_terminal:
-        said_s = time.monotonic()
 
-        def say(what: str, done: int, of: int) -> None:
-            nonlocal said_s
-            text = left.text(done, of)
-            if time.monotonic() - said_s >= _EVERY_S:
-                said_s = time.monotonic()
-                print(f"{done} of {of} programs known, {text}: {what}", file=sys.stderr, flush=True)
+        def tell(what: str, done: int, of: int) -> None:
+            say.voice.doing = (
+                f"measuring ({done} of {of} programs known, {left.text(done, of)}: {what})"
+            )
 
-        yield say
+        yield tell
         return
     columns = (
         MofNCompleteColumn(),
         BarColumn(),
         TextColumn("{task.fields[left]}  {task.description}"),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with say.voice.quiet(), Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("tracing the step", total=None, left="")
         yield lambda what, done, of: bar.update(
             task, description=what, completed=done, total=of, left=left.text(done, of)

@@ -426,8 +426,19 @@ def _kind_of_argument(parameter: inspect.Parameter | None) -> Any:
 
 
 def find_factory(name: str) -> Callable[..., Any]:
+    """The factory that `package.module:function` names; see `find_function`."""
+    return find_function(name, " that returns (train_step, state, batch)")
+
+
+def find_function(name: str, that: str = "") -> Callable[..., Any]:
     """The function that `package.module:function` names; its module is imported and may register
     rules, methods and schedules.
+
+    Args:
+        that: what the function does, for messages.
+
+    Raises:
+        InputError: there is no such module or function, or it cannot be imported.
     """
     module_name, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -454,9 +465,7 @@ def find_factory(name: str) -> Callable[..., Any]:
         raise InputError(f"{module_name} has no {attribute!r}: {nearest(attribute, names)}")
     factory = getattr(module, attribute)
     if not callable(factory):
-        raise InputError(
-            f"{name} is {_kind(factory)}, not a function that returns (train_step, state, batch)."
-        )
+        raise InputError(f"{name} is {_kind(factory)}, not a function{that}.")
     callable_factory: Callable[..., Any] = factory
     return callable_factory
 

@@ -8,6 +8,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from ._options_file import read_options, save_options
+
 _NOT_NEEDED = "nothing in its place"
 
 #: Names elsewhere, an option or argument of the verbs that are meant, and what to type there. The
@@ -239,7 +241,12 @@ class Verb(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the options; one of another tool ends the process with what to type here."""
         refuse_other_names(ctx, args)
-        return super().parse_args(ctx, list(_config_as_model(ctx, args)))
+        if "--options" not in _own_names(ctx):
+            return super().parse_args(ctx, list(_config_as_model(ctx, args)))
+        read_options(ctx, args)
+        rest = super().parse_args(ctx, list(_config_as_model(ctx, args)))
+        save_options(ctx)
+        return rest
 
 
 def refuse_other_names(ctx: typer.Context, args: Sequence[str]) -> None:

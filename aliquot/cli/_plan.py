@@ -25,6 +25,7 @@ from ._options import (
     read_cluster,
     read_time_limit,
 )
+from ._options_file import FileOptions
 from ._plan_json import no_plan, summary
 from ._plan_options import MethodOptions, ProfileOptions, SearchOptions
 from ._progress import search_progress
@@ -47,6 +48,7 @@ def plan(
     profile_options: ProfileOptions,
     search_options: SearchOptions,
     optimizer_options: OptimizerOptions,
+    file_options: FileOptions,
     steps: Annotated[
         int | None,
         typer.Option(help="Steps of the run, on which a schedule of the learning rate depends."),
@@ -138,6 +140,7 @@ def _find_plan(
     from ._recomputation import model_to_plan, variants_of
 
     name, where, how = request.name, request.where, request.how
+    say.voice.doing = f"building {name}"
     model = model_to_plan(name, request.options, where)
     tell_model(name, model.workload.config if model.workload else None, say)
     tell_attention(model, where, say)

@@ -130,7 +130,7 @@ def run(
                 operators = alone_on_one_device(operators)
             with (
                 database_of_all(database) as known,
-                measuring_progress(is_shown=leads()) as report,
+                measuring_progress(say, is_shown=leads()) as report,
             ):
                 done = profile_operators(
                     operators,
@@ -274,7 +274,7 @@ def fit(
         if steps is not None:
             from .._fit_steps import fit_steps, read_steps
 
-            with measuring_progress() as report:
+            with measuring_progress(say) as report:
                 fitted = fit_steps(
                     read_steps(steps), where, load_cluster=read_cluster, progress=report
                 )

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -25,31 +23,39 @@ from ..core import format_count
 from ._session import Session
 
 _LINES = 10
-_PATIENCE_S = 15.0
 
 
 @contextlib.contextmanager
 def search_progress(say: Session) -> Iterator[Callable[[str, int, int], None]]:
     """A function to call as `report(what, done, of)`, with 0 for what is not counted.
 
-    Shows one changing line in a terminal, and nothing elsewhere.
+    Shows one changing line in a terminal. Elsewhere the voice of the session says it from time to
+    time.
     """
     console = Console(file=sys.stderr)
+    say.voice.doing = "tracing the step"
+
+    def report(what: str, done: int, of: int) -> None:
+        say.voice.doing = f"searching (at {what}, {done} of {of})" if of else what
+
     if not console.is_terminal:
-        yield lambda what, done, of: None
+        yield report
         return
-    with console.status("tracing the step") as status:
-        yield lambda what, done, of: status.update(
-            f"searching: {what} ({done} of {of})" if of else what
-        )
+    with say.voice.quiet(), console.status(say.voice.doing) as status:
+
+        def update(what: str, done: int, of: int) -> None:
+            report(what, done, of)
+            status.update(say.voice.doing)
+
+        yield update
 
 
 @contextlib.contextmanager
 def training_progress(
-    label: str, steps: int, examples: str = "tokens"
+    label: str, steps: int, say: Session, examples: str = "tokens"
 ) -> Iterator[Callable[[int, float, float], None]]:
     """A function to call as `report(step, loss, examples_per_s)` after each step, with `step`
-    counted from 1.
+    counted from 1; 0 when the step is about to be compiled.
 
     A bar in a terminal; about ten lines elsewhere.
     """
@@ -60,8 +66,13 @@ def training_progress(
 
         def print_line(step: int, loss: float, examples_per_s: float) -> None:
             nonlocal shown
+            if not step:
+                say.voice.doing = f"{label}: compiling the step"
+                return
+            say.voice.doing = f"{label}: training (step {step} of {steps} is done)"
             if shown is None or step - shown >= every or step == steps:
                 shown = step
+                say.voice.heard()
                 # The first step compiles, which is no speed.
                 rate = format_count(round(examples_per_s))
                 speed = f"{rate} {examples}/s" if examples_per_s else ""
@@ -77,32 +88,41 @@ def training_progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}  {task.fields[speed]} " + f"{examples}/s"),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,
     )
-    with bar:
-        task = bar.add_task(label, total=steps, loss="-", speed="-")
+    with say.voice.quiet(), bar:
+        task = bar.add_task(label, total=steps, state="reading data")
 
         def move(step: int, loss: float, examples_per_s: float) -> None:
-            bar.update(
-                task, completed=step, loss=f"{loss:.4f}", speed=format_count(round(examples_per_s))
-            )
+            state = f"loss {loss:.4f}  {format_count(round(examples_per_s))} {examples}/s"
+            bar.update(task, completed=step, state=state if step else "compiling the step")
 
         yield move
 
 
 @contextlib.contextmanager
-def compiling_progress() -> Iterator[Callable[[str], None]]:
+def compiling_progress(say: Session) -> Iterator[Callable[[str], None]]:
     """A function to call with a line about what is going on.
 
     In a terminal the line changes in place, with the seconds since it all began. Elsewhere each
-    stands once, and again with the seconds for as long as it stays the last.
+    stands once, and the voice of the session says again what takes long.
     """
     console = Console(file=sys.stderr)
+    say.voice.doing = "tracing the step"
     if not console.is_terminal:
-        with _said_again(_PATIENCE_S) as say:
-            yield say
+        seen: set[str] = set()
+
+        def tell(line: str) -> None:
+            what = line.partition(" (")[0]
+            say.voice.doing = what
+            if what not in seen:
+                seen.add(what)
+                say.note(f"{what} ...")
+
+        yield tell
         return
     bar = Progress(
         SpinnerColumn(),
@@ -111,39 +131,6 @@ def compiling_progress() -> Iterator[Callable[[str], None]]:
         console=console,
         transient=True,
     )
-    with bar:
+    with say.voice.quiet(), bar:
         task = bar.add_task("tracing the step", total=None)
         yield lambda line: bar.update(task, description=line.partition(" (")[0])
-
-
-@contextlib.contextmanager
-def _said_again(every_s: float) -> Iterator[Callable[[str], None]]:
-    """The lines of a log: each when it is new, and again with the time that it has been the
-    last.
-    """
-    seen: set[str] = set()
-    last, since_s = "tracing the step", time.monotonic()
-    ended = threading.Event()
-
-    def say(line: str) -> None:
-        nonlocal last, since_s
-        what = line.partition(" (")[0]
-        if what != last:
-            last, since_s = what, time.monotonic()
-        if what not in seen:
-            seen.add(what)
-            print(f"{what} ...", file=sys.stderr, flush=True)
-
-    def again() -> None:
-        while not ended.wait(every_s):
-            passed_s = time.monotonic() - since_s
-            if passed_s >= every_s:
-                print(f"{last} ... ({passed_s:.0f} s)", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=again, daemon=True)
-    thread.start()
-    try:
-        yield say
-    finally:
-        ended.set()
-        thread.join()

@@ -47,6 +47,13 @@ class RunOptions:
         int | None,
         typer.Option(metavar="N", help="Steps of a line of the log; by default up to 10."),
     ] = None
+    log_to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Call this function with each line of the log, a dict, such as to send it to W&B.",
+        ),
+    ] = None
     eval_every: Annotated[
         int | None,
         typer.Option(

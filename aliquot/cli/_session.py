@@ -17,6 +17,7 @@ from rich.console import Console, RenderableType
 
 from ..core import AliquotError, AliquotWarning, printable, shortened
 from ._interrupts import INTERRUPTED, raise_at_interrupts
+from ._voice import Voice
 
 _WIDTH = 180
 _LEAST_WIDTH = 60
@@ -33,6 +34,8 @@ _PLAINER = {
 class Session:
     """Output of one command: the answer and its messages.
 
+    `voice.doing` says what is being done, for when that takes long.
+
     With `--json` nothing but the final object reaches standard output, whatever libraries or the
     user's code print.
     """
@@ -40,11 +43,13 @@ class Session:
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         self.answer: dict[str, Any] | None = None
+        self.voice = Voice()
 
     def show(self, renderable: RenderableType) -> None:
         """Part of the answer, for people; left out with `--json`."""
         if self.as_json:
             return
+        self.voice.heard()
         console = Console()
         if isinstance(renderable, str):
             _write(renderable)
@@ -63,6 +68,7 @@ class Session:
 
     def note(self, text: str) -> None:
         """A remark that is no part of the answer."""
+        self.voice.heard()
         lines = "\n".join(shortened(line, _LONGEST_LINE) for line in text.split("\n"))
         print(in_its_encoding(lines, sys.stderr), file=sys.stderr, flush=True)
 
@@ -85,6 +91,7 @@ def session(as_json: bool = False) -> Iterator[Session]:
         with (
             contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(),
             _warnings_as_remarks(say),
+            say.voice.speaking(),
         ):
             try:
                 yield say

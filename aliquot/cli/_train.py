@@ -23,6 +23,7 @@ from ._launch_options import (
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
 from ._optimizer_options import OptimizerOptions
 from ._options import Json, NetworkGbps, ZooName
+from ._options_file import FileOptions
 from ._plan_options import MethodOptions
 from ._run_options import RunOptions
 from ._session import Session, session
@@ -53,6 +54,7 @@ def train(
     model_options: ModelOptions,
     method_options: MethodOptions,
     optimizer_options: OptimizerOptions,
+    file_options: FileOptions,
     run_options: RunOptions,
     launch_options: LaunchOptions,
     plan_file: Annotated[
@@ -78,6 +80,8 @@ def train(
     """Train a model of the zoo on your text or images, as a plan says. A run with --out goes on
     where it stopped.
     """
+    from ._model import find_function
+
     with session(as_json) as say:
         if steps < 1:
             raise InputError(f"--steps must be at least 1, got {steps}.")
@@ -97,6 +101,9 @@ def train(
 
         with joined(launch):
             here = use_devices(devices)
+            if run_options.log_to is not None:
+                # Before the search: a name that is wrong is refused at once.
+                find_function(run_options.log_to)
             if plan_file is not None:
                 plan, workload = given_plan(model, plan_file, model_options, method_options, update)
                 check_devices(plan, len(here))
@@ -174,10 +181,12 @@ def _train(
 
     from .._api import parallelize
     from ..data import Feed
+    from ._model import find_function
     from ._resume import Resumed, begin, open_checkpoints
     from ._training import run
 
     text = texts["train"]
+    say.voice.doing = "creating or reading the state"
     step = parallelize(workload.train_step, plan)
     with open_checkpoints(options, say) as checkpoints:
         begun: Resumed = begin(checkpoints, step, workload, text, options, seed, say)
@@ -202,12 +211,14 @@ def _train(
             feed,
             steps,
             label=workload.config.name,
+            say=say,
             tokens_per_step=text.tokens_per_step,
             images_per_step=0 if text.tokens_per_step else text.batch,
             log={
                 "folder": options.out,
                 "plan": plan,
                 "every": options.log_every or max(1, min(10, steps // 10)),
+                "hook": find_function(options.log_to) if options.log_to else None,
                 "constants": {} if isinstance(rate, dict) else {"learning_rate": rate},
             },
             evaluate=_evaluation(step, workload, texts, begun.state, options),

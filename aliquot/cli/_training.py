@@ -11,6 +11,7 @@ from ..data import Feed
 from ..report import MetricsLog
 from ._interrupts import ending_between_steps
 from ._progress import training_progress
+from ._session import Session
 
 # So many steps are given to the devices before the first of them has ended.
 _AHEAD = 2
@@ -78,6 +79,7 @@ def run(
     steps: int,
     *,
     label: str,
+    say: Session,
     tokens_per_step: int,
     images_per_step: int = 0,
     log: Mapping[str, Any] | None = None,
@@ -91,6 +93,7 @@ def run(
     Args:
         step: `step(state, batch)` returns the new state and metrics with a `loss`.
         label: what progress calls the run.
+        say: the session, which says what takes long.
         tokens_per_step, images_per_step: of the global batch, one of them 0.
         log: further arguments of `MetricsLog`.
         evaluate: the loss of a state on other data; called every `eval_every` steps and at the end.
@@ -105,7 +108,10 @@ def run(
     local_part = step.local_part if isinstance(step, Step) and jax.process_count() > 1 else None
     waiting: deque[Any] = deque()
     examples = "images" if images_per_step else "tokens"
-    with training_progress(label, steps, examples) as show, ending_between_steps() as ending:
+    with (
+        training_progress(label, steps, say, examples) as show,
+        ending_between_steps() as ending,
+    ):
 
         def report(row: Mapping[str, Any]) -> None:
             if "loss" in row:
@@ -125,6 +131,7 @@ def run(
                     if local_part is not None:
                         batch = local_part(batch)
                 if number == first + 1:
+                    show(0, 0.0, 0.0)
                     with record.timed("compilation"):
                         state, metrics = step(state, batch)
                         jax.block_until_ready(metrics)

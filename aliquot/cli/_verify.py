@@ -48,7 +48,7 @@ def verify(
                 " function is."
             )
         workload = rebuild(plan.model, named=model, trusted=trust_plan)
-        with compiling_progress() as report, user_code(workload.name):
+        with compiling_progress(say) as report, user_code(workload.name):
             result = compile_plan(
                 plan, workload.step, workload.state, workload.batch, target=target, progress=report
             )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ..core import broken, fitting_widths, wrapped
 from ._answer import spoken
-from ._facts import fact_rows
+from ._facts import bound, fact_rows
 from ._plan import Plan
 from ._section import Section, SectionKind
-from ._sections import PRINTED, sections
+from ._sections import BRIEF, PRINTED, sections
 
 _WIDTH = 120
 _LEAST_WIDTH = 60
@@ -53,6 +54,23 @@ def describe(plan: Plan, width: int | None = None, *, every: bool = False) -> st
         if section not in tried and (every or section.kind not in _DETAILS):
             lines += ["", *_laid_out(section, fits)]
     return "\n".join(lines if every else [*lines, "", *wrapped(_MORE, prose)])
+
+
+def brief(plan: Plan, width: int | None = None) -> str:
+    """A plan in about fifteen lines: what to do in three, its bound, and the fastest of what else
+    was tried; arguments as for `describe`.
+    """
+    known = width or shutil.get_terminal_size((0, 0)).columns
+    fits = max(known, _LEAST_WIDTH) if known else None
+    prose = min(fits or _WIDTH, _WIDTH)
+    what, *rest = spoken(plan)
+    lines = broken(what, fits or _WIDTH)
+    lines += [f"  {line}" for text in rest for line in wrapped(text, prose - 2)]
+    lines += ["", *_facts([("bound", bound(plan))], prose)]
+    for section in sections(plan, BRIEF):
+        if section.kind == SectionKind.TRIED:
+            lines += ["", *_laid_out(replace(section, remarks=()), fits)]
+    return "\n".join(lines)
 
 
 def _grouped(rows: Sequence[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:

@@ -51,6 +51,7 @@ class Detail:
     notes: int | None
 
 
+BRIEF = Detail(tried=5, arrays=0, arrays_of_stage=0, kinds_of_stages=0, collectives=0, notes=0)
 PRINTED = Detail(tried=8, arrays=8, arrays_of_stage=4, kinds_of_stages=4, collectives=5, notes=6)
 EXPLAINED = Detail(
     tried=20, arrays=12, arrays_of_stage=6, kinds_of_stages=6, collectives=10, notes=None

@@ -6,8 +6,8 @@ from ._blocks import composed_text as composed_text
 from ._blocks import enumeration_text as enumeration_text
 from ._charts import bar_chart as bar_chart
 from ._charts import line_chart as line_chart
+from ._compare import beside_measured as beside_measured
 from ._compare import compared as compared
-from ._compare import comparison as comparison
 from ._compare_page import compare_page as compare_page
 from ._comparison import Candidate as Candidate
 from ._comparison import Comparison as Comparison
@@ -16,6 +16,7 @@ from ._comparison import sorted_candidates as sorted_candidates
 from ._curve import loss_chart as loss_chart
 from ._diff import difference as difference
 from ._diff_summary import summarised as summarised
+from ._diff_summary import summarised_as_markdown as summarised_as_markdown
 from ._explain import Alternative as Alternative
 from ._explain import explained as explained
 from ._explain import explanation as explanation

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from rich.console import RenderableType
 
-from ..core import format_bytes
+from ..core import format_bytes, format_seconds
 from ..plans import Plan, grouped_arrays
 from ._tables import columns
 
@@ -97,6 +97,7 @@ def compared(plan: Plan, memory: Memory, collectives: Iterable[Collective]) -> d
     }
 
 
+_WHO = ("predicted", "compiled")
 _NOTHING = {
     "predicted_count": 0.0,
     "compiled_count": 0.0,
@@ -105,29 +106,24 @@ _NOTHING = {
 }
 
 
-def comparison(figures: dict[str, Any]) -> RenderableType:
-    """The figures of `compared` as a table."""
-    rows = [(row["what"], "", "", "", *_bytes_of(row)) for row in figures["memory"]]
-    rows += [
+def beside_measured(plan: Plan, step_time_s: float, figures: dict[str, Any]) -> RenderableType:
+    """Predicted figures of a step beside those of its run.
+
+    Args:
+        step_time_s: measured, in seconds; 0 if it is not known.
+        figures: as `compared` gives them.
+    """
+    state, peak = figures["memory"]
+    sums = [sum(row[f"{who}_bytes"] for row in figures["collectives"]) for who in _WHO]
+    sizes = [[format_bytes(row[f"{who}_bytes"]) for who in _WHO] for row in (state, peak)]
+    rows = [
         (
-            row["kind"],
-            row["axes"],
-            f"{row['predicted_count']:g}",
-            f"{row['compiled_count']:g}",
-            *_bytes_of(row),
-        )
-        for row in figures["collectives"]
+            "step time",
+            format_seconds(plan.prediction.step_time_s),
+            format_seconds(step_time_s) if step_time_s else "too few steps",
+        ),
+        ("state and batch on each device", *sizes[0]),
+        ("memory of each device at its peak", *sizes[1]),
+        ("exchanged by each device in a step", *map(format_bytes, sums)),
     ]
-    header = (
-        "on each device",
-        "axes",
-        "predicted count",
-        "compiled count",
-        "predicted bytes",
-        "compiled bytes",
-    )
-    return columns("One step, predicted beside compiled", header, rows, right=(2, 3, 4, 5))
-
-
-def _bytes_of(row: dict[str, Any]) -> tuple[str, str]:
-    return format_bytes(row["predicted_bytes"]), format_bytes(row["compiled_bytes"])
+    return columns("One step", ("", "predicted", "measured"), rows, right=(1, 2))

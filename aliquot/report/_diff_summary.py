@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -47,28 +47,66 @@ def summarised(
     how many arrays and operators are split differently.
     """
     if changes.identical:
-        return Text(f"{names[0]} and {names[1]} decide and predict the same.")
-    parts: list[RenderableType] = [Text(_verdict(before, after, names), style="bold")]
-    are_alike = _model(before) == _model(after) and before.interface_fingerprint == (
-        after.interface_fingerprint
+        return Text(_same(names))
+    parts: list[RenderableType] = [Text(_head(before, after, names), style="bold"), Text("")]
+    for title, header, rows in _tables(before, after, names):
+        right = (1, 2, 3) if len(header) == 4 else ()
+        parts.append(columns(title, header, rows, right=right))
+    if _are_alike(before, after):
+        parts.append(Text(_rest(changes)))
+    return Group(*parts)
+
+
+def summarised_as_markdown(
+    before: Plan, after: Plan, changes: PlanDiff, names: tuple[str, str]
+) -> str:
+    """What `summarised` shows, as Markdown for a comment on a pull request."""
+    if changes.identical:
+        return _same(names)
+    parts = [f"**{_in_markdown(_head(before, after, names))}**"]
+    for title, header, rows in _tables(before, after, names):
+        lines = [header, ["---", *["---:" if len(header) == 4 else "---"] * (len(header) - 1)]]
+        table = "\n".join(f"| {' | '.join(map(_in_markdown, row))} |" for row in (*lines, *rows))
+        parts.append(f"{title}\n\n{table}")
+    if _are_alike(before, after):
+        parts.append(_rest(changes))
+    return "\n\n".join(parts)
+
+
+def _in_markdown(text: str) -> str:
+    for mark in "\\|*_<":
+        text = text.replace(mark, f"\\{mark}")
+    return text
+
+
+def _same(names: tuple[str, str]) -> str:
+    return f"{names[0]} and {names[1]} decide and predict the same."
+
+
+def _are_alike(before: Plan, after: Plan) -> bool:
+    """Whether both plans are for the same step."""
+    return (_model(before), before.interface_fingerprint) == (
+        _model(after),
+        after.interface_fingerprint,
     )
-    if not are_alike:
-        parts = [Text(_two_models(before, after, names), style="bold")]
-    parts.append(Text(""))
-    heads = ("what", *names)
+
+
+def _head(before: Plan, after: Plan, names: tuple[str, str]) -> str:
+    said = _verdict if _are_alike(before, after) else _two_models
+    return said(before, after, names)
+
+
+def _tables(
+    before: Plan, after: Plan, names: tuple[str, str]
+) -> Iterator[tuple[str, list[str], list[Sequence[str]]]]:
+    """Title, header and rows of each table; changes have a column where there are any."""
     for title, rows in (
         ("Layout", list(_layout(before, after))),
         ("Step time (predicted)", list(_times(before, after))),
         ("Memory on each device at its peak (predicted)", list(_memory(before, after))),
     ):
-        has_change = any(row[3] for row in rows)
-        width = 4 if has_change else 3
-        header = (*heads, "change")[:width]
-        right = (1, 2, 3) if has_change else ()
-        parts.append(columns(title, header, [row[:width] for row in rows], right=right))
-    if are_alike:
-        parts.append(Text(_rest(changes)))
-    return Group(*parts)
+        width = 4 if any(row[3] for row in rows) else 3
+        yield title, ["what", *names, "change"][:width], [row[:width] for row in rows]
 
 
 def _verdict(before: Plan, after: Plan, names: tuple[str, str]) -> str:

@@ -9,12 +9,13 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..core import InputError, write_atomic
+from ..core import AliquotWarning, InputError, shortened, write_atomic
 from ..plans import Plan, mfu, plan_devices
 
 METRICS_FILE = "metrics.jsonl"
@@ -53,7 +54,8 @@ class MetricsLog:
     * `memory_bytes`, the most that a device of this process has used so far, where it says so,
       beside `predicted_memory_bytes` and what else `note` was given.
 
-    A line of an evaluation holds `step` and `validation_loss`. Only process 0 writes.
+    A line of an evaluation holds `step` and `validation_loss`. Steps of lines never fall. Only
+    process 0 writes.
 
     Args:
         folder: of the run; None to write nothing.
@@ -63,6 +65,8 @@ class MetricsLog:
         done: steps that were done before; later lines of an earlier attempt are removed.
         constants: figures that are alike in all lines.
         report: called with each line.
+        hook: called with each line in process 0, to send it elsewhere. If it raises, a warning
+            names the error, and the run goes on without it.
     """
 
     def __init__(
@@ -76,12 +80,14 @@ class MetricsLog:
         done: int = 0,
         constants: Mapping[str, float] | None = None,
         report: Callable[[Mapping[str, Any]], None] | None = None,
+        hook: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         if every < 1:
             raise InputError(f"A log needs every to be at least 1, got {every}.")
         self._plan, self._every = plan, every
         self._examples = {"tokens_per_s": tokens_per_step, "images_per_s": images_per_step}
         self._constants, self._report = dict(constants or {}), report
+        self._hook = hook if hook is not None and _is_first_process() else None
         self._losses: list[float] = []
         self._rows: list[dict[str, Any]] = []
         self._metrics: list[Mapping[str, Any]] = []
@@ -130,7 +136,10 @@ class MetricsLog:
             self._end(step)
 
     def validated(self, step: int, loss: float) -> None:
-        """Write the loss on validation data after a step."""
+        """Write the loss on validation data after a step, behind the lines of steps before it: the
+        evaluation has waited for them.
+        """
+        self._write_waiting()
         self._write({"step": step, "validation_loss": loss})
 
     def close(self, step: int | None = None) -> None:
@@ -219,6 +228,19 @@ class MetricsLog:
                     self._board.add_scalar(name, value, row["step"])
         if self._report is not None:
             self._report(row)
+        if self._hook is not None:
+            try:
+                self._hook(_plain(row))
+            except Exception as error:
+                name = getattr(self._hook, "__qualname__", repr(self._hook))
+                self._hook = None
+                said = f"{type(error).__name__}: {error}"
+                warnings.warn(
+                    f"the hook {name} failed at step {row['step']} ({shortened(said, 200)}); the"
+                    " run goes on without it.",
+                    AliquotWarning,
+                    stacklevel=2,
+                )
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:

@@ -58,6 +58,17 @@ def test_version():
     assert run("--version").stdout.startswith("aliquot 0.")
 
 
+def test_without_a_verb_it_says_what_to_type():
+    found = run()
+    assert found.exit_code == 0
+    assert "aliquot demo" in found.stdout and "Type next:" in found.stdout
+    assert len(found.stdout.splitlines()) <= 12
+
+
+def test_completion_is_offered():
+    assert "--install-completion" in run("--help").stdout
+
+
 def test_cluster():
     assert "32 x A100-80GB" in run("cluster", "4x8xA100-80GB").stdout
     data = json.loads(run("cluster", "8xH100", "--json").stdout)

@@ -7,6 +7,7 @@ import pytest
 from command_line import refused, run
 
 from aliquot.cli import _measuring
+from aliquot.cli._session import Session
 from aliquot.profiling import ProfileRun, Timing
 
 TINY = (
@@ -73,19 +74,18 @@ def test_more_repetitions_than_there_may_be_are_refused(tmp_path, verb):
     assert not (tmp_path / "p.sqlite").exists()
 
 
-def test_progress_says_what_is_left_and_how_long_it_takes(monkeypatch, capsys):
+def test_progress_says_what_is_left_and_how_long_it_takes(monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr(_measuring.time, "monotonic", lambda: now_s[0])
-    with _measuring.measuring_progress() as report:
+    say, lines = Session(as_json=False), []
+    with _measuring.measuring_progress(say) as report:
         report("measuring programs", 10, 40)
         for done in range(11, 21):
             now_s[0] += 6.0
             report(f"measured {done}", done, 40)
-    lines = capsys.readouterr().err.splitlines()
-    # Every 15 seconds at most; each program takes 6 s.
-    assert len(lines) == 3
-    assert lines[0] == "13 of 40 programs known, 27 left, about 3 min: measured 13"
-    assert lines[-1] == "19 of 40 programs known, 21 left, about 2 min: measured 19"
+            lines.append(say.voice.doing)
+    assert lines[2] == "measuring (13 of 40 programs known, 27 left, about 3 min: measured 13)"
+    assert lines[-2] == "measuring (19 of 40 programs known, 21 left, about 2 min: measured 19)"
     assert _measuring._Left().text(0, 5) == "5 left"
     left = _measuring._Left()
     assert (left.text(0, 3), left.text(0, 3)) == ("3 left", "3 left")

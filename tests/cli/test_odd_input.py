@@ -3,7 +3,6 @@ code.
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from command_line import refused, run
 from sample_plans import sample_pipeline, sample_plan
 
 import aliquot as aq
-from aliquot.cli._progress import _said_again
 from aliquot.plans import ModelReference
 
 NINES = "9" * 5000
@@ -356,18 +354,6 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
         )
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130
-
-
-def test_a_long_compilation_says_how_long_it_has_taken(capsys):
-    with _said_again(0.05) as say:
-        say("compiling stage 0 (0.1 s)")
-        say("compiling stage 0 (0.2 s)")
-        time.sleep(0.3)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "compiling stage 0 ..."
-    assert len(lines) >= 3 and all(
-        re.fullmatch(r"compiling stage 0 \.\.\. \(\d+ s\)", line) for line in lines[1:]
-    )
 
 
 def test_a_plugin_without_its_device_is_told_of_in_one_line(tmp_path):

@@ -170,15 +170,16 @@ def test_the_demo_tells_the_whole_story(tmp_path, text, plain, quick):
     found = demo(tmp_path, text)
     assert found.exit_code == 0, found.output
     for part in (
-        "of 8xcpu",
-        "Memory on each device",
-        "One step, predicted beside compiled",
+        "gpt-10m on 8xcpu, by method auto",
+        "memory of each device at its peak",
         "loss on 8 devices   o loss on 1 device",
-        "agreement  largest relative difference of 6 losses",
-        "agrees",
-        str(tmp_path / "demo.json"),
+        "split over 8 devices, gave the same losses as one device",
+        "Type next:",
+        f"aliquot explain {tmp_path / 'demo.json'}",
     ):
         assert part in found.stdout, found.stdout
+    # The plan is a short one: it ends where the chart begins.
+    assert len(found.stdout.partition("┤")[0].splitlines()) <= 22
     assert Plan.load(tmp_path / "demo.json").model.name == "gpt-10m"
 
 

@@ -5,7 +5,7 @@ from sample_plans import sample_pipeline, sample_plan
 
 from aliquot.core import format_bytes, format_seconds
 from aliquot.plans import diff, idle_parts
-from aliquot.report import as_text, summarised
+from aliquot.report import as_text, summarised, summarised_as_markdown
 
 replace = msgspec.structs.replace
 
@@ -75,3 +75,17 @@ def test_parts_of_the_memory_are_summed_as_a_pipeline_keeps_them():
 def test_only_what_is_split_differently_is_counted():
     other = replace(sample_plan(), method="auto")
     assert "Nothing is split differently; --all" in shown(sample_plan(), other)
+
+
+def test_markdown_has_the_same_rows():
+    before = sample_plan()
+    after = sample_pipeline(interface_fingerprint=before.interface_fingerprint)
+    text = summarised_as_markdown(before, after, diff(before, after), ("a_1.json", "b.json"))
+    lines = text.splitlines()
+    assert lines[0].startswith("**a\\_1.json is faster: 11.0 ms a step") and lines[0].endswith("**")
+    assert "| what | a\\_1.json | b.json | change |" in lines
+    assert "| step time | 11.0 ms | 21.5 ms | +95% |" in lines
+    tables = [line for line in lines if line.startswith("|")]
+    assert all(line.count("|") - line.count("\\|") in (4, 5) for line in tables)
+    same = summarised_as_markdown(before, before, diff(before, before), ("a", "b"))
+    assert same == "a and b decide and predict the same."

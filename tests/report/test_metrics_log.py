@@ -1,11 +1,15 @@
 """The log of a training run."""
 
+import importlib.util
 import json
 import math
+import sys
+import types
+from pathlib import Path
 
 import pytest
 
-from aliquot.core import InputError
+from aliquot.core import AliquotWarning, InputError
 from aliquot.report import MetricsLog, read_metrics
 
 
@@ -117,6 +121,72 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
     log.close()
     (file,) = (tmp_path / "tensorboard").iterdir()
     assert b"mean_loss" in file.read_bytes()
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_steps_of_lines_never_fall(tmp_path, every):
+    log = MetricsLog(tmp_path, every=every)
+    for step in range(1, 9):
+        log.add(step, {"loss": 1.0})
+        if step % 3 == 0:
+            log.validated(step, 2.0)
+    log.close(8)
+    steps = [row["step"] for row in read_metrics(tmp_path)]
+    assert steps == sorted(steps) and {3, 6, 8} <= set(steps)
+
+
+def test_a_hook_gets_each_line():
+    lines = []
+    log = MetricsLog(every=1, hook=lines.append)
+    for step in (1, 2):
+        log.add(step, {"loss": math.nan})
+    log.validated(2, 0.5)
+    log.close(2)
+    assert [line["step"] for line in lines] == [1, 2, 2]
+    assert lines[0]["loss"] == "nan" and lines[2] == {"step": 2, "validation_loss": 0.5}
+
+
+def test_a_hook_that_raises_is_named_and_the_run_goes_on():
+    def broken_hook(row):
+        raise ConnectionError("no route to host")
+
+    log = MetricsLog(every=1, hook=broken_hook)
+    with pytest.warns(AliquotWarning, match="broken_hook failed at step 1 .*no route to host"):
+        log.add(1, {"loss": 1.0})
+        log.add(2, {"loss": 1.0})
+    log.add(3, {"loss": 1.0})
+    log.close(3)
+    assert log.losses == (1.0, 1.0, 1.0)
+
+
+def test_the_hooks_of_the_examples_send_figures_by_step(monkeypatch):
+    """Stand-ins for the two libraries, which take what is sent."""
+    sent = []
+    wandb = types.SimpleNamespace(
+        run=None,
+        init=lambda: setattr(wandb, "run", 1),
+        log=lambda row, step: sent.append((step, row)),
+    )
+    runs = []
+    mlflow = types.SimpleNamespace(
+        active_run=lambda: runs or None,
+        start_run=lambda: runs.append(1),
+        log_metrics=lambda row, step: sent.append((step, row)),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    spec = importlib.util.spec_from_file_location(
+        "trackers", Path(__file__).parents[2] / "examples" / "tracking" / "trackers.py"
+    )
+    trackers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(trackers)
+    for hook in (trackers.to_wandb, trackers.to_mlflow):
+        log = MetricsLog(every=1, hook=hook)
+        log.add(1, {"loss": 2.0})
+        log.close(1)
+    assert [step for step, _ in sent] == [1, 1]
+    assert all(row["loss"] == 2.0 and "step" not in row for _, row in sent)
+    assert wandb.run and runs
 
 
 def test_an_interval_has_steps():

@@ -18,9 +18,9 @@ from aliquot.report import (
     BatchSearch,
     BatchTrial,
     as_text,
+    beside_measured,
     columns,
     compared,
-    comparison,
     difference,
     explained,
     explanation,
@@ -195,8 +195,12 @@ def test_predicted_beside_compiled():
         "predicted_bytes": 2048.0,
         "compiled_bytes": 2100.0,
     }
-    text = as_text(comparison(figures))
-    assert "predicted bytes" in text and "compiled bytes" in text and "3.0 KiB" in text
+    rows = [
+        line.split() for line in as_text(beside_measured(sample_plan(), 0.012, figures)).split("\n")
+    ]
+    assert ["step", "time", "11.0", "ms", "12.0", "ms"] in rows
+    assert [*"memory of each device at its peak 2.9 KiB 3.0 KiB".split()] in rows
+    assert [*"exchanged by each device in a step 2.5 KiB 2.1 KiB".split()] in rows
 
 
 def test_curves_in_one_frame():
