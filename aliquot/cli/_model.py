@@ -125,7 +125,7 @@ def zoo_config(name: str, overrides: Mapping[str, Any]) -> AbstractConfig | None
     """
     if name in MODELS:
         return configure(name, **overrides)
-    if name.endswith(".json") or os.path.isfile(name):
+    if name.endswith((".json", ".yaml", ".yml")) or os.path.isfile(name):
         return from_config(name, **overrides)
     if ":" in name:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from ..core import InputError, nearest
@@ -82,6 +83,24 @@ def layout_by_name(
         num_micro_batches=num_micro_batches,
         layers=layers,
     )
+
+
+def layout_like(text: str) -> str:
+    """The layout that is meant by degrees in another spelling; empty if none is.
+
+    >>> layout_like("tp=8,pp=4"), layout_like("dp2xTP4"), layout_like("zero9")
+    ('megatron:tp8,pp4', 'megatron:dp2,tp4', '')
+    """
+    words = [
+        word.replace("=", "").replace(":", "")
+        for word in re.split(r"[,;+\-/_ ]|(?<=\d)x(?=[a-z])", text.lower())
+        if word
+    ]
+    name = f"megatron:{','.join(words)}"
+    with contextlib.suppress(InputError):
+        layout_by_name(name)
+        return name
+    return ""
 
 
 def method_names(text: str) -> list[str]:

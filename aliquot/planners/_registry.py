@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from ..core import InputError, nearest
 from ..plans import training_schedules
 from ._auto import Auto
-from ._layout_names import LAYOUTS, layout_by_name
+from ._layout_names import LAYOUTS, layout_by_name, layout_like
 from ._megatron import Megatron
 from ._method import AbstractMethod
 from ._methods import DataParallel, ShardParallel, WholeProgram, Zero2Parallel, Zero3Parallel
@@ -128,6 +128,10 @@ def method_by_name(
     has_size = hybrid == "hsdp" and size.isdecimal() and len(size) < 7
     if not has_size and name not in METHODS and name not in SYNONYMS:
         known = [*METHODS, *SYNONYMS, *PIPELINES, *LAYOUTS.values()]
+        if meant := layout_like(name):
+            raise InputError(
+                f"Unknown method {name!r}: did you mean {meant!r}? Known: {', '.join(known)}."
+            )
         raise InputError(f"Unknown method {name!r}: {nearest(name, known)}")
     if pipeline.given:
         makes = "may make none" if name == "auto" else "makes none"

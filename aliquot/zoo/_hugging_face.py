@@ -17,6 +17,10 @@ from ._mixtral_config import MixtralConfig
 from ._sizes import OWN_CODE, changed, other_architecture
 
 _MOST_BYTES = 2**20
+_OF_YAML = (
+    " A model's config.json of Hugging Face is read here. Degrees of Megatron-LM or MaxText go to"
+    " --method megatron:tp8,pp4, and options of this command to --options FILE.toml."
+)
 _MOST_TOKENS = 8192
 
 
@@ -173,7 +177,8 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     except InputError as error:
         raise InputError(f"{shown} cannot be read: {error}.") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{shown} is not JSON: {error}.") from error
+        advice = _OF_YAML if shown.endswith((".yaml", ".yml", ".toml")) else ""
+        raise InputError(f"{shown} is not JSON: {error}.{advice}") from error
     if not isinstance(data, dict):
         raise InputError(f"{shown} is no config.json of Hugging Face: it holds no object.")
     return data

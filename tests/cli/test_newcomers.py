@@ -1,5 +1,5 @@
-"""Sixty wrong inputs that a newcomer types: each is refused in at most three lines that say what to
-type instead.
+"""Sixty-one wrong inputs that a newcomer types: each is refused in at most three lines that say
+what to type instead.
 """
 
 import pytest
@@ -60,6 +60,7 @@ WRONG = [
     (f"{PLAN} --method zero4", "zero3"),
     (f"{PLAN} --method tensor", "tp:8, megatron"),
     (f"{PLAN} --method tp:3", "3"),
+    (f"{PLAN} --method tp=4,pp=2", "did you mean 'megatron:tp4,pp2'?"),
     (f"{PLAN} --mesh 8x", "is no mesh"),
     (f"{PLAN} --micro-batches 3", "do not divide a global batch of 8"),
     (f"{PLAN} --micro-batches some", "neither a number nor auto"),
@@ -76,8 +77,8 @@ WRONG = [
 ]
 
 
-def test_there_are_sixty():
-    assert len(dict(WRONG)) == 60
+def test_how_many_there_are():
+    assert len(dict(WRONG)) == 61
 
 
 @pytest.mark.parametrize(("typed", "instead"), WRONG, ids=[typed for typed, _ in WRONG])
@@ -89,3 +90,10 @@ def test_a_newcomer_is_told_what_to_type(typed, instead, tmp_path, monkeypatch):
     refused(found, instead)
     assert len(said.splitlines()) <= 3, said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_yaml_is_told_what_reads_it(tmp_path):
+    path = tmp_path / "mega.yaml"
+    path.write_text("tensor_model_parallel_size: 8\npipeline_model_parallel_size: 4\n")
+    found = run("plan", "--config", path, "--cluster", "8xH100", "--global-batch", 8)
+    refused(found, "is not JSON", "--method megatron:tp8,pp4", "--options FILE.toml")

@@ -66,7 +66,10 @@ def test_what_is_saved_is_read_again(tmp_path):
         ("method = ['dp', 'tp']", ("line 1: method = ['dp', 'tp']: it takes one value",)),
         ("global_batch = true", ("it takes a value",)),
         ("json = true", ("'json' is no option",)),
-        ("model = 'a'\nglobal-batch = 'many'", ("Invalid value for '--global-batch'",)),
+        (
+            "model = 'a'\ncluster = '8xH100'\nglobal-batch = 'many'",
+            ("Invalid value for '--global-batch'",),
+        ),
     ],
 )
 def test_a_file_that_is_wrong(tmp_path, text, messages):
