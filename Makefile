@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all version-test verify-test page-test pictures lint bench bench-small bench-alpa docs clean versions
+.PHONY: help demo release-check test test-all version-test verify-test page-test pictures lint bench bench-small bench-alpa docs clean versions
 
 help:
 	@echo "make demo         plan and train a small GPT on 8 virtual devices (DATA=path for your own text)"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench        every benchmark that needs nothing else, each writing a dated result"
 	@echo "make bench-small  small cases beside the plain step, compared with the recorded result"
 	@echo "make bench-alpa   every case of Alpa's suites planned and predicted, in bench-alpa/ (goes on where it stopped)"
+	@echo "make release-check  what a release must pass: builds, clean installations, demo, links, spelling, documentation"
 	@echo "make docs         the documentation as a site, in site/"
 	@echo "make versions     the versions of Python, JAX and the libraries that are tested with it"
 	@echo "make clean        remove .venv, caches and build products"
@@ -119,6 +120,10 @@ bench-alpa: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
+
+# In environments of its own: nothing of this one may help.
+release-check:
+	.ci/release-check
 
 docs: $(DOCS_INSTALLED)
 	$(BIN)/mkdocs build --strict

@@ -37,6 +37,7 @@ from ._plan import plan
 from ._profile import check, fit, merge, run
 from ._profile import show as show_profiles
 from ._read import read
+from ._report import report
 from ._size import size
 from ._train import train
 from ._verify import verify
@@ -76,6 +77,7 @@ _VERBS = (
     train,
     generate,
     launch,
+    report,
 )
 for _verb in _VERBS:
     _add(app, _verb.__name__, _verb)

@@ -198,8 +198,7 @@ def bound(plan: Plan) -> str:
         above = p.gap
         if above is None:
             above = max(plan.prediction.step_time_s / p.lower_bound_s - 1, 0.0)
-        most = f"at most {above:.2%}" if above >= _LEAST_GAP else f"less than {_LEAST_GAP:.2%}"
-        text = f"{most} above the fastest of {_space(plan)}"
+        text = f"{_at_most(above)} above the fastest of {_space(plan)}"
     return text if p.status in (_WITHIN_GAP, "optimal") else f"{text}; {p.status}"
 
 
@@ -220,7 +219,11 @@ def _bound_of_chosen(plan: Plan) -> str:
     if not isinstance(least_s, int | float) or not least_s:
         return "no lower bound"
     above = max(plan.prediction.step_time_s / least_s - 1, 0.0)
-    return f"at most {above:.2%} above the fastest of plans of {name_on_mesh(known)}"
+    return f"{_at_most(above)} above the fastest of plans of {name_on_mesh(known)}"
+
+
+def _at_most(share: float) -> str:
+    return f"at most {share:.2%}" if share >= _LEAST_GAP else f"less than {_LEAST_GAP:.2%}"
 
 
 def _is_proven(plan: Plan) -> bool:
