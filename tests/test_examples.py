@@ -47,6 +47,22 @@ def losses(printed):
     return [float(loss) for loss in re.findall(r"\bstep \d: loss (\d+\.\d{4})", printed)]
 
 
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path):
+    """Its cells, one after the other, as a notebook runs them."""
+    notebook = json.loads((EXAMPLES / "first_plan.ipynb").read_text())
+    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert all(not c.get("outputs") for c in notebook["cells"]), "outputs are not kept in git"
+    seen = (
+        "assert plan._repr_html_().count('class=\"device\"') == 8\nassert losses[-1] < losses[0]\n"
+    )
+    script = tmp_path / "first_plan.py"
+    script.write_text("\n".join([*cells, seen]))
+    finished = run(script, tmp_path)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert "Take auto" in finished.stdout and "fsdp: step " in finished.stdout
+    assert "equal: all" in finished.stdout
+
+
 def test_scripts_are_numbered_and_listed():
     assert [int(name.split("_")[0]) for name in SCRIPTS] == list(range(1, len(SCRIPTS) + 1))
     listed = re.findall(r"\(([^()]+\.py)\)", (EXAMPLES / "README.md").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -109,7 +110,8 @@ def compare(
         if prices is not None:
             comparison = replace(comparison, prices=table, prices_from=origin_of(prices))
         if html is not None:
-            write_atomic(html, compare_page(comparison))
+            date = datetime.date.today().isoformat()
+            write_atomic(html, compare_page(comparison, date=date))
         say.show(comparison_table(comparison))
         if html is not None:
             say.show(f"The page is in {html}.")

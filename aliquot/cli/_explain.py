@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,7 +55,7 @@ def explain(
         if trace is not None:
             planned_trace(plan).save(trace)
         if html is not None:
-            write_atomic(html, page(plan))
+            write_atomic(html, page(plan, date=datetime.date.today().isoformat()))
         others, remark = (
             priced_alternatives(plan, say, model, trust_plan, profiles)
             if alternatives

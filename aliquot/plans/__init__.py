@@ -40,6 +40,7 @@ from ._idle_hosts import idle_devices as idle_devices
 from ._idle_hosts import plan_devices as plan_devices
 from ._idle_hosts import require_busy_processes as require_busy_processes
 from ._partition_specs import partition_specs as partition_specs
+from ._picture import mesh_picture as mesh_picture
 from ._plan import DEVICE_MEMORY as DEVICE_MEMORY
 from ._plan import GIVEN_LAYOUT as GIVEN_LAYOUT
 from ._plan import PLAN_VERSION as PLAN_VERSION

@@ -35,6 +35,7 @@ _SAID_OF_SPACES = {
     " that split each product by some option of its ParallelBlock": ", by ParallelBlocks",
     " with choices near the solutions of coarser meshes": ", near those of coarser meshes",
     "all plans, by compute alone that all devices share evenly": "all plans, by compute alone",
+    " with the given options": "",
     ", with --recompute": ", --recompute",
 }
 _WITHIN_GAP = "optimal within the gap"
@@ -233,16 +234,13 @@ def _is_proven(plan: Plan) -> bool:
 def _bound_of_closed_forms(plan: Plan, least_s: float) -> str:
     """What a bound on closed forms says of a simulated step, which may take more or less."""
     p = plan.provenance
-    scope = p.bound_holds_for.removeprefix(_CLOSED_FORM)
-    scope = scope.removesuffix(" with the given options")
+    scope = _space(plan).removeprefix(_CLOSED_FORM)
     parts = counted(plan.num_micro_batches, "micro-batch")
     above = plan.prediction.step_time_s / least_s - 1
     text = (
         f"{abs(above):.1%} {'above' if above >= 0 else 'below'} the least time by formula of"
         f" pipelines of {scope}, {parts}, {plan.schedule}"
     )
-    if not _is_proven(plan) and p.gap is not None:
-        text += f" (by formula at most {p.gap:.2%} above it)"
     return text if p.status in (_WITHIN_GAP, "optimal") else f"{text}; {p.status}"
 
 

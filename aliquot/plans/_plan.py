@@ -556,7 +556,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def _repr_html_(self) -> str:
         from html import escape
 
-        return f"<pre style='line-height:1.3'>{escape(str(self))}</pre>"
+        from ._answer import spoken
+        from ._picture import mesh_picture
+
+        what, *rest = map(escape, spoken(self))
+        picture = mesh_picture(self) if len(self.stages) == 1 else ""
+        text = f"<pre style='line-height:1.3'>{escape(str(self))}</pre>"
+        return (
+            f"<p><b>{what}</b><br>{'<br>'.join(rest)}</p>{picture}"
+            f"<details><summary>why, and where time and memory go</summary>{text}</details>"
+        )
 
 
 def _as_lines(data: Any, path: str) -> Iterator[str]:

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from html import escape
 
 from ..core import format_bytes, format_count, format_seconds, format_share_of_limit
-from ..plans import examples_per_step, memory_parts, tokens_per_step
+from ..plans import (
+    UNKNOWN_ERROR,
+    examples_per_step,
+    expected_error,
+    memory_parts,
+    tokens_per_step,
+)
+from ._asked import asked_facts, command_block, comparing_command
 from ._comparison import (
     Candidate,
     Comparison,
@@ -17,22 +24,37 @@ from ._comparison import (
     mfu_of,
     name_of,
     notes_of,
-    parts_of,
     recommendation,
 )
-from ._drawings import bars_in_parts, round_ticks
-from ._page import card, table, whole_page
+from ._drawings import scatter
+from ._page import card, memory_bars, table, time_bars, whole_page
 
 _MOST_NAME = 44
 
 
-def compare_page(comparison: Comparison) -> str:
-    """The HTML text of the page, with styles and pictures inline."""
+def compare_page(comparison: Comparison, *, date: str = "") -> str:
+    """The HTML text of the page, with styles and pictures inline.
+
+    Args:
+        date: on which it is written, to be shown.
+    """
     clusters = list(dict.fromkeys(c.cluster for c in comparison.candidates))
     where = f" on {clusters[0]}" if len(clusters) == 1 else ""
     what = "methods" if where else "clusters"
+    plans = [c.plan for c in comparison.candidates if c.plan]
+    asked = ""
+    if plans:
+        methods = list(dict.fromkeys(c.method for c in comparison.candidates))
+        facts = dict(asked_facts(plans, date)) | {"method": ", ".join(methods)}
+        if comparison.prices_from:
+            facts["prices"] = comparison.prices_from
+        asked = (
+            f"<h2>Asked</h2>{card(facts.items())}{command_block(comparing_command(plans, methods))}"
+        )
     return whole_page(
-        f"{comparison.model}{where}: {what} compared", _card(comparison), _sections(comparison)
+        f"{comparison.model}{where}: {what} compared",
+        f"{_card(comparison)}{asked}",
+        _sections(comparison),
     )
 
 
@@ -62,44 +84,55 @@ def _sections(comparison: Comparison) -> Iterator[tuple[str, str]]:
         header.insert(5, comparison.cost_unit)
     numbers = range(2, len(header))
     yield "Candidates, fastest first (predicted)", table(header, rows, tuple(numbers))
-    times = [(name_of(c, comparison), parts_of(c.plan)) for c in planned if c.plan]
-    if times:
-        longest_s = max(sum(parts.values()) for _, parts in times)
-        yield (
-            "Time of a step (predicted)",
-            bars_in_parts(
-                [
-                    (_with(name, format_seconds(sum(parts.values()))), parts)
-                    for name, parts in times
-                ],
-                marks=[(s, format_seconds(s)) for s in round_ticks(longest_s)],
-                label="time of a step of each candidate, by part",
-            ),
-        )
-        yield "Memory on each device (predicted)", _memory(planned, comparison)
+    if planned:
+        yield "Step time against memory (predicted)", _time_and_memory(planned, comparison)
+        named = [
+            (_with(name_of(c, comparison), format_seconds(c.plan.prediction.step_time_s)), c.plan)
+            for c in planned
+            if c.plan
+        ]
+        yield "Time of a step (predicted)", time_bars(named)
+        yield "Memory on each device, to the limit (predicted)", _memory(planned, comparison)
     why = [(name_of(c, comparison), comparison.why_not(c)) for c in comparison.candidates]
     yield "Why not the others", table((), [row for row in why if row[1]], kind="facts")
     yield "Notes", "".join(f"<p>{escape(note)}</p>" for note in notes_of(comparison))
 
 
-def _memory(planned: list[Candidate], comparison: Comparison) -> str:
-    bars = [
-        (
-            _with(
-                name_of(c, comparison),
-                f"{format_bytes(c.plan.prediction.peak_memory_bytes)}{_share(c)}",
-            ),
-            dict(memory_parts(c.plan)),
-        )
-        for c in planned
-        if c.plan
-    ]
-    most = max(sum(parts.values()) for _, parts in bars)
-    return bars_in_parts(
-        bars,
-        marks=[(tick, format_bytes(tick)) for tick in round_ticks(most, binary=True)],
-        label="memory on each device of each candidate, by part",
+def _time_and_memory(planned: list[Candidate], comparison: Comparison) -> str:
+    """Each candidate as a point, with a bar for the median error of its step time."""
+    points, named = [], []
+    for c in planned:
+        assert c.plan is not None
+        known = expected_error(c.plan)
+        error = known.median_error if known else None
+        p = c.plan.prediction
+        points.append((p.step_time_s, p.peak_memory_bytes, error))
+        said = UNKNOWN_ERROR if error is None else f"expected error {error:.0%}"
+        named.append(f"<li>{escape(name_of(c, comparison))}: {said}</li>")
+    drawn = scatter(
+        points,
+        limit=_limit(planned),
+        format_x=format_seconds,
+        format_y=format_bytes,
+        names=("step time, with its expected error", "memory on each device, and its limit"),
+        label="step time against memory of each candidate",
     )
+    return f"{drawn}<ol>{''.join(named)}</ol>"
+
+
+def _limit(planned: list[Candidate]) -> float:
+    """The limit of the memory, where all candidates have the same."""
+    limits = {c.plan.prediction.memory_limit_bytes for c in planned if c.plan}
+    return limits.pop() if len(limits) == 1 else 0.0
+
+
+def _memory(planned: list[Candidate], comparison: Comparison) -> str:
+    bars = []
+    for c in planned:
+        assert c.plan is not None
+        used = f"{format_bytes(c.plan.prediction.peak_memory_bytes)}{_share(c)}"
+        bars.append((_with(name_of(c, comparison), used), dict(memory_parts(c.plan))))
+    return memory_bars(bars, _limit(planned))
 
 
 def _row(candidate: Candidate, comparison: Comparison) -> list[str]:

@@ -1,5 +1,5 @@
-"""Pictures for a plan's HTML page, as inline SVG: bars, stacked areas over time, devices of a mesh,
-and a pipeline's schedule.
+"""Pictures for HTML pages, as inline SVG: bars, stacked areas over time, points with errors, and a
+pipeline's schedule.
 
 A colour means the same in every picture.
 """
@@ -44,10 +44,11 @@ _BAR_HEIGHT = 14
 _WIDTH = 860
 _LEFT, _RIGHT, _TOP, _BOTTOM = 140, 16, 24, 34
 _AREA_HEIGHT = 250
-_CELL = 34
 _ROW = 28
 _GAP = 4
 _LEAST_WIDTH = 0.4
+# Width of a letter where texts are largest, on narrow screens.
+_LETTER = 12.0
 _FARTHEST_LIMIT = 2.5
 """A limit above so many times the highest value is not drawn, because the values would be too flat
 to read.
@@ -139,10 +140,10 @@ def areas(
         )
         bottom = upper
     height = _TOP + _AREA_HEIGHT
-    for place, text in marks:
+    for place, text in _spaced(marks, (_WIDTH - _LEFT - _RIGHT) / extent, _LEFT):
         x = at(place, 0).partition(",")[0]
         drawn.append(f'<line x1="{x}" x2="{x}" y1="{_TOP}" y2="{height + 5}" class="mark"/>')
-        anchor = "end" if (place - first) / extent > 0.9 else "start"
+        anchor = _anchor(float(x), text, _WIDTH - _RIGHT)
         drawn.append(
             f'<text x="{x}" y="{height + 20}" text-anchor="{anchor}">{escape(text)}</text>'
         )
@@ -246,9 +247,9 @@ def rows_over_time(
                 f' height="{_ROW - _GAP}" fill="{colour_of(segment.kind, kinds)}">'
                 f"<title>{escape(segment.text)}</title></rect>"
             )
-    for place, text in marks:
+    for place, text in _spaced(marks, scale, _LEFT):
         x = _LEFT + place * scale
-        anchor = "end" if place > 0.9 * extent else "start"
+        anchor = _anchor(x, text, _WIDTH - _RIGHT)
         drawn.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height + 5}" class="mark"/>'
         )
@@ -258,26 +259,120 @@ def rows_over_time(
     return _picture(_WIDTH, height + _BOTTOM, drawn, label, "chart") + legend(kinds)
 
 
+def _anchor(x: float, text: str, right: float) -> str:
+    """Whether a text begins or ends at a place, so that it stays within a picture."""
+    return "end" if x + _LETTER * len(text) > right else "start"
+
+
+def _spaced(
+    marks: Iterable[tuple[float, str]], scale: float, left: float
+) -> list[tuple[float, str]]:
+    """The marks whose texts do not meet on the narrowest screen; the last one stays.
+
+    Args:
+        scale: units of the picture for one of the axis.
+        left: where the axis begins in the picture.
+    """
+    kept: list[tuple[float, str]] = []
+    free = math.inf
+    for place, text in reversed(list(marks)):
+        x, width = left + place * scale, _LETTER * len(text)
+        start = x - width if _anchor(x, text, _WIDTH - _RIGHT) == "end" else x
+        if start + width <= free:
+            free = start - _LETTER
+            kept.append((place, text))
+    return kept[::-1]
+
+
+def scatter(
+    points: Sequence[tuple[float, float, float | None]],
+    *,
+    limit: float,
+    format_x: Callable[[float], str],
+    format_y: Callable[[float], str],
+    names: tuple[str, str],
+    label: str,
+) -> str:
+    """Numbered points over two axes, with a bar along the first for the error of each, and a line
+    at the limit of the second. Points that lie on each other share their numbers.
+
+    Args:
+        points: for each its place on both axes, and its relative error; None for one not known.
+        limit: on the second axis; 0 for none.
+        names: of the axes.
+        label: what the picture shows, for screen readers.
+    """
+    right = max(x * (1 + (error or 0.0)) for x, _, error in points) * 1.05 or 1.0
+    top = max(limit, max(y for _, y, _ in points)) * 1.08 or 1.0
+    height = _TOP + _AREA_HEIGHT
+    scale = (_WIDTH - _LEFT - _RIGHT) / right
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return _LEFT + x * scale, _TOP + (1 - y / top) * _AREA_HEIGHT
+
+    drawn = [_grid(top, format_y)]
+    ticks = [(x, format_x(x)) for x in round_ticks(right)]
+    for x, text in _spaced(ticks, scale, _LEFT):
+        left = at(x, 0)[0]
+        anchor = _anchor(left, text, _WIDTH - _RIGHT)
+        drawn.append(
+            f'<line x1="{left:.1f}" x2="{left:.1f}" y1="{_TOP}" y2="{height + 5}" class="grid"/>'
+            f'<text x="{left:.1f}" y="{height + 26}" text-anchor="{anchor}">{escape(text)}</text>'
+        )
+    if limit:
+        y = at(0, limit)[1]
+        drawn.append(
+            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="limit"/>'
+        )
+    groups: list[tuple[float, float, list[int]]] = []
+    for number, (px, py, error) in enumerate(points, 1):
+        x, y = at(px, py)
+        if error is not None:
+            reach = error * px * scale
+            drawn.append(
+                f'<line x1="{x - reach:.1f}" x2="{x + reach:.1f}" y1="{y:.1f}" y2="{y:.1f}"'
+                ' class="error"/>'
+            )
+        near = next((g for g in groups if abs(g[0] - x) < 44 and abs(g[1] - y) < 30), None)
+        if near:
+            near[2].append(number)
+        else:
+            groups.append((x, y, [number]))
+        fill = ' class="bar"' if error is not None else ' class="unknown"'
+        drawn.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7"{fill}/>')
+    for x, y, numbers in groups:
+        text = ", ".join(map(str, numbers))
+        drawn.append(f'<text x="{x:.1f}" y="{y - 12:.1f}" text-anchor="middle">{text}</text>')
+    return (
+        f"{_picture(_WIDTH, height + _BOTTOM, drawn, label, 'chart')}"
+        f"<p>From left to right: {escape(names[0])}; upwards: {escape(names[1])}.</p>"
+    )
+
+
 def bars_in_parts(
     rows: Sequence[tuple[str, Mapping[str, float]]],
     *,
     marks: Sequence[tuple[float, str]],
     label: str,
+    limit: float = 0.0,
 ) -> str:
     """Bars over a common axis, each below its name and made of parts, and a legend of the parts.
 
     Args:
         rows: the name of each bar, with the lengths of its parts.
-        marks: places on the axis, each with a text; the axis ends at the longest bar.
+        marks: places on the axis, each with a text; the axis ends at the longest bar, or at the
+            limit.
         label: what the picture shows, for screen readers.
+        limit: where a line is drawn; 0 for none.
     """
     extent = max((sum(parts.values()) for _, parts in rows), default=0.0) or 1.0
+    extent = max(extent, limit)
     scale, height = (_WIDTH - 2 * _RIGHT) / extent, len(rows) * 2 * _ROW
     names = list(dict.fromkeys(p for _, parts in rows for p, length in parts.items() if length))
     drawn = []
-    for place, text in marks:
+    for place, text in _spaced(marks, scale, _RIGHT):
         x = _RIGHT + place * scale
-        anchor = "end" if place > 0.9 * extent else "start"
+        anchor = _anchor(x, text, _WIDTH - _RIGHT)
         drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height + 5}" class="grid"/>')
         drawn.append(
             f'<text x="{x:.1f}" y="{height + 26}" text-anchor="{anchor}">{escape(text)}</text>'
@@ -294,19 +389,10 @@ def bars_in_parts(
                 f"<title>{escape(part)}</title></rect>"
             )
             x += length * scale
+    if limit:
+        x = _RIGHT + limit * scale
+        drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height + 5}" class="limit"/>')
     return _picture(_WIDTH, height + _BOTTOM, drawn, label, "chart") + legend(names)
-
-
-def cells(numbers: Sequence[int], columns: int, label: str) -> str:
-    """Devices as numbered squares, `columns` in each row."""
-    drawn = [
-        f'<rect x="{k % columns * _CELL + 1}" y="{k // columns * _CELL + 1}" width="{_CELL - 4}"'
-        f' height="{_CELL - 4}" rx="4" class="device"/><text'
-        f' x="{k % columns * _CELL + _CELL / 2 - 1:.0f}" y="{k // columns * _CELL + 21}"'
-        f' text-anchor="middle">{number}</text>'
-        for k, number in enumerate(numbers)
-    ]
-    return _picture(columns * _CELL, -(-len(numbers) // columns) * _CELL, drawn, label)
 
 
 def _picture(width: int, height: int, drawn: Iterable[str], label: str, kind: str = "cells") -> str:

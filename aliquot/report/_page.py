@@ -4,10 +4,11 @@ search tried, the schedule, memory, and communication.
 
 from __future__ import annotations
 
+import base64
 import itertools
-import math
+import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from ..core import format_bytes, format_seconds, format_share_of_limit
@@ -16,22 +17,28 @@ from ..plans import (
     Plan,
     Section,
     SectionKind,
+    chrome_trace,
     device_range,
     fact_rows,
-    headline,
+    memory_parts,
+    mesh_picture,
     sections,
+    spoken,
     stage_numbers,
-    throughput,
 )
-from ._drawings import areas, bar, cells, rows_over_time, time_marks
+from ._asked import asked_facts, command_block, command_of
+from ._comparison import parts_of
+from ._drawings import areas, bar, bars_in_parts, round_ticks, rows_over_time, time_marks
 from ._page_series import memory_series, schedule_rows
+from ._trace import planned_trace
 
-_MOST_CELLS = 64
+_MOST_PLACES = 8
+_LONGEST_TRACE = 500_000
 _ENDS_OF_PARTS = re.compile(r"(?<=[A-Za-z_\])])[./](?=[A-Za-z_])")
 _STYLE = """:root{color-scheme:light dark;--ink:#1c2733;--quiet:#52606d;--paper:#fff;--card:#f2f6fa;
---line:#e3e7eb;--mark:#8a949e;--limit:#b03030;--bar:#3b6ea5;--device:#dbe7f3}
+--line:#e3e7eb;--mark:#8a949e;--limit:#b03030;--bar:#3b6ea5}
 @media(prefers-color-scheme:dark){:root{--ink:#e3e8ee;--quiet:#a3b0bd;--paper:#14191f;
---card:#1f2831;--line:#333e49;--mark:#6d7884;--limit:#ff7b72;--bar:#6ca6e0;--device:#2b4763}}
+--card:#1f2831;--line:#333e49;--mark:#6d7884;--limit:#ff7b72;--bar:#6ca6e0}}
 body{font:15px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:60rem;
 padding:0 1rem;color:var(--ink);background:var(--paper)}
 h1{font-size:1.35rem}h2{font-size:1.05rem;margin-top:2rem}
@@ -41,7 +48,10 @@ background:var(--card);border-radius:.5rem}.card dt{font-size:.8rem;color:var(--
 table{border-collapse:collapse}td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}
 th{font-weight:600}.facts td:first-child{min-width:6.5rem}
 .number{text-align:right}.number,.word{white-space:nowrap}svg{max-width:100%;height:auto}
-svg text{font-size:12px;fill:var(--ink)}.device{fill:var(--device);stroke:var(--bar)}
+svg text{font-size:12px;fill:var(--ink)}
+.answer{font-size:1.05rem}.command{background:var(--card);padding:.6rem .8rem;overflow-x:auto;
+white-space:pre-wrap;border-radius:.5rem}details{margin:.6rem 0}summary{cursor:pointer;
+font-weight:600}.error{stroke:var(--bar);stroke-width:3}.unknown{fill:var(--mark)}
 .bar{fill:var(--bar)}.grid{stroke:var(--line)}.mark{stroke:var(--mark);stroke-dasharray:2 3}
 .limit{stroke:var(--limit);stroke-width:2}
 .legend span{display:inline-block;white-space:nowrap;margin-right:1.2rem}
@@ -59,9 +69,16 @@ _MANY, _MOST = 4, 9
 _LONG_WORD = 20
 
 
-def page(plan: Plan) -> str:
-    """The HTML text of a plan's page, with styles and pictures inline."""
-    return whole_page(headline(plan), _card(plan), _sections(plan))
+def page(plan: Plan, *, date: str = "") -> str:
+    """The HTML text of a plan's page, with styles and pictures inline.
+
+    Args:
+        date: on which it is written, to be shown.
+    """
+    what, do, figures = spoken(plan)
+    said = f'<p class="answer">{escape(do)} {escape(figures)}</p>'
+    asked = f"<h2>Asked</h2>{card(asked_facts([plan], date))}{command_block(command_of(plan))}"
+    return whole_page(what, said + asked, _sections(plan))
 
 
 def whole_page(name: str, card: str, sections: Iterable[tuple[str, str]]) -> str:
@@ -81,25 +98,6 @@ def whole_page(name: str, card: str, sections: Iterable[tuple[str, str]]) -> str
     )
 
 
-def _card(plan: Plan) -> str:
-    """What most readers look for first."""
-    p, limit_bytes = plan.prediction, plan.prediction.memory_limit_bytes
-    used = format_share_of_limit(p.peak_memory_bytes, limit_bytes)
-    share = f" of {format_bytes(limit_bytes)} ({used})"
-    facts = [
-        ("model", plan.model.name or "step"),
-        ("cluster", str(plan.cluster.get("name", ""))),
-        ("method", plan.method),
-        ("step time (predicted)", format_seconds(p.step_time_s)),
-        ("throughput", throughput(plan)),
-        (
-            "memory on each device",
-            f"{format_bytes(p.peak_memory_bytes)}{share if limit_bytes else ''}",
-        ),
-    ]
-    return card(facts)
-
-
 def card(facts: Iterable[tuple[str, str]]) -> str:
     """Facts that most readers look for first, as HTML; those without a text are left out."""
     shown = [f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts if v]
@@ -107,15 +105,59 @@ def card(facts: Iterable[tuple[str, str]]) -> str:
 
 
 def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
-    facts = [(name, text) for name, text in fact_rows(plan) if name]
-    yield "What to do and what it gives (predicted)", table((), facts, kind="facts")
+    p = plan.prediction
+    share = format_share_of_limit(p.peak_memory_bytes, p.memory_limit_bytes)
+    memory = [
+        (
+            f"{format_bytes(p.peak_memory_bytes)} of {format_bytes(p.memory_limit_bytes)}"
+            f" ({share})",
+            dict(memory_parts(plan)),
+        )
+    ]
+    yield (
+        "Memory on each device, to the limit (predicted)",
+        memory_bars(memory, p.memory_limit_bytes),
+    )
+    yield "Time of a step (predicted)", time_bars([(format_seconds(p.step_time_s), plan)])
     yield "Mesh" if len(plan.stages) == 1 else "Mesh of each stage", _meshes(plan)
+    folded = (SectionKind.ARRAYS, SectionKind.COMMUNICATION, SectionKind.MEMORY)
     for section in sections(plan, EXPLAINED):
-        yield section.title, _section(section)
+        if section.kind not in folded:
+            yield section.title, _section(section)
         if section.kind == SectionKind.STAGES:
             yield "Schedule (predicted)", _schedule(plan)
-        elif section.kind == SectionKind.MEMORY:
-            yield from _memory_over_time(plan)
+    facts = [(name, text) for name, text in fact_rows(plan) if name]
+    more = [("Why, and how (predicted)", table((), facts, kind="facts"))]
+    more += _memory_over_time(plan)
+    more += [(s.title, _section(s)) for s in sections(plan, EXPLAINED) if s.kind in folded]
+    yield (
+        "More",
+        "".join(
+            f"<details><summary>{escape(title)}</summary>{body}</details>" for title, body in more
+        ),
+    )
+
+
+def time_bars(rows: Sequence[tuple[str, Plan]]) -> str:
+    """Step times by part, on one axis, each with its name."""
+    longest_s = max(sum(parts_of(plan).values()) for _, plan in rows)
+    return bars_in_parts(
+        [(name, parts_of(plan)) for name, plan in rows],
+        marks=[(s, format_seconds(s)) for s in round_ticks(longest_s)],
+        label="time of a step, by part",
+    )
+
+
+def memory_bars(rows: Sequence[tuple[str, Mapping[str, float]]], limit: float = 0.0) -> str:
+    """Memory of a device by part, on one axis up to the limit, each with its name."""
+    most = max(limit, max(sum(parts.values()) for _, parts in rows))
+    ticks = [tick for tick in round_ticks(most, binary=True) if tick < 0.9 * most]
+    return bars_in_parts(
+        rows,
+        marks=[*((tick, format_bytes(tick)) for tick in ticks), (most, format_bytes(most))],
+        label="memory on each device, by part",
+        limit=limit,
+    )
 
 
 def _section(section: Section) -> str:
@@ -173,11 +215,24 @@ def _schedule(plan: Plan) -> str:
     if drawn.num_left_out:
         text += f"<p>And {drawn.num_left_out} more submeshes.</p>"
     if drawn.shown_s < drawn.step_time_s:
-        text += (
-            f"<p>The beginning of a step of {format_seconds(drawn.step_time_s)}; the whole of it is"
-            " in the trace that <code>aliquot explain PLAN --trace FILE</code> writes.</p>"
+        text += f"<p>The beginning of a step of {format_seconds(drawn.step_time_s)}.</p>"
+    return text + _trace_link(plan)
+
+
+def _trace_link(plan: Plan) -> str:
+    """The predicted schedule as a download inside the page, where it is not too long for one."""
+    trace = json.dumps(chrome_trace(planned_trace(plan)))
+    if len(trace) > _LONGEST_TRACE:
+        return (
+            "<p>The whole schedule is in the trace that <code>aliquot explain PLAN --trace"
+            " FILE</code> writes.</p>"
         )
-    return text
+    data = base64.b64encode(trace.encode()).decode()
+    return (
+        f'<p><a download="schedule.json" href="data:application/json;base64,{data}">Save the'
+        " schedule</a>, and open it at"
+        ' <a href="https://ui.perfetto.dev">ui.perfetto.dev</a> to zoom in.</p>'
+    )
 
 
 def table(
@@ -229,28 +284,17 @@ def _breakable(text: str) -> str:
 
 
 def _meshes(plan: Plan) -> str:
-    """Pictures of meshes with devices as cells: the last axis runs along the rows, all others down.
-    Stages with equal meshes share one caption.
-    """
+    """Pictures of meshes with the role of each axis. Stages with equal meshes share one."""
     kinds: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
     for index, stage in enumerate(plan.stages):
         kinds.setdefault((stage.mesh_shape, stage.axis_names), []).append(index)
     drawn = []
-    for (shape, names), indices in kinds.items():
-        axes = " x ".join(f"{name} ({size})" for name, size in zip(names, shape, strict=False))
-        places = [device_range(plan.stages[index]) for index in indices]
-        first, last = min(start for start, _ in places), max(stop for _, stop in places) - 1
-        who = (
-            ""
-            if len(plan.stages) == 1
-            else f"{_stages(indices)}, {'each ' * (len(indices) > 1)}on a mesh of "
-        )
-        drawn.append(f"<p>{escape(who + axes)}: devices {first} to {last}</p>")
-        total = math.prod(shape)
-        if len(places) * total > _MOST_CELLS or shape[-1] > _MOST_CELLS // 2:
-            continue
-        for start, stop in dict.fromkeys(places):
-            drawn.append(
-                f"<p>{cells(range(start, stop), shape[-1], f'devices {start} to {stop - 1}')}</p>"
-            )
+    for indices in kinds.values():
+        if len(plan.stages) > 1:
+            places = [device_range(plan.stages[index]) for index in indices]
+            devices = ", ".join(f"{start} to {stop - 1}" for start, stop in places[:_MOST_PLACES])
+            more = ", ..." if len(places) > _MOST_PLACES else ""
+            said = f"{_stages(indices)}: devices {devices}{more}"
+            drawn.append(f"<p>{escape(said[:1].upper() + said[1:])}</p>")
+        drawn.append(f"<p>{mesh_picture(plan, plan.stages[indices[0]])}</p>")
     return "".join(drawn)

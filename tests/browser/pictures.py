@@ -15,6 +15,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from aliquot.cli._app import app
+from aliquot.plans import Plan, mesh_picture
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 RENDER = Path(__file__).with_name("render.py")
@@ -29,8 +30,21 @@ COMMANDS = {
         " fsdp,zero2,ddp,tp:8 --html compare.html",
     ),
 }
-# How long a search took is another time on each run.
-_PLANNED_IN = re.compile(r"<tr><td[^>]*>planned in</td>.*?</tr>")
+# A page says on which day it was written.
+_DAY = re.compile(r"<div><dt>date</dt>.*?</div>")
+
+
+# Pages are looked at on a phone, too, and on a wide screen.
+NARROWER = (390, 1440)
+MESH = "plan gpt-1.3b --scan --cluster 4x8xH100 --global-batch 64 --recompute none --method megatron:dp4,tp8,fsdp"
+
+
+def mesh(folder):
+    """The picture that the README opens with: a plan's mesh, and along which axis what is split."""
+    path = Path(folder, "mesh.json")
+    done = CliRunner().invoke(app, [*MESH.split(), "--out", str(path)])
+    assert done.exit_code == 0, done.output
+    return mesh_picture(Plan.load(path)) + "\n"
 
 
 def page_of(name, folder):
@@ -47,7 +61,7 @@ def page_of(name, folder):
 
 def digest(page):
     """Of a page, without what differs from run to run."""
-    return hashlib.sha256(_PLANNED_IN.sub("", page.read_text()).encode()).hexdigest()
+    return hashlib.sha256(_DAY.sub("", page.read_text()).encode()).hexdigest()
 
 
 def noted(name):
@@ -58,10 +72,16 @@ def noted(name):
 def main():
     """Draw all of them."""
     with tempfile.TemporaryDirectory() as folder:
+        (PICTURES / "mesh.svg").write_text(mesh(folder))
         for name in COMMANDS:
             page = page_of(name, folder)
             subprocess.run([sys.executable, str(RENDER), str(page)], check=True)
             shutil.copy(page.with_suffix(".png"), PICTURES)
+            for width in NARROWER:
+                subprocess.run(
+                    [sys.executable, str(RENDER), "--width", str(width), str(page)], check=True
+                )
+                shutil.copy(page.with_suffix(".png"), PICTURES / f"{name}-{width}.png")
             (PICTURES / f"{name}.sha256").write_text(f"{digest(page)}\n")
 
 

@@ -21,8 +21,8 @@ from PySide6.QtWidgets import QApplication
 WIDTH = 1000
 SETTLE_MS = 1000
 LIMIT_MS = 60_000
-# What the browser made of the page: its extent, pictures without an extent, and texts that stick
-# out of their picture.
+# What the browser made of the page: its extent, pictures without an extent, texts that stick out of
+# their picture, and texts that lie on each other.
 LAYOUT = """JSON.stringify({
   title: document.title, background: getComputedStyle(document.body).backgroundColor,
   headings: [...document.querySelectorAll('h2')].map(h => h.textContent),
@@ -33,7 +33,17 @@ LAYOUT = """JSON.stringify({
     const a = t.getBoundingClientRect(), b = t.closest('svg').getBoundingClientRect();
     return a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
   }).map(t => t.textContent),
+  colliding: [...document.querySelectorAll('svg')].flatMap(svg => {
+    const boxes = [...svg.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()])
+      .filter(([, r]) => r.width > 0);
+    return boxes.flatMap(([a, r], i) => boxes.slice(i + 1).filter(([, s]) =>
+      Math.min(r.right, s.right) - Math.max(r.left, s.left) > 1 &&
+      Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top) > 3).map(([b]) => a + ' / ' + b));
+  }),
 })"""
+
+
+UNFOLD = "document.querySelectorAll('details').forEach(d => { d.open = true; }); 1"
 
 
 class Page(QWebEnginePage):
@@ -64,7 +74,7 @@ def wait(connect):
     return results[0]
 
 
-def main(paths, width, dark):
+def main(paths, width, dark, unfold):
     # Read when the browser starts; 0 is Blink's number for dark.
     os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] += (
         f" --blink-settings=preferredColorScheme={int(not dark)}"
@@ -79,6 +89,8 @@ def main(paths, width, dark):
         view.show()
         page.load(QUrl.fromLocalFile(str(path.resolve())))
         loaded = wait(lambda done: page.loadFinished.connect(done))
+        if unfold:
+            wait(lambda done: page.runJavaScript(UNFOLD, 0, done))
         found = json.loads(wait(lambda done: page.runJavaScript(LAYOUT, 0, done)))
         view.resize(width, int(found["height"]) + 8)
         wait(lambda done: QTimer.singleShot(SETTLE_MS, done))
@@ -94,6 +106,7 @@ if __name__ == "__main__":
     options.add_argument(
         "--dark", action="store_true", help="as readers see it who prefer dark pages"
     )
+    options.add_argument("--unfold", action="store_true", help="with all that is folded open")
     options.add_argument("paths", nargs="+", type=Path)
     chosen = options.parse_args()
-    main(chosen.paths, chosen.width, chosen.dark)
+    main(chosen.paths, chosen.width, chosen.dark, chosen.unfold)

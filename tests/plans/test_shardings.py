@@ -1,5 +1,7 @@
 """Specs and shardings as trees, for a training loop of one's own."""
 
+from xml.etree import ElementTree
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,4 +107,8 @@ def test_meshes_of_pipelines_and_too_few_devices_are_refused():
 
 def test_notebooks_show_the_plan():
     shown = sample_plan()._repr_html_()
-    assert shown.startswith("<pre") and "gpt-10m" in shown and "<module" not in shown
+    assert shown.startswith("<p><b>gpt-10m on 8xH100") and "<module" not in shown
+    # A picture of the mesh, with the axes in words and a cell for each device.
+    ElementTree.fromstring(f"<div>{shown.replace('<br>', '<br/>')}</div>")
+    assert shown.count('class="device"') == 8 and "→ y (2): " in shown and "↓ x (4): " in shown
+    assert "<svg" not in sample_pipeline()._repr_html_()

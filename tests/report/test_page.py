@@ -1,6 +1,9 @@
 """The page of a plan: well-formed, complete, and free of anything from elsewhere."""
 
+import base64
+import json
 import re
+from html import unescape
 from xml.etree import ElementTree
 
 import pytest
@@ -13,7 +16,8 @@ import aliquot as aq
 from aliquot.cluster import Cluster, HostPrice, ReportedSteps
 from aliquot.cluster import _reported as reported
 from aliquot.report import Candidate, Comparison, compare_page, page
-from aliquot.report._drawings import areas, round_ticks, time_marks
+from aliquot.report._asked import command_of
+from aliquot.report._drawings import _spaced, areas, round_ticks, time_marks
 from aliquot.report._page import _breakable
 
 SLOWER = replace(PREDICTION, step_time_s=0.014, communication_s=0.006, hidden_s=0.003)
@@ -36,7 +40,11 @@ def test_page_is_whole_and_stands_alone(plan):
     titles = [heading.text for heading in body.iter("h2")]
     assert any(title.startswith("Memory on each device") for title in titles)
     assert ("Stages (predicted)" in titles) == (len(plan.stages) > 1)
-    assert not any(word in text for word in ("http:", "https:", "<script", "src=", "@import"))
+    # Besides the name of SVG, the one address is that of a program which opens the schedule.
+    alone = text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    alone = alone.replace('<a href="https://ui.perfetto.dev">', "")
+    assert not any(word in alone for word in ("http:", "https:", "<script", "src=", "@import"))
+    assert ("Save the schedule" in text) == (len(plan.stages) > 1)
     assert len(list(body.iter("svg"))) >= 2
 
 
@@ -82,12 +90,50 @@ def test_a_long_schedule_is_drawn_from_its_beginning():
 
 
 def test_a_page_begins_with_what_most_readers_look_for():
-    text = page(sample_plan())
-    card = text[text.index('<dl class="card">') : text.index("</dl>")]
-    said = re.sub("<[^>]*>", " ", card).split()
-    wanted = ["gpt-10m", "8xH100", "shard", "11.0", "ms"]
-    assert [word for word in said if word in wanted] == wanted
-    assert 'name="viewport"' in text and text.index("</dl>") < text.index("<h2>")
+    text = page(sample_plan(), date="2026-11-28")
+    said = " ".join(unescape(re.sub("<[^>]*>", " ", text[text.index("<h1>") :])).split())
+    assert said.startswith("gpt-10m on 8xH100, by method shard Combine 4-way sharding")
+    assert "11.0 ms a step, 2.9 of 9.8 KiB on each GPU, expected error 8%. Asked" in said
+    asked = said.partition("Asked")[2].partition("Memory on each device, to the limit")[0]
+    for part in ("batch 8 sequences of 16 tokens", "cluster 8xH100 (8 devices)", "2026-11-28"):
+        assert part in asked
+    assert asked.endswith(
+        "version aliquot 0.1.0 aliquot plan gpt-10m --cluster 8xH100 --global-batch 8 --method"
+        " shard --micro-batches 2 "
+    )
+    assert 'name="viewport"' in text
+
+
+def test_the_command_of_a_page_makes_the_same_plan(tmp_path):
+    first, again = tmp_path / "first.json", tmp_path / "again.json"
+    args = "plan gpt-10m --cluster 2xH100 --global-batch 8 --set num_layers=1 --dtype float32"
+    found = run(*args.split(), "--method", "zero3", "--scan", "--out", first)
+    assert found.exit_code == 0, found.stderr
+    command = command_of(aq.Plan.load(first))
+    assert run(*command.split()[1:], "--out", again).exit_code == 0
+    assert aq.Plan.load(again).decisions() == aq.Plan.load(first).decisions()
+
+
+def test_schedules_can_be_saved_from_the_page():
+    data = re.search(r'href="data:application/json;base64,([^"]+)"', page(sample_pipeline()))
+    assert json.loads(base64.b64decode(data[1]))["traceEvents"]
+
+
+def test_candidates_are_points_with_their_errors():
+    text = compare_page(COMPARISON)
+    assert text.count("<circle") == 2 and text.count('class="error"') == 2
+    unknown = sample_plan(cluster=Cluster.preset("8xMI300X").to_dict())
+    other = Candidate(method="auto", cluster="8xMI300X", plan=unknown)
+    both = compare_page(Comparison(model="m", candidates=(COMPARISON.candidates[0], other)))
+    assert both.count('class="error"') == 1 and "expected error not known" in both
+
+
+def test_labels_of_an_axis_never_meet():
+    marks = [(k / 10, f"{k * 100}.0 ms") for k in range(11)]
+    kept = _spaced(marks, 700.0, 16)
+    assert kept[-1] == marks[-1] and 3 <= len(kept) < len(marks)
+    places = [16 + 700 * place for place, _ in kept[:-1]]
+    assert all(b - a >= 12 * len("100.0 ms") for a, b in zip(places, places[1:]))
 
 
 def test_paths_may_be_broken_and_words_and_numbers_never():
@@ -129,6 +175,7 @@ def test_a_comparison_is_one_page_with_time_memory_money_and_a_recommendation():
     assert f"It is the cheapest, too: {cost:.3g} USD/1B tokens." in said
     assert "does not fit" in said and "1.0 TiB" in said and "too large" in said
     assert not any(word in text for word in ("http:", "https:", "<script", "<fsdp>"))
+    assert "Asked" in text and "aliquot compare gpt-10m --cluster 8xH100 --global-batch 8" in text
     nothing = Comparison(model="m", candidates=COMPARISON.candidates[2:])
     assert "No candidate fits." in compare_page(nothing)
 
