@@ -21,6 +21,10 @@ _MOST_HOSTS = 1024
 SLOWEST = 1.5
 """Hosts are added until the deadline is met even if steps take so many times the predicted
 time."""
+MOST_CHANGE_OF_BATCH = 0.12
+"""A batch may change by this share, so that hosts can be planned that do not divide it."""
+# Between a power of two and the next, so many numbers of hosts with another batch are planned.
+_BETWEEN = 4
 _SLACK = 1.05
 """Devices of another number of hosts may compute that much faster than those of its neighbours."""
 _TIMES_ITS_COMPUTE = 2.0
@@ -71,6 +75,7 @@ def size(
     tokens: float,
     by_s: float,
     prices: str = "",
+    goodput: float = 1.0,
     method: Method | None = None,
     num_micro_batches: int | Literal["auto"] | None = None,
     micro_batch_semantics: str = "exact",
@@ -96,6 +101,7 @@ def size(
         tokens: number of tokens to train on; of examples if the batch has no tokens.
         by_s: seconds within which training must be done.
         prices: where the prices come from, as a note for readers.
+        goodput: the share of the time in which training moves on, without failures and restarts.
         max_hosts: the most hosts to try.
         method, num_micro_batches, micro_batch_semantics, memory_limit_bytes, on_missing_rule,
         model, tokens_per_step, progress:
@@ -112,6 +118,7 @@ def size(
         tokens=tokens,
         by_s=by_s,
         prices=prices,
+        goodput=goodput,
         max_hosts=max_hosts,
         progress=progress,
         method=method,
@@ -132,16 +139,25 @@ def size_built(
     prices: str = "",
     max_hosts: int = 64,
     progress: Progress | None = None,
+    goodput: float = 1.0,
     found: Callable[[ClusterOption, Outlook], None] | None = None,
+    rebuild: Callable[[Cluster, int], Variants] | None = None,
     **options: Any,
 ) -> Sizing:
     """As `size`, for a step that may be built in several ways.
 
     Args:
         build: the ways to build the step for a cluster.
+        rebuild: the same for another global batch. Then numbers of hosts are planned, too, that
+            divide no batch but one up to `MOST_CHANGE_OF_BATCH` larger or smaller.
         found: is called with each cluster as soon as it is planned, and with what is left.
         options: those of `aliquot.plan`.
     """
+    if not 0 < goodput <= 1:
+        raise InputError(
+            f"goodput is the share of the time in which a run moves on, above 0 and at most 1, such"
+            f" as 0.9; got {goodput:g}."
+        )
     if not (tokens > 0 and by_s > 0 and 1 <= max_hosts <= _MOST_HOSTS and hosts):
         raise InputError(
             f"size needs hosts, tokens and a time above 0, and 1 to {_MOST_HOSTS} hosts at most;"
@@ -167,12 +183,16 @@ def size_built(
             progress(", ".join(filter(None, (cluster.name, left.time))), left.done, left.of)
         plan, training_s, refusal = None, None, ""
         try:
-            plan = plan_variants(build(cluster), cluster=cluster, **options)
+            batch = batch_for(kind.examples, num_hosts, each) if rebuild else None
+            variants = build(cluster)
+            if rebuild is not None and batch and batch != kind.examples:
+                variants = rebuild(cluster, batch)
+            plan = plan_variants(variants, cluster=cluster, **options)
         except (InfeasibleError, InputError) as error:
             refusal = str(error).partition("\n")[0]
         else:
             steps = tokens / (tokens_per_step(plan) or examples_per_step(plan) or 1)
-            training_s = steps * plan.prediction.step_time_s
+            training_s = steps * plan.prediction.step_time_s / goodput
         option = ClusterOption(
             cluster=cluster.name,
             num_hosts=num_hosts,
@@ -189,12 +209,12 @@ def size_built(
         return training_s
 
     def sizing(*, complete: bool) -> Sizing:
-        plans = [option.plan for option in rows if option.plan]
         return Sizing(
             model=kinds[0].model,
             tokens=tokens,
             by_s=by_s,
-            global_batch=examples_per_step(plans[0]) if plans else 0,
+            global_batch=kinds[0].examples,
+            goodput=goodput,
             options=sorted_options(rows, [kind.device for kind in kinds]),
             prices=prices,
             currency=next((h.currency for h in hosts if isinstance(h, HostPrice)), ""),
@@ -204,7 +224,7 @@ def size_built(
 
     try:
         for number, host in enumerate(hosts):
-            kinds.append(_kind(build, host, max_hosts, tokens, by_s))
+            kinds.append(_kind(build, host, max_hosts, tokens, by_s * goodput, bool(rebuild)))
             if progress:
                 progress("comparing the compute of devices", number + 1, len(hosts))
         started_s = time.monotonic()
@@ -224,6 +244,7 @@ class _Kind:
     Attributes:
         model: what tables call the model.
         each: devices of a host.
+        examples: of a batch; 0 if it has none.
         counts: numbers of hosts that may be planned.
         least_s: of training on one host whose devices compute all the time.
         tried: seconds of training on the numbers of hosts that are planned; None where it does not
@@ -233,6 +254,7 @@ class _Kind:
     model: str
     device: str
     each: int
+    examples: int = 0
     price_per_hour: float | None
     counts: Sequence[int]
     least_s: float
@@ -274,30 +296,61 @@ def _kind(
     max_hosts: int,
     tokens: float,
     by_s: float,
+    varies: bool,
 ) -> _Kind:
     device, each = (host.device, host.devices_per_host) if isinstance(host, HostPrice) else host
     variant = build(wire(f"1x{each}x{device}", device, 1, each))[0]
-    counts, least_s = _counts(variant, device, each, max_hosts, tokens, by_s)
+    counts, least_s = _counts(variant, device, each, max_hosts, tokens, by_s, varies)
     return _Kind(
         model=variant.title,
         device=device,
         each=each,
+        examples=_batch(variant)[0],
         price_per_hour=host.price_per_hour if isinstance(host, HostPrice) else None,
         counts=counts,
         least_s=least_s,
     )
 
 
-def _counts(
-    variant: Variant, device: str, each: int, max_hosts: int, tokens: float, by_s: float
-) -> tuple[list[int], float]:
-    """Numbers of hosts that divide the batch and would be in time if their devices computed all the
-    time, the largest number if none would; and the seconds that one host would take.
+def batch_for(examples: int, num_hosts: int, each: int) -> int | None:
+    """The global batch for a number of hosts: the one that was asked for if they divide it, or else
+    the nearest that they divide, with their devices if possible. None if that is none, or changes
+    it by more than `MOST_CHANGE_OF_BATCH`.
     """
+    if not examples or examples % num_hosts == 0:
+        return examples
+    # A finer grid would take many plans to be searched.
+    if num_hosts % max(2 ** (num_hosts.bit_length() - 1) // _BETWEEN, 1):
+        return None
+    for unit in (num_hosts * each, num_hosts):
+        near = round(examples / unit) * unit
+        if near and abs(near / examples - 1) <= MOST_CHANGE_OF_BATCH:
+            return near
+    return None
+
+
+def _batch(variant: Variant) -> tuple[int, set[tuple[int, ...]]]:
+    """Examples in the batch of a step, and the shapes of its arrays of tokens."""
     graph, _ = variant.traced()
     batch = [graph.values[i.value] for i in graph.inputs if i.role is Role.BATCH]
-    shapes = {v.shape for v in batch if len(v.shape) == 2 and "int" in v.dtype}
-    examples = max((v.shape[0] for v in batch if v.shape), default=0)
+    shapes = {tuple(v.shape) for v in batch if len(v.shape) == 2 and "int" in v.dtype}
+    return max((v.shape[0] for v in batch if v.shape), default=0), shapes
+
+
+def _counts(
+    variant: Variant,
+    device: str,
+    each: int,
+    max_hosts: int,
+    tokens: float,
+    by_s: float,
+    varies: bool = False,
+) -> tuple[list[int], float]:
+    """Numbers of hosts that divide the batch, or one near it if it `varies`, and would be in time
+    if their devices computed all the time, the largest number if none would; and the seconds that
+    one host would take.
+    """
+    examples, shapes = _batch(variant)
     of_step = sum(map(math.prod, shapes)) or examples or 1
     if tokens < of_step:
         what = "tokens" if shapes else "examples"
@@ -308,7 +361,11 @@ def _counts(
     steps = tokens / of_step
     alone = variant.task(wire(f"1x1x{device}", device, 1, 1))
     one_host_s = steps * least_compute_s(alone.problem(1)) / each
-    divide = [n for n in range(1, max_hosts + 1) if not examples or examples % n == 0]
+    divide = [
+        n
+        for n in range(1, max_hosts + 1)
+        if not examples or examples % n == 0 or (varies and batch_for(examples, n, each))
+    ]
     return [n for n in divide if one_host_s / n <= by_s] or divide[-1:], one_host_s
 
 

@@ -204,7 +204,7 @@ def test_what_is_left_out_is_said_if_some_are_in_time():
             model="gpt-10m",
             tokens=1e9,
             by_s=86_400.0,
-            global_batch=48,
+            global_batch=8,
             options=(option(4, seconds),),
         )
         for seconds in (1e6, 1e4)
@@ -301,3 +301,72 @@ def test_a_price_list_may_name_its_currency(tmp_path):
     (price,) = aq.cluster.load_prices(path)
     assert (price.currency, price.price_per_hour) == ("EUR", 50.0)
     assert {price.currency for price in aq.cluster.load_prices()} == {"USD"}
+
+
+def test_hosts_that_do_not_divide_the_batch_get_one_near_it():
+    """40, 48 and 56 hosts, between 32 and 64 that divide a batch of 1024."""
+    found = {n: _size.batch_for(1024, n, 8) for n in (32, 40, 48, 56, 64)}
+    assert found == {32: 1024, 40: 960, 48: 1008, 56: 1008, 64: 1024}
+    for hosts in range(1, 129):
+        batch = _size.batch_for(1024, hosts, 8)
+        if batch is not None:
+            assert batch % hosts == 0 and abs(batch / 1024 - 1) <= 0.12
+    # On a grid of quarters: each of many more would be a search.
+    assert sum(_size.batch_for(1024, n, 8) is not None for n in range(33, 64)) == 3
+
+
+def test_another_batch_is_built_planned_and_shown():
+    steps = {batch: mlp((64, 128, 64), batch) for batch in (16, 15)}
+    built = []
+
+    def build(cluster, batch=16):
+        built.append((cluster.num_hosts, batch))
+        step, *args = steps[batch]
+        return (Variant(step=step, args=tuple(args)),)
+
+    sizing = size_built(
+        build,
+        hosts=[("H100", 1)],
+        tokens=1e9,
+        by_s=1e9,
+        max_hosts=3,
+        rebuild=build,
+        goodput=0.5,
+        method=aq.DataParallel(),
+    )
+    assert sizing.global_batch == 16 and sizing.goodput == 0.5
+    (option,) = sizing.options
+    p = option.plan.prediction
+    assert option.training_s == pytest.approx(1e9 / 16 * p.step_time_s / 0.5)
+    assert "goodput 50%" in str(sizing)
+    quick = size_built(
+        build,
+        hosts=[("H100", 1)],
+        tokens=1e9,
+        by_s=option.training_s / 2 / 2.5,
+        max_hosts=3,
+        rebuild=build,
+        method=aq.DataParallel(),
+    )
+    three = next(o for o in quick.options if o.num_hosts == 3)
+    assert (3, 15) in built and three.training_s == pytest.approx(
+        1e9 / 15 * three.plan.prediction.step_time_s
+    )
+    assert "batch" in str(quick) and " 15 " in str(quick)
+
+
+def test_an_error_that_is_not_known_is_called_so_and_no_price_a_price():
+    unknown = sample_plan(cluster=aq.Cluster.preset("8xMI300X").to_dict())
+    rows = (
+        dataclasses.replace(option(1, 100.0), price_per_hour=55.0),
+        dataclasses.replace(option(1, 120.0), cluster="1x8xMI300X", plan=unknown),
+    )
+    text = str(Sizing(model="m", tokens=1.0, by_s=200.0, global_batch=8, options=rows))
+    assert "MI300X: expected error not known; no measured step was compared." in text
+    assert "no price" in text
+
+
+@pytest.mark.parametrize("goodput", [0.0, 1.1, -1.0])
+def test_a_goodput_that_is_none_is_refused(goodput):
+    with pytest.raises(aq.InputError, match="share of the time"):
+        aq.size(*mlp((64, 128, 64), 8), hosts=[("H100", 8)], tokens=1e9, by_s=1e9, goodput=goodput)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +21,8 @@ from ._progress import search_progress
 from ._session import session
 
 if TYPE_CHECKING:
-    from ..cluster import HostPrice
+    from .._variants import Variants
+    from ..cluster import Cluster, HostPrice
 
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _TIMES_S = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
@@ -32,7 +35,7 @@ def size(
     device: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Such as H100; by default every device that has a price."
+            metavar="N1,N2", help="Such as H100 or H100,B200; by default all that have a price."
         ),
     ] = None,
     devices_per_host: Annotated[
@@ -56,6 +59,12 @@ def size(
             )
         ),
     ] = None,
+    goodput: Annotated[
+        float,
+        typer.Option(
+            help="Share of the time in which training moves on, without failures and restarts."
+        ),
+    ] = 1.0,
     max_hosts: Annotated[
         int, typer.Option(min=1, max=1024, help="Try no more hosts than this.")
     ] = 64,
@@ -82,7 +91,10 @@ def size(
         from ._recomputation import builder
 
         options, limit = model_options.read(), read_memory_limit(memory_limit)
-        priced = isinstance(kinds[0], HostPrice)
+        priced = any(isinstance(kind, HostPrice) for kind in kinds)
+
+        def rebuild(cluster: Cluster, batch: int) -> Variants:
+            return builder(model, replace(options, global_batch=batch))(cluster)
 
         def tell(option: ClusterOption, outlook: Outlook) -> None:
             left = str(outlook)
@@ -97,6 +109,8 @@ def size(
                     by_s=by_s,
                     prices=origin_of(prices) if priced else "",
                     found=tell,
+                    goodput=goodput,
+                    rebuild=None if options.global_batch is None or ":" in model else rebuild,
                     max_hosts=max_hosts,
                     memory_limit_bytes=limit,
                     progress=report,
@@ -149,10 +163,18 @@ def read_duration(text: str) -> float:
 
 def _kinds(
     device: str | None, devices_per_host: int, table: tuple[HostPrice, ...], *, given: bool
-) -> list[HostPrice] | list[tuple[str, int]]:
-    """The hosts to plan for: those with a price, of one device if it is named."""
+) -> Sequence[HostPrice | tuple[str, int]]:
+    """The hosts to plan for: those with a price, of some devices if they are named."""
     if device is None:
         return list(table)
+    names = [name.strip() for name in device.split(",") if name.strip()]
+    return [host for name in names for host in _hosts_of(name, devices_per_host, table, given)]
+
+
+def _hosts_of(
+    device: str, devices_per_host: int, table: tuple[HostPrice, ...], given: bool
+) -> Sequence[HostPrice | tuple[str, int]]:
+    """The hosts of one device: those with a price, or one without."""
     try:
         name = read_cluster(device).device.name
     except ClusterError:

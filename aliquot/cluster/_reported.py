@@ -126,6 +126,11 @@ def most_error(found: Sequence[ReportedSteps]) -> float | None:
     return max((steps.most_error for steps in found if steps.is_jax), default=None)
 
 
+def usual_error(found: Sequence[ReportedSteps]) -> float | None:
+    """The median error of a prediction by what is known of JAX programs; None if nothing is."""
+    return next((steps.median_error for steps in found if steps.is_jax), None)
+
+
 def said_of_data_sheet() -> str:
     """What is printed of devices without calibration: how long steps took on such devices, beside
     what was predicted from their data sheets.

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from ..cluster import usual_error
 from ..core import counted, format_bytes, format_seconds
 from ._axis_roles import AxisRole, roles_of_axes, uses_together
 from ._plan import Plan, StagePlan
@@ -164,9 +165,8 @@ def _figures(plan: Plan) -> Iterator[str]:
     share = mfu(plan)
     if share is not None:
         yield f"MFU {share:.0%}" if share >= 0.1 else f"MFU {share:.1%}"
-    errors = [steps.median_error for steps in expected_error(plan) if steps.is_jax]
-    if errors:
-        yield f"expected error {errors[0]:.0%}"
+    if (error := usual_error(expected_error(plan))) is not None:
+        yield f"expected error {error:.0%}"
     elif plan.provenance.profiles:
         yield f"mean error of the measurements {p.measured_error:.0%}"
     else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from ..cluster import usual_error
 from ..core import format_bytes, format_count, format_seconds, format_share_of_limit
 from ..plans import (
     UNKNOWN_ERROR,
@@ -103,8 +104,7 @@ def _time_and_memory(planned: list[Candidate], comparison: Comparison) -> str:
     points, named = [], []
     for c in planned:
         assert c.plan is not None
-        known = expected_error(c.plan)
-        error = known.median_error if known else None
+        error = usual_error(expected_error(c.plan))
         p = c.plan.prediction
         points.append((p.step_time_s, p.peak_memory_bytes, error))
         said = UNKNOWN_ERROR if error is None else f"expected error {error:.0%}"

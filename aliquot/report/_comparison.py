@@ -253,10 +253,11 @@ def recommendation(comparison: Comparison) -> list[str]:
         second = others[0]
         behind = comparison.seconds(second) / best_s - 1
         lead = f"{name_of(second, comparison)} is next, {behind:.1%} slower"
-        most = most_error(known)
-        if most is None:
+        errors = [most_error(expected_error(c.plan)) for c in (best, second) if c.plan]
+        known_errors = [error for error in errors if error is not None]
+        if len(known_errors) < 2:
             said.append(f"{lead}; how far predictions are off here is not known, so measure both.")
-        elif behind <= most:
+        elif behind <= max(known_errors):
             said.append(f"{lead}: within that error, so measure both, or take the simpler one.")
         else:
             said.append(f"{lead}: beyond that error.")

@@ -13,9 +13,10 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ..cluster import most_error, said_of_reported
+from ..cluster import Cluster, most_error, said_of_reported, usual_error
 from ..core import counted, format_count, format_seconds
 from ..plans import (
+    UNKNOWN_ERROR,
     Plan,
     chosen_candidate,
     examples_per_step,
@@ -237,6 +238,7 @@ class Sizing:
         global_batch: number of examples.
         options: all clusters that were planned for, by device and number of hosts.
         prices, currency: where the prices come from, and their currency; empty without prices.
+        goodput: the share of the time in which training moves on.
         max_hosts: the most hosts that were to be tried.
         is_complete: whether all of them were, before an interrupt.
     """
@@ -248,6 +250,7 @@ class Sizing:
     options: tuple[ClusterOption, ...]
     prices: str = ""
     currency: str = ""
+    goodput: float = 1.0
     max_hosts: int = 64
     is_complete: bool = True
 
@@ -291,6 +294,7 @@ class Sizing:
             "tokens": self.tokens,
             "by_s": self.by_s,
             "global_batch": self.global_batch,
+            "goodput": self.goodput,
             "prices": self.prices or None,
             "currency": self.currency or None,
             "first_in_time": self.first_in_time,
@@ -312,6 +316,7 @@ class Sizing:
                     "cluster": o.cluster,
                     "num_hosts": o.num_hosts,
                     "devices_per_host": o.devices_per_host,
+                    "global_batch": examples_per_step(o.plan) if o.plan else None,
                     "feasible": o.plan is not None,
                     "step_time_s": o.plan.prediction.step_time_s if o.plan else None,
                     "method": _method(o.plan) if o.plan else None,
@@ -343,6 +348,7 @@ def sizing_table(sizing: Sizing) -> Group:
         f"{sizing.model}: {format_count(sizing.tokens)} tokens in {_span(sizing.by_s)},"
         f" batch {sizing.global_batch}"
     )
+    goal += f", goodput {sizing.goodput:.0%}" if sizing.goodput < 1 else ""
     lines: list[RenderableType] = [Text(f"{goal} (predicted)", style="bold")]
     if not sizing.is_complete:
         lines.append(
@@ -373,8 +379,11 @@ def sizing_table(sizing: Sizing) -> Group:
     lines.append(Text(""))
     priced = any(o.cost is not None for o in sizing.options)
     unit = f" ({money})" if money else ""
+    batches = {examples_per_step(o.plan) for o in sizing.options if o.plan}
+    varies = batches - {sizing.global_batch}
     header = [
         "cluster",
+        *(["batch"] if varies else []),
         "method",
         "step",
         f"{_unit(sizing)}/s per device",
@@ -385,10 +394,12 @@ def sizing_table(sizing: Sizing) -> Group:
     header += [f"per hour{unit}", f"cost{unit}"] if priced else []
     rows = []
     for o in sizing.options:
-        row = [o.cluster, "does not fit", "", "", "", "", ""]
+        batch = [str(examples_per_step(o.plan)) if o.plan else ""] if varies else []
+        row = [o.cluster, *batch, "does not fit", "", "", "", "", ""]
         if o.plan and o.training_s is not None:
             row = [
                 o.cluster,
+                *batch,
                 _method(o.plan),
                 format_seconds(o.plan.prediction.step_time_s),
                 format_count(float(round(_per_device(o) or 0.0))),
@@ -399,20 +410,40 @@ def sizing_table(sizing: Sizing) -> Group:
         rows.append(
             [
                 *row,
-                *([_money(o.price_per_hour), _rounded(o.cost) if o.cost else ""] if priced else []),
+                *([_priced(o), _rounded(o.cost) if o.cost else ""] if priced else []),
             ]
         )
-    right = [2, 3, 4, 5, *([7, 8] if priced else [])]
-    rest = [Text(line) for line in explained_methods(row[1] for row in rows)]
+    more = len(header) - (9 if priced else 7)
+    right = [*range(1, 1 + more), *(k + more for k in (2, 3, 4, 5, *([7, 8] if priced else [])))]
+    rest = [Text(line) for line in explained_methods(row[1 + more] for row in rows)]
+    rest += [Text(line) for line in _unknown_errors(sizing)]
     if choice:
         rest.append(
             Text(
-                "Left out: numbers of hosts that do not divide the batch, and fewer hosts, which"
-                " could not be in time."
+                "Left out: numbers of hosts that do not divide the batch"
+                f"{' or one within 12% of it' if varies else ''}, and fewer hosts, which could not"
+                " be in time."
             )
         )
     rest += [Text(f"Prices: {sizing.prices}")] if sizing.prices else []
     return Group(*lines, columns("Planned", header, rows, right=right, narrow=True), *rest)
+
+
+def _priced(option: ClusterOption) -> str:
+    """The price of an hour, or that there is none."""
+    return "no price" if option.price_per_hour is None else _money(option.price_per_hour)
+
+
+def _unknown_errors(sizing: Sizing) -> Iterator[str]:
+    """The devices for which nothing tells how far predictions are off."""
+    plans = [o.plan for o in sizing.options if o.plan]
+    unknown = {_device_of(plan): None for plan in plans if usual_error(expected_error(plan)) is None}
+    if unknown and len({_device_of(plan) for plan in plans}) > 1:
+        yield f"{', '.join(unknown)}: {UNKNOWN_ERROR}; no measured step was compared."
+
+
+def _device_of(plan: Plan) -> str:
+    return Cluster.from_dict(plan.cluster).device.name
 
 
 def _sooner(choice: ClusterOption, sizing: Sizing) -> Iterator[str]:

@@ -200,3 +200,19 @@ def test_candidates_as_fast_as_the_fastest_are_not_ranked():
 
 def test_colours_are_told_for_dark_and_light():
     assert "prefers-color-scheme:dark" in page(sample_plan())
+
+
+def test_a_lead_over_a_candidate_of_unknown_error_is_no_lead():
+    unknown = sample_plan(
+        cluster=Cluster.preset("8xMI300X").to_dict(), prediction=replace(PREDICTION, step_time_s=9)
+    )
+    second = Candidate(method="auto", cluster="8xMI300X", plan=unknown)
+    two = Comparison(model="m", candidates=(COMPARISON.candidates[0], second))
+    assert "how far predictions are off here is not known, so measure both" in compare_page(two)
+
+
+def test_few_reported_steps_have_no_percentile():
+    few = ReportedSteps(rows=3, median_error=0.05, error_of_90_percent=0.07)
+    assert "90th" not in str(few) and "3 published steps" in str(few) and few.reach > 1e9
+    many = ReportedSteps(rows=12, median_error=0.05, error_of_90_percent=0.07)
+    assert "90th percentile 7%" in str(many) and many.reach == 0.07
