@@ -121,10 +121,10 @@ def compare(
 
 
 def _prices_of(clusters: Sequence[Cluster], path: Path | None) -> tuple[HostPrice, ...]:
-    """The prices in a file.
+    """The prices in a file; hosts that have none are shown without.
 
     Raises:
-        InputError: They cannot be read, or have none for the hosts of a cluster.
+        InputError: They cannot be read, or have none for any cluster's hosts.
     """
     if path is None:
         return ()
@@ -134,7 +134,7 @@ def _prices_of(clusters: Sequence[Cluster], path: Path | None) -> tuple[HostPric
     known = {(price.device, price.devices_per_host) for price in table}
     hosts = dict.fromkeys((c.device.name, c.devices_per_host) for c in clusters)
     missing = [f"{device}, {each}, PRICE" for device, each in hosts if (device, each) not in known]
-    if missing:
+    if len(missing) == len(hosts):
         raise InputError(
             f"--prices {path} has no price for hosts of this comparison: add the line"
             f"{'s' if len(missing) > 1 else ''} {'; '.join(missing)}."

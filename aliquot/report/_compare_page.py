@@ -18,6 +18,7 @@ from ..plans import (
 )
 from ._asked import asked_facts, command_block, comparing_command
 from ._comparison import (
+    NO_PRICE,
     Candidate,
     Comparison,
     format_cost,
@@ -137,7 +138,7 @@ def _memory(planned: list[Candidate], comparison: Comparison) -> str:
 
 def _row(candidate: Candidate, comparison: Comparison) -> list[str]:
     plan, name = candidate.plan, name_of(candidate, comparison)
-    cost = [format_cost(comparison.cost(candidate))] if comparison.prices else []
+    cost = [format_cost(comparison.cost(candidate)) or NO_PRICE] if comparison.prices else []
     if plan is None:
         need = format_bytes(candidate.required_bytes) if candidate.required_bytes else ""
         empty = [""] * len(cost)

@@ -38,6 +38,8 @@ from ..plans import (
 )
 from ._tables import columns
 
+NO_PRICE = "no price"
+"""What stands in tables of prices for a host without one."""
 _MOST_PARTS = 3
 # Step times that differ by less decide nothing: predictions are off by more.
 _EQUAL = 0.002
@@ -200,7 +202,8 @@ def comparison_table(comparison: Comparison) -> Group:
             *([candidate.method] if methods or not several else []),
         ]
         shape, *figures, memory = _cells(candidate, comparison.objective, counted, tokens)
-        cost = [format_cost(comparison.cost(candidate))] if comparison.prices else []
+        known = format_cost(comparison.cost(candidate))
+        cost = [known or (NO_PRICE if candidate.plan else "")] if comparison.prices else []
         rows.append([*names, shape, *figures, *cost, memory])
         if why := comparison.why_not(candidate):
             lines.append(Padding(Text(f"{' '.join(names)}: {why}"), (0, 0, 0, 2)))

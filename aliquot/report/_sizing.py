@@ -29,7 +29,7 @@ from ..plans import (
     name_on_mesh,
     tokens_per_step,
 )
-from ._comparison import memory_of
+from ._comparison import NO_PRICE, memory_of
 from ._tables import columns
 
 _DAY_S = 86_400.0
@@ -431,13 +431,15 @@ def sizing_table(sizing: Sizing) -> Group:
 
 def _priced(option: ClusterOption) -> str:
     """The price of an hour, or that there is none."""
-    return "no price" if option.price_per_hour is None else _money(option.price_per_hour)
+    return NO_PRICE if option.price_per_hour is None else _money(option.price_per_hour)
 
 
 def _unknown_errors(sizing: Sizing) -> Iterator[str]:
     """The devices for which nothing tells how far predictions are off."""
     plans = [o.plan for o in sizing.options if o.plan]
-    unknown = {_device_of(plan): None for plan in plans if usual_error(expected_error(plan)) is None}
+    unknown = dict.fromkeys(
+        _device_of(plan) for plan in plans if usual_error(expected_error(plan)) is None
+    )
     if unknown and len({_device_of(plan) for plan in plans}) > 1:
         yield f"{', '.join(unknown)}: {UNKNOWN_ERROR}; no measured step was compared."
 

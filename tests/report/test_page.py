@@ -15,7 +15,14 @@ from sample_plans import PREDICTION, sample_pipeline, sample_plan
 import aliquot as aq
 from aliquot.cluster import Cluster, HostPrice, ReportedSteps
 from aliquot.cluster import _reported as reported
-from aliquot.report import Candidate, Comparison, compare_page, page
+from aliquot.report import (
+    Candidate,
+    Comparison,
+    as_text,
+    compare_page,
+    comparison_table,
+    page,
+)
 from aliquot.report._asked import command_of
 from aliquot.report._drawings import _spaced, areas, round_ticks, time_marks
 from aliquot.report._page import _breakable
@@ -216,3 +223,13 @@ def test_few_reported_steps_have_no_percentile():
     assert "90th" not in str(few) and "3 published steps" in str(few) and few.reach > 1e9
     many = ReportedSteps(rows=12, median_error=0.05, error_of_90_percent=0.07)
     assert "90th percentile 7%" in str(many) and many.reach == 0.07
+
+
+def test_a_host_without_a_price_is_said_to_have_none():
+    other = sample_plan(cluster=Cluster.preset("8xB200").to_dict())
+    second = Candidate(method="auto", cluster="8xB200", plan=other)
+    two = Comparison(
+        model="m", candidates=(COMPARISON.candidates[0], second), prices=COMPARISON.prices
+    )
+    assert compare_page(two).count(">no price<") == 1
+    assert as_text(comparison_table(two), width=160).count("no price") == 1
