@@ -36,10 +36,10 @@ help:
 # The stamp is written last, so that an interrupted installation is taken up again.
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "aliquot needs Python 3.11 or newer, found %d.%d; name another with: make PYTHON=python3.12" % v[:2])'
-	@echo "Installing into $(VENV), once; this takes a few minutes."
+	@echo "Installing into $(VENV), once; this takes one to five minutes."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@$(BIN)/python -m pip install --quiet --editable '.[zoo,plot,test,dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-color --editable '.[zoo,plot,test,dev]'
 	@touch $@
 
 $(DOCS_INSTALLED): $(INSTALLED)

@@ -111,7 +111,7 @@ def test_plans_say_which_hosts_are_idle_and_why(idle_plan):
     assert note.startswith("1 host, 4 devices, is idle: the step is faster on 1 host, ")
     assert note.endswith(" on all 2. MFU counts all 8 devices.") and "% less than the " in note
     text = str(idle_plan)
-    assert note in text and "of 1 of the 2 hosts of 2x4xH100" in text.splitlines()[0]
+    assert note in text and "on 1 of the 2 hosts of 2x4xH100" in text.splitlines()[0]
     assert "the last 1 host, 4 devices: faster without" in text
     assert explained(idle_plan)["idle_hosts"] == 1
     assert "is idle" in str(planned(SMALL, 2, num_micro_batches=1)) and explanation(idle_plan)
