@@ -1,5 +1,7 @@
 """Running the command line in this process, and what every refusal looks like."""
 
+import re
+
 import jax
 from typer.testing import CliRunner
 
@@ -36,3 +38,10 @@ def refused(found, *messages, code=2):
     assert "Traceback" not in found.stderr
     for message in messages:
         assert message in found.stderr, found.stderr
+
+
+def without_waits(text):
+    """Lines of standard error but for those which say that something takes long, as everything does
+    on a machine with much to do.
+    """
+    return [line for line in text.splitlines() if not re.search(r" \.\.\. \d+ s$", line)]
