@@ -2,8 +2,9 @@
 
 Each publicly reported training step (GPT and Llama on V100 to GB300, TPU v5e to v6e, and others) is
 planned as a user plans it: `aliquot.plan` with the catalogue's cluster, the row's own layout,
-recomputation and number of micro-batches, under the limit of the device's memory. A row that ran,
-and whose plan is predicted not to fit, has no step time; it is counted as a fault of memory.
+recomputation and number of micro-batches, under the limit of the device's memory. Layers are looped
+over where the framework does so, or where the step fits only so. A row that ran, and whose plan is
+predicted not to fit, has no step time; it is counted as a fault of memory.
 Rows are split in halves by source and model family; the sustained share of each device is fitted
 to one half (`--fit`; that of H100 and H200 to steps that were measured for it, `gpu_steps.py`), the
 other half is held out. Pipelines, split sequences, experts and products of 8 bits are never fitted.
@@ -72,9 +73,9 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Predicted over reported, less 1."""
+        """Predicted over reported, less 1, with as many digits as the record holds."""
         assert self.step_s is not None
-        return self.step_s / self.case.measured_s - 1
+        return round(self.step_s / self.case.measured_s - 1, 4)
 
     @property
     def half(self) -> str:
@@ -173,7 +174,13 @@ def _planned(case: Case) -> dict[str, Any]:
     answer: dict[str, Any] = {"step_s": None, "reason": "", "needed_bytes": None, "fits": False}
     parts: dict[str, float] = {}
     try:
-        plan = plan_case(case)
+        try:
+            plan = plan_case(case)
+        except InfeasibleError:
+            if case.settings["scan"]:
+                raise
+            looped = dataclasses.replace(case, settings={**case.settings, "scan": True})
+            plan = plan_case(looped)
     except InfeasibleError as error:
         answer |= {"reason": str(error), "needed_bytes": error.required_bytes}
     except AliquotError as error:
@@ -268,7 +275,7 @@ def reported(rows: Sequence[Row]) -> list[ReportedSteps]:
             reason=reason,
             device=device,
             kind=kind,
-            errors=tuple(sorted(round(row.error, 4) for row in _timed(some))),
+            errors=tuple(sorted(row.error for row in _timed(some))),
             unfit=sum(not row.fits for row in some),
         )
         for (framework, reason, device, kind), some in sorted(groups.items())
@@ -348,15 +355,12 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _slower(rows: Sequence[Row]) -> dict[str, Any]:
     """How much longer steps took than is predicted of a JAX program."""
-    longer = np.array([1 / (1 + row.error) - 1 for row in _timed(rows)])
-    found: dict[str, Any] = {"steps": len(longer), "do not fit": len(rows) - len(longer)}
-    if not len(longer):
-        return found | {"slower than predicted, median": "", "from": "", "to": ""}
-    return found | {
-        "slower than predicted, median": f"{np.median(longer):+.0%}",
-        "from": f"{min(longer):+.0%}",
-        "to": f"{max(longer):+.0%}",
-    }
+    errors = np.array([row.error for row in _timed(rows)])
+    found: dict[str, Any] = {"steps": len(errors), "do not fit": len(rows) - len(errors)}
+    longer = [""] * 3
+    if len(errors):
+        longer = [f"{1 / (1 + e) - 1:+.0%}" for e in (np.median(errors), max(errors), min(errors))]
+    return found | dict(zip(("slower than predicted, median", "from", "to"), longer, strict=True))
 
 
 def _orders(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -468,7 +472,8 @@ def _write_page(report: Report, expressed: int) -> None:
         " framework. The errors that `aliquot plan` and `aliquot cluster` print are those of the"
         " held-out rows of this page, which `benchmarks/public_steps.py` made; a test fails when a"
         " figure of a device changes and this page was not made anew. None of these steps was"
-        " measured by aliquot.",
+        " measured by aliquot. Layers are looped over where the framework does so, or where the"
+        " step fits only so.",
         "",
         "Rows are split in halves by source and model family. To one half a figure of each device"
         " was fitted, the share of single products' speed that whole steps sustain (of H100 and"
@@ -484,9 +489,9 @@ def _write_page(report: Report, expressed: int) -> None:
         "Programs of other frameworks": "aliquot predicts what a JAX program takes. Programs of"
         " other frameworks have other kernels and other overlap, so these rows say how much"
         " longer they took than that, and why.",
-        "Rows that came after all figures were fitted": "Rows of sources that no figure was fitted"
-        " to when they were found; of InternEvo, the share of all-reduces between hosts that hides"
-        " was then fitted to its rows of at most 64 devices.",
+        "Rows that came after all figures were fitted": "Rows of sources that are in none of the"
+        " tables that figures were fitted to. The half called fitted was looked at, and no figure"
+        " was fitted to it since.",
         "Steps that ran and are predicted not to fit": "A JAX program keeps more for its backward"
         " pass than some frameworks do. Such rows have no predicted time, and count as faults.",
     }

@@ -78,6 +78,8 @@ class ReportedSteps:
             if count >= _MANY:
                 worst = f"90th percentile {self.most_error:.0%}, {worst}"
             text = f"{steps}: median {self.median_error:.0%}, {worst}"
+            if count == 1:
+                text = f"{steps}: off by {self.median_error:.0%}"
         else:
             slow, fast = 1 / (1 + self.errors[0]) - 1, 1 / (1 + self.errors[-1]) - 1
             how = f"{abs(self.slower):.0%} {'slower' if self.slower >= 0 else 'faster'}"

@@ -1,0 +1,107 @@
+"""Reported steps are planned as users plan: `public_steps.py` of `benchmarks` with tiny models."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import aliquot as aq
+from aliquot.core import InputError
+from aliquot.zoo import build
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("public_steps")
+
+
+def row(**changes):
+    """A reported step of a tiny GPT on eight H100, as the database holds it."""
+    model = {
+        "name": "tiny",
+        "layers": 2,
+        "hidden": 64,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "ffn": 128,
+        "vocab": 256,
+        "seq": 64,
+        "mlp": "gelu",
+        "tied_embeddings": True,
+        **dict.fromkeys(("experts", "experts_per_token", "moe_ffn", "shared_experts", "note")),
+    }
+    degrees = dict.fromkeys(("dp", "tp", "pp", "vp", "cp", "ep", "sequence_parallel", "schedule"))
+    facts = {
+        "id": "tiny-8",
+        "model": model,
+        "cluster": {"device": "H100", "devices": 8, "devices_per_host": 8, "network": None},
+        "parallelism": {**degrees, "fsdp": 8, "zero": 3},
+        "batch": {
+            "global_sequences": 16,
+            "micro_batch_sequences": None,
+            "num_micro_batches": 2,
+        },
+        "precision": "bf16",
+        "recompute": "none",
+        "attention": "flash",
+        "framework": "llm-foundry / PyTorch FSDP",
+        "measured": {"step_s": 0.001, "peak_memory_gib": None},
+        "source": {"repo": "someone/somewhere"},
+        "flags": [],
+    }
+    return facts | changes
+
+
+def test_a_row_is_what_a_users_plan_says(benchmark):
+    case = benchmark.express(row())
+    assert case.cluster == aq.Cluster.preset("1x8xH100") and not case.cluster.device.calibration
+    found = benchmark.plan_row(case)
+    work = build(**case.settings, device=case.cluster.device)
+    plan = aq.plan(
+        *(work.train_step, work.state, work.batch),
+        cluster=aq.Cluster.preset("1x8xH100"),
+        method=aq.Zero3Parallel(),
+        num_micro_batches=2,
+    )
+    assert found.step_s == plan.prediction.step_time_s and found.fits
+    assert found.error == pytest.approx(1e3 * found.step_s - 1, abs=1e-4)
+    (steps,) = benchmark.reported([found]) or (None,)
+    assert steps is None or steps.errors == (found.error,)
+
+
+def test_a_row_that_does_not_fit_is_counted_and_has_no_time(benchmark):
+    batch = {"global_sequences": 2**23, "micro_batch_sequences": None, "num_micro_batches": 1}
+    parallel = {**row()["parallelism"], "cp": 1, "tp": 2, "fsdp": 4}
+    case = benchmark.express(row(batch=batch, parallelism=parallel, framework="NeMo / Megatron"))
+    found = benchmark.plan_row(case)
+    assert not found.fits and found.step_s is None
+    assert found.needed_bytes > case.cluster.device.memory_bytes
+    tables = benchmark.make_tables([found])
+    (told,) = tables["Steps that ran and are predicted not to fit"]
+    assert told["row"] == "tiny-8"
+    assert tables["Programs of other frameworks"][0]["do not fit"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"recompute": "custom: offload decoder_layer_input"}, "arrays in host memory"),
+        ({"zoo": {"model": {"family": "bert"}}}, "a model that is not in the zoo"),
+        ({"precision": "NVFP4 (fp4)"}, "products of 4 bits"),
+        ({"flags": ["optimizer states are split inside a host and repeated"]}, ""),
+    ],
+)
+def test_what_cannot_be_expressed_is_named(changes, said, benchmark):
+    if said:
+        with pytest.raises(InputError, match=said):
+            benchmark.express(row(**changes))
+        return
+    data = {**row()["parallelism"], "fsdp": None, "dp": 8}
+    case = benchmark.express(row(**changes, parallelism=data))
+    assert case.method == aq.Zero2Parallel(shard_within="host")
+    with pytest.raises(InputError, match="inside a host beside tensor parallelism"):
+        benchmark.express(row(**changes, parallelism={**data, "tp": 2}))
