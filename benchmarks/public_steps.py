@@ -24,6 +24,7 @@ import collections
 import dataclasses
 import itertools
 import json
+import math
 import sys
 import time
 import zlib
@@ -176,11 +177,15 @@ def _planned(case: Case) -> dict[str, Any]:
     try:
         try:
             plan = plan_case(case)
-        except InfeasibleError:
+        except InfeasibleError as written_out:
             if case.settings["scan"]:
                 raise
-            looped = dataclasses.replace(case, settings={**case.settings, "scan": True})
-            plan = plan_case(looped)
+            try:
+                looped = dataclasses.replace(case, settings={**case.settings, "scan": True})
+                plan = plan_case(looped)
+            except InfeasibleError as error:
+                needs = [each.required_bytes or math.inf for each in (written_out, error)]
+                raise (written_out if needs[0] <= needs[1] else error) from None
     except InfeasibleError as error:
         answer |= {"reason": str(error), "needed_bytes": error.required_bytes}
     except AliquotError as error:
