@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ._variants import Variant, plan_variants
-from .cluster import Cluster, ReportedSteps
+from .cluster import Cluster, ReportedSteps, said_of_reported, steps_reported_by
 from .core import (
     RECOMPUTE,
     InfeasibleError,
@@ -68,8 +68,8 @@ class Reading:
             framework took less than was predicted by more than that. Empty without a plan.
         refusal: why there is no plan, or what it lacks.
         advice: what to change, and why.
-        error: how far such predictions were from steps that were reported of this framework; None
-            if none was.
+        error: how far such predictions were from steps that were reported of this framework, or
+            of such a layout; empty if none was.
         better: a faster plan in the same limits, if it was asked for and found; and its settings.
         changes: name, value now and value then of each setting of the framework that differs.
     """
@@ -82,7 +82,7 @@ class Reading:
     fits: str
     refusal: str
     advice: tuple[str, ...]
-    error: ReportedSteps | None
+    error: tuple[ReportedSteps, ...]
     better: Plan | None = None
     better_settings: Settings | None = None
     changes: tuple[tuple[str, Any, Any], ...] = ()
@@ -106,7 +106,7 @@ class Reading:
             "fits": self.fits,
             "refusal": self.refusal,
             "prediction": _figures(self.plan),
-            "expected_error": None if self.error is None else dataclasses.asdict(self.error),
+            "expected_error": [dataclasses.asdict(steps) for steps in self.error],
             "better": _figures(self.better),
             "better_settings": None
             if self.better_settings is None
@@ -227,7 +227,7 @@ def read(
             fits="",
             refusal=listing(f"on {cluster.num_devices} devices this does not divide", faults),
             advice=(*faults, *advice),
-            error=None,
+            error=(),
         )
     settings = settings.on(cluster.num_devices)
     if settings.stage_layers:
@@ -379,13 +379,12 @@ def _advice_of_plan(plan: Plan, found: Found) -> Iterator[str]:
         )
 
 
-def _reported(found: Found, plan: Plan | None) -> ReportedSteps | None:
+def _reported(found: Found, plan: Plan | None) -> tuple[ReportedSteps, ...]:
     """How far predictions were from reported steps of the framework or, where there are none, of
     steps with such a layout.
     """
-    if found.table.reported:
-        return ReportedSteps(**found.table.reported)
-    return None if plan is None else expected_error(plan)
+    known = steps_reported_by(found.table.reported)
+    return known or (() if plan is None else expected_error(plan))
 
 
 class _Judge:
@@ -591,8 +590,8 @@ def facts_of(reading: Reading, *, of_better: bool = False) -> list[tuple[str, st
     used = mfu(plan)
     mfu_text = "" if used is None else f", MFU {used:.0%}"
     rows.append(("step time", f"{format_seconds(plan.prediction.step_time_s)}{mfu_text}"))
-    if reading.error is not None and not of_better:
-        rows.append(("expected error", f"of the step time: {reading.error}"))
+    if reading.error and not of_better:
+        rows.append(("expected error", f"of the step time: {said_of_reported(reading.error)}"))
     by_stage = memory_by_stage(plan)
     stages = ", ".join(format_bytes(each) for each in by_stage)
     which = f"by stage: {stages}" if len(by_stage) > 1 else f"{stages} on the fullest device"

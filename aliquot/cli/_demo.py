@@ -130,9 +130,7 @@ def _train_parallel(
     return compared(plan, stats.memory, stats.collectives), done
 
 
-def _train_alone(
-    workload: Workload, text: Windows | Mixture, steps: int, say: Session
-) -> Run:
+def _train_alone(workload: Workload, text: Windows | Mixture, steps: int, say: Session) -> Run:
     """The plain step, compiled by plain `jax.jit`: nothing of this package takes part."""
     import jax
 

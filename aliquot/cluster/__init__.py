@@ -37,6 +37,7 @@ from ._reported import recorded_digests as recorded_digests
 from ._reported import reported_steps as reported_steps
 from ._reported import said_of_data_sheet as said_of_data_sheet
 from ._reported import said_of_reported as said_of_reported
+from ._reported import steps_reported_by as steps_reported_by
 from ._reported import usual_error as usual_error
 from ._reported import write_reported_steps as write_reported_steps
 from ._subcluster import subcluster as subcluster

@@ -116,6 +116,14 @@ def reported_steps(device_name: str, kind: str | None = None) -> tuple[ReportedS
     return tuple(_together(ours or found)[:_SHOWN])
 
 
+def steps_reported_by(frameworks: Sequence[str]) -> tuple[ReportedSteps, ...]:
+    """Reported steps of frameworks by name, on all devices and of all kinds, those of most steps
+    first.
+    """
+    found = [steps for steps in _record() if steps.framework in frameworks and steps.errors]
+    return tuple(_together(found))
+
+
 def said_of_reported(found: Sequence[ReportedSteps]) -> str:
     """What is printed of reported steps."""
     return "; ".join(map(str, found))
@@ -163,7 +171,7 @@ def _together(found: Iterable[ReportedSteps]) -> list[ReportedSteps]:
             if known is None
             else replace(
                 known,
-                device=f"{known.device}, {steps.device}",
+                device=", ".join(dict.fromkeys([*known.device.split(", "), steps.device])),
                 errors=tuple(sorted(known.errors + steps.errors)),
                 unfit=known.unfit + steps.unfit,
             )

@@ -32,8 +32,7 @@ class Table:
         harmless: shell patterns of the others.
         base_model: of MaxText, sizes of a model without a name.
         memory_share: the least share of predicted memory that a published run took.
-        reported: how far predictions were from published steps, as `ReportedSteps` has it; empty if
-            there were none.
+        reported: what `ReportedSteps` calls the framework.
     """
 
     framework: str
@@ -47,7 +46,7 @@ class Table:
     harmless: tuple[str, ...]
     base_model: Mapping[str, Any]
     memory_share: float
-    reported: Mapping[str, Any]
+    reported: tuple[str, ...]
 
     @property
     def title(self) -> str:
@@ -110,7 +109,7 @@ def _table(data: Mapping[str, Any], base: Mapping[str, Any] | None) -> Table:
         harmless=tuple(data["harmless"]["names"]),
         base_model=data.get("base_model", {}),
         memory_share=float(data["memory_share"]),
-        reported=data.get("reported", {}),
+        reported=tuple(data.get("reported", ())),
     )
 
 
