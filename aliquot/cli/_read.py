@@ -9,7 +9,14 @@ import typer
 from ..core import InputError
 from ._devices import use_host_only
 from ._model_options import MemoryLimit, SeqLen, Settings, read_memory_limit
-from ._options import Json, read_cluster, read_settings, read_time_limit
+from ._options import (
+    Json,
+    NetworkGbps,
+    read_cluster,
+    read_settings,
+    read_time_limit,
+    with_network,
+)
 from ._progress import search_progress
 from ._session import Session, session
 
@@ -40,6 +47,7 @@ def read(
         str | None,
         typer.Option(help="In place of --world and --device: a preset such as 8xH100, or a file."),
     ] = None,
+    network_gbps: NetworkGbps = None,
     framework: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Whose settings they are, if that cannot be seen."),
@@ -61,7 +69,7 @@ def read(
     recompute: Annotated[
         str | None,
         typer.Option(
-            help="none, block, minimal, save_qkv or save_attention, where files say none."
+            help="none, minimal, narrow, save_qkv, save_attention or block, where files say none."
         ),
     ] = None,
     settings: Settings = None,
@@ -82,7 +90,7 @@ def read(
     """
     with session(as_json) as say:
         use_host_only()
-        where = _cluster(cluster, world, device, devices_per_host)
+        where = with_network(_cluster(cluster, world, device, devices_per_host), network_gbps)
         from .._reading import read as judge
 
         with search_progress(say) as report:

@@ -9,7 +9,7 @@ from html import escape
 
 from ..cluster import Cluster
 from ..core import AliquotError, version_of
-from ..plans import Plan, examples_per_step, plan_devices, tokens_per_step
+from ..plans import Plan, examples_per_step, layers_recompute, plan_devices, tokens_per_step
 
 
 def asked_facts(plans: Sequence[Plan], date: str = "") -> Iterator[tuple[str, str]]:
@@ -38,7 +38,7 @@ def command_of(plan: Plan) -> str:
         return ""
     words = ["aliquot", "plan", plan.model.name, "--cluster", _typed(plan)]
     words += _model_words(plan)
-    how = plan.model.settings.get("recompute")
+    how = layers_recompute(plan)
     words += ["--recompute", str(how)] if isinstance(how, str) else []
     words += ["--method", plan.method] if plan.method != "auto" else []
     if plan.num_micro_batches > 1 and plan.method != "auto":

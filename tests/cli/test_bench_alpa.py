@@ -114,7 +114,7 @@ def test_what_cannot_be_expressed_is_a_row_with_its_reason():
 def test_suites_are_listed(tiny):
     found = json.loads(run("bench", "list", "--suites", tiny, "--json").stdout)["suites"]
     assert [each["suite"] for each in found][-2:] == ["tiny.plans", "tiny.forward"]
-    assert len(found) == 14
+    assert len(found) == 15
     shown = run("bench", "list", "gpt.perf_test_manual").stdout
     assert "dp2 tp2 pp2" in shown and "gpt-39b" in shown
 
