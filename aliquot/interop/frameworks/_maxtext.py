@@ -25,7 +25,7 @@ _RECOMPUTE = {
     "qkv_proj_offloaded": "save_qkv",
     "minimal_offloaded": "minimal",
     "save_dot_except_mlp": "save_qkv",
-    "save_dot_except_mlpwi": "minimal",
+    "save_dot_except_mlpwi": "narrow",
     "save_dot_with_context_except_mlp": "save_attention",
 }
 _EXACT = ("none", "full", "minimal", "minimal_flash", "save_qkv_proj", "save_out_proj")

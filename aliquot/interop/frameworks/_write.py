@@ -11,7 +11,13 @@ import yaml
 
 from ...core import InputError, nearest
 from ...planners import Megatron, TensorParallel, Zero3Parallel, method_by_name
-from ...plans import Plan, examples_per_step, is_pipeline, recomputes_by_stage
+from ...plans import (
+    Plan,
+    examples_per_step,
+    is_pipeline,
+    layers_recompute,
+    recomputes_by_stage,
+)
 from . import _accelerate, _maxtext, _megatron, _rules, _torchtitan
 from ._settings import Settings, Written, is_even
 from ._table import Table, tables
@@ -44,7 +50,7 @@ def settings_of(plan: Plan, lose: Callable[[str], None]) -> Settings:
     model = plan.model.settings
     count, batch = plan.num_micro_batches, examples_per_step(plan)
     data = layout["data"]
-    recompute = str(model.get("recompute", "none"))
+    recompute = str(layers_recompute(plan) or "none")
     if recomputes_by_stage(plan):
         stages = {stage.recompute for stage in plan.stages}
         if stages != {"stage"}:
