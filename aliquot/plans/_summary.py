@@ -34,6 +34,12 @@ _ATTENTION = {
 }
 
 
+_KEPT = {
+    "minimal": "products with weights",
+    "narrow": "products with weights that are no wider than what they read",
+    "save_qkv": "queries, keys and values",
+    "save_attention": "the result of attention",
+}
 RECOMPUTED_BY_STAGE = "recomputed by stage"
 """What plans are called whose stages choose what they recompute."""
 
@@ -106,7 +112,9 @@ def recomputation(plan: Plan) -> str:
     which = f"one block in {every}" if every != 1 else "each block"
     if name == "block":
         return f"{which} is recomputed in the backward pass (full activation checkpointing)"
-    return how if name == "none" else f"{which} is recomputed but for what policy {name} keeps"
+    if name == "none":
+        return how
+    return f"{which} is recomputed but for {_KEPT.get(name, 'what it keeps')} ({how})"
 
 
 def recomputes_by_stage(plan: Plan) -> bool:

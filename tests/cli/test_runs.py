@@ -214,7 +214,7 @@ def test_text_and_split_that_do_not_fit(text, tmp_path):
     tokens.write_bytes(tokens.read_bytes()[:-100])
     refused(train(tokens, *options), "cut short", "aliquot data TEXT...")
     refused(
-        train(tokens, *options, "--data", text), "takes one file of tokens or any number of texts"
+        train(tokens, *options, "--data", text), "is a file of tokens. Make tokens of the texts"
     )
 
 
