@@ -169,6 +169,10 @@ def _refuse_recompute(graph: Graph, asked: str, names: Sequence[str]) -> None:
     Raises:
         InputError: says which they have.
     """
+    if not isinstance(asked, str):
+        raise InputError(
+            f"recompute={asked!r} is no name: give one of {', '.join(RECOMPUTE)}, or leave it out."
+        )
     name, every = recompute_parts(asked)
     if name not in RECOMPUTE:
         raise InputError(f"there is no recompute {name!r}: {nearest(name, RECOMPUTE)}")

@@ -179,6 +179,8 @@ def test_stages_that_recompute_are_never_called_without_recomputation(monkeypatc
     assert {stage.recompute for stage in ample.stages} == {"none"}
     with pytest.raises(aq.InputError, match="there is no recompute 'blok'.*block"):
         aq.plan(*build(**small), **options, recompute="blok")
+    with pytest.raises(aq.InputError, match="recompute=True is no name"):
+        aq.plan(*build(**small), **options, recompute=True)
     # Beside another way it is listed under the name of what its stages do.
     variant = _variants.Variant(step=build()[0], args=(), name="--recompute none")
     assert variant.named(ample) == "--recompute none"
@@ -196,6 +198,23 @@ def test_stages_that_recompute_are_never_called_without_recomputation(monkeypatc
     slower = best.provenance.candidates[-1]
     assert slower["name"] == "recompute=False, batch=1024, recomputed by stage"
     assert slower["outcome"] == "slower"
+
+
+def test_an_ordinary_step_recomputes_where_it_would_not_fit_and_where_that_is_asked(alone):
+    keeps, again = (each.prediction for each in alone)
+    options = {"cluster": CLUSTER, "method": aq.DataParallel(), "num_micro_batches": 1}
+    assert aq.plan(*build(), **options).recompute == "none"
+    between = (keeps.peak_memory_bytes + again.peak_memory_bytes) / 2
+    small = aq.plan(*build(), **options, memory_limit_bytes=between)
+    assert small.recompute in ("narrow", "block")
+    assert small.prediction.peak_memory_bytes <= between < keeps.peak_memory_bytes
+    tried = [each["name"] for each in small.provenance.candidates]
+    assert "--recompute none" in tried
+    # The step as it is written is rewritten for whoever prices, checks or runs the plan.
+    assert aq.estimate(small, *build()) == small.prediction
+    asked = aq.plan(*build(), **options, recompute="block")
+    assert asked.recompute == "block"
+    assert math.isclose(asked.prediction.step_time_s, again.step_time_s, rel_tol=0.01)
 
 
 def test_where_nothing_fits_the_way_that_keeps_least_is_described(alone):
