@@ -46,7 +46,7 @@ def export_plan(
         from ..graph import capture
         from ..interop.aceso import configuration_of, configuration_to_dict, write_configuration
         from ..planners import apply_plan
-        from ..plans import Plan
+        from ..plans import Plan, layers_recompute
         from ._model import workload_of
 
         plan = Plan.load(plan_file)
@@ -77,7 +77,7 @@ def export_plan(
             model_size=aceso_size(config),
             global_batch=int(workload.settings["global_batch"]),
             settings=aceso_settings(config),
-            layers_recompute=workload.settings["recompute"] == "block",
+            layers_recompute=layers_recompute(plan) == "block",
         )
         write_configuration(configuration, out)
         stages = ", ".join(
