@@ -18,7 +18,7 @@ def test_the_quickstart_runs_as_it_stands(tmp_path, monkeypatch):
     for block in blocks:
         exec(block, names)
     assert (tmp_path / "plan.json").exists()
-    shown = re.search(r"```\n(train_step: .*?)```", PAGE.read_text(), re.DOTALL)
+    shown = re.search(r"```\n(train_step on .*?)```", PAGE.read_text(), re.DOTALL)
     # Releases of JAX differ in how many operators they write, and so by microseconds.
     assert shown and _with_whole_times(str(names["plan"])).startswith(_with_whole_times(shown[1]))
     first, second = (

@@ -188,7 +188,7 @@ _EXTRAS = {
     "zoo": "flax optax",
     "plot": "matplotlib",
     "ray": "ray",
-    "train": "orbax-checkpoint tensorboardX tokenizers",
+    "train": "orbax-checkpoint pillow tensorboardX tokenizers",
     "torch": "torch",
     "verify-gpu": "'jax[cuda12-local]' nvidia-cuda-nvcc-cu12",
     "verify-tpu": "'jax[tpu]'",

@@ -171,7 +171,6 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
         "There is no server: `aliquot generate` writes text, and `aliquot.zoo.build_inference`"
         " gives its functions."
     ),
-    "torch": "There is no PyTorch front end: a step is a function of JAX.",
 }
 
 _SOLVER_OPTION = (

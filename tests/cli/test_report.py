@@ -24,10 +24,10 @@ def test_versions_devices_and_the_plan(tmp_path):
 @pytest.mark.parametrize("user", ["ada.lovelace", "root"])
 def test_folders_and_the_users_name_are_left_out(tmp_path, monkeypatch, user):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Path, "home", lambda: Path("/home/ada.lovelace"))
+    monkeypatch.setattr(Path, "home", lambda: Path("/people/ada.lovelace"))
     monkeypatch.setattr(_report.getpass, "getuser", lambda: user)
-    said = _report.redacted(f"{tmp_path}/plan.json of ada.lovelace in /home/ada.lovelace/runs")
-    assert "/home/ada" not in said and str(tmp_path) not in said and "./plan.json" in said
+    said = _report.redacted(f"{tmp_path}/plan.json of ada.lovelace in /people/ada.lovelace/runs")
+    assert "/people/ada" not in said and str(tmp_path) not in said and "./plan.json" in said
     assert ("ada.lovelace" in said) == (user == "root")
 
 

@@ -151,22 +151,22 @@ def test_ordinary_steps_are_planned_as_well_as_by_the_integer_program(step):
 
 
 @pytest.mark.parametrize(
-    ("step", "tolerance", "apart", "status"),
+    ("step", "cluster", "tolerance", "apart", "status"),
     [
         # The second product of a layer is worth summing over two devices, but not the first one of
         # the next layer, which is in its block.
-        ("adapters", 0.01, 1, "optimal"),
-        ("adapters", 0.05, 0, "rounded"),
-        # One of two blocks would cost 4 %, both together 8 %.
-        pytest.param("experts", 0.05, 1, "rounded", marks=pytest.mark.slow),
+        ("adapters", "8xV100-32GB", 0.01, 1, "optimal"),
+        ("adapters", "8xV100-32GB", 0.05, 0, "rounded"),
+        # One of two blocks would cost 2 %, both together 8 %.
+        pytest.param("experts", "8xA100-40GB", 0.05, 1, "rounded", marks=pytest.mark.slow),
     ],
 )
 def test_a_block_is_split_apart_only_where_one_decision_costs_more_than_the_tolerance(
-    step, tolerance, apart, status
+    step, cluster, tolerance, apart, status
 ):
-    cluster = Cluster.preset("8xA100-40GB")
-    problem = make_problem(capture(*step_of(step)), cluster)
-    priced = price(problem, LogicalMesh(shape=(4, 2), axis_names=("x", "y"), cluster=cluster))
+    where = Cluster.preset(cluster)
+    problem = make_problem(capture(*step_of(step)), where)
+    priced = price(problem, LogicalMesh(shape=(4, 2), axis_names=("x", "y"), cluster=where))
     space = Space(name="all", priced=priced, allowed=everything(priced))
     solution = Blocks(tolerance=tolerance).solve(problem, space, memory_limit_bytes=np.inf)
     exact = ILP().solve(problem, space, memory_limit_bytes=np.inf)

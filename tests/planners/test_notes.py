@@ -117,7 +117,7 @@ def test_a_plan_by_blocks_says_what_is_in_none():
 
 def test_a_plan_by_blocks_says_which_of_them_are_split_apart():
     args = step_of("adapters")
-    cluster = aq.Cluster.preset("8xA100-40GB")
+    cluster = aq.Cluster.preset("8xV100-32GB")
     apart, together = (
         aq.plan(*args, cluster=cluster, method=aq.ShardParallel(intra=blocks, mesh_shape=(4, 2)))
         for blocks in (aq.Blocks(), aq.Blocks(tolerance=0.05))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import pytest
+from msgspec import structs
 from planners.small_steps import tanh
 from sample_plans import PREDICTION, sample_plan
 from verify.verdicts import TARGET, verified
@@ -111,7 +112,9 @@ def test_planning_with_the_compiler(tmp_path, monkeypatch):
     assert plan.compiled.memory_bytes["arguments"] > 0
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
-    assert again == plan and again.compiled == plan.compiled
+    # Files do not say how long the compiler took, so that equal plans are equal files.
+    assert again == plan
+    assert again.compiled == structs.replace(plan.compiled, compile_s=0.0)
     assert "Compiled for cpu" in str(again)
 
 
@@ -141,7 +144,8 @@ def test_a_pipeline_that_does_not_fit_is_planned_again(monkeypatch):
         jax.ShapeDtypeStruct((64, 64), jnp.float32),
     )
     method = aq.PipeshardParallel(num_stages=2, num_micro_batches=4)
-    plan = aq.plan(step, *shapes, cluster=Cluster.preset("8xcpu"), method=method, verify=True)
+    options = {"cluster": Cluster.preset("8xcpu"), "method": method, "verify": True}
+    plan = aq.plan(step, *shapes, recompute="none", **options)
     first, second = (each.prediction for each in checked)
     assert second.peak_memory_bytes < 0.99 * first.peak_memory_bytes
     assert second.memory_limit_bytes == first.memory_limit_bytes
