@@ -127,7 +127,7 @@ def test_a_plan_by_blocks_says_which_of_them_are_split_apart():
     assert not [note for note in together.notes if "one decision" in note]
     for plan in (apart, together):
         scope = "in 1 micro-batch that split each product by some option of its ParallelBlock"
-        assert plan.provenance.bound_holds_for == f"plans without a pipeline {scope}"
+        assert plan.provenance.bound_holds_for.startswith(f"plans without a pipeline {scope}")
     assert together.provenance.status == "rounded" and together.provenance.gap > 0.02
 
 
