@@ -13,6 +13,7 @@ layers. What is not repeated, such as the loss, keeps all.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -252,8 +253,11 @@ def _saved(
         for o in item.outputs
     }
     if name in ("minimal", "narrow"):
+        known = set(weights)
         for item in items:
-            if _is_kept_product(graph, item, only_narrow=name == "narrow"):
+            if item.inputs and known.issuperset(item.inputs):
+                known.update(item.outputs)
+            elif _is_kept_product(graph, item, known, only_narrow=name == "narrow"):
                 saved.update(item.outputs)
     elif name in ("save_qkv", "save_attention"):
         attention = _attention(graph, items, weights)
@@ -277,11 +281,14 @@ def _saved(
     return saved
 
 
-def _is_kept_product(graph: Graph, item: Item, *, only_narrow: bool) -> bool:
+def _is_kept_product(
+    graph: Graph, item: Item, weights: Collection[ValueId], *, only_narrow: bool
+) -> bool:
     """True for a product with a weight, and for fused attention.
 
     Args:
-        only_narrow: leave out products whose result is wider than the activations they read.
+        only_narrow: leave out products whose result is wider than the activations they read. This
+            is the same for every size of the batch.
     """
     if isinstance(item.op_or_call, Call):
         return False
@@ -292,8 +299,9 @@ def _is_kept_product(graph: Graph, item: Item, *, only_narrow: bool) -> bool:
         return False
     if op.name == "dot_general" and any(op.params["dimension_numbers"][1]):
         return False
-    read = max(graph.values[i].num_bytes for i in op.inputs if isinstance(i, int))
-    return not only_narrow or graph.values[op.outputs[0]].num_bytes <= read
+    read = [i for i in op.inputs[:2] if isinstance(i, int) and i not in weights]
+    result = math.prod(graph.values[op.outputs[0]].shape)
+    return not only_narrow or any(result <= math.prod(graph.values[i].shape) for i in read)
 
 
 # -- Layers that are written out --------------------------------------------------------------

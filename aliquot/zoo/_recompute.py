@@ -78,7 +78,8 @@ def _narrow_products(primitive: Any, *arrays: Any, **params: Any) -> bool:
     left, right = (array.shape for array in arrays[:2])
     size = math.prod(n for k, n in enumerate(left) if k not in of_left)
     size *= math.prod(n for k, n in enumerate(right) if k not in of_right)
-    return bool(size <= max(math.prod(left), math.prod(right)))
+    # Blocks multiply activations by weights, in this order.
+    return bool(size <= math.prod(left))
 
 
 def _fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:

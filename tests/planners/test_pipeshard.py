@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import pytest
 
 import aliquot as aq
+from aliquot._variants import Variant, plan_variants
 from aliquot.core import InfeasibleError, InputError
 from aliquot.planners import AbstractInter, _pipelines, _solve_stages
 from aliquot.planners._pipelines import Pipelines
 from aliquot.planners._priced_layers import price_layers
-from aliquot.plans import Plan, violations
+from aliquot.plans import Plan, summary_rows, violations
 
 LAYERS = 6
 CLUSTER = "8xV100-16GB"
@@ -93,8 +94,7 @@ def test_a_pipeline_is_listed_among_what_was_tried():
     )
     assert tried["step_time_s"] == plan.prediction.step_time_s
     assert "Tried in the search" in str(plan)
-    stages = [row for row in str(plan).splitlines() if row.startswith("  parallelism")]
-    assert [f"stage {k} of 2" in row for k, row in enumerate(stages)] == [True, True]
+    assert "pipeline: 2 stages" in dict(summary_rows(plan))["parallelism"]
 
 
 def test_the_parts_of_the_step_add_up():
@@ -382,7 +382,8 @@ def test_a_step_that_does_not_decompose_is_priced_once(monkeypatch):
         monkeypatch.setattr(_pipelines, name, spy(getattr(_pipelines, name), planned, int))
     state = {**STATE, "params": {k: v for k, v in STATE["params"].items() if k != "head"}}
     method = aq.PipeshardParallel(num_stages=2)
-    aq.plan(contrastive_step, state, BATCH, cluster=aq.Cluster.preset(CLUSTER), method=method)
+    where = aq.Cluster.preset(CLUSTER)
+    aq.plan(contrastive_step, state, BATCH, cluster=where, method=method, recompute="none")
     assert priced == [(1,)]
     # Nor is a number asked for of which a divisor was refused, after the first.
     assert len(planned) >= 2
@@ -405,10 +406,10 @@ def test_given_stages_are_refused_by_what_they_need_as_wholes():
     method = aq.PipeshardParallel(inter=given, num_micro_batches=4, layers="layers[*]")
 
     def plan(limit_bytes=None):
-        return aq.plan(
-            work.train_step,
-            work.state,
-            work.batch,
+        # Layers do as the step does, so that stages choose what they recompute.
+        step = Variant(step=work.train_step, args=(work.state, work.batch), layers="none")
+        return plan_variants(
+            (step,),
             cluster=aq.Cluster.preset("2xV100-16GB"),
             method=method,
             memory_limit_bytes=limit_bytes,

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 import aliquot as aq
 from aliquot import zoo
+from aliquot._variants import Variant, plan_variants
 from aliquot.core import InputError
 from aliquot.cost import estimate
 from aliquot.graph import capture
@@ -42,10 +43,10 @@ def llama(num_layers=5, scan=True, dtype="bf16", clip_norm=None):
 
 
 def planned(name, work, cluster="8xcpu", micro_batches=4, limit_bytes=None):
-    return aq.plan(
-        work.train_step,
-        work.state,
-        work.batch,
+    # Layers do as the step does, so that stages choose what they recompute.
+    step = Variant(step=work.train_step, args=(work.state, work.batch), layers="none")
+    return plan_variants(
+        (step,),
         cluster=aq.Cluster.preset(cluster),
         method=method_by_name(name),
         num_micro_batches=micro_batches,
