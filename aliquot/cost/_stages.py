@@ -157,7 +157,7 @@ def _sequence_costs(priced: Priced, picks: Ints) -> SequenceCosts:
     for index, source, target in conversions(priced, picks):
         edge, table = priced.graph.edges[index], priced.edges[index]
         before, after = table.sources[source], table.targets[target]
-        along = [n for n, p, q in zip(priced.axis_sizes, before, after) if p == 1 != q]
+        along = [n for n, p, q in zip(priced.axis_sizes, before, after) if n > 1 and p == 1 != q]
         if edge.rank != 3 or edge.beside_compute or edge.phase is Phase.UPDATE or not along:
             continue
         shards = max(shards, math.prod(along))
