@@ -10,6 +10,7 @@ transformers.
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -36,7 +37,7 @@ TEXT = {**LAYERS, "vocab_size": 96, "max_position_embeddings": 64}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
 NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 # Classes of the configuration and the model, and settings.
-MODELS = {
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "GPT-2": ("GPT2", "LMHeadModel", {**GPT2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}),
     "Llama": ("Llama", "ForCausalLM", {**TEXT, "num_key_value_heads": 2}),
     "BERT": ("Bert", "ForMaskedLM", {**TEXT, **NO_DROPOUT}),
