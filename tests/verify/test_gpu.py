@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import aliquot as aq
+from aliquot._variants import Variant, plan_variants
 from aliquot.cluster import TARGETS, Cluster
 from aliquot.core import InputError
 from aliquot.cost import make_problem
@@ -184,8 +185,9 @@ def test_memory_of_chunks_of_which_some_recompute(tmp_path):
     )
     step = (work.train_step, work.state, work.batch)
     for limit, recomputed in ((18, "RR.."), (15, "RRR.")):
-        plan = aq.plan(
-            *step,
+        # Layers do as the step does, so that stages choose what they recompute.
+        plan = plan_variants(
+            (Variant(step=step[0], args=step[1:], layers="none"),),
             cluster=cluster,
             method=method_by_name("megatron:tp2,pp2,vpp2"),
             num_micro_batches=4,
@@ -339,7 +341,7 @@ def test_loops_zero_stacks_and_copy_rows_as_priced(cluster, dtype, tmp_path, mon
             least = moved_bytes()
         return moved_bytes() - least
 
-    plan = aq.plan(step, *shapes, cluster=where, method=aq.DataParallel())
+    plan = aq.plan(step, *shapes, cluster=where, method=aq.DataParallel(), recompute="none")
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path}/text --xla_dump_hlo_as_text")
     aq.verify(plan, step, *shapes, cache=tmp_path)
     (path,) = (tmp_path / "text").glob("*gpu_after_optimizations.txt")
