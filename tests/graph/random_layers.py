@@ -63,10 +63,10 @@ def _odd_gradients(p, x, key):
 
 def _looped(p, x, key):
     def turn(h, w):
-        return jnp.tanh(h @ w), h.sum()
+        return jnp.tanh(h @ w), h.sum((1, 2))
 
     h, sums = jax.lax.scan(turn, x, jnp.stack([p["q"], p["k"]]))
-    return x + h * jnp.tanh(sums.mean())
+    return x + h * jnp.tanh(sums.mean(0))[:, None, None]
 
 
 def _branched(p, x, key):
