@@ -135,7 +135,7 @@ def plan(
 
 
 # `parallelize` has an argument of this name.
-make_plan = plan
+_plan = plan
 
 
 def parallelize(
@@ -161,7 +161,7 @@ def parallelize(
             devices.
     """
     check_kinds(cluster=cluster, method=method, plan=plan)
-    refuse_arguments("parallelize", make_plan, options)
+    refuse_arguments("parallelize", _plan, options)
     if step is None:
         return functools.partial(
             parallelize,

@@ -125,6 +125,11 @@ class Variant:
             InputError: there is no such way.
         """
         asked = self.recompute or asked
+        if not isinstance(asked, str | None):
+            raise InputError(
+                f"recompute={asked!r} is no name: give one of {', '.join(RECOMPUTE)}, or leave it"
+                " out."
+            )
         if self.layers is not None:
             return (self,)
         if asked not in self._ways:
@@ -169,10 +174,6 @@ def _refuse_recompute(graph: Graph, asked: str, names: Sequence[str]) -> None:
     Raises:
         InputError: says which they have.
     """
-    if not isinstance(asked, str):
-        raise InputError(
-            f"recompute={asked!r} is no name: give one of {', '.join(RECOMPUTE)}, or leave it out."
-        )
     name, every = recompute_parts(asked)
     if name not in RECOMPUTE:
         raise InputError(f"there is no recompute {name!r}: {nearest(name, RECOMPUTE)}")

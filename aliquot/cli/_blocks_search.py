@@ -142,6 +142,8 @@ def write_plan(
         cluster=step.problem.cluster,
         method=ShardParallel(intra=intra, mesh_shape=step.mesh.shape),
         memory_limit_bytes=limit_bytes,
+        # The blocks that were profiled are those of the step as it is.
+        recompute="none",
         model=asked.model.reference,
     )
     composed.save(out)

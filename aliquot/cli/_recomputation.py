@@ -15,7 +15,6 @@ from ._session import Session
 if TYPE_CHECKING:
     from .._variants import Variant, Variants
     from ..cluster import Cluster
-    from ..zoo import AbstractConfig
 
 AUTO = RECOMPUTE_AUTO
 
@@ -39,15 +38,12 @@ def model_to_plan(name: str, options: ZooOptions, where: Cluster) -> Model:
     return replace(model, recompute=asked, otherwise=otherwise)
 
 
-def recompute_names(config: AbstractConfig) -> tuple[str, ...]:
-    """The ways to recompute of a model of the zoo, from the one that keeps most."""
-    return recompute_ways(has_attention=isinstance(config, AbstractTextConfig))
-
-
 def less_kept(name: str, options: ZooOptions) -> tuple[str, ...]:
     """The ways to recompute that keep less than the one that is asked for."""
     config = zoo_config(name, options.overrides)
-    names = recompute_names(config) if config is not None else ()
+    if config is None:
+        return ()
+    names = recompute_ways(has_attention=isinstance(config, AbstractTextConfig))
     asked = options.recompute
     return names[names.index(asked) + 1 :] if asked in names else ()
 

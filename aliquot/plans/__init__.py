@@ -44,7 +44,7 @@ from ._picture import mesh_picture as mesh_picture
 from ._plan import DEVICE_MEMORY as DEVICE_MEMORY
 from ._plan import GIVEN_LAYOUT as GIVEN_LAYOUT
 from ._plan import PLAN_VERSION as PLAN_VERSION
-from ._plan import RECOMPUTE as RECOMPUTE
+from ._plan import RECOMPUTE_OF_STAGES as RECOMPUTE_OF_STAGES
 from ._plan import SINGLE as SINGLE
 from ._plan import ArrayInterface as ArrayInterface
 from ._plan import AxisUse as AxisUse

@@ -24,7 +24,7 @@ DEVICE_MEMORY, HOST_MEMORY = "device", "host"
 """Values of `ArrayInterface.memory`."""
 SINGLE = "single"
 """The schedule of a plan of one program."""
-RECOMPUTE = ("none", "stage", "operators")
+RECOMPUTE_OF_STAGES = ("none", "stage", "operators")
 """Values of `StagePlan.recompute`."""
 PREDICTED_FIGURES = (
     "step_time_s",

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from ..cluster import MOST_DEVICES, Cluster
-from ..core import ClusterError, PlanMismatchError, counted, nearest
+from ..core import RECOMPUTE, ClusterError, PlanMismatchError, counted, nearest, recompute_parts
 from ._arrays import unranged
 from ._idle_hosts import idle_devices, plan_devices
 from ._plan import (
     DEVICE_MEMORY,
     HOST_MEMORY,
     PREDICTED_FIGURES,
-    RECOMPUTE,
+    RECOMPUTE_OF_STAGES,
     ArrayInterface,
     Plan,
     Prediction,
@@ -168,6 +168,11 @@ def _cluster(plan: Plan) -> Iterator[str]:
 def _stages(plan: Plan) -> Iterator[str]:
     if not plan.stages:
         yield "the plan has no stages; it needs at least one"
+    name, every = recompute_parts(plan.recompute)
+    if name not in RECOMPUTE:
+        yield f"the plan's layers recompute {name!r}: {nearest(name, RECOMPUTE)}"
+    elif every is None:
+        yield f"the plan's layers recompute {plan.recompute!r}: the number must be at least 1"
     total = plan_devices(plan)
     for index, stage in enumerate(plan.stages):
         where = f"stage {index}" if len(plan.stages) > 1 else "the stage"
@@ -194,8 +199,9 @@ def _stages(plan: Plan) -> Iterator[str]:
 
 def _recompute(stage: StagePlan, where: str) -> Iterator[str]:
     named = [entry.node for entry in stage.interior if entry.recompute]
-    if stage.recompute not in RECOMPUTE:
-        yield f"{where} recomputes {stage.recompute!r}: {nearest(stage.recompute, RECOMPUTE)}"
+    if stage.recompute not in RECOMPUTE_OF_STAGES:
+        known = nearest(stage.recompute, RECOMPUTE_OF_STAGES)
+        yield f"{where} recomputes {stage.recompute!r}: {known}"
     elif stage.recompute == "operators" and not named and stage.like is None:
         yield f"{where} recomputes operators, and its interior names none"
     elif stage.recompute != "operators" and named:

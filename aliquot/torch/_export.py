@@ -372,7 +372,14 @@ def _run(node: torch.fx.Node, arguments: Any, keywords: Any, device: Device | No
         keywords["dtype"] = None if keywords["dtype"] is None else _dtype(keywords["dtype"])
     if key == _ATTENTION:
         keywords["kernel"] = _kernel(arguments, device)
-    result = OPERATORS[key](*arguments, **keywords)
+    try:
+        result = OPERATORS[key](*arguments, **keywords)
+    except NotImplementedError as error:
+        raise CaptureError(
+            f"the module cannot be planned: aten.{key} has no function in JAX here for"
+            f" {error}{_line(node)}. Write this line with other operators, or register a function"
+            " for it with aliquot.torch.operator(name)."
+        ) from error
     found = node.meta["val"]
     if torch.is_tensor(found):
         return _as_found(key, result, found)

@@ -109,12 +109,18 @@ def plan(
         module, optimizer, inputs, loss, compute_dtype: as for `training_step`.
         cluster: the devices to plan for; by default those JAX sees.
         method: how to parallelize; by default `WholeProgram()`, the fastest that needs no stages.
-        options: as for `aliquot.plan`.
+        options: as for `aliquot.plan`. What layers recompute is the module's own matter, as by
+            `torch.utils.checkpoint`: `apply` cannot add it, so `recompute` is "none".
 
     Raises:
         CaptureError, InfeasibleError, InputError: as `training_step` and `aliquot.plan` do; or the
-            method makes a pipeline.
+            method makes a pipeline, or `recompute` is another.
     """
+    if options.pop("recompute", "none") not in (None, "none"):
+        raise InputError(
+            "recompute: plans of PyTorch modules recompute only what the module does, because"
+            " aliquot.torch.apply cannot add it. Leave it out."
+        )
     cluster = cluster or Cluster.detect()
     needs_double = any(p.dtype == torch.float64 for p in module.parameters())
     with jax.enable_x64(True) if needs_double else contextlib.nullcontext():
@@ -128,6 +134,7 @@ def plan(
             made.batch,
             cluster=cluster,
             method=method or WholeProgram(),
+            recompute="none",
             model=ModelReference(kind="closure", name=type(module).__name__, settings=narrow),
             **options,
         )

@@ -130,6 +130,8 @@ class Odd(torch.nn.Module):
             y = torch.linalg.lu_factor(y)[0]  # the line that is named
         if self.what == "dropout":
             y = torch.nn.functional.dropout(y, 0.1, True)
+        if self.what == "transposed":
+            y = torch.nn.functional.conv_transpose1d(y[None], torch.ones(4, 4, 1))
         return y
 
 
@@ -138,6 +140,7 @@ class Odd(torch.nn.Module):
     [
         ("operator", ["aten.linalg_lu_factor", "test_plan.py, line", "aliquot.torch.operator"]),
         ("dropout", ["a dropout of 0.1", "test_plan.py, line"]),
+        ("transposed", ["aten.convolution.default", "a transposed convolution", "test_plan.py"]),
         ("values", ["Odd cannot be traced by torch.export", "torch.where"]),
     ],
 )
@@ -146,6 +149,14 @@ def test_what_cannot_be_planned_is_named_with_its_line(what, messages):
     with pytest.raises(CaptureError) as error:
         aq.torch.plan(Odd(what), "sgd", batch, lambda m, b: m(b["x"]).sum(), cluster=CLUSTER)
     assert all(message in str(error.value) for message in messages), str(error.value)
+
+
+def test_plans_recompute_only_what_the_module_does():
+    batch = {"x": torch.ones(4, 4)}
+    asked = (Odd(""), "sgd", batch, lambda m, b: m(b["x"]).sum())
+    assert aq.torch.plan(*asked, cluster=CLUSTER).recompute == "none"
+    with pytest.raises(InputError, match="apply cannot add it"):
+        aq.torch.plan(*asked, cluster=CLUSTER, recompute="block")
 
 
 @pytest.mark.parametrize(
