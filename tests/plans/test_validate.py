@@ -50,8 +50,8 @@ W = "state.params.layers[0].w"
         (_stage(context_axes=("q",)), "context axis 'q'"),
         (_stage(context_axes=("x",), data_axes=("y",)), "may be one, behind the data axes"),
         (_stage(context_axes=("x", "y")), "context axes x, y, and there may be one"),
-        (sample_plan(recompute="blok"), "the plan's layers recompute 'blok': did you mean 'block'"),
-        (sample_plan(recompute="block:0"), "the plan's layers recompute 'block:0'"),
+        ({"recompute": "blok"}, "the plan's layers recompute 'blok': did you mean 'block'"),
+        ({"recompute": "block:0"}, "the plan's layers recompute 'block:0'"),
         (_stage(recompute="operator"), "the stage recomputes 'operator': did you mean"),
         (
             _stage(recompute="operators"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -227,6 +227,54 @@ class AbstractIntra(abc.ABC):
     def relative_gap(self) -> float:
         """The smallest improvement that is searched for, as a share of the step time."""
         return 0.0
+
+
+class AbstractRule(AbstractIntra):
+    """A planner that narrows what may be chosen; another, `rest`, decides among what is left."""
+
+    rest: AbstractIntra
+
+    @property
+    def relative_gap(self) -> float:
+        """See `AbstractIntra.relative_gap`."""
+        return self.rest.relative_gap
+
+    def solve(
+        self,
+        problem: Problem,
+        space: Space,
+        *,
+        memory_limit_bytes: float,
+        ceiling_s: float = np.inf,
+    ) -> IntraSolution | None:
+        """See `AbstractIntra.solve`. The space holds the rule's choices already."""
+        return self.rest.solve(
+            problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
+        )
+
+    def begin(
+        self,
+        problem: Problem,
+        space: Space,
+        *,
+        memory_limit_bytes: float,
+        ceiling_s: float = np.inf,
+        notes: dict[str, Any] | None = None,
+    ) -> AbstractSearch:
+        """See `AbstractIntra.begin`."""
+        return self.rest.begin(
+            problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s, notes=notes
+        )
+
+    def coarser(self, *, relative_gap: float, node_limit: int) -> Self:
+        """See `AbstractIntra.coarser`."""
+        rest = self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit)
+        # Every rule is a dataclass.
+        return cast(Self, replace(cast(Any, self), rest=rest))
+
+    def required_profiles(self, problem: Problem) -> tuple[str, ...]:
+        """See `AbstractIntra.required_profiles`."""
+        return self.rest.required_profiles(problem)
 
 
 class SolvedAtOnce(AbstractSearch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,14 @@ import numpy as np
 from ....core import InputError, nearest
 from ....cost import Problem
 from ....sharding import BLOCK_FACTORS
-from .._base import AbstractIntra, AbstractSearch, IntraSolution, Space
+from .._base import AbstractIntra, AbstractRule, AbstractSearch, IntraSolution, Space
 from ..ilp import ILP
 from ._options import BlockOptions, block_options, restrict_blocks
 from ._search import BlockSearch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks(AbstractIntra):
+class Blocks(AbstractRule):
     """Split all products of a ParallelBlock as its entry is split, unless that costs too much;
     another planner decides what is then left.
 
@@ -61,11 +61,6 @@ class Blocks(AbstractIntra):
     def bound_holds_for(self) -> str:
         """See `AbstractIntra.bound_holds_for`."""
         return "gap_within_blocks"
-
-    @property
-    def relative_gap(self) -> float:
-        """See `AbstractIntra.relative_gap`."""
-        return self.rest.relative_gap
 
     def solve(
         self,
@@ -117,13 +112,3 @@ class Blocks(AbstractIntra):
                 f" with {', '.join(map(str, counts))} options."
             )
         return restrict_blocks(space, blocks, {k: (o,) for k, o in enumerate(self.only)})
-
-    def coarser(self, *, relative_gap: float, node_limit: int) -> Blocks:
-        """See `AbstractIntra.coarser`."""
-        return replace(
-            self, rest=self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit)
-        )
-
-    def required_profiles(self, problem: Problem) -> tuple[str, ...]:
-        """See `AbstractIntra.required_profiles`."""
-        return self.rest.required_profiles(problem)

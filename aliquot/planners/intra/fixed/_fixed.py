@@ -9,13 +9,13 @@ import numpy as np
 
 from ....core import InputError
 from ....cost import Problem
-from .._base import AbstractIntra, AbstractSearch, IntraSolution, SolvedAtOnce, Space
+from .._base import AbstractIntra, AbstractRule, AbstractSearch, IntraSolution, SolvedAtOnce, Space
 from ..ilp import ILP
 from ._restrict import batch_restriction, kinds_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed(AbstractIntra):
+class Fixed(AbstractRule):
     """Split the batch over all axes, and parameters and states as a stage of ZeRO does; another
     planner decides the rest.
 
@@ -44,11 +44,6 @@ class Fixed(AbstractIntra):
     def name(self) -> str:
         """See `AbstractIntra.name`."""
         return "fixed"
-
-    @property
-    def relative_gap(self) -> float:
-        """See `AbstractIntra.relative_gap`."""
-        return self.rest.relative_gap
 
     def sharded(self, problem: Problem) -> frozenset[int]:
         """Nodes that it splits over its shard axes as far as they can be."""
@@ -102,13 +97,3 @@ class Fixed(AbstractIntra):
         if not all(mask.any() for mask in ruled.allowed):
             return SolvedAtOnce(self, problem, space, **limits)
         return self.rest.begin(problem, ruled, **limits, notes=notes)
-
-    def coarser(self, *, relative_gap: float, node_limit: int) -> Fixed:
-        """See `AbstractIntra.coarser`."""
-        return replace(
-            self, rest=self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit)
-        )
-
-    def required_profiles(self, problem: Problem) -> tuple[str, ...]:
-        """See `AbstractIntra.required_profiles`."""
-        return self.rest.required_profiles(problem)

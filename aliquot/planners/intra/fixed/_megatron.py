@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from ....core import InputError, counted, listing
 from ....cost import Problem, enumerate_choices, shards
 from ....sharding import Node
-from .._base import AbstractIntra, AbstractSearch, IntraSolution, Space
+from .._base import AbstractIntra, AbstractRule
 from ..ilp import ILP
 from ._context_split import context_faults, context_split, split_by
 from ._restrict import Kinds, kinds_of
@@ -30,7 +29,7 @@ MEGATRON_AXES = (*DATA_AXES, "expert", CONTEXT, "tensor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronSplit(AbstractIntra):
+class MegatronSplit(AbstractRule):
     """Split the batch over a data axis, the sequence over a context axis and products with weights
     over a tensor axis; another planner decides what is then left.
 
@@ -68,11 +67,6 @@ class MegatronSplit(AbstractIntra):
     def name(self) -> str:
         """See `AbstractIntra.name`."""
         return "megatron"
-
-    @property
-    def relative_gap(self) -> float:
-        """See `AbstractIntra.relative_gap`."""
-        return self.rest.relative_gap
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -164,33 +158,6 @@ class MegatronSplit(AbstractIntra):
         notes = split.notes if self.expert == 1 else ()
         return replace(self, replicas=replicas), (*dict.fromkeys(whole), *notes)
 
-    def solve(
-        self,
-        problem: Problem,
-        space: Space,
-        *,
-        memory_limit_bytes: float,
-        ceiling_s: float = np.inf,
-    ) -> IntraSolution | None:
-        """See `AbstractIntra.solve`. The space holds the rule's choices already."""
-        return self.rest.solve(
-            problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
-        )
-
-    def begin(
-        self,
-        problem: Problem,
-        space: Space,
-        *,
-        memory_limit_bytes: float,
-        ceiling_s: float = np.inf,
-        notes: dict[str, Any] | None = None,
-    ) -> AbstractSearch:
-        """See `AbstractIntra.begin`."""
-        return self.rest.begin(
-            problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s, notes=notes
-        )
-
     @property
     def ways_beside_tensor(self) -> int:
         """See `AbstractIntra.ways_beside_tensor`."""
@@ -215,16 +182,6 @@ class MegatronSplit(AbstractIntra):
         is_mine = mesh_shape == tuple(axes.values()) and bool(data_axes) == (self.data > 1)
         chosen = self.choices(problem, tuple(axes)) if is_mine else []
         return chosen if all(map(len, chosen)) else []
-
-    def coarser(self, *, relative_gap: float, node_limit: int) -> MegatronSplit:
-        """See `AbstractIntra.coarser`."""
-        return replace(
-            self, rest=self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit)
-        )
-
-    def required_profiles(self, problem: Problem) -> tuple[str, ...]:
-        """See `AbstractIntra.required_profiles`."""
-        return self.rest.required_profiles(problem)
 
     def _on_batch_axes(
         self,

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from ....cost import Priced, Problem, distinct_specs, joined_axes, sum_collective
 from ....graph import Role
 from ....sharding import reshard
-from .._base import AbstractIntra, AbstractSearch, IntraSolution, Ints, Space
+from .._base import AbstractIntra, AbstractRule, Ints
 from ..fixed import kinds_of, regular_choices
 from ._within import Within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restricted(AbstractIntra):
+class Restricted(AbstractRule):
     """Another planner, which sees only what a search may use.
 
     Attributes:
@@ -41,11 +40,6 @@ class Restricted(AbstractIntra):
     def ways_beside_tensor(self) -> int:
         """See `AbstractIntra.ways_beside_tensor`."""
         return self.rest.ways_beside_tensor
-
-    @property
-    def relative_gap(self) -> float:
-        """See `AbstractIntra.relative_gap`."""
-        return self.rest.relative_gap
 
     @property
     def bound_holds_for(self) -> str:
@@ -115,43 +109,3 @@ class Restricted(AbstractIntra):
                     seconds[p, q] = np.inf
             edges.append(replace(costs, seconds=seconds))
         return replace(priced, edges=tuple(edges))
-
-    def solve(
-        self,
-        problem: Problem,
-        space: Space,
-        *,
-        memory_limit_bytes: float,
-        ceiling_s: float = np.inf,
-    ) -> IntraSolution | None:
-        """See `AbstractIntra.solve`."""
-        return self.rest.solve(
-            problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
-        )
-
-    def begin(
-        self,
-        problem: Problem,
-        space: Space,
-        *,
-        memory_limit_bytes: float,
-        ceiling_s: float = np.inf,
-        notes: dict[str, Any] | None = None,
-    ) -> AbstractSearch:
-        """See `AbstractIntra.begin`."""
-        return self.rest.begin(
-            problem,
-            space,
-            memory_limit_bytes=memory_limit_bytes,
-            ceiling_s=ceiling_s,
-            notes=notes,
-        )
-
-    def coarser(self, *, relative_gap: float, node_limit: int) -> Restricted:
-        """See `AbstractIntra.coarser`."""
-        coarser = self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit)
-        return replace(self, rest=coarser)
-
-    def required_profiles(self, problem: Problem) -> tuple[str, ...]:
-        """See `AbstractIntra.required_profiles`."""
-        return self.rest.required_profiles(problem)
