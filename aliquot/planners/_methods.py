@@ -252,8 +252,9 @@ class SimplePlan(AbstractMethod):
 
 def simple_plan(task: Task) -> Decision | None:
     """The fastest of ZeRO-2, ZeRO-3 and hybrid FSDP in the fewest micro-batches in which one fits;
-    None if none fits. It takes a small part of a search, which begins at its number of
-    micro-batches and has its step time to beat.
+    None if none fits. Where a micro-batch has fewer rows than there are devices, the devices of a
+    row split its sequence (context parallelism), with ZeRO-3. It takes a small part of a search,
+    which begins at its number of micro-batches and has its step time to beat.
     """
     key = task.cluster, task.limit_bytes, task.num_micro_batches, task.semantics
     if key not in task.simple_plans:
@@ -269,13 +270,7 @@ def _find_simple_plan(task: Task) -> Decision | None:
     cluster, asked = task.cluster, task.num_micro_batches
     if not task.holds_state:
         return None
-    methods: list[AbstractMethod] = [Zero2Parallel(), Zero3Parallel()]
-    if cluster.num_hosts > 1 and cluster.devices_per_host > 1:
-        methods.append(Zero3Parallel(shard_within="host"))
     counts = [asked] if asked is not None else program_counts(task.graph, cluster.num_devices)
-    if asked is None:
-        # In more micro-batches some device has no rows.
-        counts = [n for n in counts if batch_size(task.graph) // n % cluster.num_devices == 0]
     refused = list[int]()
     best: Decision | None = None
     finest: Problem | None = None
@@ -289,7 +284,7 @@ def _find_simple_plan(task: Task) -> Decision | None:
             refused.append(count)
             continue
         if not cannot_fit(problem):
-            for method in methods:
+            for method in _simple_methods(cluster, batch_size(task.graph) // count):
                 with contextlib.suppress(InfeasibleError, InputError):
                     best = faster(best, method.solve(problem, task.progress))
         if best is not None:
@@ -299,6 +294,19 @@ def _find_simple_plan(task: Task) -> Decision | None:
             with contextlib.suppress(InputError, CaptureError):
                 finest = task.problem(counts[-1])
     return best
+
+
+def _simple_methods(cluster: Cluster, rows: int) -> list[AbstractMethod]:
+    """The methods of a simple plan, for micro-batches of so many rows."""
+    # A Megatron layout may be a pipeline, whose module reads this one.
+    from ._megatron import Megatron
+
+    if rows < cluster.num_devices:
+        return [Megatron(data=rows, context=cluster.num_devices // rows, zero_stage=3)]
+    methods: list[AbstractMethod] = [Zero2Parallel(), Zero3Parallel()]
+    if cluster.num_hosts > 1 and cluster.devices_per_host > 1:
+        methods.append(Zero3Parallel(shard_within="host"))
+    return methods
 
 
 def _mesh(problem: Problem, shape: Sequence[int], axis_names: Sequence[str] = ()) -> LogicalMesh:

@@ -16,7 +16,8 @@ from planners.small_steps import array, momentum_step
 import aliquot as aq
 from aliquot import zoo
 from aliquot.core import InputError
-from aliquot.planners import method_by_name
+from aliquot.graph import capture
+from aliquot.planners import Task, method_by_name, simple_plan
 
 ROWS, SEQ, HIDDEN, LAYERS = 8, 32, 64, 2
 CLUSTER = aq.Cluster.preset("8xH100")
@@ -52,6 +53,17 @@ def over_context(plan: aq.Plan) -> dict[str, float]:
         if "context" in use.axes and use.kind != "all-reduce":
             counts[use.kind] = counts.get(use.kind, 0) + use.count
     return counts
+
+
+@pytest.mark.parametrize(
+    ("devices", "found"),
+    [("8xH100", "zero"), ("2x8xH100", "megatron:dp8,cp2,fsdp"), ("4x8xH100", "megatron:dp8,cp4")],
+)
+def test_simple_plans_split_the_sequence_where_rows_are_too_few(devices, found):
+    work = llama()
+    graph = capture(work.train_step, work.state, work.batch)
+    plan = simple_plan(Task(graph=graph, cluster=aq.Cluster.preset(devices), num_micro_batches=1))
+    assert plan is not None and plan.method.startswith(found)
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
