@@ -83,6 +83,9 @@ class Variant:
     base: Variant | None = None
     _traced: list[tuple[Graph, float]] = field(default_factory=list, init=False, repr=False)
     _tasks: list[Task] = field(default_factory=list, init=False, repr=False)
+    _in_groups: dict[tuple[Any, ...], dict[int, bool]] = field(
+        default_factory=dict, init=False, repr=False
+    )
     _ways: dict[str | None, Variants] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -159,7 +162,8 @@ class Variant:
         """
         graph, _ = self.traced()
         if not self._tasks:
-            self._tasks.append(Task(graph=graph, cluster=cluster))
+            in_groups = (self.base or self)._in_groups
+            self._tasks.append(Task(graph=graph, cluster=cluster, in_groups=in_groups))
         return replace(self._tasks[0], cluster=cluster, **options)
 
 

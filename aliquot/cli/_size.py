@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -93,8 +94,12 @@ def size(
         options, limit = model_options.read(), read_memory_limit(memory_limit)
         priced = any(isinstance(kind, HostPrice) for kind in kinds)
 
+        @functools.cache
+        def of_batch(batch: int) -> Callable[[Cluster], Variants]:
+            return builder(model, replace(options, global_batch=batch))
+
         def rebuild(cluster: Cluster, batch: int) -> Variants:
-            return builder(model, replace(options, global_batch=batch))(cluster)
+            return of_batch(batch)(cluster)
 
         def tell(option: ClusterOption, outlook: Outlook) -> None:
             left = str(outlook)

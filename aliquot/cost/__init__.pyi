@@ -81,9 +81,11 @@ from .memory import Resident as Resident
 from .memory import alive_over_time as alive_over_time
 from .memory import converted as converted
 from .memory import known_memory as known_memory
+from .memory import least_timeline as least_timeline
 from .memory import may_take_turns as may_take_turns
 from .memory import memory_model as memory_model
 from .memory import memory_over_time as memory_over_time
 from .memory import over_time as over_time
+from .memory import residents_model as residents_model
 from .memory import takes_turns as takes_turns
 from .memory import timeline as timeline

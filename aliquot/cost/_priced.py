@@ -101,6 +101,11 @@ class PricedNode:
         hideable_s = self.hideable.sum(axis=0) + self.once_hideable_s
         object.__setattr__(self, "hideable_s", hideable_s)
 
+    @property
+    def exposed_s(self) -> Floats:
+        """What nothing can hide."""
+        return self.compute_s + self.communication_s + self.gradient_s - self.hideable_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedEdge:

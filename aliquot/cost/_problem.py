@@ -56,8 +56,8 @@ class Problem:
     semantics: str = "exact"
     made: Mapping[ValueId, Held] = field(default_factory=dict, repr=False)
     kept: tuple[Held, ...] | None = field(default=None, repr=False)
-    # The answers of `runs_in_groups`, by number of groups.
-    _in_groups: dict[int, bool] = field(default_factory=dict, repr=False)
+    # The answers of `runs_in_groups`, by number of groups. Problems of one step may share them.
+    in_groups: dict[int, bool] = field(default_factory=dict, repr=False)
 
     def runs_in_groups(self, num_groups: int) -> bool:
         """True if each of `num_groups` groups of devices can take a share of every micro-batch and
@@ -65,15 +65,15 @@ class Problem:
         """
         if self.whole is None or num_groups == 1:
             return True
-        if num_groups not in self._in_groups:
-            self._in_groups[num_groups] = runs_in_groups(
+        if num_groups not in self.in_groups:
+            self.in_groups[num_groups] = runs_in_groups(
                 self.whole,
                 self.num_micro_batches,
                 num_groups,
                 semantics=self.semantics,
                 on_missing_rule=self.nodes.on_missing_rule,
             )
-        return self._in_groups[num_groups]
+        return self.in_groups[num_groups]
 
     @property
     def target(self) -> Target:

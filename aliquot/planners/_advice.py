@@ -24,7 +24,7 @@ from ..cost import (
 from ..graph import Role
 from ._counts import MOST_MICRO_BATCHES, batch_size
 from ._quick_bounds import cannot_fit
-from .intra import Space
+from .intra import Space, TooLarge
 
 _MOST_TIMES = 64
 
@@ -48,7 +48,7 @@ def what_may_fit(
     problem: Problem,
     priced: Priced,
     picks: NDArray[np.int64],
-    spaces: Sequence[Space],
+    spaces: Sequence[Space | TooLarge],
     growing_axis: int,
 ) -> tuple[list[str], str]:
     """Changes with which the step may fit, the smallest first, and a line that is empty unless
@@ -162,16 +162,17 @@ def _pieces(part: _Part) -> int:
     return round(part.alive.num_bytes / part.num_bytes) if part.num_bytes else 1
 
 
-def _leaves_out(spaces: Sequence[Space]) -> bool:
+def _leaves_out(spaces: Sequence[Space | TooLarge]) -> bool:
     """True if the spaces have fewer choices than operators have."""
     return not any(all(mask.all() for mask in space.allowed) for space in spaces)
 
 
-def _can_split(problem: Problem, space: Space, role: Role) -> bool:
+def _can_split(problem: Problem, space: Space | TooLarge, role: Role) -> bool:
     """True if a space has a choice that splits an array of a role."""
     nodes = {
         port.node
         for item, port in zip(problem.graph.inputs, problem.nodes.input_ports, strict=True)
         if item.role is role and port.node >= 0
     }
-    return any((space.priced.nodes[n].choices[space.allowed[n]] >= 0).any() for n in nodes)
+    choices = space.choices
+    return any((choices[n][space.allowed[n]] >= 0).any() for n in nodes)

@@ -46,9 +46,7 @@ def follow(
     priced = _priced(problem, stage, (), intra, pinned)
     kinds = fixed.kinds_of(problem)
     pins = fixed.pinned(problem, priced, stage.shardings, stage.axis_names)
-    open_choices = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(
-        priced
-    )
+    open_choices = _open_choices(priced, kinds)
     # Where the data axes rule out a node's pinned choice, the plan's own split takes precedence.
     masks = [a & b if (a & b).any() else b for a, b in zip(open_choices, pins, strict=True)]
     entry = Entry(space=Space(name="follow", priced=priced, allowed=masks), intra=intra)
@@ -64,6 +62,13 @@ def follow(
         tuple(int(f) for f in table.choices[pick])
         for table, pick in zip(priced.nodes, decision.picks.tolist(), strict=True)
     )
+
+
+def _open_choices(priced: Priced, kinds: fixed.Kinds) -> fixed.Masks:
+    """Masks under which the data axes split only the batch, if they divide it."""
+    choices = [node.choices for node in priced.nodes]
+    masks = fixed.data_axes_restriction(priced.graph, choices, kinds, priced.data_axes)
+    return masks or fixed.everything(priced)
 
 
 def find_alternatives(
@@ -82,7 +87,7 @@ def find_alternatives(
     priced = _priced(problem, stage, choices, quick, frozenset())
     picks = find_picks(priced, choices)
     kinds = fixed.kinds_of(problem)
-    masks = fixed.data_axes_restriction(priced, kinds, priced.data_axes) or fixed.everything(priced)
+    masks = _open_choices(priced, kinds)
     weight: dict[int, tuple[int, int]] = {}
     for k, (item, port) in enumerate(
         zip(problem.graph.inputs, priced.graph.input_ports, strict=True)

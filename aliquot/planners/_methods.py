@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..cluster import AXIS_NAMES, Cluster, LogicalMesh, logical_mesh_shapes
 from ..core import CaptureError, InfeasibleError, InputError
@@ -22,10 +23,18 @@ from ._counts import batch_size, program_counts
 from ._hosts import Hosts
 from ._method import AbstractMethod
 from ._neighbourhood import FEW_AXES, choices_to_try
-from ._quick_bounds import cannot_fit, is_too_large, least_compute_s
-from ._race import Entry, RaceInParts, finished, goes_first, race, race_in_parts, race_of_ways
+from ._quick_bounds import cannot_fit, is_too_large, least_compute_s, never_fits
+from ._race import (
+    Entry,
+    RaceInParts,
+    finished,
+    goes_first,
+    race,
+    race_in_parts,
+    race_of_ways,
+)
 from ._search import AbstractFamily, Search
-from .intra import ILP, AbstractIntra, Fixed, Space, fixed
+from .intra import ILP, AbstractIntra, Fixed, Space, TooLarge, fixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +116,12 @@ class ManualParallel(AbstractMethod):
         pinned = frozenset(
             problem.nodes.input_ports[k].node for k in fixed.matching(problem, self.specs)
         )
-        for axes, masks, priced in _variants(problem, mesh, self.intra, pinned):
+        for way in _ways(problem, mesh, self.intra, pinned):
+            priced = way.priced(problem)
             pins = fixed.pinned(problem, priced, self.specs, mesh.axis_names)
-            both = [a & b for a, b in zip(masks, pins, strict=True)]
+            both = [a & b for a, b in zip(way.allowed, pins, strict=True)]
             if all(m.any() for m in both):
-                name = _variant_name("manual", axes, priced)
+                name = way.named("manual")
                 entries.append(
                     Entry(space=Space(name=name, priced=priced, allowed=both), intra=self.intra)
                 )
@@ -335,12 +345,60 @@ def _meshes(problem: Problem, shape: Sequence[int] | None, max_axes: int = 2) ->
     return sorted(meshes, key=lambda mesh: not goes_first(mesh))
 
 
-def _variants(
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Way:
+    """A way to use a mesh: for each node the choices, and a mask of those that are allowed; the
+    rest as for `price`.
+    """
+
+    mesh: LogicalMesh
+    choices: Sequence[NDArray[np.int64]]
+    allowed: fixed.Masks
+    data_axes: frozenset[int]
+    context_axes: frozenset[int]
+    gathers_once: bool
+
+    def named(self, method: str) -> str:
+        """What tables call it."""
+        names, axes = self.mesh.axis_names, sorted(self.data_axes)
+        name = (
+            f"{method}, {'+'.join(names[a] for a in axes)} only for the batch" if axes else method
+        )
+        for axis in self.context_axes:
+            name += f", {names[axis]} only for the sequence"
+        return f"{name}{', parameters gathered once' if self.gathers_once else ''}"
+
+    def priced(self, problem: Problem) -> Priced:
+        """Its prices."""
+        return price(
+            problem,
+            self.mesh,
+            repeats=problem.num_micro_batches,
+            data_axes=self.data_axes,
+            context_axes=self.context_axes,
+            gathers_once=self.gathers_once,
+            choices=self.choices,
+        )
+
+    def never_fits(self, problem: Problem) -> bool:
+        """See the function."""
+        return never_fits(
+            problem,
+            self.mesh,
+            self.choices,
+            self.allowed,
+            data_axes=self.data_axes,
+            context_axes=self.context_axes,
+            gathers_once=self.gathers_once,
+        )
+
+
+def _ways(
     problem: Problem, mesh: LogicalMesh, intra: AbstractIntra, also: frozenset[int] = frozenset()
-) -> Iterator[tuple[frozenset[int], fixed.Masks, Priced]]:
-    """Ways to use a mesh: sets of data axes with their masks and prices. Data axes split only the
-    batch, and so reduce gradients once, after the last micro-batch. Casts of parameters that they
-    split are gathered in each micro-batch, beside compute, or once, before the first.
+) -> Iterator[_Way]:
+    """Ways to use a mesh. Data axes split only the batch, and so reduce gradients once, after the
+    last micro-batch. Casts of parameters that they split are gathered in each micro-batch, beside
+    compute, or once, before the first.
 
     Where the rows of a micro-batch are too few for the next axis to be a data axis too, it may be a
     context axis, which splits the sequence and nothing else that is computed for each micro-batch.
@@ -364,19 +422,20 @@ def _variants(
         if not all(map(len, choices)):
             # The axis does not divide the sequence.
             continue
-        for gathers_once in (False, True) if data_axes and kinds.cast else (False,):
-            priced = price(
-                problem,
-                mesh,
-                repeats=problem.num_micro_batches,
+        masks = fixed.data_axes_restriction(problem.nodes, choices, kinds, data_axes)
+        if masks is None:
+            continue
+        # Independent micro-batches are steps of their own, in which nothing is gathered once.
+        may_wait = data_axes and kinds.cast and problem.semantics != "independent"
+        for gathers_once in (False, True) if may_wait else (False,):
+            yield _Way(
+                mesh=mesh,
+                choices=choices,
+                allowed=masks,
                 data_axes=data_axes,
                 context_axes=context_axes,
                 gathers_once=gathers_once,
-                choices=choices,
             )
-            masks = fixed.data_axes_restriction(priced, kinds, data_axes)
-            if masks is not None:
-                yield data_axes, masks, priced
 
 
 def _with_context(
@@ -402,21 +461,28 @@ def _can_wait(problem: Problem, mesh: LogicalMesh, axes: frozenset[int]) -> bool
     return problem.runs_in_groups(math.prod(mesh.shape[a] for a in axes))
 
 
-def _variant_name(name: str, axes: frozenset[int], priced: Priced) -> str:
-    names = priced.mesh.axis_names
-    alone = f", {'+'.join(names[a] for a in sorted(axes))} only for the batch" if axes else ""
-    for axis in priced.context_axes:
-        alone += f", {names[axis]} only for the sequence"
-    return f"{name}{alone}{', parameters gathered once' if priced.gathers_once else ''}"
-
-
 def _shard_entries(
     problem: Problem, meshes: Sequence[LogicalMesh], intra: AbstractIntra
 ) -> Iterator[Entry]:
     for mesh in meshes:
-        for axes, masks, priced in _variants(problem, mesh, intra):
-            name = _variant_name(intra.name, axes, priced)
-            yield Entry(space=Space(name=name, priced=priced, allowed=masks), intra=intra)
+        too_large = False
+        for way in _ways(problem, mesh, intra):
+            name = way.named(intra.name)
+            # Data axes leave fewer choices, so that nothing is smaller than without them.
+            is_narrower = too_large and not (way.context_axes or way.gathers_once)
+            space: Space | TooLarge
+            if is_narrower or way.never_fits(problem):
+                too_large = too_large or not (way.data_axes or way.context_axes)
+                space = TooLarge(
+                    name=name,
+                    mesh=mesh,
+                    choices=way.choices,
+                    allowed=way.allowed,
+                    price=functools.partial(way.priced, problem),
+                )
+            else:
+                space = Space(name=name, priced=way.priced(problem), allowed=way.allowed)
+            yield Entry(space=space, intra=intra)
 
 
 def _fixed_entries(

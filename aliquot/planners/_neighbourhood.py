@@ -79,7 +79,8 @@ def _seeds(
         joined = frozenset(k for k, group in enumerate(groups) if set(group) <= data_axes)
         coarse = LogicalMesh(shape=shape, axis_names=AXIS_NAMES[:2], cluster=mesh.cluster)
         priced = price(problem, coarse, repeats=problem.num_micro_batches, data_axes=joined)
-        masks = fixed.data_axes_restriction(priced, kinds, joined)
+        rows = [node.choices for node in priced.nodes]
+        masks = fixed.data_axes_restriction(problem.nodes, rows, kinds, joined)
         if masks is None:
             continue
         space = Space(name=f"{intra.name} on {coarse}", priced=priced, allowed=masks)

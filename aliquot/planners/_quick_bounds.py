@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
 from ..cluster import LogicalMesh, subcluster
-from ..cost import Problem, alive_over_time, price
+from ..cost import Problem, alive_over_time, least_timeline, price, residents_model
 from ..graph import Role
 
 # A program is ruled out only if the lower bound on its memory is 10 % above the limit, because a
@@ -21,6 +26,38 @@ def cannot_fit(problem: Problem) -> bool:
         float(alive_over_time(parts, problem.nodes.num_ops + 1).max()) / problem.cluster.num_devices
     )
     return least_bytes > _MEMORY_MARGIN * problem.memory_limit_bytes
+
+
+def never_fits(
+    problem: Problem,
+    mesh: LogicalMesh,
+    choices: Sequence[NDArray[np.int64]],
+    allowed: Sequence[NDArray[np.bool_]],
+    *,
+    data_axes: frozenset[int],
+    context_axes: frozenset[int],
+    gathers_once: bool,
+) -> bool:
+    """True if at some moment the arrays exceed the memory limit even if each is as small as any
+    allowed choice of its node makes it. Nothing need be priced for that.
+
+    Args:
+        choices, allowed: for each node, `(choices, axes)` and a mask of those.
+        data_axes, context_axes, gathers_once: as for `price`.
+    """
+    waits = problem.semantics != "independent"
+    model = residents_model(
+        problem.residents,
+        problem.nodes,
+        choices,
+        mesh.shape,
+        repeats=problem.num_micro_batches,
+        data_axes=data_axes if waits else frozenset(),
+        context_axes=context_axes if waits else frozenset(),
+        gathers_once=gathers_once and waits,
+    )
+    use = least_timeline(model, [np.flatnonzero(mask) for mask in allowed])
+    return float(use.max()) > problem.memory_limit_bytes * (1 + 1e-9)
 
 
 def least_compute_s(problem: Problem) -> float:

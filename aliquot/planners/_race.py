@@ -12,10 +12,11 @@ Each mesh is an `Entry`, and a `_Runner` takes it through the race: `start` (fir
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -30,7 +31,7 @@ from ..plans import GIVEN_LAYOUT, name_of_part
 from ._advice import what_may_fit
 from ._base import Candidate, Decision, Interrupted, Progress, StageDecision, TooSlowError
 from ._neighbourhood import FEW_AXES
-from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space
+from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space, TooLarge
 
 _SLOWER = "slower"
 _NO_BETTER = "no faster by more than the gap"
@@ -48,7 +49,7 @@ class Entry:
         growing_axis: the axis of the mesh that more devices would lengthen.
     """
 
-    space: Space
+    space: Space | TooLarge
     intra: AbstractIntra
     notes: tuple[str, ...] = ()
     growing_axis: int = 0
@@ -56,7 +57,7 @@ class Entry:
     @property
     def mesh(self) -> LogicalMesh:
         """The mesh of the space."""
-        return self.space.priced.mesh
+        return self.space.mesh
 
 
 RaceInParts: TypeAlias = Generator[Decision | None, float, Decision]
@@ -175,7 +176,8 @@ def race_in_parts(
             report(f"{entry.space.name} on {entry.mesh}", k, max(expected, k + 1))
             # The fastest plan known to fit is an upper bound for this search.
             ceiling_s = min(best[1].step_time_s if best else np.inf, sent_s)
-            runners.append(runner := _Runner.start(entry, problem, pool, ceiling_s, notes))
+            runner = _Runner.start(entry, problem, pool, ceiling_s, notes, faster_than_s)
+            runners.append(runner)
             # The race pauses only after the meshes of one axis: their integer programs are small,
             # and their solutions limit other searches.
             if pauses and goes_first(entry.mesh) and len(entry.mesh.shape) > 1:
@@ -212,6 +214,16 @@ def race_in_parts(
             # In a tie the improved solution is taken, because its status says how its search ended.
             if improved and (best is None or improved.step_time_s <= best[1].step_time_s):
                 best = runner, improved
+        useless = [
+            r for r in runners if isinstance(r.search, _NotSearched) and r.bound_s is not None
+        ]
+        if best is None and useless:
+            # One of those that are too slow tells by how much.
+            known = min(useless, key=lambda r: r.bound_s or 0.0)
+            runner = _Runner.start(known.entry, problem, pool, np.inf, notes)
+            runner.bound(-np.inf)
+            runners[runners.index(known)], best = runner, _better(best, runner)
+            runner.outcome = _SLOWER
     except KeyboardInterrupt as error:
         best = best or _salvage(runners)
         raise Interrupted(unfinished()) from error
@@ -304,14 +316,23 @@ class _Runner:
         pool: ThreadPoolExecutor,
         ceiling_s: float,
         notes: dict[str, Any],
+        faster_than_s: float = math.inf,
     ) -> _Runner:
-        search = entry.intra.begin(
+        begin = functools.partial(
+            entry.intra.begin,
             problem,
-            entry.space,
             memory_limit_bytes=problem.memory_limit_bytes,
             ceiling_s=ceiling_s,
             notes=notes,
         )
+        space = entry.space
+        search: AbstractSearch
+        if isinstance(space, TooLarge):
+            search = _NotSearched(space, begin, None)
+        elif math.isfinite(faster_than_s) and (least_s := _least_s(space)) >= faster_than_s:
+            search = _NotSearched(space, begin, least_s)
+        else:
+            search = begin(space)
         return cls(entry=entry, search=search, first_bound_s=pool.submit(search.start))
 
     @property
@@ -346,6 +367,60 @@ class _Runner:
         if self.improved:
             self.outcome = self.improved.status
         return self.improved
+
+
+def _least_s(space: Space) -> float:
+    """A lower bound that needs no search: the cheapest choice of each node, and nothing for what is
+    converted between nodes.
+    """
+    return sum(
+        float(np.where(mask, node.exposed_s, np.inf).min())
+        for node, mask in zip(space.priced.nodes, space.allowed, strict=True)
+    )
+
+
+class _NotSearched(AbstractSearch):
+    """A space that is not searched: nothing in it fits, or nothing is fast enough to be of use.
+
+    Args:
+        begin: begins the search, for messages on how much memory a step lacks.
+        bound_s: a lower bound in seconds; None if nothing fits.
+    """
+
+    def __init__(
+        self,
+        space: Space | TooLarge,
+        begin: Callable[[Space], AbstractSearch],
+        bound_s: float | None,
+    ) -> None:
+        self.lower_bound_s, self.gave_up = bound_s or 0.0, False
+        self._space, self._begin, self._bound_s = space, begin, bound_s
+
+    def start(self) -> float | None:
+        """The bound."""
+        return self._bound_s
+
+    def bound(self, cutoff_s: float = np.inf) -> float | None:
+        """The bound."""
+        return self._bound_s
+
+    @property
+    def picks(self) -> NDArray[np.int64] | None:
+        """None."""
+        return None
+
+    def incumbent(self) -> IntraSolution | None:
+        """None."""
+        return None
+
+    def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
+        """None."""
+        return None
+
+    def least_memory(self) -> NDArray[np.int64]:
+        """See `AbstractSearch.least_memory`; for that the space is priced."""
+        space = self._space
+        return self._begin(space.as_space if isinstance(space, TooLarge) else space).least_memory()
 
 
 def _outcome(runner: _Runner, winner: _Runner, step_time_s: float) -> str:

@@ -16,8 +16,10 @@ from ._model import category_of as category_of
 from ._model import converted as converted
 from ._model import keeping_casts as keeping_casts
 from ._model import known_memory as known_memory
+from ._model import least_timeline as least_timeline
 from ._model import memory_model as memory_model
 from ._model import over_time as over_time
+from ._model import residents_model as residents_model
 from ._model import timeline as timeline
 from ._residents import CATEGORY_OF_ROLE as CATEGORY_OF_ROLE
 from ._residents import Resident as Resident

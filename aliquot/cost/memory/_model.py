@@ -62,42 +62,90 @@ def memory_model(priced: Priced, *, in_turn: bool, memory: Memory = Memory.DEVIC
             products are deferred then, so memory with it is a lower bound on memory without it.
             `takes_turns` tells for known choices.
     """
-    graph = priced.graph
+    return residents_model(
+        priced.residents,
+        priced.graph,
+        [node.choices for node in priced.nodes],
+        priced.axis_sizes,
+        repeats=priced.repeats,
+        data_axes=priced.data_axes,
+        context_axes=priced.context_axes,
+        gathers_once=priced.gathers_once,
+        memory=memory,
+        conversions=_conversions(priced, in_turn) if memory is Memory.DEVICE else (),
+    )
+
+
+def residents_model(
+    residents: Sequence[Resident],
+    graph: NodeGraph,
+    choices: Sequence[Ints],
+    axis_sizes: Sequence[int],
+    *,
+    repeats: int = 1,
+    data_axes: frozenset[int] = frozenset(),
+    context_axes: frozenset[int] = frozenset(),
+    gathers_once: bool = False,
+    memory: Memory = Memory.DEVICE,
+    conversions: Sequence[Conversion] = (),
+) -> MemoryModel:
+    """Residents of a problem that need not be priced, and any conversions.
+
+    Args:
+        choices: for each node, `(choices, axes)`.
+        repeats, data_axes, context_axes, gathers_once: as in `Priced`.
+        memory: the memory that is counted.
+    """
     # Gradients are summed over data axes, and over the axis that splits the sequence, only after
     # the last micro-batch. Until then each device holds its own sum, so these axes do not divide
     # its bytes; nor do data axes those of casts that are gathered once.
     summed, gathered_sizes = (
-        tuple(1 if a in whole else n for a, n in enumerate(priced.axis_sizes))
-        for whole in (priced.data_axes | priced.context_axes, priced.data_axes)
+        tuple(1 if a in whole else n for a, n in enumerate(axis_sizes))
+        for whole in (data_axes | context_axes, data_axes)
     )
-    residents, local = [], []
+    whole_sizes = tuple(axis_sizes)
+    kept, local = [], []
     # Cached, because many arrays are split alike.
     parts: dict[object, Floats] = {}
-    for r in priced.residents:
+    for r in residents:
         if r.memory is not memory:
             continue
-        gradient = priced.repeats > 1 and r.category == "gradients"
-        gathered = priced.gathers_once and (r.cast is not None or r.hoisted)
+        gradient = repeats > 1 and r.category == "gradients"
+        gathered = gathers_once and (r.cast is not None or r.hoisted)
         if r.node < 0:
             num_bytes = np.array([float(r.num_bytes)])
         else:
-            sizes = summed if gradient else gathered_sizes if gathered else priced.axis_sizes
+            sizes = summed if gradient else gathered_sizes if gathered else whole_sizes
             key = r.node, r.projection, sizes
             if key not in parts:
                 split_by = tuple([dim >= 0 for dim in r.projection])
-                parts[key] = shards(priced.nodes[r.node].choices, split_by, sizes)
+                parts[key] = shards(choices[r.node], split_by, sizes)
             num_bytes = r.num_bytes / parts[key]
         for part in _summed(r, graph) if gradient else (r,):
-            residents.append(part)
+            kept.append(part)
             local.append(num_bytes)
     model = MemoryModel(
         # One moment more than operators: the end, when results are held.
         num_times=graph.num_ops + 1,
-        residents=tuple(residents),
+        residents=tuple(kept),
         local_bytes=tuple(local),
-        conversions=tuple(_conversions(priced, in_turn)) if memory is Memory.DEVICE else (),
+        conversions=tuple(conversions),
     )
-    return keeping_casts(model) if priced.gathers_once else model
+    return keeping_casts(model) if gathers_once else model
+
+
+def least_timeline(model: MemoryModel, allowed: Sequence[Ints]) -> Floats:
+    """A lower bound on bytes over time: every array as small as any allowed choice of its node
+    makes it.
+
+    Args:
+        allowed: for each node, the numbers of its allowed choices, at least one.
+    """
+
+    def least(r: Resident, local: Floats) -> float:
+        return float(local[0] if r.node < 0 else local[allowed[r.node]].min())
+
+    return over_time(model, least)
 
 
 def known_memory(priced: Priced, picks: Ints) -> MemoryModel:

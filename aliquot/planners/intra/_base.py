@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...cluster import AXIS_NAMES
+from ...cluster import AXIS_NAMES, LogicalMesh
 from ...cost import Priced, Problem, evaluate, known_memory, timeline
 
 Ints = NDArray[np.int64]
@@ -30,6 +31,42 @@ class Space:
     name: str
     priced: Priced
     allowed: Masks
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """The mesh."""
+        return self.priced.mesh
+
+    @property
+    def choices(self) -> Sequence[Ints]:
+        """For each node, `(choices, axes)`."""
+        return [node.choices for node in self.priced.nodes]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TooLarge:
+    """A space in which nothing fits: it is priced only if a message asks how much memory it lacks.
+
+    Attributes:
+        name, mesh, choices, allowed: as of `Space`.
+        price: makes the prices.
+    """
+
+    name: str
+    mesh: LogicalMesh
+    choices: Sequence[Ints]
+    allowed: Masks
+    price: Callable[[], Priced]
+
+    @functools.cached_property
+    def priced(self) -> Priced:
+        """See `Space`."""
+        return self.price()
+
+    @property
+    def as_space(self) -> Space:
+        """The same with prices."""
+        return Space(name=self.name, priced=self.priced, allowed=self.allowed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,21 +77,25 @@ def everything(priced: Priced) -> Masks:
     return [np.ones(len(node.choices), bool) for node in priced.nodes]
 
 
-def data_axes_restriction(priced: Priced, kinds: Kinds, axes: frozenset[int]) -> Masks | None:
+def data_axes_restriction(
+    nodes: NodeGraph, choices: Sequence[NDArray[np.int64]], kinds: Kinds, axes: frozenset[int]
+) -> Masks | None:
     """Masks under which the given axes split only the batch in the forward and backward pass; None
     if they do not divide it.
+
+    Args:
+        choices: for each node, `(choices, axes)`.
     """
-    masks = everything(priced)
-    for node, table in zip(priced.graph.nodes, priced.nodes, strict=True):
+    masks = []
+    for node, rows in zip(nodes.nodes, choices, strict=True):
+        mask = np.ones(len(rows), bool)
         # State is updated once in a step and may be split over any axis.
-        if node.index in kinds.parameters or node.index in kinds.update:
-            continue
-        batch = priced.graph.batch_factors[node.index]
-        for a in axes:
-            column = table.choices[:, a]
-            masks[node.index] &= np.isin(column, list(batch)) if batch else column == -1
-        if not masks[node.index].any():
+        if axes and node.index not in kinds.parameters and node.index not in kinds.update:
+            batch = nodes.batch_factors[node.index]
+            mask = _splits_batch_alone(rows.tobytes(), rows.shape[1], axes, batch)
+        if not mask.any():
             return None
+        masks.append(mask)
     return masks
 
 
@@ -135,9 +139,21 @@ def _batch_alone(
     choices_of_int64: bytes, num_axes: int, data_axes: frozenset[int], batch: frozenset[int]
 ) -> NDArray[np.int64]:
     choices = np.frombuffer(choices_of_int64, np.int64).reshape(-1, num_axes)
+    mask = _splits_batch_alone(choices_of_int64, num_axes, data_axes, batch)
+    return np.asarray(choices[mask], np.int64)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _splits_batch_alone(
+    choices_of_int64: bytes, num_axes: int, data_axes: frozenset[int], batch: frozenset[int]
+) -> NDArray[np.bool_]:
+    choices = np.frombuffer(choices_of_int64, np.int64).reshape(-1, num_axes)
+    mask = np.ones(len(choices), bool)
     for a in data_axes:
-        choices = choices[np.isin(choices[:, a], list(batch)) if batch else choices[:, a] == -1]
-    return choices
+        mask &= np.isin(choices[:, a], list(batch)) if batch else choices[:, a] == -1
+    # The mask is shared by many nodes through the cache.
+    mask.flags.writeable = False
+    return mask
 
 
 def batch_restriction(

@@ -38,11 +38,7 @@ def affordable(priced: Priced, allowed: Masks, ceiling_s: float) -> tuple[Priced
         return priced, allowed
     # What can run beside compute may cost nothing.
     costs = [
-        np.where(
-            mask,
-            node.compute_s + node.communication_s + node.gradient_s - node.hideable_s,
-            np.inf,
-        )
+        np.where(mask, node.exposed_s, np.inf)
         for node, mask in zip(priced.nodes, allowed, strict=True)
     ]
     least = [float(seconds.min(initial=np.inf)) for seconds in costs]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ....cost import timeline
+from ....cost import least_timeline, timeline
 from .._base import IntraSolution
 from ._highs import LIMIT, nothing_solved
 from ._judging import bound_s, model_in_turn, model_of, solution_of
 from ._least import LeastPeak
-from ._program import MIXED, alive_bytes, decode, is_mixed, least_timeline, mixed_timeline
+from ._program import MIXED, alive_bytes, decode, is_mixed, mixed_timeline
 from ._rows import add_rows
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _never_fits(search: Search) -> bool:
     """True if at some moment the arrays exceed the limit even with the smallest share of each."""
     if not np.isfinite(search.limit_bytes) or not all(map(len, search.choices.allowed)):
         return False
-    use = least_timeline(search.choices, model_in_turn(search, search.in_turn))
+    use = least_timeline(model_in_turn(search, search.in_turn), search.choices.allowed)
     return float(use.max()) > search.limit_bytes * (1 + 1e-9)
 
 

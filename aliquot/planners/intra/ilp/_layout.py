@@ -76,9 +76,7 @@ class Prices:
             return np.concatenate([*(prices(edge).ravel() for edge in priced.edges), [0.0]])
 
         return cls(
-            exposed=choices(
-                lambda n: n.compute_s + n.communication_s + n.gradient_s - n.hideable_s
-            ),
+            exposed=choices(lambda n: n.exposed_s),
             hideable=choices(lambda n: n.hideable_s),
             once=choices(lambda n: n.once_hideable_s),
             beside=choices(lambda n: n.beside_s),

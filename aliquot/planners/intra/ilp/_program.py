@@ -291,17 +291,6 @@ def mixed_timeline(choices: Choices, priced: Priced, model: MemoryModel, values:
     return over_time(model, mixed, copies)
 
 
-def least_timeline(choices: Choices, model: MemoryModel) -> Floats:
-    """A lower bound on bytes over time: every array as small as any allowed choice of its node
-    makes it.
-    """
-
-    def least(r: Resident, local: Floats) -> float:
-        return float(local[0] if r.node < 0 else local[choices.allowed[r.node]].min())
-
-    return over_time(model, least)
-
-
 def decode(choices: Choices, values: Floats) -> Ints:
     """For each node, the choice that has the largest share in a solution."""
     return np.array(
