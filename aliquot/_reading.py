@@ -590,8 +590,11 @@ def facts_of(reading: Reading, *, of_better: bool = False) -> list[tuple[str, st
     used = mfu(plan)
     mfu_text = "" if used is None else f", MFU {used:.0%}"
     rows.append(("step time", f"{format_seconds(plan.prediction.step_time_s)}{mfu_text}"))
-    if reading.error and not of_better:
-        rows.append(("expected error", f"of the step time: {said_of_reported(reading.error)}"))
+    if not of_better:
+        error = (
+            f"of the step time: {said_of_reported(reading.error)}" if reading.error else "not known"
+        )
+        rows.append(("expected error", error))
     by_stage = memory_by_stage(plan)
     stages = ", ".join(format_bytes(each) for each in by_stage)
     which = f"by stage: {stages}" if len(by_stage) > 1 else f"{stages} on the fullest device"

@@ -108,7 +108,7 @@ def compare(
                 progress=report,
             )
         if prices is not None:
-            comparison = replace(comparison, prices=table, prices_from=origin_of(prices))
+            comparison = replace(comparison, prices=table, prices_from=origin_of(prices, table))
         if html is not None:
             date = datetime.date.today().isoformat()
             write_atomic(html, compare_page(comparison, date=date))
@@ -139,7 +139,7 @@ def _prices_of(clusters: Sequence[Cluster], path: Path | None) -> tuple[HostPric
             f"--prices {path} has no price for hosts of this comparison: add the line"
             f"{'s' if len(missing) > 1 else ''} {'; '.join(missing)}."
         )
-    return table
+    return tuple(price for price in table if (price.device, price.devices_per_host) in hosts)
 
 
 def _listed(text: str | None) -> list[str]:

@@ -55,8 +55,8 @@ def size(
         Path | None,
         typer.Option(
             help=(
-                "CSV: device, devices per host, price per hour. By default a sample that only shows"
-                " the format."
+                "CSV: device, devices per host, price per hour, source. By default samples, each"
+                " with its source and day."
             )
         ),
     ] = None,
@@ -92,7 +92,7 @@ def size(
         from ._recomputation import builder
 
         options, limit = model_options.read(), read_memory_limit(memory_limit)
-        priced = any(isinstance(kind, HostPrice) for kind in kinds)
+        priced = [kind for kind in kinds if isinstance(kind, HostPrice)]
 
         @functools.cache
         def of_batch(batch: int) -> Callable[[Cluster], Variants]:
@@ -112,7 +112,7 @@ def size(
                     hosts=kinds,
                     tokens=wanted,
                     by_s=by_s,
-                    prices=origin_of(prices) if priced else "",
+                    prices=origin_of(prices, priced) if priced else "",
                     found=tell,
                     goodput=goodput,
                     rebuild=None if options.global_batch is None or ":" in model else rebuild,
@@ -130,12 +130,13 @@ def size(
             raise typer.Exit(1)
 
 
-def origin_of(prices: Path | None) -> str:
-    """Where prices come from, and of which date they are."""
+def origin_of(prices: Path | None, hosts: Sequence[HostPrice]) -> str:
+    """Where the prices of hosts come from, and of which date they are."""
+    named = "; ".join(f"{host.device}: {host.source}" for host in hosts if host.source)
     if prices is None:
-        return "a sample of November 2026, no offer: pass yours as --prices FILE"
+        return f"samples, no offer: pass yours as --prices FILE. {named}"
     written = datetime.fromtimestamp(prices.stat().st_mtime)
-    return f"{prices}, written on {written:%Y-%m-%d}"
+    return f"{prices}, written on {written:%Y-%m-%d}{f'. {named}' if named else ''}"
 
 
 def read_count(text: str) -> float:

@@ -27,6 +27,7 @@ from ._measured import MEASURED_COMPUTE as MEASURED_COMPUTE
 from ._measured import AbstractMeasured as AbstractMeasured
 from ._measured import Corrections as Corrections
 from ._presets import wire as wire
+from ._prices import NO_PRICE as NO_PRICE
 from ._prices import SAMPLE_PRICES as SAMPLE_PRICES
 from ._prices import HostPrice as HostPrice
 from ._prices import load_prices as load_prices
@@ -37,6 +38,7 @@ from ._reported import recorded_digests as recorded_digests
 from ._reported import reported_steps as reported_steps
 from ._reported import said_of_data_sheet as said_of_data_sheet
 from ._reported import said_of_reported as said_of_reported
+from ._reported import same_chip as same_chip
 from ._reported import steps_reported_by as steps_reported_by
 from ._reported import usual_error as usual_error
 from ._reported import write_reported_steps as write_reported_steps

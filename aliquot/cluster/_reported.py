@@ -116,6 +116,11 @@ def reported_steps(device_name: str, kind: str | None = None) -> tuple[ReportedS
     return tuple(_together(ours or found)[:_SHOWN])
 
 
+def same_chip(one: str, other: str) -> bool:
+    """Whether two devices of the catalogue, by name, are the same or have the same chip."""
+    return one == other or (chip_of(one) is not None and chip_of(one) == chip_of(other))
+
+
 def steps_reported_by(frameworks: Sequence[str]) -> tuple[ReportedSteps, ...]:
     """Reported steps of frameworks by name, on all devices and of all kinds, those of most steps
     first.

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ..cluster import usual_error
 from ..core import counted, format_bytes, format_seconds
 from ._axis_roles import AxisRole, roles_of_axes, uses_together
 from ._plan import Plan, StagePlan
-from ._summary import UNKNOWN_ERROR, expected_error, recomputation
+from ._summary import recomputation, said_error
 from ._throughput import mfu
 
 _NOUNS = {"gpu": "GPU", "tpu": "TPU chip", "cpu": "CPU device"}
@@ -165,12 +164,10 @@ def _figures(plan: Plan) -> Iterator[str]:
     share = mfu(plan)
     if share is not None:
         yield f"MFU {share:.0%}" if share >= 0.1 else f"MFU {share:.1%}"
-    if (error := usual_error(expected_error(plan))) is not None:
-        yield f"expected error {error:.0%}"
-    elif plan.provenance.profiles:
+    if plan.provenance.profiles:
         yield f"mean error of the measurements {p.measured_error:.0%}"
     else:
-        yield UNKNOWN_ERROR
+        yield said_error(plan)
 
 
 def _capitalised(text: str) -> str:

@@ -16,6 +16,7 @@ from ..cluster import (
     reported_steps,
     said_of_data_sheet,
     said_of_reported,
+    same_chip,
 )
 from ..core import format_seconds, recompute_parts
 from ._axis_roles import axis_roles, names_experts, uses_together
@@ -63,6 +64,8 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("expected error", f"of step times: {said_of_reported(known)}"))
     elif _is_data_sheet(plan):
         rows.append(("expected error", f"of step times: {said_of_data_sheet()}"))
+    elif not plan.provenance.profiles:
+        rows.append(("expected error", "not known: no measured step was compared"))
     if costs := _largest_costs(plan):
         rows.append(("largest costs", costs))
     if second := runner_up(plan):
@@ -152,6 +155,19 @@ def expected_error(plan: Plan) -> tuple[ReportedSteps, ...]:
     if not isinstance(device, dict) or device.get("calibration"):
         return ()
     return reported_steps(str(device.get("name", "")), _kind_of_report(plan))
+
+
+def said_error(plan: Plan) -> str:
+    """How far predictions are off in the median, in a few words. Steps on other devices are named,
+    where the plan's devices have none of its kind.
+    """
+    of_jax = [steps for steps in expected_error(plan) if steps.is_jax]
+    if not of_jax:
+        return UNKNOWN_ERROR
+    device = str(plan.cluster["device"]["name"])
+    others = [name for name in of_jax[0].device.split(", ") if not same_chip(name, device)]
+    where = f" by steps on {', '.join(others)}" if others else ""
+    return f"expected error {of_jax[0].median_error:.0%}{where}"
 
 
 def _kind_of_report(plan: Plan) -> str:

@@ -7,18 +7,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from ..cluster import usual_error
+from ..cluster import NO_PRICE, usual_error
 from ..core import format_bytes, format_count, format_seconds, format_share_of_limit
 from ..plans import (
-    UNKNOWN_ERROR,
     examples_per_step,
     expected_error,
     memory_parts,
+    said_error,
     tokens_per_step,
 )
 from ._asked import asked_facts, command_block, comparing_command
 from ._comparison import (
-    NO_PRICE,
     Candidate,
     Comparison,
     format_cost,
@@ -108,8 +107,7 @@ def _time_and_memory(planned: list[Candidate], comparison: Comparison) -> str:
         error = usual_error(expected_error(c.plan))
         p = c.plan.prediction
         points.append((p.step_time_s, p.peak_memory_bytes, error))
-        said = UNKNOWN_ERROR if error is None else f"expected error {error:.0%}"
-        named.append(f"<li>{escape(name_of(c, comparison))}: {said}</li>")
+        named.append(f"<li>{escape(name_of(c, comparison))}: {said_error(c.plan)}</li>")
     drawn = scatter(
         points,
         limit=_limit(planned),

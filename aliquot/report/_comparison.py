@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ..cluster import Cluster, HostPrice, most_error, said_of_reported
+from ..cluster import NO_PRICE, Cluster, HostPrice, most_error, said_of_reported
 from ..core import (
     counted,
     format_bytes,
@@ -38,7 +38,6 @@ from ..plans import (
 )
 from ._tables import columns
 
-NO_PRICE = "no price"
 """What stands in tables of prices for a host without one."""
 _MOST_PARTS = 3
 # Step times that differ by less decide nothing: predictions are off by more.
@@ -240,6 +239,8 @@ def recommendation(comparison: Comparison) -> list[str]:
     known = expected_error(best.plan)
     if known:
         said.append(f"Expected error of predicted step times: {said_of_reported(known)}.")
+    elif not best.plan.provenance.profiles:
+        said.append("Expected error of predicted step times: not known.")
     best_s = comparison.seconds(best)
     equal = [c for c in others if comparison.seconds(c) <= (1 + _EQUAL) * best_s]
     if equal:

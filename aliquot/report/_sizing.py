@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ..cluster import Cluster, most_error, said_of_reported, usual_error
+from ..cluster import NO_PRICE, Cluster, most_error, said_of_reported
 from ..core import counted, format_count, format_seconds
 from ..plans import (
     UNKNOWN_ERROR,
@@ -27,9 +27,10 @@ from ..plans import (
     meshes,
     mfu,
     name_on_mesh,
+    said_error,
     tokens_per_step,
 )
-from ._comparison import NO_PRICE, memory_of
+from ._comparison import memory_of
 from ._tables import columns
 
 _DAY_S = 86_400.0
@@ -437,11 +438,12 @@ def _priced(option: ClusterOption) -> str:
 def _unknown_errors(sizing: Sizing) -> Iterator[str]:
     """The devices for which nothing tells how far predictions are off."""
     plans = [o.plan for o in sizing.options if o.plan]
-    unknown = dict.fromkeys(
-        _device_of(plan) for plan in plans if usual_error(expected_error(plan)) is None
-    )
-    if unknown and len({_device_of(plan) for plan in plans}) > 1:
+    unknown = dict.fromkeys(_device_of(plan) for plan in plans if said_error(plan) == UNKNOWN_ERROR)
+    if unknown:
         yield f"{', '.join(unknown)}: {UNKNOWN_ERROR}; no measured step was compared."
+    elsewhere = {_device_of(plan): said_error(plan) for plan in plans if " by " in said_error(plan)}
+    for device, said in elsewhere.items():
+        yield f"{device}: {said}; none of its own was compared."
 
 
 def _device_of(plan: Plan) -> str:
