@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-FIRST_S = 2.0
+FIRST_S = 1.5
 EVERY_S = 10.0
 _TICK_S = 0.25
 

@@ -147,8 +147,8 @@ def _batch(plan: Plan) -> str:
 
 def _recomputed(plan: Plan) -> str:
     """What the backward pass recomputes."""
-    how = recomputation(plan).partition(" in the backward pass")[0]
-    return "no recomputation" if how in ("", "none") else how
+    how = recomputation(plan)
+    return "no recomputation" if how in ("", "none") else f"recompute {how}"
 
 
 def _figures(plan: Plan) -> Iterator[str]:

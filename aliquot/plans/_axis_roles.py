@@ -205,7 +205,7 @@ def _role_of(axis: _Axis) -> str:
         return f"{role}{_in_pieces(in_pieces)}"
     if in_pieces > _MOST:
         what = "expert" if of_experts else "tensor"
-        split = f"the batch is split over {axis.name}, too, outside of products with them"
+        split = f"between products with them, activations are split over {axis.name}, too"
         batch = f"; {split}" if use.batch else ", batch replicated"
         others = _in_pieces(in_pieces) if in_pieces <= 1 - _NOTHING else ""
         return f"{what} parallel: {_stored(axis)}{batch}{others}{axis.whole()}"
@@ -213,7 +213,7 @@ def _role_of(axis: _Axis) -> str:
 
 
 def _in_pieces(share: float) -> str:
-    used = f"; products use {share:.0%} of the parameters in pieces"
+    used = f"; {share:.0%} of the parameters stay sharded in the products that read them"
     return used if share >= _NOTHING else ""
 
 
@@ -266,10 +266,11 @@ def _role_of_data(axis: _Axis, words: str, gradients: Mapping[str, float], *, ex
         else:
             role = f"FSDP (ZeRO-3): parameters {_sharded(stored)}"
         text = f"{named}{role}{later}"
-    elif stored < _NOTHING and state is not None and has_state:
+    elif stored < (_LITTLE if asked else _NOTHING) and state is not None and has_state:
         # Where gradients are summed once, after the last micro-batch, stages 1 and 2 are the same.
         number = 1 if whole > _LITTLE else asked or 2
-        role = f"ZeRO-{number}: optimizer state {_sharded(state)}, parameters replicated"
+        held = _sharded(stored) if stored >= _NOTHING else "replicated"
+        role = f"ZeRO-{number}: optimizer state {_sharded(state)}, parameters {held}"
         text = f"{named}{role}{later}"
     else:
         text = f"{plain}parameters {_sharded(stored)}"

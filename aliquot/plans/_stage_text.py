@@ -72,10 +72,10 @@ def _remarks(plan: Plan) -> list[str]:
         " included: for a step"
     ]
     if p.memory_limit_bytes:
-        lines.append(
-            "memory: on each device, and its share of the limit of"
-            f" {format_bytes(p.memory_limit_bytes)}"
-        )
+        share = f"and its share of the limit of {format_bytes(p.memory_limit_bytes)}"
+        several = plan.num_submeshes < len(plan.stages)
+        whose = "of this stage on each device, which holds several" if several else "on each device"
+        lines.append(f"memory: {whose}, {share}")
     lines.append(
         "in flight: micro-batches kept at once, at most; bubble: share of the step in which the"
         " devices wait"

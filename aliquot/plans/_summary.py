@@ -36,10 +36,10 @@ _ATTENTION = {
 
 
 _KEPT = {
-    "minimal": "products with weights",
-    "narrow": "products with weights that are no wider than what they read",
-    "save_qkv": "queries, keys and values",
-    "save_attention": "the result of attention",
+    "minimal": "its products with weights",
+    "narrow": "its products with weights that are no wider than their input",
+    "save_qkv": "its queries, keys and values",
+    "save_attention": "the result of its attention",
 }
 RECOMPUTED_BY_STAGE = "recomputed by stage"
 """What plans are called whose stages choose what they recompute."""
@@ -98,26 +98,26 @@ def parallelism(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def recomputation(plan: Plan) -> str:
-    """What the backward pass recomputes, "none" for nothing; empty if it is not known."""
+    """What the backward pass recomputes, as an object of "recompute"; "none" for nothing, empty if
+    it is not known.
+    """
     counts = Counter(stage.recompute for stage in plan.stages)
     words = {"stage": "everything", "operators": "some operators"}
     told = [
-        f"{counts[kind]} of {len(plan.stages)} stages recompute {what}"
+        f"{what} in {counts[kind]} of {len(plan.stages)} stages"
         for kind, what in words.items()
         if counts[kind]
     ]
-    if told:
-        return f"{' and '.join(told)} in the backward pass"
     how = layers_recompute(plan)
-    if not isinstance(how, str):
-        return ""
-    name, every = recompute_parts(how)
+    name, every = recompute_parts(how) if isinstance(how, str) else ("", 1)
+    if name in ("", "none"):
+        return " and ".join(told) or name
     which = f"one block in {every}" if every != 1 else "each block"
     if name == "block":
-        return f"{which} is recomputed in the backward pass (full activation checkpointing)"
-    if name == "none":
-        return how
-    return f"{which} is recomputed but for {_KEPT.get(name, 'what it keeps')} ({how})"
+        layers = f"{which} ({'full activation checkpointing' if every == 1 else how})"
+    else:
+        layers = f"{which} except {_KEPT.get(name, 'what it keeps')} ({how})"
+    return " and ".join([layers, *told])
 
 
 def recomputes_by_stage(plan: Plan) -> bool:

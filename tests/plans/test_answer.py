@@ -82,6 +82,33 @@ def test_stages_and_what_they_recompute():
     stages = [replace(each, parallelism=use) for each in sample_pipeline().stages]
     stages[0] = replace(stages[0], recompute="stage")
     assert spoken(sample_pipeline(stages=tuple(stages)))[1] == (
-        "Run 4 stages of 2 GPUs each (1f1b), each with 2-way FSDP, 4 micro-batches, 1 of 4 stages"
-        " recompute everything:"
+        "Run 4 stages of 2 GPUs each (1f1b), each with 2-way FSDP, 4 micro-batches, recompute"
+        " everything in 1 of 4 stages:"
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("none", "no recomputation:"),
+        ("block", "recompute each block (full activation checkpointing):"),
+        ("block:2", "recompute one block in 2 (block:2):"),
+        ("minimal", "recompute each block except its products with weights (minimal):"),
+        (
+            "narrow:4",
+            "recompute one block in 4 except its products with weights that are no wider than their"
+            " input (narrow:4):",
+        ),
+    ],
+)
+def test_what_is_recomputed_is_an_instruction(how, said):
+    assert spoken(sample_plan(recompute=how))[1].endswith(said)
+
+
+def test_layers_and_stages_that_recompute_are_both_told():
+    plan = sample_pipeline(recompute="minimal")
+    stages = [replace(plan.stages[0], recompute="stage"), *plan.stages[1:]]
+    assert spoken(replace(plan, stages=tuple(stages)))[1].endswith(
+        "recompute each block except its products with weights (minimal) and everything in 1 of 4"
+        " stages:"
     )
