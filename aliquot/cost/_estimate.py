@@ -239,8 +239,9 @@ def _collectives(priced: Priced, picks: Ints) -> Iterator[_Collective]:
             waiting = waits_over(edge, priced.data_axes, priced.context_axes)
             changes = list(split_deferred_sums(*changes[0], waiting))
         elif priced.gathers_once and edge.cast:
-            # Its cast is gathered over the data axes once, and what is left is done for each.
-            gathered = without_axes(changes[0][0], priced.data_axes)
+            # Its cast is gathered once over the axes over which gradients wait, and what is left is
+            # done for each.
+            gathered = without_axes(changes[0][0], priced.data_axes | priced.context_axes)
             changes = [(gathered, changes[0][1]), (changes[0][0], gathered)]
             if edge.phase is Phase.BACKWARD:
                 del changes[1]

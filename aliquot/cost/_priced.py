@@ -181,7 +181,7 @@ def price(
             over them once, after the last micro-batch; none for independent micro-batches, of
             which each sums its own.
         context_axes: the axis that splits the sequence, if gradients wait over it, too.
-        gathers_once: whether casts of parameters are gathered over the data axes once in a step;
+        gathers_once: whether casts of parameters are gathered over these axes once in a step;
             see `StagePlan`. Without effect where nothing is cast once.
         choices: for each node the choices to price, `(choices, axes)`; by default all choices.
     """
@@ -485,14 +485,15 @@ class _Pricer:
         self, edge: Edge, sources: _Specs, targets: _Specs, moves: NDArray[np.bool_]
     ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """`seconds`, `once_s` and `moves` of conversions of a parameter's cast: it is gathered over
-        the data axes before the first micro-batch, and converted further for each.
+        the axes over which gradients wait before the first micro-batch, and converted further for
+        each.
         """
         seconds, once = np.zeros((2, *moves.shape))
         moves = moves.copy()
         whole = edge.num_bytes * widening(edge.dtype, self.target)
         sums = sum_collective(edge, self.target)
         for p, source in enumerate(sources):
-            gathered = without_axes(source, self.data_axes)
+            gathered = without_axes(source, self.data_axes | self.context_axes)
             if edge.phase is not Phase.BACKWARD:
                 once[p] = edge.count * self.conversion_seconds(source, gathered, sums, whole)
             for q, target in enumerate(targets):

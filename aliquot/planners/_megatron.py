@@ -61,7 +61,7 @@ class Megatron(AbstractMethod):
             all-to-all before and after. None takes whichever is fastest in each place.
         zero_stage: 0 keeps the whole state on every data and context rank, 1 and 2 split optimizer
             state (2 gradients too, in every micro-batch) and parameters of which the step reads
-            casts to 16 bits (unless experts or the sequence are split), 3 all parameters.
+            casts to 16 bits, 3 all parameters.
         num_micro_batches: None means 1 for one program; for a pipeline, it tries micro-batches of
             1, 2, 4, ... rows on each data rank.
         layers: where a pipeline may be cut, see `PipeshardParallel`.
@@ -224,8 +224,7 @@ class Megatron(AbstractMethod):
             tensor=self.tensor,
             sequence=self.sequence,
             zero_stage=stage,
-            # Casts are gathered once over the data axis alone, and ZeRO shards over these, too.
-            gathers_once=stage == 2 and self.context == self.expert == 1,
+            gathers_once=stage == 2,
         )
 
     def _solved(self, problem: Problem, progress: Progress | None, name: str) -> Decision:

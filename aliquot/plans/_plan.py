@@ -191,9 +191,9 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             `interior` marks with `recompute`.
         casts_once: whether parameters are cast to the narrower type in which the step computes once
             a step, and these casts kept, instead of once for each micro-batch.
-        gathers_once: whether these casts are also gathered over `data_axes` once a step, so that
-            parameters are stored as optimizer state is, and every device keeps casts that these
-            axes do not split: stages 1 and 2 of ZeRO in mixed precision.
+        gathers_once: whether these casts are also gathered over `data_axes` and `context_axes` once
+            a step, so that parameters are stored as optimizer state is, and every device keeps
+            casts that these axes do not split: stages 1 and 2 of ZeRO in mixed precision.
         updates_early: whether the stage's parameters are updated right after its own last backward
             task, not after that of the last stage on its devices.
         folded: whether equal layers share one decision; otherwise `interior` has an entry for each

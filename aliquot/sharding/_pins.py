@@ -239,7 +239,7 @@ class _PinMaker:
 
     def gathered_casts(self, inputs: Sequence[Spec]) -> Iterator[tuple[int, Pin]]:
         """Pins of the classes of parameters' casts: as the parameter is split, then gathered over
-        the data axes.
+        the axes over which gradients wait.
 
         Args:
             inputs: splits of the step's inputs.
@@ -248,7 +248,7 @@ class _PinMaker:
         for number in parameter_casts(self.graph):
             (parameter,) = self.graph.ops[number].inputs
             spec = of_input[cast("ValueId", parameter)]
-            gathered = without_axes(spec, self.data_axes)
+            gathered = without_axes(spec, {*self.data_axes, *self.context_axes})
             yield (
                 self.nodes.op_class[number],
                 Pin(

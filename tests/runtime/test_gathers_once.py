@@ -14,7 +14,8 @@ import optax
 import pytest
 
 import aliquot as aq
-from aliquot.planners import Megatron
+from aliquot import zoo
+from aliquot.planners import Megatron, method_by_name
 from aliquot.sharding import Part
 
 WIDTH, EXAMPLES, MICRO_BATCHES, NUM_WEIGHTS = 256, 16, 4, 8
@@ -226,3 +227,61 @@ def test_integer_programs_choose_it_where_it_is_faster():
         for step in (aq.parallelize(train_step, plan), jax.jit(train_step))
     )
     np.testing.assert_allclose(float(got[1]), float(plain[1]), rtol=1e-3)
+
+
+@functools.cache
+def model(name):
+    """A model of the zoo in bf16, sixteen rows of sixteen tokens."""
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "ffn_size": 128}
+    more = {"num_experts": 4, "group_size": 8} if name == "moe-380m" else {}
+    config = zoo.configure(name, vocab_size=64, seq_len=16, **sizes, **more)
+    work = zoo.build(config, 16, dtype="bf16", learning_rate=1e-3)
+    state = jax.device_get(work.init(jax.random.key(0)))
+    random = np.random.default_rng(0)
+    batch = {k: random.integers(0, 64, x.shape, np.int32) for k, x in work.batch.items()}
+    return work, state, batch, jax.device_get(jax.jit(work.train_step)(state, batch))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "axes"),
+    [
+        ("llama-7b", "megatron:dp4,cp2", ("data", "context")),
+        ("llama-7b", "megatron:dp1,cp4,tp2", ("context",)),
+        ("moe-380m", "megatron:dp2,ep4", ("data",)),
+        ("llama-7b", "megatron:dp2,cp2,pp2", ("data", "context")),
+    ],
+)
+def test_they_are_gathered_over_all_axes_over_which_gradients_wait(name, layout, axes):
+    work, state, batch, (_, plain) = model(name)
+    results = []
+    for method in (f"{layout},zero1", layout):
+        step = aq.parallelize(
+            work.train_step,
+            cluster=aq.Cluster.preset("8xcpu"),
+            method=method_by_name(method),
+            num_micro_batches=2,
+        )
+        results.append((step, *jax.device_get(step(state, batch))))
+    (step, after, metrics), (replicated, wanted, _) = results
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(metrics["loss"], plain["loss"], rtol=1e-3)
+    stages, whole = step.plan.stages, replicated.plan.stages
+    assert all(stage.gathers_once for stage in stages)
+    assert not any(stage.gathers_once for stage in whole)
+    stored = [
+        {a for dim in dims for a in dim}
+        for stage in stages
+        for path, dims in stage.shardings.items()
+        if path.startswith("state.params") and path.endswith("q.kernel")
+    ]
+    assert stored and all(set(axes) <= split for split in stored)
+    # The experts' own axis splits them, and no others.
+    assert all("expert" not in split for split in stored)
+    if name != "moe-380m":
+        predicted = [u for s in stages for u in (s.prediction or step.plan.prediction).collectives]
+        gathered, compiled = (
+            sum(u.num_bytes for u in uses if u.kind == "all-gather" and set(u.axes) == {*axes})
+            for uses in (predicted, step.stats().collectives)
+        )
+        assert gathered and compiled == pytest.approx(gathered, rel=0.05)

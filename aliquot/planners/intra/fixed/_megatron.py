@@ -105,8 +105,14 @@ class MegatronSplit(AbstractRule):
                     factors = tokens_split.tokens.get(node.index, frozenset())
                 choices = split_by(choices, place["tensor"], factors)
             batch_axes = [place[name] for name in (*DATA_AXES, "expert") if name in place]
+            gathered = self.gathers_once and node.index in kinds.cast
             if node.index in experts:
                 choices = split_by(choices, place["expert"], {experts[node.index]})
+                batch_axes.remove(place["expert"])
+            elif gathered and "expert" in place:
+                # Casts are gathered once over the axes over which gradients wait, and over this one
+                # they would be in each micro-batch.
+                choices = split_by(choices, place["expert"], frozenset())
                 batch_axes.remove(place["expert"])
             if context is not None and node.index in state:
                 # All tokens share parameters, so that ZeRO may shard them over this axis, too.
