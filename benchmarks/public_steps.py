@@ -3,8 +3,10 @@
 Each publicly reported training step (GPT and Llama on V100 to GB300, TPU v5e to v6e, and others) is
 planned as a user plans it: `aliquot.plan` with the catalogue's cluster, the row's own layout,
 recomputation and number of micro-batches, under the limit of the device's memory. Layers are looped
-over where the framework does so, or where the step fits only so. A row that ran, and whose plan is
-predicted not to fit, has no step time; it is counted as a fault of memory.
+over where the framework does so, or where the step fits only so; and where the step of another
+framework that recomputes nothing fits only so, what its kernels do not keep is computed again
+(`minimal`). A row that ran, and whose plan is predicted not to fit, has no step time; it is counted
+as a fault of memory.
 Rows are split in halves by source and model family; the sustained share of each device is fitted
 to one half (`--fit`; that of H100 and H200 to steps that were measured for it, `gpu_steps.py`), the
 other half is held out. Pipelines, split sequences, experts and products of 8 bits are never fitted.
@@ -28,7 +30,7 @@ import math
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,14 @@ from published_steps import tau_b
 
 import aliquot as aq
 from aliquot._fit_steps import SUSTAINED_SHARES, at_share
-from aliquot.cluster import ReportedSteps, chip_of, figures_digest, write_reported_steps
+from aliquot.cluster import (
+    ReportedSteps,
+    chip_of,
+    figures_digest,
+    is_calibrated,
+    narrowest,
+    write_reported_steps,
+)
 from aliquot.core import AliquotError, InfeasibleError, InputError
 from aliquot.planners import AbstractMethod
 from aliquot.zoo import build
@@ -50,7 +59,12 @@ from aliquot.zoo import build
 _DIFFERENT = 0.05
 # Devices whose share is fitted to steps that were measured for it: `gpu_steps.py`.
 _MEASURED = ("h100",)
+_SHEETS = "Devices known by their data sheets alone"
 PAGE = Path(__file__).parent.parent / "docs" / "accuracy.md"
+KERNELS_KEEP = "minimal"
+"""What the fused kernels of other frameworks keep: products' results and inputs. Their backward
+passes compute norms and activation functions again, as this way to recompute does.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +76,7 @@ class Row:
         reason: why there is none, else empty.
         needed_bytes: of memory on each device; None where nothing was planned.
         fits: whether that is within the device's limit.
+        changed: settings without which it did not fit; see `_ways`.
     """
 
     case: Case
@@ -71,6 +86,7 @@ class Row:
     fits: bool
     parts: dict[str, float]
     cpu_s: float
+    changed: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def error(self) -> float:
@@ -174,36 +190,56 @@ def _planned(case: Case) -> dict[str, Any]:
     started = time.process_time()
     answer: dict[str, Any] = {"step_s": None, "reason": "", "needed_bytes": None, "fits": False}
     parts: dict[str, float] = {}
+    refusals: list[InfeasibleError] = []
+    plan = None
     try:
-        try:
-            plan = plan_case(case)
-        except InfeasibleError as written_out:
-            if case.settings["scan"]:
-                raise
+        for changed in _ways(case):
             try:
-                looped = dataclasses.replace(case, settings={**case.settings, "scan": True})
-                plan = plan_case(looped)
+                plan = plan_case(dataclasses.replace(case, settings={**case.settings, **changed}))
             except InfeasibleError as error:
-                needs = [each.required_bytes or math.inf for each in (written_out, error)]
-                raise (written_out if needs[0] <= needs[1] else error) from None
-    except InfeasibleError as error:
-        answer |= {"reason": str(error), "needed_bytes": error.required_bytes}
+                refusals.append(error)
+                continue
+            answer["changed"] = changed
+            break
     except AliquotError as error:
         answer |= {"reason": f"{type(error).__name__}: {str(error).splitlines()[0][:140]}"}
-    else:
+    if plan is None and refusals and not answer["reason"]:
+        least = min(refusals, key=lambda error: error.required_bytes or math.inf)
+        answer |= {"reason": str(least), "needed_bytes": least.required_bytes}
+    if plan is not None:
         found = plan.prediction
         answer |= {
             "step_s": found.step_time_s,
             "needed_bytes": found.peak_memory_bytes,
             "fits": True,
         }
-        parts = {
-            "compute": found.compute_s,
-            "collectives": found.communication_s + found.gradient_s,
-            "hidden": found.hidden_s,
-            "bubble": found.bubble_s,
-        }
+        parts = parts_of(plan)
     return {**answer, "parts": parts, "cpu_s": round(time.process_time() - started, 2)}
+
+
+def parts_of(plan: aq.Plan) -> dict[str, float]:
+    """The terms of a plan's step time, in seconds."""
+    found = plan.prediction
+    return {
+        "compute": found.compute_s,
+        "collectives": found.communication_s + found.gradient_s,
+        "hidden": found.hidden_s,
+        "bubble": found.bubble_s,
+    }
+
+
+def _ways(case: Case) -> Iterator[dict[str, Any]]:
+    """Settings to plan a row with, each if it does not fit with those before: as reported; of other
+    frameworks that recompute nothing, with what their kernels do not keep computed again; looped.
+    """
+    yield {}
+    keeps_less = bool(case.reason) and case.settings["recompute"] == "none"
+    if keeps_less:
+        yield {"recompute": KERNELS_KEEP}
+    if not case.settings["scan"]:
+        yield {"scan": True}
+        if keeps_less:
+            yield {"scan": True, "recompute": KERNELS_KEEP}
 
 
 def plan_case(case: Case) -> aq.Plan:
@@ -318,6 +354,7 @@ def make_tables(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
         "JAX programs": ours,
         "Programs of other frameworks": others,
         "Rows that came after all figures were fitted": fresh,
+        _SHEETS: _data_sheets(rows),
         "Order of layouts of one step, where reports differ by 5 % or more": _orders(rows),
         "Memory, where it was reported": [
             {
@@ -366,6 +403,29 @@ def _slower(rows: Sequence[Row]) -> dict[str, Any]:
     if len(errors):
         longer = [f"{1 / (1 + e) - 1:+.0%}" for e in (np.median(errors), max(errors), min(errors))]
     return found | dict(zip(("slower than predicted, median", "from", "to"), longer, strict=True))
+
+
+def _data_sheets(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """How much longer steps took on devices without calibration, and whether that lies in the range
+    of all such devices, and in the range of the others.
+    """
+    longer = collections.defaultdict[str, list[float]](list)
+    for row in _timed(rows):
+        if not is_calibrated(row.case.device) and not row.case.is_fitted:
+            longer[row.case.device].append(1 / (1 + row.error))
+    answer = []
+    for device, some in sorted(longer.items()):
+        told: dict[str, Any] = {"device": device, "steps": len(some)}
+        told |= {"took, from": round(min(some), 2), "to, times as long": round(max(some), 2)}
+        for which, without in (("all", None), ("the others", device)):
+            known = [t for name, times in longer.items() if name != without for t in times]
+            if not known:
+                continue
+            low, high = narrowest(known)
+            told[f"range of {which}"] = f"{low:.2f} to {high:.2f}"
+            told[f"in that of {which}"] = sum(low <= t <= high for t in some)
+        answer.append(told)
+    return answer
 
 
 def _orders(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -451,7 +511,8 @@ def _report(
             "fresh": row.case.is_fresh,
             "layout": getattr(row.case.method, "name", str(row.case.method)),
             "micro-batches": row.case.num_micro_batches,
-            "recompute": row.case.settings["recompute"],
+            "recompute": row.changed.get("recompute", row.case.settings["recompute"]),
+            "looped": row.changed.get("scan", row.case.settings["scan"]),
             "reported s": row.case.measured_s,
             "predicted s": row.step_s,
             "error": f"{row.error:+.1%}" if row.step_s else "does not fit",
@@ -478,7 +539,10 @@ def _write_page(report: Report, expressed: int) -> None:
         " held-out rows of this page, which `benchmarks/public_steps.py` made; a test fails when a"
         " figure of a device changes and this page was not made anew. None of these steps was"
         " measured by aliquot. Layers are looped over where the framework does so, or where the"
-        " step fits only so.",
+        " step fits only so. Kernels of Megatron-Core and PyTorch keep the inputs and results of"
+        " products and compute norms and activation functions again in their backward pass; where a"
+        " step of theirs that recomputes nothing fits only so, it is planned with `minimal`, which"
+        " does the same.",
         "",
         "Rows are split in halves by source and model family. To one half a figure of each device"
         " was fitted, the share of single products' speed that whole steps sustain (of H100 and"
@@ -497,6 +561,9 @@ def _write_page(report: Report, expressed: int) -> None:
         "Rows that came after all figures were fitted": "Rows of sources that are in none of the"
         " tables that figures were fitted to. The half called fitted was looked at, and no figure"
         " was fitted to it since.",
+        _SHEETS: "Of these devices no figure was fitted. Plans for them print a range of the step"
+        " time: the narrowest that holds eight of ten of these steps, held out all. The last two"
+        " columns are a test of it: the range that the other devices alone would give.",
         "Steps that ran and are predicted not to fit": "A JAX program keeps more for its backward"
         " pass than some frameworks do. Such rows have no predicted time, and count as faults.",
     }

@@ -86,6 +86,39 @@ def test_a_row_that_does_not_fit_is_counted_and_has_no_time(benchmark):
     assert tables["Programs of other frameworks"][0]["do not fit"] == 1
 
 
+def test_what_kernels_do_not_keep_is_computed_again_where_a_step_fits_only_so(benchmark):
+    """Of other frameworks that recompute nothing; a JAX program keeps what it says."""
+    ways = {
+        name: list(benchmark._ways(benchmark.express(row(framework=name))))
+        for name in ("NeMo / Megatron", "MaxText", "MaxText, scan off")
+    }
+    assert ways["NeMo / Megatron"] == [
+        {},
+        {"recompute": "minimal"},
+        {"scan": True},
+        {"scan": True, "recompute": "minimal"},
+    ]
+    assert ways["MaxText"] == [{}] and ways["MaxText, scan off"] == [{}, {"scan": True}]
+    full = benchmark.express(row(framework="NeMo / Megatron", recompute="full"))
+    assert list(benchmark._ways(full)) == [{}, {"scan": True}]
+
+
+def test_devices_without_calibration_have_a_table_of_their_own(benchmark):
+    def of(device, step_s):
+        where = {"device": device, "devices": 8, "devices_per_host": 8, "network": None}
+        known = {"step_s": step_s, "reason": "", "needed_bytes": 1.0, "fits": True}
+        parallel = {**row()["parallelism"], "cp": 2, "fsdp": None, "dp": 4}
+        case = benchmark.express(row(cluster=where, parallelism=parallel))
+        return benchmark.Row(case=case, **known, parts={}, cpu_s=0.0)
+
+    # Reported: 0.001 s.
+    rows = [of("B300", 0.001 / t) for t in (1.0, 1.1, 1.2, 1.3, 3.0)]
+    rows += [of("MI300X", 0.001 / 1.15), of("H100", 0.0001)]
+    b300, mi300x = benchmark.make_tables(rows)[benchmark._SHEETS]
+    assert (b300["device"], b300["steps"], b300["in that of all"]) == ("B300", 5, 4)
+    assert (mi300x["range of the others"], mi300x["in that of the others"]) == ("1.00 to 1.30", 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -24,7 +24,7 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
     """
     import msgspec
 
-    from ..plans import layers_recompute, mfu, stage_data, tokens_per_step
+    from ..plans import layers_recompute, mfu, stage_data, step_time_range_s, tokens_per_step
 
     p, provenance = plan.prediction, plan.provenance
     return {
@@ -36,6 +36,7 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
         "idle_hosts": plan.idle_hosts,
         "mesh": list(plan.stages[0].mesh_shape),
         "step_time_s": p.step_time_s,
+        "step_time_range_s": step_time_range_s(plan),
         "compute_s": p.compute_s,
         "communication_s": p.communication_s,
         "gradient_s": p.gradient_s,
@@ -93,6 +94,7 @@ def no_plan(
         "cluster": where.name,
         "mesh": None,
         "step_time_s": None,
+        "step_time_range_s": None,
         "memory_bytes_per_device": error.required_bytes,
         "memory_limit_bytes": error.available_bytes,
         "memory_bytes": error.parts,

@@ -31,9 +31,12 @@ from ._prices import NO_PRICE as NO_PRICE
 from ._prices import SAMPLE_PRICES as SAMPLE_PRICES
 from ._prices import HostPrice as HostPrice
 from ._prices import load_prices as load_prices
+from ._reported import DataSheetRange as DataSheetRange
 from ._reported import ReportedSteps as ReportedSteps
+from ._reported import data_sheet_range as data_sheet_range
 from ._reported import figures_digest as figures_digest
 from ._reported import most_error as most_error
+from ._reported import narrowest as narrowest
 from ._reported import recorded_digests as recorded_digests
 from ._reported import reported_steps as reported_steps
 from ._reported import said_of_data_sheet as said_of_data_sheet

@@ -108,7 +108,7 @@ _GPU_FIGURES = {
     "A100-80GB": (0.37, 24_000, f"{_FITTED}; {_BY_ROWS}"),
     "A100-PCIe": (0.37, 24_000, "as A100-40GB"),
     "H100": (0.62, 34_000, f"{_CUDNN}; rows: two blocks of 128 for each processor, assumed"),
-    "H200": (0.62, 34_000, "as H100"),
+    **dict.fromkeys(("H100-96GB", "H200"), (0.62, 34_000, "as H100")),
     "B200": (0.55, 78_000, _BY_ROWS),
     **dict.fromkeys(("B300", "GB200", "GB300"), (0.55, 78_000, "as B200, assumed")),
 }
@@ -120,7 +120,7 @@ _TPU_FIGURES = {
 _OTHER_TPU = (0.40, "as v5e and v6e, assumed")
 # cuDNN's largest head, on Hopper and Blackwell and before (as JAX checks it).
 _LARGEST_HEAD, _LARGEST_BEFORE = 256, 128
-_LARGE_HEADS = frozenset({"H100", "H200", "B200", "B300", "GB200", "GB300"})
+_LARGE_HEADS = frozenset({"H100", "H100-96GB", "H200", "B200", "B300", "GB200", "GB300"})
 # GPUs of another maker than NVIDIA.
 _WITHOUT_CUDNN = frozenset({"MI300X"})
 _LARGEST_ON_TPU = 256

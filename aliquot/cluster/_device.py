@@ -201,6 +201,14 @@ _CATALOGUE = (
         "NVIDIA H100 " + _HOPPER,
     ),
     _gpu(
+        "H100-96GB",
+        (67.0, 494.7, 989.4, 989.4, 67.0, 1978.9),
+        96 * 10**9,
+        2400,
+        "NVIDIA H100 data sheet (dense), with 96 GB of HBM2e at 2.4 TB/s; its limit of 500 W, where"
+        " the SXM module has 700 W, is in no figure but the share of the peak that is assumed",
+    ),
+    _gpu(
         "H200",
         (67.0, 494.7, 989.4, 989.4, 67.0, 1978.9),
         151_397_597_184,

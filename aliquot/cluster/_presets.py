@@ -81,6 +81,7 @@ _HOSTS = {
     "A100-80GB": _host(16, 144),
     "A100-PCIe": _host(32, None),
     "H100": _host(64, 256),
+    "H100-96GB": _host(64, 256),
     "H200": _host(64, 256),
     "B200": _host(64, 256),
     "B300": _host(64, 512),
@@ -213,6 +214,13 @@ WIRINGS: dict[str, Wiring] = {
         3200,
         "NVLink 4 through NVSwitch; 3200 Gbps network (AWS p5.48xlarge)",
     ),
+    "H100-96GB": _wired(
+        "H100-96GB",
+        _NVLINK_S,
+        450,
+        3200,
+        "NVLink 4 through NVSwitch; 3200 Gbps network (Meta Grand Teton)",
+    ),
     "H200": _wired(
         "H200",
         _NVLINK_S,
@@ -279,8 +287,8 @@ _SLICE_RE = re.compile(r"(v\d+[a-z]?)-(\d+)", re.IGNORECASE)
 # Trainium chips NeuronLink, and hosts have 8 of the others.
 _MOST_IN_HOST = {
     **dict.fromkeys(("V100-16GB", "V100-32GB", "A100-40GB", "trn1", "trn2"), 16),
-    **dict.fromkeys(("A100-80GB", "A100-PCIe", "H100", "H200", "B200", "B300", "MI300X"), 8),
-    **dict.fromkeys(("A10G", "L4", "RTX-4090"), 8),
+    **dict.fromkeys(("A100-80GB", "A100-PCIe", "H100", "H100-96GB", "H200", "B200", "B300"), 8),
+    **dict.fromkeys(("MI300X", "A10G", "L4", "RTX-4090"), 8),
     **dict.fromkeys(("GB200", "GB300"), 72),
 }
 # Domains of NVLink are built of trays.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +25,7 @@ from ._target import target_for
 
 _FILE = "reported_steps.json"
 _MANY = 10
+_ENOUGH = 5
 _SHOWN = 2
 # What is no figure.
 _WORDS = ("source", "memory_advice")
@@ -146,23 +148,68 @@ def usual_error(found: Sequence[ReportedSteps]) -> float | None:
     return next((steps.median_error for steps in found if steps.is_jax), None)
 
 
-def said_of_data_sheet() -> str:
-    """What is printed of devices without calibration: how long steps took on such devices, beside
-    what was predicted from their data sheets.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSheetRange:
+    """How long steps took on devices without calibration, beside what was predicted from their data
+    sheets: the narrowest range that holds eight of ten.
+
+    Attributes:
+        low, high: reported over predicted time.
+        held, steps: reported steps in the range, and all.
+        devices: on which they ran, by name.
     """
-    longer = sorted(
-        1 / (1 + error)
-        for steps in _record()
-        if not chip_of(steps.device)
-        for error in steps.errors
-    )
-    text = "not known: the speeds are those of a data sheet"
-    if len(longer) < _MANY:
-        return f"{text}, and no measurement was compared"
-    tenths = statistics.quantiles(longer, n=10)
+
+    low: float
+    high: float
+    held: int
+    steps: int
+    devices: tuple[str, ...]
+
+    def of(self, step_s: float) -> tuple[float, float]:
+        """The range of a predicted step time, in seconds."""
+        return self.low * step_s, self.high * step_s
+
+
+def data_sheet_range() -> DataSheetRange | None:
+    """The range of steps on devices that are known by their data sheets alone; None if too few were
+    reported.
+    """
+    found = [steps for steps in _record() if steps.errors and not chip_of(steps.device)]
+    longer = sorted(1 / (1 + error) for steps in found for error in steps.errors)
+    if len(longer) < _ENOUGH:
+        return None
+    low, high = narrowest(longer)
+    held = sum(low <= each <= high for each in longer)
+    devices = tuple(sorted({steps.device for steps in found}))
+    return DataSheetRange(low=low, high=high, held=held, steps=len(longer), devices=devices)
+
+
+def narrowest(values: Sequence[float], share: float = 0.8) -> tuple[float, float]:
+    """The ends of the narrowest range, by the ratio of its ends, that holds a share of some values
+    above 0.
+
+    >>> narrowest([0.1, 1.0, 1.2, 1.3, 9.0], share=0.6)
+    (1.0, 1.3)
+    """
+    ordered = sorted(values)
+    held = math.ceil(share * len(ordered) - 1e-9)
+    starts = range(len(ordered) - held + 1)
+    first = min(starts, key=lambda k: ordered[k + held - 1] / ordered[k])
+    return ordered[first], ordered[first + held - 1]
+
+
+def said_of_data_sheet() -> str:
+    """What is printed of devices without calibration: where the range of their step times comes
+    from.
+    """
+    text = "the speeds are those of a data sheet"
+    found = data_sheet_range()
+    if found is None:
+        return f"not known: {text}, and no measurement was compared"
     return (
-        f"{text}; of {len(longer)} published steps on devices known by theirs alone, eight of ten"
-        f" took {tenths[0]:.2f} to {tenths[-1]:.2f} times as long as predicted"
+        f"{text}; {found.held} of {found.steps} reported steps on devices known by theirs alone"
+        f" ({', '.join(found.devices)}) took {found.low:.2f} to {found.high:.2f} times as long as"
+        " predicted"
     )
 
 

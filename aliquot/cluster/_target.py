@@ -436,7 +436,7 @@ TARGETS: dict[str, Target] = {target.kind: target for target in (_CPU, _GPU, _TP
 # XLA orders operators by its latency-hiding scheduler where it has a model of kernels and
 # collectives (Hopper and Blackwell), and elsewhere to save memory, as seen in the order of programs
 # compiled for H100 and A100 (JAX 0.10).
-_HIDE_LATENCY = frozenset({"H100", "H200", "B200", "B300", "GB200", "GB300"})
+_HIDE_LATENCY = frozenset({"H100", "H100-96GB", "H200", "B200", "B300", "GB200", "GB300"})
 # Which GPUs have instructions that add and multiply bfloat16 (compute capability 9.0), as XLA's
 # `GpuFloatSupport` has it.
 _ADD_BFLOAT16 = _HIDE_LATENCY

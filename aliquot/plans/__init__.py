@@ -99,6 +99,8 @@ from ._summary import parallelism as parallelism
 from ._summary import recomputes_by_stage as recomputes_by_stage
 from ._summary import runner_up as runner_up
 from ._summary import said_error as said_error
+from ._summary import said_of_step_time as said_of_step_time
+from ._summary import step_time_range_s as step_time_range_s
 from ._summary import summary_rows as summary_rows
 from ._throughput import examples_per_step as examples_per_step
 from ._throughput import mfu as mfu

@@ -8,10 +8,16 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ..core import counted, format_bytes, format_seconds
+from ..core import counted, format_bytes
 from ._axis_roles import AxisRole, roles_of_axes, uses_together
 from ._plan import Plan, StagePlan
-from ._summary import recomputation, said_error
+from ._summary import (
+    DATA_SHEET_ALONE,
+    recomputation,
+    said_error,
+    said_of_step_time,
+    step_time_range_s,
+)
 from ._throughput import mfu
 
 _NOUNS = {"gpu": "GPU", "tpu": "TPU chip", "cpu": "CPU device"}
@@ -153,7 +159,7 @@ def _recomputed(plan: Plan) -> str:
 
 def _figures(plan: Plan) -> Iterator[str]:
     p = plan.prediction
-    yield f"{format_seconds(p.step_time_s)} a step"
+    yield f"{said_of_step_time(plan)} a step"
     used, limit = format_bytes(p.peak_memory_bytes), format_bytes(p.memory_limit_bytes)
     if p.memory_limit_bytes:
         parts = [_SIZE.match(text) for text in (used, limit)]
@@ -161,10 +167,13 @@ def _figures(plan: Plan) -> Iterator[str]:
             used = parts[0]["figure"]
         used = f"{used} of {limit}"
     yield f"{used} on each {device_noun(plan)}"
-    share = mfu(plan)
+    share, ends = mfu(plan), step_time_range_s(plan)
     if share is not None:
-        yield f"MFU {share:.0%}" if share >= 0.1 else f"MFU {share:.1%}"
-    if plan.provenance.profiles:
+        shares = [share * p.step_time_s / each for each in reversed(ends or (p.step_time_s,))]
+        yield f"MFU {' to '.join(f'{s:.0%}' if share >= 0.1 else f'{s:.1%}' for s in shares)}"
+    if ends:
+        yield DATA_SHEET_ALONE
+    elif plan.provenance.profiles:
         yield f"mean error of the measurements {p.measured_error:.0%}"
     else:
         yield said_error(plan)

@@ -11,7 +11,13 @@ from ._idle_hosts import idle_devices, plan_devices
 from ._plan import GIVEN_LAYOUT, Plan
 from ._stage_text import idle_parts, meshes
 from ._streaming import has_gradients, time_between_calls_s
-from ._summary import chosen_candidate, name_on_mesh, summary_rows
+from ._summary import (
+    chosen_candidate,
+    name_on_mesh,
+    said_of_step_time,
+    step_time_range_s,
+    summary_rows,
+)
 
 _ROUNDING = 1e-6
 # Stages whose shares of waiting differ by less are said to wait alike.
@@ -67,13 +73,21 @@ def fact_rows(plan: Plan) -> list[tuple[str, str]]:
         *(row for row in summary if row[0] in _DECISIONS),
         *_idle_rows(plan),
         ("micro-batches", micro_batches(plan)),
-        ("step time (predicted)", time_parts(plan)),
+        ("step time (predicted)", _step_time(plan)),
         *_stream_rows(plan),
         *(row for row in summary if row[0] not in _DECISIONS),
         ("bound", bound(plan)),
         *_memory_rows(plan),
         *_search_rows(plan),
     ]
+
+
+def _step_time(plan: Plan) -> str:
+    """The step time and its parts; of devices without calibration its range first."""
+    parts = time_parts(plan)
+    if step_time_range_s(plan) is None:
+        return parts
+    return f"{said_of_step_time(plan)}; by the data sheet {parts}"
 
 
 def _search_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -94,6 +108,9 @@ def _batch_rows(plan: Plan) -> list[tuple[str, str]]:
     shape = ", ".join(map(str, largest.shape))
     dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", ""))
     products = f"; most matmuls in {dtype}" if dtype else ""
+    if plan.model.kind == "zoo" and dtype == "fp8":
+        # Scales of the step itself would read every input once more.
+        products += ", scaled by the last step's maxima"
     name = largest.path.removeprefix("batch.")
     return [("batch", f"{name} {largest.dtype}[{shape}]{products}")]
 

@@ -12,6 +12,7 @@ import msgspec
 
 from ..cluster import (
     ReportedSteps,
+    data_sheet_range,
     is_calibrated,
     reported_steps,
     said_of_data_sheet,
@@ -48,6 +49,10 @@ UNKNOWN_ERROR = "expected error not known"
 """What is said where no measured step tells how far a prediction may be off."""
 
 
+DATA_SHEET_ALONE = "the device is known by its data sheet alone"
+"""What is said beside a range of step times."""
+
+
 def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     """Decisions and predicted speed, as pairs of a name and a text."""
     rows = [
@@ -60,10 +65,10 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("attention", attends))
     if speed := throughput(plan):
         rows.append(("throughput", f"{speed}; {_basis(plan)}"))
-    if known := expected_error(plan):
-        rows.append(("expected error", f"of step times: {said_of_reported(known)}"))
-    elif _is_data_sheet(plan):
-        rows.append(("expected error", f"of step times: {said_of_data_sheet()}"))
+    known = expected_error(plan)
+    said = [said_of_data_sheet()] if _is_data_sheet(plan) else []
+    if said := [*said, *([said_of_reported(known)] if known else [])]:
+        rows.append(("expected error", f"of step times: {'; '.join(said)}"))
     elif not plan.provenance.profiles:
         rows.append(("expected error", "not known: no measured step was compared"))
     if costs := _largest_costs(plan):
@@ -168,6 +173,23 @@ def said_error(plan: Plan) -> str:
     others = [name for name in of_jax[0].device.split(", ") if not same_chip(name, device)]
     where = f" by steps on {', '.join(others)}" if others else ""
     return f"expected error {of_jax[0].median_error:.0%}{where}"
+
+
+def step_time_range_s(plan: Plan) -> tuple[float, float] | None:
+    """The range of the step time, in seconds, of a plan for accelerators that are known by their
+    data sheet alone: so much longer or shorter than predicted did reported steps take on such. None
+    where the step time is one figure.
+    """
+    found = data_sheet_range() if _is_data_sheet(plan) else None
+    return found and found.of(plan.prediction.step_time_s)
+
+
+def said_of_step_time(plan: Plan) -> str:
+    """The predicted step time in words: a range where `step_time_range_s` has one."""
+    if ends := step_time_range_s(plan):
+        low, high = map(format_seconds, ends)
+        return f"{low} to {high}"
+    return format_seconds(plan.prediction.step_time_s)
 
 
 def _kind_of_report(plan: Plan) -> str:

@@ -13,7 +13,14 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ..cluster import NO_PRICE, Cluster, HostPrice, most_error, said_of_reported
+from ..cluster import (
+    NO_PRICE,
+    Cluster,
+    HostPrice,
+    most_error,
+    said_of_data_sheet,
+    said_of_reported,
+)
 from ..core import (
     counted,
     format_bytes,
@@ -32,6 +39,8 @@ from ..plans import (
     is_pipeline,
     mfu,
     parallelism,
+    said_of_step_time,
+    step_time_range_s,
     summary_rows,
     time_between_calls_s,
     tokens_per_step,
@@ -239,7 +248,9 @@ def recommendation(comparison: Comparison) -> list[str]:
     known = expected_error(best.plan)
     if known:
         said.append(f"Expected error of predicted step times: {said_of_reported(known)}.")
-    elif not best.plan.provenance.profiles:
+    if step_time_range_s(best.plan):
+        said.append(f"It takes {said_of_step_time(best.plan)} a step: {said_of_data_sheet()}.")
+    elif not known and not best.plan.provenance.profiles:
         said.append("Expected error of predicted step times: not known.")
     best_s = comparison.seconds(best)
     equal = [c for c in others if comparison.seconds(c) <= (1 + _EQUAL) * best_s]

@@ -9,7 +9,9 @@ from aliquot.cluster import (
     DEVICES,
     TARGETS,
     ReportedSteps,
+    data_sheet_range,
     figures_digest,
+    is_calibrated,
     most_error,
     recorded_digests,
     reported_steps,
@@ -100,15 +102,27 @@ def test_jax_programs_are_told_before_others_and_devices_of_one_chip_together(mo
 
 
 def test_devices_known_by_data_sheets_alone_have_the_range_of_others(monkeypatch):
-    errors = [1 / (0.8 + 0.05 * n) - 1 for n in range(11)]
+    errors = [1 / (0.8 + 0.05 * n) - 1 for n in (-9, *range(9), 20)]
     known = (steps(*errors[:6], device="GB200"), steps(*errors[6:], device="B300"), steps(9.0))
     monkeypatch.setattr(reported, "_record", lambda: known)
+    found = data_sheet_range()
+    assert (found.held, found.steps, found.devices) == (9, 11, ("B300", "GB200"))
+    assert (found.low, found.high) == pytest.approx((0.8, 1.2))
+    assert found.of(2.0) == pytest.approx((1.6, 2.4))
     assert said_of_data_sheet() == (
-        "not known: the speeds are those of a data sheet; of 11 published steps on devices known by"
-        " theirs alone, eight of ten took 0.81 to 1.29 times as long as predicted"
+        "the speeds are those of a data sheet; 9 of 11 reported steps on devices known by theirs"
+        " alone (B300, GB200) took 0.80 to 1.20 times as long as predicted"
     )
-    monkeypatch.setattr(reported, "_record", lambda: known[:1])
+    monkeypatch.setattr(reported, "_record", lambda: (steps(0.1, 0.2, device="GB200"),))
+    assert data_sheet_range() is None
     assert said_of_data_sheet().endswith("and no measurement was compared")
+
+
+def test_the_shipped_range_is_of_the_devices_that_have_no_calibration():
+    found = data_sheet_range()
+    assert found is not None and found.held >= 0.8 * found.steps
+    assert {"B300", "GB300"} <= set(found.devices)
+    assert not any(is_calibrated(device) for device in found.devices)
 
 
 def _table(title):

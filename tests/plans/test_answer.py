@@ -4,8 +4,9 @@ import msgspec
 import pytest
 from sample_plans import PREDICTION, PROVENANCE, STAGE, sample_pipeline, sample_plan
 
-from aliquot.cluster import Cluster
-from aliquot.plans import AxisUse, ModelReference, spoken
+from aliquot.cluster import Cluster, ReportedSteps
+from aliquot.cluster import _reported as reported
+from aliquot.plans import AxisUse, ModelReference, fact_rows, spoken
 
 replace = msgspec.structs.replace
 WEIGHTS = {f"state.params.layers[{k}].w": (("x",), ()) for k in (0, 1)}
@@ -68,13 +69,33 @@ def test_the_figures_are_those_of_the_plan():
     )
 
 
-def test_an_error_that_is_not_known_is_called_so():
+def test_an_error_that_is_not_known_is_called_so(monkeypatch):
     sheet = sample_plan(cluster=Cluster.preset("8xMI300X").to_dict())
+    monkeypatch.setattr(reported, "_record", lambda: ())
     assert spoken(sheet)[2].endswith("expected error not known.")
     measured = replace(PROVENANCE, profiles="figures.sqlite")
     prediction = replace(PREDICTION, measured_error=0.03)
     plan = sample_plan(provenance=measured, prediction=prediction)
     assert spoken(plan)[2].endswith("mean error of the measurements 3%.")
+
+
+def test_a_device_known_by_its_data_sheet_has_a_range(monkeypatch):
+    errors = tuple(1 / (0.9 + 0.05 * n) - 1 for n in range(10, -1, -1))
+    known = ReportedSteps(framework="A", reason="why", device="GB300", kind="tensor", errors=errors)
+    monkeypatch.setattr(reported, "_record", lambda: (known,))
+    model = ModelReference(kind="zoo", name="gpt", settings={}, flops_per_step=3e16)
+    prediction = replace(PREDICTION, step_time_s=6.0)
+    cluster = Cluster.preset("8xMI300X").to_dict()
+    sheet = sample_plan(cluster=cluster, prediction=prediction, model=model)
+    # Nine of the eleven, from 1.0 to 1.4 times as long.
+    assert spoken(sheet)[2].startswith("6.00 s to 8.40 s a step, ")
+    assert spoken(sheet)[2].endswith("MFU 34% to 48%, the device is known by its data sheet alone.")
+    rows = dict(fact_rows(sheet))
+    assert rows["step time (predicted)"].startswith("6.00 s to 8.40 s; by the data sheet 6.00 s = ")
+    assert "devices known by theirs alone (GB300)" in rows["expected error"]
+    # Of a device that was measured it is one figure.
+    measured = sample_plan(prediction=prediction)
+    assert spoken(measured)[2].startswith("6.00 s a step, ")
 
 
 def test_stages_and_what_they_recompute():

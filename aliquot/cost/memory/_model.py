@@ -98,11 +98,9 @@ def residents_model(
     """
     # Gradients are summed over data axes, and over the axis that splits the sequence, only after
     # the last micro-batch. Until then each device holds its own sum, so these axes do not divide
-    # its bytes; nor do data axes those of casts that are gathered once.
-    summed, gathered_sizes = (
-        tuple(1 if a in whole else n for a, n in enumerate(axis_sizes))
-        for whole in (data_axes | context_axes, data_axes)
-    )
+    # its bytes; nor do they those of casts that are gathered once.
+    waits = data_axes | context_axes
+    undivided = tuple(1 if a in waits else n for a, n in enumerate(axis_sizes))
     whole_sizes = tuple(axis_sizes)
     kept, local = [], []
     # Cached, because many arrays are split alike.
@@ -115,7 +113,7 @@ def residents_model(
         if r.node < 0:
             num_bytes = np.array([float(r.num_bytes)])
         else:
-            sizes = summed if gradient else gathered_sizes if gathered else whole_sizes
+            sizes = undivided if gradient or gathered else whole_sizes
             key = r.node, r.projection, sizes
             if key not in parts:
                 split_by = tuple([dim >= 0 for dim in r.projection])

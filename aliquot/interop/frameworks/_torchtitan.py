@@ -196,6 +196,11 @@ def _recompute(words: Words) -> str:
 def _dtype(words: Words) -> str:
     converters = str(words.value("converters", "")).lower()
     if any(each in converters for each in ("float8", "mx", "fp4")):
+        words.assumed.append(
+            f"{words.name('converters')}: read as fp8 with scales from the last step's maxima."
+            " Scales of this step, by tensor or by row, read every input once more before its"
+            " product, and take longer"
+        )
         return "fp8"
     return {"float32": "float32"}.get(words.text("dtype", "bfloat16"), "bf16")
 
