@@ -112,11 +112,12 @@ BENCHMARKS := $(filter-out %_deviceless.py %/published_steps.py %/third_party_st
 bench-small: $(INSTALLED)
 	$(BIN)/python benchmarks/small_cases.py --check benchmarks/results/small_cases_cpu-2core_2026-11.json
 
-# Rows that are in the folder are not made again. SUITES="gpt.perf_test_auto ..." takes some.
+# Rows that are in the folder are not made again. SUITES="gpt.perf_test_auto ..." takes some, LIMIT=10min gives each plan more time.
+LIMIT = 60s
 SUITES = $(shell $(BIN)/aliquot bench list --json | $(BIN)/python -c 'import json, sys; print(*(s["suite"] for s in json.load(sys.stdin)["suites"]))')
 
 bench-alpa: $(INSTALLED)
-	@set -e; for suite in $(SUITES); do echo "== $$suite"; $(BIN)/aliquot bench alpa "$$suite" --predict --out "bench-alpa/$$suite"; done
+	@set -e; for suite in $(SUITES); do echo "== $$suite"; $(BIN)/aliquot bench alpa "$$suite" --predict --time-limit $(LIMIT) --out "bench-alpa/$$suite"; done
 
 bench: $(INSTALLED)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done

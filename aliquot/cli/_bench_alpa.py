@@ -15,7 +15,7 @@ from ..core import InputError
 from ._devices import use_devices, use_host_only, use_virtual_devices
 from ._groups import takes_groups
 from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
-from ._options import Json, NetworkGbps, read_cluster
+from ._options import Json, NetworkGbps, read_cluster, read_time_limit
 from ._own_process import RunsHere, row_of_own_process
 from ._progress import search_progress
 from ._session import Session, session
@@ -57,6 +57,16 @@ class RunOptions:
     verify: Annotated[
         bool, typer.Option("--verify", help="With --predict: compile each plan for its devices.")
     ] = False
+    time_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help=(
+                "With --predict: the time for each plan, such as 60s, after which the best so far"
+                " is the row, or that there was none."
+            ),
+        ),
+    ] = None
     niter: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 3
     warmup: Annotated[int, typer.Option(min=1, help="Steps before those that are timed.")] = 1
     profile_driver_time: Annotated[
@@ -85,6 +95,8 @@ class RunOptions:
             raise InputError("--predict runs nothing, and --small runs: leave one out.")
         if self.verify and not self.predict:
             raise InputError("--verify compiles what --predict plans: add --predict.")
+        if self.time_limit is not None and not self.predict:
+            raise InputError("--time-limit is for what --predict plans: add --predict.")
 
 
 @takes_groups
@@ -137,6 +149,7 @@ def alpa(
     """
     with session(as_json) as say:
         run.check()
+        time_limit_s = read_time_limit(run.time_limit)
         part = launch_options if launch is None else LaunchOptions()
         replace(
             launch_options,
@@ -185,6 +198,7 @@ def alpa(
                     verify=run.verify,
                     mode=mode_of(run.small, launch),
                     timing=run.timing,
+                    time_limit_s=time_limit_s,
                 ),
                 Results(out, say.show, title=chosen.name),
                 measure=measure,

@@ -236,7 +236,8 @@ def cfp_step(
     if case.title == "MoE":
         # With one place for each token the model has the artifact's operations.
         settings["capacity_factor"] = 1.0
-    graph = capture(*build_layers(case.model, case.global_batch, overrides=settings))
+    layers = build_layers(case.model, case.global_batch, overrides=settings)
+    graph = capture(layers.train_step, layers.state, layers.batch)
     problem = make_problem(graph, cluster)
     flops = sum(
         work.flops

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster import Cluster, target_for
-from ..core import AliquotError, InfeasibleError
+from ..core import AliquotError, InfeasibleError, TimeLimitError
 from ..planners import Progress, ShardParallel, apply_plan
 from ..plans import Plan
-from ..zoo import AbstractTextConfig, WideResNetConfig
+from ..zoo import NUM_TIMES, AbstractTextConfig, UNetConfig, WideResNetConfig
 from ._plan_case import BuiltCase, build_case, plan_given, plan_ours, planned
 from ._rows import GIVEN, Row, layout_text, row_of
 from ._suite import Case
@@ -54,13 +54,15 @@ def predicted_row(
     phase: Phase,
     progress: Progress | None = None,
     verify: bool = False,
+    time_limit_s: float | None = None,
 ) -> Row:
     """A plan of a case, as predicted for as many devices as it asks for. The plan is saved.
 
     Args:
         verify: compile it for the cluster's devices, too.
+        time_limit_s: that the plan may take.
     """
-    found = _plan(case, plan_of, cluster, folder, phase, progress)
+    found = _plan(case, plan_of, cluster, folder, phase, progress, time_limit_s)
     if isinstance(found, Row):
         return found
     built, plan, facts = found
@@ -122,6 +124,7 @@ def _plan(
     folder: Path | None,
     phase: Phase,
     progress: Progress | None,
+    time_limit_s: float | None = None,
 ) -> Row | tuple[BuiltCase, Plan, dict[str, Any]]:
     """The traced case, its plan and what is predicted of it, or the row that says why there is
     none.
@@ -132,11 +135,15 @@ def _plan(
         built = build_case(case)
         phase("prepare", built.build_s)
         started = time.perf_counter()
-        plan = (plan_given if plan_of == GIVEN else plan_ours)(built, cluster, progress)
+        find = plan_given if plan_of == GIVEN else plan_ours
+        plan = find(built, cluster, progress, time_limit_s)
         plan_s = time.perf_counter() - started
         phase("plan", plan_s)
     except InfeasibleError as error:
         return row_of(case, plan_of, outcome="does not fit", reason=error.message)
+    except TimeLimitError as error:
+        # A failure, so that the case is taken again if it is given more time.
+        return row_of(case, plan_of, outcome="failed", reason=str(error))
     except AliquotError as error:
         return row_of(case, plan_of, outcome="not expressible", reason=str(error))
     path = None
@@ -144,9 +151,10 @@ def _plan(
         path = folder / f"{case.suite}-{case.number}-{plan_of}.json"
         plan.save(path)
     prediction = plan.prediction
+    ended = "" if time_limit_s is None else f"; {plan.provenance.status}"
     facts = {
         "billion_parameters": built.num_parameters / 1e9,
-        "metadata": f"{cluster.name}; {case.precision}; planned in {plan_s:.1f} s",
+        "metadata": f"{cluster.name}; {case.precision}; planned in {plan_s:.1f} s{ended}",
         "plan_file": None if path is None else str(path),
         "predicted_s": prediction.step_time_s,
         "predicted_gb": prediction.peak_memory_bytes / 1e9,
@@ -254,13 +262,15 @@ def _figure(result: Any) -> float:
 
 
 def _batch(built: BuiltCase, seed: int) -> dict[str, Any]:
-    """Random tokens, or images and labels."""
+    """Random tokens, or images and labels, or noisy images and their times."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
     config = built.case.config
     if isinstance(config, WideResNetConfig):
         most = config.num_classes
+    elif isinstance(config, UNetConfig):
+        most = NUM_TIMES
     else:
         assert isinstance(config, AbstractTextConfig)
         most = config.vocab_size

@@ -24,7 +24,15 @@ from ..planners import (
     layer_starts,
 )
 from ..plans import ModelReference, Plan
-from ..zoo import Inference, MoEConfig, Workload, build, build_inference
+from ..zoo import (
+    Inference,
+    LayersWorkload,
+    MoEConfig,
+    Workload,
+    build,
+    build_inference,
+    build_layers,
+)
 from ._suite import Case
 
 # Blocks of the zoo's models: Alpa's layers are equal groups of them.
@@ -61,13 +69,13 @@ def build_case(case: Case) -> BuiltCase:
     """The step of a case. No array is made."""
     started = time.perf_counter()
     sizes = dict(case.overrides)
-    made: Workload | Inference
+    made: Workload | LayersWorkload | Inference
     step: Callable[..., Any]
     state: Any
     init: Callable[[Any], Any]
     reference = None
-    if case.forward_only and isinstance(case.config, MoEConfig):
-        # It generates no text, so its forward pass is that of its loss.
+    if case.forward_only and (isinstance(case.config, MoEConfig) or not case.embedding):
+        # Neither generates text, so the forward pass is that of the loss.
         made, step, state, init = _loss_alone(case)
     elif case.forward_only:
         made = build_inference(
@@ -112,20 +120,25 @@ def build_case(case: Case) -> BuiltCase:
 
 def _loss_alone(
     case: Case,
-) -> tuple[Workload, Callable[..., Any], Any, Callable[[Any], Any]]:
-    """A model of the zoo with its loss as a function of parameters in 16 bits, their shapes, and
-    the function that makes them.
+) -> tuple[Workload | LayersWorkload, Callable[..., Any], Any, Callable[[Any], Any]]:
+    """A model of the zoo, or its layers, with the loss as a function of parameters in 16 bits,
+    their shapes, and the function that makes them.
     """
     import jax
 
-    made = build(
-        case.model,
-        case.global_batch,
-        overrides=dict(case.overrides),
-        dtype=case.precision,
-        recompute="none",
-        attention="plain",
-    )
+    made: Workload | LayersWorkload
+    sizes = dict(case.overrides)
+    if case.embedding:
+        made = build(
+            case.model,
+            case.global_batch,
+            overrides=sizes,
+            dtype=case.precision,
+            recompute="none",
+            attention="plain",
+        )
+    else:
+        made = build_layers(case.model, case.global_batch, overrides=sizes, dtype=case.precision)
 
     def narrow(params: Any) -> Any:
         return jax.tree.map(lambda array: array.astype(case.precision), params)
@@ -151,21 +164,30 @@ def part_of(cluster: Cluster, num_devices: int) -> Cluster | None:
     return subcluster(cluster, (hosts, cluster.devices_per_host))
 
 
-def plan_given(built: BuiltCase, cluster: Cluster, progress: Progress | None = None) -> Plan:
+def plan_given(
+    built: BuiltCase,
+    cluster: Cluster,
+    progress: Progress | None = None,
+    time_limit_s: float | None = None,
+) -> Plan:
     """The plan that a case gives; if it does not fit in the devices' memory, as if it did.
 
     On a mesh whose first axis need not split the batch Alpa's solver splits the batch in one
     operator and parameters in the next. Ours is told beforehand: all such stages together are taken
     for data or for tensor parallelism, whichever fits and is faster.
 
+    Args:
+        time_limit_s: for each way to take it.
+
     Raises:
         PlanMismatchError, InputError, CaptureError: it is no plan that we can make.
+        TimeLimitError: none was made within the time.
     """
     found: list[Plan] = []
     refusal: PlanMismatchError | None = None
     for method in _given_methods(built):
         try:
-            found.append(_plan(built, cluster, method, progress))
+            found.append(_plan(built, cluster, method, progress, time_limit_s))
         except PlanMismatchError as error:
             refusal = refusal or error
     if not found:
@@ -177,12 +199,21 @@ def plan_given(built: BuiltCase, cluster: Cluster, progress: Progress | None = N
     return found[ranks.index(min(ranks))]
 
 
-def plan_ours(built: BuiltCase, cluster: Cluster, progress: Progress | None = None) -> Plan:
+def plan_ours(
+    built: BuiltCase,
+    cluster: Cluster,
+    progress: Progress | None = None,
+    time_limit_s: float | None = None,
+) -> Plan:
     """The fastest plan that a search finds. A case that asks for a search says between how many
     layers stages are cut and how many micro-batches there are; otherwise all of that is open.
 
+    Args:
+        time_limit_s: after which the best plan so far is taken.
+
     Raises:
         InfeasibleError, InputError, CaptureError: there is none.
+        TimeLimitError: none was found within the time.
     """
     case = built.case
     method: AbstractMethod = Auto()
@@ -190,7 +221,7 @@ def plan_ours(built: BuiltCase, cluster: Cluster, progress: Progress | None = No
         method = PipeshardParallel(
             num_micro_batches=case.num_micro_batches, layers=search_layers(built)
         )
-    return planned(built, cluster, method, progress=progress)
+    return planned(built, cluster, method, progress=progress, time_limit_s=time_limit_s)
 
 
 def search_layers(built: BuiltCase) -> int | str | None:
@@ -205,10 +236,20 @@ def search_layers(built: BuiltCase) -> int | str | None:
 
 
 def _plan(
-    built: BuiltCase, cluster: Cluster, method: AbstractMethod, progress: Progress | None
+    built: BuiltCase,
+    cluster: Cluster,
+    method: AbstractMethod,
+    progress: Progress | None,
+    time_limit_s: float | None,
 ) -> Plan:
     make = functools.partial(
-        planned, built, cluster, method, progress=progress, count=built.case.num_micro_batches
+        planned,
+        built,
+        cluster,
+        method,
+        progress=progress,
+        count=built.case.num_micro_batches,
+        time_limit_s=time_limit_s,
     )
     try:
         return make()
@@ -224,8 +265,11 @@ def planned(
     progress: Progress | None = None,
     count: int | None = None,
     memory_limit_bytes: float | None = None,
+    time_limit_s: float | None = None,
 ) -> Plan:
-    """The plan of a case by a method, with so many micro-batches, or as many as it finds."""
+    """The plan of a case by a method, with so many micro-batches, or as many as it finds; within
+    `time_limit_s` seconds of the search, if that is given.
+    """
     return plan_graph(
         built.graph,
         started=time.perf_counter(),
@@ -235,6 +279,7 @@ def planned(
         num_micro_batches=count,
         micro_batch_semantics=built.case.semantics,
         memory_limit_bytes=memory_limit_bytes,
+        time_limit_s=time_limit_s,
         model=built.reference,
         progress=progress,
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ..zoo import MoEConfig, WideResNetConfig
+from ..zoo import MoEConfig, UNetConfig, WideResNetConfig
 from ._suite import Case, GivenStage
 
 _Sizes = TypeVar("_Sizes", tuple[int, int], tuple[int, int, int])
@@ -38,6 +38,9 @@ def small_case(case: Case, most_devices: int = 8) -> Case:
         depth = 14 if blocks <= 4 else 26 if blocks <= 8 else 50
         sizes = {"num_layers": depth, "num_channels": 8, "width_factor": 2, "image_size": 32}
         sizes["num_classes"] = 16
+    elif isinstance(config, UNetConfig):
+        sizes = {"num_layers": 9, "num_channels": 32, "image_size": 8, "num_heads": 4}
+        sizes["context_len"] = 4
     else:
         sizes = {"hidden_size": 64, "num_heads": 4, "seq_len": _SEQUENCE, "vocab_size": 256}
         sizes["num_layers"] = blocks

@@ -50,6 +50,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reduce_scatter: bool | None = None
     semantics: Literal["exact", "independent"] | None = None
     forward_only: bool | None = None
+    embedding: bool | None = None
     stages: tuple[_Stage, ...] | None = None
     data: _Count | tuple[_Count, ...] | None = None
     tensor: _Count | tuple[_Count, ...] | None = None
@@ -98,6 +99,8 @@ class Case:
         optimizer, momentum: as for `aliquot.zoo.build`.
         reduce_scatter: whether optimizer state is split over the data axis, as in ZeRO-2.
         forward_only: whether it is the forward pass alone.
+        embedding: whether the model has its embedding and head, or is its layers alone, from hidden
+            states to hidden states.
         layout: degrees of data, tensor and pipeline parallelism.
         num_layers: of a search, the groups of blocks between which stages may be cut.
         published_tflops, published_s: what was published for it: 1e12 operations per second on each
@@ -119,6 +122,7 @@ class Case:
     reduce_scatter: bool = True
     semantics: str = "exact"
     forward_only: bool = False
+    embedding: bool = True
     stages: tuple[GivenStage, ...] = ()
     layout: tuple[int, int, int] | None = None
     mesh_shape: tuple[int, int] | None = None
@@ -290,6 +294,8 @@ def _case(suite: str, number: int, said: Mapping[str, Any]) -> tuple[Case | None
                 configure(said["model"], **(said["set"] or {}))
             except InputError as error:
                 faults.append(str(error))
+    if said["embedding"] is False and not said["forward_only"]:
+        faults.append("`embedding = false` is for `forward_only = true`")
     if said["momentum"] and said["optimizer"] != "sgd":
         faults.append('`momentum` is for `optimizer = "sgd"`: others have moments of their own')
     if faults:
@@ -316,6 +322,7 @@ def _case(suite: str, number: int, said: Mapping[str, Any]) -> tuple[Case | None
         "reduce_scatter",
         "semantics",
         "forward_only",
+        "embedding",
         "published_tflops",
         "published_s",
     )

@@ -30,6 +30,7 @@ class Request:
         searches: whether there is a row of our own plan beside each given one.
         verify: whether plans are compiled for the devices of `where`.
         mode: how cases are run, if they are: rows of other modes are others.
+        time_limit_s: that each plan for `where` may take; None for no limit.
     """
 
     suite: Suite
@@ -40,6 +41,7 @@ class Request:
     verify: bool
     mode: str
     timing: Timing
+    time_limit_s: float | None = None
 
     @property
     def what(self) -> str:
@@ -115,6 +117,7 @@ def make_suite_rows(
                         phase=phase,
                         progress=progress,
                         verify=request.verify,
+                        time_limit_s=request.time_limit_s,
                     )
                 )
 

@@ -1,5 +1,5 @@
-"""Models to plan, train and measure: GPT, BERT, Llama, MoE, T5 and Wide-ResNet of the usual sizes
-in Flax NNX, and text in the batches that they take.
+"""Models to plan, train and measure: GPT, BERT, Llama, MoE, T5, Wide-ResNet and U-Net of the usual
+sizes in Flax NNX, and text in the batches that they take.
 
 Importing this package needs neither Flax nor JAX; calling `build` does.
 """
@@ -31,9 +31,12 @@ from ._sizes import configure as configure
 from ._sizes import from_fields as from_fields
 from ._sizes import other_architecture as other_architecture
 from ._sizes import typed_setting as typed_setting
+from ._step import LayersWorkload as LayersWorkload
 from ._step import Workload as Workload
 from ._step import build as build
 from ._step import build_layers as build_layers
 from ._t5_config import T5Config as T5Config
+from ._unet_config import NUM_TIMES as NUM_TIMES
+from ._unet_config import UNetConfig as UNetConfig
 from ._weights import is_hugging_face as is_hugging_face
 from ._weights import read_weights as read_weights

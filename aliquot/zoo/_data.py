@@ -116,10 +116,11 @@ def text_for(
     """
     config = workload.config
     if not isinstance(config, AbstractTextConfig):
+        has_images = isinstance(config, WideResNetConfig)
         raise InputError(
-            f"{config.name} reads {config.examples}, and the data here are text. Give it"
-            " aliquot.zoo.images_for, or train it from Python on batches of your own"
-            f" ({', '.join(workload.batch)}): step ="
+            f"{config.name} reads {config.examples}, and the data here are text."
+            f" {'Give it aliquot.zoo.images_for, or train' if has_images else 'Train'} it from"
+            f" Python on batches of your own ({', '.join(workload.batch)}): step ="
             " aliquot.parallelize(workload.train_step, plan)."
         )
     mixed = tokens if isinstance(tokens, Sequence) else ((1.0, tokens),)

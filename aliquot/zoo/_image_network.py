@@ -30,12 +30,12 @@ class ImageNetwork(AbstractNetwork):
     def __init__(self, config: WideResNetConfig, precision: Precision, *, recompute: str) -> None:
         shapes = list(config.bottlenecks())
         networks = {
-            shape: _Part(functools.partial(Bottleneck, shape, precision), recompute=recompute)
+            shape: Part(functools.partial(Bottleneck, shape, precision), recompute=recompute)
             for shape in dict.fromkeys(shapes)
         }
-        self._stem = _Part(functools.partial(Stem, config, precision), recompute="none")
+        self._stem = Part(functools.partial(Stem, config, precision), recompute="none")
         self._layers = [networks[shape] for shape in shapes]
-        self._head = _Part(
+        self._head = Part(
             functools.partial(Head, shapes[-1].channels_out, config, precision), recompute="none"
         )
 
@@ -88,7 +88,7 @@ class ImageNetwork(AbstractNetwork):
         }
 
 
-class _Part:
+class Part:
     """One module: shapes and initial values of its parameters and averages, and its function, which
     also returns new averages.
     """
@@ -113,9 +113,9 @@ class _Part:
     def _init(self, key: jax.Array) -> tuple[Tree, Tree]:
         return _split(self._make(rngs=nnx.Rngs(params=key)))[1]
 
-    def _apply(self, params: Tree, averages: Tree, x: jax.Array) -> tuple[jax.Array, Any]:
+    def _apply(self, params: Tree, averages: Tree, *inputs: jax.Array) -> tuple[Any, Any]:
         module: Any = nnx.merge(self._definition, params, averages)
-        y = module(x)
+        y = module(*inputs)
         return y, nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))
 
 

@@ -12,6 +12,7 @@ from ._config import AbstractConfig, ModelConfig, MoEConfig
 from ._image_config import WideResNetConfig
 from ._mixtral_config import MixtralConfig
 from ._t5_config import T5Config
+from ._unet_config import UNetConfig
 
 _Config = TypeVar("_Config", bound=AbstractConfig)
 
@@ -23,6 +24,7 @@ FAMILIES: dict[str, type[AbstractConfig]] = {
     "moe": MoEConfig,
     "t5": T5Config,
     "wide-resnet": WideResNetConfig,
+    "unet": UNetConfig,
 }
 """The class of configurations of every family."""
 
@@ -282,7 +284,12 @@ def _wide_resnet(name: str, layers: int, channels: int, factor: int) -> WideResN
     )
 
 
-# Sources. GPT up to 2.6B, 6.7B, 15B, 39B, 76B, MoE and Wide-ResNet: the benchmark suite of Alpa
+def _unet(name: str, channels: int) -> UNetConfig:
+    """The context has as many vectors as the smallest image has points, as wide as it is deep."""
+    return UNetConfig(name=name, num_channels=channels, context_len=16, context_size=4 * channels)
+
+
+# Sources. GPT up to 2.6B, 6.7B, 15B, 39B, 76B, MoE, Wide-ResNet, U-Net: the benchmark suite of Alpa
 # (Zheng et al., OSDI 2022); its experts choose among groups of two sequences (group_size=2048),
 # ours of one. BERT base and large: Devlin et al., "BERT", 2019, section 3, the vocabulary padded to
 # a multiple of 128; from 350M to 2.6B the sizes B to E of CFP's benchmarks (arXiv 2504.00598). GPT
@@ -405,6 +412,11 @@ _ALL: tuple[AbstractConfig, ...] = (
     _wide_resnet("wide-resnet-4b", 50, 640, 2),
     _wide_resnet("wide-resnet-6.8b", 50, 320, 16),
     _wide_resnet("wide-resnet-13b", 101, 320, 16),
+    _unet("unet-470m", 320),
+    _unet("unet-1b", 480),
+    _unet("unet-1.2b", 512),
+    _unet("unet-1.8b", 640),
+    _unet("unet-2b", 672),
 )
 
 MODELS: dict[str, AbstractConfig] = {config.name: config for config in _ALL}

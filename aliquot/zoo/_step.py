@@ -31,6 +31,7 @@ from ._recompute import recompute_faults
 from ._schedule import LearningRate, rate_faults, schedule
 from ._sizes import MODELS, as_fields, configure, from_fields
 from ._t5_config import T5Config
+from ._unet_config import UNetConfig
 
 if TYPE_CHECKING:
     import jax
@@ -54,7 +55,8 @@ class Workload:
     `batch` are trees of `jax.ShapeDtypeStruct`: the state holds `params`, `opt_state`, `step`,
     under dynamic loss scaling `loss_scale`, and with BatchNorm `batch_stats`, with 8-bit products
     `amax`, the magnitudes by which they are scaled; the batch holds
-    `inputs` and `targets`, token ids of shape `(global_batch, seq_len)`, or `images` and `labels`;
+    `inputs` and `targets`, token ids of shape `(global_batch, seq_len)`, or `images` and `labels`,
+    or for a U-Net what `UNetConfig.batch` says;
     BERT's targets are -1 where nothing is to be predicted. `init(key)` makes a real state and may
     be jitted, so that its arrays are created sharded. `build(**settings)` makes this workload
     again, and `settings` is plain data. `num_parameters` counts elements, a tied embedding once.
@@ -103,13 +105,14 @@ def build(
         dtype: Dtype in which the model computes: `"bf16"`, `"float16"` or `"float32"`, with float32
             parameters; `"fp8"`: bf16, but the linear layers of blocks multiply in 8-bit floats; or
             `"float64"` throughout, for comparisons. Other usual names, such as
-            `"bfloat16"` and `"fp16"`, are understood. By default bf16, and float32 for Wide-ResNet.
+            `"bfloat16"` and `"fp16"`, are understood. By default bf16, and float32 for models of
+            images.
         recompute: What each block keeps for its backward pass, which computes all else again:
             `"block"` only its input, `"none"` everything; `"minimal"`, `"save_qkv"`,
             `"save_attention"`: see `RECOMPUTE`. With a number, such as `"block:2"`, only every
             second layer recomputes.
         scan: Whether to stack the layers and scan over them instead of unrolling them; not for
-            Wide-ResNet.
+            models of images.
         optimizer: `"adamw"`, `"adafactor"` or `"sgd"`.
         learning_rate: Constant over the steps, or a schedule: see `aliquot.zoo.learning_rate`.
         weight_decay: By default the optimizer's own: 0.1 for AdamW, none for the others.
@@ -210,11 +213,25 @@ def build(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersWorkload:
+    """The layers of a model of text without embedding and head, from hidden states to hidden
+    states; the fields are those of `Workload`.
+    """
+
+    train_step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
+    evaluate: Callable[[Any, Any], dict[str, jax.Array]]
+    init: Callable[[jax.Array], Any]
+    state: Any
+    batch: dict[str, jax.ShapeDtypeStruct]
+    num_parameters: int
+
+
 def build_layers(
     model: str, global_batch: int, *, overrides: Mapping[str, Any], dtype: str = "float32"
-) -> tuple[Callable[..., Any], dict[str, Any], dict[str, jax.ShapeDtypeStruct]]:
-    """`(train_step, state, batch)` of a model of text without embedding and head, whose inputs and
-    targets are hidden states: AdamW, no recomputation, plain attention. No array is created.
+) -> LayersWorkload:
+    """The training step of a model of text without embedding and head, whose inputs and targets are
+    hidden states: AdamW, no recomputation, plain attention. No array is created.
 
     Args:
         model, global_batch, overrides, dtype: as for `build`.
@@ -246,10 +263,16 @@ def build_layers(
             clip_norm=None,
             reports_norm=False,
         )
-        state, _ = _abstract_state(network, update)
+        state, num_parameters = _abstract_state(network, update)
     shape = (global_batch, config.seq_len, config.hidden_size)
-    batch = {name: abstract(shape, dtypes.compute) for name in ("inputs", "targets")}
-    return promoting(_train_step(network, update)), state, batch
+    return LayersWorkload(
+        train_step=promoting(_train_step(network, update)),
+        evaluate=promoting(_evaluate(network)),
+        init=promoting(_init(network, update)),
+        state=state,
+        batch={name: abstract(shape, dtypes.compute) for name in ("inputs", "targets")},
+        num_parameters=num_parameters,
+    )
 
 
 def configuration(
@@ -277,6 +300,10 @@ def _network(
         from ._image_network import ImageNetwork
 
         return ImageNetwork(config, dtypes, recompute=recompute)
+    if isinstance(config, UNetConfig):
+        from ._unet_network import UNetNetwork
+
+        return UNetNetwork(config, dtypes, recompute=recompute)
     if isinstance(config, T5Config):
         from ._t5_network import T5Network
 
@@ -345,8 +372,8 @@ def faults_of_step(
     dtype = precision_name(settings.get("dtype") or (config and config.usual_dtype) or "bf16")
     if dtype == "fp8":
         faults += fp8_faults(device)
-        if isinstance(config, WideResNetConfig):
-            faults.append("dtype=fp8 is for linear layers, and Wide-ResNet has convolutions.")
+        if isinstance(config, WideResNetConfig | UNetConfig):
+            faults.append(f"dtype=fp8 is for linear layers, and {config.family} has convolutions.")
     attends = choose_attention(settings.get("attention", "auto"), config, dtype, device)
     return [*faults, *attends.faults]
 

@@ -103,18 +103,42 @@ def test_a_forward_pass_is_laid_out_in_stages(tiny, tmp_path):
     assert plan.num_micro_batches == 1
 
 
-def test_what_cannot_be_expressed_is_a_row_with_its_reason():
-    found = run("bench", "alpa", "unet.perf_test_auto", "--predict", "--json")
-    rows = json.loads(found.stdout)["rows"]
-    assert len(rows) == 3
-    assert {row["outcome"] for row in rows} == {"not expressible"}
-    assert "the zoo has no UNet" in rows[0]["reason"]
+def test_what_cannot_be_expressed_is_a_row_with_its_reason(tiny):
+    asked = ("bench", "alpa", "tiny.plans", "--suites", tiny, "--case", "3", "--predict")
+    (row,) = json.loads(run(*asked, "--json").stdout)["rows"]
+    assert (row["outcome"], row["reason"]) == ("not expressible", "nobody knows how")
+
+
+def test_a_row_says_that_its_search_was_ended_or_that_no_plan_was_in_time(tiny, tmp_path):
+    asked = ("bench", "alpa", "tiny.plans", "--suites", tiny, "--predict", "--search", "--json")
+    asked = (*asked, "--out", tmp_path / "out", "--case", "2", "--time-limit")
+    given, ours = json.loads(run(*asked, "1ms").stdout)["rows"]
+    for row in (given, ours):
+        assert row["outcome"] in ("predicted", "failed"), row
+        said = row["metadata"] if row["outcome"] == "predicted" else row["reason"]
+        assert "time limit reached" in said or "No plan was complete after 1.0 ms" in said
+    # Failed rows are made again with the time that there is now.
+    rows = json.loads(run(*asked, "5min").stdout)["rows"]
+    assert [row["outcome"] for row in rows] == ["predicted", "predicted"]
+    refused(run("bench", "alpa", "tiny.plans", "--small", "--time-limit", "9s"), "add --predict")
+
+
+def test_layers_without_embedding_have_none(tiny):
+    asked = ("bench", "alpa", "gpt_no_embedding_inference.profile", "--predict", "--json")
+    (row,) = json.loads(run(*asked, "--case", "1").stdout)["rows"]
+    (whole,) = json.loads(
+        run("bench", "alpa", "gpt_inference.profile", *asked[3:], "--case", "1").stdout
+    )["rows"]
+    assert row["outcome"] == whole["outcome"] == "predicted"
+    tokens, positions, hidden = 51200, 1024, 2048
+    ends = (tokens + positions) * hidden + 2 * hidden
+    assert whole["billion_parameters"] - row["billion_parameters"] == pytest.approx(ends / 1e9)
 
 
 def test_suites_are_listed(tiny):
     found = json.loads(run("bench", "list", "--suites", tiny, "--json").stdout)["suites"]
     assert [each["suite"] for each in found][-2:] == ["tiny.plans", "tiny.forward"]
-    assert len(found) == 15
+    assert len(found) == 17
     shown = run("bench", "list", "gpt.perf_test_manual").stdout
     assert "dp2 tp2 pp2" in shown and "gpt-39b" in shown
 
@@ -143,6 +167,9 @@ def test_bad_input_is_refused(tiny):
         ("moe.perf_test_fast_2d", 3),
         ("wresnet.perf_test_2d", 7),
         ("gpt_inference.profile", 26),
+        ("gpt_no_embedding_inference.profile", 26),
+        ("moe_inference.profile", 68),
+        ("unet.perf_test_auto", 3),
     ],
 )
 def test_small_cases_run_and_equal_one_device(suite, case):

@@ -18,7 +18,8 @@ def _data_parallel_s(case):
     settings = {"num_layers": case.num_layers, "seq_len": case.seq_len}
     step = build_layers(case.model, case.global_batch, overrides=settings)
     cluster = aq.Cluster.preset(f"{case.num_devices}xA100-PCIe")
-    plan = aq.plan(*step, cluster=cluster, method=aq.DataParallel(), num_micro_batches=1)
+    asked = (step.train_step, step.state, step.batch)
+    plan = aq.plan(*asked, cluster=cluster, method=aq.DataParallel(), num_micro_batches=1)
     return plan.prediction.step_time_s
 
 

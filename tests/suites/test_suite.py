@@ -26,6 +26,7 @@ SIZES = {
     "moe.perf_test_auto": (7, 64),
     "wresnet.perf_test_auto": (7, 64),
     "unet.perf_test_auto": (3, 8),
+    "unet.grid_search_auto": (1, 4),
     "gpt.grid_search_auto": (28, 64),
     "moe.grid_search_auto": (24, 64),
     "wresnet.grid_search_auto": (13, 64),
@@ -34,6 +35,7 @@ SIZES = {
     "moe.perf_test_fast_2d": (4, 8),
     "wresnet.perf_test_2d": (7, 8),
     "gpt_inference.profile": (420, 256),
+    "gpt_no_embedding_inference.profile": (420, 256),
     "moe_inference.profile": (400, 128),
 }
 ALL = [case for suite in alpa_suites().values() for case in suite.cases]

@@ -1,5 +1,5 @@
-"""What the training steps of BERT, MoE, T5 and Wide-ResNet have in common with the others, and the
-plans that are found for them.
+"""What the training steps of BERT, MoE, T5, Wide-ResNet and U-Net have in common with the others,
+and the plans that are found for them.
 """
 
 import dataclasses
@@ -41,6 +41,7 @@ T5 = {
     "seq_len": 8,
     "target_len": 4,
 }
+UNET = {"num_layers": 9, "num_channels": 32, "image_size": 8, "num_heads": 2, "context_len": 3}
 # Groups of two sequences choose experts together.
 TINY = {
     "moe-380m": MOE,
@@ -48,6 +49,7 @@ TINY = {
     "wide-resnet-250m": RESNET,
     "bert-base": BERT,
     "t5-770m": T5,
+    "unet-470m": UNET,
 }
 ROWS = 16
 
@@ -113,6 +115,7 @@ def stacked(layers):
             ("bert-base", True, "bf16"),
             ("t5-770m", False, "float32"),
             ("t5-770m", True, "bf16"),
+            ("unet-470m", False, "float16"),
         )
         for dtype in ("float32", "bf16", "float16")
     ],
@@ -135,6 +138,7 @@ def test_settings_rebuild_the_workload():
         tiny("wide-resnet-250m"),
         tiny("bert-base"),
         tiny("t5-770m", scan=True),
+        tiny("unet-470m"),
         build(own, 4),
         build("moe-70b", 8),
     ):
@@ -253,6 +257,8 @@ def test_text_is_not_given_to_models_of_images():
         InputError, match=r"wide-resnet-250m reads images.*\(images, labels\).*aliquot\.parallelize"
     ):
         text_for(tiny("wide-resnet-250m"), TEXT)
+    with pytest.raises(InputError, match=r"noisy images.* text\. Train it .*\(images, times, con"):
+        text_for(tiny("unet-470m"), TEXT)
     with pytest.raises(InputError, match=r"knows 40 tokens.*--set vocab_size=256"):
         text_for(tiny("moe-380m"), TEXT)
     text = text_for(build("moe-380m", 4, overrides=MOE | {"vocab_size": 256}), TEXT, seed=3)
@@ -333,6 +339,11 @@ METHODS = {
         pytest.param("t5-770m", "shard 4x2", 2, marks=pytest.mark.slow),
         pytest.param("wide-resnet-250m", "shard 2", 1, marks=pytest.mark.slow),
         pytest.param("wide-resnet-250m", "shard 4x2", 1, marks=pytest.mark.slow),
+        pytest.param("unet-470m", "dp", 1, marks=pytest.mark.slow),
+        pytest.param("unet-470m", "zero3", 2, marks=pytest.mark.slow),
+        ("unet-470m", "shard 2", 1),
+        pytest.param("unet-470m", "shard 4x2", 2, marks=pytest.mark.slow),
+        ("unet-470m", "pipeline", 4),
     ],
 )
 def test_a_plan_computes_the_numbers_of_the_plain_step(name, method, micro_batches, x64):
