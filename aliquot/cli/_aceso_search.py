@@ -1,4 +1,4 @@
-"""`aliquot aceso search` and `faults`: the best configuration over a measured database."""
+"""`aliquot aceso search`: the best configuration over a measured database."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -163,70 +163,6 @@ def search(
         if result.ended == INTERRUPTED:
             say.note("interrupted; this is the best so far.")
             raise typer.Exit(interrupted_code)
-
-
-@takes_groups
-def faults(
-    options: _ProblemOptions,
-    as_json: Json = False,
-) -> None:
-    """Show what each fault of Aceso's performance model costs.
-
-    The configuration that wins with all faults is judged with one of them mended, beside the one
-    that wins then.
-    """
-    from ..interop.aceso import ACESO, Faults
-    from ..interop.aceso.search import Auto
-    from ..report import columns
-
-    with session(as_json) as say:
-        problem, _ = options.read(ACESO)
-        with _progress(say) as report:
-            base = Auto().search(problem, on_progress=report)
-            if not base.best:
-                raise _nothing_fits(problem)
-            winner, with_faults = base.best[0]
-            answer: dict[str, Any] = {}
-            rows = []
-            for fault in fields(Faults):
-                judge = replace(ACESO, faults=replace(Faults(), **{fault.name: False}))
-                mended = replace(problem, judge=judge)
-                judged = mended.evaluate(winner)
-                fullest = max(stage.memory_mb for stage in judged.stages)
-                other = Auto().search(mended, start=[winner], on_progress=report)
-                best_ms = other.best[0][1].iteration_time_ms if other.best else float("nan")
-                fits = fullest <= options.memory_limit_mb + 1e-6
-                cost = judged.iteration_time_ms / best_ms - 1
-                answer[fault.name] = {
-                    "winner_ms": judged.iteration_time_ms,
-                    "winner_fits": fits,
-                    "best_ms": best_ms,
-                    "cost": cost,
-                }
-                rows.append(
-                    (
-                        fault.name,
-                        f"{judged.iteration_time_ms:,.2f}",
-                        "" if fits else f"no: {fullest:,.0f} MiB",
-                        f"{best_ms:,.2f}",
-                        f"{cost:+.2%}",
-                    )
-                )
-        say.show(
-            f"with all faults  {with_faults.iteration_time_ms:,.2f} ms is the best; what it is"
-            " worth with one fault mended:"
-        )
-        header = (
-            "fault mended",
-            "that configuration, ms",
-            "fits",
-            "the best then, ms",
-            "the fault costs",
-        )
-        say.show(
-            columns("What each fault of the performance model costs", header, rows, right=(1, 3, 4))
-        )
-        say.finish({"iteration_time_ms": with_faults.iteration_time_ms, "faults": answer})
 
 
 def _planner(name: str, *, max_hops: int, budget_s: float | None, keep: int) -> Any:

@@ -10,9 +10,7 @@ import typer
 from ..core import version_of
 from ._aceso import evaluate, show
 from ._aceso_plans import export_plan, import_plan
-from ._aceso_profile import accuracy, export
-from ._aceso_profile import profile as profile_aceso
-from ._aceso_search import faults, search
+from ._aceso_search import search
 from ._bench_aceso import aceso as bench_aceso
 from ._bench_alpa import alpa as bench_alpa
 from ._bench_alpa import list_suites
@@ -36,6 +34,7 @@ from ._other_names import Verb
 from ._plan import plan
 from ._profile import check, fit, merge, run
 from ._profile import show as show_profiles
+from ._profile_export import export
 from ._read import read
 from ._report import report
 from ._size import size
@@ -85,9 +84,8 @@ _add(app, "export", export_settings)
 _aceso = typer.Typer(
     help="Plan from Aceso's measured databases, and judge its configurations.", no_args_is_help=True
 )
-for _aceso_verb in (show, evaluate, search, faults, accuracy):
+for _aceso_verb in (show, evaluate, search):
     _add(_aceso, _aceso_verb.__name__, _aceso_verb)
-_add(_aceso, "profile", profile_aceso)
 _add(_aceso, "export", export_plan)
 _add(_aceso, "import", import_plan)
 app.add_typer(_aceso, name="aceso", short_help=_aceso.info.help)

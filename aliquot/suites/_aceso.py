@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ from ..interop.aceso import (
     ACESO,
     PAPER_SIZES,
     PAPER_TITLES,
+    Configuration,
+    Faults,
     PublishedTables,
     accuracy_rows,
     built_in_chains,
     measured_size,
     models_in,
 )
-from ..interop.aceso.search import Auto, Megatron, read_problem
+from ..interop.aceso.search import Auto, Megatron, SearchProblem, read_problem
 from ._results import Results
 
 _OURS, _PREDICTED = "aliquot", "aliquot (predicted)"
@@ -104,7 +106,7 @@ def draw_aceso(
         InputError: the database has no model of the paper, or nothing fits.
     """
     known = models_in(database)
-    search = _searches(database, results, note)
+    search = _searches(database, results, note, small=small)
     cases: dict[str, dict[str, Any]] = {}
     missing = []
     for case in small_aceso_cases() if small else aceso_cases():
@@ -126,6 +128,7 @@ def draw_aceso(
             _draw_family(results, published, family, of_family)
     if small:
         _tabulate_small(results, published, cases)
+        answer["faults"] = _tabulate_faults(results, cases)
     elif layers := _draw_layers(results, published, search, max_layers):
         answer["layers"] = layers
     if rows := accuracy_rows(published, setting="small" if small else "large"):
@@ -144,9 +147,11 @@ def draw_aceso(
 
 
 def _searches(
-    database: Path, results: Results, note: Callable[[str], None]
+    database: Path, results: Results, note: Callable[[str], None], *, small: bool
 ) -> Callable[[AcesoCase], dict[str, Any]]:
-    """What searches a case, unless its result for a database of these files is known."""
+    """What searches a case, unless its result for a database of these files is known; of the small
+    setting also with each fault of the performance model mended.
+    """
     digest = hashlib.sha256()
     for path in sorted(database.glob("*.csv")):
         digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -183,9 +188,35 @@ def _searches(
             "samples_per_s": case.global_batch / found.best[0][1].iteration_time_ms * 1000,
             "lower_bound_ms": found.lower_bound_ms,
             "search_s": found.search_s,
+            "faults": _cost_of_faults(problem, found.best[0][0]) if small else [],
         }
 
-    return lambda case: results.row(f"database {measured}: {case}", lambda: make(case))
+    what = "faults mended, " if small else ""
+    return lambda case: results.row(f"{what}database {measured}: {case}", lambda: make(case))
+
+
+def _cost_of_faults(problem: SearchProblem, winner: Configuration) -> list[dict[str, Any]]:
+    """What each fault of Aceso's performance model costs: the configuration that wins with all of
+    them, judged with one mended, beside the one that wins then.
+    """
+    rows = []
+    for fault in fields(Faults):
+        judge = replace(ACESO, faults=replace(Faults(), **{fault.name: False}))
+        mended = replace(problem, judge=judge)
+        judged = mended.evaluate(winner)
+        fullest_mb = max(stage.memory_mb for stage in judged.stages)
+        other = Auto().search(mended, start=[winner]).best
+        best_ms = other[0][1].iteration_time_ms if other else None
+        rows.append(
+            {
+                "fault": fault.name,
+                "winner_ms": judged.iteration_time_ms,
+                "winner_fits": fullest_mb <= problem.memory_limit_mb + 1e-6,
+                "best_ms": best_ms,
+                "cost": judged.iteration_time_ms / best_ms - 1 if best_ms else None,
+            }
+        )
+    return rows
 
 
 def _draw_family(
@@ -268,6 +299,31 @@ def _tabulate_small(
         cost,
         "On this machine.",
     )
+
+
+def _tabulate_faults(
+    results: Results, cases: Mapping[str, dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    found = {name: row["faults"] for name, row in cases.items()}
+    results.table(
+        "faults",
+        "What each fault of Aceso's performance model costs",
+        [
+            {
+                "model": name,
+                "fault mended": each["fault"],
+                "that configuration, ms": each["winner_ms"],
+                "fits": "" if each["winner_fits"] else "no",
+                "the best then, ms": each["best_ms"],
+                "the fault costs": None if each["cost"] is None else f"{each['cost']:+.2%}",
+            }
+            for name, rows in found.items()
+            for each in rows
+        ],
+        "The configuration that wins with all faults, judged with one of them mended, beside the"
+        " one that wins then.",
+    )
+    return found
 
 
 def _bars(

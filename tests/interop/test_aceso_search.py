@@ -357,12 +357,6 @@ def test_the_command_prints_the_gap_to_the_bound(toy):
     assert "lower bound" in shown and "cut at any operator" in shown and "search" in shown
 
 
-def test_faults_are_priced_one_by_one(toy):
-    answer = json.loads(run("aceso", "faults", *options(toy), "--json").stdout)
-    assert len(answer["faults"]) == 6
-    assert all(entry["cost"] >= -1e-9 for entry in answer["faults"].values())
-
-
 def test_if_nothing_fits_the_smallest_need_is_printed(toy):
     found = run("aceso", "search", *options(toy, **{"--memory-limit-mb": 100}))
     assert found.exit_code == 1

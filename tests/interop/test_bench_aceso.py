@@ -92,6 +92,11 @@ def test_the_small_tables_need_nothing_published(measured, tmp_path):
     assert answer["accuracy"][0]["time off by"] == "-5.0%"
     row = next(csv.DictReader((tmp_path / "small/search_cost_small.csv").read_text().splitlines()))
     assert float(row["aceso"]) == 69 and float(row["aliquot"]) > 0
+    # Of each fault: what it costs, which is nothing where the same configuration wins without it.
+    (faults,) = answer["faults"].values()
+    assert len(faults) == 6 == len((tmp_path / "small/faults.csv").read_text().splitlines()) - 1
+    assert all(each["cost"] >= -1e-9 for each in faults)
+    assert "searching" not in run("bench", "aceso", *options).stderr
 
 
 def test_a_database_without_the_papers_models_is_refused(measured, tmp_path):
