@@ -77,13 +77,15 @@ def random_chain(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """One way to cut: its step time, the memory of its fullest device, and how many stages it
-    has.
+    """One way to cut: its step time, the memory of its fullest device, how many stages it has, with
+    which options, and how far a stage's share of the compute is from its share of the devices.
     """
 
     step_time_s: float
     peak_bytes: float
     num_stages: int
+    options: tuple[int, ...]
+    imbalance: float
 
 
 def try_all(chain: Chain, schedule: str, most_chunks: int = 4) -> list[Tried]:
@@ -220,7 +222,27 @@ def _price(
         step = sum(e) + 2 * sum(x) + max(weigh)
     else:
         step = total / chunks + (m * chunks - 1) * worst(t, 2)
-    return Tried(step_time_s=step + chunks * max(once), peak_bytes=max(peak), num_stages=count)
+    return Tried(
+        step_time_s=step + chunks * max(once),
+        peak_bytes=max(peak),
+        num_stages=count,
+        options=tuple(options),
+        imbalance=max(
+            _imbalance(chain, span, option) for span, option in zip(spans, options, strict=True)
+        ),
+    )
+
+
+def _imbalance(chain: Chain, span: tuple[int, int], option: int) -> float:
+    """What cannot run with an option is no compute with it."""
+    seconds = [
+        float(f + b) if np.isfinite(f) else 0.0
+        for f, b in zip(chain.forward_s[:, option], chain.backward_s[:, option], strict=True)
+    ]
+    share = sum(seconds[slice(*span)]) / sum(seconds)
+    total = chain.num_hosts * chain.devices_per_host
+    fair = chain.options[option].num_devices / total
+    return max(share / fair, fair / share) - 1 if share else np.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +250,8 @@ class Comparison:
     """StageDP against all cuts of one random chain at one memory limit; `best_s` is None where
     nothing fits.
 
-    `difference` is relative, and infinite where one finds something and the other does not; `binds`
+    `difference` is relative, and infinite where one finds something and the other does not;
+    `breaks_limits` says whether StageDP found something better, which is not allowed then; `binds`
     says whether the limit excludes the best of all cuts.
     """
 
@@ -238,14 +261,23 @@ class Comparison:
     best_s: float | None
     difference: float
     bound_exceeds: bool
+    breaks_limits: bool
     binds: bool
 
 
 def compare(
-    seed: int, schedule: str, num_stages: int | None = None, most_units: int = 6
+    seed: int,
+    schedule: str,
+    num_stages: int | None = None,
+    most_units: int = 6,
+    imbalance: float = np.inf,
+    without: int | None = None,
 ) -> list[Comparison]:
     """One random chain without a limit, at two limits that exclude some of its cuts, and at one
     that excludes all.
+
+    Args:
+        imbalance: restricts the stages, and `without` leaves out an option.
     """
     rng = np.random.default_rng(seed)
     geometry = GEOMETRIES[seed % len(GEOMETRIES)]
@@ -260,7 +292,17 @@ def compare(
     )
     if num_stages is not None and num_stages > chain.num_units:
         return []
-    tried = [t for t in try_all(chain, schedule) if num_stages in (None, t.num_stages)]
+    tried = [
+        t
+        for t in try_all(chain, schedule)
+        if num_stages in (None, t.num_stages)
+        and t.imbalance <= imbalance * (1 + 1e-9)
+        and without not in t.options
+    ]
+    kept = [k for k in range(len(chain.options)) if k != without]
+    if not kept:
+        return []
+    chain = replace(cut_options(chain, kept), most_imbalance=imbalance)
     peaks = sorted(t.peak_bytes for t in tried)
     limits = [1e9]
     if peaks:
@@ -273,10 +315,11 @@ def compare(
         try:
             plan = planner.solve([replace(chain, memory_limit_bytes=limit)])
         except InfeasibleError:
-            difference, exceeds = (0.0 if best is None else np.inf), False
+            difference, exceeds, breaks = (0.0 if best is None else np.inf), False, False
         else:
             difference = np.inf if best is None else abs(plan.closed_form_s - best) / best
-            exceeds = best is not None and plan.lower_bound_s > best * (1 + 1e-9)
+            breaks = best is None or plan.closed_form_s < best * (1 - 1e-9)
+            exceeds = best is not None and (plan.lower_bound_s or 0.0) > best * (1 + 1e-9)
         compared.append(
             Comparison(
                 seed=seed,
@@ -285,10 +328,21 @@ def compare(
                 best_s=best,
                 difference=float(difference),
                 bound_exceeds=bool(exceeds),
+                breaks_limits=bool(breaks),
                 binds=bool(best is not None and best > least * (1 + 1e-9)),
             )
         )
     return compared
+
+
+def cut_options(chain: Chain, kept: list[int]) -> Chain:
+    """The chain with some of its options alone."""
+    figures = {
+        name: value[:, kept]
+        for name in Chain.__dataclass_fields__
+        if isinstance(value := getattr(chain, name), np.ndarray) and value.ndim == 2
+    }
+    return replace(chain, options=tuple(chain.options[k] for k in kept), **figures)
 
 
 def even_chain(num_units: int, *, devices: int, micro_batches: int = 4) -> Chain:

@@ -32,6 +32,25 @@ def test_the_stages_are_those_of_brute_force(schedule, part):
     assert sum(c.binds for c in found) >= 1
 
 
+@pytest.mark.parametrize("without", [0, 1])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_without_an_option_are_those_of_brute_force(schedule, without):
+    found = [c for seed in range(12) for c in compare(seed, schedule, without=without)]
+    assert [c for c in found if c.difference > 1e-9 or c.bound_exceeds] == []
+    assert any(c.best_s is not None for c in found) and any(c.best_s is None for c in found)
+
+
+@pytest.mark.parametrize("imbalance", [0.2, 1.0, 3.0])
+@pytest.mark.parametrize("schedule", SCHEDULES[:3])
+def test_balanced_stages_are_balanced_and_bounds_are_never_above_brute_force(schedule, imbalance):
+    """Stages that are as balanced as is asked for are not searched to a proof."""
+    found = [c for seed in range(18) for c in compare(seed, schedule, imbalance=imbalance)]
+    assert [c for c in found if c.bound_exceeds or c.breaks_limits] == []
+    answered = [c for c in found if c.best_s is not None]
+    assert len(answered) >= 3
+    assert sum(c.difference <= 1e-9 for c in answered) >= 0.9 * len(answered)
+
+
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_number_of_stages_is_honoured(schedule, num_stages):
