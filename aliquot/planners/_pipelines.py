@@ -42,6 +42,9 @@ _ANY_S = sys.float_info.max
 # With one micro-batch half of the devices or more are idle: a step then mostly takes at least so
 # many times its compute, shared evenly by all devices.
 _IDLE_WITH_ONE = 2.0
+# Gradients of weights, a third of the compute, fill what other stages wait for in a zero-bubble
+# schedule.
+_IDLE_WITH_ONE_FILLED = 4 / 3
 # Units times options times devices: up to so many, other numbers of stages are solved as well.
 _SMALL = 10_000
 
@@ -154,7 +157,8 @@ class Pipelines(AbstractFamily):
     def _one_may_do(self, search: Search) -> bool:
         """Whether a pipeline of a single micro-batch, the last resort, may be fast enough."""
         least_s = least_compute_s(self.task.problem(1))
-        return _one_micro_batch_may_do(self.task, least_s, search.to_beat_s(self.task))
+        to_beat_s = search.to_beat_s(self.task)
+        return _one_micro_batch_may_do(self.task, least_s, to_beat_s, _IDLE_WITH_ONE)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -197,8 +201,8 @@ class PipelineCounts(AbstractFamily):
     ) -> PipelineCounts:
         """The numbers of the first group, none of them solved yet."""
         task, first = opened.task, priced[opened.groups[0][0]]
+        least_s, to_beat_s = first.least_compute_s, search.to_beat_s(task)
         is_small = _is_small(first.chains[0])
-        least_s = first.least_compute_s
         return cls(
             task=task,
             opened=opened,
@@ -206,7 +210,8 @@ class PipelineCounts(AbstractFamily):
             chains=_drawn(first.chains, priced),
             untried=list(opened.groups[0]),
             is_small=is_small,
-            is_patient=is_small or _one_micro_batch_may_do(task, least_s, search.to_beat_s(task)),
+            is_patient=is_small
+            or _one_micro_batch_may_do(task, least_s, to_beat_s, _IDLE_WITH_ONE),
             least_s=least_s,
             expected_s=opened.expected_s,
             must_open=opened.must_open,
@@ -303,9 +308,11 @@ class PipelineCounts(AbstractFamily):
             than_s = best.step_time_s if best else search.to_beat_s(task)
             tried = tried_counts(self.promised, method.inter.method, than_s, self.untried)
             search.mention(tried, task)
-        if best is None:
-            return
         is_open = method.num_micro_batches is None
+        if best is None:
+            if is_open and self.fewest_promise_most:
+                yield _OneMicroBatch(task=task, counts=self)
+            return
         other_stages = method.asked_stages is None and method.inter.searches
         if other_stages and self.is_small:
             priced = self.priced[best.num_micro_batches]
@@ -317,6 +324,16 @@ class PipelineCounts(AbstractFamily):
             return
         if program is not None or len(best.stages) == 1:
             yield FewerMicroBatches.than(best, task, method.whole, program)
+
+    @property
+    def fewest_promise_most(self) -> bool:
+        """Whether the fewest micro-batches of those that were priced promise the most, so that one
+        may promise more.
+        """
+        found = self.best.num_micro_batches if self.best else None
+        if found is None and self.promised is not None:
+            found = self.promised.num_micro_batches
+        return 1 not in self.priced and found == min(c.num_micro_batches for c in self.chains)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -332,10 +349,12 @@ class _OneMicroBatch(AbstractFamily):
     def open(self, search: Search) -> Iterable[AbstractFamily]:
         """See `AbstractFamily.open`."""
         task, counts, method = self.task, self.counts, self.counts.opened.method
-        assert counts.best is not None
-        # A pipeline of a single stage is not among the plans yet.
-        to_beat_s = min(search.to_beat_s(task), counts.best.step_time_s)
-        if not (counts.is_small or _one_micro_batch_may_do(task, counts.least_s, to_beat_s)):
+        to_beat_s = search.to_beat_s(task)
+        if counts.best is not None:
+            # A pipeline of a single stage is not among the plans yet.
+            to_beat_s = min(to_beat_s, counts.best.step_time_s)
+        idle = _IDLE_WITH_ONE_FILLED if counts.fewest_promise_most else _IDLE_WITH_ONE
+        if not (counts.is_small or _one_micro_batch_may_do(task, counts.least_s, to_beat_s, idle)):
             return
         last = counts.priced[counts.opened.groups[0][-1]]
         priced = price_layers(
@@ -449,14 +468,15 @@ def _is_small(chain: Chain) -> bool:
     return chain.num_units * len(chain.options) * chain.num_devices <= _SMALL
 
 
-def _one_micro_batch_may_do(task: Task, least_s: float, best_s: float) -> bool:
+def _one_micro_batch_may_do(task: Task, least_s: float, best_s: float, idle: float) -> bool:
     """True if a pipeline of one micro-batch may take less than `best_s`, and devices are few enough
     to search it.
 
     Args:
         least_s: of the step's compute, shared evenly by all devices.
+        idle: how many times that such a pipeline takes at least.
     """
-    return task.cluster.num_devices <= MANY_DEVICES and best_s > _IDLE_WITH_ONE * least_s
+    return task.cluster.num_devices <= MANY_DEVICES and best_s > idle * least_s
 
 
 def _refuse_effects(graph: Graph) -> None:

@@ -70,6 +70,18 @@ def test_one_program_is_a_stage_of_all_devices(within):
     assert not found(within).is_pipeline
 
 
+@pytest.mark.parametrize(
+    "within", [aq.Within(replicated_parameters=False), aq.Within(imbalance=0.2)], ids=str
+)
+def test_a_free_search_tries_one_micro_batch_where_a_restricted_one_does(within, monkeypatch):
+    """Also for steps that are not small, whose program takes less than twice its compute."""
+    monkeypatch.setattr("aliquot.planners._pipelines._SMALL", 0)
+    free = found.__wrapped__(None, "4xV100-16GB", "small")
+    plan = found.__wrapped__(within, "4xV100-16GB", "small")
+    assert plan.num_micro_batches == 1 and len(plan.stages) > 1
+    assert free.prediction.step_time_s <= plan.prediction.step_time_s * (1 + 1e-9)
+
+
 def test_forbidden_collectives_are_taken_without_the_restriction():
     kinds = {collective.kind for collective in found().prediction.collectives}
     assert "all-to-all" in kinds or "all-gather" in kinds
