@@ -14,16 +14,15 @@ from numpy.typing import NDArray
 
 from .._configuration import Configuration, StageConfiguration
 from ._problem import (
-    Clock,
     Incumbents,
     OnProgress,
-    Progress,
     SearchProblem,
     SearchResult,
+    judge_each,
     space_name,
 )
 from ._quotes import recompute_levels, stage_memory_mb
-from ._space import BudgetSpent, Floats, StageSpace
+from ._space import Floats, StageSpace
 
 _LEVELS = 7
 # Bisections end when the slowest stage is known to this share.
@@ -53,52 +52,27 @@ class Grid:
         on_progress: OnProgress | None = None,
     ) -> SearchResult:
         """Judge configurations of the grid, the fastest by their balanced times first."""
-        clock = Clock(budget_s=self.budget_s)
-        best = Incumbents(problem, clock.elapsed, keep=self.keep)
-        ended = "every point of the grid was judged"
-        try:
-            for configuration in start:
-                best.offer(configuration)
-            self._judge(problem, best, clock, on_progress)
-        except (KeyboardInterrupt, BudgetSpent) as error:
-            ended = clock.ended(error)
-        return SearchResult(
-            best=best.results(),
-            lower_bound_ms=0.0,
-            space=space_name(problem),
-            scored=best.scored,
-            search_s=clock.elapsed(),
-            best_found_at_s=best.found_at_s,
-            ended=ended,
-        )
+        points = sorted(_points(problem), key=lambda point: point.least_us)[: self.best_of]
 
-    def _judge(
-        self,
-        problem: SearchProblem,
-        best: Incumbents,
-        clock: Clock,
-        on_progress: OnProgress | None,
-    ) -> None:
-        points = sorted(_points(problem), key=lambda point: point.least_us)
-        for point in points[: self.best_of]:
-            # Times spread evenly leave out transfers and the filling of the pipeline, so no later
-            # point is faster.
-            if point.least_us >= best.worst_us:
-                break
-            clock.check()
-            cuts = point.cuts(problem)
-            if cuts is None:
-                continue
-            best.offer(point.configuration(problem, cuts))
-            if on_progress is not None:
-                on_progress(
-                    Progress(
-                        best_ms=best.best_us / 1000,
-                        bound_ms=0.0,
-                        scored=best.scored,
-                        elapsed_s=clock.elapsed(),
-                    )
-                )
+        def configurations(best: Incumbents) -> Iterator[Configuration]:
+            for point in points:
+                # Times spread evenly leave out transfers and the filling of the pipeline, so no
+                # later point is faster.
+                if point.least_us >= best.worst_us:
+                    return
+                cuts = point.cuts(problem)
+                if cuts is not None:
+                    yield point.configuration(problem, cuts)
+
+        return judge_each(
+            problem,
+            configurations,
+            space=space_name(problem),
+            start=start,
+            keep=self.keep,
+            budget_s=self.budget_s,
+            on_progress=on_progress,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

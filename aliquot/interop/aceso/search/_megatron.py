@@ -15,15 +15,7 @@ from dataclasses import dataclass
 
 from .._chain import OperatorChain
 from .._configuration import Configuration, StageConfiguration
-from ._problem import (
-    Clock,
-    Incumbents,
-    OnProgress,
-    Progress,
-    SearchProblem,
-    SearchResult,
-)
-from ._space import BudgetSpent
+from ._problem import OnProgress, SearchProblem, SearchResult, judge_each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,31 +43,14 @@ class Megatron:
         on_progress: OnProgress | None = None,
     ) -> SearchResult:
         """Judge all points. The best is the optimum of the grid, so it is its own bound."""
-        clock = Clock(budget_s=self.budget_s)
-        best = Incumbents(problem, clock.elapsed, keep=self.keep)
-        ended = "every point of the grid was judged"
-        try:
-            for configuration in itertools.chain(start, _points(problem)):
-                clock.check()
-                if best.offer(configuration) and on_progress is not None:
-                    on_progress(
-                        Progress(
-                            best_ms=best.best_us / 1000,
-                            bound_ms=0.0,
-                            scored=best.scored,
-                            elapsed_s=clock.elapsed(),
-                        )
-                    )
-        except (KeyboardInterrupt, BudgetSpent) as error:
-            ended = clock.ended(error)
-        return SearchResult(
-            best=best.results(),
-            lower_bound_ms=0.0,
+        return judge_each(
+            problem,
+            lambda best: _points(problem),
             space="stages of equal layers, devices and degrees, recomputed as a whole or not",
-            scored=best.scored,
-            search_s=clock.elapsed(),
-            best_found_at_s=best.found_at_s,
-            ended=ended,
+            start=start,
+            keep=self.keep,
+            budget_s=self.budget_s,
+            on_progress=on_progress,
         )
 
 

@@ -4,8 +4,9 @@ the results of searches.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -254,6 +255,55 @@ class Incumbents:
     def results(self) -> tuple[tuple[Configuration, Estimate], ...]:
         """The configurations, the fastest first."""
         return tuple((configuration, estimate) for _, configuration, estimate in self._kept)
+
+
+def judge_each(
+    problem: SearchProblem,
+    configurations: Callable[[Incumbents], Iterable[Configuration]],
+    *,
+    space: str,
+    start: Sequence[Configuration],
+    keep: int,
+    budget_s: float | None,
+    on_progress: OnProgress | None,
+) -> SearchResult:
+    """A search that judges one configuration after another, without a bound.
+
+    Args:
+        configurations: those to judge, given the best so far; it may end where no other can be
+            among these.
+        space: what they are, in words.
+        start: configurations that are known, judged first.
+        keep: number of distinct configurations to return.
+        budget_s: seconds after which the search ends.
+    """
+    clock = Clock(budget_s=budget_s)
+    best = Incumbents(problem, clock.elapsed, keep=keep)
+    ended = "every point of the grid was judged"
+    try:
+        for configuration in itertools.chain(start, configurations(best)):
+            clock.check()
+            best.offer(configuration)
+            if on_progress is not None:
+                on_progress(
+                    Progress(
+                        best_ms=best.best_us / 1000,
+                        bound_ms=0.0,
+                        scored=best.scored,
+                        elapsed_s=clock.elapsed(),
+                    )
+                )
+    except (KeyboardInterrupt, BudgetSpent) as error:
+        ended = clock.ended(error)
+    return SearchResult(
+        best=best.results(),
+        lower_bound_ms=0.0,
+        space=space,
+        scored=best.scored,
+        search_s=clock.elapsed(),
+        best_found_at_s=best.found_at_s,
+        ended=ended,
+    )
 
 
 def require_measured(problem: SearchProblem) -> tuple[SearchProblem, tuple[str, ...]]:
