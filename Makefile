@@ -8,13 +8,14 @@ INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.installed-docs
 GPU_COMPILER := $(VENV)/gpu-compiler
 BROWSER := $(VENV)/browser
+MAXTEXT_PACKAGES := $(VENV)/maxtext
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Tests and commands start many processes of Python, which would each compile all modules again: half of their start.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo release-check test test-all version-test verify-test page-test pictures lint bench bench-small bench-alpa docs clean versions
+.PHONY: help demo release-check test test-all version-test verify-test maxtext-test page-test pictures lint bench bench-small bench-alpa docs clean versions
 
 help:
 	@echo "make demo         plan and train a small GPT on 8 virtual devices (DATA=path for your own text)"
@@ -22,6 +23,7 @@ help:
 	@echo "make test-all     every test, full tables of combinations included"
 	@echo "make version-test the tests that a version of Python or JAX can change"
 	@echo "make verify-test  real compilations for GPUs that are not here (downloads 0.3 GB once; ONLY=part of names)"
+	@echo "make maxtext-test MaxText's own step under exported settings (MAXTEXT=folder of its sources; downloads 0.2 GB once)"
 	@echo "make page-test    pages of plans in a real browser (downloads 0.3 GB once)"
 	@echo "make pictures     the pictures of the documentation"
 	@echo "make lint         formatting, lint and types"
@@ -83,6 +85,21 @@ $(GPU_COMPILER)/.installed: $(INSTALLED)
 verify-test: $(GPU_COMPILER)/.installed
 	PYTHONPATH='$(abspath $(GPU_COMPILER))' $(PYTEST) tests/verify/test_gpu.py $(if $(ONLY),-k '$(ONLY)')
 
+# What MaxText imports and does not declare, likewise in a folder of its own. MaxText itself has no release for this JAX: give the
+# folder of its sources, of August 2026.
+$(MAXTEXT_PACKAGES)/.installed: $(INSTALLED)
+	@echo "Installing what MaxText needs, once."
+	@rm -rf $(MAXTEXT_PACKAGES)
+	@$(BIN)/python -m pip install --quiet --no-deps --target $(MAXTEXT_PACKAGES) \
+	    aqtp array_record chex cloudpickle datasets dill drjax einshape fastapi grain immutabledict jinja2 markupsafe ml_collections \
+	    mpmath multiprocess omegaconf opentelemetry-api pandas pathwaysutils portpicker pyarrow qwix regex safetensors sentencepiece \
+	    starlette sympy tiktoken tokamax toolz transformers 'typeguard<3' uvicorn xxhash
+	@touch $@
+
+maxtext-test: $(MAXTEXT_PACKAGES)/.installed
+	@test -d '$(MAXTEXT)/src/maxtext' || { echo "MAXTEXT=$(MAXTEXT): no folder with src/maxtext: give that of MaxText's sources"; exit 2; }
+	PYTHONPATH='$(abspath $(MAXTEXT))/src:$(abspath $(MAXTEXT_PACKAGES))' $(BIN)/python -m pytest tests/interop/test_maxtext.py
+
 # A browser for Python, likewise in a folder of its own: only what looks at pages needs it.
 $(BROWSER)/.installed: $(INSTALLED)
 	@echo "Installing a browser, once."
@@ -106,7 +123,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy --python-version $(PYTHON_VERSION) --config-file benchmarks/mypy.ini benchmarks
 
 # Not those that need a folder of figures, a revision, other packages or the compiler for GPUs; each says how to run it.
-BENCHMARKS := $(filter-out %_deviceless.py %/published_steps.py %/third_party_steps.py %/aceso_accuracy.py %/aceso_search.py %/aceso_imports.py %/pipeline_suite.py %/calibrate_gpu.py %/against_revision.py,$(wildcard benchmarks/[a-z]*.py))
+BENCHMARKS := $(filter-out %_deviceless.py %/published_steps.py %/third_party_steps.py %/aceso_accuracy.py %/aceso_search.py %/aceso_imports.py %/pipeline_suite.py %/calibrate_gpu.py %/against_revision.py %/maxtext_specs.py,$(wildcard benchmarks/[a-z]*.py))
 
 # Small cases of suites beside the plain step, compared with a recorded result.
 bench-small: $(INSTALLED)

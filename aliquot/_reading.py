@@ -230,8 +230,9 @@ def read(
             error=(),
         )
     settings = settings.on(cluster.num_devices)
-    if settings.stage_layers:
-        lost.append("stages of unequal layers: judged as equally deep")
+    if 0 in settings.stage_layers:
+        lost.append("a stage without a layer: judged as stages that are equally deep")
+        settings = replace(settings, stage_layers=())
     plan, fits, refusal = judge.judged(settings)
     if plan is not None:
         advice += _advice_of_plan(plan, found)

@@ -17,6 +17,7 @@ from ._layout_names import LAYOUTS as LAYOUTS
 from ._layout_names import method_names as method_names
 from ._megatron import Megatron as Megatron
 from ._megatron import TensorParallel as TensorParallel
+from ._megatron import layers_word as layers_word
 from ._method import AbstractMethod as AbstractMethod
 from ._methods import DataParallel as DataParallel
 from ._methods import ManualParallel as ManualParallel

@@ -16,6 +16,8 @@ LAYOUTS = {"tp": "tp:8", "megatron": "megatron:dp4,tp8,pp2"}
 _DEGREES = ("dp", "tp", "pp", "vpp", "ep", "cp")
 _SEPARATORS = re.compile(r"[,\-+]")
 _DEGREE = re.compile(rf"({'|'.join(_DEGREES)})(\d{{1,6}})")
+# Of at most so many runs of at most so many stages: files are not trusted.
+_LAYERS = re.compile(r"layers\d{1,4}(x\d{1,3})?(\.\d{1,4}(x\d{1,3})?){0,200}")
 
 
 def layout_by_name(
@@ -35,6 +37,7 @@ def layout_by_name(
             raise InputError(f"{name}: tensor parallelism takes its degree, such as tp:8.")
         return TensorParallel(degree=int(words))
     degrees: dict[str, int] = {}
+    stage_layers: tuple[int, ...] = ()
     zero: list[str] = []
     ways: list[str] = []
     sequence = False
@@ -50,6 +53,9 @@ def layout_by_name(
             degrees[degree[1]] = int(degree[2])
         elif word == SEQUENCE:
             sequence = True
+        elif _LAYERS.fullmatch(word):
+            runs = [map(int, run.split("x")) for run in word.removeprefix("layers").split(".")]
+            stage_layers = tuple(n for n, *times in runs for _ in range(times[0] if times else 1))
         elif word in ZERO_STAGES:
             zero.append(word)
         elif word in ATTENTION_WAYS:
@@ -66,7 +72,8 @@ def layout_by_name(
         raise InputError(
             f"{name} cannot be read: {'; '.join(faults) or 'it has no degrees'}. A layout has"
             " degrees dp, tp, pp, vpp, ep and cp, with tp the word"
-            f" {SEQUENCE}, and may end in {', '.join(filter(None, ZERO_STAGES))}, and with cp in"
+            f" {SEQUENCE}, with pp the layers of unequal stages (layers5.7.7.5), and may end in"
+            f" {', '.join(filter(None, ZERO_STAGES))}, and with cp in"
             f" {', '.join(ATTENTION_WAYS)}: {LAYOUTS['megatron']}, or megatron:dp4-tp8-pp2 in a"
             " list of methods."
         )
@@ -76,6 +83,7 @@ def layout_by_name(
         sequence=sequence,
         pipeline=degrees.get("pp", 1),
         chunks=degrees.get("vpp", 1),
+        stage_layers=stage_layers,
         expert=degrees.get("ep", 1),
         context=degrees.get("cp", 1),
         attention=ways[0] if ways else None,
@@ -116,7 +124,7 @@ def method_names(text: str) -> list[str]:
         if (
             names
             and names[-1].startswith("megatron:")
-            and (_DEGREE.fullmatch(part) or part in ("zero1", SEQUENCE))
+            and (_DEGREE.fullmatch(part) or _LAYERS.fullmatch(part) or part in ("zero1", SEQUENCE))
         ):
             names[-1] += f",{part}"
         else:

@@ -4,6 +4,7 @@ parallelism.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,17 @@ SEQUENCE = "sp"
 _ROWS_OF_A_RANK = (1, 2, 4, 8, 16)
 
 
+def layers_word(stage_layers: Sequence[int]) -> str:
+    """The word of a layout for the layers of its stages; several equal ones in a row are counted.
+
+    >>> layers_word((5, 7, 7, 6)), layers_word((2,) * 5 + (1,))
+    ('layers5.7x2.6', 'layers2x5.1')
+    """
+    runs = [(count, len([*same])) for count, same in itertools.groupby(stage_layers)]
+    texts = [f"{count}x{times}" if times > 1 else f"{count}" for count, times in runs]
+    return f"layers{'.'.join(texts)}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Megatron(AbstractMethod):
     """Data, expert, context, tensor and pipeline parallelism of given degrees, with products
@@ -38,7 +50,8 @@ class Megatron(AbstractMethod):
 
     Of two products in a row the first is split by columns and the second by rows, attention by
     heads, experts inside, embedding and output head by vocabulary; activations are all-reduced
-    after every second product. Stages are equally deep and run 1f1b, or interleaved.
+    after every second product. Stages are equally deep, unless their layers are given, and run
+    1f1b, or interleaved.
 
     Attributes:
         data: degree of data parallelism; None takes all devices that the other degrees leave.
@@ -51,6 +64,8 @@ class Megatron(AbstractMethod):
         chunks: virtual stages of each stage of the pipeline (`vpp` in names): devices run so many
             chunks of layers each, interleaved, which divides the bubble and multiplies transfers.
             Where layers are too few, the last stages have one chunk less.
+        stage_layers: layers of each stage, or of each chunk of one, in the order of the layers
+            (`layers` in names); empty makes them equal.
         expert: degree of expert parallelism: these devices split the experts of an MoE model, and
             the batch everywhere else.
         context: degree of context parallelism: these devices split the sequence, from the lookup
@@ -75,6 +90,7 @@ class Megatron(AbstractMethod):
     sequence: bool = False
     pipeline: int = 1
     chunks: int = 1
+    stage_layers: tuple[int, ...] = ()
     expert: int = 1
     context: int = 1
     attention: str | None = None
@@ -101,6 +117,12 @@ class Megatron(AbstractMethod):
                 f"chunks={self.chunks} (vpp) interleaves the stages of a pipeline, and pipeline=1"
                 " (pp) has none: give pp2 or more."
             )
+        stages = self.pipeline * self.chunks
+        if self.stage_layers and (len(self.stage_layers) != stages or min(self.stage_layers) < 1):
+            raise InputError(
+                f"stage_layers={self.stage_layers}: give at least 1 layer to each of the {stages}"
+                f" stages of pipeline={self.pipeline} x chunks={self.chunks} (pp, vpp)."
+            )
         if self.sequence and self.tensor == 1:
             raise InputError(
                 "sequence=True (sp) splits the sequence over the devices that split products, and"
@@ -120,7 +142,8 @@ class Megatron(AbstractMethod):
         zero = next(word for word, stage in ZERO_STAGES.items() if stage == self.zero_stage)
         sequence = SEQUENCE if self.sequence else ""
         words = filter(None, (sequence, self.attention, zero))
-        return f"megatron:{','.join([*self._words, *words])}"
+        layers = [layers_word(self.stage_layers)] if self.stage_layers else []
+        return f"megatron:{','.join([*self._words, *layers, *words])}"
 
     @property
     def _words(self) -> list[str]:
@@ -177,6 +200,7 @@ class Megatron(AbstractMethod):
                 tensor=self.tensor,
                 num_submeshes=self.pipeline,
                 chunks=self.chunks,
+                stage_layers=self.stage_layers,
                 name=self.name,
             ),
             intra=rule,

@@ -46,6 +46,34 @@ def plan(tmp_path_factory):
     return path
 
 
+PIPELINE = [
+    *("--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "64", "--global-batch-size", "16", "--micro-batch-size", "1", "--bf16"),
+    *("--pipeline-model-parallel-size", "4", "--padded-vocab-size", "4096"),
+]
+
+
+def test_unequal_stages_are_judged_as_they_are(tmp_path):
+    """The figures are of the layers that were given, and the layout can be typed."""
+    args = tmp_path / "run.sh"
+    by_layout = {}
+    for layout in ("Ett|tt|tt|ttL", "Et|ttt|ttt|tL", "Et|t|t|t|tt|t|t|L"):
+        words = [*PIPELINE, "--pipeline-model-parallel-layout", f'"{layout}"']
+        args.write_text(f"torchrun pretrain_gpt.py {' '.join(words)}")
+        found = run("read", args, "--world", 8, "--device", "H100", "--json")
+        assert found.exit_code == 0, found.output
+        by_layout[layout] = json.loads(found.stdout)
+    even, uneven, empty = by_layout.values()
+    assert even["layout"] == "megatron:dp2,pp4"
+    assert uneven["layout"] == uneven["prediction"]["method"] == "megatron:dp2,pp4,layers1.3x2.1"
+    assert not any("stage" in text for text in uneven["lost"])
+    now, then = (each["prediction"]["memory_bytes_by_stage"] for each in (uneven, even))
+    # The ends have the embedding and the head, but fewer layers.
+    assert now[0] < then[0] and now[1] > then[1] and now[3] < then[3]
+    # This package cuts no stage without a layer.
+    assert any("without a layer" in text for text in empty["lost"])
+
+
 def test_read_prints_what_was_found_and_what_it_costs(titan):
     found = run("read", titan, "--world", 8, "--device", "H100")
     assert found.exit_code == 0, found.output

@@ -236,6 +236,26 @@ def test_torchtitan_takes_a_layer_from_the_first_and_the_last_stage(tmp_path):
     assert any("less_layers = 1, the default" in text for text in found.assumed)
 
 
+MEGATRON = ["--num-layers", "14", "--hidden-size", "64", "--pipeline-model-parallel-size", "4"]
+OF_EMBEDDING = "--account-for-embedding-in-pipeline-split"
+OF_LOSS = "--account-for-loss-in-pipeline-split"
+
+
+@pytest.mark.parametrize(
+    ("more", "layers"),
+    [
+        ([OF_EMBEDDING, OF_LOSS], (3, 4, 4, 3)),
+        ([OF_EMBEDDING, "--num-layers", "15"], (3, 4, 4, 4)),
+        ([OF_LOSS, "--num-layers", "7", "--num-virtual-stages-per-pipeline-rank", "2"], None),
+    ],
+)
+def test_megatron_counts_embedding_and_loss_as_layers(more, layers):
+    found = read_settings([*MEGATRON, *more], num_devices=8)
+    assert found.settings.stage_layers == (layers or (1,) * 7 + (0,))
+    with pytest.raises(InputError, match="13 layers and 1 for embedding and loss|are no multiple"):
+        read_settings([*MEGATRON, *more, "--num-layers", "12"], num_devices=8)
+
+
 def test_no_setting_is_in_two_lists_of_a_table():
     for table in tables():
         names = [*table.layout, *table.model, *table.changes]

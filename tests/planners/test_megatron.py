@@ -306,6 +306,10 @@ def test_an_encoder_with_heads_in_its_weights():
     [
         ("tp:8", aq.TensorParallel(degree=8)),
         ("megatron:dp4,tp8", aq.Megatron(data=4, tensor=8)),
+        (
+            "megatron:dp2,pp4,layers1.2x2.3",
+            aq.Megatron(data=2, pipeline=4, stage_layers=(1, 2, 2, 3)),
+        ),
         ("megatron:dp4-tp8-pp2", aq.Megatron(data=4, tensor=8, pipeline=2)),
         ("megatron:tp8,pp2,zero1", aq.Megatron(tensor=8, pipeline=2, zero_stage=1)),
         ("megatron:dp2, ep4, fsdp", aq.Megatron(data=2, expert=4, zero_stage=3)),

@@ -3,6 +3,7 @@ plans. The tables of names, one for each framework and version, are in `tables/`
 """
 
 from ._read import read_settings as read_settings
+from ._rules import maxtext_axes as maxtext_axes
 from ._settings import Found as Found
 from ._settings import Settings as Settings
 from ._settings import Written as Written

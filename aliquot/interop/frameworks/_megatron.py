@@ -126,6 +126,20 @@ def _chunks(words: Words, num_layers: int | None, pipeline: int) -> tuple[int, t
                 f" multiple of {pipeline} stages x {per_chunk}"
             )
         chunks = max(1, num_layers // (pipeline * per_chunk))
+    # The embedding, and the loss, may count as a layer each.
+    counted = [words.flag("embedding_is_layer"), words.flag("loss_is_layer")]
+    if any(counted) and num_layers and pipeline > 1:
+        each, rest = divmod(num_layers + sum(counted), pipeline * chunks)
+        if rest:
+            words.faults.append(
+                f"{num_layers} layers and {sum(counted)} for embedding and loss are no multiple of"
+                f" {pipeline * chunks} stages"
+            )
+            return chunks, ()
+        layers = [each] * (pipeline * chunks)
+        layers[0] -= counted[0]
+        layers[-1] -= counted[1]
+        return chunks, tuple(layers)
     first, last = words.number("first_layers"), words.number("last_layers")
     if (first or last) and num_layers and chunks == 1 and pipeline > 1:
         inner = pipeline - bool(first) - bool(last)

@@ -11,6 +11,7 @@ from ...core import InputError
 from ...plans import Plan, StagePlan, is_pipeline
 
 Rules = dict[str, tuple[str, ...]]
+Splits = dict[str, tuple[tuple[str, ...], ...]]
 
 _ATTENTION = {"q": "q_heads", "k": "kv_heads", "v": "kv_heads"}
 _LOGICAL: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -49,8 +50,9 @@ def _parameters(plan: Plan, stage: StagePlan) -> Iterable[tuple[str, tuple[tuple
             yield array.path, tuple(split) + ((),) * (len(array.shape) - len(split))
 
 
-def rules_of(plan: Plan, lose: Callable[[str], None]) -> Rules:
-    """One rule for each logical axis of the zoo's parameters: the split of most arrays.
+def rules_of(plan: Plan, lose: Callable[[str], None]) -> tuple[Rules, Splits]:
+    """One rule for each logical axis of the zoo's parameters, the split of most arrays; and how
+    the rules split each parameter.
 
     An array that the rules split over other devices than the plan is given to `lose`. Where axes
     that split the batch split another dim of it, it takes the same memory and is gathered alike.
@@ -75,8 +77,10 @@ def rules_of(plan: Plan, lose: Callable[[str], None]) -> Rules:
     batch = [stage.shardings.get(a.path, ()) for a in plan.inputs if a.role == "batch"]
     gathered = {axis for dims in batch for axes in dims for axis in axes}
     told = set[str]()
+    splits: Splits = dict(_parameters(plan, stage))
     for path, names, inner in arrays:
         got = _applied(rules, names)
+        splits[path] = (*splits[path][: -len(names)], *got)
         plain = [[{*axes} - gathered for axes in dims] for dims in (got, inner)]
         pattern = re.sub(r"\[\d+\]", "[*]", path)
         if {*sum(got, ())} != {*sum(inner, ())} or plain[0] != plain[1]:
@@ -86,7 +90,7 @@ def rules_of(plan: Plan, lose: Callable[[str], None]) -> Rules:
                     f" other arrays, too, split them over {_listed(got)}"
                 )
             told.add(pattern)
-    return rules
+    return rules, splits
 
 
 def _applied(rules: Rules, names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -104,7 +108,7 @@ def _listed(dims: Iterable[tuple[str, ...]]) -> str:
     return " x ".join("+".join(axes) or "none" for axes in dims)
 
 
-def mesh_axes(plan: Plan) -> dict[str, str]:
+def maxtext_axes(plan: Plan) -> dict[str, str]:
     """MaxText's name for each axis of a plan of one program, by what it splits."""
     stage = plan.stages[0]
     batch = [a.path for a in plan.inputs if a.role == "batch"]
@@ -137,20 +141,26 @@ def mesh_axes(plan: Plan) -> dict[str, str]:
     return names
 
 
-def write_maxtext(plan: Plan, lose: Callable[[str], None]) -> tuple[dict[str, int], list[Any]]:
-    """Sizes of MaxText's mesh axes, and a rule for each logical axis of the parameters.
+def write_maxtext(
+    plan: Plan, lose: Callable[[str], None]
+) -> tuple[dict[str, int], list[Any], Splits]:
+    """Sizes of MaxText's mesh axes, a rule for each logical axis of the parameters, and how the
+    rules split each parameter.
 
     Raises:
         InputError: the plan has more axes of a kind than MaxText.
     """
-    stage, names = plan.stages[0], mesh_axes(plan)
+    stage, names = plan.stages[0], maxtext_axes(plan)
     by_axis = dict(zip(stage.axis_names, stage.mesh_shape, strict=True))
     sizes = {names[axis]: size for axis, size in by_axis.items() if axis in names}
-    rules = [
-        [name, [names[axis] for axis in axes if axis in names]]
-        for name, axes in rules_of(plan, lose).items()
-    ]
-    return sizes, rules
+    found, found_splits = rules_of(plan, lose)
+
+    def named(axes: Sequence[str]) -> list[str]:
+        return [names[axis] for axis in axes if axis in names]
+
+    rules = [[name, named(axes)] for name, axes in found.items()]
+    splits = {path: tuple(tuple(named(d)) for d in dims) for path, dims in found_splits.items()}
+    return sizes, rules, splits
 
 
 def write_flax(plan: Plan, lose: Callable[[str], None]) -> str:
@@ -167,7 +177,7 @@ def write_flax(plan: Plan, lose: Callable[[str], None]) -> str:
         )
     stage = plan.stages[0]
     others: list[str] = []
-    rules = rules_of(plan, others.append)
+    rules, _ = rules_of(plan, others.append)
     if plan.num_micro_batches > 1:
         lose(f"{plan.num_micro_batches} micro-batches: the training loop has to sum gradients")
     lines = [

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core import InputError
+from ...planners import layers_word
 from ._table import Table
 
 ZERO_WORDS = {0: "", 1: "zero1", 2: "zero2", 3: "fsdp"}
@@ -80,7 +81,9 @@ class Settings:
             "vpp": self.chunks,
         }
         words = [f"{word}{n}" for word, n in degrees.items() if n and (n > 1 or word == "dp")]
-        more = ("sp" if self.sequence else "", self.attention, ZERO_WORDS[self.zero_stage])
+        layers = layers_word(self.stage_layers) if self.stage_layers else ""
+        sequence = "sp" if self.sequence else ""
+        more = (layers, sequence, self.attention, ZERO_WORDS[self.zero_stage])
         return f"megatron:{','.join([*words, *filter(None, more)])}"
 
     def on(self, num_devices: int) -> Settings:
@@ -174,6 +177,9 @@ class Written:
         file_name: what it is usually called.
         pairs: the same as names with values.
         lost: what the plan decides and the framework cannot be told.
+        splits: where rules say the splits, the axes of the framework over which they split each
+            dim of each parameter, by the plan's path. The storage of an array may be split along
+            another dim than in the plan; `aliquot.ManualParallel` plans with these.
     """
 
     framework: str
@@ -182,6 +188,7 @@ class Written:
     file_name: str
     pairs: tuple[tuple[str, Any], ...] = ()
     lost: tuple[str, ...] = ()
+    splits: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
 
 
 def even_layers(num_layers: int, chunks: int) -> tuple[int, ...]:

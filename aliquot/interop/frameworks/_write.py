@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -205,11 +206,13 @@ def export_plan(plan: Plan, to: str) -> Written:
     settings = settings_of(plan, lost.append)
     axes: dict[str, int] = {}
     rules: list[Any] = []
+    splits: _rules.Splits = {}
     if to == "maxtext" and not is_pipeline(plan) and plan.model.kind == "zoo":
         # Rules say every split, so that nothing is left to degrees.
         lost = [text for text in lost if not text.startswith(_BY_DEGREES)]
-        axes, rules = _rules.write_maxtext(plan, lost.append)
-    return write_settings(to, settings, _model_fields(plan), lost, axes, rules)
+        axes, rules, splits = _rules.write_maxtext(plan, lost.append)
+    written = write_settings(to, settings, _model_fields(plan), lost, axes, rules)
+    return replace(written, splits=splits)
 
 
 def _model_fields(plan: Plan) -> dict[str, Any]:

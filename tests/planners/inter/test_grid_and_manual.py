@@ -39,6 +39,23 @@ def test_stages_have_equal_numbers_of_layers(names, chunks, wanted):
     assert [(s.first_unit, s.last_unit) for s in stages] == wanted
 
 
+@pytest.mark.parametrize(
+    ("stage_layers", "chunks", "wanted"),
+    [((1, 3), 1, [(0, 2), (2, 6)]), ((1, 1, 2), 2, None), ((3, 2), 1, None)],
+)
+def test_stages_have_the_layers_that_are_given(stage_layers, chunks, wanted):
+    units = tuple("embed l[0] l[1] l[2] l[3] head".split())
+    chain = replace(even_chain(len(units), devices=2), unit_names=units)
+    inter = EqualStages(data=1, tensor=1, num_submeshes=2, chunks=chunks, stage_layers=stage_layers)
+    if sum(stage_layers) != 4:
+        with pytest.raises(InputError, match="have 5 layers, and the step can be cut into 4"):
+            inter.solve([chain])
+        return
+    stages = inter.solve([chain]).stages
+    found = [(s.first_unit, s.last_unit) for s in stages]
+    assert found == (wanted or [(0, 2), (2, 3), (3, 6)])
+
+
 def test_a_grid_has_as_many_stages_as_are_asked_for():
     chains = [even_chain(8, devices=4, micro_batches=64)]
     for count in (1, 2, 4):

@@ -1,4 +1,6 @@
-"""`EqualStages`: a given number of stages, all with equally many layers and the given degrees."""
+"""`EqualStages`: a given number of stages with equally many layers, or with given ones, and the
+given degrees.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from ....plans import GIVEN_LAYOUT
 from ..._helper import HelperProcess
 from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
 from .._simulated import fastest, simulated, worth_simulating
-from ._grid import GRID_SCHEDULE, layouts, nothing_fits
+from ._grid import GRID_SCHEDULE, layer_starts, layouts, nothing_fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,7 @@ class EqualStages(AbstractInter):
         data, expert, context, tensor: degrees inside each stage.
         num_submeshes: how many submeshes, the pipeline's degree.
         chunks: stages of each.
+        stage_layers: layers of each stage in the order of the layers, where they are not equal.
         name: the method's name, as plans show it.
     """
 
@@ -37,6 +40,7 @@ class EqualStages(AbstractInter):
     chunks: int = 1
     expert: int = 1
     context: int = 1
+    stage_layers: tuple[int, ...] = ()
     name: str = "megatron"
 
     @property
@@ -52,7 +56,8 @@ class EqualStages(AbstractInter):
     @property
     def own_way(self) -> str:
         """See `AbstractInter.own_way`."""
-        return f"has {self.num_submeshes * self.chunks} equal stages, with {self._schedule}"
+        kind = "given" if self.stage_layers else "equal"
+        return f"has {self.num_submeshes * self.chunks} {kind} stages, with {self._schedule}"
 
     def solve(
         self,
@@ -65,10 +70,16 @@ class EqualStages(AbstractInter):
         """See `AbstractInter.solve`. The layout is given, whatever there is to start from."""
         self.check_limits(limits)
         check_chains(chains)
+        layers, given = len(layer_starts(chains[0].unit_names)), sum(self.stage_layers)
+        if self.stage_layers and given != layers:
+            raise InputError(
+                f"The stages of {self.name} have {given} layers, and the step can be cut into"
+                f" {layers}: give stages that make up {layers} layers."
+            )
         plans = [
             (plan, chain)
             for chain in chains
-            for plan in layouts(chain, self._schedule, self.chunks)
+            for plan in layouts(chain, self._schedule, self.chunks, self.stage_layers)
             if self._is_asked_for(plan, chain)
         ]
         if not plans:

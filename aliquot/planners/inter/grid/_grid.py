@@ -109,7 +109,10 @@ class Grid(AbstractInter):
 
 
 def layouts(
-    chain: AbstractChain, schedule: str = GRID_SCHEDULE, chunks: int = 1
+    chain: AbstractChain,
+    schedule: str = GRID_SCHEDULE,
+    chunks: int = 1,
+    stage_layers: Sequence[int] = (),
 ) -> Iterator[ChainPlan]:
     """All regular plans that can run, with or without enough memory. Those that recompute and fit
     are followed by a plan in which only so many stages recompute as have to.
@@ -117,6 +120,7 @@ def layouts(
     Args:
         chunks: stages of each submesh; where layers are too few for that, the last submeshes have
             one less.
+        stage_layers: layers of each stage, which make up those of the step; empty for equal stages.
     """
     layers = layer_starts(chain.unit_names)
     for k, option in enumerate(chain.options):
@@ -130,7 +134,9 @@ def layouts(
         if remainder or len(starts) < fewest:
             continue
         count = min(submeshes * chunks, len(starts))
-        edges = [*(starts[stage * len(starts) // count] for stage in range(count)), chain.num_units]
+        before = [sum(stage_layers[:stage]) for stage in range(len(stage_layers))]
+        firsts = before or [stage * len(starts) // count for stage in range(count)]
+        edges = [*(starts[first] for first in firsts), chain.num_units]
         stages = _equal_stages(chain, k, edges, schedule, submeshes)
         if stages and not find_stage_faults(
             chain, stages, schedule, num_submeshes=submeshes, check_memory=False
