@@ -7,17 +7,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ._variants import Variant, plan_variants
+from ._layout_search import Better, Judge, find_better
 from .cluster import Cluster, ReportedSteps, said_of_reported, steps_reported_by
 from .core import (
     RECOMPUTE,
-    InfeasibleError,
     InputError,
     LossyExportError,
     counted,
@@ -25,33 +22,19 @@ from .core import (
     format_seconds,
     listing,
 )
-from .interop.frameworks import (
-    FRAMEWORKS,
-    Found,
-    Settings,
-    Table,
-    Written,
-    export_plan,
-    read_settings,
-    write_settings,
-)
-from .planners import PipelineOptions, Progress, method_by_name
-from .plans import ModelReference, Plan, expected_error, mfu
+from .interop.frameworks import Found, Settings, Written, export_plan, read_settings
+from .planners import Progress
+from .plans import Plan, expected_error, mfu
 from .zoo import (
     AbstractTextConfig,
     as_fields,
-    build,
     configure,
     from_config,
     from_fields,
 )
 
-_NO_LIMIT_BYTES = 1e18
 # Stages whose memory differs by more than this share are worth another cut.
 _UNEQUAL = 0.15
-_LEAST_GAIN = 0.01
-# Ways to recompute with which layers are a loop.
-_LOOPED = ("block", "minimal", "save_qkv", "save_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +53,7 @@ class Reading:
         advice: what to change, and why.
         error: how far such predictions were from steps that were reported of this framework, or
             of such a layout; empty if none was.
-        better: a faster plan in the same limits, if it was asked for and found; and its settings.
-        changes: name, value now and value then of each setting of the framework that differs.
+        search: for faster settings in the same limits, if it was asked for.
     """
 
     found: Found
@@ -83,10 +65,22 @@ class Reading:
     refusal: str
     advice: tuple[str, ...]
     error: tuple[ReportedSteps, ...]
-    better: Plan | None = None
-    better_settings: Settings | None = None
-    changes: tuple[tuple[str, Any, Any], ...] = ()
-    tried: int = 0
+    search: Better | None = None
+
+    @property
+    def better(self) -> Plan | None:
+        """The plan of faster settings, if they were looked for and found."""
+        return None if self.search is None else self.search.plan
+
+    @property
+    def better_settings(self) -> Settings | None:
+        """The faster settings."""
+        return None if self.search is None else self.search.settings
+
+    @property
+    def changes(self) -> tuple[tuple[str, Any, Any], ...]:
+        """Name, value now and value then of each setting of the framework to change for them."""
+        return () if self.search is None or self.better is None else self.search.changes
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -112,6 +106,9 @@ class Reading:
             if self.better_settings is None
             else dataclasses.asdict(self.better_settings),
             "changes": [{"name": n, "now": a, "then": b} for n, a, b in self.changes],
+            "search": None
+            if self.search is None
+            else {name: getattr(self.search, name) for name in ("tried", "ruled_out", "untried")},
         }
 
 
@@ -215,8 +212,10 @@ def read(
             f"{heads} heads of keys and values over {settings.tensor} tensor ranks: judged as"
             f" {settings.tensor} heads, of which each rank has one"
         )
-        config = replace(config, num_kv_heads=settings.tensor)  # type: ignore[type-var]
-    judge = _Judge(config, cluster, found.table, memory_limit_bytes, progress)
+        widened = from_fields({**as_fields(config), "num_kv_heads": settings.tensor})
+        assert isinstance(widened, AbstractTextConfig), "the family is the same"
+        config = widened
+    judge = Judge(config, cluster, found.table, memory_limit_bytes, progress)
     if faults:
         return Reading(
             found=found,
@@ -247,7 +246,10 @@ def read(
         advice=tuple(advice),
         error=_reported(found, plan),
     )
-    return _with_better(reading, judge, time_limit_s) if better else reading
+    if not better:
+        return reading
+    fitting = plan if fits != "no" else None
+    return replace(reading, search=find_better(judge, found, settings, fitting, time_limit_s))
 
 
 def export(plan: Plan, to: str, *, allow_loss: bool = False) -> Written:
@@ -386,181 +388,6 @@ def _reported(found: Found, plan: Plan | None) -> tuple[ReportedSteps, ...]:
     """
     known = steps_reported_by(found.table.reported)
     return known or (() if plan is None else expected_error(plan))
-
-
-class _Judge:
-    """Plans of one model on one cluster, by settings. A model is traced once for each batch and
-    recomputation.
-    """
-
-    def __init__(
-        self,
-        config: AbstractTextConfig,
-        cluster: Cluster,
-        table: Table,
-        memory_limit_bytes: float | None,
-        progress: Progress | None,
-    ) -> None:
-        self.config, self.cluster, self.table = config, cluster, table
-        self.limit_bytes, self.progress = memory_limit_bytes, progress
-        self._variants: dict[tuple[int, str, str, bool], Variant] = {}
-
-    def judged(self, settings: Settings) -> tuple[Plan | None, str, str]:
-        """The plan, whether it fits, and why not."""
-        try:
-            return self.plan(settings), "yes", ""
-        except InfeasibleError as error:
-            refusal, least_bytes = error.message, error.required_bytes
-            limit_bytes = error.available_bytes
-        except InputError as error:
-            return None, "", str(error)
-        needs = self.plan(settings, memory_limit_bytes=_NO_LIMIT_BYTES)
-        share = self.table.memory_share
-        least_bytes = least_bytes or needs.prediction.peak_memory_bytes
-        if limit_bytes and share * least_bytes <= limit_bytes:
-            return (
-                needs,
-                "perhaps",
-                f"{format_bytes(least_bytes)} are predicted, and {format_bytes(limit_bytes)} can be"
-                f" used; runs of {self.table.framework} took as little as {share:.0%} of what is"
-                " predicted",
-            )
-        return needs, "no", refusal
-
-    def plan(self, settings: Settings, memory_limit_bytes: float | None = None) -> Plan:
-        """The plan of settings that divide.
-
-        Raises:
-            InfeasibleError: it does not fit.
-            InputError: the planner has no such layout for the model.
-        """
-        count = settings.num_micro_batches or 1
-        how = settings.name
-        pipeline = PipelineOptions(micro_batches=count) if settings.pipeline > 1 else None
-        method = method_by_name(how, pipeline=pipeline)
-        return plan_variants(
-            (self._variant(settings),),
-            cluster=self.cluster,
-            method=method,
-            num_micro_batches=count,
-            memory_limit_bytes=memory_limit_bytes or self.limit_bytes,
-            progress=self.progress,
-        )
-
-    def _variant(self, settings: Settings) -> Variant:
-        dtype = settings.dtype or "bf16"
-        # In a loop over layers gradients are reduced layer by layer, as by these frameworks. Where
-        # nothing is recomputed, a loop would also copy all that layers keep.
-        loops = settings.pipeline == 1 and settings.recompute in _LOOPED and self.config.loops
-        key = settings.global_batch or 1, settings.recompute, dtype, loops
-        if key not in self._variants:
-            made = build(
-                self.config,
-                key[0],
-                dtype=dtype,
-                recompute=settings.recompute,
-                scan=loops,
-                attention="auto",
-                device=self.cluster.device,
-            )
-            reference = ModelReference(
-                kind="zoo",
-                name=self.config.name,
-                settings=made.settings,
-                flops_per_step=float(made.flops_per_step),
-            )
-            self._variants[key] = Variant(
-                step=made.train_step,
-                args=(made.state, made.batch),
-                model=reference,
-                # What the framework recomputes is in the step; stages recompute no more.
-                recompute="none",
-            )
-        return self._variants[key]
-
-
-def _neighbours(settings: Settings) -> Iterator[Settings]:
-    """Settings that differ in one thing."""
-    one = replace(settings, stage_layers=(), num_micro_batches=None)
-    for tensor in (one.tensor * 2, one.tensor // 2):
-        yield replace(one, tensor=tensor, sequence=tensor > 1, data=None)
-        yield replace(one, tensor=tensor, sequence=False, data=None)
-    for stages in (one.pipeline * 2, one.pipeline // 2):
-        yield replace(one, pipeline=stages, chunks=1 if stages == 1 else one.chunks, data=None)
-    for chunks in (one.chunks * 2, one.chunks // 2) if one.pipeline > 1 else ():
-        yield replace(one, chunks=chunks)
-    for stage in (0, 1, 2, 3):
-        yield replace(one, zero_stage=stage, shard_within=None)
-    for micro in ((one.micro_batch or 1) * 2, (one.micro_batch or 1) // 2):
-        yield replace(one, micro_batch=micro)
-    for how in ("none", "minimal", "block"):
-        yield replace(one, recompute=how)
-
-
-def _with_better(reading: Reading, judge: _Judge, time_limit_s: float) -> Reading:
-    """The reading with the fastest settings that a walk from neighbour to neighbour found, of those
-    that the framework can say as well as the ones that were read.
-    """
-    until_s = time.perf_counter() + time_limit_s
-    config, devices = reading.config, reading.cluster.num_devices
-    heads, layers = getattr(config, "num_heads", 1), config.num_layers
-    now, now_s, best = reading.settings, math.inf, None
-    if reading.plan is not None and reading.fits != "no":
-        now_s = reading.plan.prediction.step_time_s
-    sayable = _unsaid(reading.found, now, layers)
-    seen, tried, is_open = {_key(now)}, 0, True
-    while is_open:
-        is_open = False
-        for near in _neighbours(now):
-            degrees = (near.tensor, near.pipeline, near.chunks, near.micro_batch or 1)
-            if min(degrees) < 1 or heads % near.tensor or layers < near.pipeline * near.chunks:
-                continue
-            if _key(near) in seen or any(near.faults(devices)) or time.perf_counter() > until_s:
-                continue
-            seen.add(_key(near))
-            schedule = "1f1b" if near.chunks == 1 else "interleaved-1f1b"
-            near = replace(near, schedule=schedule if near.pipeline > 1 else "").on(devices)
-            if _unsaid(reading.found, near, layers) - sayable:
-                continue
-            tried += 1
-            try:
-                plan = judge.plan(near)
-            except (InfeasibleError, InputError):
-                continue
-            if plan.prediction.step_time_s < now_s * (1 - _LEAST_GAIN):
-                now, now_s, best, is_open = near, plan.prediction.step_time_s, plan, True
-                break
-    if best is None:
-        return replace(reading, tried=tried)
-    pairs = [
-        dict(write_settings(_written_as(reading.found), each, {"num_layers": layers}).pairs)
-        for each in (reading.settings, now)
-    ]
-    names = dict.fromkeys([*pairs[0], *pairs[1]])
-    changes = [(name, pairs[0].get(name), pairs[1].get(name)) for name in names]
-    return replace(
-        reading,
-        better=best,
-        better_settings=now,
-        changes=tuple(each for each in changes if each[1] != each[2]),
-        tried=tried,
-    )
-
-
-def _unsaid(found: Found, settings: Settings, num_layers: int) -> set[str]:
-    """What the framework cannot say of settings, without figures."""
-    written = write_settings(_written_as(found), settings, {"num_layers": num_layers})
-    return {re.sub(r"\d+", "", text) for text in written.lost}
-
-
-def _written_as(found: Found) -> str:
-    """The name under which settings of its version are written."""
-    of_version = f"{found.framework}-{found.table.version}"
-    return of_version if of_version in FRAMEWORKS else found.framework
-
-
-def _key(settings: Settings) -> Settings:
-    return replace(settings, data=None, schedule="", num_micro_batches=None, stage_layers=())
 
 
 def facts_of(reading: Reading, *, of_better: bool = False) -> list[tuple[str, str]]:

@@ -34,6 +34,7 @@ FLOORS = {
     "_questions": 11,
     "_size": 11,
     "_remedies": 11,
+    "_layout_search": 11,
     "suites": 12,
     "_reading": 12,
     "_evaluation": 12,

@@ -110,7 +110,7 @@ def read(
                 memory_limit_bytes=read_memory_limit(memory_limit),
                 progress=report,
             )
-        _show(reading, better, say)
+        _show(reading, say)
         say.finish(reading.to_dict())
         if reading.plan is None or reading.fits == "no":
             raise typer.Exit(1)
@@ -143,7 +143,7 @@ def _cluster(
     return wire(shown if hosts == 1 else f"{hosts}x{shown}", name, hosts, devices_per_host)
 
 
-def _show(reading: Reading, better: bool, say: Session) -> None:
+def _show(reading: Reading, say: Session) -> None:
     from .._reading import facts_of, remarks_of
     from ..report import Facts, columns
 
@@ -154,12 +154,16 @@ def _show(reading: Reading, better: bool, say: Session) -> None:
             say.show(f"\n{title}")
             for text in texts:
                 say.show(f"  - {text}")
-    if not better:
+    if reading.search is None:
         return
+    search = reading.search
+    others = f"{search.tried + search.ruled_out} others"
+    if search.untried:
+        others += f" ({search.untried} more were not reached in time: --time-limit)"
     if reading.better is None:
-        say.show(f"\nNo faster settings were found among {reading.tried} others.")
+        say.show(f"\nNo faster settings were found among {others}.")
         return
-    say.show(f"\nFaster, of {reading.tried} others that were tried:")
+    say.show(f"\nThe fastest of {others}:")
     changes = [(name, _text(now), _text(then)) for name, now, then in reading.changes]
     say.show(columns("settings to change", ("setting", "now", "then"), changes))
     say.show(Facts(facts_of(reading, of_better=True)))

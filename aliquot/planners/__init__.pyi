@@ -47,6 +47,7 @@ from .inter import StageDP as StageDP
 from .inter import StageLimits as StageLimits
 from .inter import Streaming as Streaming
 from .inter import layer_starts as layer_starts
+from .intra import ATTENTION_WAYS as ATTENTION_WAYS
 from .intra import ILP as ILP
 from .intra import AbstractIntra as AbstractIntra
 from .intra import AbstractSearch as AbstractSearch

@@ -136,10 +136,10 @@ def _chunks(words: Words, num_layers: int | None, pipeline: int) -> tuple[int, t
                 f" {pipeline * chunks} stages"
             )
             return chunks, ()
-        layers = [each] * (pipeline * chunks)
-        layers[0] -= counted[0]
-        layers[-1] -= counted[1]
-        return chunks, tuple(layers)
+        spread = [each] * (pipeline * chunks)
+        spread[0] -= counted[0]
+        spread[-1] -= counted[1]
+        return chunks, tuple(spread)
     first, last = words.number("first_layers"), words.number("last_layers")
     if (first or last) and num_layers and chunks == 1 and pipeline > 1:
         inner = pipeline - bool(first) - bool(last)
