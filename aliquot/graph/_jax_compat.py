@@ -52,24 +52,25 @@ _PLACEMENTS = frozenset({"layout_constraint", "relayout", "reshard", "sharding_c
 _REMAT_NAMES = frozenset({"remat", "remat2", "checkpoint"})
 
 
-@contextlib.contextmanager
-def plain_context() -> Iterator[None]:
+def plain_context() -> contextlib.AbstractContextManager[object]:
     """JAX as if the caller had neither set a mesh (`jax.set_mesh`), nor disabled `jit`, nor asked
     for checks of numbers: a plan's programs name their meshes themselves, and are compiled.
     """
     settings: Any = jax.config
+    hidden = [jax.disable_jit(False)] if settings.jax_disable_jit else []
+    hidden += [jax.debug_nans(False)] if settings.jax_debug_nans else []
+    hidden += [jax.debug_infs(False)] if settings.jax_debug_infs else []
+    mesh = jax.sharding.get_abstract_mesh()
+    if not hidden and mesh.empty:
+        return contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
-        if settings.jax_disable_jit:
-            stack.enter_context(jax.disable_jit(False))
-        if settings.jax_debug_nans:
-            stack.enter_context(jax.debug_nans(False))
-        if settings.jax_debug_infs:
-            stack.enter_context(jax.debug_infs(False))
-        if not jax.sharding.get_abstract_mesh().empty:
+        for context in hidden:
+            stack.enter_context(context)
+        if not mesh.empty:
             # Inside a trace the mesh stays, which refuses the call for other reasons.
             with contextlib.suppress(ValueError):
                 stack.enter_context(jax.set_mesh(None))
-        yield
+        return stack.pop_all()
 
 
 def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..core import InputError, PlanMismatchError
 from ..graph import FlatCall, Graph
+from ._in_place import InPlace
 from ._state_call import arrays_of, misplaced_arguments
 from .transport import PiecedArray
 
@@ -17,10 +18,14 @@ from .transport import PiecedArray
 class Arguments:
     """Flattens and checks the arguments of calls of one step. `types` holds each input's shape and
     dtype. Each of several processes may pass its own rows alone.
+
+    Args:
+        graph: the step.
+        in_place: the arrays that need no check; None if all do.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: Graph, in_place: InPlace | None = None) -> None:
+        self._graph, self._in_place = graph, in_place
         self._seen: tuple[Any, tuple[tuple[int, Any], ...]] | None = None
         self._expected = graph.calling.call.skeleton()
         self.types = types_of(graph)
@@ -33,8 +38,12 @@ class Arguments:
         self._check_call(call)
         return call
 
-    def leaves(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
-        """The arrays of a call, in the order of the step's inputs."""
+    def leaves(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Any], Sequence[int]]:
+        """The arrays of a call, in the order of the step's inputs, and the positions of those that
+        are not known to lie where the step needs them.
+        """
         names = tuple(kwargs)
         flat, tree = jax.tree.flatten((tuple(args), tuple(kwargs.values())))
         # Fast path: the structure, and every leaf that is no array, are those of an earlier call.
@@ -45,10 +54,12 @@ class Arguments:
             and all(flat[k] is static for k, static in known[1])
         ):
             skipped = {k for k, _ in known[1]}
-            leaves = [leaf for k, leaf in enumerate(flat) if k not in skipped]
-            if all(hasattr(leaf, "dtype") for leaf in leaves):
-                self._check_types(leaves)
-                return leaves
+            leaves = [leaf for k, leaf in enumerate(flat) if k not in skipped] if skipped else flat
+            every = range(len(leaves))
+            unknown = every if self._in_place is None else self._in_place.unknown(leaves)
+            if all(hasattr(leaves[k], "dtype") for k in unknown):
+                self._check_types(leaves, unknown)
+                return leaves, unknown
         call: FlatCall = self.call(args, kwargs)
         statics = tuple((k, leaf) for k, leaf in enumerate(flat) if not hasattr(leaf, "dtype"))
         arrays = [leaf for leaf in flat if hasattr(leaf, "dtype")]
@@ -56,7 +67,7 @@ class Arguments:
         # their arrays from `jax.tree`, it is done in every call.
         if not self._graph.calling.modules and list(map(id, arrays)) == list(map(id, call.leaves)):
             self._seen = ((names, tree), statics)
-        return call.leaves
+        return call.leaves, range(len(call.leaves))
 
     def _check_call(self, call: FlatCall) -> None:
         if call.skeleton() != self._expected:
@@ -64,11 +75,13 @@ class Arguments:
             self._refuse(self._misplaced(call.parts, call.leaves) or problems)
         self._check_types(call.leaves)
 
-    def _check_types(self, leaves: Sequence[Any]) -> None:
-        self.check_alive(leaves)
+    def _check_types(self, leaves: Sequence[Any], positions: Sequence[int] | None = None) -> None:
+        positions = range(len(leaves)) if positions is None else positions
+        self.check_alive(leaves, positions)
         wrong = []
-        for item, leaf, (shape, dtype) in zip(self._graph.inputs, leaves, self.types, strict=True):
-            path = item.path
+        for position in positions:
+            path, leaf = self._graph.inputs[position].path, leaves[position]
+            shape, dtype = self.types[position]
             # JAX converts 64-bit NumPy arrays to 32 bits, unless its 64-bit types are enabled.
             if leaf.dtype != dtype and canonical(leaf.dtype) != dtype:
                 wrong.append(f"{path} is {leaf.dtype}, planned {dtype}")
@@ -86,45 +99,25 @@ class Arguments:
             {name: taken[name] for name in names}, [found.get(name, []) for name in names]
         )
 
-    def check_alive(self, leaves: Sequence[Any]) -> None:
+    def check_alive(self, leaves: Sequence[Any], positions: Sequence[int] | None = None) -> None:
         """Refuse arrays that hold no numbers: tracers, descriptions, and those that an earlier call
         has donated. Raises `InputError` naming them.
+
+        Args:
+            leaves: the arrays of a call.
+            positions: those to look at; by default all.
         """
-        described = [
-            i.path
-            for i, leaf in zip(self._graph.inputs, leaves, strict=True)
-            if isinstance(leaf, jax.ShapeDtypeStruct)
+        looked_at = [
+            (self._graph.inputs[k].path, leaves[k])
+            for k in (range(len(leaves)) if positions is None else positions)
         ]
-        if described:
-            more = f" and {len(described) - 1} more" if len(described) > 1 else ""
-            raise InputError(
-                f"{self._graph.name} is called with shapes in place of arrays: {described[0]}{more}"
-                " is a jax.ShapeDtypeStruct, which is enough for a plan and holds no numbers. Pass"
-                " arrays: step.init(init, key) makes the state on its devices, and a batch may be"
-                " NumPy's."
-            )
-        traced = [
-            i.path
-            for i, leaf in zip(self._graph.inputs, leaves, strict=True)
-            if isinstance(leaf, jax.core.Tracer)
-        ]
-        if traced:
-            raise InputError(
-                f"{self._graph.name} is called inside a function that JAX traces (jit, grad, vmap"
-                f" or make_jaxpr): {traced[0]} has no numbers yet. A parallel step runs compiled"
-                " programs on several devices; call it outside, or plan the function around it."
-            )
-        gone = [
-            i.path for i, leaf in zip(self._graph.inputs, leaves, strict=True) if is_deleted(leaf)
-        ]
-        if gone:
-            more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
-            raise InputError(
-                f"{self._graph.name} is called with arrays that no longer exist:"
-                f" {', '.join(gone[:3])}{more}. A call donates the state that it replaces, so that"
-                " both need not be held. Pass the state that the last call returned; to keep an"
-                " old one, copy it first: jax.tree.map(jnp.copy, state)."
-            )
+        for is_so, most, text in _WITHOUT_NUMBERS:
+            paths = [path for path, leaf in looked_at if is_so(leaf)]
+            if paths:
+                more = f" and {len(paths) - most} more" if len(paths) > most else ""
+                raise InputError(
+                    text.format(name=self._graph.name, which=", ".join(paths[:most]) + more)
+                )
 
     def _refuse(self, problems: Sequence[str]) -> None:
         where = f" in process {jax.process_index()}" if jax.process_count() > 1 else ""
@@ -161,6 +154,32 @@ def is_deleted(leaf: Any) -> bool:
     return (
         isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
     )
+
+
+# What holds no numbers: how it is recognized, how many are named, and what is said of them.
+_WITHOUT_NUMBERS: tuple[tuple[Callable[[Any], bool], int, str], ...] = (
+    (
+        lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct),
+        1,
+        "{name} is called with shapes in place of arrays: {which} is a jax.ShapeDtypeStruct, which"
+        " is enough for a plan and holds no numbers. Pass arrays: step.init(init, key) makes the"
+        " state on its devices, and a batch may be NumPy's.",
+    ),
+    (
+        lambda leaf: isinstance(leaf, jax.core.Tracer),
+        1,
+        "{name} is called inside a function that JAX traces (jit, grad, vmap or make_jaxpr):"
+        " {which} has no numbers yet. A parallel step runs compiled programs on several devices;"
+        " call it outside, or plan the function around it.",
+    ),
+    (
+        is_deleted,
+        3,
+        "{name} is called with arrays that no longer exist: {which}. A call donates the state that"
+        " it replaces, so that both need not be held. Pass the state that the last call returned;"
+        " to keep an old one, copy it first: jax.tree.map(jnp.copy, state).",
+    ),
+)
 
 
 def _may_be_part(leaf: Any, shape: tuple[int, ...]) -> bool:

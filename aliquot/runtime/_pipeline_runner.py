@@ -65,6 +65,7 @@ class PipelineRunner(AbstractRunner):
         donated = donated_values(pipeline)
         self._donated = frozenset(k for k, item in enumerate(graph.inputs) if item.value in donated)
         self._arguments = Arguments(self.graph)
+        self.in_place = None
         self._stats: Stats | None = None
         self._compiled: CompiledPipeline | None = None
         self._is_agreed = plan is None or not pipeline.is_shared
@@ -122,7 +123,9 @@ class PipelineRunner(AbstractRunner):
             self._compiled = compile_pipeline(self.pipeline)
         return self._compiled
 
-    def run(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
+    def run(
+        self, leaves: Sequence[Any], *, keep: bool, unknown: Sequence[int] | None = None
+    ) -> list[Any]:
         """See `AbstractRunner.run`."""
         return self._run(leaves, lambda given: self.compiled().issuer.run(given), keep=keep)
 

@@ -16,6 +16,7 @@ from ..cost import PlannedStep
 from ..graph import Graph
 from ..plans import ArrayInterface, Plan, Trace, TraceEvent, require_busy_processes
 from ._arguments import types_of
+from ._in_place import InPlace
 from ._runner import AbstractRunner, interface_of
 from ._same_calls import SameCalls, remember
 from .compiled import Stats, compiled_stats
@@ -42,6 +43,14 @@ class ProgramRunner(AbstractRunner):
         self._lock = threading.Lock()
         self._types = types_of(graph)
         self._donated = frozenset(program.donated)
+        # A donated array has the type and sharding of the result that replaces it.
+        self.in_place: InPlace = InPlace(
+            [
+                -1 if item.output is None or position not in self._donated else item.output
+                for position, item in enumerate(graph.inputs)
+            ]
+        )
+        self._kept = tuple(sorted({*range(len(graph.inputs))} - self._donated))
 
     @classmethod
     def build(cls, step: PlannedStep, devices: Sequence[Any] | None = None) -> ProgramRunner:
@@ -99,7 +108,9 @@ class ProgramRunner(AbstractRunner):
             self._compiled = lowered.compile()
             self._lower_s, self._compile_s = middle - start, time.perf_counter() - middle
 
-    def run(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
+    def run(
+        self, leaves: Sequence[Any], *, keep: bool, unknown: Sequence[int] | None = None
+    ) -> list[Any]:
         """See `AbstractRunner.run`."""
         # Compile before any array is moved, so that all processes have compared their plans by
         # then.
@@ -107,20 +118,21 @@ class ProgramRunner(AbstractRunner):
         if self._same is not None:
             self._same.compare(leaves)
         peers = watched()
+        shared: Counter[int] = Counter()
+        if unknown is None or keep or len(set(map(id, leaves))) < len(leaves):
+            unknown, shared = range(len(leaves)), Counter(map(id, leaves))
+        placed = list(leaves)
         # An array that is passed for two inputs is not donated, because the other input still needs
         # it.
-        shared = Counter(id(leaf) for leaf in leaves)
-        placed = [
-            self._placed(
-                position, leaf, keep=keep or (position in self._donated and shared[id(leaf)] > 1)
-            )
-            for position, leaf in enumerate(leaves)
-        ]
+        for k in unknown:
+            is_kept = keep or (k in self._donated and shared[id(leaves[k])] > 1)
+            placed[k] = self._placed(k, leaves[k], keep=is_kept)
         # What the watchdog prints when another process dies.
         if peers is not None:
             self._number += 1
             peers.describe = self._describe
         results = list(self._compiled(*placed))
+        self.in_place.note(results, {k: leaves[k] for k in self._kept if placed[k] is leaves[k]})
         if self._same is not None:
             remember(self._same, results)
         return results

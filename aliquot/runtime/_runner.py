@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ..graph import Graph
 from ..plans import ArrayInterface, Trace
+from ._in_place import InPlace
 from .compiled import Stats
 
 
@@ -19,9 +20,11 @@ class AbstractRunner(abc.ABC):
 
     Attributes:
         graph: that step, on its whole batch.
+        in_place: the arrays that the next call may pass without checks; None if it checks all.
     """
 
     graph: Graph
+    in_place: InPlace | None
 
     @property
     @abc.abstractmethod
@@ -50,11 +53,15 @@ class AbstractRunner(abc.ABC):
         """
 
     @abc.abstractmethod
-    def run(self, leaves: Sequence[Any], *, keep: bool) -> list[Any]:
+    def run(
+        self, leaves: Sequence[Any], *, keep: bool, unknown: Sequence[int] | None = None
+    ) -> list[Any]:
         """Run one step. Compiles it if need be.
 
         Args:
+            leaves: the arrays.
             keep: leave all arguments usable; otherwise state that the step replaces is donated.
+            unknown: positions of the arrays that are not `in_place`; by default all.
         """
 
     @abc.abstractmethod

@@ -264,19 +264,21 @@ class Step:
         """Trace and, if it has no plan yet, plan the step for these arguments (arrays or shapes),
         without running it. The first call does so by itself. Returns this step.
         """
-        with self._lock:
-            if self._runner is None:
-                assert self._trace_and_plan is not None
-                planned = self._trace_and_plan(args, kwargs)
-                self._plan = planned.plan
-                kind = PipelineRunner if planned.plan.is_pipeline else ProgramRunner
-                with plain_context():
-                    self._set_runner(kind.build(planned, self._devices))
+        if self._runner is None:
+            with self._lock:
+                # Another thread may have prepared it in the meantime.
+                if self._runner is None:
+                    assert self._trace_and_plan is not None
+                    planned = self._trace_and_plan(args, kwargs)
+                    self._plan = planned.plan
+                    kind = PipelineRunner if planned.plan.is_pipeline else ProgramRunner
+                    with plain_context():
+                        self._set_runner(kind.build(planned, self._devices))
         return self
 
     def _set_runner(self, runner: AbstractRunner) -> None:
         """Take a runner, and the check of arguments that belongs to its graph."""
-        self._arguments = Arguments(runner.graph)
+        self._arguments = Arguments(runner.graph, runner.in_place)
         self._runner = runner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -294,7 +296,8 @@ class Step:
         """
         runner, arguments = self.prepare(*args, **kwargs)._require_traced("call")
         with plain_context():
-            results = runner.run(arguments.leaves(args, kwargs), keep=False)
+            leaves, unknown = arguments.leaves(args, kwargs)
+            results = runner.run(leaves, keep=False, unknown=unknown)
         check_numbers(runner.graph, results)
         return runner.graph.calling.finish(results, args, kwargs)
 
@@ -318,7 +321,7 @@ class Step:
         """
         runner, arguments = self.prepare(*args, **kwargs)._require_traced("dry_run()")
         with plain_context():
-            results = runner.run(arguments.leaves(args, kwargs), keep=True)
+            results = runner.run(arguments.leaves(args, kwargs)[0], keep=True)
         return runner.graph.calling.finish(results, args, kwargs)
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -347,7 +350,7 @@ class Step:
         runner, arguments = self.prepare(*args, **kwargs)._require_traced("trace()")
         title = headline(self._plan) if self._plan is not None else self.__name__
         with plain_context():
-            return runner.trace(arguments.leaves(args, kwargs), title)
+            return runner.trace(arguments.leaves(args, kwargs)[0], title)
 
     def local_part(self, batch: Any, argument: str | None = None) -> Any:
         """The part of a batch (a tree of whole host arrays) that this process must feed.

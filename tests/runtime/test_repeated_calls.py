@@ -3,7 +3,9 @@ threads.
 """
 
 import copy
+import gc
 import pickle
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -175,3 +177,104 @@ def test_numbers_that_are_none_are_found_where_jax_is_told_to_look(method):
         assert_close(step(start(), BATCH), jax.jit(train_step)(start(), BATCH))
         with pytest.raises(FloatingPointError):
             jax.block_until_ready(step(broken, BATCH))
+
+
+def placings(step, monkeypatch):
+    """The positions of the arrays that calls of a step look at to place them, as they are made."""
+    seen = []
+    plain = step.runner._placed
+
+    def placed(position, leaf, *, keep):
+        seen.append(position)
+        return plain(position, leaf, keep=keep)
+
+    monkeypatch.setattr(step.runner, "_placed", placed)
+    return seen
+
+
+@pytest.mark.parametrize("method", ["one_program", "micro_batches"])
+def test_what_the_last_call_returned_is_passed_without_a_look(method, monkeypatch):
+    """Placing and checking take longer than the call itself for hundreds of arrays."""
+    step = parallel(method)
+    state, _ = step(start(), BATCH)
+    checked = []
+    alive = step._arguments.check_alive
+    monkeypatch.setattr(
+        step._arguments,
+        "check_alive",
+        lambda leaves, positions: (checked.append(list(positions)), alive(leaves, positions)),
+    )
+    seen = placings(step, monkeypatch)
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    batch = len(jax.tree.leaves(state))
+    assert checked == [[batch]] * 3
+    assert seen == [batch] * 3
+    # A batch that is where it belongs is looked at once, too.
+    _, placed = step.place(state, BATCH)
+    state, _ = step(state, placed)
+    seen.clear()
+    step(state, placed)
+    assert seen == []
+
+
+@pytest.mark.parametrize("method", ["one_program", "micro_batches"])
+def test_other_arrays_than_the_last_call_returned_are_looked_at(method, monkeypatch):
+    step = parallel(method)
+    state, _ = step(start(), BATCH)
+    mine = jax.tree.map(lambda x: np.asarray(jnp.copy(x)), state)
+    seen = placings(step, monkeypatch)
+
+    def same_as_from_the_host(given):
+        seen.clear()
+        result, metrics = step(given, BATCH)
+        new = [*seen]
+        want, loss = train_step(jax.tree.map(jnp.asarray, mine), jnp.asarray(BATCH))
+        for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+        assert float(metrics["loss"]) == pytest.approx(float(loss["loss"]), rel=1e-6)
+        return new
+
+    # One array of the host, one that lies on one device, and one that is returned in another place.
+    num_arrays = len(jax.tree.leaves(state))
+    other = {**state, "params": [mine["params"][0], *state["params"][1:]]}
+    assert same_as_from_the_host(other) == [0, num_arrays]
+    # The array that was replaced by one of the host is the only one that still exists.
+    assert not state["params"][0].is_deleted()
+    with pytest.raises(InputError, match=r"no longer exist: .*params\[1\].* and 1 more"):
+        step(state, BATCH)
+    assert same_as_from_the_host(mine) == [*range(num_arrays), num_arrays]
+    assert same_as_from_the_host(jax.device_put(mine, jax.devices()[3]))[0] == 0
+
+
+@pytest.mark.parametrize("method", ["one_program", "micro_batches"])
+def test_arrays_that_were_returned_are_checked_when_they_are_swapped_or_gone(method):
+    step = parallel(method)
+    state, _ = step(start(), BATCH)
+    w = state["params"][1]
+    wrong = {**state, "params": [state["params"][0], state["step"], *state["params"][2:]]}
+    with pytest.raises(aq.core.PlanMismatchError, match=r"planned \(16, 16\)"):
+        step(wrong, BATCH)
+    with pytest.raises(aq.core.PlanMismatchError, match="planned float32"):
+        step({**state, "params": [w.astype(jnp.int32), *state["params"][1:]]}, BATCH)
+    # Both arrays are of the last call, and one of them is passed twice: neither is donated.
+    twice = {**state, "params": [w, w, *state["params"][2:]]}
+    step(twice, BATCH)
+    assert not w.is_deleted()
+    step.dry_run({**state, "params": [w, w, w, w], "step": np.int32(1)}, BATCH)
+    assert not w.is_deleted()
+    state, _ = step(start(), BATCH)
+    step.dry_run(state, BATCH)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    state["params"][2].delete()
+    with pytest.raises(InputError, match=r"no longer exist: .*params\[2\]"):
+        step(state, BATCH)
+
+
+def test_a_state_that_is_dropped_is_freed():
+    step = parallel("one_program")
+    state, _ = step(start(), BATCH)
+    held = weakref.ref(state["params"][0])
+    del state, _
+    gc.collect()
+    assert held() is None
