@@ -27,9 +27,9 @@ from .planners import (
     find_alternatives,
 )
 from .plans import ModelReference, Plan, Prediction
-from .report import Alternative
 
 if TYPE_CHECKING:
+    from .report import Alternative
     from .verification import Verification
 
 
@@ -286,6 +286,8 @@ def explain(
         InputError: the plan is a pipeline, in which each stage has splits of its own; or it was
             made from measurements, and none are given.
     """
+    from .report import Alternative
+
     if len(plan.stages) > 1:
         raise InputError(
             f"The plan has {len(plan.stages)} stages, and other splits are looked for in plans of"
