@@ -449,14 +449,20 @@ def _simple_times(
     less than the fastest of them; infinite for variants that are not looked at, because they
     compute more than one before them and gain nothing by it.
     """
-    fastest_s = math.inf
+    fastest_s, fewest = math.inf, 1
+    if cannot_fit(task(variants[0]).problem(1)):
+        # The last keeps least: the others do not fit in fewer micro-batches.
+        least = simple_plan(task(variants[-1]))
+        if least is None:
+            return
+        fewest = least.num_micro_batches
     for k, variant in enumerate(variants):
         if limit and limit.is_over:
             return
         of_variant = task(variant)
         known: Decision | None = None
         is_slower = math.isfinite(fastest_s) and least_compute_s(of_variant.problem(1)) >= fastest_s
-        if not is_slower and (known := simple_plan(of_variant)) is not None:
+        if not is_slower and (known := simple_plan(of_variant, fewest=fewest)) is not None:
             fastest_s = min(fastest_s, known.step_time_s)
             yield variant, known.step_time_s
         is_whole = known and known.num_micro_batches == (of_variant.num_micro_batches or 1)

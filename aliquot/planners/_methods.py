@@ -260,15 +260,18 @@ class SimplePlan(AbstractMethod):
         return Zero3Parallel().solve(problem, progress)
 
 
-def simple_plan(task: Task) -> Decision | None:
+def simple_plan(task: Task, *, fewest: int = 1) -> Decision | None:
     """The fastest of ZeRO-2, ZeRO-3 and hybrid FSDP in the fewest micro-batches in which one fits;
     None if none fits. Where a micro-batch has fewer rows than there are devices, the devices of a
     row split its sequence (context parallelism), with ZeRO-3. It takes a small part of a search,
     which begins at its number of micro-batches and has its step time to beat.
+
+    Args:
+        fewest: numbers of micro-batches below this are known not to fit.
     """
     key = task.cluster, task.limit_bytes, task.num_micro_batches, task.semantics
     if key not in task.simple_plans:
-        found = _find_simple_plan(task)
+        found = _find_simple_plan(task, fewest)
         if found is not None:
             # The step outside is not known to the problem.
             found = replace(found, combine=task.combine(found.num_micro_batches))
@@ -276,11 +279,12 @@ def simple_plan(task: Task) -> Decision | None:
     return task.simple_plans[key]
 
 
-def _find_simple_plan(task: Task) -> Decision | None:
+def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
     cluster, asked = task.cluster, task.num_micro_batches
     if not task.holds_state:
         return None
-    counts = [asked] if asked is not None else program_counts(task.graph, cluster.num_devices)
+    every = [asked] if asked is not None else program_counts(task.graph, cluster.num_devices)
+    counts = [n for n in every if n >= fewest]
     refused = list[int]()
     best: Decision | None = None
     finest: Problem | None = None
@@ -299,7 +303,7 @@ def _find_simple_plan(task: Task) -> Decision | None:
                     best = faster(best, method.solve(problem, task.progress))
         if best is not None:
             break
-        if position == 0 and len(counts) > 2:
+        if position == 0 and fewest == 1 and len(counts) > 2:
             # Problems of few micro-batches need not be made where this one shows their size.
             with contextlib.suppress(InputError, CaptureError):
                 finest = task.problem(counts[-1])

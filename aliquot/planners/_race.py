@@ -465,7 +465,7 @@ def _decision(
         # The second term allows for rounding errors if bound and step time are nearly equal.
         is_within_gap = gap_s <= relative_gap * bound_s + 1e-9 * solution.step_time_s
         # A mesh whose search was given up may have a better solution.
-        otherwise = _GAVE_UP if any(r.search.gave_up for r in runners) else status
+        otherwise = _GAVE_UP if any(r.search.gave_up for r in runners) else "rounded"
         if gap_s <= 1e-9 * bound_s:
             status = "optimal"
         else:

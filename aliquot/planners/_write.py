@@ -144,12 +144,7 @@ def write_plan(
                     "name": c.name,
                     "mesh": c.mesh,
                     "lower_bound_s": c.lower_bound_s,
-                    # A plan without room to keep casts takes longer than its search counted.
-                    "step_time_s": (
-                        prediction.step_time_s
-                        if c.step_time_s == decision.step_time_s
-                        else c.step_time_s
-                    ),
+                    "step_time_s": c.step_time_s,
                     "outcome": c.outcome,
                 }
                 for c in decision.candidates

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...cluster import AXIS_NAMES, LogicalMesh
-from ...cost import Priced, Problem, evaluate, known_memory, timeline
+from ...cost import Priced, Problem, casts_fit, evaluate, known_memory, timeline
 
 Ints = NDArray[np.int64]
 Masks: TypeAlias = Sequence[NDArray[np.bool_]]
@@ -386,7 +386,8 @@ def judge_picks(
 ) -> IntraSolution | None:
     """Picks as a solution, with their costs; None if they do not fit in memory or cannot be run."""
     peak_bytes = float(timeline(known_memory(space.priced, picks), space.priced, picks).max())
-    step_time_s = evaluate(space.priced, picks).total_s
+    once = casts_fit(space.priced, picks, memory_limit_bytes)
+    step_time_s = evaluate(space.priced, picks, casts_once=once).total_s
     # The tolerance covers rounding between the judge's sums and a solver's.
     if peak_bytes > memory_limit_bytes * (1 + 1e-9) or not np.isfinite(step_time_s):
         return None

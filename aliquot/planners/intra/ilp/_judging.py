@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ....cost import MemoryModel, evaluate, memory_model, takes_turns, timeline
+from ....cost import MemoryModel, casts_fit, evaluate, memory_model, takes_turns, timeline
 from .._base import IntraCosts, IntraSolution
 from ._highs import LIMIT
 
@@ -30,11 +30,18 @@ def model_in_turn(search: Search, in_turn: bool) -> MemoryModel:
 
 
 def solution_of(search: Search, picks: Ints, status: str) -> IntraSolution | None:
-    """The exact costs of picks; None if they do not fit."""
+    """The exact costs of picks; None if they do not fit. "optimal" picks that have no memory for
+    casts of parameters, which the program takes for granted, are only "rounded".
+    """
     peak = float(timeline(model_of(search, picks), search.priced, picks).max())
     if peak > search.limit_bytes * (1 + 1e-9):
         return None
-    costs = IntraCosts(step_time_s=evaluate(search.priced, picks).total_s, peak_bytes=peak)
+    # The program counts casts of parameters once a step, for which there may be no memory.
+    once = casts_fit(search.priced, picks, search.limit_bytes)
+    seconds = evaluate(search.priced, picks, casts_once=once).total_s
+    if status == "optimal" and seconds > evaluate(search.priced, picks).total_s:
+        status = "rounded"
+    costs = IntraCosts(step_time_s=seconds, peak_bytes=peak)
     return IntraSolution(
         picks=picks, costs=costs, lower_bound_s=search.lower_bound_s, status=status
     )
