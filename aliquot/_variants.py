@@ -33,6 +33,7 @@ from .planners import (
     Auto,
     Decision,
     Interrupted,
+    Megatron,
     PipeshardParallel,
     Progress,
     SimplePlan,
@@ -302,6 +303,9 @@ def plan_variants(
     """
     started = time.perf_counter()
     where, how = cluster or Cluster.detect(), method or Auto()
+    if isinstance(how, Megatron):
+        # Degrees that do not make up the devices are refused before anything is traced.
+        how.on(where)
     if len(variants) == 1:
         variants = variants[0].ways_to_recompute(recompute)
     names = ("memory_limit_bytes", "on_missing_rule")

@@ -359,7 +359,8 @@ class _Runner:
         """Search for a solution below `cutoff_s`; None if there is none."""
         assert self.bound_s is not None
         if self.bound_s >= cutoff_s:
-            self.outcome = _SLOWER if best is not self.incumbent else "optimal within the gap"
+            is_best = best is not None and best is self.incumbent
+            self.outcome = "optimal within the gap" if is_best else _SLOWER
             return None
         self.improved = self.search.improve(cutoff_s)
         self.bound_s = self.search.lower_bound_s
@@ -425,7 +426,7 @@ class _NotSearched(AbstractSearch):
 
 def _outcome(runner: _Runner, winner: _Runner, step_time_s: float) -> str:
     """What became of an entry. Neither the winner nor its equals are listed as slower."""
-    if runner.outcome != _SLOWER:
+    if runner.outcome != _SLOWER or isinstance(runner.search, _NotSearched):
         return runner.outcome
     if runner is winner:
         return _BEST

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib import resources
 
 import pytest
 from command_line import TINY, refused, run
@@ -10,7 +11,7 @@ import aliquot as aq
 from aliquot import _size
 from aliquot.cli._interrupts import INTERRUPTED
 from aliquot.cli._size import read_count, read_duration
-from aliquot.cluster import load_prices
+from aliquot.cluster import DEVICES, SAMPLE_PRICES, load_prices
 from aliquot.core import recompute_ways
 from aliquot.zoo import build
 
@@ -114,7 +115,7 @@ def test_a_deadline_that_nothing_meets_is_an_answer():
     assert "No more hosts that divide the batch would meet it" in found.stdout
     assert re.search(r" days, cost USD \d", found.stdout) and "(USD)" in found.stdout
     assert "900T tokens in 1 hour, batch 8" in found.stdout
-    assert "a sample of November 2026, no offer: pass yours as --prices FILE" in found.stdout
+    assert "Prices: samples, no offer: pass yours as --prices FILE. H100: " in found.stdout
     assert "1x8xH100: " in found.stderr and " days" in found.stderr
 
 
@@ -171,8 +172,23 @@ def test_odd_sizes_are_refused(tmp_path, prices):
     assert (read_count("2T"), read_duration("6w")) == (2e12, 6 * 7 * 86400)
 
 
-def test_the_sample_of_prices_can_be_read():
-    assert {price.device for price in load_prices()} >= {"H100", "A100-80GB"}
+def test_each_sample_price_has_a_source_and_a_day_and_each_device_to_rent_a_line():
+    prices = load_prices()
+    assert {price.device for price in prices} >= {"H100", "A100-80GB", "MI300X"}
+    assert all(re.search(r"\d{4}-\d{2}-\d{2}", price.source) for price in prices)
+    sample = resources.files("aliquot.cluster").joinpath(SAMPLE_PRICES).read_text()
+    rows = [line.split(",")[0] for line in sample.splitlines() if line and line[0] != "#"]
+    assert set(rows[1:]) == set(DEVICES) - {"cpu"}
+
+
+def test_a_host_may_have_no_price_in_a_list(tmp_path):
+    path = tmp_path / "prices.csv"
+    path.write_text(
+        'device, devices per host, price per hour (USD), source\nH100, 8, 50, "ours, 2026-01-02"\n'
+        "v5p, 4, no price\n"
+    )
+    (price,) = load_prices(path)
+    assert (price.device, price.source) == ("H100", "ours, 2026-01-02")
 
 
 def test_the_largest_batch_is_where_one_more_does_not_fit(tmp_path):

@@ -265,8 +265,8 @@ def _overlaps(words: Words, zero: int, tensor: int) -> None:
     for word, what in hidden:
         if not words.flag(word):
             words.advice.append(
-                f"{words.table.name_of(word)} is off: {what} do not hide beside compute, as they do"
-                " in the step time below: add it"
+                f"{words.table.name_of(word)} is off: {what} do not hide beside compute, as the"
+                " predicted step time assumes: add it"
             )
     if tensor > 1 and not words.flag("overlap_tensor"):
         words.advice.append(
