@@ -48,7 +48,7 @@ _COMMANDS = (
     f"plan gpt-10m {_SMALL} --cluster 8xH100 --max-batch",
     "plan gpt-10m --cluster 8xH1000 --global-batch 16",
     "explain plan.json",
-    "explain plan.json --all",
+    "explain plan.json --alternatives",
     "explain large.json --html page.html",
     "diff plan.json fsdp.json",
     "diff plan.json fsdp.json --markdown",
@@ -63,7 +63,7 @@ _COMMANDS = (
     "verify small.json",
     f"train gpt-10m {_SMALL} --plan small.json --devices 8 --data tokens.bin --steps 4 --out run",
     f"train gpt-10m {_SMALL} --plan small.json --devices 8 --data tokens.bin --steps 6 --out run",
-    f"generate gpt-10m {_SMALL} --checkpoint run --prompt def --tokens 4",
+    "generate gpt-10m --checkpoint run --prompt def --max-tokens 4",
     "demo --steps 4",
 )
 

@@ -4,6 +4,7 @@ called.
 
 from ._attention import Attention as Attention
 from ._attention import attention_of as attention_of
+from ._attention import why_no_attention as why_no_attention
 from ._calibration import Products as Products
 from ._calibration import chip_of as chip_of
 from ._calibration import is_calibrated as is_calibrated

@@ -164,3 +164,17 @@ def attention_of(device: Device | None) -> Attention | None:
             source=source,
         )
     return None
+
+
+def why_no_attention(device: Device) -> str:
+    """Why a device has no kernel of `attention_of`."""
+    if device.name in _WITHOUT_CUDNN:
+        return (
+            f"JAX itself calls none on {device.name}; AMD's own (CK, Triton) need Transformer"
+            " Engine for ROCm, and a step with them takes less time and memory than is predicted"
+            " here"
+        )
+    return (
+        f"{device.name} has none, as cuDNN's is for GPUs from Ampere on, and splash attention for"
+        " TPUs"
+    )

@@ -31,6 +31,7 @@ from ..plans import GIVEN_LAYOUT, name_of_part
 from ._advice import what_may_fit
 from ._base import Candidate, Decision, Interrupted, Progress, StageDecision, TooSlowError
 from ._neighbourhood import FEW_AXES
+from ._quick_bounds import never_fits
 from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space, TooLarge
 
 _SLOWER = "slower"
@@ -330,7 +331,7 @@ class _Runner:
         if isinstance(space, TooLarge):
             search = _NotSearched(space, begin, None)
         elif math.isfinite(faster_than_s) and (least_s := _least_s(space)) >= faster_than_s:
-            search = _NotSearched(space, begin, least_s)
+            search = _NotSearched(space, begin, None if _too_large(problem, space) else least_s)
         else:
             search = begin(space)
         return cls(entry=entry, search=search, first_bound_s=pool.submit(search.start))
@@ -377,6 +378,19 @@ def _least_s(space: Space) -> float:
     return sum(
         float(np.where(mask, node.exposed_s, np.inf).min())
         for node, mask in zip(space.priced.nodes, space.allowed, strict=True)
+    )
+
+
+def _too_large(problem: Problem, space: Space) -> bool:
+    """See `never_fits`."""
+    return never_fits(
+        problem,
+        space.mesh,
+        space.choices,
+        space.allowed,
+        data_axes=space.priced.data_axes,
+        context_axes=space.priced.context_axes,
+        gathers_once=space.priced.gathers_once,
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..cluster import DEVICES, Attention, Device, attention_of
+from ..cluster import DEVICES, Attention, Device, attention_of, why_no_attention
 from ..core import nearest
 from ._config import AbstractConfig, AbstractTextConfig
 from ._precision import PRECISIONS
@@ -74,10 +74,7 @@ def _lacks(
     if kernel is None:
         if device is None:
             return ["which kernel depends on the device, and none was named: give device="]
-        return [
-            f"{device.name} has none, as cuDNN's is for GPUs from Ampere on, and splash attention"
-            " for TPUs"
-        ]
+        return [why_no_attention(device)]
     if config is None or dtype not in PRECISIONS:
         return []
     if not isinstance(config, AbstractTextConfig):
