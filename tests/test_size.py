@@ -366,6 +366,18 @@ def test_an_error_that_is_not_known_is_called_so_and_no_price_a_price():
     assert "no price" in text
 
 
+def test_a_device_with_plans_of_known_and_of_unknown_error_says_both(monkeypatch):
+    from aliquot.report import _sizing
+
+    said = iter(["expected error 9% by steps on H100", "expected error not known"])
+    monkeypatch.setattr(_sizing, "said_error", lambda plan: next(said))
+    sizing = Sizing(
+        model="m", tokens=1.0, by_s=200.0, global_batch=8, options=(option(1, 1.0), option(2, 2.0))
+    )
+    (line,) = _sizing._unknown_errors(sizing)
+    assert line == "H100: expected error 9% by steps on H100; not known of its other plans."
+
+
 @pytest.mark.parametrize("goodput", [0.0, 1.1, -1.0])
 def test_a_goodput_that_is_none_is_refused(goodput):
     with pytest.raises(aq.InputError, match="share of the time"):

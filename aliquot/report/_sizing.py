@@ -436,14 +436,20 @@ def _priced(option: ClusterOption) -> str:
 
 
 def _unknown_errors(sizing: Sizing) -> Iterator[str]:
-    """The devices for which nothing tells how far predictions are off."""
-    plans = [o.plan for o in sizing.options if o.plan]
-    unknown = dict.fromkeys(_device_of(plan) for plan in plans if said_error(plan) == UNKNOWN_ERROR)
+    """The devices for which nothing tells how far predictions are off, or only steps on others."""
+    by_device: dict[str, set[str]] = {}
+    for option in sizing.options:
+        if option.plan:
+            by_device.setdefault(_device_of(option.plan), set()).add(said_error(option.plan))
+    unknown = [device for device, said in by_device.items() if said == {UNKNOWN_ERROR}]
     if unknown:
         yield f"{', '.join(unknown)}: {UNKNOWN_ERROR}; no measured step was compared."
-    elsewhere = {_device_of(plan): said_error(plan) for plan in plans if " by " in said_error(plan)}
-    for device, said in elsewhere.items():
-        yield f"{device}: {said}; none of its own was compared."
+    for device, said in by_device.items():
+        known = sorted(said - {UNKNOWN_ERROR})
+        if known and UNKNOWN_ERROR in said:
+            yield f"{device}: {'; '.join(known)}; not known of its other plans."
+        elif any(" by " in each for each in known):
+            yield f"{device}: {'; '.join(known)}; none of its own was compared."
 
 
 def _device_of(plan: Plan) -> str:
