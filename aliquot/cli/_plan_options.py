@@ -70,7 +70,12 @@ class MethodOptions:
     ] = None
     schedule: Annotated[
         str | None,
-        typer.Option(help="gpipe, 1f1b, interleaved-1f1b or zero-bubble; by default searched."),
+        typer.Option(
+            help=(
+                "gpipe, 1f1b, 1f1b-overlap-friendly, interleaved-1f1b or zero-bubble; by default"
+                " searched."
+            )
+        ),
     ] = None
     layers: Annotated[
         str | None,

@@ -197,8 +197,8 @@ ARGUMENTS_ELSEWHERE: Mapping[str, str] = {
         'Write `method=aq.ManualParallel(specs={"batch.*": ("x",)}, mesh_shape=(4, 2))`.'
     ),
     "pipeline_schedule": (
-        'Write `schedule="1f1b"`, or `"gpipe"`, `"zero-bubble"` or `"interleaved-1f1b"`; without it'
-        " the fastest is found."
+        'Write `schedule="1f1b"`, or `"gpipe"`, `"1f1b-overlap-friendly"`, `"zero-bubble"` or'
+        ' `"interleaved-1f1b"`; without it the fastest of `"1f1b"` and the last two is found.'
     ),
     "layer_option": (
         'Write `layers=8`, or a pattern of paths, `layers="params.layers[*]"`, or nothing: then'

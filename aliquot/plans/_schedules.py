@@ -142,7 +142,7 @@ class OneForwardOneBackward(AbstractScheduleKind):
     That is just enough to keep a stage busy until its first gradient comes back from the last
     stage. If a transfer takes d seconds, the gradient comes 2 d (S - s - 1) later and the stage
     idles, even if transfers overlap with tasks: each micro-batch takes 2 d (S - 1) / S longer.
-    GPipe and interleaved stages keep more micro-batches and hide transfers.
+    GPipe, `OverlapFriendly` and interleaved stages keep more micro-batches and hide transfers.
 
     Step time: sum t + (M - 1) max t. That is exact for equal stages; a simulation may exceed it
     where backward does not take the same multiple of forward in all stages.
@@ -177,6 +177,54 @@ class OneForwardOneBackward(AbstractScheduleKind):
     ) -> Sequence[int]:
         """See `AbstractScheduleKind.in_flight`: one for itself and one for each later stage."""
         return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapFriendly(AbstractScheduleKind):
+    """1F1B that runs twice as far ahead, so that transfers that overlap with tasks are hidden:
+    stage s of S holds at most 2 (S - s) - 1 micro-batches.
+
+    Between two stages a forward and a backward task then lie behind each other where 1F1B has a
+    round trip of two transfers: a stage idles only if a transfer takes longer than a task. Where
+    transfers do not overlap it takes as long as 1F1B or longer.
+
+    Step time: sum t + (M - 1) max t.
+
+    Reference: Y. Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2023 (eager
+    1F1B).
+    """
+
+    name: ClassVar[str] = "1f1b-overlap-friendly"
+    keeps: ClassVar[Keeps] = Keeps.BEHIND
+
+    def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
+        """See `AbstractScheduleKind.tasks`."""
+        all_of_them = range(num_micro_batches)
+        stages = (
+            _alternate(
+                _tasks_of_kind(stage, TaskKind.FORWARD, all_of_them),
+                _tasks_of_kind(stage, TaskKind.BACKWARD, all_of_them),
+                2 * (num_stages - stage - 1),
+            )
+            for stage in range(num_stages)
+        )
+        return share_submeshes(
+            self.name, stages, num_micro_batches, self.placement(num_stages, num_submeshes)
+        )
+
+    def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
+        """See `AbstractScheduleKind.closed_form`: that of 1F1B, which its simulation exceeds less
+        often.
+        """
+        return OneForwardOneBackward().closed_form(times, num_micro_batches, chunks)
+
+    def in_flight(
+        self, num_stages: int, num_micro_batches: int, num_submeshes: int
+    ) -> Sequence[int]:
+        """See `AbstractScheduleKind.in_flight`: one for itself and two for each later stage."""
+        return tuple(
+            min(2 * (num_stages - stage) - 1, num_micro_batches) for stage in range(num_stages)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +443,14 @@ class Inference(AbstractScheduleKind):
 
 SCHEDULES: dict[str, AbstractScheduleKind] = {
     kind.name: kind
-    for kind in (GPipe(), OneForwardOneBackward(), Interleaved(), ZeroBubble(), Inference())
+    for kind in (
+        GPipe(),
+        OneForwardOneBackward(),
+        OverlapFriendly(),
+        Interleaved(),
+        ZeroBubble(),
+        Inference(),
+    )
 }
 
 

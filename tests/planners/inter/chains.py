@@ -195,6 +195,8 @@ def _price(
             kept = m
         elif schedule == "interleaved-1f1b":
             kept = _most_alive(make_schedule(schedule, count, m, submeshes).lists[k % submeshes], k)
+        elif schedule == "1f1b-overlap-friendly":
+            kept = min(m, 2 * (count - k) - 1)
         elif schedule == "zero-bubble":
             kept = min(m, count)
         else:
@@ -212,7 +214,7 @@ def _price(
         return max(max(v, s) if lay else v + ways * s for v, s in zip(values, x))
 
     total = sum(t) + 2 * sum(x)
-    if schedule == "1f1b":
+    if schedule in ("1f1b", "1f1b-overlap-friendly"):
         step = total + (m - 1) * worst(t, 2)
     elif schedule == "gpipe":
         step = total + (m - 1) * (worst(f, 1) + worst(b, 1))

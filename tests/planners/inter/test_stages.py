@@ -13,7 +13,7 @@ from aliquot.planners.inter import Grid, StageDP
 from aliquot.planners.inter.stages._devices import DeviceProgram
 from aliquot.planners.inter.stages._tables import RunMinima
 
-SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved-1f1b")
+SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved-1f1b", "1f1b-overlap-friendly")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
