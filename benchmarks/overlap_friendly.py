@@ -9,6 +9,7 @@ transfers of 0 to 1 that overlap with tasks or not, under every schedule for tra
 
 import itertools
 import sys
+from typing import Any
 
 import numpy as np
 from _results import Report, options
@@ -33,7 +34,7 @@ def main() -> int:
             " work. Memory is the most micro-batches that a submesh keeps."
         ),
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     few = chosen.quick
     for overlaps, stages, times, transfer in itertools.product(
         (True, False), (2, 4) if few else (2, 4, 8), (1, 4, 16), _TRANSFERS

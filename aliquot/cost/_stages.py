@@ -300,9 +300,12 @@ def _stage_costs(
     # what enters the stage.
     entering = np.array([0.0, *entering_bytes])
     entering /= [_data_parallel_size(s) * s.sequence.shards for s in stages]
+    # A stage that may not run takes infinitely long.
+    inputs = np.full_like(backward, np.inf)
+    np.subtract(backward, deferrable, out=inputs, where=np.isfinite(backward))
     return StageCosts(
         forward_s=forward,
-        backward_input_s=np.maximum(backward - deferrable, 0.0),
+        backward_input_s=np.maximum(inputs, 0.0),
         backward_weight_s=deferrable,
         update_s=np.array([s.costs.once_s for s in stages]),
         transfer_s=transfer_s,
