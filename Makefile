@@ -130,7 +130,7 @@ bench-small: $(INSTALLED)
 	$(BIN)/python benchmarks/small_cases.py --check benchmarks/results/small_cases_cpu-2core_2026-11.json
 
 # Rows that are in the folder are not made again. SUITES="gpt.perf_test_auto ..." takes some, LIMIT=10min gives each plan more time.
-LIMIT = 60s
+LIMIT = 40s
 SUITES = $(shell $(BIN)/aliquot bench list --json | $(BIN)/python -c 'import json, sys; print(*(s["suite"] for s in json.load(sys.stdin)["suites"]))')
 
 bench-alpa: $(INSTALLED)
