@@ -100,6 +100,9 @@ class Judge:
             InputError: the planner has no such layout for the model.
         """
         count = settings.num_micro_batches or 1
+        if self.table.framework == "maxtext" and settings.tensor > 1:
+            # It splits residual streams over these ranks, too.
+            settings = replace(settings, sequence=True)
         how = settings.name
         pipeline = PipelineOptions(micro_batches=count) if settings.pipeline > 1 else None
         method = method_by_name(how, pipeline=pipeline)

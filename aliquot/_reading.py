@@ -48,7 +48,8 @@ class Reading:
         config: the model.
         plan: the settings as a plan; None if they cannot be planned.
         fits: "yes"; "no"; or "perhaps", where the plan needs more than there is, but runs of the
-            framework took less than was predicted by more than that. Empty without a plan.
+            framework took less than was predicted by more than that, or keep a part on the host.
+            Empty without a plan.
         refusal: why there is no plan, or what it lacks.
         advice: what to change, and why.
         error: how far such predictions were from steps that were reported of this framework, or
@@ -233,6 +234,9 @@ def read(
         lost.append("a stage without a layer: judged as stages that are equally deep")
         settings = replace(settings, stage_layers=())
     plan, fits, refusal = judge.judged(settings)
+    if fits == "no" and found.offloads:
+        fits = "perhaps"
+        refusal += "\n  The settings keep a part of this on the host, which a plan does not."
     if plan is not None:
         advice += _advice_of_plan(plan, found)
     reading = Reading(

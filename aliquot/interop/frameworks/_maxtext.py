@@ -79,6 +79,11 @@ def read(words: Words, num_layers: int | None) -> Settings:
     tensor = axes["tensor"] * axes["tensor_sequence"]
     context = axes["sequence"] * axes["context"] * axes["ulysses"]
     shards = axes["fsdp"] * axes["fsdp_transpose"]
+    if axes["tensor"] > 1:
+        words.assumed.append(
+            f"{words.name('ici_tensor')} = {axes['tensor']}: residual streams, which MaxText splits"
+            " there along their width, are judged as split along the sequence: the same memory"
+        )
     replicas, ranks = axes["data"], tensor * context * pipeline * expert
     zero = 3 if shards > 1 else 1 if words.flag("zero1") else 0
     within = shards if zero == 3 and replicas > 1 else None

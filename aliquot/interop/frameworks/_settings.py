@@ -5,6 +5,7 @@ plan can be written as.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -166,6 +167,11 @@ class Found:
     def framework(self) -> str:
         """The name of the framework."""
         return self.table.framework
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the host holds arrays of a run that stay on the devices in a plan."""
+        return any(re.search("stays? on the devices", text) for text in self.lost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
