@@ -208,8 +208,10 @@ def compared(arrays: Mapping[str, Any], splits: Splits) -> tuple[int, dict[str, 
 def main() -> int:
     """Run, and write or print the answer."""
     chosen = options(__doc__, _more)
+    if chosen.platform != "cpu":
+        chosen.hardware += f"-{chosen.platform}"
     report = Report(
-        name="maxtext_specs" if chosen.platform == "cpu" else "maxtext_specs_deviceless",
+        name="maxtext_specs",
         question="MaxText's own step compiled with exported settings: splits of all arrays",
         bar=(
             f"all arrays as in the plan, {len(CASES)} of {len(CASES)} layouts; where rules cannot"

@@ -120,9 +120,11 @@ def _row(row: dict[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
         return {"row": name, "framework": framework, "error": str(error)[:200], "fits": ""}
     measured_s = row["measured"]["step_s"]
     said = {key: row["parallelism"].get(key) or 1 for key in ("tp", "pp", "cp")}
+    zero = row["parallelism"].get("zero")
     got = found.settings
     same = said == {"tp": got.tensor, "pp": got.pipeline, "cp": got.context}
     same &= got.global_batch == row["batch"]["global_sequences"]
+    same &= zero is None or got.zero_stage == zero
     plan = found.plan
     predicted_s = plan.prediction.step_time_s if plan else float("nan")
     return {

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,17 +158,22 @@ def _traced(
             )
         ) from error
     _drop_constant_masks(program)
-    faults = [*_faults(program)]
-    if faults:
+    _refuse(name, _faults(program))
+    return program
+
+
+def _refuse(name: str, faults: Iterable[str]) -> None:
+    """Raise `CaptureError` with all of these faults, if there are any."""
+    listed = sorted(set(faults))
+    if listed:
         raise CaptureError(
             listing(
                 f"{name} cannot be planned",
-                sorted(set(faults)),
+                listed,
                 "Write these lines with other operators, or register a function for each with"
                 " aliquot.torch.operator(name).",
             )
         )
-    return program
 
 
 def _operators(program: Any) -> Iterator[torch.fx.Node]:
@@ -334,6 +339,7 @@ def _interpret(
     """The loss, and the buffers with their new values."""
     parts = {"parameters": parameters, "buffers": buffers, "batch": batch}
     values: dict[str, Any] = {}
+    faults: list[str] = []
 
     def value(node: Any) -> Any:
         if not isinstance(node, torch.fx.Node):
@@ -350,7 +356,8 @@ def _interpret(
         elif node.op == "call_function" and _key(node) not in _CHECKS:
             arguments, keywords = torch.fx.node.map_aggregate((node.args, node.kwargs), value)
             with jax.named_scope(_layer(node)):
-                values[node.name] = _run(node, arguments, keywords, device)
+                values[node.name] = _run(node, arguments, keywords, device, faults)
+    _refuse("the module", faults)
     new = {target: values[name] for name, target in program.results.items()}
     return values[program.returned], {**buffers, **new}
 
@@ -362,8 +369,12 @@ def _layer(node: torch.fx.Node) -> str:
     return re.sub(r"^L\['self'\]\.|^module\.?", "", path) or "loss"
 
 
-def _run(node: torch.fx.Node, arguments: Any, keywords: Any, device: Device | None) -> Any:
-    """One operator, with results of the dtypes that PyTorch found."""
+def _run(
+    node: torch.fx.Node, arguments: Any, keywords: Any, device: Device | None, faults: list[str]
+) -> Any:
+    """One operator, with results of the dtypes that PyTorch found. Of a variant that has no
+    function it adds a fault, and goes on with zeros to find the others.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target(*arguments, **keywords)
     key = _key(node)
@@ -372,15 +383,14 @@ def _run(node: torch.fx.Node, arguments: Any, keywords: Any, device: Device | No
         keywords["dtype"] = None if keywords["dtype"] is None else _dtype(keywords["dtype"])
     if key == _ATTENTION:
         keywords["kernel"] = _kernel(arguments, device)
+    found = node.meta["val"]
     try:
         result = OPERATORS[key](*arguments, **keywords)
     except NotImplementedError as error:
-        raise CaptureError(
-            f"the module cannot be planned: aten.{key} has no function in JAX here for"
-            f" {error}{_line(node)}. Write this line with other operators, or register a function"
-            " for it with aliquot.torch.operator(name)."
-        ) from error
-    found = node.meta["val"]
+        faults.append(f"aten.{key} has no function in JAX here for {error}{_line(node)}")
+        result = torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda x: jnp.zeros(tuple(x.shape), _dtype(x.dtype)), found
+        )
     if torch.is_tensor(found):
         return _as_found(key, result, found)
     return tuple(

@@ -132,6 +132,7 @@ class Odd(torch.nn.Module):
             y = torch.nn.functional.dropout(y, 0.1, True)
         if self.what == "transposed":
             y = torch.nn.functional.conv_transpose1d(y[None], torch.ones(4, 4, 1))
+            y = torch.nn.functional.conv_transpose1d(y, torch.ones(4, 4, 1), stride=2)  # the second
         return y
 
 
@@ -149,6 +150,10 @@ def test_what_cannot_be_planned_is_named_with_its_line(what, messages):
     with pytest.raises(CaptureError) as error:
         aq.torch.plan(Odd(what), "sgd", batch, lambda m, b: m(b["x"]).sum(), cluster=CLUSTER)
     assert all(message in str(error.value) for message in messages), str(error.value)
+    # All at once, each with its line.
+    assert str(error.value).count("test_plan.py, line") == {"transposed": 2, "values": 0}.get(
+        what, 1
+    )
 
 
 def test_plans_recompute_only_what_the_module_does():
