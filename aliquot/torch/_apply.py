@@ -4,6 +4,7 @@ others.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..core import InputError, PlanMismatchError
 from ..plans import Plan
+from ._export import blocks
 
 _STATES = ("exp_avg", "momentum_buffer")
 
@@ -59,6 +62,7 @@ def apply(plan: Plan, module: torch.nn.Module, mesh: DeviceMesh | None = None) -
     other axes parameters are DTensors with the plan's splits: products compute with their pieces,
     while activations between modules are whole there, which takes more memory and communication
     than the plan says where it splits these, too. Batch norms get the figures of the whole batch.
+    Items of a `ModuleList` are computed again in the backward pass where the plan recomputes them.
 
     Args:
         plan: of `aliquot.torch.plan`, for this module.
@@ -100,6 +104,9 @@ def apply(plan: Plan, module: torch.nn.Module, mesh: DeviceMesh | None = None) -
         name: next((d for d, axes in enumerate(spec or ()) if {*axes} & {*shard_axes}), 0)
         for name, spec in specs.items()
     }
+    if plan.model.settings.get("recompute") == "block":
+        for block in blocks(module).values():
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     _fully_shard(plan, module, made, shard_dims, reshard=not keeps_gathered)
     return Applied(module=module, mesh=made)
 

@@ -5,9 +5,11 @@ as the table of operators says.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +83,7 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     device: Device | None = None,
+    recomputes: bool = False,
 ) -> Exported:
     """Trace a module and its loss. No weight is read: modules and batches on the device `meta` do.
 
@@ -90,6 +93,7 @@ def export(
         loss: `loss(module, batch)` gives a scalar.
         dtype: parameters and batch are cast to it; by default they stay as they are.
         device: whose fused attention is taken where it has one; None for plain attention.
+        recomputes: whether `blocks` are computed again in the backward pass.
 
     Raises:
         CaptureError: the module cannot be traced, has dropout, or has operators that the table has
@@ -116,7 +120,8 @@ def export(
         arrays: dict[str, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         program = program_for({name: tuple(x.shape) for name, x in arrays.items()})
-        return _interpret(program, parameters, buffers, arrays, device)
+        again = frozenset(blocks(module)) if recomputes else frozenset()
+        return _interpret(program, parameters, buffers, arrays, device, again)
 
     return Exported(
         parameters=first.parameters,
@@ -335,8 +340,11 @@ def _interpret(
     buffers: dict[str, jax.Array],
     batch: dict[str, jax.Array],
     device: Device | None,
+    again: frozenset[str],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss, and the buffers with their new values."""
+    """The loss, and the buffers with their new values; `again` are paths of modules that the
+    backward pass computes again.
+    """
     parts = {"parameters": parameters, "buffers": buffers, "batch": batch}
     values: dict[str, Any] = {}
     faults: list[str] = []
@@ -349,24 +357,48 @@ def _interpret(
             return values[node.args[0].name].astype(_dtype(node.meta["val"].dtype))
         return values[node.name]
 
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in program.sources:
-            kind, key = program.sources[node.name]
-            values[node.name] = jnp.asarray(key) if kind == "constants" else parts[kind][key]
-        elif node.op == "call_function" and _key(node) not in _CHECKS:
+    def run(nodes: Sequence[torch.fx.Node]) -> dict[str, Any]:
+        """The values that others read of what these nodes make."""
+        for node in nodes:
             arguments, keywords = torch.fx.node.map_aggregate((node.args, node.kwargs), value)
             with jax.named_scope(_layer(node)):
                 values[node.name] = _run(node, arguments, keywords, device, faults)
+        kept = {program.returned, *program.results.values()}
+        own = {*nodes}
+        return {n.name: values[n.name] for n in nodes if n.name in kept or not {*n.users} <= own}
+
+    for name, (kind, key) in program.sources.items():
+        values[name] = jnp.asarray(key) if kind == "constants" else parts[kind][key]
+    called = [n for n in program.graph.nodes if n.op == "call_function" and _key(n) not in _CHECKS]
+    for block, group in itertools.groupby(called, lambda node: _block(node, again)):
+        found = functools.partial(run, [*group])
+        values |= jax.checkpoint(found)() if block else found()
     _refuse("the module", faults)
     new = {target: values[name] for name, target in program.results.items()}
     return values[program.returned], {**buffers, **new}
 
 
+def blocks(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The outermost items of lists of modules, by path: layers, of which each recomputes alone."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, child in module.named_modules():
+        if isinstance(child, torch.nn.ModuleList) and not name.startswith((*found,)):
+            found |= {f"{name}.{i}.".removeprefix("."): item for i, item in enumerate(child)}
+    return {name.removesuffix("."): item for name, item in found.items()}
+
+
+def _modules(node: torch.fx.Node) -> list[str]:
+    """The paths of the modules that an operator belongs to, the outermost first."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return [re.sub(r"^L\['self'\]\.|^module\.?", "", path) for path, *_ in stack]
+
+
+def _block(node: torch.fx.Node, again: frozenset[str]) -> str:
+    return next((path for path in _modules(node) if path in again), "")
+
+
 def _layer(node: torch.fx.Node) -> str:
-    """The path of the module that an operator belongs to."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = stack[-1][0] if stack else ""
-    return re.sub(r"^L\['self'\]\.|^module\.?", "", path) or "loss"
+    return next(reversed(_modules(node)), "") or "loss"
 
 
 def _run(

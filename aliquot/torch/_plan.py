@@ -45,6 +45,7 @@ def training_step(
     *,
     compute_dtype: torch.dtype | None = None,
     cluster: Cluster | None = None,
+    recompute: str = "none",
 ) -> TorchStep:
     """The training step of a module: forward by `torch.export`, backward and update by JAX.
 
@@ -60,17 +61,29 @@ def training_step(
         compute_dtype: parameters and inputs are cast to it in the step, as by FSDP's
             `MixedPrecisionPolicy(param_dtype=...)`; by default they stay as they are.
         cluster: for devices that have a fused attention this is taken.
+        recompute: "block" computes each item of a `ModuleList` again in the backward pass, as
+            `torch.utils.checkpoint` does; "none" nothing.
 
     Raises:
         CaptureError: the module cannot be traced, or has operators without a function in JAX.
-        InputError: the optimizer is not known.
+        InputError: the optimizer is not known, or `recompute` is another name or counts batches of
+            a batch norm twice.
     """
+    if recompute not in ("none", "block"):
+        raise InputError(f"recompute={recompute!r}: modules of PyTorch take block or none.")
+    norms = torch.nn.modules.batchnorm._BatchNorm
+    if recompute == "block" and any(isinstance(m, norms) for m in module.modules()):
+        raise InputError(
+            "recompute='block': a batch norm that is computed again counts each batch twice. Leave"
+            " recompute out."
+        )
     exported = export(
         module,
         inputs,
         loss or (lambda module, batch: module(**batch).loss),
         dtype=compute_dtype,
         device=None if cluster is None else cluster.device,
+        recomputes=recompute == "block",
     )
     update = read_optimizer(optimizer, module)
 
@@ -98,6 +111,7 @@ def plan(
     cluster: Cluster | None = None,
     method: AbstractMethod | None = None,
     compute_dtype: torch.dtype | None = None,
+    recompute: str = "none",
     **options: Any,
 ) -> Plan:
     """Plan how to train a module of PyTorch on a cluster: as one program, without pipelines.
@@ -106,28 +120,31 @@ def plan(
     the backward pass, and which kernels it starts, differs from that. Give the plan to `apply`.
 
     Args:
-        module, optimizer, inputs, loss, compute_dtype: as for `training_step`.
+        module, optimizer, inputs, loss, compute_dtype, recompute: as for `training_step`. What the
+            module itself recomputes by `torch.utils.checkpoint` is not seen: take it out.
         cluster: the devices to plan for; by default those JAX sees.
         method: how to parallelize; by default `WholeProgram()`, the fastest that needs no stages.
-        options: as for `aliquot.plan`. What layers recompute is the module's own matter, as by
-            `torch.utils.checkpoint`: `apply` cannot add it, so `recompute` is "none".
+        options: as for `aliquot.plan`.
 
     Raises:
         CaptureError, InfeasibleError, InputError: as `training_step` and `aliquot.plan` do; or the
-            method makes a pipeline, or `recompute` is another.
+            method makes a pipeline.
     """
-    if options.pop("recompute", "none") not in (None, "none"):
-        raise InputError(
-            "recompute: plans of PyTorch modules recompute only what the module does, because"
-            " aliquot.torch.apply cannot add it. Leave it out."
-        )
     cluster = cluster or Cluster.detect()
     needs_double = any(p.dtype == torch.float64 for p in module.parameters())
     with jax.enable_x64(True) if needs_double else contextlib.nullcontext():
         made = training_step(
-            module, optimizer, inputs, loss, compute_dtype=compute_dtype, cluster=cluster
+            module,
+            optimizer,
+            inputs,
+            loss,
+            compute_dtype=compute_dtype,
+            cluster=cluster,
+            recompute=recompute,
         )
-        narrow = {} if compute_dtype is None else {"compute_dtype": str(compute_dtype)[6:]}
+        said = {"recompute": recompute}
+        if compute_dtype is not None:
+            said["compute_dtype"] = str(compute_dtype)[6:]
         planned = plan_step(
             made.step,
             made.state,
@@ -135,7 +152,7 @@ def plan(
             cluster=cluster,
             method=method or WholeProgram(),
             recompute="none",
-            model=ModelReference(kind="closure", name=type(module).__name__, settings=narrow),
+            model=ModelReference(kind="closure", name=type(module).__name__, settings=said),
             **options,
         )
     if planned.is_pipeline:

@@ -84,7 +84,10 @@ def test_applied_plans_give_the_losses_of_one_process(tmp_path):
     }
     alone, sizes = {}, {}
     for name in training.MODULES:
-        for key, method in methods.items():
+        # Blocks are computed again, by FSDP and with products that are split.
+        recompute = "block" if name == "blocks" else "none"
+        kept = ("zero3", "tp") if name == "blocks" else methods
+        for key, method in ((key, methods[key]) for key in kept):
             module, batch = training.make(name)
             planned = aq.torch.plan(
                 module,
@@ -92,6 +95,7 @@ def test_applied_plans_give_the_losses_of_one_process(tmp_path):
                 cluster=CLUSTER,
                 method=method,
                 num_micro_batches=1,
+                recompute=recompute,
             )
             planned.save(tmp_path / f"{name}.{key}.json")
         alone[name] = training.train(module, batch)
@@ -104,13 +108,17 @@ def test_applied_plans_give_the_losses_of_one_process(tmp_path):
     said = [process.communicate(timeout=500)[0] for process in started]
     assert [process.returncode for process in started] == [0] * training.WORLD
     found = json.loads(said[0])
-    assert len(found) == len(methods) * len(training.MODULES)
+    assert len(found) == 2 * len(methods) + 2
     for key, run in found.items():
         np.testing.assert_allclose(
             run["losses"], alone[key.partition(".")[0]], rtol=0, atol=1e-12, err_msg=key
         )
+    # Blocks run once for the loss, and once more for its gradient.
+    again = {key: run["blocks"] for key, run in found.items() if "blocks" in key}
+    assert again == dict.fromkeys(("blocks.zero3", "blocks.tp"), training.STEPS * 2 * 3)
     # What a process holds is what the plan says: all, a quarter, or half.
-    for name, size in sizes.items():
+    for name in ("language", "images"):
+        size = sizes[name]
         assert found[f"{name}.dp"]["held"] == size
         assert found[f"{name}.zero3"]["held"] < 0.3 * size
         assert 0.45 * size < found[f"{name}.hsdp"]["held"] < 0.55 * size
@@ -156,12 +164,31 @@ def test_what_cannot_be_planned_is_named_with_its_line(what, messages):
     )
 
 
-def test_plans_recompute_only_what_the_module_does():
-    batch = {"x": torch.ones(4, 4)}
-    asked = (Odd(""), "sgd", batch, lambda m, b: m(b["x"]).sum())
-    assert aq.torch.plan(*asked, cluster=CLUSTER).recompute == "none"
-    with pytest.raises(InputError, match="apply cannot add it"):
-        aq.torch.plan(*asked, cluster=CLUSTER, recompute="block")
+def test_blocks_are_computed_again(x64):
+    """The same numbers, and less memory: of a layer only what enters it is kept."""
+    module, batch = training.make("blocks")
+    losses, memory = [], []
+    for recompute in ("none", "block"):
+        asked = (module, "adamw", batch, training.loss)
+        made = aq.torch.training_step(*asked, recompute=recompute)
+        arrays = {key: x.numpy() for key, x in batch.items()}
+        losses.append(float(jax.jit(made.step)(state_of(made, module), arrays)[1]["loss"]))
+        large = {key: x.repeat(64, 16) for key, x in batch.items()}
+        asked = (module, "adamw", large, training.loss)
+        planned = aq.torch.plan(
+            *asked, cluster=CLUSTER, method=aq.DataParallel(), recompute=recompute
+        )
+        assert planned.model.settings["recompute"] == recompute
+        memory.append(planned.prediction.peak_memory_bytes)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-13)
+    assert memory[1] < 0.7 * memory[0]
+
+
+@pytest.mark.parametrize(("name", "asked"), [("images", "block"), ("blocks", "minimal")])
+def test_what_cannot_be_computed_again_is_refused(name, asked):
+    module, batch = training.make(name)
+    with pytest.raises(InputError, match="batch norm|take block or none"):
+        aq.torch.plan(module, "adamw", batch, training.loss, cluster=CLUSTER, recompute=asked)
 
 
 @pytest.mark.parametrize(
