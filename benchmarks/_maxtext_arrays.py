@@ -78,12 +78,12 @@ def main() -> None:
         shapes, _ = jax.tree_util.tree_flatten_with_path(args[0])
         splits = jax.tree.leaves(compiled.input_shardings[0][0])
         found = {}
-        for (path, value), split in zip(shapes, splits, strict=True):
+        for (place, value), split in zip(shapes, splits, strict=True):
             # An axis of one device splits nothing; on TPUs the compiled program has no names.
             named = split.spec if hasattr(split, "spec") else ()
             dims = [(each,) if isinstance(each, str) else each or () for each in named]
             dims = [[axis for axis in axes if mesh.shape[axis] > 1] for axes in dims]
-            found[jax.tree_util.keystr(path)] = {
+            found[jax.tree_util.keystr(place)] = {
                 "shape": list(value.shape),
                 "axes": dims + [[]] * (len(value.shape) - len(dims)),
                 "shard": list(split.shard_shape(value.shape)),

@@ -30,7 +30,7 @@ CASES = [
     (
         "bridge_llama3_70b_fp8.py",
         64,
-        "megatron:dp2,tp4,pp8,vpp5,sp,zero1",
+        "megatron:dp2,tp4,pp8,vpp5,layers2x35.3.2x3.1,sp,zero1",
         1,
         256,
         "none",
