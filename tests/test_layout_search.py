@@ -102,3 +102,23 @@ def test_a_search_without_time_says_what_it_did_not_reach():
     found = aq.read(*ARGUMENTS, **SMALL, seq_len=128, better=True, time_limit_s=1e-6)
     assert found.search.tried == 0
     assert found.search.untried > 20
+
+
+MAXTEXT = ["ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "per_device_batch_size=1"]
+ON_FOUR = {**SMALL, "cluster": aq.Cluster.preset("4xH100")}
+
+
+def test_maxtext_splits_residual_streams_over_tensor_ranks():
+    found = aq.read(*MAXTEXT, **ON_FOUR, framework="maxtext", seq_len=128)
+    assert found.settings.name == "megatron:dp2,tp2,fsdp"
+    assert found.plan.method == "megatron:dp2,tp2,sp,fsdp"
+    assert any("residual streams" in text for text in found.found.assumed)
+
+
+def test_what_the_host_keeps_is_not_called_unfit():
+    limit = {"memory_limit_bytes": 1e6, "seq_len": 128}
+    found = aq.read(*MAXTEXT, "remat_policy=save_qkv_proj", **ON_FOUR, **limit)
+    assert found.fits == "no"
+    found = aq.read(*MAXTEXT, "remat_policy=qkv_proj_offloaded", **ON_FOUR, **limit)
+    assert found.fits == "perhaps"
+    assert "keep a part of this on the host" in found.refusal
