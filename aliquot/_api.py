@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ._captured import captured, remember_captured
 from ._plan_graph import check_kinds
 from ._variants import Variant, plan_variants
 from .cluster import AbstractMeasured, Cluster
@@ -112,8 +113,9 @@ def plan(
         Interrupted: on Ctrl-C, with the best plan so far.
     """
     check_kinds(cluster=cluster, method=method)
-    return plan_variants(
-        (Variant(step=step, args=args, kwargs=kwargs, model=model),),
+    variant = Variant(step=step, args=args, kwargs=kwargs, model=model)
+    made = plan_variants(
+        (variant,),
         cluster=cluster,
         method=method,
         num_micro_batches=num_micro_batches,
@@ -132,6 +134,8 @@ def plan(
         objective=objective,
         progress=progress,
     )
+    remember_captured(made, variant.traced()[0])
+    return made
 
 
 # `parallelize` has an argument of this name.
@@ -151,7 +155,8 @@ def parallelize(
     """Run a step under a plan: `parallelize(step, plan)`, or as a decorator:
     `@parallelize(method=Zero3Parallel())`.
 
-    Returns a `Step` with the step's own signature. Without a plan the step is planned at its first
+    Returns a `Step` with the step's own signature. A step that `aliquot.plan` traced for this plan
+    is not traced again. Without a plan the step is planned at its first
     call, from that call's arguments, for the devices JAX sees; `options` are then those of
     `aliquot.plan`.
 
@@ -180,9 +185,11 @@ def parallelize(
         raise InputError("parallelize takes a plan, or a method to plan with, not both.")
 
     def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
+        if plan is not None:
+            return apply_plan(plan, captured(plan, step, args, kwargs), on_missing_rule)
         started = time.perf_counter()
         graph = capture(step, *args, **kwargs)
-        chosen = plan or plan_variants(
+        chosen = plan_variants(
             (Variant.of_graph(graph, time.perf_counter() - started),),
             cluster=cluster or Cluster.detect(devices),
             method=method,
@@ -224,7 +231,7 @@ def constrain(
     from .runtime import constrain as constrain_step
 
     def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
-        return apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule)
+        return apply_plan(plan, captured(plan, step, args, kwargs), on_missing_rule)
 
     return constrain_step(step, plan, prepare, devices)
 
@@ -250,7 +257,7 @@ def estimate(
     """
     measured = _read_profiles(plan, profiles, profiles_of_any)
     return estimate_planned(
-        apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule, measured)
+        apply_plan(plan, captured(plan, step, args, kwargs), on_missing_rule, measured)
     )
 
 
@@ -299,7 +306,7 @@ def explain(
             " priced without. Give the same database: profiles=..., or --profiles FILE."
         )
     measured = _read_profiles(plan, profiles, profiles_of_any)
-    planned = apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule, measured)
+    planned = apply_plan(plan, captured(plan, step, args, kwargs), on_missing_rule, measured)
     (stage,) = planned.stages
     return [
         Alternative(
@@ -340,5 +347,5 @@ def verify(
     """
     from .verification import verify_plan
 
-    planned = apply_plan(plan, capture(step, *args, **kwargs), on_missing_rule)
+    planned = apply_plan(plan, captured(plan, step, args, kwargs), on_missing_rule)
     return verify_plan(planned, target=target, progress=progress, cache=cache)

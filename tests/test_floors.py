@@ -28,6 +28,7 @@ FLOORS = {
     "_time_limit": 8,
     "_plan_graph": 9,
     "zoo": 9,
+    "_captured": 10,
     "_fit_steps": 10,
     "_variants": 10,
     "_api": 11,

@@ -59,6 +59,7 @@ from ._jax_compat import key_generator as key_generator
 from ._jax_compat import memory_kind as memory_kind
 from ._jax_compat import plain_context as plain_context
 from ._jax_compat import scan_counts as scan_counts
+from ._jax_compat import trace_settings as trace_settings
 from ._jax_compat import widened as widened
 from ._kernels import KERNEL as KERNEL
 from ._kernels import Kernel as Kernel

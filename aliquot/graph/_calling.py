@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from jax.tree_util import (
     DictKey,
@@ -121,8 +122,7 @@ class FlatCall:
         return tuple(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class _Number:
+class _Number(msgspec.Struct, frozen=True):
     """A Python number among the results; it comes back as an array, as from `jax.jit`."""
 
     value: bool | int | float | complex
@@ -179,6 +179,17 @@ class Calling:
         return _flatten(
             self.names, self._values(args, kwargs), self.modules, self.static_numbers, shapes=False
         )
+
+    def is_traced_alike(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """True if JAX would trace another call into what it traced the example call into."""
+        try:
+            values = self._values(args, kwargs)
+        except CaptureError:
+            return False
+        call = _flatten(self.names, values, self.modules, self.static_numbers, shapes=True)
+        same = (call.skeleton(), call.numbers) == (self.call.skeleton(), self.call.numbers)
+        pairs = zip(call.leaves, self.call.leaves, strict=False)
+        return same and all(compat.shape_struct(a) == compat.shape_struct(b) for a, b in pairs)
 
     def differences(self, call: FlatCall) -> tuple[str, ...]:
         """See `FlatCall.differences`, in the order of the arguments."""

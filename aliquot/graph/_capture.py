@@ -9,9 +9,10 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..core import AliquotError, CaptureError
@@ -63,12 +64,16 @@ def capture(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
         )
     _refuse_malformed_arrays(calling)
     try:
-        return _trace_with_numbers(calling, fn, args, kwargs)
+        graph = _trace_with_numbers(calling, fn, args, kwargs)
     except AliquotError:
         raise
     except Exception as error:
         error.add_note(f"aliquot traced {_name(calling)} with {_examples(calling)}.")
         raise
+    # A graph lives in caches, and the arrays of an example are the caller's to free.
+    call = graph.calling.call
+    graph.calling.call = replace(call, leaves=tuple(map(compat.shape_struct, call.leaves)))
+    return graph
 
 
 def _trace_with_numbers(
@@ -264,8 +269,7 @@ def _trace_to_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Traced:
+class _Traced(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of a graph that are read from a jaxpr; `inputs` are the values that it takes."""
 
     values: tuple[Value, ...]

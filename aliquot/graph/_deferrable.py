@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ._dataflow import Item
 from ._first_half import FirstHalf, first_half
@@ -21,8 +22,7 @@ from ._traits import Moves
 from ._types import Call, Graph, Op, Phase, StageId, ValueId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Deferrable:
+class Deferrable(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Backward items that stages can defer to the update, by position.
 
     Attributes:

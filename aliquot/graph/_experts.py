@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -289,8 +290,7 @@ class _Ordered:
         return _Ordered(order, place, expert, starts, sizes, chosen.shape[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
+class _Rows(msgspec.Struct, frozen=True):
     """Rows of tokens, once for each expert that they chose, where products find them.
 
     Attributes:
@@ -369,8 +369,7 @@ class _Rows:
         return found.reshape(-1, self.top, rows.shape[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Products:
+class _Products(msgspec.Struct, frozen=True):
     """The products of an expert's rows with its matrices, for all experts at once.
 
     Attributes:

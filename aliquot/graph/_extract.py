@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import overload
+
+import msgspec
 
 from ._dataflow import FROM_ANOTHER_STAGE, Item, items_of, links_around
 from ._deferrable import Deferrable, deferrable_items
@@ -31,8 +33,7 @@ from ._types import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Extract:
+class Extract(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A part of a graph.
 
     Attributes:

@@ -10,7 +10,9 @@ merging the recomputation with the original.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import msgspec
 
 from . import _jax_compat as compat
 from ._dataflow import ops_inside, plain_item, reads_of
@@ -19,8 +21,7 @@ from ._recompute import items_between, values_to_keep
 from ._types import Block, Call, Graph, Operand, OpId, Phase, Value, ValueId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Halves:
+class Halves(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A call in two halves.
 
     Attributes:

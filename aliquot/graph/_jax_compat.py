@@ -73,6 +73,12 @@ def plain_context() -> contextlib.AbstractContextManager[object]:
         return stack.pop_all()
 
 
+def trace_settings() -> dict[str, Any]:
+    """The settings of JAX, of which some change what a function is traced into."""
+    settings: Any = jax.config
+    return {name: getattr(settings, name, None) for name in settings.values}
+
+
 def trace(fn: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     """The jaxpr of `fn(*leaves)`; leaves are arrays or shapes.
 

@@ -10,7 +10,9 @@ them. Such a step can be cut into micro-batches as any other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import msgspec
 
 from . import _jax_compat as compat
 from ._dataflow import items_of, links_around, ops_inside
@@ -20,8 +22,7 @@ from ._rule import traits_of
 from ._types import Block, Call, Graph, Op, Operand, OpId, Phase, Role, ValueId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnLoop:
+class OwnLoop(msgspec.Struct, frozen=True, kw_only=True):
     """A loop over micro-batches in a step.
 
     Attributes:

@@ -12,8 +12,8 @@ recomputation", 2022); here only for memory, as products are never repeated.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from ._dataflow import Item
@@ -25,8 +25,7 @@ _BYTES_PER_ARRAY = 4096
 _LARGEST = 2**30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Repeated:
+class Repeated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Recomputation in a backward program: the values of the forward program that are kept for it,
     and the items by which it recomputes the others.
     """

@@ -19,6 +19,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+import msgspec
+
 from ..core import FUSED_ATTENTION, recompute_parts, recompute_ways
 from . import _jax_compat as compat
 from ._alike_layers import alike_layers
@@ -89,15 +91,13 @@ def recomputing(
 # -- Where a step repeats layers --------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layer:
+class _Layer(msgspec.Struct, frozen=True, kw_only=True):
     """A layer that is written out: the items of its forward pass."""
 
     forward: tuple[Item, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loop:
+class _Loop(msgspec.Struct, frozen=True, kw_only=True):
     """A scan over layers, and the one that runs their backward pass.
 
     Attributes:
@@ -111,8 +111,7 @@ class _Loop:
     stacks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sites:
+class _Sites(msgspec.Struct, frozen=True, kw_only=True):
     """Layers of a step that can recompute: loops over layers, or layers that are written out.
 
     Attributes:
@@ -379,8 +378,7 @@ def _renamed(operands: Iterable[Operand], names: Mapping[ValueId, ValueId]) -> t
     return tuple([i if isinstance(i, Literal) else names.get(i, i) for i in operands])
 
 
-@dataclass(slots=True)
-class _Region:
+class _Region(msgspec.Struct):
     """A part of the backward pass: what a layer computes again, then operators of the pass, up to
     the last that reads a value of the layer, or to the next region.
     """

@@ -9,14 +9,14 @@ pipeline's backward program does the same for each run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ._dataflow import Item
 from ._types import ValueId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecomputedRun:
+class RecomputedRun(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Forward items that a backward pass recomputes together.
 
     Attributes:

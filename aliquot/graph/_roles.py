@@ -7,15 +7,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import msgspec
 
 from ._rule import traits_of
 from ._traits import Moves
 from ._types import Input, Literal, Op, Operand, Output, Phase, Role, Value, ValueId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class Reach(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about the dataflow of each value: one byte per value for each question.
 
     Attributes:

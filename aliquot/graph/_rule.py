@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
+
 from ._traits import NO_TRAITS, Traits
 
 
@@ -30,8 +32,7 @@ Dims: TypeAlias = tuple[str, ...]
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
+class Scores(msgspec.Struct, frozen=True, kw_only=True):
     """The scores that an operator of fused attention computes, and never writes to memory.
 
     Attributes:
@@ -45,8 +46,7 @@ class Scores:
     is_backward: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ring:
+class Ring(msgspec.Struct, frozen=True, kw_only=True):
     """A factor that may be split although each element of it meets all others: devices that share
     it send some operands round, and compute with one piece after the other.
 
@@ -65,8 +65,7 @@ class Ring:
     balanced: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """A factor that is split along with the rows that belong to it, over the same devices: rows
     travel to the device that holds their part of it, and back.
 
@@ -84,8 +83,7 @@ class Exchange:
     returns: Mapping[int, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inside:
+class Inside(msgspec.Struct, frozen=True, kw_only=True):
     """Arrays that an operator makes and reads itself.
 
     Attributes:

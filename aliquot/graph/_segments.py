@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,8 +45,7 @@ class Run:
     count: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Folding:
+class Folding(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Classes of equal operators and values.
 
     Attributes:
@@ -91,8 +91,7 @@ def fold(graph: Graph, *, repeats: bool = True) -> Folding:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Repeats:
+class Repeats(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Repeated runs of a graph, before the classes of its update are refined.
 
     Attributes:

@@ -7,7 +7,8 @@ branches in it. The body of a loop is the same for every range of layers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ..core import InputError
 from . import _jax_compat as compat
@@ -15,8 +16,7 @@ from ._split_rows import local_rule
 from ._types import Block, Call, Graph, Op, Operand, Phase, Role, ValueId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerScan:
+class LayerScan(msgspec.Struct, frozen=True, kw_only=True):
     """A forward loop over `length` layers: `Graph.ops[start:stop]` are its operators, links
     included.
     """

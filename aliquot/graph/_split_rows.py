@@ -9,15 +9,15 @@ results of the ranges. An operator whose primitive does not declare how it runs 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ._rule import DimRule, Dims, declared_rule, traits_of
 from ._traits import Rewrite, same_parameters
 from ._types import Literal, Op, Value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Local:
+class Local(msgspec.Struct, frozen=True, kw_only=True):
     """How an operator runs on a range of rows.
 
     Attributes:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ._dataflow import Item
 from ._layers import Layers
@@ -21,8 +22,7 @@ SHARED = StageId(-1)
 """In place of a stage: each stage that needs the result computes it for itself."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Staging:
+class Staging(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Stages of a step's items.
 
     Attributes:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import msgspec
 
 Rewrite: TypeAlias = Callable[[Mapping[str, Any], int], dict[str, Any]]
 """(parameters of an operator, number of rows) -> parameters of the same operator on that number of
@@ -39,8 +40,7 @@ class Moves(enum.Enum):
         return self.permutes or self is Moves.CAST
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
+class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a primitive beside its rule.
 
     Each trait permits something. A trait that is missing costs time or memory; one that is wrong

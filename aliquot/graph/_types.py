@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NewType, TypeAlias, final
 
+import msgspec
+
 ValueId = NewType("ValueId", int)
 """Position of an array in `Graph.values`."""
 
@@ -194,8 +196,7 @@ class Output:
     value: Operand
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """Rows `[start, stop)` of an input or output, at `position` in the split graph; all of it if
     `stop` is None.
     """

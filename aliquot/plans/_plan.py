@@ -325,7 +325,14 @@ class CompiledFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     compile_s: float
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, eq=False):
+class Plan(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    eq=False,
+    weakref=True,
+):
     """Everything that was decided about running a step on a cluster.
 
     Attributes:

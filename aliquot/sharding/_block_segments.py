@@ -14,7 +14,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ..core import InputError
 from ..graph import Graph, Layers, cut_between, narrowest_bytes
@@ -30,8 +31,7 @@ _NARROW = 1.5
 _KEPT = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segments:
+class Segments(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A step's forward pass as a sequence of segments.
 
     Attributes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from ..core import InputError, MissingRuleError
 from ..graph import DimRule, Graph, HasShape, Literal, Op, Operand, declared_rule, whole
@@ -73,8 +74,7 @@ def _outvars(op: Op) -> Sequence[Any]:
     return op.eqn.outvars if op.eqn is not None else [None] * len(op.outputs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inferred:
+class Inferred(msgspec.Struct, frozen=True, kw_only=True):
     """A rule that was inferred, in its short form, and for how many operators of a step."""
 
     primitive: str

@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ..graph import Phase, Role
 from ._disjoint_sets import DisjointSets
 
@@ -46,8 +48,7 @@ class Place:
     dim: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """Dims of one operator that are split together by exchanging rows.
 
     Attributes:
@@ -96,8 +97,7 @@ class Exchanges:
         return self.by_class.get(op_class, _NONE)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Reached:
+class _Reached(msgspec.Struct, kw_only=True):
     """How the batch reaches a class of dims.
 
     Attributes:
@@ -109,8 +109,7 @@ class _Reached:
     origin: Place | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Link:
+class _Link(msgspec.Struct, frozen=True, kw_only=True):
     """An operator class and one of its sets of exchanged factors, with the dims of each array that
     hold one of them.
     """

@@ -13,10 +13,10 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,16 +39,14 @@ Places: TypeAlias = frozenset[tuple[int, int]]
 """Dims of arrays: pairs of an array's position among operands (or results) and one of its dims."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Factor:
+class _Factor(msgspec.Struct, frozen=True, kw_only=True):
     """Dims of operands and of results that are split together."""
 
     operands: Places
     results: Places
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trial:
+class _Trial(msgspec.Struct, frozen=True, kw_only=True):
     """A test of one factor at one series of small sizes.
 
     Attributes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from ..graph import NO_VALUE, Exchange, Phase, Ring, traits_of
 from ._ids import NodeId, SlotId
@@ -329,8 +330,7 @@ def _exchanges(naming: NodeIndex, op_class: int) -> list[NodeCollective]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Exchanged:
+class _Exchanged(msgspec.Struct, frozen=True, kw_only=True):
     """An operand or result whose rows are exchanged along a dim."""
 
     value_class: int

@@ -14,6 +14,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,8 +50,7 @@ SplitBy: TypeAlias = tuple[bool, ...]
 """For each factor of a node: whether splitting it divides a quantity."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeCollective:
+class NodeCollective(msgspec.Struct, frozen=True, kw_only=True):
     """A collective that a node pays when an axis splits any of `factors`: the sum of a reduction,
     or a gather of what must be whole. All axes that split one take part in the same collective.
 
@@ -71,8 +71,7 @@ class NodeCollective:
     over_tokens: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Node:
+class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One decision. `copies` is how many equal operators or arrays of the step it stands for.
 
     Of a product, `phase` is that in which it runs, and `multiplies` tells whether it does
@@ -171,8 +170,7 @@ class Port:
     projection: Projection
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Site:
+class Site(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Place at which the runtime pins a split: an operator class, with the ports of its operands
     and results.
 
@@ -191,8 +189,7 @@ class Site:
     on_pieces: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSum:
+class TokenSum(msgspec.Struct, frozen=True, kw_only=True):
     """A class of sums that may wait where an axis splits the sequence; see `sums_that_wait`.
 
     Attributes:
@@ -214,8 +211,7 @@ class TokenSum:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeOperator:
+class WholeOperator(msgspec.Struct, frozen=True, kw_only=True):
     """An operator that every device runs on whole arrays, as no dim of it may be split.
 
     Attributes:

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
+import msgspec
+
 from ..cluster import SumCollective, Target
 from ..graph import Graph, Op, Operand, Phase, ValueId
 from ._nodes import Choice, NodeGraph, Port, Site, project
@@ -25,8 +27,7 @@ TotalConstraints: TypeAlias = tuple[tuple[Spec, tuple[int, ...]], ...]
 """Specs to constrain a running total to, one after the other, each with its minor axes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
     """Sharding constraints on the operators of one class.
 
     Attributes:
@@ -143,8 +144,7 @@ def make_pins(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ResultConstraints:
+class _ResultConstraints(msgspec.Struct, frozen=True, kw_only=True):
     """Constraints on one result of an operator; see `Pin`."""
 
     specs: tuple[Spec, ...]

@@ -11,15 +11,15 @@ import heapq
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ..cluster import SumCollective
 from ._spec import PARTIAL, REPLICATED, Spec
 from ._tilings import Step, is_direct, steps, tiling
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class Move(msgspec.Struct, frozen=True, kw_only=True):
     """One collective among groups of `group` devices along some mesh axes (by position).
 
     `kind` is "all-reduce", "reduce-scatter", "all-gather", "all-to-all" or "collective-permute";

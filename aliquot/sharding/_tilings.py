@@ -24,6 +24,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
+
 from ._spec import Spec, cutting_order
 
 Atom: TypeAlias = tuple[int, int, int]
@@ -32,8 +34,7 @@ Atom: TypeAlias = tuple[int, int, int]
 Atoms: TypeAlias = tuple[Atom, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One collective over groups of `group` devices along `axes`. `tiles` is how many tiles there
     are before it.
     """

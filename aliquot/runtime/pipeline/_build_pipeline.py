@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 from jax.sharding import Mesh, PartitionSpec
 
 from ...graph import Graph, ValueId
@@ -14,8 +14,7 @@ from ._pipeline import Pipeline, assemble_pipeline
 from ._stage_functions import StageContext
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageSetup:
+class StageSetup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The mesh of a stage and the splits on it.
 
     Attributes:

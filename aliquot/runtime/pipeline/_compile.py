@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import msgspec
 
 from ...core import PlanMismatchError
 from ..transport import exchange, watch
@@ -17,8 +18,7 @@ from ._stage_forms import Known, StageForm, array_struct, form_of
 from ._stage_functions import Key, StageFunction
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CompiledStage:
+class CompiledStage(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A compiled function of a stage; `shapes` are those of its results, with their shardings.
 
     Equal functions of stages on the same devices share `compiled`; the first of them has the time

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from ...graph import StageId, ValueId
 from ...plans import Schedule, TaskKind
 from ...sharding import Part
@@ -56,8 +58,7 @@ class Send:
     frees: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Instructions:
+class Instructions(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Instructions of one step.
 
     Attributes:

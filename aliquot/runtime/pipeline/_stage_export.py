@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 from jax.sharding import AbstractMesh, AxisType
 
 from ...cluster import Cluster
@@ -20,8 +20,7 @@ from ._stage_functions import Form, Key
 from ._stage_memory import StageMemory, stage_memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageExport:
+class StageExport(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One program of a stage.
 
     Attributes:

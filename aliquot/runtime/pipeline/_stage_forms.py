@@ -7,11 +7,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...graph import ValueId, memory_kind
@@ -23,8 +23,7 @@ Known: TypeAlias = dict[tuple[int, Key], Any]
 """Shape, dtype and sharding of the functions' results, by stage and key."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageForm:
+class StageForm(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A stage's function before it is compiled.
 
     Attributes:

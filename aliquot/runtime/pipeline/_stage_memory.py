@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ._instructions import Instructions, Run
 from ._stage_functions import Form
@@ -20,8 +21,7 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageMemory:
+class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on each device over a step.
 
     Attributes:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -23,8 +23,7 @@ from ...graph import Graph, Op, OpId, ValueId
 from ...sharding import Pins, sums_that_wait
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
+class Apart(msgspec.Struct, frozen=True, kw_only=True):
     """What is kept apart.
 
     Attributes:
@@ -66,8 +65,7 @@ def kept_apart(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OwnPart:
+class OwnPart(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One part of the sequence, of number `number`, in a replay; `mesh` as for the lowering."""
 
     apart: Apart

@@ -12,11 +12,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from jax.sharding import PartitionSpec
 
 from ...graph import EXPERTS, ROOM, run_experts, run_gradients
@@ -30,8 +30,7 @@ partial: the axes along which to reduce-scatter each dim.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OnPieces:
+class OnPieces(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A function of each device's pieces, and how its operands and results are split."""
 
     run: Callable[..., list[Any]]

@@ -19,11 +19,11 @@ causal transformers", 2023; the balanced chunks are those of Megatron-LM's conte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import msgspec
 
 from ...graph import attention_on_piece
 
@@ -62,8 +62,7 @@ def attention_by_ring(eqn: Any, operands: Sequence[Any], axes: Sequence[str]) ->
     return list(results[: len(eqn.outvars)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Ring:
+class _Ring(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One attention on a ring of `size` devices; `dim` is that of the sequence, but in arrays of
     normalisers, in which it is the last.
     """

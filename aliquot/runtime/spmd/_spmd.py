@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from jax.sharding import Mesh, NamedSharding
 
 from ...graph import Graph, Literal, Role, Value, ValueId, memory_kind
@@ -34,8 +34,7 @@ from ._lowering import AbstractLowering, ConstraintLowering, partition
 from ._totals import Totals
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Program:
+class Program(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A step as one jitted function over flat arrays.
 
     Attributes:

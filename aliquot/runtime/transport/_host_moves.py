@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from jax.sharding import Sharding
 
@@ -26,8 +26,7 @@ from ._channels import Channels
 Block = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(msgspec.Struct, frozen=True):
     """A block of array number `array` that process `source` holds on `device` and process `target`
     wants.
 

@@ -12,7 +12,6 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -57,8 +56,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     proof: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Talk:
+class Talk(msgspec.Struct, frozen=True, kw_only=True):
     """What the proofs of a line cover: its purpose, both words, and who opens it."""
 
     key: bytes

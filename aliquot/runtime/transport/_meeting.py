@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -93,8 +92,7 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     service_port: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Met:
+class Met(msgspec.Struct, frozen=True, kw_only=True):
     """Connections to other processes, and the messages with which they joined: process 0 has those
     of all others, and each of these only that of process 0.
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -28,8 +28,7 @@ from ._arrays import keys_from, stub, words, words_of
 WORTH_CUTTING_BYTES = 65536
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
+class _Cut(msgspec.Struct, frozen=True):
     """Cut of one array along `dim` into `count` pieces of `length`, the last one padded; one piece
     is the whole.
     """
@@ -73,8 +72,7 @@ class _Cut:
         return jnp.moveaxis(x, 0, self.dim)
 
 
-@dataclass(frozen=True, slots=True)
-class _Leg:
+class _Leg(msgspec.Struct, frozen=True):
     """Pieces that go from one device to another, each as (array, number of the piece)."""
 
     source: Any

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
+import msgspec
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ._arrays import is_key, keys_from, struct, stub, words, words_of
@@ -28,8 +28,7 @@ from ._watchdog import watched
 Move = Callable[..., Sequence[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
+class Wire(msgspec.Struct, frozen=True):
     """Shardings with which one array crosses between processes: `source` at the sender, `target` at
     the receiver.
     """

@@ -10,8 +10,9 @@ runs once. The parts of the step are told apart by dataflow alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from ...core import CaptureError
 from ...graph import (
@@ -32,8 +33,7 @@ from ._traces import align, describe, trace_own
 _AGAIN = "Use num_micro_batches=1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Phased:
+class Phased(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A step cut into what runs on each micro-batch and what runs once.
 
     Attributes:
@@ -55,8 +55,7 @@ class Phased:
     handed_on: tuple[tuple[ValueId, ValueId], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OwnParts:
+class OwnParts(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A step beside its trace at the size of a micro-batch: what `plan_micro_batches` needs."""
 
     part: Graph

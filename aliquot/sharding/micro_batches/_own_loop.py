@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import msgspec
 
 from ...core import CaptureError, InputError
 from ...graph import (
@@ -30,8 +32,7 @@ from ._time_specs import TimeKind
 from ._traces import align, trace_of_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WithoutLoop:
+class WithoutLoop(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A step without its own loop over micro-batches.
 
     Attributes:

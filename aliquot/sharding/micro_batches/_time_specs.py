@@ -11,8 +11,9 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 from ...graph import DimRule, Moves, Op, raises, traits_of
 
@@ -43,8 +44,7 @@ class TimeKind(enum.StrEnum):
 REDUCTIONS = frozenset({TimeKind.MAX, TimeKind.MIN, TimeKind.PROD, TimeKind.AND, TimeKind.OR})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeSpec:
+class TimeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A kind and, for `CONCATENATE`, the dim (-1 for all others) and its blocks.
 
     A dim may hold several blocks of examples one after another, each as long as the others, of
@@ -107,8 +107,7 @@ class Action(enum.StrEnum):
 Shape: TypeAlias = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Followed:
+class Followed(msgspec.Struct, frozen=True, kw_only=True):
     """How an operator runs on a part: specs of its results, conversions by operand position, and
     its action.
     """

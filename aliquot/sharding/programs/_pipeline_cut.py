@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import msgspec
+
 from ...graph import SHARED, Call, Graph, StageId, Staging, ValueId, ops_inside
 from ..micro_batches import MicroBatchPlan, plan_micro_batches
 from ._casts import cast_once
@@ -18,8 +20,7 @@ from ._split_stages import Recompute, split_stages
 from ._stage_programs import StagePrograms
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TimeCut:
+class TimeCut(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A step cut over time for a number of data-parallel groups.
 
     Attributes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from ...graph import Graph, StageId, ValueId
 
@@ -22,8 +23,7 @@ class Part(enum.StrEnum):
     UPDATE = "update"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageProgram:
+class StageProgram(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One program of one stage.
 
     Attributes:
@@ -65,8 +65,7 @@ class StageProgram:
         return f"stage {self.stage} {self.part}{number}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StagePrograms:
+class StagePrograms(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """All programs of a pipeline.
 
     Attributes:
