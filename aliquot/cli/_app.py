@@ -17,8 +17,7 @@ from ._bench_alpa import list_suites
 from ._bench_cfp import cfp as bench_cfp
 from ._blocks import analyze, enumerate_, profile
 from ._blocks import search as search_blocks
-from ._blocks import show as show_blocks
-from ._catalog import clusters, models
+from ._catalog import models
 from ._checkpoint import show_checkpoint
 from ._cluster import cluster
 from ._compare import compare
@@ -63,7 +62,6 @@ def _add(group: typer.Typer, name: str, verb: Callable[..., None]) -> None:
 _VERBS = (
     demo,
     models,
-    clusters,
     cluster,
     plan,
     compare,
@@ -96,7 +94,6 @@ _blocks = typer.Typer(
 for _name, _blocks_verb in (
     ("analyze", analyze),
     ("profile", profile),
-    ("show", show_blocks),
     ("search", search_blocks),
     ("enumerate", enumerate_),
 ):

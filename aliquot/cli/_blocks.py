@@ -169,30 +169,6 @@ def profile(
 
 
 @takes_groups
-def show(
-    model: ModelName,
-    database: Database,
-    model_options: ModelOptions,
-    segments: SegmentOptions,
-    devices: Devices = None,
-    as_json: Json = False,
-) -> None:
-    """List time and memory of every combination of options of every distinct segment: those that a
-    database holds, and the cost model's beside them.
-    """
-    with session(as_json) as say:
-        asked = _ask_here(model, devices, model_options, segments)
-        from ..profiling import ProfileDatabase, describe_combinations, priced_combinations
-        from ..report import combinations_text
-
-        combinations = priced_combinations(asked.step)
-        with ProfileDatabase(database, must_exist=True) as known:
-            kinds = describe_combinations(asked.step, combinations, known)
-        say.show(combinations_text(kinds))
-        say.finish({"kinds": kinds})
-
-
-@takes_groups
 def search(
     model: ModelName,
     database: Database,

@@ -1,14 +1,12 @@
-"""`aliquot models` and `aliquot clusters`: what can be named."""
+"""`aliquot models`: the models that can be named."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..core import format_bytes, format_bytes_per_s, format_flops, format_flops_per_s
+from ..core import format_flops
 from ._options import Json
 from ._session import session
-
-_EIGHT = 8
 
 
 def models(as_json: Json = False) -> None:
@@ -47,40 +45,6 @@ def models(as_json: Json = False) -> None:
         say.finish({"models": entries})
 
 
-def clusters(as_json: Json = False) -> None:
-    """List the devices that clusters are named after, with their sizes and usual links."""
-    with session(as_json) as say:
-        from ..cluster import DEVICES
-        from ..report import columns
-
-        entries = [_device(name) for name in DEVICES]
-        rows = [
-            (
-                row["device"],
-                row["example"],
-                format_bytes(row["memory_bytes"]),
-                format_flops_per_s(row["peak_flops_per_s"]),
-                format_bytes_per_s(row["intra_bytes_per_s"]),
-                format_bytes_per_s(row["inter_bytes_per_s"]),
-            )
-            for row in entries
-        ]
-        header = ("device", "such as", "memory", "peak", "in a host", "between hosts")
-        say.show(
-            columns(
-                "Devices; a cluster is HOSTSxDEVICESxNAME",
-                header,
-                rows,
-                right=(2, 3, 4, 5),
-                narrow=True,
-            )
-        )
-        say.show("peak: the fastest dtype for training, dense; links: one way, of each device in")
-        say.show("a host, of a host of 8 between hosts. Sources: aliquot cluster NAME. Others:")
-        say.show("a TOML file, or detect.")
-        say.finish({"devices": entries})
-
-
 def _model(name: str) -> dict[str, Any]:
     from ..zoo import MODELS
 
@@ -102,19 +66,3 @@ def _model(name: str) -> dict[str, Any]:
 def _both_sides(size: int | None, of_decoder: int | None = None) -> str:
     """A size, and that of the decoder if there is one."""
     return "+".join(str(each) for each in (size, of_decoder) if each is not None)
-
-
-def _device(name: str) -> dict[str, Any]:
-    from ..cluster import DEVICES, Cluster
-
-    device, cluster = DEVICES[name], Cluster.preset(f"2x{_EIGHT}x{name}")
-    return {
-        "device": name,
-        "kind": device.kind,
-        "example": "v5e-16" if name == "v5e" else f"2x{_EIGHT}x{name}",
-        "memory_bytes": device.memory_bytes,
-        "peak_flops_per_s": max(device.peak("bfloat16"), device.peak("float16")),
-        "intra_bytes_per_s": cluster.intra.bandwidth_bytes_per_s,
-        "inter_bytes_per_s": cluster.inter.bandwidth_bytes_per_s,
-        "source": device.source,
-    }

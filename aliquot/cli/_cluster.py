@@ -1,4 +1,4 @@
-"""`aliquot cluster`: a cluster description in full."""
+"""`aliquot cluster`: a cluster description in full, or the devices that can be named."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import InputError, format_bytes
+from ..core import InputError, format_bytes, format_bytes_per_s, format_flops_per_s
 from ._options import Json, NetworkGbps, read_cluster, with_network
-from ._session import session
+from ._session import Session, session
+
+_EIGHT = 8
 
 if TYPE_CHECKING:
     from ..cluster import Cluster, ReportedSteps, Target
@@ -19,12 +21,13 @@ if TYPE_CHECKING:
 
 def cluster(
     spec: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            help="A preset such as 8xH100 or 4x8xA100-80GB, a TOML file, detect, or ray.",
+            help="A preset such as 8xH100 or 4x8xA100-80GB, a TOML file, detect, or ray. Without"
+            " one, all devices are listed.",
             show_default=False,
         ),
-    ],
+    ] = None,
     network_gbps: NetworkGbps = None,
     address: Annotated[
         str | None,
@@ -41,8 +44,18 @@ def cluster(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a cluster's devices, its links, and the sources of their figures."""
+    """Show a cluster's devices, its links, and the sources of their figures; or list all devices
+    that clusters are named after.
+    """
     with session(as_json) as say:
+        if spec is None:
+            if (network_gbps, address, num_devices_per_host) != (None, None, None):
+                raise InputError(
+                    "these options describe a cluster, and none is named: type"
+                    " aliquot cluster 8xH100, or aliquot cluster for the list of devices."
+                )
+            _list_devices(say)
+            return
         hosts: RayHosts | None = None
         if spec == "ray":
             from ..launching import cluster_of, find_ray_hosts
@@ -86,6 +99,55 @@ def cluster(
         if hosts is not None:
             answer["ray"] = dataclasses.asdict(hosts)
         say.finish(answer)
+
+
+def _list_devices(say: Session) -> None:
+    """List the devices that clusters are named after, with their sizes and usual links."""
+    from ..cluster import DEVICES
+    from ..report import columns
+
+    entries = [_device(name) for name in DEVICES]
+    rows = [
+        (
+            row["device"],
+            row["example"],
+            format_bytes(row["memory_bytes"]),
+            format_flops_per_s(row["peak_flops_per_s"]),
+            format_bytes_per_s(row["intra_bytes_per_s"]),
+            format_bytes_per_s(row["inter_bytes_per_s"]),
+        )
+        for row in entries
+    ]
+    header = ("device", "such as", "memory", "peak", "in a host", "between hosts")
+    say.show(
+        columns(
+            "Devices; a cluster is HOSTSxDEVICESxNAME",
+            header,
+            rows,
+            right=(2, 3, 4, 5),
+            narrow=True,
+        )
+    )
+    say.show("peak: the fastest dtype for training, dense; links: one way, of each device in")
+    say.show("a host, of a host of 8 between hosts. Sources: aliquot cluster NAME. Others:")
+    say.show("a TOML file, or detect.")
+    say.finish({"devices": entries})
+
+
+def _device(name: str) -> dict[str, Any]:
+    from ..cluster import DEVICES, Cluster
+
+    device, cluster = DEVICES[name], Cluster.preset(f"2x{_EIGHT}x{name}")
+    return {
+        "device": name,
+        "kind": device.kind,
+        "example": "v5e-16" if name == "v5e" else f"2x{_EIGHT}x{name}",
+        "memory_bytes": device.memory_bytes,
+        "peak_flops_per_s": max(device.peak("bfloat16"), device.peak("float16")),
+        "intra_bytes_per_s": cluster.intra.bandwidth_bytes_per_s,
+        "inter_bytes_per_s": cluster.inter.bandwidth_bytes_per_s,
+        "source": device.source,
+    }
 
 
 def _reaches(target: Target) -> str:

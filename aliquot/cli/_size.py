@@ -190,7 +190,7 @@ def _hosts_of(
 
         raise InputError(
             f"--device {device}: there is no such device:"
-            f" {nearest(device, DEVICES, listed_by='aliquot clusters')}"
+            f" {nearest(device, DEVICES, listed_by='aliquot cluster')}"
         ) from None
     priced = [host for host in table if host.device == name]
     if given and not priced:

@@ -322,7 +322,7 @@ def preset(spec: str) -> Cluster:
         raise ClusterError("this is no preset", asked=asked, advice=_FORMS)
     by_folded = {name.casefold(): name for name in DEVICES}
     device = by_folded.get(grid[3].casefold())
-    close = nearest(grid[3], DEVICES, listed_by="aliquot clusters")
+    close = nearest(grid[3], DEVICES, listed_by="aliquot cluster")
     problems = [] if device else [f"there is no device {grid[3]!r}: {close}"]
     hosts, devices = int(grid[1] or 1), int(grid[2] or 1)
     most = _MOST_IN_HOST.get(device or "", MOST_DEVICES)

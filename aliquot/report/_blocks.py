@@ -118,7 +118,7 @@ def composed_text(answer: Mapping[str, Any]) -> RenderableType:
 
 
 def combinations_text(kinds: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """The answer of `aliquot blocks show`: one table for each kind of segment."""
+    """The answer of `aliquot blocks profile`: one table for each kind of segment."""
     return Group(
         *[
             columns(

@@ -120,13 +120,13 @@ def test_search_says_where_nothing_was_measured(tmp_path, monkeypatch):
     assert "none of this step's segments" in said
     assert "0 of the 85 ways to split a segment are measured, the others modelled; 0% of" in said
     here = [*MODEL, "--devices", "4", "--database", tmp_path / "p.sqlite"]
-    before, layer, head = answer_of("show", *here)["kinds"]
+    before, layer, head = answer_of("profile", *here, "--budget-s", "0")["kinds"]
     assert [len(kind["combinations"]) for kind in (before, layer, head)] == [1, 81, 3]
     times = [row["modelled_s"] for row in layer["combinations"]]
     assert times == sorted(times) and layer["count"] == 2
     for row in layer["combinations"]:
         assert row["outcome"] == "not measured" and row["modelled_bytes"] > 0
-    assert "not measured" in run("blocks", "show", *here).stdout
+    assert "not measured" in run("blocks", "profile", *here, "--budget-s", "0").stdout
 
 
 def test_a_plan_that_ran_is_shown_with_three_costs_and_what_it_computes():

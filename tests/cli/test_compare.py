@@ -1,4 +1,4 @@
-"""`aliquot compare`, `models` and `clusters`: answers in one table, and as one JSON object."""
+"""`aliquot compare`, `models` and `cluster`: answers in one table, and as one JSON object."""
 
 import json
 import re
@@ -154,12 +154,13 @@ def test_models_and_clusters_are_listed():
     assert [m["name"] for m in json.loads(run("models", "--json").stdout)["models"]] == list(MODELS)
     text = run("models").stdout
     assert max(map(len, text.splitlines())) <= 80 and "llama-70b" in text
-    devices = json.loads(run("clusters", "--json").stdout)["devices"]
+    devices = json.loads(run("cluster", "--json").stdout)["devices"]
     assert all(
         aq.Cluster.preset(d["example"]).device.memory_bytes == d["memory_bytes"] for d in devices
     )
-    text = run("clusters").stdout
+    text = run("cluster").stdout
     assert "H100" in text and max(map(len, text.splitlines())) <= 80
+    refused(run("cluster", "--network-gbps", "25"), "none is named: type aliquot cluster 8xH100")
 
 
 def test_a_batch_that_the_devices_do_not_divide_is_said_once():
