@@ -126,7 +126,6 @@ def _plan_counts(
     objective: str | None = None,
     **options: Any,
 ) -> Plan:
-    """See `plan`."""
     make = functools.partial(
         plan_captured,
         graph,

@@ -189,7 +189,7 @@ def _factorizations(number: int, count: int) -> list[tuple[int, ...]]:
 
 @lru_cache(maxsize=4096)
 def _link(cluster: Cluster, shape: tuple[int, ...], positions: tuple[int, ...]) -> AxisLink:
-    """See `LogicalMesh.link`; `positions` are those of the axes."""
+    """The link of axes; `positions` are theirs in the mesh."""
     groups = _groups(cluster, shape, positions)
     members_by_host = [
         Counter({host: len(members) for host, members in group.items()}) for group in groups

@@ -192,7 +192,7 @@ class Calling:
         return same and all(compat.shape_struct(a) == compat.shape_struct(b) for a, b in pairs)
 
     def differences(self, call: FlatCall) -> tuple[str, ...]:
-        """See `FlatCall.differences`, in the order of the arguments."""
+        """How the skeleton of another call differs, in the order of the arguments."""
         return self.call.differences(call, self.names)
 
     def _values(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:

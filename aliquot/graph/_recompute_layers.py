@@ -128,7 +128,7 @@ class _Sites(msgspec.Struct, frozen=True, kw_only=True):
 # Cached, because each way to recompute asks for the layers of the same step.
 @functools.lru_cache(maxsize=1)
 def _sites(graph: Graph, places: Places | None) -> _Sites:
-    """See `_Sites`; without layers where a step recomputes already, or takes no gradients.
+    """The sites of layers; none where a step recomputes already, or takes no gradients.
 
     Args:
         places: where layers that are written out begin; None to look for them.

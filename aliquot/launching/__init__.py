@@ -15,7 +15,7 @@ from ._launch import launch as launch
 
 
 def find_ray_hosts(address: str | None = None) -> RayHosts:
-    """See `_ray.find_hosts`; imports Ray."""
+    """The hosts of a Ray cluster. Imports Ray."""
     from ._ray import find_hosts
 
     return find_hosts(address)

@@ -60,7 +60,7 @@ class Host:
         return self._child.pid
 
     def news(self, timeout_s: float) -> tuple[list[tuple[bool, str]], int | None, bool]:
-        """See `Child.news`."""
+        """What has happened since the last call; waits for something to happen, up to a time."""
         assert self._child is not None
         return self._child.news(timeout_s)
 

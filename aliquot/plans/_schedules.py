@@ -102,7 +102,6 @@ class GPipe(AbstractScheduleKind):
     keeps: ClassVar[Keeps] = Keeps.ALL
 
     def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
-        """See `AbstractScheduleKind.tasks`."""
         all_of_them = range(num_micro_batches)
         stages = (
             _tasks_of_kind(stage, TaskKind.FORWARD, all_of_them)
@@ -114,7 +113,7 @@ class GPipe(AbstractScheduleKind):
         )
 
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
-        """See `AbstractScheduleKind.closed_form`: all forward passes stream through, then all
+        """All forward passes stream through, then all
         backward ones.
         """
         passes = [
@@ -130,7 +129,7 @@ class GPipe(AbstractScheduleKind):
     def in_flight(
         self, num_stages: int, num_micro_batches: int, num_submeshes: int
     ) -> Sequence[int]:
-        """See `AbstractScheduleKind.in_flight`: all."""
+        """All micro-batches."""
         return (num_micro_batches,) * num_stages
 
 
@@ -155,7 +154,6 @@ class OneForwardOneBackward(AbstractScheduleKind):
     keeps: ClassVar[Keeps] = Keeps.BEHIND
 
     def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
-        """See `AbstractScheduleKind.tasks`."""
         stages = (
             _one_forward_one_backward(s, num_stages, num_micro_batches, TaskKind.BACKWARD)
             for s in range(num_stages)
@@ -165,7 +163,7 @@ class OneForwardOneBackward(AbstractScheduleKind):
         )
 
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
-        """See `AbstractScheduleKind.closed_form`: after the first micro-batch, the slowest stage
+        """After the first micro-batch, the slowest stage
         sets the pace.
         """
         both = times.forward_s + times.backward_s
@@ -175,7 +173,7 @@ class OneForwardOneBackward(AbstractScheduleKind):
     def in_flight(
         self, num_stages: int, num_micro_batches: int, num_submeshes: int
     ) -> Sequence[int]:
-        """See `AbstractScheduleKind.in_flight`: one for itself and one for each later stage."""
+        """One for itself and one for each later stage."""
         return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
 
 
@@ -250,7 +248,6 @@ class ZeroBubble(AbstractScheduleKind):
     keeps: ClassVar[Keeps] = Keeps.STAGES
 
     def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
-        """See `AbstractScheduleKind.tasks`."""
         stages = []
         for stage in range(num_stages):
             tasks: list[Task] = []
@@ -267,7 +264,6 @@ class ZeroBubble(AbstractScheduleKind):
         )
 
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
-        """See `AbstractScheduleKind.closed_form`."""
         later = num_micro_batches - 1.0
         slowest = Maximum(
             sums=num_micro_batches * (times.forward_s + times.backward_s) - times.exposed_s,
@@ -282,7 +278,7 @@ class ZeroBubble(AbstractScheduleKind):
     def in_flight(
         self, num_stages: int, num_micro_batches: int, num_submeshes: int
     ) -> Sequence[int]:
-        """See `AbstractScheduleKind.in_flight`: as many as the first stage of 1F1B, since weight
+        """As many as the first stage of 1F1B, since weight
         gradients are computed later.
         """
         return (min(num_stages, num_micro_batches),) * num_stages
@@ -316,7 +312,6 @@ class Interleaved(AbstractScheduleKind):
     interleaves: ClassVar[bool] = True
 
     def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
-        """See `AbstractScheduleKind.tasks`."""
         if num_submeshes == num_stages:
             return OneForwardOneBackward().tasks(num_stages, num_micro_batches, num_submeshes)
         chunks = -(-num_stages // num_submeshes)
@@ -346,7 +341,6 @@ class Interleaved(AbstractScheduleKind):
         return tuple(lists)
 
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
-        """See `AbstractScheduleKind.closed_form`."""
         both = times.forward_s + times.backward_s
         slowest = Maximum(sums=both, weight=num_micro_batches * chunks - 1.0, transfers=2, link=1)
         return ClosedForm(
@@ -356,7 +350,7 @@ class Interleaved(AbstractScheduleKind):
     def in_flight(
         self, num_stages: int, num_micro_batches: int, num_submeshes: int
     ) -> Sequence[int]:
-        """See `AbstractScheduleKind.in_flight`: counted without building the task lists, because
+        """Counted without building the task lists, because
         searches call this often.
         """
         return _interleaved_in_flight(num_stages, num_micro_batches, num_submeshes)
@@ -418,7 +412,6 @@ class Inference(AbstractScheduleKind):
     keeps: ClassVar[Keeps] = Keeps.BEHIND
 
     def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
-        """See `AbstractScheduleKind.tasks`."""
         stages = (
             _tasks_of_kind(stage, TaskKind.FORWARD, range(num_micro_batches))
             for stage in range(num_stages)
@@ -428,7 +421,6 @@ class Inference(AbstractScheduleKind):
         )
 
     def closed_form(self, times: StageTimes, num_micro_batches: int, chunks: int = 1) -> ClosedForm:
-        """See `AbstractScheduleKind.closed_form`."""
         slowest = Maximum(sums=times.forward_s, weight=num_micro_batches - 1.0, transfers=1, link=1)
         return ClosedForm(
             sums=times.forward_s, transfers=1, maxima=(slowest, _largest_once(times, chunks))
@@ -437,7 +429,7 @@ class Inference(AbstractScheduleKind):
     def in_flight(
         self, num_stages: int, num_micro_batches: int, num_submeshes: int
     ) -> Sequence[int]:
-        """See `AbstractScheduleKind.in_flight`: only the one that is running."""
+        """Only the one that is running."""
         return (1,) * num_stages
 
 

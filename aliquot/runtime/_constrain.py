@@ -19,7 +19,7 @@ def constrain(
     prepare: Callable[[tuple[Any, ...], dict[str, Any]], PlannedStep],
     devices: Sequence[Any] | None = None,
 ) -> Callable[..., Any]:
-    """See `aliquot.constrain`. `prepare` applies the plan to the step, given its arguments."""
+    """The step with the plan's splits in it; `prepare` applies the plan, given the arguments."""
     if plan.is_pipeline:
         raise InputError(
             f"the plan is a pipeline of {len(plan.stages)} stages, which is no function for"

@@ -79,12 +79,10 @@ class PipelineRunner(AbstractRunner):
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """See `AbstractRunner.meshes`."""
         return tuple(context.mesh for context in self.pipeline.contexts)
 
     @property
     def shardings(self) -> dict[str, NamedSharding]:
-        """See `AbstractRunner.shardings`."""
         return {
             item.path: sharding
             for item, sharding in zip(self._pieces_graph.inputs, self._homes(), strict=True)
@@ -92,11 +90,10 @@ class PipelineRunner(AbstractRunner):
 
     @property
     def interface(self) -> tuple[ArrayInterface, ...]:
-        """See `AbstractRunner.interface`."""
         return interface_of(self.graph)
 
     def input_homes(self) -> list[tuple[NamedSharding, ...]]:
-        """See `AbstractRunner.input_homes`. Of an input in pieces, they are those of the first."""
+        """The shardings of each input; of one in pieces, those of the first piece."""
         homes = [self._places[pieces[0].position].values() for pieces in self._inputs]
         return [tuple(home for _, home in each) or (self._anywhere(),) for each in homes]
 
@@ -110,7 +107,6 @@ class PipelineRunner(AbstractRunner):
         return NamedSharding(self.meshes[0], PartitionSpec())
 
     def compile(self) -> None:
-        """See `AbstractRunner.compile`."""
         if not self._is_agreed:
             assert self._plan is not None
             agree_on_step(self.graph, self._plan)
@@ -126,11 +122,10 @@ class PipelineRunner(AbstractRunner):
     def run(
         self, leaves: Sequence[Any], *, keep: bool, unknown: Sequence[int] | None = None
     ) -> list[Any]:
-        """See `AbstractRunner.run`."""
         return self._run(leaves, lambda given: self.compiled().issuer.run(given), keep=keep)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """See `AbstractRunner.place`. Each input is put on the first stage that holds it, and in
+        """Each input is put on the first stage that holds it, and in
         pieces where its rows lie on several stages.
         """
         homes, placed = self._homes(), []
@@ -143,7 +138,6 @@ class PipelineRunner(AbstractRunner):
         return join_results(placed, self._inputs)
 
     def stats(self) -> Stats:
-        """See `AbstractRunner.stats`."""
         if self._stats is None:
             self.compile()
             self._stats = pipeline_stats(self.compiled())
@@ -162,13 +156,12 @@ class PipelineRunner(AbstractRunner):
         }
 
     def as_text(self) -> str:
-        """See `AbstractRunner.as_text`: each program under its name."""
+        """Each program under its name."""
         self.compile()
         programs = [stage for stage in self.compiled().stages if stage is not None]
         return "\n".join(f"// {p.function.program.name}\n{p.compiled.as_text()}" for p in programs)
 
     def trace(self, leaves: Sequence[Any], title: str) -> Trace:
-        """See `AbstractRunner.trace`."""
         # A first run, which is not timed, compiles and fills caches.
         jax.block_until_ready(self.run(leaves, keep=True))
         spans: list[Span] = []

@@ -74,27 +74,22 @@ class ProgramRunner(AbstractRunner):
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """See `AbstractRunner.meshes`."""
         return (self._mesh,)
 
     @property
     def shardings(self) -> dict[str, NamedSharding]:
-        """See `AbstractRunner.shardings`."""
         return {
             i.path: s for i, s in zip(self.graph.inputs, self.program.in_shardings, strict=True)
         }
 
     @property
     def interface(self) -> tuple[ArrayInterface, ...]:
-        """See `AbstractRunner.interface`."""
         return interface_of(self.graph)
 
     def input_homes(self) -> list[tuple[NamedSharding, ...]]:
-        """See `AbstractRunner.input_homes`."""
         return [(sharding,) for sharding in self.program.in_shardings]
 
     def compile(self) -> None:
-        """See `AbstractRunner.compile`."""
         with self._lock:
             if self._compiled is not None:
                 return
@@ -111,7 +106,6 @@ class ProgramRunner(AbstractRunner):
     def run(
         self, leaves: Sequence[Any], *, keep: bool, unknown: Sequence[int] | None = None
     ) -> list[Any]:
-        """See `AbstractRunner.run`."""
         # Compile before any array is moved, so that all processes have compared their plans by
         # then.
         self.compile()
@@ -141,7 +135,6 @@ class ProgramRunner(AbstractRunner):
         return f"Process {jax.process_index()} had issued step {self._number}."
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """See `AbstractRunner.place`."""
         return [self._placed(position, leaf, keep=False) for position, leaf in enumerate(leaves)]
 
     def _placed(self, position: int, leaf: Any, *, keep: bool) -> jax.Array:
@@ -158,7 +151,6 @@ class ProgramRunner(AbstractRunner):
         return place(leaf, sharding, shape, keep=donated and (keep or moved), path=path)
 
     def stats(self) -> Stats:
-        """See `AbstractRunner.stats`."""
         # Text and analysis of a large program take seconds, so they are made once.
         if self._stats is None:
             self.compile()
@@ -173,7 +165,6 @@ class ProgramRunner(AbstractRunner):
         return self._stats
 
     def as_text(self) -> str:
-        """See `AbstractRunner.as_text`."""
         self.compile()
         text: str = self._compiled.as_text()
         return text
@@ -188,7 +179,7 @@ class ProgramRunner(AbstractRunner):
         return self.program.jitted.lower(*structs)
 
     def trace(self, leaves: Sequence[Any], title: str) -> Trace:
-        """See `AbstractRunner.trace`: one event, from the call to the last result."""
+        """One event, from the call to the last result."""
         # A first run, which is not timed, compiles.
         jax.block_until_ready(self.run(leaves, keep=True))
         start = time.perf_counter()

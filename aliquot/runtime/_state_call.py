@@ -130,7 +130,7 @@ def state_call(
 def misplaced_state(
     fn: Callable[..., Any], inputs: Sequence[ArrayInterface], state: Any
 ) -> list[str]:
-    """See `misplaced_arguments`, for a state whose arrays are not those that the step takes."""
+    """Sentences for a state whose arrays are not those that the step takes."""
     names = state_arguments(fn, inputs)
     parts = state if isinstance(state, tuple) else (state,)
     # Each part for itself, since it is not known which argument it is.

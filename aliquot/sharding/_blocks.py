@@ -111,7 +111,7 @@ class _Finder:
         self.block_of: dict[int, int] = {}
 
     def _derived_from_parameters(self, parameter_nodes: set[int]) -> dict[int, int]:
-        """See `parameters`. Arrays are derived from a parameter alone when they are, for example,
+        """Arrays are derived from a parameter alone when they are, for example,
         its cast to another type that a loop keeps.
         """
         entering: dict[int, list[Edge]] = defaultdict(list)
@@ -146,7 +146,7 @@ class _Finder:
         return same
 
     def _parameters_of_gradients(self, parameter_nodes: set[int]) -> dict[int, int]:
-        """See `parameter_of_gradient`. Edges are followed back from each parameter to the arrays
+        """Edges are followed back from each parameter to the arrays
         that update it.
         """
         onward: dict[int, set[int]] = defaultdict(set)
@@ -394,7 +394,6 @@ class _Finder:
         )
 
     def _handed_over(self, product: int) -> frozenset[int]:
-        """See `ParallelBlock.handed_over`."""
         if product in self.with_parameter:
             return frozenset()
         return frozenset(

@@ -79,7 +79,7 @@ class StagedStep:
 
     @functools.cached_property
     def early_updates(self) -> frozenset[StageId]:
-        """See `find_early_updates`."""
+        """The stages whose update reads nothing of other stages."""
         return find_early_updates(self.part, self.staging)
 
 

@@ -260,17 +260,15 @@ class LayersAlone(AbstractNetwork):
         self._whole = whole
 
     def shapes(self) -> dict[str, Tree]:
-        """See `AbstractNetwork.shapes`."""
         return {"params": {"layers": self._whole.shapes()["params"]["layers"]}}
 
     def init(self, key: jax.Array) -> dict[str, Tree]:
-        """See `AbstractNetwork.init`."""
         return {"params": {"layers": self._whole.init(key)["params"]["layers"]}}
 
     def loss(
         self, params: Tree, state: dict[str, Tree], batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, Tree]]:
-        """See `AbstractNetwork.loss`; of experts that are used unequally nothing is added."""
+        """The loss, to which nothing is added for experts that are used unequally."""
         x, _ = self._whole.apply_layers(params["layers"], batch["inputs"])
         return jnp.mean(jnp.square(x - batch["targets"]).astype(jnp.float32)), {}, {}
 

@@ -93,7 +93,6 @@ class ConstraintLowering(AbstractLowering):
         mapped: Collection[int] = (),
         apart: Apart | None = None,
     ) -> list[Any]:
-        """See `AbstractLowering.replay`."""
         if apart is None:
             return self._replay(graph, arrays, without, mapped, None)
 
@@ -133,7 +132,6 @@ class ConstraintLowering(AbstractLowering):
         leading: int = 0,
         minor: Sequence[int] = (),
     ) -> Any:
-        """See `AbstractLowering.constrain`."""
         # Scalars cannot be split.
         if array.ndim == 0:
             return array
@@ -227,7 +225,6 @@ class _Constrain(ReplayHook):
 
     @contextmanager
     def body(self) -> Iterator[None]:
-        """See `ReplayHook.body`."""
         # Arrays of a loop's body must not be used outside of it.
         outside, self._between = self._between, {}
         try:

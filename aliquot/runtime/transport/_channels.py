@@ -213,7 +213,6 @@ class _Inbox:
         return True
 
     def take(self, num_bytes: int) -> np.ndarray[Any, Any]:
-        """See `Channels.receive`."""
         arrived = self._read.get()
         if isinstance(arrived, BaseException):
             # The error stays for whoever asks next.

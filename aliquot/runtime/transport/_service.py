@@ -23,7 +23,7 @@ _WAIT_S = 24 * 3600
 
 
 def exchange_by(key: bytes, value: Value, kind: type[Value]) -> list[Value]:
-    """See `exchange`."""
+    """The value that each process passes, in order of the processes; under a name."""
     if coordination_client() is None:
         return [value]
     # Numbered, as all processes call it in the same order.

@@ -132,7 +132,7 @@ class Peers:
         return self._channels
 
     def exchange(self, value: Value, kind: type[Value]) -> list[Value]:
-        """See `transport.exchange`."""
+        """The value that each process passes, in order of the processes."""
         # Numbered, as all processes call it in the same order.
         return self.exchange_under(f"exchange {next(self._numbers)}", value, kind, None)
 

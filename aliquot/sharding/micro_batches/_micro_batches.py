@@ -122,7 +122,6 @@ _DECOMPOSES = weakref.WeakKeyDictionary()
 def _exact(
     graph: Graph, num_micro_batches: int, num_groups: int, on_missing_rule: str
 ) -> MicroBatchPlan:
-    """See `plan_micro_batches`."""
     part, eqns, findings = _analysed(graph, num_micro_batches, num_groups, on_missing_rule)
     if findings.violations or findings.conflicts:
         raise _refusal(graph, findings, num_micro_batches, on_missing_rule)
@@ -183,7 +182,6 @@ def _of_chunks(graph: Graph, part: Graph, parts: int, on_missing_rule: str) -> F
 def _independent(
     graph: Graph, num_micro_batches: int, num_groups: int, on_missing_rule: str
 ) -> MicroBatchPlan:
-    """See `plan_micro_batches`."""
     if num_groups != 1:
         raise InputError(
             f"{graph.name} cannot run on independent micro-batches in {num_groups} groups of"
