@@ -145,7 +145,6 @@ class Chain(AbstractChain):
         receiver_devices: ArrayLike,
         crosses_hosts: ArrayLike,
     ) -> Floats:
-        """See `transfer_seconds`."""
         return transfer_seconds(
             num_bytes,
             sender_devices,
@@ -157,7 +156,6 @@ class Chain(AbstractChain):
         )
 
     def least_s(self, option: Any, first: Any, last: Any) -> Floats:
-        """See `AbstractChain.least_s`."""
         tables = PrefixSums.of(self)
         both = tables.forward_s + tables.backward_s
         # Units that the option cannot run count as zero in the sums, so their stretches are set to
@@ -176,7 +174,6 @@ class Chain(AbstractChain):
         limit_bytes: float,
         chunks: int = 1,
     ) -> StageChoice | None:
-        """See `AbstractChain.propose`."""
         tables = PrefixSums.of(self)
         if not tables.runs(option, first, last):
             return None
@@ -189,7 +186,6 @@ class Chain(AbstractChain):
     def quote(
         self, stages: Sequence[StageChoice], in_flight: Sequence[float], chunks: int = 1
     ) -> tuple[StageFigures, ...]:
-        """See `AbstractChain.quote`."""
         tables = PrefixSums.of(self)
         option, first, last, device = _columns(stages)
         kept = np.asarray(in_flight, np.float64)
@@ -215,7 +211,6 @@ class Chain(AbstractChain):
         in_flight: Sequence[float],
         chunks: int = 1,
     ) -> StageColumns:
-        """See `AbstractChain.quote_many`."""
         tables = PrefixSums.of(self)
         peak_bytes = tables.stage_bytes(option, first, last, np.asarray(in_flight), chunks)
         runs = tables.runs(option, first, last)
@@ -226,7 +221,6 @@ class Chain(AbstractChain):
         )
 
     def find_fault(self, stage: StageChoice) -> str | None:
-        """See `AbstractChain.find_fault`."""
         tables, option = PrefixSums.of(self), self.options[stage.option]
         if tables.runs(stage.option, stage.first_unit, stage.last_unit):
             return None

@@ -128,5 +128,4 @@ class Measured(AbstractMeasured):
         return table.correct(points)
 
     def transfer_link(self, crosses_hosts: bool) -> Link | None:
-        """See `AbstractMeasured.transfer_link`."""
         return self.transfers.get(crosses_hosts)

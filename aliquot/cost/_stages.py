@@ -150,7 +150,6 @@ def price_stage(
 
 
 def _sequence_costs(priced: Priced, picks: Ints) -> SequenceCosts:
-    """See `SequenceCosts`."""
     if not priced.target.gathers_leading_dim:
         return SequenceCosts()
     shards, rows, gathered_bytes = 1, 1.0, 0.0

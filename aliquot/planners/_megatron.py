@@ -169,7 +169,6 @@ class Megatron(AbstractMethod):
         return replace(self, data=data)
 
     def decide(self, task: Task) -> Decision:
-        """See `AbstractMethod.decide`."""
         laid_out = self.on(task.cluster)
         if laid_out.pipeline == 1:
             count = task.num_micro_batches or (self.num_micro_batches or 1) * task.own_turns
@@ -180,7 +179,6 @@ class Megatron(AbstractMethod):
         return replace(laid_out._fastest_pipeline(task, rule), notes=notes)
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """See `AbstractMethod.solve`."""
         laid_out = self.on(problem.cluster)
         if laid_out.pipeline > 1:
             raise InputError(
@@ -328,7 +326,6 @@ class _SmallestMicroBatchesFirst(AbstractFamily):
     best: Decision | None = None
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
-        """See `AbstractFamily.open`."""
         last_refusal = search.refusals[-1][1] if search.refusals else None
         # A step may decompose into fewer micro-batches, or into a single one.
         is_open = search.best is None and not isinstance(last_refusal, InfeasibleError | InputError)
@@ -365,7 +362,6 @@ class TensorParallel(AbstractMethod):
             )
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """See `AbstractMethod.solve`."""
         return (
             Megatron(tensor=self.degree)
             .on(problem.cluster)

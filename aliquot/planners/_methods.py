@@ -42,7 +42,6 @@ class DataParallel(AbstractMethod):
     """Split the batch over all devices; all else is replicated, and gradients are all-reduced."""
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """See `AbstractMethod.solve`."""
         return _fixed(problem, progress, "dp", Fixed(zero_stage=0), None)
 
 
@@ -60,7 +59,6 @@ class Zero2Parallel(AbstractMethod):
     shard_within: str | int | None = None
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """See `AbstractMethod.solve`."""
         return _fixed(
             problem, progress, "zero2", Fixed(zero_stage=2, gathers_once=True), self.shard_within
         )
@@ -79,7 +77,6 @@ class Zero3Parallel(AbstractMethod):
     shard_within: str | int | None = None
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """See `AbstractMethod.solve`."""
         # As it is typed.
         within = self.shard_within
         name = "zero3" if within is None else "hsdp" if within == "host" else f"hsdp:{within}"
@@ -150,7 +147,6 @@ class ShardParallel(AbstractMethod):
     mesh_shape: tuple[int, ...] | None = None
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """See `AbstractMethod.solve`."""
         return finished(self.race(problem, progress, faster_than_s=math.inf, pauses=False))
 
     def race(
@@ -205,11 +201,9 @@ class WholeProgram(AbstractMethod):
         return self.searched(search, [*self.programs(task), *on_fewer])
 
     def programs(self, task: Task) -> list[AbstractFamily]:
-        """See `AbstractMethod.programs`."""
         return [self.programs_of(task, simple=functools.partial(simple_plan, task))]
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """See `AbstractMethod.solve`."""
         race = self.race(problem, progress, faster_than_s=self.faster_than_s, pauses=False)
         return finished(race)
 
@@ -251,12 +245,10 @@ class SimplePlan(AbstractMethod):
     """The plan of `simple_plan`, as a method."""
 
     def decide(self, task: Task) -> Decision:
-        """See `AbstractMethod.decide`."""
         found = simple_plan(task)
         return found if found is not None else Zero3Parallel().decide(task)
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        """See `AbstractMethod.solve`."""
         return Zero3Parallel().solve(problem, progress)
 
 

@@ -347,7 +347,6 @@ class _OneMicroBatch(AbstractFamily):
     expected_s: float = 0.0
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
-        """See `AbstractFamily.open`."""
         task, counts, method = self.task, self.counts, self.counts.opened.method
         to_beat_s = search.to_beat_s(task)
         if counts.best is not None:
@@ -386,7 +385,6 @@ class _OtherStages(AbstractFamily):
     expected_s: float = 0.0
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
-        """See `AbstractFamily.open`."""
         around = len(self.known.stages)
         for count in (around + 1, *range(around - 1, 1, -1)):
             fixed = replace(self.method, num_stages=count)

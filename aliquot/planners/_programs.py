@@ -100,7 +100,6 @@ class Programs(AbstractFamily):
         return cls(task=task, method=method, counts=counts, **settings)
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
-        """See `AbstractFamily.open`."""
         to_beat_s = search.to_beat_s(self.task)
         is_known = self.fits_elsewhere or search.best is not None
         only_to_fit = self.num_tried and math.isinf(self.before_s)
@@ -195,7 +194,6 @@ class _PausedProgram(AbstractFamily):
     race: RaceInParts
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
-        """See `AbstractFamily.open`."""
         return self.of.go_on(search, self.race, search.to_beat_s(self.task))
 
 
@@ -265,7 +263,6 @@ class FewerMicroBatches(AbstractFamily):
         )
 
     def open(self, search: Search) -> Iterable[AbstractFamily]:
-        """See `AbstractFamily.open`."""
         task, pipeline, program = self.task, self.pipeline, self.program
         best, most = search.best, pipeline.num_micro_batches
         is_single = len(pipeline.stages) == 1

@@ -273,7 +273,6 @@ class AbstractRule(AbstractIntra):
 
     @property
     def relative_gap(self) -> float:
-        """See `AbstractIntra.relative_gap`."""
         return self.rest.relative_gap
 
     def solve(
@@ -298,19 +297,16 @@ class AbstractRule(AbstractIntra):
         ceiling_s: float = np.inf,
         notes: dict[str, Any] | None = None,
     ) -> AbstractSearch:
-        """See `AbstractIntra.begin`."""
         return self.rest.begin(
             problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s, notes=notes
         )
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> Self:
-        """See `AbstractIntra.coarser`."""
         rest = self.rest.coarser(relative_gap=relative_gap, node_limit=node_limit)
         # Every rule is a dataclass.
         return cast(Self, replace(cast(Any, self), rest=rest))
 
     def required_profiles(self, problem: Problem) -> tuple[str, ...]:
-        """See `AbstractIntra.required_profiles`."""
         return self.rest.required_profiles(problem)
 
 

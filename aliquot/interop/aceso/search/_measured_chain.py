@@ -75,7 +75,6 @@ class MeasuredChain(AbstractChain):
         )
 
     def least_s(self, option: Any, first: Any, last: Any) -> Floats:
-        """See `AbstractChain.least_s`."""
         return np.asarray((self.work_us[option, last] - self.work_us[option, first]) / 1e6)
 
     def propose(
@@ -114,7 +113,6 @@ class MeasuredChain(AbstractChain):
     def quote(
         self, stages: Sequence[StageChoice], in_flight: Sequence[float], chunks: int = 1
     ) -> tuple[StageFigures, ...]:
-        """See `AbstractChain.quote`."""
         return tuple(
             [self._figures(s, kept, chunks) for s, kept in zip(stages, in_flight, strict=True)]
         )
@@ -129,7 +127,6 @@ class MeasuredChain(AbstractChain):
         in_flight: Sequence[float],
         chunks: int = 1,
     ) -> StageColumns:
-        """See `AbstractChain.quote_many`."""
         kept = np.broadcast_to(np.asarray(in_flight), option.shape)
         sizes, rows = np.moveaxis(np.array(self.rows)[option], -1, 0)
         stage_us, memory_mb = np.zeros((2, *option.shape))
@@ -156,7 +153,6 @@ class MeasuredChain(AbstractChain):
         )
 
     def find_fault(self, stage: StageChoice) -> str | None:
-        """See `AbstractChain.find_fault`."""
         if len(stage.unit_options) == stage.last_unit - stage.first_unit:
             return None
         return "does not say of each of its operators whether it is recomputed"

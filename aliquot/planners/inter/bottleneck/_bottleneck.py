@@ -83,17 +83,14 @@ class Bottleneck(AbstractInter):
 
     @property
     def method(self) -> str:
-        """See `AbstractInter.method`."""
         return "bottleneck"
 
     @property
     def searches(self) -> bool:
-        """See `AbstractInter.searches`."""
         return True
 
     @property
     def asked_stages(self) -> int | None:
-        """See `AbstractInter.asked_stages`."""
         return self.num_stages
 
     def check_limits(self, limits: StageLimits) -> None:

@@ -45,17 +45,14 @@ class EqualStages(AbstractInter):
 
     @property
     def of_whole_layers(self) -> bool:
-        """See `AbstractInter.of_whole_layers`."""
         return True
 
     @property
     def method(self) -> str:
-        """See `AbstractInter.method`."""
         return self.name
 
     @property
     def own_way(self) -> str:
-        """See `AbstractInter.own_way`."""
         kind = "given" if self.stage_layers else "equal"
         return f"has {self.num_submeshes * self.chunks} {kind} stages, with {self._schedule}"
 

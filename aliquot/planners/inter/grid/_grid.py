@@ -52,17 +52,14 @@ class Grid(AbstractInter):
 
     @property
     def of_whole_layers(self) -> bool:
-        """See `AbstractInter.of_whole_layers`."""
         return True
 
     @property
     def method(self) -> str:
-        """See `AbstractInter.method`."""
         return "grid"
 
     @property
     def own_way(self) -> str:
-        """See `AbstractInter.own_way`."""
         return f"has a schedule of its own, {GRID_SCHEDULE}"
 
     def check_limits(self, limits: StageLimits) -> None:

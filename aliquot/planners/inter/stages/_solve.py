@@ -114,12 +114,10 @@ class StageDP(AbstractInter):
 
     @property
     def searches(self) -> bool:
-        """See `AbstractInter.searches`."""
         return True
 
     @property
     def asked_stages(self) -> int | None:
-        """See `AbstractInter.asked_stages`."""
         return self.num_stages
 
     def for_one_search(self) -> StageDP:

@@ -33,15 +33,12 @@ class Streaming(AbstractInter):
 
     @property
     def asked_stages(self) -> int | None:
-        """See `AbstractInter.asked_stages`."""
         return self.inter.asked_stages
 
     def for_one_search(self) -> AbstractInter:
-        """See `AbstractInter.for_one_search`."""
         return replace(self, inter=self.inter.for_one_search())
 
     def check_limits(self, limits: StageLimits) -> None:
-        """See `AbstractInter.check_limits`."""
         self.inter.check_limits(limits)
 
     def solve(

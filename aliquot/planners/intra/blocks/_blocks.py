@@ -54,12 +54,10 @@ class Blocks(AbstractRule):
 
     @property
     def name(self) -> str:
-        """See `AbstractIntra.name`."""
         return "blocks"
 
     @property
     def bound_holds_for(self) -> str:
-        """See `AbstractIntra.bound_holds_for`."""
         return "gap_within_blocks"
 
     def solve(
@@ -70,7 +68,6 @@ class Blocks(AbstractRule):
         memory_limit_bytes: float,
         ceiling_s: float = np.inf,
     ) -> IntraSolution | None:
-        """See `AbstractIntra.solve`."""
         search = self.begin(
             problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
         )
@@ -85,7 +82,6 @@ class Blocks(AbstractRule):
         ceiling_s: float = np.inf,
         notes: dict[str, Any] | None = None,
     ) -> AbstractSearch:
-        """See `AbstractIntra.begin`."""
         blocks = block_options(problem, space, factors=self.factors)
         if self.only is not None:
             space, blocks = self._narrowed(space, blocks), ()

@@ -58,11 +58,9 @@ class BlockSearch(AbstractSearch):
 
     @property
     def lower_bound_s(self) -> float:  # type: ignore[override]
-        """See `AbstractSearch.lower_bound_s`."""
         return self._open.lower_bound_s
 
     def start(self) -> float | None:
-        """See `AbstractSearch.start`."""
         return self._open.start()
 
     def bound(self, cutoff_s: float = np.inf) -> float | None:
@@ -113,7 +111,6 @@ class BlockSearch(AbstractSearch):
         return self._best
 
     def least_memory(self) -> Ints:
-        """See `AbstractSearch.least_memory`."""
         return self._open.least_memory()
 
     def _nearest(self, picks: Ints) -> dict[int, tuple[int, ...]]:

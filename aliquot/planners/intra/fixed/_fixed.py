@@ -42,7 +42,6 @@ class Fixed(AbstractRule):
 
     @property
     def name(self) -> str:
-        """See `AbstractIntra.name`."""
         return "fixed"
 
     def sharded(self, problem: Problem) -> frozenset[int]:
@@ -74,7 +73,6 @@ class Fixed(AbstractRule):
         memory_limit_bytes: float,
         ceiling_s: float = np.inf,
     ) -> IntraSolution | None:
-        """See `AbstractIntra.solve`."""
         ruled = self.restrict(problem, space)
         if not all(mask.any() for mask in ruled.allowed):
             return None
@@ -91,7 +89,6 @@ class Fixed(AbstractRule):
         ceiling_s: float = np.inf,
         notes: dict[str, Any] | None = None,
     ) -> AbstractSearch:
-        """See `AbstractIntra.begin`."""
         limits = {"memory_limit_bytes": memory_limit_bytes, "ceiling_s": ceiling_s}
         ruled = self.restrict(problem, space)
         if not all(mask.any() for mask in ruled.allowed):

@@ -65,7 +65,6 @@ class MegatronSplit(AbstractRule):
 
     @property
     def name(self) -> str:
-        """See `AbstractIntra.name`."""
         return "megatron"
 
     @property
@@ -166,11 +165,9 @@ class MegatronSplit(AbstractRule):
 
     @property
     def ways_beside_tensor(self) -> int:
-        """See `AbstractIntra.ways_beside_tensor`."""
         return self.expert * self.context
 
     def stage_axes(self, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-        """See `AbstractIntra.stage_axes`."""
         data, others = shape
         tensor, rest = divmod(others, self.expert * self.context)
         if rest or data % self.replicas:

@@ -39,7 +39,6 @@ class ILP(AbstractIntra):
 
     @property
     def name(self) -> str:
-        """See `AbstractIntra.name`."""
         return "shard"
 
     def solve(
@@ -50,7 +49,6 @@ class ILP(AbstractIntra):
         memory_limit_bytes: float,
         ceiling_s: float = np.inf,
     ) -> IntraSolution | None:
-        """See `AbstractIntra.solve`."""
         search = self.begin(
             problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
         )
@@ -82,7 +80,6 @@ class ILP(AbstractIntra):
         )
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> ILP:
-        """See `AbstractIntra.coarser`."""
         return replace(
             self,
             relative_gap=max(self.relative_gap, relative_gap),

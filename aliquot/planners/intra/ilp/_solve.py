@@ -101,7 +101,6 @@ class Search(AbstractSearch):
         return self.rounded
 
     def incumbent(self) -> IntraSolution | None:
-        """See `AbstractSearch.incumbent`."""
         return incumbent(self)
 
     def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
@@ -109,5 +108,4 @@ class Search(AbstractSearch):
         return improve(self, cutoff_s)
 
     def least_memory(self) -> Ints:
-        """See `AbstractSearch.least_memory`."""
         return least_memory(self)

@@ -28,32 +28,26 @@ class Restricted(AbstractRule):
 
     @property
     def name(self) -> str:
-        """See `AbstractIntra.name`."""
         return self.rest.name
 
     @property
     def gathers_once(self) -> bool:
-        """See `AbstractIntra.gathers_once`."""
         return self.rest.gathers_once
 
     @property
     def ways_beside_tensor(self) -> int:
-        """See `AbstractIntra.ways_beside_tensor`."""
         return self.rest.ways_beside_tensor
 
     @property
     def bound_holds_for(self) -> str:
-        """See `AbstractIntra.bound_holds_for`."""
         scope = self.rest.bound_holds_for
         return f"{scope}, {self.within}" if scope else f"plans with {self.within}"
 
     @property
     def stage_imbalance(self) -> float:
-        """See `AbstractIntra.stage_imbalance`."""
         return self.within.imbalance
 
     def stage_axes(self, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-        """See `AbstractIntra.stage_axes`."""
         return self.rest.stage_axes(shape)
 
     def stage_choices(
