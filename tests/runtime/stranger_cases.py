@@ -94,7 +94,7 @@ def _meet(kind: str, moment: str, count: int, marker: Path) -> tuple[float, str]
             stack.enter_context(strangers([kind], target))
             time.sleep(_SAID_S)
             began = time.monotonic()
-        first = pool.submit(gather_in, listener, Hello.own(0, count, ""), secret, _PATIENCE_S, None)
+        first = pool.submit(gather_in, listener, Hello.own(0, count, ""), secret, _PATIENCE_S, 1)
         others = [pool.submit(join_as, k) for k in range(2, count)]
         if moment == "during":
             time.sleep(_SAID_S)

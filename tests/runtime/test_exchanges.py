@@ -31,12 +31,11 @@ def run_in_all(monkeypatch):
     monkeypatch.setattr(_watchdog, "_delay_aborts", lambda: None)
     monkeypatch.setattr(_watchdog, "end_at_once", ended.append)
     monkeypatch.setattr(_agreement, "watched", lambda: here.peers)
-    for module in (_service, _watchdog):
-        monkeypatch.setattr(module, "coordination_client", None)
+    monkeypatch.setattr(_service, "coordination_client", None)
     listener, secret = listen("127.0.0.1"), new_secret()
     with ThreadPoolExecutor(COUNT) as pool:
         address = listener.getsockname()
-        first = pool.submit(gather_in, listener, Hello.own(0, COUNT, ""), secret, 20, None)
+        first = pool.submit(gather_in, listener, Hello.own(0, COUNT, ""), secret, 20, 1)
         others = [
             pool.submit(join, *address, Hello.own(k, COUNT, ""), secret, 20)
             for k in range(1, COUNT)

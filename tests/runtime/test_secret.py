@@ -2,11 +2,13 @@
 
 import re
 import socket
+from types import SimpleNamespace
 
 import pytest
 
 from aliquot.core import InputError
 from aliquot.runtime import initialize, make_secret
+from aliquot.runtime.pipeline import compile_pipeline
 from aliquot.runtime.transport import _service
 from aliquot.runtime.transport._hosts import _service_address
 from aliquot.runtime.transport._reception import listen
@@ -130,6 +132,12 @@ def test_initialize_says_what_to_set(options, process):
     said = str(refusal.value)
     assert f"meet at {options.get('listen_address', '192.0.2.1')}, which other machines" in said
     assert "ALIQUOT_SECRET_FILE" in said and "make_secret" in said
+
+
+def test_a_pipeline_of_processes_that_jax_alone_has_connected_says_what_to_call():
+    """Between such processes there are no connections of ours."""
+    with pytest.raises(InputError, match=r"aliquot\.runtime\.initialize makes: call it"):
+        compile_pipeline(SimpleNamespace(is_shared=True))
 
 
 def test_only_the_interface_that_was_asked_for_is_listened_at():

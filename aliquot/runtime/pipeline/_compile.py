@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import msgspec
 
-from ...core import PlanMismatchError
-from ..transport import exchange, watch
+from ...core import InputError, PlanMismatchError
+from ..transport import exchange, watched
 from ._issue import Issuer
 from ._pipeline import Pipeline
 from ._stage_forms import Known, StageForm, array_struct, form_of
@@ -52,9 +52,18 @@ def compile_pipeline(pipeline: Pipeline) -> CompiledPipeline:
     """Compile every function of this process's stages. With several processes all must call it.
 
     Raises:
+        InputError: another library has connected the processes.
         PlanMismatchError: the processes do not fit the plan, or do not run the same one.
     """
-    peers = watch() if pipeline.is_shared else None
+    peers = watched() if pipeline.is_shared else None
+    if pipeline.is_shared and peers is None:
+        raise InputError(
+            f"the stages of this pipeline lie in {jax.process_count()} processes, which"
+            " jax.distributed.initialize has connected. Stages send arrays to each other, and"
+            " processes learn when another one ends, through connections that"
+            " aliquot.runtime.initialize makes: call it with the same arguments in its place,"
+            " before any device is used."
+        )
     if pipeline.is_shared or not any(pipeline.local):
         _check_processes(pipeline)
     known: Known = {}

@@ -42,5 +42,4 @@ from ._transfer import plan_broadcast as plan_broadcast
 from ._transfer import plan_move as plan_move
 from ._transfer import processes_of as processes_of
 from ._watchdog import Peers as Peers
-from ._watchdog import watch as watch
 from ._watchdog import watched as watched

@@ -84,12 +84,12 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         hello: process 0's.
         word: random; makes the key of this run from the secret.
-        service_port: of JAX's service; None if that is known.
+        service_port: of JAX's service.
     """
 
     hello: Hello
     word: bytes
-    service_port: int | None
+    service_port: int
 
 
 class Met(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +98,7 @@ class Met(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         key: that only processes of this run know.
-        service_port: of JAX's service, if process 0 told it.
+        service_port: of JAX's service.
         reception: in process 0, where those who come later are turned away.
     """
 
@@ -107,7 +107,7 @@ class Met(msgspec.Struct, frozen=True, kw_only=True):
     lines: Mapping[int, Line]
     hellos: Mapping[int, Hello]
     key: bytes
-    service_port: int | None
+    service_port: int
     reception: Reception[Hello] | None = None
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ def gather_in(
     own_hello: Hello,
     secret: bytes,
     timeout_s: float,
-    service_port: int | None,
+    service_port: int,
 ) -> Met:
     """Accept the connections of all other processes, in process 0, and tell them that they have
     joined. If one of them dies or does not fit, all that have come are told to end, and this

@@ -24,7 +24,6 @@ from typing import NoReturn
 
 import msgspec
 
-from ...graph import coordination_client
 from ._calls import Call, Calls
 from ._channels import Channels
 from ._exchanges import Exchanges, Passes
@@ -32,8 +31,6 @@ from ._line import MOST_VALUE_BYTES, Line, receive_exactly
 from ._meeting import EXIT_CODE, Hello, Met, gather_in, give_up, join
 from ._messages import MessageError, Value, decode, encode
 from ._reception import listen
-from ._secret import require_secret
-from ._service import find_value, leave_value
 
 # A silent machine is given up after 5 + 3 x 3 s.
 _PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
@@ -79,13 +76,6 @@ class Differ(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 _Message = Lives | Leaves | Fails | Lost | Call | Differ | Passes
-
-
-class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where process 0 awaits the others, and the name of their run."""
-
-    run: str
-    port: int
 
 
 class Peers:
@@ -359,36 +349,6 @@ def end_at_once(code: int) -> NoReturn:
 
 # Filled once: JAX connects processes only once in the life of a process.
 _peers: list[Peers] = []
-
-
-def watch(timeout_s: float = 300) -> Peers | None:
-    """The other processes, watched from the first call on; None where `jax.distributed` has
-    connected none.
-
-    Processes that `meet` did not connect find each other through JAX's service.
-
-    Raises:
-        InputError: other machines can reach process 0, and there is no secret.
-    """
-    if not _peers:
-        joined = coordination_client()
-        if joined is None or joined[-1] == 1:
-            return None
-        _, address, process, count = joined
-        host = host_of(address)
-        secret = require_secret(host)
-        if process == 0:
-            listener = listen(host)
-            hello = Hello.own(0, count, os.urandom(16).hex())
-            place = Place(run=hello.run, port=listener.getsockname()[1])
-            leave_value(secret, "watchdog", place)
-            met = gather_in(listener, hello, secret, timeout_s, None)
-        else:
-            place = find_value(secret, "watchdog", Place, time.monotonic() + timeout_s)
-            hello = Hello.own(process, count, place.run)
-            met = join(host, place.port, hello, secret, timeout_s)
-        _peers.append(Peers(met))
-    return _peers[0]
 
 
 def meet(
