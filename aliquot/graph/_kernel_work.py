@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 from numpy.typing import NDArray
 
 from . import _jax_compat as compat
@@ -237,12 +238,7 @@ def _path(body: Any) -> tuple[int, bool]:
     for eqn in body.eqns:
         products += eqn.primitive.name == "dot_general"
         exponentials |= eqn.primitive.name in _EXPONENTIALS
-        inner = [
-            _path(compat.open_body(part)[0])
-            for value in eqn.params.values()
-            for part in (value if isinstance(value, tuple | list) else (value,))
-            if compat.holds_jaxpr(part)
-        ]
+        inner = [_path(part) for part in jaxprs_in_params(eqn.params)]
         products += max((count for count, _ in inner), default=0)
         exponentials |= any(found for _, found in inner)
     return products, exponentials

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jax.extend.core import jaxprs_in_params
+
 from . import _jax_compat as compat
 from ._kernel_work import kernel_arithmetic
 from ._rule import Scores
@@ -247,7 +249,5 @@ def _equations(body: Any) -> Iterator[Any]:
     """The operators of a kernel, also inside its loops and branches."""
     for eqn in body.eqns:
         yield eqn
-        for value in eqn.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                if compat.holds_jaxpr(part):
-                    yield from _equations(compat.open_body(part)[0])
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _equations(inner)

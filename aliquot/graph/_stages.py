@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from ..core import DisjointSets
 from ._dataflow import Item
 from ._layers import Layers
 from ._types import Call, Graph, Phase, Role, StageId, ValueId
@@ -133,7 +134,7 @@ def place_update(
         made_by: for each value that forward and backward items make, its stage, or `SHARED`.
         homes: for each input that forward and backward items read, the first stage that does.
     """
-    groups = _Groups()
+    groups: DisjointSets[int] = DisjointSets()
     # What every stage has, or makes for itself.
     shared = [math.prod(v.shape) <= 1 or k in graph.constants for k, v in enumerate(graph.values)]
     arrays: dict[int, list[int]] = {}
@@ -153,7 +154,7 @@ def place_update(
     nobody = 9, StageId(0)
 
     def vote(value: ValueId, rank: int, stage: StageId) -> None:
-        group = groups.find(value)
+        group = groups.root(value)
         votes[group] = min(votes.get(group, nobody), (rank, stage))
 
     for value, stage in homes.items():
@@ -164,25 +165,5 @@ def place_update(
             vote(value, 2, stage)
     for k in update:
         if arrays[k] and any(not shared[i] for i in items[k].inputs):
-            stages[k] = votes.get(groups.find(arrays[k][0]), nobody)[1]
-    return {value: votes.get(groups.find(value), nobody)[1] for value in kept}
-
-
-class _Groups:
-    """Union-find."""
-
-    def __init__(self) -> None:
-        self._parent: dict[int, int] = {}
-
-    def find(self, x: int) -> int:
-        root = x
-        while (up := self._parent.get(root, root)) != root:
-            root = up
-        while x != root:
-            self._parent[x], x = root, self._parent.get(x, x)
-        return root
-
-    def join(self, a: int, b: int) -> None:
-        a, b = self.find(a), self.find(b)
-        if a != b:
-            self._parent[max(a, b)] = min(a, b)
+            stages[k] = votes.get(groups.root(arrays[k][0]), nobody)[1]
+    return {value: votes.get(groups.root(value), nobody)[1] for value in kept}

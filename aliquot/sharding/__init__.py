@@ -60,6 +60,7 @@ from ._rows import gathered_by_rows as gathered_by_rows
 from ._spec import PARTIAL as PARTIAL
 from ._spec import REPLICATED as REPLICATED
 from ._spec import Spec as Spec
+from ._spec import axes_of as axes_of
 from ._spec import dims_of as dims_of
 from ._spec import divides as divides
 from ._spec import format_spec as format_spec

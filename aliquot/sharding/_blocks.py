@@ -27,9 +27,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from ..core import InputError, nearest
+from ..core import DisjointSets, InputError, nearest
 from ..graph import Graph, Phase, Role
-from ._disjoint_sets import DisjointSets
 from ._nodes import Edge, Node, NodeGraph
 from ._parallel_block import ParallelBlock, is_product
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ..core import DisjointSets
 from ..graph import Phase, Role
-from ._disjoint_sets import DisjointSets
 
 if TYPE_CHECKING:
     from ._cuts import Cuts

@@ -93,3 +93,8 @@ def format_spec(spec: Spec, axis_names: Sequence[str], rank: int) -> str:
     dims = ", ".join("+".join(axes) or "-" for axes in dims_of(spec, axis_names, rank))
     partial = "".join(n for n, p in zip(axis_names, spec, strict=True) if p <= PARTIAL)
     return f"[{dims}]" + (f"+{partial}" if partial else "")
+
+
+def axes_of(dim: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that split a dim, from its entry in a `jax.sharding.PartitionSpec`."""
+    return (dim,) if isinstance(dim, str) else tuple(dim or ())

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from ..cost import PlannedStep
 from ..plans import StagePlan
 from ..runtime import StageExport, build_plan_program
+from ..sharding import axes_of
 
 _FOR_OTHERS = "jax_export_ignore_forward_compatibility"
 _CUSTOM_CALL = re.compile(r'custom_call @"?([\w.$]+)')
@@ -172,8 +173,4 @@ def _struct(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _dims(sharding: NamedSharding) -> Dims:
-    entries: Any = tuple(sharding.spec)
-    return tuple(
-        () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-        for axes in entries
-    )
+    return tuple(map(axes_of, sharding.spec))

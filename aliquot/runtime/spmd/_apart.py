@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...graph import Graph, Op, OpId, ValueId
-from ...sharding import Pins, sums_that_wait
+from ...sharding import Pins, axes_of, sums_that_wait
 
 
 class Apart(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +98,7 @@ class OwnPart(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def _share(self, array: Any, split: PartitionSpec) -> Any | None:
         """The part of an array along the dim that the axis splits; None if it splits none."""
-        dims = [(d,) if isinstance(d, str) else tuple(d or ()) for d in split]
+        dims = [axes_of(dim) for dim in split]
         dim = next((k for k, axes in enumerate(dims) if self.apart.axis in axes), None)
         if dim is None:
             return None

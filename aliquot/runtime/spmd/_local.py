@@ -35,7 +35,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from ...graph import ATTENTION, KERNEL, Dims, attention_on_piece, kernel_on_pieces
-from ...sharding import DimRule
+from ...sharding import DimRule, axes_of
 from ._experts import experts_on_pieces
 from ._ring import attention_by_ring
 
@@ -81,7 +81,7 @@ def on_pieces(
     for dims, spec in zip(rule.operands, given, strict=True):
         for names, axes in zip(dims, spec or (), strict=False):
             if names[0].islower() and names[0] not in rule.reduced:
-                cut.setdefault(names[0], _axes(axes))
+                cut.setdefault(names[0], axes_of(axes))
 
     def spec_of(dims: Dims) -> PartitionSpec:
         return PartitionSpec(*(cut.get(names[0], ()) for names in dims))
@@ -125,8 +125,8 @@ def split_experts(
     """
     experts = experts_on_pieces(
         eqn,
-        [[_axes(dim) for dim in spec or ()] for spec in given],
-        [[_axes(dim) for dim in spec] for spec in wanted],
+        [[axes_of(dim) for dim in spec or ()] for spec in given],
+        [[axes_of(dim) for dim in spec] for spec in wanted],
         _scattered_dims,
         wide_sums=wide_sums,
     )
@@ -146,7 +146,7 @@ def _axes_lacking(dims: Dims, cut: Mapping[str, tuple[str, ...]]) -> tuple[str, 
 def _piece(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
     """The shape of each device's piece."""
     return tuple(
-        n // math.prod(mesh.shape[a] for a in _axes(axes))
+        n // math.prod(mesh.shape[a] for a in axes_of(axes))
         for n, axes in zip(shape, spec, strict=True)
     )
 
@@ -175,7 +175,7 @@ def scattered_product(
         The result in a list; None if reduce-scatters do not lead to the wanted split.
     """
     contracted, batch = eqn.params["dimension_numbers"]
-    left, right = ([_axes(dim) for dim in spec] for spec in operands)
+    left, right = ([axes_of(dim) for dim in spec] for spec in operands)
     summed_axes = [left[d] for d in contracted[0]]
     aligned = summed_axes == [right[d] for d in contracted[1]] and [left[d] for d in batch[0]] == [
         right[d] for d in batch[1]
@@ -192,7 +192,7 @@ def scattered_product(
     result = wanted(shape)
     scattered = _scattered_dims(
         [*(left[d] for d in left_dims), *(right[d] for d in right_dims)],
-        [_axes(dim) for dim in result],
+        [axes_of(dim) for dim in result],
         set(itertools.chain(*summed_axes)),
     )
     if not scattered:
@@ -306,11 +306,6 @@ def joined_by_sums(arrays: Sequence[Any], dim: int) -> Any:
     return total
 
 
-def _axes(dim: Any) -> tuple[str, ...]:
-    """The mesh axes that split a dim."""
-    return (dim,) if isinstance(dim, str) else tuple(dim or ())
-
-
 def _mapped_over_devices(
     run: Callable[..., list[Any]],
     arrays: Sequence[Any],
@@ -334,7 +329,7 @@ def _mapped_over_devices(
         outs: Sequence[PartitionSpec],
         *given: Any,
     ) -> Sequence[Any]:
-        axes = {str(axis) for spec in (*ins, *outs) for dim in spec for axis in _axes(dim)}
+        axes = {str(axis) for spec in (*ins, *outs) for dim in spec for axis in axes_of(dim)}
         axes |= {str(axis) for axis in mesh.axis_names if all_axes}
         if not axes:
             # Along all other axes the partitioner still decides.

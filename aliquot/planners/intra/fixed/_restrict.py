@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ....core import InputError, counted, nearest
 from ....cost import Priced, Problem, enumerate_choices, shards
 from ....graph import Phase, Role, source_line
-from ....sharding import NodeGraph, Spec, project, spec_from_dims
+from ....sharding import NodeGraph, Spec, axes_of, project, spec_from_dims
 
 # Brackets in patterns of paths: what is inside an index, and a range of digits.
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")
@@ -345,7 +345,7 @@ def _pin(
 ) -> list[str]:
     item, port = problem.graph.inputs[k], priced.graph.input_ports[k]
     rank = len(problem.graph.values[item.value].shape)
-    dims = [() if p is None else (p,) if isinstance(p, str) else tuple(p) for p in partition]
+    dims = [axes_of(entry) for entry in partition]
     unknown = [a for axes in dims for a in axes if a not in axis_names]
     if unknown:
         return [f"`{pattern}` names the axis {unknown[0]!r}; the mesh has {', '.join(axis_names)}"]
