@@ -29,8 +29,8 @@ Dtype = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="float32, bf16, fp8 (linear layers multiply in 8 bits, with scales from the last"
-        " step's maxima), float16 or float64; by default bf16, or float16 where that is faster.",
+        help="float32, bf16, fp8 (linear layers multiply in 8 bits, scaled by the last step's"
+        " maxima), float16 or float64; by default bf16, or float16 where that is faster.",
     ),
 ]
 Recompute = Annotated[
