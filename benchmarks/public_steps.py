@@ -258,8 +258,8 @@ def plan_case(case: Case) -> aq.Plan:
         cluster=case.cluster,
         method=method,
         num_micro_batches=case.num_micro_batches,
-        # Stages recompute what the row says, and nothing more.
-        recompute="none" if case.pipeline > 1 else None,
+        # Layers and stages recompute what the row says, and nothing more.
+        recompute="none",
     )
 
 

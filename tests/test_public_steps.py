@@ -103,6 +103,15 @@ def test_what_kernels_do_not_keep_is_computed_again_where_a_step_fits_only_so(be
     assert list(benchmark._ways(full)) == [{}, {"scan": True}]
 
 
+def test_layers_recompute_what_the_row_says_and_nothing_more(benchmark, monkeypatch):
+    """Without a word on it `aliquot.plan` takes the fastest way to recompute."""
+    asked = []
+    monkeypatch.setattr(benchmark.aq, "plan", lambda *step, **options: asked.append(options))
+    for recompute in ("none", "full"):
+        benchmark.plan_case(benchmark.express(row(recompute=recompute)))
+    assert [options["recompute"] for options in asked] == ["none", "none"]
+
+
 def test_devices_without_calibration_have_a_table_of_their_own(benchmark):
     def of(device, step_s):
         where = {"device": device, "devices": 8, "devices_per_host": 8, "network": None}

@@ -181,7 +181,7 @@ def step_time_range_s(plan: Plan) -> tuple[float, float] | None:
     where the step time is one figure.
     """
     found = data_sheet_range() if _is_data_sheet(plan) else None
-    return found and found.of(plan.prediction.step_time_s)
+    return None if found is None else found.of(plan.prediction.step_time_s)
 
 
 def said_of_step_time(plan: Plan) -> str:
