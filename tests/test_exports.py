@@ -66,3 +66,13 @@ def test_planning_imports_nothing_that_runs_plans():
         " 'aliquot.verification', 'scipy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_planning_imports_nothing_that_prints():
+    """Texts, pages and their library are imported when something is printed."""
+    code = (
+        "import sys, aliquot; aliquot.plan; aliquot.parallelize; print(*[name for name in"
+        " sys.modules if name == 'rich' or name.startswith(('aliquot.report', 'aliquot.cli'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

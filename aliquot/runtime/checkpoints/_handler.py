@@ -25,8 +25,8 @@ import tensorstore as ts
 from jax.sharding import SingleDeviceSharding
 from numpy.typing import NDArray
 
-from ..transport import PiecedArray, Rows, keys_from, stub, words_of
-from ._leaves import Block, Leaf, Target, devices_by_block
+from ..transport import Block, PiecedArray, Rows, devices_by_block, keys_from, stub, words_of
+from ._leaves import Leaf, Target
 from ._record import reason
 
 _AT_ONCE = 32

@@ -12,17 +12,13 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from ...graph import key_generator
-from ..transport import PiecedArray, Rows, is_key, words
-
-#: Where a block begins and ends along each dim.
-Block: TypeAlias = tuple[tuple[int, int], ...]
+from ..transport import Block, PiecedArray, Rows, devices_by_block, is_key, words
 
 # A reader takes whole chunks. Those of a large array are small enough for readers that split a dim
 # eight ways, but not so small that there is more to tell of a chunk than there is in it.
@@ -118,23 +114,6 @@ def _blocks(array: Any, turn: int) -> Iterator[tuple[Block, int, Any]]:
     for block, devices in devices_by_block(array.sharding, array.shape, local=False):
         device = devices[turn % len(devices)]
         yield block, device.process_index, data.get(device)
-
-
-@functools.lru_cache(maxsize=4096)
-def devices_by_block(
-    sharding: Sharding, shape: tuple[int, ...], *, local: bool
-) -> tuple[tuple[Block, list[Any]], ...]:
-    """The devices that hold each block of an array; with `local` those of this process alone."""
-    indices = (
-        sharding.addressable_devices_indices_map(shape)
-        if local
-        else sharding.devices_indices_map(shape)
-    )
-    found: dict[Block, list[Any]] = {}
-    for device, index in indices.items():
-        ends = [part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True)]
-        found.setdefault(tuple(ends), []).append(device)
-    return tuple(found.items())
 
 
 def chunk_shape(

@@ -23,6 +23,8 @@ from ._endings import end_in_order as end_in_order
 from ._given import Given as Given
 from ._hosts import initialize as initialize
 from ._hosts import shutdown as shutdown
+from ._own_block import Block as Block
+from ._own_block import devices_by_block as devices_by_block
 from ._own_block import own_block as own_block
 from ._pieces import PiecedArray as PiecedArray
 from ._pieces import Rows as Rows

@@ -21,9 +21,7 @@ from jax.sharding import Sharding
 
 from ._arrays import keys_from, words, words_of
 from ._channels import Channels
-
-#: A block of an array: start and stop along each dim.
-Block = tuple[tuple[int, int], ...]
+from ._own_block import Block, devices_by_block
 
 
 class _Piece(msgspec.Struct, frozen=True):
@@ -120,13 +118,14 @@ def plan_host_move(
 def _pieces(array: int, described: Any, process: int, target: Sharding) -> list[_Piece]:
     """The pieces of an array that a process needs, and their senders."""
     held: dict[Block, dict[int, Any]] = {}
-    for device, block in _blocks(described.sharding, described.shape).items():
-        held.setdefault(block, {}).setdefault(device.process_index, device)
-    goals = {
+    for block, devices in devices_by_block(described.sharding, tuple(described.shape)):
+        for device in devices:
+            held.setdefault(block, {}).setdefault(device.process_index, device)
+    goals = [
         block
-        for device, block in _blocks(target, described.shape).items()
-        if device.process_index == process
-    }
+        for block, devices in devices_by_block(target, tuple(described.shape))
+        if any(device.process_index == process for device in devices)
+    ]
     pieces = []
     for goal in sorted(goals):
         for within in sorted(held):
@@ -152,7 +151,8 @@ def _joiner(
     places = [
         [
             (device, block)
-            for device, block in _blocks(target, described.shape).items()
+            for block, devices in devices_by_block(target, tuple(described.shape))
+            for device in devices
             if device.process_index == process
         ]
         for target, described in zip(targets, plain, strict=True)
@@ -194,16 +194,6 @@ def _filled(goal: Block, parts: Mapping[Block, Any], dtype: Any) -> np.ndarray[A
     for block, data in parts.items():
         filled[_slices(block, goal)] = data
     return filled
-
-
-def _blocks(sharding: Sharding, shape: Sequence[int]) -> dict[Any, Block]:
-    """The block of an array that each device holds."""
-    return {
-        device: tuple(
-            piece.indices(size)[:2] for piece, size in zip(index or (), shape, strict=True)
-        )
-        for device, index in sharding.devices_indices_map(tuple(shape)).items()
-    }
 
 
 def _slices(block: Block, within: Block) -> tuple[slice, ...]:

@@ -1,11 +1,32 @@
-"""What a process needs of an array that all processes know."""
+"""The blocks of an array that devices hold, and what a process needs of it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import Sharding
+
+#: A block of an array: start and stop along each dim.
+Block = tuple[tuple[int, int], ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def devices_by_block(
+    sharding: Sharding, shape: tuple[int, ...], *, local: bool = False
+) -> tuple[tuple[Block, list[Any]], ...]:
+    """The devices that hold each block of an array; with `local` those of this process alone."""
+    indices = (
+        sharding.addressable_devices_indices_map(shape)
+        if local
+        else sharding.devices_indices_map(shape)
+    )
+    found: dict[Block, list[Any]] = {}
+    for device, index in indices.items():
+        ends = [part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True)]
+        found.setdefault(tuple(ends), []).append(device)
+    return tuple(found.items())
 
 
 @functools.lru_cache(maxsize=4096)
