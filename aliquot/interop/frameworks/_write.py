@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -90,7 +91,8 @@ def _layers_of_stages(plan: Plan) -> tuple[int, ...]:
 def _named(plan: Plan) -> dict[str, Any] | None:
     """The degrees of a plan that was asked for by the name of a layout."""
     devices = sum(
-        _size(stage.mesh_shape) for stage in plan.stages[: plan.num_submeshes or len(plan.stages)]
+        math.prod(stage.mesh_shape)
+        for stage in plan.stages[: plan.num_submeshes or len(plan.stages)]
     )
     if plan.method in ("dp", "zero2", "zero3"):
         return {"data": devices, "zero_stage": {"dp": 0, "zero2": 2, "zero3": 3}[plan.method]}
@@ -120,13 +122,6 @@ def _named(plan: Plan) -> dict[str, Any] | None:
         "chunks": method.chunks,
         "zero_stage": method.zero_stage,
     }
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for each in shape:
-        size *= each
-    return size
 
 
 def _searched(plan: Plan, lose: Callable[[str], None]) -> dict[str, Any]:
@@ -257,9 +252,7 @@ def write_settings(
         pairs = _accelerate.write_accelerate(settings, lose)
     else:
         pairs = _accelerate.write_deepspeed(settings, lose)
-    if name == "megatron" and settings.seq_len:
-        pairs.append(("seq_len", settings.seq_len))
-    if name == "bridge" and settings.seq_len:
+    if name in ("megatron", "bridge") and settings.seq_len:
         pairs.append(("seq_len", settings.seq_len))
     named = [(_name(table, word), value) for word, value in pairs if value is not None]
     if rules:
