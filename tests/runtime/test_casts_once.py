@@ -66,7 +66,7 @@ def planned(
         state,
         batch,
         cluster=aq.Cluster.preset(f"{devices}xcpu"),
-        method=METHODS.get(method) or aq.ShardParallel(),
+        method=(METHODS | WHOLE).get(method) or aq.ShardParallel(),
         num_micro_batches=micro_batches,
         memory_limit_bytes=limit,
         micro_batch_semantics=semantics,
@@ -78,6 +78,7 @@ METHODS = {
     "zero3": aq.Zero3Parallel(),
     "pipeline": Megatron(pipeline=2),
 }
+WHOLE = {"program": aq.WholeProgram()}
 
 
 def without(plan):
@@ -184,6 +185,17 @@ def test_a_plan_without_room_for_casts_is_not_beaten_by_itself():
     times = [c["step_time_s"] for c in known.candidates if c["step_time_s"] is not None]
     assert seconds in times and min(times) >= seconds * (1 - 1e-3)
     assert known.gap == pytest.approx(seconds / known.lower_bound_s - 1)
+
+
+def test_no_plan_that_was_tried_is_faster_where_casts_do_not_fit():
+    """A search that takes casts for granted finds a plan that has no memory for them."""
+    split = planned("zero3", width=1024, examples=8192)
+    step = jax.eval_shape(lambda: arrays(1024, 8192))
+    limit = aq.estimate(without(split), train_step, *step).peak_memory_bytes
+    tight = planned("program", width=1024, examples=8192, limit=limit)
+    assert not tight.stages[0].casts_once
+    times = [c["step_time_s"] for c in tight.provenance.candidates if c["step_time_s"] is not None]
+    assert tight.prediction.step_time_s == min(times)
 
 
 def test_nothing_is_kept_without_micro_batches_or_for_independent_ones():
