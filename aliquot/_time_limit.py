@@ -140,14 +140,14 @@ def _alarm(limit: TimeLimit) -> Iterator[None]:
 
 def _must_end(frame: FrameType | None) -> bool:
     """True within code that must not be interrupted: C++ modules crash if their import is, and
-    Python prints and drops what is raised while an object is deleted.
+    Python prints and drops what is raised while an object is deleted, or JAX collects garbage.
     """
     while frame is not None:
         code = frame.f_code
         if (
             code.co_filename.startswith(_IMPORTS)
             or code.co_filename == weakref.__file__
-            or code.co_name == "__del__"
+            or code.co_name in ("__del__", "_xla_gc_callback")
         ):
             return True
         frame = frame.f_back

@@ -1,6 +1,7 @@
 """A time limit of a search."""
 
 import dataclasses
+import gc
 import threading
 import time
 import weakref
@@ -140,6 +141,24 @@ def test_a_search_that_found_nothing_by_then_falls_back_on_a_fixed_method(
     simple = aq.plan(*STEP, **asked, method=aq.Zero3Parallel())
     assert plan.prediction == simple.prediction and plan.method == "zero3"
     assert plan.provenance.status == "time limit reached"
+
+
+def test_a_limit_that_is_reached_while_jax_collects_garbage_is_not_lost():
+    until_s = time.perf_counter() + 0.1
+
+    def _xla_gc_callback(phase, info):
+        while phase == "stop" and time.perf_counter() < until_s + 0.1:
+            pass
+
+    gc.callbacks.append(_xla_gc_callback)
+    try:
+        limit = _time_limit.TimeLimit(seconds=0.1, until_s=until_s)
+        with pytest.raises(KeyboardInterrupt), _time_limit._alarm(limit):
+            gc.collect()
+            assert time.perf_counter() > until_s
+            time.sleep(2)
+    finally:
+        gc.callbacks.remove(_xla_gc_callback)
 
 
 @pytest.mark.parametrize("deletes_slowly", ["method", "callback"])

@@ -88,6 +88,7 @@ from ._stage_text import submesh_name as submesh_name
 from ._stage_text import submesh_names as submesh_names
 from ._streaming import has_gradients as has_gradients
 from ._streaming import time_between_calls_s as time_between_calls_s
+from ._summary import DATA_SHEET_ALONE as DATA_SHEET_ALONE
 from ._summary import RECOMPUTED_BY_STAGE as RECOMPUTED_BY_STAGE
 from ._summary import UNKNOWN_ERROR as UNKNOWN_ERROR
 from ._summary import chosen_candidate as chosen_candidate

@@ -12,7 +12,6 @@ from ..core import counted, format_bytes
 from ._axis_roles import AxisRole, roles_of_axes, uses_together
 from ._plan import Plan, StagePlan
 from ._summary import (
-    DATA_SHEET_ALONE,
     recomputation,
     said_error,
     said_of_step_time,
@@ -171,9 +170,7 @@ def _figures(plan: Plan) -> Iterator[str]:
     if share is not None:
         shares = [share * p.step_time_s / each for each in reversed(ends or (p.step_time_s,))]
         yield f"MFU {' to '.join(f'{s:.0%}' if share >= 0.1 else f'{s:.1%}' for s in shares)}"
-    if ends:
-        yield DATA_SHEET_ALONE
-    elif plan.provenance.profiles:
+    if plan.provenance.profiles:
         yield f"mean error of the measurements {p.measured_error:.0%}"
     else:
         yield said_error(plan)

@@ -164,8 +164,11 @@ def expected_error(plan: Plan) -> tuple[ReportedSteps, ...]:
 
 def said_error(plan: Plan) -> str:
     """How far predictions are off in the median, in a few words. Steps on other devices are named,
-    where the plan's devices have none of its kind.
+    where the plan's devices have none of its kind. Plans for devices that are known by their data
+    sheet alone have a range of step times instead: see `step_time_range_s`.
     """
+    if step_time_range_s(plan):
+        return DATA_SHEET_ALONE
     of_jax = [steps for steps in expected_error(plan) if steps.is_jax]
     if not of_jax:
         return UNKNOWN_ERROR

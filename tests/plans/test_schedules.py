@@ -194,7 +194,10 @@ def test_bubble_of_interleaved(submeshes, chunks, micro_batches):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1f1", 2, 2), "there is no schedule '1f1': did you mean '1f1b' or '1f1b-overlap-friendly'?"),
+        (
+            ("1f1", 2, 2),
+            "there is no schedule '1f1': did you mean '1f1b' or",
+        ),
         (("gpipe", 0, 4), "it has 0 stages, and needs at least 1"),
         (("gpipe", 2, 0), "it has 0 micro-batches, and needs at least 1"),
         (("gpipe", 2, 2, 0), "it has 0 submeshes, and needs at least 1"),

@@ -6,7 +6,14 @@ import pytest
 from sample_plans import sample_plan
 
 from aliquot.cluster import DEVICES, Cluster, reported_steps, same_chip
-from aliquot.plans import UNKNOWN_ERROR, expected_error, said_error, spoken
+from aliquot.plans import (
+    DATA_SHEET_ALONE,
+    UNKNOWN_ERROR,
+    expected_error,
+    said_error,
+    spoken,
+    step_time_range_s,
+)
 from aliquot.report import (
     Candidate,
     ClusterOption,
@@ -37,7 +44,11 @@ def test_an_error_is_of_the_device_or_named_or_unknown(device):
         as_text(comparison_table(comparison), width=160),
         str(sizing),
     ]
-    if not of_jax:
+    if step_time_range_s(plan):
+        # A range of step times, and where it comes from, in place of an error.
+        assert said == DATA_SHEET_ALONE
+        assert said in texts[0] and all("data sheet" in text for text in texts[1:])
+    elif not of_jax:
         assert said == UNKNOWN_ERROR
         # Steps of other frameworks are told with their reasons, and are no error of ours.
         told = bool(expected_error(plan))
