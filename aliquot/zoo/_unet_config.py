@@ -72,7 +72,7 @@ class UNetConfig(AbstractConfig):
         InputError: some sizes are out of range; every such fault is listed.
     """
 
-    examples: ClassVar[str] = "noisy images"
+    examples: ClassVar[str] = "latents"
     loops: ClassVar[bool] = False
     usual_dtype: ClassVar[str | None] = "float32"
 

@@ -257,7 +257,7 @@ def test_text_is_not_given_to_models_of_images():
         InputError, match=r"wide-resnet-250m reads images.*\(images, labels\).*aliquot\.parallelize"
     ):
         text_for(tiny("wide-resnet-250m"), TEXT)
-    with pytest.raises(InputError, match=r"noisy images.* text\. Train it .*\(images, times, con"):
+    with pytest.raises(InputError, match=r"latents.* text\. Train it .*\(images, times, con"):
         text_for(tiny("unet-470m"), TEXT)
     with pytest.raises(InputError, match=r"knows 40 tokens.*--set vocab_size=256"):
         text_for(tiny("moe-380m"), TEXT)
