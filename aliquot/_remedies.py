@@ -281,6 +281,6 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
         for each in vain
     ]
     unknown = [each.change for each in remedies if not each.is_known]
-    lines += ["Not tried for lack of time, but may fit:"] if unknown else []
+    lines += ["Not tried to the end for lack of time, and may fit:"] if unknown else []
     lines += [f"  {change}" for change in unknown]
     return "\n".join(lines)

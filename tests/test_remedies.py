@@ -133,7 +133,7 @@ def test_a_change_that_is_not_planned_within_the_time_is_said_to_be_unknown(tigh
     )
     assert remedy.plan is None and not remedy.is_known and remedy.to_dict()["fits"] is None
     assert remedies_text([remedy]) == (
-        f"Not tried for lack of time, but may fit:\n  {remedy.change}"
+        f"Not tried to the end for lack of time, and may fit:\n  {remedy.change}"
     )
 
 

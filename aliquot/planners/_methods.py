@@ -509,13 +509,11 @@ def _fixed_entries(
             data_axes=data_axes,
             gathers_once=way.gathers_once,
         )
-        sums_each = problem.num_micro_batches > 1 and not data_axes
         label = name
-        if sums_each:
-            label = (
-                f"{name}, gradients {'split' if intra.zero_stage >= 2 else 'summed'} in each"
-                " micro-batch"
-            )
+        if problem.num_micro_batches > 1:
+            how = "split" if intra.zero_stage >= 2 else "summed"
+            when = "after the last" if data_axes else "in each"
+            label = f"{name}, gradients {how} {when} micro-batch"
         space = way.restrict(
             problem, Space(name=label, priced=priced, allowed=fixed.everything(priced))
         )

@@ -13,6 +13,7 @@ from ._stage_text import idle_parts, meshes
 from ._streaming import has_gradients, time_between_calls_s
 from ._summary import (
     chosen_candidate,
+    layers_recompute,
     name_on_mesh,
     said_of_step_time,
     step_time_range_s,
@@ -127,7 +128,7 @@ def origin_rows(plan: Plan) -> list[tuple[str, str]]:
     """The planner, and how to build the step again."""
     return [
         ("planner", f"{plan.provenance.planner}; aliquot {plan.provenance.version}"),
-        ("to rebuild the step", rebuild(plan)),
+        ("to rebuild the step", f"{rebuild(plan)}{_recomputed_by_plan(plan)}"),
     ]
 
 
@@ -279,6 +280,13 @@ def micro_batches(plan: Plan) -> str:
     ]
     semantics = _SEMANTICS.get(plan.micro_batch_semantics, plan.micro_batch_semantics)
     return "; ".join([f"{plan.num_micro_batches}, {semantics}", *rules])
+
+
+def _recomputed_by_plan(plan: Plan) -> str:
+    """A remark where the step, as it is built, recomputes less than the plan says."""
+    how = layers_recompute(plan)
+    built = plan.model.settings.get("recompute", how)
+    return "" if built == how else f"; the plan adds the recomputation ({how})"
 
 
 def rebuild(plan: Plan) -> str:

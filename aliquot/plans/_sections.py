@@ -125,6 +125,9 @@ def _told(plan: Plan, candidate: dict[str, Any], is_chosen: bool) -> dict[str, A
         return {**candidate, "outcome": "chosen"}
     if step_s and candidate.get("outcome") == "slower" and is_as_fast(plan, step_s):
         return {**candidate, "outcome": "as fast as the chosen"}
+    chosen_s = plan.prediction.step_time_s
+    if step_s and candidate.get("outcome") == "slower" and _seconds(step_s) == _seconds(chosen_s):
+        return {**candidate, "outcome": f"slower by {step_s / chosen_s - 1:.2%}"}
     if candidate.get("name") == "--recompute block" and candidate.get("outcome") == "slower":
         return {**candidate, "outcome": "slower: runs each block's forward pass twice"}
     return candidate

@@ -387,7 +387,8 @@ def format_cost(cost: float | None) -> str:
 def layout(plan: Plan) -> str:
     """Its mesh, or its number of stages, and its micro-batches."""
     mesh = "x".join(map(str, plan.stages[0].mesh_shape)) if plan.stages else ""
-    batches = f", {plan.num_micro_batches} mb" if plan.num_micro_batches > 1 else ""
+    count = plan.num_micro_batches
+    batches = f", {count} micro-batches" if count > 1 else ""
     return f"{len(plan.stages)} stages{batches}" if is_pipeline(plan) else f"{mesh}{batches}"
 
 

@@ -273,12 +273,14 @@ def test_what_was_chosen_is_marked_among_what_was_tried():
         {"name": "zero3", "mesh": "4x2", "step_time_s": 0.011002, "outcome": "slower"},
         {"name": "shard", "mesh": "4x2", "step_time_s": 0.011, "outcome": "slower"},
         {"name": "zero2", "mesh": "8", "step_time_s": 0.02, "outcome": "slower"},
+        {"name": "blocks", "mesh": "8", "step_time_s": 0.01104, "outcome": "slower"},
     )
     text = str(sample_plan(provenance=replace(PROVENANCE, candidates=tried)))
     rows = [line.split("  ") for line in text.splitlines() if " ms  " in line]
     outcomes = {row[1]: row[-1] for row in rows}
     assert outcomes["shard"] == "chosen" and outcomes["zero2"] == "slower"
-    # Times that read alike are not called slower.
+    # Times that read alike are not called slower, or by how much.
+    assert outcomes["blocks"] == "slower by 0.36%"
     assert outcomes["dp"] == outcomes["zero3"] == "as fast as the chosen"
 
 
