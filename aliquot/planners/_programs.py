@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Chain, Problem
 from ._base import Decision, Interrupted, Progress, Task, TooSlowError
-from ._counts import program_counts
+from ._counts import batch_size, program_counts
 from ._quick_bounds import cannot_fit, is_too_large
 from ._race import RaceInParts, finished
 from ._search import AbstractFamily, Search
@@ -165,7 +165,7 @@ class Programs(AbstractFamily):
             return following
         enough = count + 1 if self.in_order else 2 * count
         expected_s, is_simple = search.to_beat_s(self.task), False
-        if not fits and not self.is_simple and self.simple and (known := self.simple()):
+        if not fits and not self.is_simple and (known := self._simple_plan()):
             # In fewer micro-batches no simple plan fits.
             enough, expected_s, is_simple = known.num_micro_batches, known.step_time_s, True
         more = [n for n in others if n >= enough]
@@ -174,6 +174,16 @@ class Programs(AbstractFamily):
             tried = replace(tried, counts=more, passed=passed, is_simple=is_simple)
             following.append(replace(tried, expected_s=expected_s))
         return following
+
+    def _simple_plan(self) -> Decision | None:
+        """The simple plan, if each device has a row of its micro-batches: one whose devices share
+        rows says little of programs with fewer and larger ones.
+        """
+        known = self.simple() if self.simple else None
+        if known is None:
+            return None
+        rows = batch_size(self.task.graph) // known.num_micro_batches
+        return known if rows >= self.task.cluster.num_devices else None
 
     def _without_multiples(self, search: Search) -> Iterable[AbstractFamily]:
         """The programs with other micro-batches, once the step cannot be cut into the first number:

@@ -1,7 +1,7 @@
 """One program with fewer micro-batches: which numbers are tried, and what comes of it."""
 
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -299,7 +299,8 @@ def task_of_any_count(monkeypatch):
         problem=problem_with,
         progress=None,
         combine=lambda count: {},
-        cluster=types.SimpleNamespace(num_hosts=1),
+        cluster=types.SimpleNamespace(num_hosts=1, num_devices=2),
+        graph=None,
     )
 
 
@@ -338,7 +339,9 @@ def test_a_number_that_does_not_cut_the_step_leaves_out_its_multiples_alone(monk
 
 
 def test_where_the_whole_batch_does_not_fit_the_next_number_is_that_of_the_simple_plan(monkeypatch):
-    """Even where another plan is known, since the simple one may be faster."""
+    """Even where another plan is known, since the simple one may be faster. One whose devices share
+    rows is no reason to pass over fewer micro-batches.
+    """
     task, method = task_of_any_count(monkeypatch), Racing(seconds={8: 3.0}, tried=[])
     simple = decision_of(4.0, 8)
     programs = Programs(
@@ -348,5 +351,10 @@ def test_where_the_whole_batch_does_not_fit_the_next_number_is_that_of_the_simpl
         simple=lambda: simple,
         fits_elsewhere=True,
     )
+    monkeypatch.setattr(_programs, "batch_size", lambda graph: 16)
     best = Search(task=task).run([programs], "auto")
     assert method.tried == [1, 8, 16] and best.num_micro_batches == 8
+    monkeypatch.setattr(_programs, "batch_size", lambda graph: 8)
+    method.tried.clear()
+    Search(task=task).run([replace(programs, fits_elsewhere=False)], "auto")
+    assert method.tried[:4] == [1, 2, 4, 8]
