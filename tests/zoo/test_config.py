@@ -69,6 +69,11 @@ PUBLISHED = {
     "wide-resnet-4b": 4e9,
     "wide-resnet-6.8b": 6.8e9,
     "wide-resnet-13b": 13e9,
+    "unet-470m": 0.47e9,
+    "unet-1b": 1.06e9,
+    "unet-1.2b": 1.21e9,
+    "unet-1.8b": 1.88e9,
+    "unet-2b": 2.08e9,
 }
 
 
@@ -97,7 +102,7 @@ def test_parameter_count(name):
     }
     tolerance = special.get(name, 0.001 if name.startswith(("llama", "qwen")) else 0.025)
     # As a scan where that can be: a trace of a hundred layers takes a second.
-    workload = build(name, 1, scan=not name.startswith("wide-resnet"))
+    workload = build(name, 1, scan=not name.startswith(("wide-resnet", "unet")))
     assert workload.num_parameters == pytest.approx(PUBLISHED[name], rel=tolerance)
 
 
