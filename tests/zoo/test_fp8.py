@@ -154,7 +154,7 @@ def test_devices_without_8_bit_floats_are_refused(device):
 
 
 def test_convolutions_have_no_8_bit_form():
-    with pytest.raises(InputError, match="for linear layers, and Wide-ResNet has convolutions"):
+    with pytest.raises(InputError, match="for linear layers, and wide-resnet has convolutions"):
         build("wide-resnet-250m", 32, dtype="fp8")
 
 
