@@ -276,6 +276,10 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
     if not task.holds_state:
         return None
     every = [asked] if asked is not None else program_counts(task.graph, cluster.num_devices)
+    batch = batch_size(task.graph)
+    if asked is None and batch >= cluster.num_devices:
+        # Devices share rows only where the batch has too few, and all have equally many.
+        every = [n for n in every if batch // n % cluster.num_devices == 0]
     counts = [n for n in every if n >= fewest]
     refused = list[int]()
     best: Decision | None = None
@@ -290,7 +294,7 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
             refused.append(count)
             continue
         if not cannot_fit(problem):
-            for method in _simple_methods(cluster, batch_size(task.graph) // count):
+            for method in _simple_methods(cluster, batch // count):
                 with contextlib.suppress(InfeasibleError, InputError):
                     best = faster(best, method.solve(problem, task.progress))
         if best is not None:
