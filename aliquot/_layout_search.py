@@ -100,8 +100,7 @@ class Judge:
             InputError: the planner has no such layout for the model.
         """
         count = settings.num_micro_batches or 1
-        if self.table.framework == "maxtext" and settings.tensor > 1:
-            # It splits residual streams over these ranks, too.
+        if self.table.tensor_splits_sequence and settings.tensor > 1:
             settings = replace(settings, sequence=True)
         how = settings.name
         pipeline = PipelineOptions(micro_batches=count) if settings.pipeline > 1 else None

@@ -103,7 +103,7 @@ def _row(row: dict[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
     if name in MAXTEXT:
         file, device = MAXTEXT[name]
         files = [str(chosen.maxtext / file)]
-        slices = int(re.search(r"-(\d+)x\d+$", name)[1])  # type: ignore[index]
+        slices = int(name.rpartition("-")[2].partition("x")[0])
         files += [f"num_slices={slices}"] if slices > 1 else []
         recipe, framework = None, "MaxText"
     else:

@@ -170,13 +170,13 @@ def said_error(plan: Plan) -> str:
     if step_time_range_s(plan):
         return DATA_SHEET_ALONE
     known = expected_error(plan)
-    of_jax = [steps for steps in known if steps.is_jax]
-    if not of_jax and known:
-        steps = known[0]
-        how = "longer" if steps.slower >= 0 else "less"
-        return f"{steps.framework} steps took {abs(steps.slower):.0%} {how} than predicted"
     if not known:
         return UNKNOWN_ERROR
+    of_jax = [steps for steps in known if steps.is_jax]
+    if not of_jax:
+        steps = known[0]
+        how = "longer" if steps.slower >= 0 else "less time"
+        return f"{steps.framework} steps took {abs(steps.slower):.0%} {how} than predicted"
     device = str(plan.cluster["device"]["name"])
     others = [name for name in of_jax[0].device.split(", ") if not same_chip(name, device)]
     where = f" by steps on {', '.join(others)}" if others else ""

@@ -32,6 +32,7 @@ class Table:
         harmless: shell patterns of the others.
         base_model: of MaxText, sizes of a model without a name.
         memory_share: the least share of predicted memory that a published run took.
+        tensor_splits_sequence: whether its tensor ranks split residual streams, too.
         reported: what `ReportedSteps` calls the framework.
     """
 
@@ -46,6 +47,7 @@ class Table:
     harmless: tuple[str, ...]
     base_model: Mapping[str, Any]
     memory_share: float
+    tensor_splits_sequence: bool
     reported: tuple[str, ...]
 
     @property
@@ -109,6 +111,7 @@ def _table(data: Mapping[str, Any], base: Mapping[str, Any] | None) -> Table:
         harmless=tuple(data["harmless"]["names"]),
         base_model=data.get("base_model", {}),
         memory_share=float(data["memory_share"]),
+        tensor_splits_sequence=data.get("tensor_splits_sequence", False),
         reported=tuple(data.get("reported", ())),
     )
 
