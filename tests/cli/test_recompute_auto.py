@@ -14,7 +14,7 @@ from aliquot._variants import _simple_times, plan_variants
 from aliquot.cli._model import ZooOptions
 from aliquot.cli._recomputation import model_to_plan, variants_of
 from aliquot.cluster import Cluster
-from aliquot.planners import Interrupted
+from aliquot.planners import Interrupted, simple_plan
 
 POLICIES = ("none", "minimal", "narrow", "save_qkv", "save_attention", "block")
 DEEP = (*"gpt-125m --cluster 1x4xA100-80GB --global-batch 32 --scan --method zero3".split(),)
@@ -145,9 +145,9 @@ def _timed(plan, step_time_s):
     return msgspec.structs.replace(plan, prediction=prediction)
 
 
-def all_ways(where, *, scan=True):
+def all_ways(where, *, scan=True, batch=8):
     """Scanned by default: what a loop keeps is copied, so that any policy may be the fastest."""
-    options = ZooOptions(global_batch=8, scan=scan, overrides={"num_layers": 2})
+    options = ZooOptions(global_batch=batch, scan=scan, overrides={"num_layers": 2})
     (model,) = variants_of(model_to_plan("gpt-10m", options, where))
     return model.ways_to_recompute(None)
 
@@ -199,6 +199,23 @@ def test_what_fits_as_a_whole_is_not_recomputed_where_no_loop_copies_it():
     outcomes = {each["name"]: each["outcome"] for each in plan.provenance.candidates}
     others = [outcomes[f"--recompute {name}"] for name in POLICIES[1:]]
     assert set(others) == {"not searched: it would compute more again, without need"}
+
+
+def test_simple_plans_begin_where_the_policy_that_keeps_least_fits(monkeypatch):
+    where = Cluster.preset("1x2xH100")
+    ways = all_ways(where, batch=256)
+    in_two = plan_variants(ways[-1:], cluster=where, method=aq.Zero3Parallel(), num_micro_batches=2)
+    limit = 1.01 * in_two.prediction.peak_memory_bytes
+    begun = []
+
+    def noted(task, *, fewest=1):
+        begun.append(fewest)
+        return simple_plan(task, fewest=fewest)
+
+    monkeypatch.setattr("aliquot._variants.simple_plan", noted)
+    times = dict(_simple_times(ways, lambda way: way.task(where, memory_limit_bytes=limit), None))
+    assert begun[0] == 1 and len(begun) > 2 and set(begun[1:]) == {2}
+    assert times[ways[-1]] < math.inf
 
 
 def test_where_no_simple_plan_fits_the_first_whose_batch_may_fit_comes_first(monkeypatch):

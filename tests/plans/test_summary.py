@@ -17,6 +17,7 @@ from aliquot.plans import (
     fact_rows,
     grouped_arrays,
     mfu,
+    origin_rows,
     runner_up,
     summary_rows,
     tokens_per_step,
@@ -265,6 +266,14 @@ def test_the_runner_up_is_the_best_that_was_not_taken():
         == "shard on 8, x only for the batch: 20.0 ms, +9.0 ms a step"
     )
     assert runner_up(sample_plan(provenance=replace(PROVENANCE, candidates=tried[:1]))) == ""
+
+
+def test_what_rebuilds_the_step_says_what_the_plan_recomputes_beside_it():
+    model = replace(sample_plan().model, kind="zoo", settings={"recompute": "none"})
+    rows = dict(origin_rows(sample_plan(model=model, recompute="minimal")))
+    assert rows["to rebuild the step"].endswith("; the plan adds the recomputation (minimal)")
+    rows = dict(origin_rows(sample_plan(model=model)))
+    assert rows["to rebuild the step"] == "aliquot.zoo.build(recompute='none')"
 
 
 def test_what_was_chosen_is_marked_among_what_was_tried():

@@ -278,8 +278,7 @@ def test_they_are_gathered_over_all_axes_over_which_gradients_wait(name, layout,
     assert stored and all(set(axes) <= split for split in stored)
     # Casts that were gathered are as large as those of parameters that nothing splits.
     kept, of_whole = (
-        plan.prediction.memory_bytes["casts of parameters"]
-        for plan in (step.plan, replicated.plan)
+        plan.prediction.memory_bytes["casts of parameters"] for plan in (step.plan, replicated.plan)
     )
     assert kept == pytest.approx(of_whole, rel=0.05)
     # The experts' own axis splits them, and no others.
