@@ -285,8 +285,8 @@ def micro_batches(plan: Plan) -> str:
 def _recomputed_by_plan(plan: Plan) -> str:
     """A remark where the step, as it is built, recomputes less than the plan says."""
     how = layers_recompute(plan)
-    built = plan.model.settings.get("recompute", how)
-    return "" if built == how else f"; the plan adds the recomputation ({how})"
+    built = plan.model.settings.get("recompute", "none")
+    return "" if how in (None, built) else f"; the plan adds the recomputation ({how})"
 
 
 def rebuild(plan: Plan) -> str:

@@ -272,6 +272,9 @@ def test_what_rebuilds_the_step_says_what_the_plan_recomputes_beside_it():
     model = replace(sample_plan().model, kind="zoo", settings={"recompute": "none"})
     rows = dict(origin_rows(sample_plan(model=model, recompute="minimal")))
     assert rows["to rebuild the step"].endswith("; the plan adds the recomputation (minimal)")
+    own = replace(sample_plan().model, kind="closure", settings={})
+    rows = dict(origin_rows(sample_plan(model=own, recompute="block")))
+    assert rows["to rebuild the step"].endswith("again; the plan adds the recomputation (block)")
     rows = dict(origin_rows(sample_plan(model=model)))
     assert rows["to rebuild the step"] == "aliquot.zoo.build(recompute='none')"
 
