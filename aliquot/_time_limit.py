@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import threading
 import time
@@ -140,14 +141,17 @@ def _alarm(limit: TimeLimit) -> Iterator[None]:
 
 def _must_end(frame: FrameType | None) -> bool:
     """True within code that must not be interrupted: C++ modules crash if their import is, and
-    Python prints and drops what is raised while an object is deleted, or JAX collects garbage.
+    Python prints and drops what is raised while an object is deleted, or when garbage is collected,
+    as JAX and Hypothesis ask to be told.
     """
+    collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None:
         code = frame.f_code
         if (
             code.co_filename.startswith(_IMPORTS)
             or code.co_filename == weakref.__file__
-            or code.co_name in ("__del__", "_xla_gc_callback")
+            or code.co_name == "__del__"
+            or code in collecting
         ):
             return True
         frame = frame.f_back

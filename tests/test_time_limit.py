@@ -143,14 +143,14 @@ def test_a_search_that_found_nothing_by_then_falls_back_on_a_fixed_method(
     assert plan.provenance.status == "time limit reached"
 
 
-def test_a_limit_that_is_reached_while_jax_collects_garbage_is_not_lost():
+def test_a_limit_that_is_reached_while_garbage_is_collected_is_not_lost():
     until_s = time.perf_counter() + 0.1
 
-    def _xla_gc_callback(phase, info):
+    def told_by_garbage_collector(phase, info):
         while phase == "stop" and time.perf_counter() < until_s + 0.1:
             pass
 
-    gc.callbacks.append(_xla_gc_callback)
+    gc.callbacks.append(told_by_garbage_collector)
     try:
         limit = _time_limit.TimeLimit(seconds=0.1, until_s=until_s)
         with pytest.raises(KeyboardInterrupt), _time_limit._alarm(limit):
@@ -158,7 +158,7 @@ def test_a_limit_that_is_reached_while_jax_collects_garbage_is_not_lost():
             assert time.perf_counter() > until_s
             time.sleep(2)
     finally:
-        gc.callbacks.remove(_xla_gc_callback)
+        gc.callbacks.remove(told_by_garbage_collector)
 
 
 @pytest.mark.parametrize("deletes_slowly", ["method", "callback"])
