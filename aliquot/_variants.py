@@ -84,9 +84,6 @@ class Variant:
     base: Variant | None = None
     _traced: list[tuple[Graph, float]] = field(default_factory=list, init=False, repr=False)
     _tasks: list[Task] = field(default_factory=list, init=False, repr=False)
-    _in_groups: dict[tuple[Any, ...], dict[int, bool]] = field(
-        default_factory=dict, init=False, repr=False
-    )
     _ways: dict[str | None, Variants] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -163,8 +160,7 @@ class Variant:
         """
         graph, _ = self.traced()
         if not self._tasks:
-            in_groups = (self.base or self)._in_groups
-            self._tasks.append(Task(graph=graph, cluster=cluster, in_groups=in_groups))
+            self._tasks.append(Task(graph=graph, cluster=cluster))
         return replace(self._tasks[0], cluster=cluster, **options)
 
 
@@ -350,6 +346,8 @@ def plan_variants(
                 simple_s[variant] = seconds
         except KeyboardInterrupt as stopped:
             raise _interrupted(simple_s, make) from stopped
+    # No program fits by any simple method, so that pipelines are what is looked for.
+    is_too_small = may_be_program and not simple_s
     ordered = _ordered(variants, simple_s, how, task)
     best, built, tried = None, ordered[0], list[dict[str, Any]]()
     too_large: Variants = ()
@@ -368,6 +366,10 @@ def plan_variants(
             tried.append(
                 _tried(variant.name, outcome="does not fit: it keeps more than one that does not")
             )
+            continue
+        if variant.for_programs and is_too_small and best is not None and len(best.stages) > 1:
+            outcome = "not searched: no simple plan of one program fits, whatever is recomputed"
+            tried.append(_tried(variant.name, outcome=outcome))
             continue
         if simple_s.get(variant) == math.inf:
             # A promise, and no proof.
@@ -487,14 +489,15 @@ def _ordered(
     if simple_s:
         return sorted(variants, key=lambda each: simple_s.get(each, math.inf))
     if isinstance(how, PipeshardParallel) and how.inter.searches:
-        return variants
+        return sorted(variants, key=lambda each: each.for_programs)
 
     def can_fit(variant: Variant) -> bool:
         """False if the whole batch is too large, or what all variants keep from step to step."""
         return task(variants[-1]).holds_state and not cannot_fit(task(variant).problem(1))
 
     first = next((v for v in variants[:-1] if can_fit(v)), variants[-1])
-    return [first, *(v for v in variants if v is not first)]
+    others = sorted(variants, key=lambda each: each.for_programs)
+    return [first, *(v for v in others if v is not first)]
 
 
 def _interrupted(simple_s: Mapping[Variant, float], make: Callable[..., Plan]) -> Interrupted:

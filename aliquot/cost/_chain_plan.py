@@ -6,6 +6,7 @@ chain's own figures.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -144,11 +145,31 @@ def simulate_stages(chain: AbstractChain, plan: ChainPlan) -> tuple[ChainPlan, f
     """The plan with its step time by simulation, and the peak memory of its fullest device in the
     simulation.
     """
-    costs = {name: np.array([getattr(f, name) for f in plan.figures]) for name in _SIMULATED}
+    seconds, peak_bytes = _simulated(
+        plan.figures,
+        plan.schedule,
+        plan.num_micro_batches,
+        plan.num_submeshes,
+        chain.overlaps_transfers,
+    )
+    return replace(plan, step_time_s=seconds), peak_bytes
+
+
+# Searches under other limits and from other starts propose the same stages again.
+@functools.lru_cache(maxsize=256)
+def _simulated(
+    figures: tuple[StageFigures, ...],
+    schedule: str,
+    num_micro_batches: int,
+    num_submeshes: int,
+    overlaps_transfers: bool,
+) -> tuple[float, float]:
+    """Step time and peak memory of stages in the simulation."""
+    costs = {name: np.array([getattr(f, name) for f in figures]) for name in _SIMULATED}
     # Figures count all micro-batches in flight; the simulation takes the bytes of one.
-    kept = np.array([f.held_bytes / f.in_flight for f in plan.figures])
+    kept = np.array([f.held_bytes / f.in_flight for f in figures])
     times = simulate(
-        make_schedule(plan.schedule, len(plan.stages), plan.num_micro_batches, plan.num_submeshes),
+        make_schedule(schedule, len(figures), num_micro_batches, num_submeshes),
         StageCosts(
             forward_s=costs["forward_s"],
             backward_input_s=costs["backward_s"] - costs["weight_gradient_s"],
@@ -159,10 +180,10 @@ def simulate_stages(chain: AbstractChain, plan: ChainPlan) -> tuple[ChainPlan, f
             state_bytes=costs["state_bytes"],
             in_flight_bytes=kept,
             working_bytes=costs["working_bytes"],
-            overlaps_transfers=chain.overlaps_transfers,
+            overlaps_transfers=overlaps_transfers,
         ),
     )
-    return replace(plan, step_time_s=times.step_time_s), float(times.peak_bytes.max())
+    return times.step_time_s, float(times.peak_bytes.max())
 
 
 def find_stage_faults(

@@ -253,7 +253,7 @@ class _Run:
                         idle[transfer[0]] and idle[transfer[1]] and self._send_now(transfer, now)
                     )
                 ]
-            senders = {transfer[0] for transfer in unsent}
+            senders = {transfer[0] for transfer in unsent} if unsent else ()
             # The next update or task of each idle submesh starts, if the task's inputs have arrived
             # and no result of the submesh waits to be sent.
             for submesh in sorted(touched):

@@ -56,8 +56,6 @@ class Problem:
     semantics: str = "exact"
     made: Mapping[ValueId, Held] = field(default_factory=dict, repr=False)
     kept: tuple[Held, ...] | None = field(default=None, repr=False)
-    # The answers of `runs_in_groups`, by number of groups. Problems of one step may share them.
-    in_groups: dict[int, bool] = field(default_factory=dict, repr=False)
 
     def runs_in_groups(self, num_groups: int) -> bool:
         """True if each of `num_groups` groups of devices can take a share of every micro-batch and
@@ -65,15 +63,13 @@ class Problem:
         """
         if self.whole is None or num_groups == 1:
             return True
-        if num_groups not in self.in_groups:
-            self.in_groups[num_groups] = runs_in_groups(
-                self.whole,
-                self.num_micro_batches,
-                num_groups,
-                semantics=self.semantics,
-                on_missing_rule=self.nodes.on_missing_rule,
-            )
-        return self.in_groups[num_groups]
+        return runs_in_groups(
+            self.whole,
+            self.num_micro_batches,
+            num_groups,
+            semantics=self.semantics,
+            on_missing_rule=self.nodes.on_missing_rule,
+        )
 
     @property
     def target(self) -> Target:

@@ -151,6 +151,8 @@ class Calling:
         cut_state: the inputs besides the batch that are cut with it, by position, each with the
             dim; None before they are looked for.
         recompute: how the layers of the step recompute; None as the step itself does.
+        as_written: the captured step before its layers were made to recompute; None if they were
+            not.
     """
 
     fn: Callable[..., Any]
@@ -169,6 +171,7 @@ class Calling:
     own_traces: dict[int, Any] = field(default_factory=dict, repr=False)
     cut_state: dict[int, int] | None = field(default=None, repr=False)
     recompute: Recomputation | None = None
+    as_written: Any = field(default=None, repr=False)
 
     def flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> FlatCall:
         """Arguments of a later call, flat. The names must be those of the example call.

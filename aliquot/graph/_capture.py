@@ -172,31 +172,33 @@ def build_graph(calling: Calling, leaves: Sequence[Any]) -> Graph:
         leaves: arrays or shapes, one for each traced leaf of the arguments.
     """
     with _garbage_collection_paused():
-        graph = _trace_to_graph(calling, leaves)
-        how = calling.recompute
-        if how is None:
-            return graph
-        loose, _ = recomputing(graph, how.name, how.places)
-        return _recaptured(loose, leaves)
+        return _trace_to_graph(calling, leaves)
 
 
-def with_recomputation(graph: Graph, name: str) -> Graph:
+def with_recomputation(graph: Graph, name: str, *, like: Graph | None = None) -> Graph:
     """A step whose layers recompute in the backward pass what `name`, one of `RECOMPUTE`, says.
 
     It computes the same numbers. Traced on another batch, it recomputes likewise.
+
+    Args:
+        like: this step on another batch, which recomputes already: the same layers are chosen.
     """
     if name == "none":
         return graph
-    loose, how = recomputing(graph, name)
+    known = like.calling.recompute if like is not None else None
+    loose, how = recomputing(graph, name, known.places if known is not None else None)
     fresh: dict[str, Any] = {"traces": {}, "own_traces": {}, "cut_state": None}
-    calling = replace(graph.calling, recompute=how, **fresh)
+    calling = replace(graph.calling, recompute=how, as_written=graph, **fresh)
     with _garbage_collection_paused():
-        return _recaptured(replace(loose, calling=calling), calling.call.leaves)
+        return _recaptured(replace(loose, calling=calling))
 
 
-def _recaptured(graph: Graph, leaves: Sequence[Any]) -> Graph:
+def _recaptured(graph: Graph) -> Graph:
     """A graph in loose form, traced; see `recomputing`."""
-    structs = [compat.shape_struct(leaf) for leaf in leaves]
+    structs = [
+        compat.shape_struct(leaf, graph.values[item.value].shape)
+        for item, leaf in zip(graph.inputs, graph.calling.call.leaves, strict=True)
+    ]
     traced = _Traced.of(compat.trace(lambda *arrays: evaluate(graph, arrays), structs))
     inputs = zip(graph.inputs, traced.inputs, strict=True)
     outputs = zip(graph.outputs, traced.body.outputs, strict=True)

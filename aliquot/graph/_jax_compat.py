@@ -143,16 +143,19 @@ def _any_cudnn() -> Iterator[None]:
         module.check_cudnn_version, module.check_compute_capability = installed, suffices
 
 
-def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
+def shape_struct(leaf: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
     """Shape, dtype and memory of an array, with its weak type: JAX treats an array that was made
     from a Python number like the number.
+
+    Args:
+        shape: another than the array's.
     """
     dtype = leaf.dtype
     if not jnp.issubdtype(dtype, jax.dtypes.extended):
         # As for arrays, 64 bits become 32 unless `jax_enable_x64` is set.
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     struct: jax.ShapeDtypeStruct = _shape_struct(
-        leaf.shape,
+        leaf.shape if shape is None else tuple(shape),
         dtype,
         weak_type=getattr(leaf, "weak_type", False),
         sharding=_in_host_memory() if lies_on_host(leaf) else None,

@@ -174,9 +174,6 @@ class Task:
     may_idle: bool = True
     recomputes: bool = True
     progress: Progress | None = None
-    # What was found out of `Problem.runs_in_groups`, by number of micro-batches and what else it
-    # depends on. It is the same whatever the step recomputes, so that such tasks may share it.
-    in_groups: dict[tuple[Any, ...], dict[int, bool]] = field(default_factory=dict, repr=False)
     # Shared by tasks made from one another by `replace`, as the problems below.
     simple_plans: dict[tuple[Any, ...], Decision | None] = field(default_factory=dict, repr=False)
     # Problems take long to make and differ between clusters and limits only in these, so tasks made
@@ -298,8 +295,7 @@ class Task:
             whole=self.graph,
             semantics=self.semantics,
         )
-        key = count, self.semantics, self.on_missing_rule
-        return replace(problem, in_groups=self.in_groups.setdefault(key, {})), combine
+        return problem, combine
 
 
 def faster(one: Decision | None, other: Decision | None) -> Decision | None:

@@ -284,6 +284,15 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
     refused = list[int]()
     best: Decision | None = None
     finest: Problem | None = None
+
+    def solved(problem: Problem) -> Decision | None:
+        found: Decision | None = None
+        if not cannot_fit(problem):
+            for method in _simple_methods(cluster, batch // problem.num_micro_batches):
+                with contextlib.suppress(InfeasibleError, InputError):
+                    found = faster(found, method.solve(problem, task.progress))
+        return found
+
     for position, count in enumerate(counts):
         if any(count % n == 0 for n in refused) or (finest and is_too_large(finest, count)):
             continue
@@ -293,16 +302,16 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
             # The step cannot be cut into any multiple of it either.
             refused.append(count)
             continue
-        if not cannot_fit(problem):
-            for method in _simple_methods(cluster, batch // count):
-                with contextlib.suppress(InfeasibleError, InputError):
-                    best = faster(best, method.solve(problem, task.progress))
+        best = solved(problem)
         if best is not None:
             break
         if position == 0 and fewest == 1 and len(counts) > 2:
-            # Problems of few micro-batches need not be made where this one shows their size.
+            # Problems of few micro-batches need not be made where this one shows their size, or
+            # does not fit itself.
             with contextlib.suppress(InputError, CaptureError):
                 finest = task.problem(counts[-1])
+                if solved(finest) is None:
+                    return None
     return best
 
 

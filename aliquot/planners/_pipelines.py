@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _MOST_COUNTS = 4
 # A stage solved as a whole takes up to this share less than the sum of its layers promises.
 _LESS_AS_WHOLES = 0.03
+# Promises of small steps may exceed the time to beat by so much, as other numbers of stages follow.
+_PATIENCE_IF_SMALL = 0.02
 # More than any step takes, but finite.
 _ANY_S = sys.float_info.max
 # With one micro-batch half of the devices or more are idle: a step then mostly takes at least so
@@ -171,9 +173,9 @@ class PipelineCounts(AbstractFamily):
         chains: one for each number, with figures that were priced or interpolated.
         untried: numbers that were not solved on their own, in rising order.
         is_small: whether the step is so small that other numbers of stages are solved as well.
-        is_patient: whether pipelines are solved even if nothing promises to be faster than the best
-            plan: other numbers of stages or one micro-batch are tried, too, of which no promise
-            speaks.
+        patience: pipelines are solved even if they promise to take longer than the best plan by
+            this share: other numbers of stages or one micro-batch are tried, too, of which no
+            promise speaks.
         promised: the best stages of the untried numbers, by the chains; None if not looked for.
         best: the fastest pipeline of the numbers that were solved.
         refusals: why others have none.
@@ -186,7 +188,7 @@ class PipelineCounts(AbstractFamily):
     chains: Sequence[Chain]
     untried: list[int]
     is_small: bool
-    is_patient: bool
+    patience: float
     least_s: float
     must_open: bool
     expected_s: float
@@ -203,6 +205,9 @@ class PipelineCounts(AbstractFamily):
         task, first = opened.task, priced[opened.groups[0][0]]
         least_s, to_beat_s = first.least_compute_s, search.to_beat_s(task)
         is_small = _is_small(first.chains[0])
+        patience = _PATIENCE_IF_SMALL if is_small else 0.0
+        if _one_micro_batch_may_do(task, least_s, to_beat_s, _IDLE_WITH_ONE):
+            patience = math.inf
         return cls(
             task=task,
             opened=opened,
@@ -210,8 +215,7 @@ class PipelineCounts(AbstractFamily):
             chains=_drawn(first.chains, priced),
             untried=list(opened.groups[0]),
             is_small=is_small,
-            is_patient=is_small
-            or _one_micro_batch_may_do(task, least_s, to_beat_s, _IDLE_WITH_ONE),
+            patience=patience,
             least_s=least_s,
             expected_s=opened.expected_s,
             must_open=opened.must_open,
@@ -235,7 +239,7 @@ class PipelineCounts(AbstractFamily):
     def _next_count(self, search: Search) -> int | None:
         """The number of micro-batches to solve next; None if no other promises to be faster."""
         method = self.opened.method
-        to_beat_s = math.inf if self.is_patient else search.to_beat_s(self.task)
+        to_beat_s = search.to_beat_s(self.task) * (1 + self.patience)
         if not self.untried:
             return None
         # Searches for stages on many devices take long.
@@ -286,8 +290,8 @@ class PipelineCounts(AbstractFamily):
             )
             self.chains = _drawn(self.chains, self.priced)
         fastest_s = self.best.step_time_s if self.best else math.inf
-        if not self.is_patient:
-            fastest_s = min(fastest_s, search.to_beat_s(self.task) / self._least_ratio)
+        to_beat_s = search.to_beat_s(self.task) * (1 + self.patience)
+        fastest_s = min(fastest_s, to_beat_s / self._least_ratio)
         try:
             found = solve_with(method, self.task, self.priced[count], search.helper, fastest_s)
         except NoFasterStages:

@@ -292,7 +292,7 @@ class FewerMicroBatches(AbstractFamily):
                     known=task.problem(most) if is_single else None,
                     progress=task.progress,
                 )
-            if found is None and is_single:
+            if found is None and is_single and pipeline.step_time_s < search.to_beat_s(task):
                 method = self.whole(pipeline.priced.mesh.shape)
                 found = method.solve(task.problem(most), task.progress)
         except Interrupted as interrupted:

@@ -222,5 +222,28 @@ def test_where_no_simple_plan_fits_the_first_whose_batch_may_fit_comes_first(mon
     searched, simple_s = asked(monkeypatch, 1e6, 1e3)
     assert not simple_s and searched[0] == ("block", math.inf, True)
     assert searched[1] == ("none", 1e3, True)
+    # The others choose for one program alone, and come last.
+    assert [each[0] for each in searched[2:]] == list(POLICIES[1:-1])
     searched, _ = asked(monkeypatch, 1e4, 1e3, 256)
     assert searched[:2] == [("block", math.inf, True), ("none", 1e3, False)]
+
+
+def test_beside_a_pipeline_no_policy_of_programs_is_searched_where_no_simple_plan_fits(
+    monkeypatch,
+):
+    where, searched = Cluster.preset("1x2xH100"), []
+
+    def make(graph, *, started, **options):
+        searched.append(how.name if (how := graph.calling.recompute) else "none")
+        in_stages = aq.PipeshardParallel(num_stages=2, num_micro_batches=2)
+        return plan_graph(graph, started=started, cluster=where, method=in_stages)
+
+    monkeypatch.setattr("aliquot._variants.plan_graph", make)
+    ways = all_ways(where, scan=False)
+    plan = plan_variants(ways, cluster=where, memory_limit_bytes=1e6)
+    assert len(plan.stages) == 2 and set(searched) == {"none", "block"}
+    outcomes = {each["name"]: each["outcome"] for each in plan.provenance.candidates}
+    left_out = {name for name, outcome in outcomes.items() if "no simple plan" in outcome}
+    assert left_out == {f"--recompute {name}" for name in POLICIES[1:-1]}
+    # None of these was traced.
+    assert not any(way._traced for way in ways[1:-1])

@@ -12,12 +12,12 @@ from graph.random_layers import random_layers
 
 from aliquot.core import RECOMPUTE, recompute_ways
 from aliquot.graph import (
-    build_graph,
     capture,
     evaluate,
     recompute_names,
     with_recomputation,
 )
+from aliquot.sharding import plan_micro_batches
 from aliquot.zoo import build
 
 
@@ -117,9 +117,35 @@ def test_steps_without_layers_or_with_recomputation_of_their_own_have_no_choice(
     assert recompute_names(capture(lambda w, x: jnp.tanh(x @ w), shape, shape)) == ("none",)
 
 
+def test_a_step_that_recomputes_is_not_traced_again_for_its_micro_batches():
+    calls = []
+
+    def step(params, x):
+        calls.append(x.shape)
+
+        def loss(params):
+            h = x
+            for w in params:
+                h = jnp.tanh(h @ w) @ w.T
+            return jnp.mean(h**2)
+
+        grads = jax.grad(loss)(params)
+        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)]
+
+    params = [jax.ShapeDtypeStruct((16, 32), jnp.float32)] * 4
+    graph = capture(step, params, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+    plan_micro_batches(graph, 2)
+    as_written = len(calls)
+    for name in ("minimal", "block"):
+        for count in (2, 4):
+            cut = plan_micro_batches(with_recomputation(graph, name), count)
+            assert cut.num_micro_batches == count and any(op.region for op in cut.part.ops)
+    assert len(calls) == as_written
+
+
 @pytest.mark.parametrize("scan", [False, True])
 def test_the_step_on_another_batch_recomputes_alike(scan):
-    """As micro-batches trace it: by the calling convention of the rewritten step."""
+    """As micro-batches do it, where the layers of a smaller batch look otherwise."""
     # Of the small batch activations have fewer elements than weights, of the large one more.
     large, small = (
         build("llama-7b", rows, overrides=SIZES, dtype="float32", recompute="none", scan=scan)
@@ -128,7 +154,7 @@ def test_the_step_on_another_batch_recomputes_alike(scan):
     graph = capture(large.train_step, large.state, large.batch)
     for name in recompute_names(graph)[1:]:
         again = with_recomputation(graph, name)
-        leaves = again.calling.flatten((small.state, small.batch), {}).leaves
-        traced = build_graph(again.calling, leaves)
+        part = capture(small.train_step, small.state, small.batch)
+        traced = with_recomputation(part, name, like=again)
         assert [op.name for op in traced.ops] == [op.name for op in again.ops], name
         assert [op.region for op in traced.ops] == [op.region for op in again.ops], name

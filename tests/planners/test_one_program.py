@@ -13,7 +13,7 @@ from aliquot.core import CaptureError, InfeasibleError, InputError
 from aliquot.cost import make_problem
 from aliquot.planners import Decision, ShardParallel, StageDecision, _programs
 from aliquot.planners._base import TooSlowError
-from aliquot.planners._programs import Programs, fewer_micro_batches
+from aliquot.planners._programs import FewerMicroBatches, Programs, fewer_micro_batches
 from aliquot.planners._quick_bounds import is_too_large
 from aliquot.planners._search import AbstractFamily, Search
 from aliquot.sharding import plan_micro_batches
@@ -358,3 +358,20 @@ def test_where_the_whole_batch_does_not_fit_the_next_number_is_that_of_the_simpl
     method.tried.clear()
     Search(task=task).run([replace(programs, fits_elsewhere=False)], "auto")
     assert method.tried[:4] == [1, 2, 4, 8]
+
+
+def test_a_pipeline_of_one_stage_that_is_too_slow_is_not_solved_as_a_program(monkeypatch):
+    task = task_of_any_count(monkeypatch)
+    for of_stage_s, solved in ((4.0, [2]), (6.0, [])):
+        tried = []
+
+        def whole(mesh_shape, tried=tried):
+            def solve(problem, progress):
+                tried.append(problem.num_micro_batches)
+                return decision_of(4.0, problem.num_micro_batches)
+
+            return types.SimpleNamespace(solve=solve)
+
+        family = FewerMicroBatches.than(decision_of(of_stage_s, 2), task, whole, None)
+        Search(task=task, faster_than_s=5.0).run([family], "auto")
+        assert tried == solved

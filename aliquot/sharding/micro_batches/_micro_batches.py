@@ -245,6 +245,8 @@ def runs_in_groups(
         except (InputError, CaptureError):
             return False
         return True
+    # A step decomposes as it does with layers that recompute, and that has fewer operators.
+    graph = graph.calling.as_written or graph
     # Groups of devices cut a micro-batch into parts as more micro-batches would, and planners ask
     # for every mesh.
     known = _DECOMPOSES.setdefault(graph, {})

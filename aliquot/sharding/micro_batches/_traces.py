@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from ...core import CaptureError, InputError
-from ...graph import Call, Graph, Literal, Op, Role, source_line, split_scans, traits_of
+from ...graph import (
+    Call,
+    Graph,
+    Literal,
+    Op,
+    Role,
+    source_line,
+    split_scans,
+    traits_of,
+    with_recomputation,
+)
 from ._cut_state import TRACE_ERRORS, find_cut_state, trace_cut, with_copies
 from ._resized import batch_size, calls_of, own_of_one, resized
 
@@ -107,7 +117,7 @@ def _own_of_size(graph: Graph, size: int) -> Graph:
         return split_scans(_own_of_size(graph.split.original, size), graph.split.bounds).graph
     known: dict[int, Graph] = graph.calling.own_traces
     if size not in known:
-        traced = _trace(graph, size)
+        traced = _trace(graph, size, own=True)
         if size == 1 and not _same_operators(graph, traced):
             traced = _own_of_one(graph, traced)
         known[size] = traced
@@ -157,8 +167,18 @@ def _arithmetic(graph: Graph) -> list[str]:
     ]
 
 
-def _trace(graph: Graph, size: int) -> Graph:
-    """The step traced on so many examples."""
+def _trace(graph: Graph, size: int, *, own: bool = False) -> Graph:
+    """The step traced on so many examples.
+
+    Args:
+        own: a step whose layers recompute has the numbers that its Python code writes down at that
+            size; otherwise perhaps those of another.
+    """
+    as_written: Graph | None = graph.calling.as_written
+    if as_written is not None:
+        part = (_own_of_size if own else trace_of_size)(as_written, size)
+        graph.calling.cut_state = as_written.calling.cut_state
+        return with_recomputation(part, graph.calling.recompute.name, like=graph)
     if graph.calling.cut_state is None:
         graph.calling.cut_state, traced = find_cut_state(graph, size)
         return traced
