@@ -123,7 +123,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy --python-version $(PYTHON_VERSION) --config-file benchmarks/mypy.ini benchmarks
 
 # Not those that need a folder of figures, a revision, other packages or the compiler for GPUs; each says how to run it.
-BENCHMARKS := $(filter-out %_deviceless.py %/published_steps.py %/third_party_steps.py %/aceso_accuracy.py %/aceso_search.py %/aceso_imports.py %/pipeline_suite.py %/calibrate_gpu.py %/against_revision.py %/maxtext_specs.py %/read_steps.py,$(wildcard benchmarks/[a-z]*.py))
+BENCHMARKS := $(filter-out %_deviceless.py %/published_steps.py %/third_party_steps.py %/aceso_accuracy.py %/aceso_search.py %/aceso_imports.py %/pipeline_suite.py %/calibrate_gpu.py %/against_revision.py %/maxtext_specs.py %/read_steps.py %/alpa_suites.py,$(wildcard benchmarks/[a-z]*.py))
 
 # Small cases of suites beside the plain step, compared with a recorded result.
 bench-small: $(INSTALLED)
