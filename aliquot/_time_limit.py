@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -29,6 +30,7 @@ from .planners import (
 _STATUS = "time limit reached"
 _COMPUTE_ALONE = "all plans, by compute alone that all devices share evenly"
 _IMPORTS = "<frozen importlib"
+_WEAK_REFERENCES = (weakref.__file__, sys.modules[weakref.WeakSet.__module__].__file__)
 # Some code must not be interrupted; after so long the signal looks again whether it is over.
 _AGAIN_S = 0.02
 
@@ -149,7 +151,7 @@ def _must_end(frame: FrameType | None) -> bool:
         code = frame.f_code
         if (
             code.co_filename.startswith(_IMPORTS)
-            or code.co_filename == weakref.__file__
+            or code.co_filename in _WEAK_REFERENCES
             or code.co_name == "__del__"
             or code in collecting
         ):

@@ -186,3 +186,21 @@ def test_a_limit_that_is_reached_while_objects_are_deleted_is_not_lost(deletes_s
         held.clear()
         assert time.perf_counter() > until_s
         wait_until(until_s + 1)
+
+
+def test_a_limit_that_is_reached_within_a_set_of_weak_references_is_not_lost():
+    """As these call back where an exception is printed and dropped."""
+
+    class Slow:
+        def __hash__(self):
+            while time.perf_counter() < until_s + 0.1:
+                pass
+            return 0
+
+    until_s = time.perf_counter() + 0.1
+    held, key = weakref.WeakSet(), Slow()
+    limit = _time_limit.TimeLimit(seconds=0.1, until_s=until_s)
+    with pytest.raises(KeyboardInterrupt), _time_limit._alarm(limit):
+        held.add(key)
+        time.sleep(1)
+    assert key in held
