@@ -23,10 +23,14 @@ from .core import (
 )
 from .planners import (
     Auto,
+    DataParallel,
+    Megatron,
     PipeshardParallel,
     Progress,
     ShardParallel,
     WholeProgram,
+    Zero2Parallel,
+    Zero3Parallel,
 )
 from .plans import ModelReference, Plan, examples_per_step
 
@@ -36,6 +40,8 @@ _NODE_LIMIT = 50
 _MOST_DOUBLINGS = 5
 _MOST_CLUSTERS = 3
 _MOST_TIMES = 256
+# Parts of a device's memory that no smaller batch makes smaller.
+_STATE = ("parameters", "optimizer state", "other state", "state")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +99,13 @@ def find_remedies(
     on_missing_rule: str = "infer",
     model: ModelReference | None = None,
     others: Sequence[Sequence[Attempt]] = (),
+    refused: InfeasibleError | None = None,
     budget_s: float = 25.0,
     progress: Progress | None = None,
     **kwargs: Any,
 ) -> tuple[Remedy, ...]:
-    """Try changes that may make a step fit: more micro-batches, more hosts of the same kind,
-    another method.
+    """Try changes that may make a step fit: a state that a layout splits over more devices, more
+    micro-batches, more hosts of the same kind, another method.
 
     Changes of one kind are tried from small to large until one fits. The searches stop at a gap of
     2 %, so a plan that is later made with the change may be a little faster.
@@ -107,7 +114,10 @@ def find_remedies(
         step, *args, **kwargs, cluster, method, num_micro_batches, micro_batch_semantics,
         memory_limit_bytes, on_missing_rule, model, progress:
             as for `aliquot.plan`, which found no plan.
-        others: further changes, kind by kind.
+        others: further changes, kind by kind, which make the batch on a device smaller, or less of
+            it kept.
+        refused: what `aliquot.plan` raised; if it says that the state of a layout is too large by
+            itself, neither micro-batches nor `others` are tried.
         budget_s: seconds after which the remedies known by then are returned.
     """
     return remedies_for(
@@ -117,6 +127,7 @@ def find_remedies(
         num_micro_batches=num_micro_batches,
         memory_limit_bytes=memory_limit_bytes,
         others=others,
+        refused=refused,
         budget_s=budget_s,
         progress=progress,
         micro_batch_semantics=micro_batch_semantics,
@@ -132,6 +143,7 @@ def remedies_for(
     num_micro_batches: int | Literal["auto"] | None = None,
     memory_limit_bytes: float | None = None,
     others: Sequence[Sequence[Attempt]] = (),
+    refused: InfeasibleError | None = None,
     budget_s: float = 25.0,
     progress: Progress | None = None,
     **options: Any,
@@ -159,15 +171,28 @@ def remedies_for(
     # All devices together must hold the state under any plan.
     may_fit = task.holds_state
     given = num_micro_batches or getattr(method, "num_micro_batches", None)
+    if given is None and isinstance(method, Megatron) and method.pipeline == 1:
+        # All other methods search the number where none is given.
+        given = 1
     is_auto = method is None or isinstance(method, Auto)
     kinds: list[Sequence[Attempt]] = []
+    splits_more = dict(_splitting_more(method))
     # Where the state does not fit even if all devices share it evenly, only more devices can help.
-    # Otherwise the number of micro-batches was searched already.
-    if may_fit and isinstance(given, int):
-        counts = [given * 2**k for k in range(1, _MOST_DOUBLINGS + 1)]
+    of_state = sum((refused.parts if refused else {}).get(part, 0.0) for part in _STATE)
+    batch_helps = may_fit and not (splits_more and of_state > task.limit_bytes)
+    counts = [given * 2**k for k in range(1, _MOST_DOUBLINGS + 1)] if isinstance(given, int) else []
+    if batch_helps:
         kinds.append([attempt(f"--micro-batches {n}", num_micro_batches=n) for n in counts])
-    if may_fit:
         kinds += others
+    if may_fit and splits_more:
+        layouts = [attempt(f"--method {name}", method=each) for name, each in splits_more.items()]
+        name, most = [*splits_more.items()][-1]
+        layouts += [
+            attempt(f"--method {name} --micro-batches {n}", method=most, num_micro_batches=n)
+            for n in counts
+            if not batch_helps
+        ]
+        kinds.append(layouts)
     hosts_needed = sum(task.state_bytes.values()) / task.limit_bytes / cluster.devices_per_host
     larger = _larger(cluster, hosts_needed)
     kinds.append([attempt(_named(each), cluster=each) for each in larger])
@@ -176,6 +201,20 @@ def remedies_for(
         # Last, because it takes the longest.
         kinds.append([attempt(" ".join(["--method auto", *left_out]), method=Auto())])
     return tuple(_tried(kinds, time.perf_counter() + budget_s, progress))
+
+
+def _splitting_more(method: Method | None) -> Iterator[tuple[str, Method]]:
+    """A layout with more of its state split over devices, by names as they are typed, the least
+    first; nothing of a method that chooses this itself.
+    """
+    if isinstance(method, Megatron) and method.data != 1:
+        for stage in range(method.zero_stage + 1, 4):
+            layout = replace(method, zero_stage=stage)
+            yield layout.name, layout
+    if isinstance(method, DataParallel):
+        yield "zero2", Zero2Parallel()
+    if isinstance(method, DataParallel | Zero2Parallel):
+        yield "zero3", Zero3Parallel()
 
 
 def _named(cluster: Cluster) -> str:

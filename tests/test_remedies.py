@@ -17,7 +17,14 @@ import aliquot as aq
 from aliquot._remedies import coarser, remedies_text
 from aliquot.cluster import Cluster
 from aliquot.core import InfeasibleError, TimeLimitError
-from aliquot.planners import Auto, DataParallel, PipeshardParallel, WholeProgram
+from aliquot.planners import (
+    Auto,
+    DataParallel,
+    Megatron,
+    PipeshardParallel,
+    WholeProgram,
+    method_by_name,
+)
 
 CLUSTER = Cluster.preset("1x4xH100")
 # Activations weigh more than parameters, so that micro-batches help.
@@ -97,6 +104,25 @@ def test_a_refusal_of_auto_speaks_of_the_cluster_and_of_all_that_was_searched():
     )
 
 
+def test_a_layout_is_advised_to_split_a_state_that_no_smaller_batch_makes_smaller():
+    # Few examples, so that nearly all of the memory is state.
+    step, asked = mlp((256, 512, 256), 8), {"cluster": CLUSTER, "memory_limit_bytes": 1.9 * 2**20}
+    layout = Megatron(data=4)
+    refused = refusal(step, method=layout, memory_limit_bytes=asked["memory_limit_bytes"])
+    remedies = aq.find_remedies(*step, method=layout, refused=refused, **asked)
+    changes = [each.change for each in remedies]
+    assert not any(change.startswith("--micro-batches") for change in changes)
+    taken = next(each for each in remedies if each.plan is not None)
+    assert taken.change.startswith("--method megatron:dp4,")
+    method = method_by_name(taken.change.split()[1])
+    again = aq.plan(*step, method=method, **asked)
+    assert again.prediction.step_time_s == taken.plan.prediction.step_time_s
+    # Where the batch is what is too large, a smaller one helps.
+    assert "--micro-batches 2" in [
+        each.change for each in aq.find_remedies(*step, method=layout, **asked)
+    ]
+
+
 def test_micro_batches_that_do_not_divide_the_batch_are_not_advised():
     # Six examples on each device, whose parameters are too large in any number of parts.
     remedies = aq.find_remedies(
@@ -159,6 +185,7 @@ def test_changes_that_no_time_was_left_for_are_named(tight, monkeypatch):
     untried = aq.find_remedies(*STEP, **options)
     assert [each.change for each in untried] == [
         "--micro-batches 2",
+        "--method zero2",
         "--cluster 2x4xH100",
         "--method auto",
     ]

@@ -161,7 +161,7 @@ def _find_plan(
             )
     except InfeasibleError as error:
         remedies = (
-            try_remedies(name, request.options, variants, where, how, say, **request.of_plan)
+            try_remedies(name, request.options, variants, where, how, error, say, **request.of_plan)
             if request.search.tries
             else ()
         )

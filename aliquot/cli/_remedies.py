@@ -25,6 +25,7 @@ def try_remedies(
     built: Variants,
     where: Cluster,
     how: AbstractMethod | PipeshardParallel,
+    refused: InfeasibleError,
     say: Session,
     **of_plan: Any,
 ) -> tuple[Remedy, ...]:
@@ -33,6 +34,7 @@ def try_remedies(
 
     Args:
         built: the ways in which the model was built.
+        refused: what was said of the step as it was asked for.
         of_plan: other arguments of `aliquot.plan`.
     """
     from .._remedies import Attempt, coarser, remedies_for
@@ -66,7 +68,13 @@ def try_remedies(
         )
     with user_code(name), search_progress(say) as report:
         return remedies_for(
-            built, cluster=where, method=how, others=others, progress=report, **of_plan
+            built,
+            cluster=where,
+            method=how,
+            others=others,
+            refused=refused,
+            progress=report,
+            **of_plan,
         )
 
 
