@@ -494,7 +494,7 @@ def user_code(
     name: str, what: str = "fails while it is traced", everywhere: bool = False
 ) -> Iterator[None]:
     """Turn an error of the user's code into two lines that name it and the place. Errors of this
-    package pass through.
+    package pass through, and are about `name`.
 
     Args:
         everywhere: whether nothing of ours runs within, so that every error is the user's.
@@ -505,7 +505,10 @@ def user_code(
     root = name.partition(":")[0].partition(".")[0]
     try:
         yield
-    except (AliquotError, KeyboardInterrupt):
+    except AliquotError as error:
+        error.about = error.about or name
+        raise
+    except KeyboardInterrupt:
         raise
     except (Exception, SystemExit, GeneratorExit) as error:
         place = _own_place(error, root) if ":" in name else None

@@ -96,7 +96,9 @@ def session(as_json: bool = False) -> Iterator[Session]:
             try:
                 yield say
             except AliquotError as error:
-                say.note(f"error: {error}")
+                said = str(error)
+                about = "" if error.about in said else f"{error.about}: "
+                say.note(f"error: {about}{said}")
                 raise typer.Exit(error.exit_code) from None
             except KeyboardInterrupt:
                 say.note("interrupted; nothing was written.")

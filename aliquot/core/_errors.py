@@ -22,10 +22,12 @@ class AliquotError(Exception):
     """Base of all errors that the caller can act on; bugs of this package raise others.
 
     `exit_code` is the exit code of the command line: 2 for bad input, 1 if the answer itself is
-    "no", 4 if a file would say less than it should.
+    "no", 4 if a file would say less than it should. `about` is the model that it was met with,
+    which the command line puts before a message that does not name it.
     """
 
     exit_code: int = 2
+    about: str = ""
 
 
 class InputError(AliquotError):
@@ -80,13 +82,15 @@ class InfeasibleError(AliquotError):
 
     def reworded(self, message: str, advice: Sequence[str] = ()) -> InfeasibleError:
         """The same answer in other words."""
-        return InfeasibleError(
+        error = InfeasibleError(
             message,
             advice=advice,
             required_bytes=self.required_bytes,
             available_bytes=self.available_bytes,
             parts=self.parts,
         )
+        error.about = self.about
+        return error
 
 
 class TimeLimitError(AliquotError):

@@ -272,6 +272,7 @@ def test_a_time_limit_that_cannot_be_kept_is_refused(limit, fault):
 def test_a_time_limit_that_ends_before_any_plan_says_so():
     found = run("plan", *TINY, "--time-limit", "1us", "--json")
     assert found.exit_code == 1 and "whether one fits is not known" in found.stderr
+    assert "error: gpt-125m: No plan was complete" in found.stderr
 
 
 SMALL = """
