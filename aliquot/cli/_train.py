@@ -254,6 +254,7 @@ def _evaluation(
 
 def _tell(done: Run, plan: Plan, options: RunOptions, say: Session) -> None:
     """The summary: loss, speed, and what was predicted, with the curve of the loss."""
+    from ..plans import plan_devices
     from ..report import loss_chart, read_metrics
 
     rows = list(done.rows) if options.out is None else read_metrics(options.out)
@@ -265,10 +266,16 @@ def _tell(done: Run, plan: Plan, options: RunOptions, say: Session) -> None:
         # The first step compiles, so that one step alone has no time.
         speed, measured = "", "too few steps to measure it here"
         if done.step_time_s:
-            speed = f", {format_count(round(done.examples_per_s))} {done.examples}/s (measured)"
+            devices = counted(plan_devices(plan), "device")
+            speed = (
+                f", {format_count(round(done.examples_per_s))} {done.examples}/s on {devices}"
+                " together (measured)"
+            )
+            times = [row["step_s"] for row in done.rows if "step_s" in row]
             measured = (
-                f"{format_seconds(done.step_time_s)} measured here (median),"
-                f" {done.data_share:.1%} of it waiting for data"
+                f"{format_seconds(done.step_time_s)} measured here without compilation (median of"
+                f" {counted(len(times), 'line')} of the log, {format_seconds(min(times))} to"
+                f" {format_seconds(max(times))}), {done.data_share:.1%} of it waiting for data"
             )
         lines = [
             f"{counted(len(done.losses), 'step')}: loss {done.losses[0]:.4f} ->"

@@ -115,7 +115,8 @@ def test_training_shows_loss_and_speed(plan_file, text, plain):
     plain()
     found = train(plan_file, text)
     assert found.exit_code == 0, found.stderr
-    assert "4 steps: loss" in found.stdout
+    assert "4 steps: loss" in found.stdout and "tokens/s on 8 devices together" in found.stdout
+    assert "without compilation (median of " in found.stdout
     assert "gpt-10m: step 4/4  loss" in found.stderr and "tokens/s" in found.stderr
 
 
