@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..core import write_atomic
+from ..core import format_bytes, format_seconds, write_atomic
 from ._devices import use_host_only
 from ._options import Json, PlanFile, check_destination, read_plan
 from ._session import session
+
+if TYPE_CHECKING:
+    from ..interop.frameworks import Written
+    from ..plans import Plan
 
 
 def export(
@@ -46,7 +50,8 @@ def export(
         check_destination(out)
         from .._reading import export as export_plan
 
-        written = export_plan(read_plan(plan_file), to, allow_loss=allow_loss)
+        plan = read_plan(plan_file)
+        written = export_plan(plan, to, allow_loss=allow_loss)
         for text in written.lost:
             say.note(f"lost: {text}")
         if out is None:
@@ -54,6 +59,7 @@ def export(
         else:
             write_atomic(out, written.text)
             say.show(f"Written to {out}, for {written.framework} {written.version}.")
+        say.note(_predicted(plan, written, out))
         say.finish(
             {
                 "framework": written.framework,
@@ -64,3 +70,20 @@ def export(
                 "lost": list(written.lost),
             }
         )
+
+
+def _predicted(plan: Plan, written: Written, out: Path | None) -> str:
+    """Whether the plan's time and memory are those of the settings, too."""
+    p = plan.prediction
+    figures = (
+        f"{format_seconds(p.step_time_s)} a step and {format_bytes(p.peak_memory_bytes)} on each"
+        " device are predicted for the plan"
+    )
+    if not written.lost:
+        return f"{figures}, all of which these settings say."
+    said = f"{figures}. Without what is lost both may differ"
+    if written.framework == "flax":
+        return f"{said}."
+    model = f" --model {plan.model.name}" if plan.model.kind == "zoo" else ""
+    cluster = plan.cluster.get("name")
+    return f"{said}: aliquot read {out or 'FILE'}{model} --cluster {cluster} predicts them."

@@ -152,13 +152,18 @@ def test_export_writes_arguments(plan, tmp_path):
     assert "--tensor-model-parallel-size 2" in text
     assert "--sequence-parallel" in text
     assert "--use-distributed-optimizer" in text
+    asked = f"aliquot read {out} --model gpt-125m --cluster 8xH100 predicts them."
+    assert ("all of which these settings say." in found.stderr) != (asked in found.stderr)
+    assert " a step and " in found.stderr
 
 
 def test_export_refuses_to_lose_anything_unless_it_may(plan):
     found = run("export", plan, "--to", "deepspeed")
     refused(found, "sp: DeepSpeed has no sequence parallelism", "--allow-loss", code=4)
+    assert "of this plan of gpt-125m" in found.stderr
     found = run("export", plan, "--to", "deepspeed", "--allow-loss", "--json")
     answer = json.loads(found.stdout)
+    assert "Without what is lost both may differ: aliquot read FILE" in found.stderr
     assert json.loads(answer["text"])["zero_optimization"] == {"stage": 1}
     assert any("sequence parallelism" in text for text in answer["lost"])
 
@@ -192,6 +197,7 @@ def test_fsdp_for_maxtext_loses_nothing(tmp_path):
     assert made.exit_code == 0, made.output
     found = run("export", path, "--to", "maxtext")
     assert found.exit_code == 0, found.output
+    assert "are predicted for the plan, all of which these settings say." in found.stderr
     settings = yaml.safe_load(found.stdout)
     assert (settings["ici_fsdp_parallelism"], settings["remat_policy"]) == (8, "full")
     assert dict(settings["logical_axis_rules"])["embed"] == ["fsdp"]
