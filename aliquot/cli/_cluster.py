@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core import InputError, format_bytes, format_bytes_per_s, format_flops_per_s
+from ..core import InputError, counted, format_bytes, format_bytes_per_s, format_flops_per_s
 from ._options import Json, NetworkGbps, read_cluster, with_network
 from ._session import Session, session
 
@@ -42,6 +43,9 @@ def cluster(
             help="ray: by default all GPUs, or one CPU device.", min=1, show_default=False
         ),
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="List all reported steps that predictions were held to.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show a cluster's devices, its links, and the sources of their figures; or list all devices
@@ -81,13 +85,16 @@ def cluster(
         target = target_for(described.device)
         usable_bytes = target.usable_memory_fraction * described.device.memory_bytes
         meshes = ["x".join(map(str, shape)) for shape in logical_mesh_shapes(described.num_devices)]
-        usable = f"{format_bytes(usable_bytes)} on each device"
+        usable = (
+            f"{format_bytes(usable_bytes)} on each device, {target.usable_memory_fraction:.0%} of"
+            " its memory; the rest is left to its runtime and to fragmentation"
+        )
         if target.memory_advice:
             usable += f" ({target.memory_advice})"
         facts = [*described.facts(), ("limit of a plan", usable), ("meshes", ", ".join(meshes))]
         facts += [("assumed", _reaches(target))]
         known = () if described.device.calibration else reported_steps(described.device.name)
-        facts += [("expected error", f"{steps}; {steps.kind}") for steps in known]
+        facts += [("expected error", text) for text in _errors(known, spec, every)]
         device = described.device
         if device.kind != "cpu" and not (device.calibration or is_calibrated(device.name)):
             facts.append(("expected error", f"of step times: {said_of_data_sheet()}"))
@@ -148,6 +155,25 @@ def _device(name: str) -> dict[str, Any]:
         "inter_bytes_per_s": cluster.inter.bandwidth_bytes_per_s,
         "source": device.source,
     }
+
+
+def _errors(known: Sequence[ReportedSteps], spec: str, every: bool) -> Iterator[str]:
+    """How far predictions were from reported steps: each kind of step of JAX programs, and one line
+    for those of all other frameworks unless `every` is asked for.
+    """
+    others = [steps for steps in known if not (every or steps.is_jax)]
+    for steps in known:
+        if steps not in others:
+            yield f"{steps}; {steps.kind}"
+    if others:
+        errors = sorted(error for steps in others for error in steps.errors)
+        low, high = (1 / (1 + error) for error in (errors[-1], errors[0]))
+        yield (
+            f"{counted(len(errors), 'step')} of"
+            f" {counted(len({steps.framework for steps in others}), 'other framework')} took"
+            f" {low:.2f} to {high:.2f} times as long as predicted, in the median"
+            f" {1 / (1 + statistics.median(errors)):.2f}: aliquot cluster {spec} --all"
+        )
 
 
 def _reaches(target: Target) -> str:

@@ -77,6 +77,18 @@ def test_cluster():
     assert data["usable_memory_bytes_per_device"] < data["device"]["memory_bytes"]
 
 
+def test_a_cluster_says_how_far_predictions_are_off_in_few_lines():
+    short, every = (run("cluster", "8xH100", *more).stdout for more in ((), ("--all",)))
+    data = json.loads(run("cluster", "8xH100", "--json").stdout)
+    assert every.count("expected error") == len(data["reported_steps"]) > 4
+    ours = [steps for steps in data["reported_steps"] if not steps["reason"]]
+    assert short.count("expected error") == len(ours) + 1
+    others = [e for steps in data["reported_steps"] if steps["reason"] for e in steps["errors"]]
+    low, high = (1 / (1 + error) for error in (max(others), min(others)))
+    assert f"{len(others)} steps of" in short and f"took {low:.2f} to {high:.2f} times" in short
+    assert "90% of its memory; the rest is left to its runtime" in short
+
+
 def _verbs(group, path=()):
     for name, verb in getattr(group, "commands", {}).items():
         yield (*path, name), verb
