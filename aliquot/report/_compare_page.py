@@ -79,12 +79,12 @@ def _card(comparison: Comparison) -> str:
 def _sections(comparison: Comparison) -> Iterator[tuple[str, str]]:
     yield "Recommendation", "".join(f"<p>{escape(text)}</p>" for text in recommendation(comparison))
     planned = [c for c in comparison.candidates if c.plan]
-    rows = [_row(c, comparison) for c in comparison.candidates]
-    header = ["candidate", "mesh", _timed(comparison), "MFU", "throughput", "memory"]
+    numbers = {id(c): str(number) for number, c in enumerate(planned, 1)}
+    rows = [[numbers.get(id(c), ""), *_row(c, comparison)] for c in comparison.candidates]
+    header = ["number", "candidate", "mesh", _timed(comparison), "MFU", "throughput", "memory"]
     if comparison.prices:
-        header.insert(5, comparison.cost_unit)
-    numbers = range(2, len(header))
-    yield "Candidates, fastest first (predicted)", table(header, rows, tuple(numbers))
+        header.insert(6, comparison.cost_unit)
+    yield "Candidates, fastest first (predicted)", table(header, rows, tuple(range(3, len(header))))
     if planned:
         yield "Step time against memory (predicted)", _time_and_memory(planned, comparison)
         named = [

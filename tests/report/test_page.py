@@ -129,6 +129,9 @@ def test_schedules_can_be_saved_from_the_page():
 def test_candidates_are_points_with_their_errors():
     text = compare_page(COMPARISON)
     assert text.count("<circle") == 2 and text.count('class="error"') == 2
+    # Rows of the table have the numbers of their points.
+    numbered = re.findall(r'<td[^>]*data-label="number">(\d*)<', text)
+    assert numbered == ["1", "2", ""]
     unknown = sample_plan(cluster=Cluster.preset("8xMI300X").to_dict())
     other = Candidate(method="auto", cluster="8xMI300X", plan=unknown)
     both = compare_page(Comparison(model="m", candidates=(COMPARISON.candidates[0], other)))
