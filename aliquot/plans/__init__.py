@@ -75,7 +75,7 @@ from ._schedules import training_schedules as training_schedules
 from ._section import Section as Section
 from ._section import SectionKind as SectionKind
 from ._sections import EXPLAINED as EXPLAINED
-from ._sections import explained_methods as explained_methods
+from ._sections import explained_names as explained_names
 from ._sections import sections as sections
 from ._stage_text import device_range as device_range
 from ._stage_text import equal_stages as equal_stages

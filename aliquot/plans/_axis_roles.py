@@ -213,7 +213,10 @@ def _role_of(axis: _Axis) -> str:
 
 
 def _in_pieces(share: float) -> str:
-    used = f"; {share:.0%} of the parameters stay sharded in the products that read them"
+    used = (
+        f"; {share:.0%} of the parameters are not gathered: each device computes with its own shard"
+        " (tensor parallelism)"
+    )
     return used if share >= _NOTHING else ""
 
 

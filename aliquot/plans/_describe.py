@@ -23,7 +23,13 @@ _LEFT_TO_EXPLAIN = (SectionKind.MEMORY, SectionKind.INFERRED)
 _DETAILS = (SectionKind.ARRAYS, SectionKind.COMMUNICATION)
 # Facts that say why this plan; they come first.
 _WHY = ("runner-up", "bound", "largest costs")
-_COSTS = ("step time (predicted)", "time between calls", "throughput", "expected error")
+_COSTS = (
+    "step time (predicted)",
+    "time between calls",
+    "throughput",
+    "MFU counts",
+    "expected error",
+)
 _MORE = "Arrays and collectives: plan --all, aliquot explain, or plan.describe(every=True)."
 
 

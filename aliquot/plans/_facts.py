@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 
+from ..cluster import Cluster, target_for
 from ..core import counted, format_bytes, format_seconds, format_share_of_limit
 from ._idle_hosts import idle_devices, plan_devices
 from ._plan import GIVEN_LAYOUT, Plan
@@ -304,11 +305,13 @@ def rebuild(plan: Plan) -> str:
 def memory_parts(plan: Plan) -> list[tuple[str, float]]:
     """Names and bytes of the parts of a device's memory at the peak, the largest first."""
     sizes = sorted(plan.prediction.memory_bytes.items(), key=lambda item: -item[1])
-    return [(name_of_part(name), size) for name, size in sizes]
+    return [(name_of_part(name, plan.num_micro_batches), size) for name, size in sizes]
 
 
-def name_of_part(name: str) -> str:
+def name_of_part(name: str, num_micro_batches: int = 1) -> str:
     """A part of a device's memory for readers, by its name in plan files."""
+    if name == "batch" and num_micro_batches > 1:
+        return "batch (one micro-batch)"
     return _PARTS_OF_MEMORY.get(name, name)
 
 
@@ -323,7 +326,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
     p = plan.prediction
     share = (
         f", {format_share_of_limit(p.peak_memory_bytes, p.memory_limit_bytes)} of the limit of"
-        f" {format_bytes(p.memory_limit_bytes)}"
+        f" {format_bytes(p.memory_limit_bytes)}{_limit_of_device(plan)}"
         if p.memory_limit_bytes
         else ""
     )
@@ -335,6 +338,20 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
         ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in memory_parts(plan))),
         *_host_memory_rows(plan),
     ]
+
+
+def _limit_of_device(plan: Plan) -> str:
+    """Which share of the device's memory the limit is, and for what the rest is; empty if the limit
+    is another than the device's own.
+    """
+    device = Cluster.from_dict(plan.cluster).device
+    target = target_for(device)
+    if abs(plan.prediction.memory_limit_bytes - target.usable_bytes(device)) > 1:
+        return ""
+    return (
+        f" ({target.usable_memory_fraction:.0%} of the {format_bytes(device.memory_bytes)} of"
+        f" {device.name}; the rest is left to its runtime and to fragmentation)"
+    )
 
 
 def _host_memory_rows(plan: Plan) -> list[tuple[str, str]]:

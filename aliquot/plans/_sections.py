@@ -29,6 +29,22 @@ _METHODS = {
     "pipeshard": "pipeline stages, each planned as by shard, or no pipeline where that is faster",
     "program": "one program without pipeline stages, the fastest of dp, zero2, zero3 and shard",
 }
+# What else may stand in a name, behind its method.
+_REMARKS = {
+    "only for the batch": "that axis of the mesh (x is its first number, y its second) splits the"
+    " batch, and parameters at rest as FSDP does, nothing else; gradients are reduced over it once,"
+    " after the last micro-batch",
+    "only for the sequence": "that axis of the mesh splits the sequence, and parameters at rest",
+    "parameters gathered once": "sharded parameters are gathered once a step and kept, not again"
+    " in each micro-batch",
+    "in each micro-batch": "gradients are reduced over devices in each micro-batch: more"
+    " communication, and less memory where they are sharded",
+    "after the last micro-batch": "each device adds up whole gradients, which are reduced once",
+}
+_SPLITS = (
+    "sharding: for each dim of an array the mesh axis that splits it, - for none; on each device:"
+    " all of the count together"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +129,7 @@ def _tried(plan: Plan, most: int) -> Section:
         right=(2, 3),
         amounts=tuple(seconds for seconds, _ in priced if seconds is not None),
     ).first(most)
-    section = replace(section, remarks=tuple(explained_methods(row[0] for row in section.rows)))
+    section = replace(section, remarks=tuple(explained_names(row[0] for row in section.rows)))
     has_bounds = any(row[3] for row in section.rows)
     return section if has_bounds else section.columns((0, 1, 2, 4))
 
@@ -133,10 +149,15 @@ def _told(plan: Plan, candidate: dict[str, Any], is_chosen: bool) -> dict[str, A
     return candidate
 
 
-def explained_methods(names: Iterable[str]) -> list[str]:
-    """What the names of methods in a table mean, where they do not say so: a line for each."""
+def explained_names(names: Iterable[str]) -> list[str]:
+    """What the names of candidates in a table mean, where they do not say so: a line for each
+    method, and for each remark behind one.
+    """
+    names = list(names)
     words = dict.fromkeys(name.partition(",")[0].partition(" ")[0] for name in names)
-    return [f"{word}: {_METHODS[word]}." for word in words if word in _METHODS]
+    lines = [f"{word}: {_METHODS[word]}." for word in words if word in _METHODS]
+    told = [remark for remark in _REMARKS if any(remark in name for name in names)]
+    return lines + [f"{remark}: {_REMARKS[remark]}." for remark in told]
 
 
 def _memory(plan: Plan) -> Section:
@@ -183,7 +204,7 @@ def _arrays(groups: Sequence[ArrayGroup], most: int, title: str) -> Section:
     return Section(
         kind=SectionKind.ARRAYS,
         title=f"{title}{_MOMENTS_LEFT_OUT if len(listed) < len(groups) else ''}",
-        header=("array", "count", "each", "sharding", "on each device"),
+        header=("array", "count", "each, whole", "sharding", "on each device"),
         rows=tuple(
             (
                 group.pattern,
@@ -195,6 +216,7 @@ def _arrays(groups: Sequence[ArrayGroup], most: int, title: str) -> Section:
             for group in listed[:most]
         ),
         right=(1, 4),
+        remarks=(_SPLITS,) if listed[:most] else (),
     )
 
 

@@ -23,7 +23,7 @@ from ..core import format_seconds, recompute_parts
 from ._axis_roles import axis_roles, names_experts, uses_together
 from ._plan import Plan, StagePlan
 from ._stage_text import idle_parts, stage_numbers
-from ._throughput import throughput
+from ._throughput import mfu_convention, throughput
 
 _MOST_KINDS = 3
 _HIDDEN_AS_ROUNDING = 0.0005
@@ -65,6 +65,8 @@ def summary_rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("attention", attends))
     if speed := throughput(plan):
         rows.append(("throughput", f"{speed}; {_basis(plan)}"))
+    if counted := mfu_convention(plan):
+        rows.append(("MFU counts", counted))
     known = expected_error(plan)
     said = [said_of_data_sheet()] if _is_data_sheet(plan) else []
     if said := [*said, *([said_of_reported(known)] if known else [])]:

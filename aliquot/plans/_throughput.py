@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 
 from ..cluster import Cluster
-from ..core import format_count
+from ..core import format_count, format_flops_per_s
 from ._plan import Plan
 
 _PEAKS = {"bf16": "bfloat16", "float32": "tf32", "fp8": "float8"}
@@ -47,11 +47,30 @@ def mfu(plan: Plan) -> float | None:
     if not plan.model.flops_per_step or not plan.prediction.step_time_s:
         return None
     cluster = Cluster.from_dict(plan.cluster)
+    num_devices = cluster.num_devices + plan.idle_hosts * cluster.devices_per_host
+    _, peak = _peak(plan, cluster)
+    return plan.model.flops_per_step / (plan.prediction.step_time_s * peak * num_devices)
+
+
+def mfu_convention(plan: Plan) -> str:
+    """Which operations `mfu` counts, and over which peak, in words; empty if it is not known."""
+    if mfu(plan) is None:
+        return ""
+    is_of_text = plan.model.kind == "zoo" and tokens_per_step(plan)
+    attention = ", attention in full whatever its mask hides" if is_of_text else ""
+    dtype, peak = _peak(plan, Cluster.from_dict(plan.cluster))
+    return (
+        f"matrix products of forward and backward pass{attention}, nothing that is recomputed; over"
+        f" the dense {dtype} peak, {format_flops_per_s(peak)} on each device"
+    )
+
+
+def _peak(plan: Plan, cluster: Cluster) -> tuple[str, float]:
+    """The dtype in which a device computes most of the model's products, and its peak in FLOP/s."""
     dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", "bf16"))
     name = _PEAKS.get(dtype, dtype)
-    peak = cluster.device.peak_flops_per_s.get(name) or cluster.device.peak(dtype)
-    num_devices = cluster.num_devices + plan.idle_hosts * cluster.devices_per_host
-    return plan.model.flops_per_step / (plan.prediction.step_time_s * peak * num_devices)
+    known = cluster.device.peak_flops_per_s.get(name)
+    return (name, known) if known else (dtype, cluster.device.peak(dtype))
 
 
 def throughput(plan: Plan) -> str:

@@ -33,7 +33,7 @@ from ..plans import (
     Plan,
     examples_per_step,
     expected_error,
-    explained_methods,
+    explained_names,
     how_recomputed,
     idle_parts,
     is_pipeline,
@@ -335,7 +335,7 @@ def notes_of(comparison: Comparison) -> list[str]:
     for c in comparison.candidates:
         if c.plan and (way := how_recomputed(c.plan)):
             by_way.setdefault(way, []).append(c.method)
-    notes = explained_methods(c.method for c in comparison.candidates)
+    notes = explained_names(c.method for c in comparison.candidates)
     if len(by_way) > 1:
         ways = (f"{way}: {', '.join(dict.fromkeys(names))}" for way, names in by_way.items())
         notes.append(f"Recomputation of the fastest plan of each. {'; '.join(ways)}.")

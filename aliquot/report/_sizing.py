@@ -21,7 +21,7 @@ from ..plans import (
     chosen_candidate,
     examples_per_step,
     expected_error,
-    explained_methods,
+    explained_names,
     how_recomputed,
     is_pipeline,
     meshes,
@@ -416,7 +416,7 @@ def sizing_table(sizing: Sizing) -> Group:
         )
     more = len(header) - (9 if priced else 7)
     right = [*range(1, 1 + more), *(k + more for k in (2, 3, 4, 5, *([7, 8] if priced else [])))]
-    rest = [Text(line) for line in explained_methods(row[1 + more] for row in rows)]
+    rest = [Text(line) for line in explained_names(row[1 + more] for row in rows)]
     rest += [Text(line) for line in _unknown_errors(sizing)]
     if choice:
         rest.append(

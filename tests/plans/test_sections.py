@@ -81,6 +81,7 @@ def test_a_column_without_bounds_is_left_out():
 
 def test_names_of_methods_that_say_nothing_are_explained_below_the_table():
     shown = ("shard, x only for the batch", "zero3", "shard", "pipeshard, 2 stages, 1f1b", "blocks")
+    shown += ("zero2, gradients split after the last micro-batch",)
     candidates = tuple({"name": name, "step_time_s": 0.1, "outcome": "slower"} for name in shown)
     plan = sample_plan(provenance=replace(PROVENANCE, candidates=candidates))
     remarks = next(iter(sections(plan, EXPLAINED))).remarks
@@ -88,6 +89,8 @@ def test_names_of_methods_that_say_nothing_are_explained_below_the_table():
         "shard",
         "pipeshard",
         "blocks",
+        "only for the batch",
+        "after the last micro-batch",
     ]
     assert f"  {remarks[0]}" in describe(plan).splitlines() and remarks[0] in page(plan)
     assert not next(iter(sections(PLANS["program"], EXPLAINED))).remarks
@@ -106,6 +109,12 @@ def test_what_was_not_searched_comes_last_whatever_it_promises():
     plan = sample_plan(provenance=replace(PROVENANCE, candidates=candidates))
     rows = next(iter(sections(plan, EXPLAINED))).rows
     assert [row[0] for row in rows] == ["shard", "zero3", "pipeshard, 8 micro-batches"]
+
+
+def test_splits_have_a_legend_where_they_are_listed():
+    plan = sample_plan(provenance=replace(PROVENANCE, candidates=CANDIDATES))
+    legend = "  sharding: for each dim of an array the mesh axis that splits it, - for none;"
+    assert legend in describe(plan, every=True) and legend not in describe(plan)
 
 
 def test_notes_that_are_left_out_are_counted():

@@ -17,6 +17,7 @@ from aliquot.plans import (
     fact_rows,
     grouped_arrays,
     mfu,
+    name_of_part,
     origin_rows,
     runner_up,
     summary_rows,
@@ -142,7 +143,7 @@ def use(reads, gradients="whole", batch=("examples",), exchanges=False):
             AxisUse(reads={"pieces": 0.4, "nothing": 0.6}, exchanges=True),
             WEIGHTS | MOMENTS | AVERAGES,
             "parameters sharded, optimizer state sharded, batch replicated; 40% of the parameters"
-            " stay sharded in the products that read them",
+            " are not gathered: each device computes with its own shard (tensor parallelism)",
         ),
         # A file of an earlier version tells what is split alone.
         (
@@ -156,6 +157,22 @@ def test_axes_in_the_fields_words(facts, shardings, wanted):
     assert roles_of(facts, **shardings).split("; y (2)")[0] == f"x (4): {wanted}"
 
 
+def test_the_limit_of_the_memory_is_said_as_a_share_of_the_device():
+    device = Cluster.preset("8xH100").device
+    own = replace(PREDICTION, memory_limit_bytes=0.9 * device.memory_bytes)
+    said = dict(fact_rows(sample_plan(prediction=own)))["memory (predicted)"]
+    assert " of the limit of 71.2 GiB (90% of the 79.1 GiB of H100; the rest is left" in said
+    given = replace(PREDICTION, memory_limit_bytes=40 * 2**30)
+    said = dict(fact_rows(sample_plan(prediction=given)))["memory (predicted)"]
+    assert " of the limit of 40.0 GiB; peak at" in said
+
+
+def test_the_batch_in_memory_is_that_of_one_micro_batch():
+    assert (
+        name_of_part("batch", 8) == "batch (one micro-batch)" and name_of_part("batch") == "batch"
+    )
+
+
 def test_an_axis_of_one_device_splits_nothing():
     stage = replace(STAGE, mesh_shape=(1,), axis_names=("x",), shardings={**SPLITS})
     assert dict(summary_rows(sample_plan(stages=(stage,))))["parallelism"] == "nothing: one device"
@@ -167,6 +184,8 @@ def test_throughput_is_of_the_model_and_says_what_it_rests_on():
     assert mfu(plan) == pytest.approx(1e12 / (0.011 * 8 * 989.4e12))
     rows = dict(summary_rows(plan))
     assert rows["throughput"] == "MFU 1.1%, 11.6k tokens/s; predicted from NVIDIA H100 data sheet"
+    counted = "over the dense bfloat16 peak, 989.4 TFLOP/s on each device"
+    assert rows["MFU counts"].endswith(counted)
     assert rows["recomputation"] == ("each block (full activation checkpointing)")
     assert mfu(sample_plan()) is None
 
