@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import structs
 
-from ._time_limit import TimeLimit
+from ._time_limit import decide_in_time
 from .cluster import Cluster
 from .core import (
     AliquotWarning,
     CaptureError,
     InfeasibleError,
     InputError,
+    TimeLimit,
     TimeLimitError,
     listing,
     nearest,
@@ -272,7 +273,8 @@ def plan_captured(
     def propose(limit_bytes: float | None = None) -> Plan:
         tighter = task if limit_bytes is None else task.with_limit(limit_bytes)
         try:
-            return write(limit.decide(method, tighter) if limit else method.decide(tighter))
+            decision = decide_in_time(method, tighter, limit) if limit else method.decide(tighter)
+            return write(decision)
         except Interrupted as interrupted:
             interrupted.plan = write(interrupted.decision) if interrupted.decision else None
             raise

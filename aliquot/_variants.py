@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ._plan_graph import plan_graph
-from ._time_limit import TimeLimit
 from .cluster import Cluster
 from .core import (
     RECOMPUTE,
     RECOMPUTE_AUTO,
     InfeasibleError,
     InputError,
+    TimeLimit,
     TimeLimitError,
     collecting_seldom,
     format_seconds,

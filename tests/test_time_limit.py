@@ -10,8 +10,7 @@ import pytest
 from planners.small_steps import mlp
 
 import aliquot as aq
-from aliquot import _time_limit
-from aliquot.core import InputError, TimeLimitError
+from aliquot.core import InputError, TimeLimit, TimeLimitError
 from aliquot.planners import AbstractMethod, Interrupted
 
 STEP = mlp((256, 512, 512, 256), 64)
@@ -76,7 +75,7 @@ def test_a_search_in_another_thread_ends_when_it_tells_its_progress():
 )
 def test_the_best_plan_so_far_is_the_answer_with_its_gap(stopped, monkeypatch):
     def stop(pipelines, search):
-        monkeypatch.setattr(_time_limit.TimeLimit, "is_over", property(lambda limit: True))
+        monkeypatch.setattr(TimeLimit, "is_over", property(lambda limit: True))
         raise stopped
 
     monkeypatch.setattr("aliquot.planners._pipelines.Pipelines.open", stop)
@@ -97,7 +96,7 @@ def test_a_plan_without_a_bound_of_its_own_is_compared_with_compute_alone(monkey
     class Stopped(AbstractMethod):
         def solve(self, problem, progress=None):
             found.append(aq.DataParallel().solve(problem))
-            monkeypatch.setattr(_time_limit.TimeLimit, "is_over", property(lambda limit: True))
+            monkeypatch.setattr(TimeLimit, "is_over", property(lambda limit: True))
             raise Interrupted(found[0])
 
     plan = aq.plan(
@@ -131,7 +130,7 @@ def test_a_search_that_found_nothing_by_then_falls_back_on_a_fixed_method(
     method, count, monkeypatch
 ):
     def stop(*args, **kwargs):
-        monkeypatch.setattr(_time_limit.TimeLimit, "is_over", property(lambda limit: True))
+        monkeypatch.setattr(TimeLimit, "is_over", property(lambda limit: True))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(type(method), "decide", stop)
@@ -152,8 +151,8 @@ def test_a_limit_that_is_reached_while_garbage_is_collected_is_not_lost():
 
     gc.callbacks.append(told_by_garbage_collector)
     try:
-        limit = _time_limit.TimeLimit(seconds=0.1, until_s=until_s)
-        with pytest.raises(KeyboardInterrupt), _time_limit._alarm(limit):
+        limit = TimeLimit(seconds=0.1, began_s=until_s - 0.1)
+        with pytest.raises(KeyboardInterrupt), limit.ringing():
             gc.collect()
             assert time.perf_counter() > until_s
             time.sleep(2)
@@ -180,8 +179,8 @@ def test_a_limit_that_is_reached_while_objects_are_deleted_is_not_lost(deletes_s
         held = [Slow()]
     else:
         held = weakref.WeakKeyDictionary({key: Slow()})
-    limit = _time_limit.TimeLimit(seconds=0.1, until_s=until_s)
-    with pytest.raises(KeyboardInterrupt), _time_limit._alarm(limit):
+    limit = TimeLimit(seconds=0.1, began_s=until_s - 0.1)
+    with pytest.raises(KeyboardInterrupt), limit.ringing():
         del key
         held.clear()
         assert time.perf_counter() > until_s
@@ -199,8 +198,8 @@ def test_a_limit_that_is_reached_within_a_set_of_weak_references_is_not_lost():
 
     until_s = time.perf_counter() + 0.1
     held, key = weakref.WeakSet(), Slow()
-    limit = _time_limit.TimeLimit(seconds=0.1, until_s=until_s)
-    with pytest.raises(KeyboardInterrupt), _time_limit._alarm(limit):
+    limit = TimeLimit(seconds=0.1, began_s=until_s - 0.1)
+    with pytest.raises(KeyboardInterrupt), limit.ringing():
         held.add(key)
         time.sleep(1)
     assert key in held

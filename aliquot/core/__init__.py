@@ -1,4 +1,4 @@
-"""Floor 1: errors, units and safe files. Imports nothing else of this package, and no jax."""
+"""Floor 1: errors, units, safe files, time limits. Imports nothing else of this package, no jax."""
 
 from ._allocator import reuse_freed_memory as reuse_freed_memory
 from ._cores import num_cores as num_cores
@@ -46,6 +46,8 @@ from ._text import listing as listing
 from ._text import printable as printable
 from ._text import shortened as shortened
 from ._text import wrapped as wrapped
+from ._time_limit import OutOfTime as OutOfTime
+from ._time_limit import TimeLimit as TimeLimit
 from ._units import format_bytes as format_bytes
 from ._units import format_bytes_per_s as format_bytes_per_s
 from ._units import format_count as format_count

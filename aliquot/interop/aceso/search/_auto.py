@@ -11,7 +11,7 @@ from .._configuration import Configuration
 from ._bottleneck import Bottleneck
 from ._exact import Exact
 from ._grid import Grid
-from ._problem import INTERRUPTED, Clock, OnProgress, SearchProblem, SearchResult
+from ._problem import INTERRUPTED, OnProgress, SearchProblem, SearchResult, limit_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +39,18 @@ class Auto:
         """Search; times and counts are sums over the planners. After an interrupt, or once time is
         up, the best configuration so far is the answer.
         """
-        clock = Clock(budget_s=self.budget_s)
+        limit = limit_of(self.budget_s)
         configurations, scored, interrupted = list(start), 0, False
         for planner in (self.grid, self.bottleneck):
             if self.budget_s is not None:
-                planner = replace(planner, budget_s=max(self.budget_s - clock.elapsed(), 0.0))
+                planner = replace(planner, budget_s=max(self.budget_s - limit.elapsed_s, 0.0))
             result = planner.search(problem, on_progress=on_progress)
             configurations += [configuration for configuration, _ in result.best]
             scored += result.scored
             interrupted = result.ended == INTERRUPTED
             if interrupted:
                 break
-        seconds, exact = clock.elapsed(), self.exact
+        seconds, exact = limit.elapsed_s, self.exact
         if interrupted:
             # It only chooses among the configurations that were found.
             exact = replace(exact, budget_s=0.0)
@@ -59,7 +59,7 @@ class Auto:
         result = exact.search(problem, start=configurations, on_progress=on_progress)
         return replace(
             result,
-            search_s=clock.elapsed(),
+            search_s=limit.elapsed_s,
             scored=scored + result.scored,
             best_found_at_s=seconds + result.best_found_at_s,
             ended=INTERRUPTED if interrupted else result.ended,

@@ -19,15 +19,15 @@ from ._exact import as_stage
 from ._measured_chain import MeasuredChain
 from ._problem import (
     MOST_OPERATORS,
-    Clock,
     Incumbents,
     OnProgress,
     Progress,
     SearchProblem,
     SearchResult,
+    limit_of,
     space_name,
+    why_ended,
 )
-from ._space import BudgetSpent
 from ._stage import StageAnswer, solve_stage
 
 _SCHEDULE = "1f1b"
@@ -77,8 +77,8 @@ class _Search:
         self, planner: Bottleneck, problem: SearchProblem, on_progress: OnProgress | None
     ) -> None:
         self._planner, self._problem, self._on_progress = planner, problem, on_progress
-        self._clock = Clock(budget_s=planner.budget_s)
-        self._best = Incumbents(problem, self._clock.elapsed, keep=planner.keep)
+        self._limit = limit_of(planner.budget_s)
+        self._best = Incumbents(problem, self._limit, keep=planner.keep)
         self._chains: list[MeasuredChain] = []
         self._relief = self._begun()
         self._answers: dict[tuple[int, ...], StageAnswer] = {}
@@ -88,12 +88,13 @@ class _Search:
         for configuration in start:
             self._best.offer(configuration)
         try:
-            for size in self._problem.micro_batches:
-                self._clock.check()
-                self._chains.append(MeasuredChain.make(self._problem, size))
-            ended = self._search()
-        except (KeyboardInterrupt, BudgetSpent) as error:
-            ended = self._clock.ended(error)
+            self._limit.check()
+            with self._limit.ringing():
+                for size in self._problem.micro_batches:
+                    self._chains.append(MeasuredChain.make(self._problem, size))
+                ended = self._search()
+        except KeyboardInterrupt as error:
+            ended = why_ended(error)
             for best in self._relief.ranked()[:1]:
                 self._best.offer(self._uniform_configuration(best))
         return SearchResult(
@@ -101,7 +102,7 @@ class _Search:
             lower_bound_ms=0.0,
             space=space_name(self._problem),
             scored=self._best.scored + len(self._relief.scores),
-            search_s=self._clock.elapsed(),
+            search_s=self._limit.elapsed_s,
             best_found_at_s=self._best.found_at_s,
             ended=ended,
         )
@@ -113,7 +114,7 @@ class _Search:
             for k, chain in enumerate(self._chains)
         ]
         around = Neighbours(variants, most_stages=self._problem.max_stages)
-        return Relief(around, in_flight=self._in_flight, check=self._clock.check)
+        return Relief(around, in_flight=self._in_flight)
 
     def _search(self) -> str:
         """Relieve bottlenecks, then solve the stages of the best candidates; returns the reason why
@@ -139,6 +140,7 @@ class _Search:
         return [self._problem.in_flight(size, count - 1 - k) for k in range(count)]
 
     def _tell(self) -> None:
+        self._limit.check()
         if self._on_progress is not None:
             best = min(self._relief.scores.values(), key=lambda score: score.key)
             best_us = np.inf if best.excess_bytes else 1e6 * best.step_s
@@ -147,7 +149,7 @@ class _Search:
                     best_ms=min(self._best.best_us, best_us) / 1000,
                     bound_ms=0.0,
                     scored=len(self._relief.scores),
-                    elapsed_s=self._clock.elapsed(),
+                    elapsed_s=self._limit.elapsed_s,
                 )
             )
 
@@ -236,7 +238,6 @@ class _Search:
                     ceiling_us=np.inf,
                     rate_us_per_mb=0.0,
                     max_labels=0,
-                    check=self._clock.check,
                 )
             answers.append(self._answers[key])
             first, device = last, device + devices

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ._space import Check, Floats, unlimited
+from ._space import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,7 @@ class CutSearch:
         num_devices: int,
         gpus_per_node: int,
         max_stages: int,
-        check: Check = unlimited,
     ) -> None:
-        self._check = check
         self._tables, self._num, self._devices = tables, num_operators, num_devices
         self._steps: list[tuple[int, int, int, int]] = []
         for stages in range(1, max_stages + 1):
@@ -157,7 +155,6 @@ class CutSearch:
         """The dynamic program: by number of stages and devices, for each suffix of the chain, the
         least sum of times (the least maximum unless `total`), and the first stage that gives it.
         """
-        self._check()
         num = self._num
         end = np.full(num + 1, np.inf)
         end[num] = 0.0

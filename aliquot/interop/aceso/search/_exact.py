@@ -25,16 +25,17 @@ from ._cuts import Cut, Cuts, CutSearch
 from ._evenly import longest_stage, possible_cuts, rate_range, spread_evenly_us
 from ._layers import GroupedSpace, group_spaces
 from ._problem import (
-    Clock,
     Incumbents,
     OnProgress,
     Progress,
     SearchProblem,
     SearchResult,
+    limit_of,
     space_name,
+    why_ended,
 )
 from ._reach import least_step_us
-from ._space import BudgetSpent, Check, Floats, StageSpace
+from ._space import Floats, StageSpace
 from ._stage import StageAnswer, solve_stage
 from ._tables import Period, bound_stretches, find_period
 
@@ -90,8 +91,8 @@ class _Search:
         self, planner: Exact, problem: SearchProblem, on_progress: OnProgress | None
     ) -> None:
         self._planner, self._problem, self._on_progress = planner, problem, on_progress
-        self._clock = Clock(budget_s=planner.budget_s)
-        self._best = Incumbents(problem, self._clock.elapsed, keep=planner.keep)
+        self._limit = limit_of(planner.budget_s)
+        self._best = Incumbents(problem, self._limit, keep=planner.keep)
         # Number of table entries that dynamic programs over cuts have read.
         self._entries = 0
         # Bounds of micro-batch sizes that no further round can raise.
@@ -103,27 +104,28 @@ class _Search:
         try:
             for configuration in start:
                 self._best.offer(configuration)
-            for size in self._problem.micro_batches:
-                self._clock.check()
-                self._batches.append(_MicroBatch.make(self._problem, size, self._clock.check))
-            queue += [(batch.bound_us, batch.size, batch) for batch in self._batches]
-            heapq.heapify(queue)
-            ended = self._search(queue)
-            if any(batch.grouped for batch in self._batches):
-                self._solve_operators()
-                for batch in self._batches:
-                    batch.bound_operators(self._problem, self._best.best_us)
-                if ended == _CLOSE and self._bound(queue) < self._enough_us:
-                    ended = f"{_CLOSE} for cuts between layers, not for those within"
-        except (KeyboardInterrupt, BudgetSpent) as error:
-            ended = self._clock.ended(error)
+            self._limit.check()
+            with self._limit.ringing():
+                for size in self._problem.micro_batches:
+                    self._batches.append(_MicroBatch.make(self._problem, size))
+                queue += [(batch.bound_us, batch.size, batch) for batch in self._batches]
+                heapq.heapify(queue)
+                ended = self._search(queue)
+                if any(batch.grouped for batch in self._batches):
+                    self._solve_operators()
+                    for batch in self._batches:
+                        batch.bound_operators(self._problem, self._best.best_us)
+                    if ended == _CLOSE and self._bound(queue) < self._enough_us:
+                        ended = f"{_CLOSE} for cuts between layers, not for those within"
+        except KeyboardInterrupt as error:
+            ended = why_ended(error)
         bound = self._bound(queue)
         return SearchResult(
             best=self._best.results(),
             lower_bound_ms=bound / 1000 if np.isfinite(bound) else 0.0,
             space=space_name(self._problem),
             scored=self._best.scored,
-            search_s=self._clock.elapsed(),
+            search_s=self._limit.elapsed_s,
             best_found_at_s=self._best.found_at_s,
             ended=ended,
         )
@@ -145,13 +147,14 @@ class _Search:
                 return f"the limit of {self._planner.max_entries:,.0f} table entries"
             if rounds >= self._planner.max_rounds:
                 return f"the limit of {self._planner.max_rounds} rounds"
-            self._clock.check()
+            self._limit.check()
             rounds += 1
             if self._improve(batch):
                 heapq.heapreplace(queue, (batch.bound_us, batch.size, batch))
             else:
-                heapq.heappop(queue)
+                # In this order, as no bound may be lost if the search is stopped between.
                 self._exhausted.append(batch.bound_us)
+                heapq.heappop(queue)
             self._tell(queue)
         return "nothing was left to search"
 
@@ -221,7 +224,6 @@ class _Search:
             ceiling_us=np.inf,
             rate_us_per_mb=0.0,
             max_labels=0,
-            check=self._clock.check,
         )
         return as_stage(space, answer) if np.isfinite(answer.time_us) else None
 
@@ -240,7 +242,7 @@ class _Search:
                     best_ms=self._best.best_us / 1000,
                     bound_ms=self._bound(queue) / 1000,
                     scored=self._best.scored,
-                    elapsed_s=self._clock.elapsed(),
+                    elapsed_s=self._limit.elapsed_s,
                 )
             )
 
@@ -324,7 +326,6 @@ class _MicroBatch:
 
     size: int
     count: int
-    check: Check
     spaces: dict[int, StageSpace]
     grouped: dict[int, GroupedSpace]
     period: Period
@@ -343,7 +344,7 @@ class _MicroBatch:
     efforts: dict[tuple[int, int, int, int, int], int] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, problem: SearchProblem, size: int, check: Check) -> _MicroBatch:
+    def make(cls, problem: SearchProblem, size: int) -> _MicroBatch:
         """The spaces of stages, and a bound that spreads work and memory evenly over all
         devices.
         """
@@ -355,7 +356,6 @@ class _MicroBatch:
         return cls(
             size=size,
             count=count,
-            check=check,
             spaces=spaces,
             grouped=grouped,
             operators=operators,
@@ -371,7 +371,7 @@ class _MicroBatch:
     def bound_operators(self, problem: SearchProblem, enough_us: float) -> None:
         """Bound all configurations of single operators, once."""
         if self.operators:
-            self.least_us = least_step_us(problem, self.size, self.operators, enough_us, self.check)
+            self.least_us = least_step_us(problem, self.size, self.operators, enough_us)
             self.bound_us = max(self.bound_us, self.least_us)
             self.operators = {}
 
@@ -388,7 +388,6 @@ class _MicroBatch:
             num_devices=problem.num_devices,
             gpus_per_node=problem.gpus_per_node,
             max_stages=problem.max_stages,
-            check=self.check,
         )
 
     def _bound_stretches(self, problem: SearchProblem, rates: Floats, ceiling_us: float) -> None:
@@ -414,7 +413,6 @@ class _MicroBatch:
                 longest=longest_stage(space, ceiling_us / self.count),
                 begins=np.logical_or.reduce(places[: len(places) - n, :-1]),
                 ends=np.logical_or.reduce(places[n:]),
-                check=self.check,
             )
             if n in self.tables:
                 # The ceiling has fallen since the last time, and stages may have fewer operators.
@@ -503,7 +501,6 @@ class _MicroBatch:
             max_labels=math.ceil(
                 _EFFORTS[effort] * max_labels * min(1.0, _FEW_OPERATORS / (cut.last - cut.first))
             ),
-            check=self.check,
         )
         previous = self.answers.get(self.key(cut))
         if previous is not None:

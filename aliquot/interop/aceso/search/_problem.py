@@ -4,19 +4,17 @@ the results of searches.
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ....core import InputError
+from ....core import InputError, OutOfTime, TimeLimit
 from .._chain import OperatorChain
 from .._configuration import Configuration, StageConfiguration
 from .._database import Database
 from .._judge import Judge
 from .._performance import Estimate, evaluate_configuration
-from ._space import BudgetSpent, StageSpace, make_space
+from ._space import StageSpace, make_space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,31 +185,14 @@ class SearchPlanner(Protocol):
         """Search from known configurations."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Clock:
-    """The time since a search began, and what it may take.
+def limit_of(budget_s: float | None) -> TimeLimit:
+    """The time limit of a search that begins now; None for no limit."""
+    return TimeLimit() if budget_s is None else TimeLimit(seconds=budget_s)
 
-    Attributes:
-        budget_s: seconds; None without a limit.
-    """
 
-    budget_s: float | None = None
-    began_s: float = field(default_factory=lambda: time.perf_counter())
-
-    def elapsed(self) -> float:
-        """Seconds since the search began."""
-        return time.perf_counter() - self.began_s
-
-    def check(self) -> None:
-        """Raise `BudgetSpent` once time is up."""
-        if self.budget_s is not None and self.elapsed() > self.budget_s:
-            raise BudgetSpent
-
-    def ended(self, error: BaseException) -> str:
-        """Why a search ended that an error or an interrupt has stopped."""
-        if isinstance(error, BudgetSpent):
-            return BUDGET_SPENT
-        return INTERRUPTED
+def why_ended(error: KeyboardInterrupt) -> str:
+    """Why a search ended that was stopped."""
+    return BUDGET_SPENT if isinstance(error, OutOfTime) else INTERRUPTED
 
 
 class Incumbents:
@@ -219,10 +200,8 @@ class Incumbents:
     limit.
     """
 
-    def __init__(
-        self, problem: SearchProblem, clock: Callable[[], float], *, keep: int = 1
-    ) -> None:
-        self._problem, self._clock, self._keep = problem, clock, keep
+    def __init__(self, problem: SearchProblem, limit: TimeLimit, *, keep: int = 1) -> None:
+        self._problem, self._limit, self._keep = problem, limit, keep
         self._kept: list[tuple[float, Configuration, Estimate]] = []
         self.scored = 0
         self.found_at_s = 0.0
@@ -245,11 +224,11 @@ class Incumbents:
         if not fits or any(configuration == kept for _, kept, _ in self._kept):
             return False
         better = estimate.iteration_time_ms * 1000 < self.best_us * (1 - 1e-12)
-        self._kept.append((estimate.iteration_time_ms, configuration, estimate))
-        self._kept.sort(key=lambda entry: entry[0])
-        del self._kept[self._keep :]
+        kept = [*self._kept, (estimate.iteration_time_ms, configuration, estimate)]
+        # At once, as a search may be stopped between any two lines.
+        self._kept = sorted(kept, key=lambda entry: entry[0])[: self._keep]
         if better:
-            self.found_at_s = self._clock()
+            self.found_at_s = self._limit.elapsed_s
         return better
 
     def results(self) -> tuple[tuple[Configuration, Estimate], ...]:
@@ -277,30 +256,33 @@ def judge_each(
         keep: number of distinct configurations to return.
         budget_s: seconds after which the search ends.
     """
-    clock = Clock(budget_s=budget_s)
-    best = Incumbents(problem, clock.elapsed, keep=keep)
+    limit = limit_of(budget_s)
+    best = Incumbents(problem, limit, keep=keep)
     ended = "every point of the grid was judged"
     try:
-        for configuration in itertools.chain(start, configurations(best)):
-            clock.check()
+        for configuration in start:
             best.offer(configuration)
-            if on_progress is not None:
-                on_progress(
-                    Progress(
-                        best_ms=best.best_us / 1000,
-                        bound_ms=0.0,
-                        scored=best.scored,
-                        elapsed_s=clock.elapsed(),
+        with limit.ringing():
+            for configuration in configurations(best):
+                limit.check()
+                best.offer(configuration)
+                if on_progress is not None:
+                    on_progress(
+                        Progress(
+                            best_ms=best.best_us / 1000,
+                            bound_ms=0.0,
+                            scored=best.scored,
+                            elapsed_s=limit.elapsed_s,
+                        )
                     )
-                )
-    except (KeyboardInterrupt, BudgetSpent) as error:
-        ended = clock.ended(error)
+    except KeyboardInterrupt as error:
+        ended = why_ended(error)
     return SearchResult(
         best=best.results(),
         lower_bound_ms=0.0,
         space=space,
         scored=best.scored,
-        search_s=clock.elapsed(),
+        search_s=limit.elapsed_s,
         best_found_at_s=best.found_at_s,
         ended=ended,
     )

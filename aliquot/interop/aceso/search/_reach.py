@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ._evenly import rate_range, spread_evenly_us
 from ._problem import SearchProblem
-from ._space import Check, Floats, StageSpace, unlimited
+from ._space import Floats, StageSpace
 from ._tables import find_period
 
 Integers = NDArray[np.int64]
@@ -42,7 +42,6 @@ def least_step_us(
     micro_batch: int,
     spaces: Mapping[int, StageSpace],
     enough_us: float,
-    check: Check = unlimited,
 ) -> float:
     """A lower bound on the iteration time of every configuration with this micro-batch size,
     whatever its cuts, degrees, algorithms and recomputed operators.
@@ -54,7 +53,6 @@ def least_step_us(
     Args:
         spaces: of single operators, by number of devices.
         enough_us: an iteration time above which the bound need not rise.
-        check: called for each number of stages.
     """
     count, devices = problem.num_micro_batches(micro_batch), problem.num_devices
     work = spread_evenly_us(spaces, num_devices=devices, memory_limit_mb=problem.memory_limit_mb)
@@ -73,7 +71,7 @@ def least_step_us(
 
     for _ in range(_DIVISIONS):
         bars = np.linspace(low, high, _BARS)
-        possible = reaches.possible(bars, check)
+        possible = reaches.possible(bars)
         # For each number of stages, the longest time that is impossible.
         impossible = np.where(possible.any(axis=0), possible.argmax(axis=0) - 1, len(bars) - 1)
         bounds = np.where(impossible >= 0, iteration_us(bars[np.maximum(impossible, 0)]), least)
@@ -106,7 +104,7 @@ class _Reaches:
         self._costs: dict[int, list[list[tuple[Floats, Floats]]]] = {}
         self._made: dict[tuple[int, int, int, int], list[_Rows]] = {}
 
-    def possible(self, bars: Floats, check: Check) -> NDArray[np.bool_]:
+    def possible(self, bars: Floats) -> NDArray[np.bool_]:
         """For each of some times and each number of stages, whether stages that take no longer
         might cover the chain.
         """
@@ -119,7 +117,6 @@ class _Reaches:
         reached[:, 0] = self._num
         result = np.zeros((len(bars), most), bool)
         for behind in range(most):
-            check()
             further = np.full_like(reached, nothing)
             for n in self._spaces:
                 used = np.arange(n, devices + 1)

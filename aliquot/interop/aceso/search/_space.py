@@ -7,7 +7,6 @@ operator and a column for each state; times of states that cannot be run are inf
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,20 +18,6 @@ from .._judge import Faults, Judge
 from .._performance import collective_ms, collectives_between, transfer_us
 
 Floats = NDArray[np.float64]
-Check = Callable[[], None]
-"""Called again and again in long computations; raises `BudgetSpent` once time is up."""
-
-
-class BudgetSpent(Exception):
-    """The time that a search may take is up; like an interrupt, it ends the search, not the
-    program.
-    """
-
-
-def unlimited() -> None:
-    """The check of a computation that may take as long as it needs."""
-
-
 _COLUMN = {name: k for k, name in enumerate(COLUMNS)}
 
 

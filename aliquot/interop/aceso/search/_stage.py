@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._dominance import TOLERANCE, undominated
-from ._space import Check, Floats, StageSpace, unlimited
+from ._space import Floats, StageSpace
 
 # The most places at which two paths are joined.
 _MOST_MIXED = 120
@@ -69,7 +69,6 @@ def solve_stage(
     ceiling_us: float,
     rate_us_per_mb: float,
     max_labels: int = 4000,
-    check: Check = unlimited,
 ) -> StageAnswer:
     """The fastest way to run operators `[first, last)`, if it takes less than the ceiling.
 
@@ -80,7 +79,6 @@ def solve_stage(
             fewer labels remain.
         max_labels: labels kept at each operator; if some are dropped, the bound may lie below the
             time of the answer. With 0 the answer is the best of the shortest paths.
-        check: called at each operator.
     """
     if not first:
         entered = 0
@@ -90,10 +88,7 @@ def solve_stage(
     for degree, leaves in _exits(space, space.leaves_us[left, space.kinds[last - 1]]):
         allowed = np.array([degree in (None, tp) for tp, *_ in space.states])
         ceiling = min(best.time_us, ceiling_us)
-        check()
-        labels = _Labels(
-            space, first, last, in_flight, entered, leaves, allowed, memory_limit_mb, check
-        )
+        labels = _Labels(space, first, last, in_flight, entered, leaves, allowed, memory_limit_mb)
         answer = labels.solve(ceiling, rate_us_per_mb, max_labels)
         bound = min(best.bound_us, answer.bound_us)
         best = answer if answer.time_us < best.time_us else best
@@ -121,9 +116,7 @@ class _Labels:
         leaves: Floats,
         allowed: NDArray[np.bool_],
         limit_mb: float,
-        check: Check,
     ) -> None:
-        self._check = check
         self._space, self._first, self._last = space, first, last
         self._in_flight, self._limit = in_flight, limit_mb
         self._leaves = leaves
@@ -370,7 +363,6 @@ class _Labels:
         parents = np.full(len(states), -1)
         lost = np.inf
         for op in range(count):
-            self._check()
             if op:
                 labels, states, again, parents = self._step(op, labels, states, again)
             elif self._space.counts_last_reserved:

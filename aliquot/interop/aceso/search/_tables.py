@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ._space import Check, Floats, StageSpace, unlimited
+from ._space import Floats, StageSpace
 
 Integers = NDArray[np.int64]
 
@@ -89,7 +89,6 @@ def bound_stretches(
     longest: int,
     begins: NDArray[np.bool_] | None = None,
     ends: NDArray[np.bool_] | None = None,
-    check: Check = unlimited,
 ) -> StretchBounds:
     """Bounds for all stretches of at most `longest` operators.
 
@@ -100,7 +99,6 @@ def bound_stretches(
             stage counts as entered within a node.
         begins: for each operator, whether a stage may begin with it; None if with any.
         ends: for each operator and the end of the chain, whether a stage may end before it.
-        check: called for each operator.
     """
     num = len(space.kinds)
     begins = np.ones(num, bool) if begins is None else begins
@@ -108,7 +106,7 @@ def bound_stretches(
     sweep = _Sweep(
         space, np.array(in_flight, float), rates_us_per_mb, memory_limit_mb, links, longest
     )
-    sweep.run(period, begins, ends, check)
+    sweep.run(period, begins, ends)
     return StretchBounds(
         bound_us=sweep.bound_us,
         rate=sweep.rate,
@@ -165,13 +163,7 @@ class _Sweep:
         self.bound_us = np.full(shape, np.inf)
         self.rate = np.zeros(shape, np.int8)
 
-    def run(
-        self,
-        period: Period,
-        begins: NDArray[np.bool_],
-        ends: NDArray[np.bool_],
-        check: Check,
-    ) -> None:
+    def run(self, period: Period, begins: NDArray[np.bool_], ends: NDArray[np.bool_]) -> None:
         """Bound all stretches: one sweep with a row for each distinct beginning, then one over the
         operators after the layers.
         """
@@ -189,7 +181,6 @@ class _Sweep:
         snapshots = {period.end - period.length * later: later for later in range(1, period.count)}
         copies: list[tuple[_Rows, Integers]] = []
         for op in range(end):
-            check()
             if not self._advance(rows, heads, op, period):
                 break
             later = snapshots.get(op + 1)
@@ -206,7 +197,6 @@ class _Sweep:
         tails = [(rows, heads), *copies, (_Rows.empty(len(after), self), after)]
         joined, starts = _Rows.joined([r for r, _ in tails]), np.concatenate([s for _, s in tails])
         for op in range(end, num):
-            check()
             self._advance(joined, starts, op, None)
 
     def _advance(self, rows: _Rows, starts: Integers, op: int, period: Period | None) -> bool:

@@ -54,18 +54,11 @@ class Relief:
     Args:
         around: the chains, and the moves over them.
         in_flight: by default what the schedule keeps.
-        check: called before every step; may raise to end the search.
     """
 
-    def __init__(
-        self,
-        around: Neighbours,
-        *,
-        in_flight: InFlight | None = None,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, around: Neighbours, *, in_flight: InFlight | None = None) -> None:
         self.scores: dict[Candidate, Score] = {}
-        self._around, self._check = around, check
+        self._around = around
         self._in_flight = in_flight or self._kept
 
     def run(
@@ -97,7 +90,6 @@ class Relief:
             for _ in range(max_hops):
                 if at in expanded or steps >= max_steps:
                     break
-                self._check()
                 expanded.add(at)
                 steps += 1
                 reached = [c for c in self._relieved(at) if c not in expanded]
