@@ -305,13 +305,17 @@ def rebuild(plan: Plan) -> str:
 def memory_parts(plan: Plan) -> list[tuple[str, float]]:
     """Names and bytes of the parts of a device's memory at the peak, the largest first."""
     sizes = sorted(plan.prediction.memory_bytes.items(), key=lambda item: -item[1])
-    return [(name_of_part(name, plan.num_micro_batches), size) for name, size in sizes]
+    return [(name_of_part(name), size) for name, size in sizes]
 
 
-def name_of_part(name: str, num_micro_batches: int = 1) -> str:
+def told_parts(plan: Plan) -> list[tuple[str, float]]:
+    """As `memory_parts`, where names stand by themselves and say what they count."""
+    batch = "batch" if plan.num_micro_batches == 1 else "batch (one micro-batch)"
+    return [(batch if name == "batch" else name, size) for name, size in memory_parts(plan)]
+
+
+def name_of_part(name: str) -> str:
     """A part of a device's memory for readers, by its name in plan files."""
-    if name == "batch" and num_micro_batches > 1:
-        return "batch (one micro-batch)"
     return _PARTS_OF_MEMORY.get(name, name)
 
 
@@ -335,7 +339,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
             "memory (predicted)",
             (f"{format_bytes(p.peak_memory_bytes)} on each device{share}; peak at {p.peak_moment}"),
         ),
-        ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in memory_parts(plan))),
+        ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in told_parts(plan))),
         *_host_memory_rows(plan),
     ]
 

@@ -12,7 +12,7 @@ from typing import Any
 from ..core import format_bytes, format_seconds
 from ._arrays import ArrayGroup, format_dims, grouped_arrays, without_moments
 from ._collective_text import collective_table, stage_collective_table
-from ._facts import is_pipeline, memory_parts
+from ._facts import is_pipeline, told_parts
 from ._plan import Plan
 from ._section import Section, SectionKind
 from ._stage_text import equal_stages, stage_numbers, stage_table
@@ -162,7 +162,7 @@ def explained_names(names: Iterable[str]) -> list[str]:
 
 def _memory(plan: Plan) -> Section:
     p = plan.prediction
-    parts = memory_parts(plan)
+    parts = told_parts(plan)
     sizes = [*parts, ("total", p.peak_memory_bytes)]
     limit = p.memory_limit_bytes
     rows = [

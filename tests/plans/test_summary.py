@@ -16,8 +16,8 @@ from aliquot.plans import (
     ModelReference,
     fact_rows,
     grouped_arrays,
+    memory_parts,
     mfu,
-    name_of_part,
     origin_rows,
     runner_up,
     summary_rows,
@@ -168,9 +168,12 @@ def test_the_limit_of_the_memory_is_said_as_a_share_of_the_device():
 
 
 def test_the_batch_in_memory_is_that_of_one_micro_batch():
-    assert (
-        name_of_part("batch", 8) == "batch (one micro-batch)" and name_of_part("batch") == "batch"
-    )
+    prediction = replace(PREDICTION, memory_bytes={"batch": 2.0**20})
+    for count, told in ((8, "1.0 MiB batch (one micro-batch)"), (1, "1.0 MiB batch")):
+        plan = sample_plan(prediction=prediction, num_micro_batches=count)
+        assert ("", told) in fact_rows(plan)
+        # Pictures of several plans have one colour for it.
+        assert memory_parts(plan) == [("batch", 2.0**20)]
 
 
 def test_an_axis_of_one_device_splits_nothing():
