@@ -1,4 +1,5 @@
-"""The training step that Alpa's benchmark of 2022 timed, on the zoo's parts.
+"""The training step that Alpa's benchmark of 2022 timed, on the zoo's parts, and the compiler that
+ran it.
 
 A GPT on the frame of a BERT: norms after the sums, no mask but padding, embeddings as products with
 one-hot rows, the softmax in float16. Parameters in float16, beside a float32 copy that AdamW
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import aliquot as aq
 from aliquot import zoo
 from aliquot.zoo import _gpt
 from aliquot.zoo._attention import merge_heads, split_heads
@@ -31,6 +34,15 @@ SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size", "seq_len")
 """What says how large a model is."""
 
 HALF = Precision(compute="float16", params="float16")
+
+
+def of_2022(cluster: aq.Cluster) -> aq.Cluster:
+    """The cluster as the compiler of 2022 used it: XLA's GPU backend ran collectives one by one
+    with everything else, and Alpa switched asynchronous all-reduces off besides
+    (`alpa/global_env.py`).
+    """
+    figures = {**cluster.device.calibration, "overlap_fraction": 0.0}
+    return replace(cluster, device=replace(cluster.device, calibration=figures))
 
 
 class Attention(_gpt.Attention):

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _alpa_step import alpa_step
-from _alpa_suite import of_2022
+from _alpa_step import alpa_step, of_2022
 from _results import Report, options, say
 from numpy.typing import NDArray
 

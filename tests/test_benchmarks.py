@@ -50,3 +50,22 @@ def test_a_plan_is_compiled_again_only_if_it_decides_otherwise(monkeypatch, tmp_
     assert len(compiled) == 1
     row(f"{words} --method zero3")
     assert len(compiled) == 2
+
+
+def test_alpas_suite_is_put_together_from_the_rows_of_the_command(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    suite, results = map(importlib.import_module, ("pipeline_suite", "_results"))
+    (tmp_path / "gpt").mkdir()
+    journal = results.Journal(tmp_path / "gpt" / "rows.jsonl")
+    known = {"case": "gpt.perf_test_auto 2", "parallel": "dp2", "num_micro_batches": 8}
+    for plan_of, seconds in (("given", 2.0), ("ours", 1.5)):
+        row = {**known, "plan_of": plan_of, "outcome": "predicted", "predicted_s": seconds}
+        journal.row(plan_of, lambda row=row: row)
+    (found,), missing = suite._plans(tmp_path)
+    assert (found["case"], found["ours / Alpa's"]) == ("gpt-760m on 2", 0.75)
+    assert "gpt.perf_test_auto 2" not in missing and len(missing) == 20
+    wrongly = [
+        {"GPUs": 8, "plan": name, "published TFLOP/s": published, "predicted TFLOP/s": predicted}
+        for name, published, predicted in (("a", 50, 60.0), ("b", 60, 55.0), ("c", 61, 54.0))
+    ]
+    assert suite._ranked_wrongly(wrongly) == (2, ["8: b above a", "8: c above a"])

@@ -15,6 +15,7 @@ from ._make_row import failed_row as failed_row
 from ._make_row import measured_row as measured_row
 from ._make_row import predicted_row as predicted_row
 from ._operations import operations as operations
+from ._plan_case import BuiltCase as BuiltCase
 from ._plan_case import build_case as build_case
 from ._plan_case import part_of as part_of
 from ._plan_case import plan_given as plan_given
