@@ -41,6 +41,7 @@ from .planners import (
     WholeProgram,
     cannot_fit,
     least_compute_s,
+    simple_counts,
     simple_plan,
 )
 from .plans import RECOMPUTED_BY_STAGE, ModelReference, Plan, recomputes_by_stage
@@ -346,8 +347,8 @@ def plan_variants(
                 simple_s[variant] = seconds
         except KeyboardInterrupt as stopped:
             raise _interrupted(simple_s, make) from stopped
-    # No program fits by any simple method, so that pipelines are what is looked for.
-    is_too_small = may_be_program and not simple_s
+    # Programs are too large for all simple methods, so that pipelines are what is looked for.
+    is_too_large = may_be_program and not simple_s and simple_counts(task(variants[-1])) != []
     ordered = _ordered(variants, simple_s, how, task)
     best, built, tried = None, ordered[0], list[dict[str, Any]]()
     too_large: Variants = ()
@@ -367,7 +368,7 @@ def plan_variants(
                 _tried(variant.name, outcome="does not fit: it keeps more than one that does not")
             )
             continue
-        if variant.for_programs and is_too_small and best is not None and len(best.stages) > 1:
+        if variant.for_programs and is_too_large and best is not None and len(best.stages) > 1:
             outcome = "not searched: no simple plan of one program fits, whatever is recomputed"
             tried.append(_tried(variant.name, outcome=outcome))
             continue

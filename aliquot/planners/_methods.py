@@ -271,16 +271,24 @@ def simple_plan(task: Task, *, fewest: int = 1) -> Decision | None:
     return task.simple_plans[key]
 
 
-def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
+def simple_counts(task: Task) -> list[int]:
+    """The numbers of micro-batches of simple plans, in rising order; none where the devices cannot
+    divide the batch.
+    """
     cluster, asked = task.cluster, task.num_micro_batches
-    if not task.holds_state:
-        return None
     every = [asked] if asked is not None else program_counts(task.graph, cluster.num_devices)
     batch = batch_size(task.graph)
     if asked is None and batch >= cluster.num_devices:
         # Devices share rows only where the batch has too few, and all have equally many.
         every = [n for n in every if batch // n % cluster.num_devices == 0]
-    counts = [n for n in every if n >= fewest]
+    return every
+
+
+def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
+    if not task.holds_state:
+        return None
+    cluster, batch = task.cluster, batch_size(task.graph)
+    counts = [n for n in simple_counts(task) if n >= fewest]
     refused = list[int]()
     best: Decision | None = None
     finest: Problem | None = None

@@ -228,22 +228,23 @@ def test_where_no_simple_plan_fits_the_first_whose_batch_may_fit_comes_first(mon
     assert searched[:2] == [("block", math.inf, True), ("none", 1e3, False)]
 
 
-def test_beside_a_pipeline_no_policy_of_programs_is_searched_where_no_simple_plan_fits(
-    monkeypatch,
+@pytest.mark.parametrize(("batch", "left_out"), [(8, set(POLICIES[1:-1])), (9, set())])
+def test_beside_a_pipeline_no_policy_of_programs_is_searched_where_all_are_too_large(
+    batch, left_out, monkeypatch
 ):
+    """Nothing is known of their size where the devices cannot divide the batch."""
     where, searched = Cluster.preset("1x2xH100"), []
 
     def make(graph, *, started, **options):
         searched.append(how.name if (how := graph.calling.recompute) else "none")
-        in_stages = aq.PipeshardParallel(num_stages=2, num_micro_batches=2)
+        in_stages = aq.PipeshardParallel(num_stages=2, num_micro_batches=1)
         return plan_graph(graph, started=started, cluster=where, method=in_stages)
 
     monkeypatch.setattr("aliquot._variants.plan_graph", make)
-    ways = all_ways(where, scan=False)
+    ways = all_ways(where, scan=False, batch=batch)
     plan = plan_variants(ways, cluster=where, memory_limit_bytes=1e6)
-    assert len(plan.stages) == 2 and set(searched) == {"none", "block"}
+    assert len(plan.stages) == 2 and set(searched) == set(POLICIES) - left_out
     outcomes = {each["name"]: each["outcome"] for each in plan.provenance.candidates}
-    left_out = {name for name, outcome in outcomes.items() if "no simple plan" in outcome}
-    assert left_out == {f"--recompute {name}" for name in POLICIES[1:-1]}
-    # None of these was traced.
-    assert not any(way._traced for way in ways[1:-1])
+    said = {name for name, outcome in outcomes.items() if "no simple plan" in outcome}
+    assert said == {f"--recompute {name}" for name in left_out}
+    assert not any(way._traced for way in ways if way.layers in left_out)
