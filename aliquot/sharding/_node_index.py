@@ -378,7 +378,7 @@ def classes_of_casts(cuts: Cuts) -> dict[int, bool]:
     """
     casts = parameter_casts(cuts.graph)
     return {
-        op_class: all(casts[op] == op for op in ops)
+        op_class: all(casts[op].first == op for op in ops)
         for op_class, ops in enumerate(cuts.folding.members)
         if all(op in casts for op in ops)
     }

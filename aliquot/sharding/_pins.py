@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import msgspec
 
@@ -245,9 +245,8 @@ class _PinMaker:
             inputs: splits of the step's inputs.
         """
         of_input = {i.value: spec for i, spec in zip(self.graph.inputs, inputs, strict=True)}
-        for number in parameter_casts(self.graph):
-            (parameter,) = self.graph.ops[number].inputs
-            spec = of_input[cast("ValueId", parameter)]
+        for number, made in parameter_casts(self.graph).items():
+            spec = of_input[made.parameter]
             gathered = without_axes(spec, {*self.data_axes, *self.context_axes})
             yield (
                 self.nodes.op_class[number],

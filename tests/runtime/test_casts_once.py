@@ -5,6 +5,7 @@ micro-batch: in programs and pipelines, in prices and in memory, where there is 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import aliquot as aq
 from aliquot.graph import Call
 from aliquot.planners import Megatron, apply_plan
 from aliquot.sharding import parameter_casts
+from aliquot.zoo import build
 
 
 def block(weight, x):
@@ -90,13 +92,28 @@ def without(plan):
 def test_casts_of_repeated_regions_are_those_of_the_forward_pass():
     graph = aq.capture(train_step, *arrays())
     casts = parameter_casts(graph)
-    first = [cast for cast, same in casts.items() if cast == same]
+    first = [cast for cast, made in casts.items() if cast == made.first]
     # Two regions are repeated, and each casts its weight again.
     assert len(first) == 4 and len(casts) == 6
-    for cast, same in casts.items():
-        assert graph.ops[cast].inputs == graph.ops[same].inputs
+    for cast, made in casts.items():
+        assert graph.ops[cast].inputs == graph.ops[made.first].inputs == (made.parameter,)
     # What is not narrower is no cast of a parameter, nor is the cast of the batch.
     assert all(graph.values[graph.ops[cast].inputs[0]].dtype == "float32" for cast in casts)
+
+
+def test_scaled_casts_to_8_bits_take_the_place_of_those_on_the_way():
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "seq_len": 8}
+    work = build("llama-7b", 4, overrides=sizes, dtype="fp8", recompute="block", scan=False)
+    graph = aq.capture(work.train_step, work.state, work.batch)
+    casts = parameter_casts(graph)
+    # Seven kernels of each layer, again in the backward pass, and the ends in 16 bits.
+    made_in = Counter(graph.values[graph.ops[cast].outputs[0]].dtype for cast in casts)
+    assert made_in == {"float8_e4m3fn": 28, "bfloat16": 2}
+    assert sum(cast == made.first for cast, made in casts.items()) == 16
+    paths = {item.value: item.path for item in graph.inputs}
+    for made in casts.values():
+        read = {paths[value].rpartition(".")[2] for value in made.reads}
+        assert read in ({"kernel", "amax_kernel"}, {"kernel"}, {"embedding"})
 
 
 @pytest.mark.parametrize("method", METHODS)

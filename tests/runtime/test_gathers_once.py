@@ -290,3 +290,29 @@ def test_they_are_gathered_over_all_axes_over_which_gradients_wait(name, layout,
             for uses in (predicted, step.stats().collectives)
         )
         assert gathered and compiled == pytest.approx(gathered, rel=0.05)
+
+
+def test_kernels_of_8_bits_are_stored_in_parts_and_gathered_in_8_bits():
+    sizes = {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "vocab_size": 64, "seq_len": 8}
+    stored, kept, gathered = {}, {}, {}
+    for dtype in ("bf16", "fp8"):
+        work = zoo.build("llama-7b", EXAMPLES, overrides=sizes, dtype=dtype, scan=False)
+        plan = aq.plan(
+            work.train_step,
+            work.state,
+            work.batch,
+            cluster=aq.Cluster.preset("4xcpu"),
+            method=megatron(1, data=4),
+            num_micro_batches=MICRO_BATCHES,
+        )
+        step = aq.parallelize(work.train_step, plan, devices=jax.devices()[:4])
+        lowered = step.prepare(work.state, work.batch).lower()
+        stored[dtype] = lowered.compile().memory_analysis().argument_size_in_bytes
+        kept[dtype] = plan.prediction.memory_bytes["casts of parameters"]
+        gathered[dtype] = sum(
+            use.num_bytes for use in plan.prediction.collectives if use.kind == "all-gather"
+        )
+    # The magnitudes are stored besides.
+    assert stored["fp8"] == pytest.approx(stored["bf16"], rel=0.01)
+    assert kept["fp8"] < 0.6 * kept["bf16"]
+    assert gathered["fp8"] < 0.6 * gathered["bf16"]

@@ -107,6 +107,10 @@ WITH_PLACES = {**EXPERTS, "routing": "capacity"}
         ),
         pytest.param(aq.Zero3Parallel(), 2, False, WITH_PLACES, marks=pytest.mark.slow),
         (aq.Megatron(data=2, expert=2, tensor=2), 2, True, EXPERTS),
+        (aq.Megatron(data=8, zero_stage=1), 2, False, {}),
+        pytest.param(
+            aq.Megatron(data=4, pipeline=2, zero_stage=1), 4, False, {}, marks=pytest.mark.slow
+        ),
         pytest.param(
             aq.Megatron(data=2, expert=2, pipeline=2), 4, False, EXPERTS, marks=pytest.mark.slow
         ),

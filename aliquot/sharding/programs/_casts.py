@@ -6,30 +6,131 @@ task of a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
+
+import msgspec
 
 from ...graph import SHARED, Block, Call, Graph, Op, Operand, OpId, Phase, Role, StageId, ValueId
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 
+_SCALING = frozenset({"convert_element_type", "mul", "div", "max", "min", "gt", "select_n"})
 
-def parameter_casts(graph: Graph) -> Mapping[OpId, OpId]:
-    """The casts of parameters to narrower types, outside of loops and branches, each with the first
-    one that has the same result: a region that the backward pass repeats has casts of its own.
+
+class ParameterCast(msgspec.Struct, frozen=True, kw_only=True):
+    """A parameter in a narrower type, scaled or not.
+
+    Attributes:
+        parameter: the parameter.
+        reads: it, and the scalars that it is scaled by.
+        ops: the operators that make it, the cast last.
+        first: the first cast that has the same result.
     """
-    parameters = {i.value for i in graph.inputs if i.role is Role.PARAMETER}
-    first: dict[tuple[ValueId, str], OpId] = {}
-    casts: dict[OpId, OpId] = {}
+
+    parameter: ValueId
+    reads: frozenset[ValueId]
+    ops: tuple[OpId, ...]
+    first: OpId
+
+
+class _Made(msgspec.Struct, frozen=True, kw_only=True):
+    """A value that is made of one parameter and scalars, or of scalars alone; equal ones have the
+    same number.
+    """
+
+    number: int
+    parameter: ValueId | None
+    reads: frozenset[ValueId]
+    ops: tuple[OpId, ...] = ()
+
+
+def parameter_casts(graph: Graph) -> Mapping[OpId, ParameterCast]:
+    """The casts of parameters to narrower types, outside of loops and branches: of a region that
+    the backward pass repeats, too. Of a cast to 8 bits the parameter may be scaled before, by
+    scalars that do not depend on the batch; casts on the way to it that nothing else reads are left
+    out.
+    """
+    numbers: dict[Any, int] = {}
+
+    def number(key: Any) -> int:
+        return numbers.setdefault(key, len(numbers))
+
+    known: dict[ValueId, _Made] = {}
+    for item in graph.inputs:
+        is_scalar = not graph.values[item.value].shape
+        if item.role is Role.PARAMETER or (item.role is not Role.BATCH and is_scalar):
+            known[item.value] = _Made(
+                number=number(item.value),
+                parameter=None if is_scalar else item.value,
+                reads=frozenset({item.value}),
+            )
+    casts: dict[OpId, _Made] = {}
+    others = {o.value for o in graph.outputs}
     for index in _operators(graph.body.items):
         op = graph.ops[index]
-        if op.name != "convert_element_type" or op.phase is Phase.UPDATE or op.outputs[0] < 0:
+        found = _made_by(op, graph, known, number)
+        if found is None:
+            others.update(op.inputs)
             continue
-        (read,), result = op.inputs, graph.values[op.outputs[0]]
-        if read in parameters and isinstance(read, int):
-            if result.itemsize < graph.values[read].itemsize:
-                casts[index] = first.setdefault((read, result.dtype), index)
-    return casts
+        known[op.outputs[0]] = found
+        if op.name == "convert_element_type" and found.parameter is not None:
+            itemsize = graph.values[op.outputs[0]].itemsize
+            is_direct = op.inputs[0] == found.parameter
+            if itemsize < graph.values[found.parameter].itemsize and (is_direct or itemsize == 1):
+                casts[index] = found
+    others |= {v for item in graph.body.items for v in _taken(item)}
+    inner = {op for cast in casts.values() for op in cast.ops[:-1]}
+    first: dict[int, OpId] = {}
+    return {
+        index: ParameterCast(
+            parameter=cast.parameter,
+            reads=cast.reads,
+            ops=cast.ops,
+            first=first.setdefault(cast.number, index),
+        )
+        for index, cast in casts.items()
+        if cast.parameter is not None
+        and (index not in inner or graph.ops[index].outputs[0] in others)
+    }
+
+
+def _made_by(
+    op: Op, graph: Graph, known: Mapping[ValueId, _Made], number: Callable[[Any], int]
+) -> _Made | None:
+    """What an operator makes of one parameter, scaled by scalars; None for any other."""
+    if op.name not in _SCALING or op.phase is Phase.UPDATE or min(op.outputs) < 0:
+        return None
+    read = [i for i in op.inputs if isinstance(i, int)]
+    if not all(i in known for i in read):
+        return None
+    of = [known[i] for i in read]
+    parameters = [made.parameter for made in of if made.parameter is not None]
+    parameter = parameters[0] if parameters else None
+    whole = () if parameter is None else graph.values[parameter].shape
+    if len(set(parameters)) > 1 or graph.values[op.outputs[0]].shape != whole:
+        return None
+    operands = [
+        known[i].number if isinstance(i, int) else (str(i.value), i.dtype) for i in op.inputs
+    ]
+    return _Made(
+        number=number((op.name, str(op.params), *operands)),
+        parameter=parameter,
+        reads=frozenset().union(*(made.reads for made in of)),
+        ops=(*sorted({o for made in of for o in made.ops}), op.index),
+    )
+
+
+def _taken(item: OpId | Call) -> Iterator[Operand]:
+    """What calls other than remat regions read, and what regions return."""
+    if isinstance(item, Call):
+        if item.kind != "remat":
+            yield from item.inputs
+        for block in item.blocks:
+            yield from block.outputs
+            for inner in block.items:
+                yield from _taken(inner)
 
 
 def _operators(items: Iterable[OpId | Call]) -> Iterator[OpId]:
@@ -55,19 +156,23 @@ def cast_once(
     """
     graph = parts.body
     settled = {v for v, _ in (*parts.sliced, *parts.handed_on)}
+    # Scalars that the early graph makes have its names.
+    early = {i.value for i in parts.early.inputs}
+    early |= {v for v, made in zip(parts.inside, parts.early_values, strict=True) if v == made}
     casts = {
-        cast: first
-        for cast, first in parameter_casts(graph).items()
-        if graph.ops[cast].inputs[0] not in settled
+        cast: made
+        for cast, made in parameter_casts(graph).items()
+        if made.reads <= early
+        and settled.isdisjoint(made.reads)
         and stage_of.get(graph.ops[cast].outputs[0], SHARED) in stages
     }
     # A cast may have the result of one that stays where it is.
-    firsts = {first for first in casts.values() if first in casts}
-    casts = {cast: first for cast, first in casts.items() if first in firsts}
+    firsts = {made.first for made in casts.values() if made.first in casts}
+    casts = {cast: made for cast, made in casts.items() if made.first in firsts}
     if not casts:
         return parts
     instead = {
-        graph.ops[cast].outputs[0]: graph.ops[first].outputs[0] for cast, first in casts.items()
+        graph.ops[cast].outputs[0]: graph.ops[made.first].outputs[0] for cast, made in casts.items()
     }
     made = sorted(graph.ops[first].outputs[0] for first in firsts)
     inputs = [i.value for i in graph.inputs]
@@ -77,15 +182,17 @@ def cast_once(
         _without(graph.body.items, casts, instead),
         parts.crossing,
     )
-    early = subgraph(
+    there = {item for item in parts.early.body.items if not isinstance(item, Call)}
+    moved = {op for first in firsts for op in casts[first].ops} - there
+    early_graph = subgraph(
         parts.early,
         [i.value for i in parts.early.inputs],
-        [*parts.early.body.items, *sorted(firsts)],
+        [*parts.early.body.items, *sorted(moved)],
         [*parts.early_values, *made],
     )
     return replace(
         parts,
-        early=early,
+        early=early_graph,
         body=replace(body, constants=graph.constants),
         early_values=(*parts.early_values, *made),
         inside=(*parts.inside, *made),
