@@ -16,6 +16,7 @@ import msgspec
 from ._plan_graph import plan_graph
 from .cluster import Cluster
 from .core import (
+    ONLY_BY_NAME,
     RECOMPUTE,
     RECOMPUTE_AUTO,
     InfeasibleError,
@@ -136,9 +137,10 @@ class Variant:
             return (self,)
         if asked not in self._ways:
             graph, _ = self.traced()
-            names = recompute_names(graph)
+            known = recompute_names(graph)
+            names = tuple(name for name in known if name not in ONLY_BY_NAME)
             if asked not in (None, RECOMPUTE_AUTO):
-                _refuse_recompute(graph, asked, names)
+                _refuse_recompute(graph, asked, known)
                 names = (asked,)
             is_alone = names == ("none",) and asked != "none"
             self._ways[asked] = tuple(

@@ -180,7 +180,7 @@ def test_stages_that_recompute_are_never_called_without_recomputation(monkeypatc
     with pytest.raises(aq.InputError, match="there is no recompute 'blok'.*block"):
         aq.plan(*build(**small), **options, recompute="blok")
     for odd in (True, ["block"]):
-        with pytest.raises(aq.InputError, match="is no name: give one of none, minimal"):
+        with pytest.raises(aq.InputError, match="is no name: give one of none, fused, minimal"):
             aq.plan(*build(**small), **options, recompute=odd)
     # Beside another way it is listed under the name of what its stages do.
     variant = _variants.Variant(step=build()[0], args=(), name="--recompute none")

@@ -37,9 +37,9 @@ Recompute = Annotated[
     str | None,
     typer.Option(
         "--recompute",
-        help="What layers compute again in the backward pass: none, minimal, narrow, save_qkv,"
-        " save_attention, block, or auto, the fastest of these; block:2 is for every second layer."
-        " By default auto; block in verbs that do not search for a plan.",
+        help="What layers compute again in the backward pass: none, fused, minimal, narrow,"
+        " save_qkv, save_attention, block, or auto, the fastest of these but fused; block:2 is for"
+        " every second layer. By default auto; block in verbs that do not search for a plan.",
     ),
 ]
 Attention = Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 RECOMPUTE = {
     "none": "keeps everything",
+    "fused": "keeps the inputs and results of products, as Megatron and compiled PyTorch do",
     "minimal": "keeps the results of products with weights, and computes all else again",
     "narrow": "as minimal, but computes results again that are wider than what they are made of",
     "save_qkv": "keeps what enters a block, queries, keys and values",
@@ -13,9 +14,10 @@ RECOMPUTE = {
 """Ways to recompute, from the one that keeps most to the one that keeps least and computes most
 again, with what a block then keeps from its forward to its backward pass.
 
-`minimal` is `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, MaxText's policy of that
-name; `save_qkv` and `save_attention` are its `save_qkv_proj` and `save_out_proj` without
-offloading.
+`fused` is what the kernels of Megatron-Core and Transformer Engine, and compiled PyTorch, keep
+without recomputation; `none` is what JAX's differentiation asks for. `minimal` is
+`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, MaxText's policy of that name;
+`save_qkv` and `save_attention` are its `save_qkv_proj` and `save_out_proj` without offloading.
 """
 
 FUSED_ATTENTION = (
@@ -28,7 +30,12 @@ logarithms of the sums, which are kept wherever the results of products, or of a
 """
 
 RECOMPUTE_AUTO = "auto"
-"""In place of a name: the fastest of them."""
+"""In place of a name: the fastest of them but `ONLY_BY_NAME`."""
+
+ONLY_BY_NAME = ("fused",)
+"""Ways that are taken only where they are asked for. They lie between their neighbours in time and
+in memory, and searching them, too, takes a quarter longer.
+"""
 
 _OF_ATTENTION = ("save_qkv", "save_attention")
 
@@ -37,7 +44,7 @@ def recompute_ways(*, has_attention: bool) -> tuple[str, ...]:
     """The ways that a model has, from the one that keeps most to the one that keeps least.
 
     >>> recompute_ways(has_attention=False)
-    ('none', 'minimal', 'narrow', 'block')
+    ('none', 'fused', 'minimal', 'narrow', 'block')
     """
     return tuple(name for name in RECOMPUTE if has_attention or name not in _OF_ATTENTION)
 

@@ -251,13 +251,15 @@ def _saved(
         or any(traits_of(graph.ops[op].name).changes_memory for op in item.ops)
         for o in item.outputs
     }
-    if name in ("minimal", "narrow"):
+    if name in ("fused", "minimal", "narrow"):
         known = set(weights)
         for item in items:
             if item.inputs and known.issuperset(item.inputs):
                 known.update(item.outputs)
             elif _is_kept_product(graph, item, known, only_narrow=name == "narrow"):
                 saved.update(item.outputs)
+                if name == "fused":
+                    saved.update(value for value in item.inputs if value not in known)
     elif name in ("save_qkv", "save_attention"):
         attention = _attention(graph, items, weights)
         made = {o for item in attention for o in item.outputs}
@@ -394,7 +396,7 @@ def _with_regions(loose: _Loose, sites: _Sites, name: str) -> list[OpId | Call]:
     gradients that enter it.
     """
     graph, items = loose.graph, sites.items
-    again = _recomputed(graph, sites, name)
+    again, read_elsewhere = _recomputed(graph, sites, name)
     reading: dict[ValueId, list[int]] = {}
     for k, item in enumerate(items):
         if item.phase is Phase.BACKWARD:
@@ -403,10 +405,10 @@ def _with_regions(loose: _Loose, sites: _Sites, name: str) -> list[OpId | Call]:
     begins: dict[int, list[int]] = {}
     lasts: dict[int, int] = {}
     for n, layer in enumerate(sites.layers):
-        made = [k for item in again[n] for o in item.outputs for k in reading.get(o, ())]
-        if made:
-            begins.setdefault(min(made), []).append(n)
+        if any(o in reading for item in again[n] for o in item.outputs):
             own = {o for item in layer.forward for o in item.outputs}
+            first = min(k for o in own - read_elsewhere for k in reading.get(o, ()))
+            begins.setdefault(first, []).append(n)
             own |= {i for item in layer.forward for i in item.inputs if i in sites.weights}
             lasts[n] = max(k for value in own for k in reading.get(value, ()))
     names: dict[ValueId, ValueId] = {}
@@ -483,13 +485,12 @@ def _remat(
     )
 
 
-def _recomputed(graph: Graph, sites: _Sites, name: str) -> list[list[Item]]:
+def _recomputed(graph: Graph, sites: _Sites, name: str) -> tuple[list[list[Item]], set[ValueId]]:
     """For each layer the forward items that it computes again in the backward pass, in program
-    order.
+    order; and the values that others read than a layer's own forward pass and the backward pass.
     """
     in_layer = {id(item): n for n, layer in enumerate(sites.layers) for item in layer.forward}
     owner = {o: n for n, layer in enumerate(sites.layers) for i in layer.forward for o in i.outputs}
-    # Values that others read than the layer's own forward pass and the backward pass are kept.
     kept: set[ValueId] = {o.value for o in graph.outputs if isinstance(o.value, int)}
     wanted: set[ValueId] = set()
     for item in sites.items:
@@ -510,7 +511,7 @@ def _recomputed(graph: Graph, sites: _Sites, name: str) -> list[list[Item]]:
         made = [o for item in layer.forward for o in item.outputs]
         mine = [value for value in made if value in wanted and value not in saved]
         again.append(items_between(layer.forward, mine, frozenset(saved)))
-    return again
+    return again, kept
 
 
 # -- Loops over layers ------------------------------------------------------------------------

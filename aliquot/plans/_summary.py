@@ -37,6 +37,7 @@ _ATTENTION = {
 
 
 _KEPT = {
+    "fused": "the inputs and results of its products",
     "minimal": "its products with weights",
     "narrow": "its products with weights that are no wider than their input",
     "save_qkv": "its queries, keys and values",

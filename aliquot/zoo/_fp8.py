@@ -19,9 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from ..graph import NARROW, WIDE, magnitude, to_eight_bits, unscaling
 from ._precision import Precision
+from ._recompute import MULTIPLIED
 
 Tree = Any
 
@@ -95,7 +97,7 @@ def _forward(
     amax_kernel: jax.Array,
     amax_gradients: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    x8 = to_eight_bits(x, amax_inputs, NARROW)
+    x8 = checkpoint_name(to_eight_bits(x, amax_inputs, NARROW), MULTIPLIED)
     kernel8 = to_eight_bits(kernel, amax_kernel, NARROW)
     y = _product(x8, kernel8, x.ndim - 1, kernel.ndim - 2, x.dtype)
     off = unscaling((amax_inputs, NARROW), (amax_kernel, NARROW))

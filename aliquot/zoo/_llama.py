@@ -21,6 +21,7 @@ from ._cached import Cache, CachedBlock, attend_to_cache, filled, written
 from ._config import ModelConfig
 from ._fp8 import Fp8Linear
 from ._precision import Precision
+from ._recompute import named_product
 
 
 class Attention(nnx.Module):
@@ -213,6 +214,7 @@ def linear(
         dtype=precision.compute,
         param_dtype=precision.params,
         kernel_init=init,
+        dot_general=named_product,
         rngs=rngs,
     )
 

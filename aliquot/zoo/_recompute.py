@@ -10,7 +10,10 @@ from typing import Any
 
 from ..core import FUSED_ATTENTION, nearest, recompute_parts, recompute_ways
 
+MULTIPLIED = "multiplied"
+"""The name of what linear layers multiply by their kernels."""
 _KEPT = {
+    "fused": ("query", "key", "value", "attention", MULTIPLIED),
     "save_qkv": ("query", "key", "value"),
     "save_attention": ("attention",),
 }
@@ -51,7 +54,14 @@ def recomputed(
         return block
     policies = jax.checkpoint_policies
     policy: Callable[..., Any] | None = None
-    if name == "minimal":
+    if name == "fused":
+        policy = policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable,
+            policies.save_from_both_policies(
+                policies.save_only_these_names(*_KEPT[name]), _fused_attention
+            ),
+        )
+    elif name == "minimal":
         policy = policies.save_from_both_policies(
             policies.dots_with_no_batch_dims_saveable, _fused_attention
         )
@@ -64,6 +74,14 @@ def recomputed(
     elif name == "save_qkv":
         policy = policies.save_only_these_names(*_KEPT[name])
     return jax.checkpoint(block, prevent_cse=prevent_cse, policy=policy)
+
+
+def named_product(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    """`jax.lax.dot_general`, with a name for what the kernel is multiplied by."""
+    import jax
+    from jax.ad_checkpoint import checkpoint_name
+
+    return jax.lax.dot_general(checkpoint_name(x, MULTIPLIED), kernel, *args, **kwargs)
 
 
 def _narrow_products(primitive: Any, *arrays: Any, **params: Any) -> bool:

@@ -108,7 +108,7 @@ def build(
             `"bfloat16"` and `"fp16"`, are understood. By default bf16, and float32 for models of
             images.
         recompute: What each block keeps for its backward pass, which computes all else again:
-            `"block"` only its input, `"none"` everything; `"minimal"`, `"save_qkv"`,
+            `"block"` only its input, `"none"` everything; `"fused"`, `"minimal"`, `"save_qkv"`,
             `"save_attention"`: see `RECOMPUTE`. With a number, such as `"block:2"`, only every
             second layer recomputes.
         scan: Whether to stack the layers and scan over them instead of unrolling them; not for

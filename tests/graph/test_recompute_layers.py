@@ -90,7 +90,7 @@ def test_what_is_kept_decreases_from_way_to_way():
     """Bytes that a scan stacks for its backward pass."""
     plain = of_zoo("llama-7b", "none", True)
     kept = []
-    for name in ("none", "minimal", "save_qkv", "save_attention", "block"):
+    for name in ("none", "fused", "minimal", "save_qkv", "save_attention", "block"):
         graph = with_recomputation(plain, name)
         stacks = [op for op in graph.ops if op.name == "scan_stack" and op.phase.name == "FORWARD"]
         kept.append(sum(graph.values[op.outputs[0]].num_bytes for op in stacks))

@@ -34,6 +34,7 @@ LAYOUTS = {
     "experts": _settings(expert=4, zero_stage=1),
     "all degrees": _settings(tensor=2, sequence=True, pipeline=2, context=2, attention="gather"),
     "minimal": _settings(zero_stage=3, recompute="minimal"),
+    "what kernels keep": _settings(zero_stage=3, recompute="fused"),
     "every second layer, in 8 bits": _settings(zero_stage=3, recompute="block:2", dtype="fp8"),
 }
 READ_AGAIN = [name for name in FRAMEWORKS if name != "flax"]

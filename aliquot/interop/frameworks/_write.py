@@ -242,6 +242,11 @@ def write_settings(
         t for t in reversed(tables()) if t.framework == name and version in ("", t.version)
     )
     lose = lost.append
+    if settings.recompute.partition(":")[0] == "fused":
+        # Kernels of PyTorch and Megatron keep that without recomputation.
+        kept = "more" if name == "maxtext" else "the same"
+        lose(f"recompute {settings.recompute}: written as none, which keeps {kept} there")
+        settings = replace(settings, recompute="none")
     if name in ("megatron", "bridge"):
         pairs = _megatron.write(settings, model, lose, bridge=name == "bridge")
     elif name == "torchtitan":
