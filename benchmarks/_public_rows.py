@@ -272,7 +272,13 @@ def _settings(row: dict[str, Any], recompute: str) -> dict[str, Any]:
     if head and "kv_rank" not in fields and head * heads != model["hidden"]:
         fields["head_size"] = head
     half = "float16" if row["precision"].lower().startswith("fp16") else "bf16"
-    dtype = "fp8" if _is_fp8(row) else half
+    dtype = half
+    if _is_fp8(row):
+        precision = row["precision"].lower()
+        # Torchao scales by the arrays themselves; by whole ones where nothing else is said.
+        is_torchao = precision.startswith("float8") or "tensorwise" in precision
+        dtype = "fp8-tensor" if is_torchao else "fp8"
+        dtype = "fp8-rows" if "rowwise" in precision else dtype
     attention = "plain" if "unfused" in (row["attention"] or "unfused") else "auto"
     return {
         "model": fields,

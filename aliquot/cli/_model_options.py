@@ -30,7 +30,8 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         help="float32, bf16, fp8 (linear layers multiply in 8 bits, scaled by the last step's"
-        " maxima), float16 or float64; by default bf16, or float16 where that is faster.",
+        " maxima; fp8-tensor and fp8-rows: by their own, of arrays or of rows), float16 or float64;"
+        " by default bf16, or float16 where that is faster.",
     ),
 ]
 Recompute = Annotated[

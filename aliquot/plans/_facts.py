@@ -29,6 +29,12 @@ _LEAST_GAP = 1e-4
 # A bound on a schedule's closed form holds for the closed form alone: a simulation may lie on
 # either side of it.
 _CLOSED_FORM = "closed forms of "
+# How products in 8 bits are scaled, by the zoo's dtypes.
+_SCALED = {
+    "fp8": ", scaled by the last step's maxima",
+    "fp8-tensor": ", scaled by the maxima of arrays",
+    "fp8-rows": ", scaled by the maxima of rows",
+}
 # Sets of plans among which a bound holds, by their names in plan files.
 _SCOPES = {
     "all copies of all layers": "",
@@ -110,9 +116,8 @@ def _batch_rows(plan: Plan) -> list[tuple[str, str]]:
     shape = ", ".join(map(str, largest.shape))
     dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", ""))
     products = f"; most matmuls in {dtype}" if dtype else ""
-    if plan.model.kind == "zoo" and dtype == "fp8":
-        # Scales of the step itself would read every input once more.
-        products += ", scaled by the last step's maxima"
+    if plan.model.kind == "zoo":
+        products += _SCALED.get(dtype, "")
     name = largest.path.removeprefix("batch.")
     return [("batch", f"{name} {largest.dtype}[{shape}]{products}")]
 

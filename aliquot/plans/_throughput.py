@@ -68,7 +68,7 @@ def mfu_convention(plan: Plan) -> str:
 def _peak(plan: Plan, cluster: Cluster) -> tuple[str, float]:
     """The dtype in which a device computes most of the model's products, and its peak in FLOP/s."""
     dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", "bf16"))
-    name = _PEAKS.get(dtype, dtype)
+    name = _PEAKS.get(dtype.partition("-")[0], dtype)
     known = cluster.device.peak_flops_per_s.get(name)
     return (name, known) if known else (dtype, cluster.device.peak(dtype))
 

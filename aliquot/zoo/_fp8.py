@@ -1,18 +1,22 @@
-"""Linear layers that multiply in 8-bit floats, with scales from the step before.
+"""Linear layers that multiply in 8-bit floats.
 
 Arrays are scaled by their largest magnitudes (`graph/_eight_bits.py`). For inputs and gradients
 that is the one of the last step (delayed scaling): so no product waits for a maximum over all
-examples, and micro-batches compute what the whole batch does. Weights are scaled by their own.
+examples, and micro-batches compute what the whole batch does. Weights are scaled by their own. With
+dynamic scales all arrays are scaled by their own, which reads each of them once more, and waits for
+maxima over all examples.
 
 A layer's `amax_...` leaves hold these magnitudes: of one kernel, or, with the kernel's name at
 their end, of each of several. They are no parameters: `split` takes them out of a tree of
 parameters, and their "gradients" are the magnitudes that a step saw.
 
-Reference: delayed scaling as in NVIDIA's Transformer Engine.
+Reference: delayed scaling as in NVIDIA's Transformer Engine; dynamic scales as in torchao's
+`tensorwise` and `rowwise`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,22 +51,23 @@ class Fp8Linear(nnx.Module):
         use_bias: bool,
         kernel_init: Callable[..., jax.Array],
     ) -> None:
-        self.compute = precision.compute
+        self.compute, self.scales = precision.compute, precision.scales
         kernel = kernel_init(rngs.params(), (size_in, size_out), precision.params)
         self.kernel = nnx.Param(kernel)
         self.use_bias = use_bias
         if use_bias:
             self.bias = nnx.Param(jnp.zeros((size_out,), precision.params))
-        for name, amax in magnitudes(kernel).items():
-            setattr(self, name, amax)
+        if self.scales == "delayed":
+            for name, amax in magnitudes(kernel).items():
+                setattr(self, name, amax)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         # Parameters are cast to 16 bits first: plans keep such casts for all micro-batches.
-        y = scaled_product(
-            x.astype(self.compute),
-            self.kernel[...].astype(self.compute),
-            *(getattr(self, name)[...] for name in AMAX),
-        )
+        x, kernel = x.astype(self.compute), self.kernel[...].astype(self.compute)
+        if self.scales == "delayed":
+            y = scaled_product(x, kernel, *(getattr(self, name)[...] for name in AMAX))
+        else:
+            y = dynamic_product(x, kernel, self.scales == "rows")
         return y + self.bias[...].astype(y.dtype) if self.use_bias else y
 
 
@@ -137,6 +142,59 @@ def _product(x: jax.Array, kernel: jax.Array, dim: int, of_kernel: int, dtype: A
 
 
 scaled_product.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dynamic_product(x: jax.Array, kernel: jax.Array, by_rows: bool) -> jax.Array:
+    """`x @ kernel` over the last dim of `x`, in the dtype of `x`. Each of the three products of a
+    training step scales its operands by their own largest magnitudes: of whole arrays, or of each
+    part that is multiplied and summed.
+    """
+    return _dynamic_forward(x, kernel, by_rows)[0]
+
+
+def _dynamic_forward(
+    x: jax.Array, kernel: jax.Array, by_rows: bool
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    y = _dynamic((x, (x.ndim - 1,), NARROW), (kernel, (0,), NARROW), by_rows)
+    return y, (checkpoint_name(x, MULTIPLIED), kernel)
+
+
+def _dynamic_backward(
+    by_rows: bool, kept: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, kernel = kept
+    rows = tuple(range(x.ndim - 1))
+    dx = _dynamic((dy, (dy.ndim - 1,), WIDE), (kernel, (1,), NARROW), by_rows)
+    return dx, _dynamic((x, rows, NARROW), (dy, rows, WIDE), by_rows)
+
+
+def _dynamic(
+    left: tuple[jax.Array, tuple[int, ...], Any],
+    right: tuple[jax.Array, tuple[int, ...], Any],
+    by_rows: bool,
+) -> jax.Array:
+    """A product of two arrays in 8 bits; each with the dims that are summed over, and its type."""
+    narrow, factors = [], []
+    for array, summed, dtype in (left, right):
+        if by_rows:
+            amax = jnp.max(jnp.abs(array), axis=summed, keepdims=True).astype(jnp.float32)
+            factors.append((jnp.squeeze(amax, summed), dtype))
+        else:
+            amax = magnitude(array)
+            factors.append((amax, dtype))
+        narrow.append(to_eight_bits(array, amax, dtype))
+    dims = ((left[1], right[1]), ((), ()))
+    y: jax.Array = jax.lax.dot_general(
+        narrow[0], narrow[1], dims, preferred_element_type=left[0].dtype
+    )
+    (of_left, narrow_left), of_right = factors
+    # A factor for each row, and one for each column.
+    of_left = of_left[..., None] if by_rows else of_left
+    return y * unscaling((of_left, narrow_left), of_right).astype(y.dtype)
+
+
+dynamic_product.defvjp(_dynamic_forward, _dynamic_backward)
 
 
 def split(tree: Tree) -> tuple[Tree, Tree]:

@@ -16,17 +16,23 @@ if TYPE_CHECKING:
 class Precision:
     """Names of two dtypes: of activations and matrix products (`compute`), and of parameters and
     optimizer state (`params`). With `is_fp8` the linear layers of blocks multiply in 8-bit floats.
+
+    Their scales are the last step's ("delayed"), or those of the arrays themselves: one for each
+    ("tensor"), or for each row and column of each ("rows").
     """
 
     compute: str
     params: str
     is_fp8: bool = False
+    scales: str = "delayed"
 
 
 PRECISIONS: dict[str, Precision] = {
     "float32": Precision(compute="float32", params="float32"),
     "bf16": Precision(compute="bfloat16", params="float32"),
     "fp8": Precision(compute="bfloat16", params="float32", is_fp8=True),
+    "fp8-tensor": Precision(compute="bfloat16", params="float32", is_fp8=True, scales="tensor"),
+    "fp8-rows": Precision(compute="bfloat16", params="float32", is_fp8=True, scales="rows"),
     "float16": Precision(compute="float16", params="float32"),
     "float64": Precision(compute="float64", params="float64"),
 }

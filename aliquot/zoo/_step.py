@@ -103,7 +103,9 @@ def build(
         global_batch: Sequences or images per step, over all devices.
         overrides: Fields of the configuration to change, as for `configure`.
         dtype: Dtype in which the model computes: `"bf16"`, `"float16"` or `"float32"`, with float32
-            parameters; `"fp8"`: bf16, but the linear layers of blocks multiply in 8-bit floats; or
+            parameters; `"fp8"`: bf16, but the linear layers of blocks multiply in 8-bit floats,
+            scaled by the last step's maxima; `"fp8-tensor"` and `"fp8-rows"`: by maxima of the
+            arrays, or of their rows, themselves, so that micro-batches are not exact; or
             `"float64"` throughout, for comparisons. Other usual names, such as
             `"bfloat16"` and `"fp16"`, are understood. By default bf16, and float32 for models of
             images.
@@ -370,10 +372,12 @@ def faults_of_step(
             " stacked."
         )
     dtype = precision_name(settings.get("dtype") or (config and config.usual_dtype) or "bf16")
-    if dtype == "fp8":
+    if dtype.startswith("fp8"):
         faults += fp8_faults(device)
         if isinstance(config, WideResNetConfig | UNetConfig):
             faults.append(f"dtype=fp8 is for linear layers, and {config.family} has convolutions.")
+        if isinstance(config, MixtralConfig) and dtype != "fp8":
+            faults.append(f"dtype={dtype}: experts have the scales of the last step: take fp8.")
     attends = choose_attention(settings.get("attention", "auto"), config, dtype, device)
     return [*faults, *attends.faults]
 

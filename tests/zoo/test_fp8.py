@@ -11,7 +11,7 @@ import aliquot as aq
 from aliquot.cluster import DEVICES
 from aliquot.core import InputError
 from aliquot.zoo import build, build_inference
-from aliquot.zoo._fp8 import joined, magnitude, scaled_product, split, unscaled
+from aliquot.zoo._fp8 import dynamic_product, joined, magnitude, scaled_product, split, unscaled
 from aliquot.zoo._precision import PRECISIONS, Precision
 
 SIZES = {
@@ -44,6 +44,57 @@ def test_products_and_gradients_are_near_the_wide_ones():
     ):
         assert 1e-4 < jnp.max(jnp.abs(found - wanted)) / jnp.max(jnp.abs(wanted)) < near
     assert [float(each) for each in seen] == [float(of[0]), 0.0, float(of[2])]
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_dynamic_products_and_gradients_are_near_the_wide_ones(by_rows):
+    # Some rows are far smaller than others.
+    size = 10.0 ** -jnp.arange(8.0)[:, None]
+    x, kernel, dy = draw(0, 8, 64) * size, draw(1, 64, 32, scale=0.02), draw(2, 8, 32, scale=1e-6)
+    y, back = jax.vjp(lambda x, kernel: dynamic_product(x, kernel, by_rows), x, kernel)
+    dx, dkernel = back(dy)
+    for found, wanted in ((y, x @ kernel), (dx, dy @ kernel.T), (dkernel, x.T @ dy)):
+        assert 1e-4 < jnp.max(jnp.abs(found - wanted)) / jnp.max(jnp.abs(wanted)) < 0.1
+    smallest = jnp.max(jnp.abs(y - x @ kernel)[-1]) / jnp.max(jnp.abs(x @ kernel)[-1])
+    assert smallest < 0.1 if by_rows else smallest > 0.5
+
+
+@pytest.mark.parametrize("dtype", ["fp8-tensor", "fp8-rows"])
+def test_steps_with_dynamic_scales_run_and_keep_no_magnitudes(dtype):
+    work = build("llama-7b", 8, overrides=SIZES, dtype=dtype, scan=True)
+    assert "amax" not in work.state
+    plan = aq.plan(
+        work.train_step,
+        work.state,
+        work.batch,
+        cluster=aq.Cluster.preset("8xcpu"),
+        method=aq.Zero3Parallel(),
+    )
+    run = aq.parallelize(work.train_step, plan, devices=jax.devices()[:8])
+    plain, split_up = work.init(jax.random.key(0)), run.init(work.init, jax.random.key(0))
+    _, wanted = jax.jit(work.train_step)(plain, text(8))
+    _, found = run(split_up, text(8))
+    assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-3)
+
+
+def test_dynamic_scales_are_not_for_experts():
+    with pytest.raises(InputError, match="experts have the scales of the last step: take fp8"):
+        build("mixtral-8x7b", 4, dtype="fp8-rows")
+
+
+def test_dynamic_scales_take_longer():
+    """An array is read for its maxima, too."""
+    seconds = {}
+    for dtype in ("fp8", "fp8-tensor", "bf16"):
+        work = build("gpt-2.6b", 32, dtype=dtype, device=DEVICES["H100"], recompute="none")
+        seconds[dtype] = aq.plan(
+            work.train_step,
+            work.state,
+            work.batch,
+            cluster=aq.Cluster.preset("8xH100"),
+            method=aq.Zero3Parallel(),
+        ).prediction.step_time_s
+    assert seconds["fp8"] < seconds["fp8-tensor"] < seconds["bf16"]
 
 
 def test_what_is_larger_than_in_the_last_step_is_clipped():

@@ -70,7 +70,8 @@ def settings_of(plan: Plan, lose: Callable[[str], None]) -> Settings:
         global_batch=batch,
         num_micro_batches=count,
         recompute=recompute,
-        dtype=str(model.get("dtype", "bf16")),
+        # How 8 bits are scaled is left to the framework.
+        dtype=str(model.get("dtype", "bf16")).partition("-")[0],
         seq_len=_seq_len(plan),
     )
 
