@@ -38,6 +38,11 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("aliquot")
 
+
+def pytest_addoption(parser):
+    parser.addoption("--record", action="store_true", help="record the texts of tests/golden anew")
+
+
 # Each compiled program takes a few memory maps, of which Linux grants a process 65,530. Compilers
 # crash beyond.
 _MOST_MAPS = 10_000
