@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from ..core import InputError
-from ._aceso_options import AcesoChain, AcesoDatabase
+from ._aceso_options import AcesoChain, AcesoDatabase, AcesoFile
+from ._groups import argument, option
 from ._options import Json
 from ._session import session
 
 
 def show(
-    database: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder that Aceso's profiler wrote.")
-    ],
+    database: Path = argument("A folder that Aceso's profiler wrote.", metavar="DIR"),
     as_json: Json = False,
 ) -> None:
     """Show which models a database holds measurements of, and what is missing."""
@@ -55,17 +54,12 @@ def show(
 
 
 def evaluate(
-    configuration: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A configuration in Aceso's JSON.")
-    ],
+    *,
+    configuration: AcesoFile,
     database: AcesoDatabase,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")] = 1,
-    gpus_per_node: Annotated[
-        int, typer.Option("--gpus-per-node", min=1, help="GPUs of each node.")
-    ] = 8,
-    memory_limit_mb: Annotated[
-        float | None, typer.Option("--memory-limit-mb", help="MiB that a device may use.")
-    ] = None,
+    nodes: int = option("Number of nodes.", 1, min=1),
+    gpus_per_node: int = option("GPUs of each node.", 8, min=1),
+    memory_limit_mb: float | None = option("MiB that a device may use."),
     chain: AcesoChain = None,
     as_json: Json = False,
 ) -> None:

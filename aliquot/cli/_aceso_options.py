@@ -5,20 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from ._groups import argument, option
 
-AcesoDatabase = Annotated[
-    Path,
-    typer.Option(
-        "--database",
-        metavar="DIR",
-        help="A folder that Aceso's profiler wrote.",
-        show_default=False,
-    ),
-]
+AcesoDatabase = Annotated[Path, option("A folder that Aceso's profiler wrote.", metavar="DIR")]
+AcesoFile = Annotated[Path, argument("A configuration in Aceso's JSON.", metavar="CONFIG")]
 AcesoChain = Annotated[
-    Path | None,
-    typer.Option(
-        "--chain", metavar="FILE", help="A TOML file that says which operators follow one another."
-    ),
+    Path | None, option("A TOML file that says which operators follow one another.", metavar="FILE")
 ]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ..core import InputError, nearest
 from ._aceso_models import (
@@ -17,8 +14,9 @@ from ._aceso_models import (
     aceso_settings,
     aceso_size,
 )
+from ._aceso_options import AcesoFile
 from ._devices import use_host_only
-from ._groups import takes_groups
+from ._groups import option
 from ._model_options import (
     Dtype,
     MemoryLimit,
@@ -27,17 +25,14 @@ from ._model_options import (
     Settings,
     read_memory_limit,
 )
-from ._optimizer_options import OptimizerOptions
+from ._optimizer_options import OptimizerOptions, ScheduleSteps
 from ._options import DescribedCluster, Json, NetworkGbps, PlanFile, read_cluster
 from ._session import session
 
 
 def export_plan(
     plan_file: PlanFile,
-    out: Annotated[
-        Path,
-        typer.Option(metavar="CONFIG.json", help="The configuration to write.", show_default=False),
-    ],
+    out: Path = option("The configuration to write.", ..., metavar="CONFIG.json"),
     as_json: Json = False,
 ) -> None:
     """Write a plan of a GPT, T5 or Wide-ResNet as a configuration that Aceso's runtime reads."""
@@ -91,28 +86,14 @@ def export_plan(
         say.finish({"configuration": str(out), "config": configuration_to_dict(configuration)})
 
 
-@takes_groups
 def import_plan(
-    config_file: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A configuration in Aceso's JSON.")
-    ],
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            help="A GPT, T5 or Wide-ResNet of the zoo, such as gpt-1.3b.",
-            show_default=False,
-        ),
-    ],
+    *,
+    config_file: AcesoFile,
+    model: str = option("A GPT, T5 or Wide-ResNet of the zoo, such as gpt-1.3b.", ...),
     cluster: DescribedCluster,
-    out: Annotated[
-        Path, typer.Option(metavar="PLAN.json", help="The plan to write.", show_default=False)
-    ],
+    out: Path = option("The plan to write.", ..., metavar="PLAN.json"),
     optimizer_options: OptimizerOptions,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Steps of the run, on which a schedule of the learning rate depends."),
-    ] = None,
+    steps: ScheduleSteps = None,
     network_gbps: NetworkGbps = None,
     seq_len: SeqLen = None,
     dtype: Dtype = None,

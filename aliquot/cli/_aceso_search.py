@@ -8,14 +8,14 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
 from ..core import InfeasibleError, InputError
 from ._aceso_options import AcesoChain, AcesoDatabase
-from ._groups import takes_groups
+from ._groups import option
 from ._interrupts import INTERRUPTED as INTERRUPTED_CODE
 from ._interrupts import TERMINATED, interrupting_at_sigterm
 from ._options import Json
@@ -31,28 +31,20 @@ class _ProblemOptions:
     """The options that say what is searched: a database, a model, GPUs and their memory."""
 
     database: AcesoDatabase
-    model: Annotated[
-        str,
-        typer.Option(help="Family: gpt, t5, resnet, or as the files of the database say."),
-    ]
-    size: Annotated[str, typer.Option(help="Size, as in the names of the database's files.")]
-    global_batch: Annotated[int, typer.Option(help="Samples in a step.")]
-    memory_limit_mb: Annotated[float, typer.Option(help="MiB that a device may use.")]
-    micro_batch_sizes: Annotated[
-        str, typer.Option(metavar="LIST", help="Samples of a micro-batch, such as 1,2,4,8.")
-    ]
-    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs of each node.")] = 8
+    model: str = option("Family: gpt, t5, resnet, or as the files of the database say.", ...)
+    size: str = option("Size, as in the names of the database's files.", ...)
+    global_batch: int = option("Samples in a step.", ...)
+    memory_limit_mb: float = option("MiB that a device may use.", ...)
+    micro_batch_sizes: str = option(
+        "Samples of a micro-batch, such as 1,2,4,8.", ..., metavar="LIST"
+    )
+    nodes: int = option("Number of nodes.", 1)
+    gpus_per_node: int = option("GPUs of each node.", 8)
     chain: AcesoChain = None
-    num_layers: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Layers, instead of what the size says; of a Wide-ResNet blocks of each section,"
-                " such as 3,4,6,3."
-            )
-        ),
-    ] = None
+    num_layers: str | None = option(
+        "Layers, instead of what the size says; of a Wide-ResNet blocks of each section, such as"
+        " 3,4,6,3."
+    )
 
     def read(self, judge: Judge) -> tuple[SearchProblem, tuple[str, ...]]:
         """The problem, and the measurements that the database lacks."""
@@ -73,43 +65,20 @@ class _ProblemOptions:
         )
 
 
-@takes_groups
 def search(
     options: _ProblemOptions,
-    planner: Annotated[
-        str,
-        typer.Option(
-            "--planner",
-            help="auto, exact, bottleneck, grid or megatron; auto runs all but the last.",
-        ),
-    ] = "auto",
-    judge: Annotated[
-        str,
-        typer.Option(
-            "--judge",
-            help="aceso: its performance model. aliquot: its faults mended, the update counted.",
-        ),
-    ] = "aceso",
-    max_hops: Annotated[
-        int, typer.Option("--max-hops", min=1, help="Moves in a row of the bottleneck planner.")
-    ] = 7,
-    budget_s: Annotated[
-        float | None,
-        typer.Option(
-            "--budget-s", min=0.1, help="Seconds after which the best so far is the answer."
-        ),
-    ] = None,
-    top: Annotated[
-        int, typer.Option("--top", min=1, help="How many distinct configurations to return.")
-    ] = 1,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help="Write the configuration, in Aceso's JSON; with --top also FILE.2, ...",
-        ),
-    ] = None,
+    planner: str = option(
+        "auto, exact, bottleneck, grid or megatron; auto runs all but the last.", "auto"
+    ),
+    judge: str = option(
+        "aceso: its performance model. aliquot: its faults mended, the update counted.", "aceso"
+    ),
+    max_hops: int = option("Moves in a row of the bottleneck planner.", 7, min=1),
+    budget_s: float | None = option("Seconds after which the best so far is the answer.", min=0.1),
+    top: int = option("How many distinct configurations to return.", 1, min=1),
+    out: Path | None = option(
+        "Write the configuration, in Aceso's JSON; with --top also FILE.2, ...", metavar="FILE"
+    ),
     as_json: Json = False,
 ) -> None:
     """Search for the fastest configuration that fits, and say how far from the optimum it can

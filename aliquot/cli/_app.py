@@ -27,6 +27,7 @@ from ._diff import diff
 from ._explain import explain
 from ._export import export as export_settings
 from ._generate import generate
+from ._groups import takes_options
 from ._launch import launch
 from ._next_steps import next_steps
 from ._other_names import Verb
@@ -56,7 +57,7 @@ app = typer.Typer(
 def _add(group: typer.Typer, name: str, verb: Callable[..., None]) -> None:
     """Add a verb. Lists of verbs show its first sentence, which Typer would cut to one line."""
     sentence = " ".join((verb.__doc__ or "").split("\n\n")[0].split()).split(". ")[0]
-    group.command(name, cls=Verb, short_help=sentence.rstrip(".") + ".")(verb)
+    group.command(name, cls=Verb, short_help=sentence.rstrip(".") + ".")(takes_options(verb))
 
 
 _VERBS = (

@@ -5,51 +5,32 @@ ones.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ..core import InputError
+from ._groups import option
 from ._options import Json
 from ._session import session
 
 
 def aceso(
-    database: Annotated[
-        Path,
-        typer.Option(
-            "--database",
-            metavar="DIR",
-            help="The database of the V100 nodes with 8 GPUs; with --small that of 4 GPUs.",
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Folder for PNG, CSV and index.html; searches that are there are not made again.",
-        ),
-    ],
-    published: Annotated[
-        Path | None,
-        typer.Option(
-            "--published",
-            metavar="DIR",
-            help="CSV files of the figures of Aceso's artifact, or of a run of it; needed unless"
-            " --small.",
-        ),
-    ] = None,
-    small: Annotated[
-        bool,
-        typer.Option(
-            "--small",
-            help="The tables of the small setting: a model of each family on 4 GPUs of 12,000 MiB.",
-        ),
-    ] = False,
-    max_layers: Annotated[
-        int, typer.Option("--max-layers", min=1, help="The deepest model of figure 9.")
-    ] = 1024,
+    database: Path = option(
+        "The database of the V100 nodes with 8 GPUs; with --small that of 4 GPUs.",
+        ...,
+        metavar="DIR",
+    ),
+    out: Path = option(
+        "Folder for PNG, CSV and index.html; searches that are there are not made again.",
+        ...,
+        metavar="DIR",
+    ),
+    published: Path | None = option(
+        "CSV files of the figures of Aceso's artifact, or of a run of it; needed unless --small.",
+        metavar="DIR",
+    ),
+    small: bool = option(
+        "The tables of the small setting: a model of each family on 4 GPUs of 12,000 MiB.", False
+    ),
+    max_layers: int = option("The deepest model of figure 9.", 1024, min=1),
     as_json: Json = False,
 ) -> None:
     """Draw figures 7, 8 and 9 of Aceso's paper and the accuracy of its performance model; no

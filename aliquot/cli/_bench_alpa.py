@@ -9,11 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..core import InputError
 from ._devices import use_devices, use_host_only, use_virtual_devices
-from ._groups import takes_groups
+from ._groups import argument, option
 from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
 from ._options import Json, NetworkGbps, read_cluster, read_time_limit
 from ._own_process import RunsHere, row_of_own_process
@@ -29,8 +27,7 @@ _MACHINE = "8xV100-16GB"
 _VIRTUAL = 8
 
 SuitesFile = Annotated[
-    Path | None,
-    typer.Option("--suites", metavar="FILE", help="A TOML file with suites of your own, added."),
+    Path | None, option("A TOML file with suites of your own, added.", metavar="FILE")
 ]
 
 
@@ -38,44 +35,24 @@ SuitesFile = Annotated[
 class RunOptions:
     """What is done with each case."""
 
-    predict: Annotated[
-        bool, typer.Option("--predict", help="Plan every case and predict it; no hardware.")
-    ] = False
-    small: Annotated[
-        bool,
-        typer.Option(
-            "--small",
-            help=(
-                "Run every case with a tiny model on at most 8 virtual devices, and compare its"
-                " losses with one device's."
-            ),
-        ),
-    ] = False
-    search: Annotated[
-        bool, typer.Option("--search", help="A row of our own plan beside each given one.")
-    ] = False
-    verify: Annotated[
-        bool, typer.Option("--verify", help="With --predict: compile each plan for its devices.")
-    ] = False
-    time_limit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help=(
-                "With --predict: the time for each plan, such as 60s, after which the best so far"
-                " is the row, or that there was none."
-            ),
-        ),
-    ] = None
-    niter: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 3
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before those that are timed.")] = 1
-    profile_driver_time: Annotated[
-        bool,
-        typer.Option(
-            "--profile-driver-time",
-            help="Issue all timed steps at once, without waiting for each.",
-        ),
-    ] = False
+    predict: bool = option("Plan every case and predict it; no hardware.", False)
+    small: bool = option(
+        "Run every case with a tiny model on at most 8 virtual devices, and compare its losses"
+        " with one device's.",
+        False,
+    )
+    search: bool = option("A row of our own plan beside each given one.", False)
+    verify: bool = option("With --predict: compile each plan for its devices.", False)
+    time_limit: str | None = option(
+        "With --predict: the time for each plan, such as 60s, after which the best so far is the"
+        " row, or that there was none.",
+        metavar="TIME",
+    )
+    niter: int = option("Steps that are timed.", 3, min=1)
+    warmup: int = option("Steps before those that are timed.", 1, min=1)
+    profile_driver_time: bool = option(
+        "Issue all timed steps at once, without waiting for each.", False
+    )
 
     @property
     def timing(self) -> Timing:
@@ -99,43 +76,25 @@ class RunOptions:
             raise InputError("--time-limit is for what --predict plans: add --predict.")
 
 
-@takes_groups
 def alpa(
-    suite: Annotated[
-        str,
-        typer.Argument(
-            metavar="SUITE", help="A name that `aliquot bench list` shows, or gpt, moe, wresnet."
-        ),
-    ],
+    *,
+    suite: str = argument(
+        "A name that `aliquot bench list` shows, or gpt, moe, wresnet.", metavar="SUITE"
+    ),
     run: RunOptions,
     launch_options: LaunchOptions,
-    case: Annotated[
-        list[int] | None, typer.Option("--case", help="Only this case; repeatable.")
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Devices to plan for, and cases for as many as it has; by default every size on"
-                f" machines of {_MACHINE}. Without --launch, --num-hosts and"
-                " --num-devices-per-host take a part of it."
-            ),
-            show_default=False,
-        ),
-    ] = None,
+    case: list[int] | None = option("Only this case; repeatable."),
+    cluster: str | None = option(
+        "Devices to plan for, and cases for as many as it has; by default every size on"
+        f" machines of {_MACHINE}. Without --launch, --num-hosts and"
+        " --num-devices-per-host take a part of it."
+    ),
     network_gbps: NetworkGbps = None,
-    every_size: Annotated[
-        bool, typer.Option("--every-size", help="Also cases for parts of the cluster.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help=(
-                "Folder for plans, rows as TSV and a chart; rows that are there are not made again."
-            ),
-        ),
-    ] = None,
+    every_size: bool = option("Also cases for parts of the cluster.", False),
+    out: Path | None = option(
+        "Folder for plans, rows as TSV and a chart; rows that are there are not made again.",
+        metavar="DIR",
+    ),
     suites: SuitesFile = None,
     launch: Engine = None,
     runs_here: RunsHere = "",
@@ -209,9 +168,7 @@ def alpa(
 
 
 def list_suites(
-    suite: Annotated[
-        str | None, typer.Argument(metavar="[SUITE]", help="A suite whose cases are shown.")
-    ] = None,
+    suite: str | None = argument("A suite whose cases are shown.", None, metavar="[SUITE]"),
     suites: SuitesFile = None,
     as_json: Json = False,
 ) -> None:

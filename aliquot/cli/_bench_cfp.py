@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..core import InputError
 from ._devices import use_devices, use_host_only, use_virtual_devices
-from ._groups import takes_groups
+from ._groups import option
 from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
 from ._options import Json, read_cluster
 from ._own_process import RunsHere, row_of_own_process
@@ -23,35 +21,19 @@ if TYPE_CHECKING:
 _SMALL, _VIRTUAL = "small", 8
 
 
-@takes_groups
 def cfp(
     launch_options: LaunchOptions,
-    device: Annotated[
-        str, typer.Option(help="Devices to plan for; the artifact's are A100 on PCIe.")
-    ] = "A100-PCIe",
-    only: Annotated[str, typer.Option(help="Cases with this in their title or model.")] = "",
-    case: Annotated[
-        list[int] | None,
-        typer.Option("--case", help="Only this one of all cases, from 1; repeatable."),
-    ] = None,
-    small: Annotated[
-        bool,
-        typer.Option(
-            "--small",
-            help=(
-                "Also run every case at a very small size on virtual CPU devices, or on those of"
-                " --launch."
-            ),
-        ),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder for rows as TSV, a chart and a page; rows that are there are not made"
-            " again.",
-        ),
-    ] = None,
+    device: str = option("Devices to plan for; the artifact's are A100 on PCIe.", "A100-PCIe"),
+    only: str = option("Cases with this in their title or model.", ""),
+    case: list[int] | None = option("Only this one of all cases, from 1; repeatable."),
+    small: bool = option(
+        "Also run every case at a very small size on virtual CPU devices, or on those of --launch.",
+        False,
+    ),
+    out: Path | None = option(
+        "Folder for rows as TSV, a chart and a page; rows that are there are not made again.",
+        metavar="DIR",
+    ),
     launch: Engine = None,
     runs_here: RunsHere = "",
     as_json: Json = False,

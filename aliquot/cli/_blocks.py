@@ -11,14 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..core import InputError, write_atomic
 from ._blocks_search import compile_whole, composed_rows, costs, run_best, write_plan
 from ._devices import use_devices, use_host_only
-from ._groups import takes_groups
+from ._groups import option
 from ._launch_options import Engine, LaunchOptions, joined, measured_by_others
 from ._measuring import (
     Database,
@@ -47,28 +45,17 @@ if TYPE_CHECKING:
     from ..profiling import Combination, MeasuredStep, SegmentedStep
     from ._model import Model
 
-EarlyStop = Annotated[
-    float,
-    typer.Option(
-        min=1, help="Do not repeat a program that takes so many times the best of its segment."
-    ),
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentOptions:
     """The options that say how a step is split and cut into segments."""
 
-    mesh: Annotated[
-        str | None, typer.Option(help="The logical mesh, such as 4x2; by default one axis.")
-    ] = None
-    factors: Annotated[
-        str,
-        typer.Option(
-            metavar="cfp|all",
-            help="cfp: the paper's options of a block. all: every way to split its entry.",
-        ),
-    ] = "cfp"
+    mesh: str | None = option("The logical mesh, such as 4x2; by default one axis.")
+    factors: str = option(
+        "cfp: the paper's options of a block. all: every way to split its entry.",
+        "cfp",
+        metavar="cfp|all",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +68,13 @@ class Asked:
     blocks_s: float
 
 
-@takes_groups
 def analyze(
     model: ModelName,
     cluster: DescribedCluster,
     model_options: ModelOptions,
     segments: SegmentOptions,
     network_gbps: NetworkGbps = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for blocks.json and segments.json.")
-    ] = None,
+    out: Path | None = option("Folder for blocks.json and segments.json."),
     as_json: Json = False,
 ) -> None:
     """Show the ParallelBlocks of a model, the segments that repeat, and how many programs there are
@@ -116,7 +100,6 @@ def analyze(
         say.finish(answer)
 
 
-@takes_groups
 def profile(
     model: ModelName,
     database: Database,
@@ -126,7 +109,9 @@ def profile(
     launch_options: LaunchOptions,
     devices: Devices = None,
     launch: Engine = None,
-    early_stop: EarlyStop = 1.5,
+    early_stop: float = option(
+        "Do not repeat a program that takes so many times the best of its segment.", 1.5, min=1
+    ),
     as_json: Json = False,
 ) -> None:
     """Measure every combination of options of every distinct segment, most promising first, and
@@ -168,7 +153,6 @@ def profile(
         say.finish(show_run(say, run, "programs") | {"kinds": kinds})
 
 
-@takes_groups
 def search(
     model: ModelName,
     database: Database,
@@ -177,22 +161,15 @@ def search(
     launch_options: LaunchOptions,
     devices: Devices = None,
     launch: Engine = None,
-    memory_limit: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of each device, such as 40GiB.")
-    ] = None,
-    require_measured: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="Refuse a winner of which less of the time was measured."),
-    ] = 0.0,
-    top: Annotated[int, typer.Option(min=1, help="How many to show.")] = 5,
-    run: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Also run the best N as whole steps, take the fastest, and time it thrice.",
-        ),
-    ] = 0,
-    out: Annotated[Path | None, typer.Option(help="File for the plan of the best.")] = None,
+    memory_limit: str | None = option("Of each device, such as 40GiB.", metavar="SIZE"),
+    require_measured: float = option(
+        "Refuse a winner of which less of the time was measured.", 0.0, min=0, max=1
+    ),
+    top: int = option("How many to show.", 5, min=1),
+    run: int = option(
+        "Also run the best N as whole steps, take the fastest, and time it thrice.", 0, min=0
+    ),
+    out: Path | None = option("File for the plan of the best."),
     as_json: Json = False,
 ) -> None:
     """Compose the whole step from measured segments, and find the fastest that fits."""
@@ -233,19 +210,13 @@ def search(
         say.finish(answer)
 
 
-@takes_groups
 def enumerate_(
     model: ModelName,
     model_options: ModelOptions,
     segments: SegmentOptions,
     devices: Devices = None,
-    database: Annotated[
-        Path | None,
-        typer.Option("--database", metavar="FILE", help="Also compose from these measurements."),
-    ] = None,
-    run: Annotated[
-        int, typer.Option(min=0, help="Also run the best N by prediction as whole steps.")
-    ] = 0,
+    database: Path | None = option("Also compose from these measurements.", metavar="FILE"),
+    run: int = option("Also run the best N by prediction as whole steps.", 0, min=0),
     as_json: Json = False,
 ) -> None:
     """List every combination that splits all layers alike: bytes moved, predicted, composed and

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from ..core import counted, format_bytes, format_count
 from ._devices import use_host_only
+from ._groups import argument, option
 from ._options import Json
 from ._session import Session, session
 
@@ -18,16 +17,9 @@ _ARRAYS = 12
 
 
 def show_checkpoint(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER", help="A folder of checkpoints, or one of them.", show_default=False
-        ),
-    ],
-    number: Annotated[
-        int | None, typer.Option(help="Show this one; by default the newest.", show_default=False)
-    ] = None,
-    arrays: Annotated[bool, typer.Option("--arrays", help="List all arrays.")] = False,
+    folder: Path = argument("A folder of checkpoints, or one of them.", metavar="FOLDER"),
+    number: int | None = option("Show this one; by default the newest."),
+    arrays: bool = option("List all arrays.", False),
     as_json: Json = False,
 ) -> None:
     """Show the checkpoints in a folder, and the arrays and data of one of them."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..core import InputError, counted, format_bytes, format_bytes_per_s, format_flops_per_s
+from ._groups import argument, option
 from ._options import Json, NetworkGbps, read_cluster, with_network
 from ._session import Session, session
 
@@ -21,31 +20,21 @@ if TYPE_CHECKING:
 
 
 def cluster(
-    spec: Annotated[
-        str | None,
-        typer.Argument(
-            help="A preset such as 8xH100 or 4x8xA100-80GB, a TOML file, detect, or ray. Without"
-            " one, all devices are listed.",
-            show_default=False,
-        ),
-    ] = None,
+    spec: str | None = argument(
+        "A preset such as 8xH100 or 4x8xA100-80GB, a TOML file, detect, or ray. Without one, all"
+        " devices are listed.",
+        None,
+    ),
     network_gbps: NetworkGbps = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="ray: host:port of the head; by default RAY_ADDRESS, or the one that runs here.",
-            show_default=False,
-        ),
-    ] = None,
-    num_devices_per_host: Annotated[
-        int | None,
-        typer.Option(
-            help="ray: by default all GPUs, or one CPU device.", min=1, show_default=False
-        ),
-    ] = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="List all reported steps that predictions were held to.")
-    ] = False,
+    address: str | None = option(
+        "ray: host:port of the head; by default RAY_ADDRESS, or the one that runs here."
+    ),
+    num_devices_per_host: int | None = option(
+        "ray: by default all GPUs, or one CPU device.", min=1
+    ),
+    every: bool = option(
+        "List all reported steps that predictions were held to.", False, names="--all"
+    ),
     as_json: Json = False,
 ) -> None:
     """Show a cluster's devices, its links, and the sources of their figures; or list all devices

@@ -6,13 +6,13 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from ..core import InputError, write_atomic
 from ._devices import use_host_only
-from ._groups import takes_groups
+from ._groups import option
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
 from ._options import (
     Json,
@@ -31,50 +31,29 @@ if TYPE_CHECKING:
     from ..cluster import Cluster, HostPrice
 
 
-@takes_groups
 def compare(
     model: ModelName,
     model_options: ModelOptions,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False),
-    ] = None,
-    clusters: Annotated[
-        str | None, typer.Option(metavar="C1,C2", help="Compare these clusters instead of methods.")
-    ] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            "--methods",
-            "--method",
-            metavar="M1,M2",
-            help="Methods as in aliquot plan, such as auto,tp:8; by default the usual ones.",
-        ),
-    ] = None,
-    micro_batches: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|auto",
-            help=(
-                "Number of micro-batches; by default auto and pipeshard search it, others have 1;"
-                " with auto all search it."
-            ),
-        ),
-    ] = None,
+    cluster: str | None = option("A preset such as 8xH100, a TOML file, or detect."),
+    clusters: str | None = option("Compare these clusters instead of methods.", metavar="C1,C2"),
+    methods: str | None = option(
+        "Methods as in aliquot plan, such as auto,tp:8; by default the usual ones.",
+        names="--methods --method",
+        metavar="M1,M2",
+    ),
+    micro_batches: str | None = option(
+        "Number of micro-batches; by default auto and pipeshard search it, others have 1; with"
+        " auto all search it.",
+        metavar="N|auto",
+    ),
     network_gbps: NetworkGbps = None,
     memory_limit: MemoryLimit = None,
     objective: Objective = None,
-    prices: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="CSV: device, devices per host, price per hour; then costs are compared, too.",
-        ),
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write one page for the decision to this file."),
-    ] = None,
+    prices: Path | None = option(
+        "CSV: device, devices per host, price per hour; then costs are compared, too.",
+        metavar="FILE",
+    ),
+    html: Path | None = option("Write one page for the decision to this file.", metavar="FILE"),
     as_json: Json = False,
 ) -> None:
     """Plan a model by several methods or for several clusters, and say where each loses: "why not

@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..core import InputError, format_bytes, format_count, format_seconds
+from ._groups import argument, option
 from ._interrupts import leaving_at_sigterm
 from ._options import Json, check_destination
 from ._session import session
@@ -16,41 +15,24 @@ from ._session import session
 if TYPE_CHECKING:
     from ..data import Tokenizer
 
-VocabFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="GPT-2's vocab.json; with --merge-file.")
-]
-MergeFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="GPT-2's merges.txt; with --vocab-file.")
-]
+VocabFile = Annotated[Path | None, option("GPT-2's vocab.json; with --merge-file.", metavar="FILE")]
+MergeFile = Annotated[Path | None, option("GPT-2's merges.txt; with --vocab-file.", metavar="FILE")]
 
 
 def data(
-    texts: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="TEXT...",
-            help="Files, or folders of files; each file is a document, and each line of *.jsonl.",
-            show_default=False,
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="File to write the tokens to.", show_default=False)],
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSON file of the tokenizers library."),
-    ] = None,
+    texts: list[Path] = argument(
+        "Files, or folders of files; each file is a document, and each line of *.jsonl.",
+        metavar="TEXT...",
+    ),
+    out: Path = option("File to write the tokens to.", ...),
+    tokenizer: Path | None = option("JSON file of the tokenizers library.", metavar="FILE"),
     vocab_file: VocabFile = None,
     merge_file: MergeFile = None,
-    end_of_text: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKEN",
-            help="Token behind each document; by default the tokenizer's own, such as"
-            " <|endoftext|>.",
-        ),
-    ] = None,
-    json_key: Annotated[
-        str, typer.Option(metavar="KEY", help="Key of the text in the lines of *.jsonl.")
-    ] = "text",
+    end_of_text: str | None = option(
+        "Token behind each document; by default the tokenizer's own, such as <|endoftext|>.",
+        metavar="TOKEN",
+    ),
+    json_key: str = option("Key of the text in the lines of *.jsonl.", "text", metavar="KEY"),
     as_json: Json = False,
 ) -> None:
     """Write the tokens of texts to one file, which training reads from the disk. Without a

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..core import InputError, format_count
 from ._devices import use_virtual_devices
+from ._groups import option
 from ._interrupts import INTERRUPTED
 from ._next_steps import next_steps
 from ._options import Json, check_destination
@@ -35,12 +36,9 @@ _TAKES = "in about a minute on a laptop"
 
 
 def demo(
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(help="Your own text; by default the standard library's sources."),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="How many steps to train, twice.")] = _STEPS,
-    out: Annotated[Path, typer.Option(help="File to write the plan to.")] = Path("demo-plan.json"),
+    data: list[Path] | None = option("Your own text; by default the standard library's sources."),
+    steps: int = option("How many steps to train, twice.", _STEPS),
+    out: Path = option("File to write the plan to.", Path("demo-plan.json")),
     as_json: Json = False,
 ) -> None:
     """Plan a small GPT, train it on 8 virtual CPU devices, and compare with the same training on

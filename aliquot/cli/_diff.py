@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from ._devices import use_host_only
+from ._groups import option
 from ._options import Json, PlanFile, read_plan
 from ._session import session
 
@@ -14,12 +11,10 @@ from ._session import session
 def diff(
     before: PlanFile,
     after: PlanFile,
-    every_term: Annotated[
-        bool, typer.Option("--all", help="List every term that differs, arrays and operators too.")
-    ] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print Markdown, for a comment on a pull request.")
-    ] = False,
+    every_term: bool = option(
+        "List every term that differs, arrays and operators too.", False, names="--all"
+    ),
+    markdown: bool = option("Print Markdown, for a comment on a pull request.", False),
     as_json: Json = False,
 ) -> None:
     """Compare two plans: how they are laid out, and the time and memory that they are predicted to

@@ -5,12 +5,11 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from ..core import AliquotError, InputError, PlanMismatchError, write_atomic
 from ._devices import use_host_only
+from ._groups import option
 from ._options import Json, ModelOfPlan, PlanFile, TrustPlan, check_destination, read_plan
 from ._session import Session, session
 
@@ -22,27 +21,16 @@ if TYPE_CHECKING:
 def explain(
     plan_file: PlanFile,
     as_json: Json = False,
-    alternatives: Annotated[
-        bool,
-        typer.Option(
-            help="Also trace the step again and price what could have been chosen instead."
-        ),
-    ] = True,
+    alternatives: bool = option(
+        "Also trace the step again and price what could have been chosen instead.", True
+    ),
     model: ModelOfPlan = None,
     trust_plan: TrustPlan = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a pipeline's predicted schedule to this file, for ui.perfetto.dev.",
-        ),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the plan as one HTML page.")
-    ] = None,
-    profiles: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The database that the plan was made from.")
-    ] = None,
+    trace: Path | None = option(
+        "Write a pipeline's predicted schedule to this file, for ui.perfetto.dev.", metavar="FILE"
+    ),
+    html: Path | None = option("Write the plan as one HTML page.", metavar="FILE"),
+    profiles: Path | None = option("The database that the plan was made from.", metavar="FILE"),
 ) -> None:
     """Explain a plan: its decisions, its predicted cost, and the cost of the best alternatives."""
     with session(as_json) as say:

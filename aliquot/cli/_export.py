@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from ..core import format_bytes, format_seconds, write_atomic
 from ._devices import use_host_only
+from ._groups import option
 from ._options import Json, PlanFile, check_destination, read_plan
 from ._session import session
 
@@ -19,26 +18,16 @@ if TYPE_CHECKING:
 
 def export(
     plan_file: PlanFile,
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help=(
-                "megatron, bridge, torchtitan (or torchtitan-0.3, torchtitan-0.2 for TOML),"
-                " maxtext, accelerate, deepspeed or flax."
-            ),
-        ),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the settings here; by default they are printed."),
-    ] = None,
-    allow_loss: Annotated[
-        bool,
-        typer.Option(
-            "--allow-loss", help="Write what the framework can say, and list what it cannot."
-        ),
-    ] = False,
+    to: str = option(
+        "megatron, bridge, torchtitan (or torchtitan-0.3, torchtitan-0.2 for TOML), maxtext,"
+        " accelerate, deepspeed or flax.",
+        ...,
+        metavar="NAME",
+    ),
+    out: Path | None = option(
+        "Write the settings here; by default they are printed.", metavar="FILE"
+    ),
+    allow_loss: bool = option("Write what the framework can say, and list what it cannot.", False),
     as_json: Json = False,
 ) -> None:
     """Write a plan as settings of Megatron-LM, Megatron-Bridge, torchtitan, MaxText, accelerate,

@@ -7,16 +7,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..core import InputError, counted, printable
 from ._data import MergeFile, VocabFile, chosen_tokenizer
 from ._devices import use_devices
-from ._groups import takes_groups
+from ._groups import option
 from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
-from ._options import Json, NetworkGbps, ZooName, read_cluster, read_plan, with_network
+from ._options import (
+    Json,
+    NetworkGbps,
+    PlannedCluster,
+    VirtualDevices,
+    ZooName,
+    read_cluster,
+    read_plan,
+    with_network,
+)
 from ._plan_options import MethodOptions
 from ._session import Session, in_its_encoding, session
 
@@ -36,92 +43,48 @@ class _Texts:
     tokenizer: Tokenizer | None
 
 
-@takes_groups
 def generate(
+    *,
     model: ZooName,
-    checkpoint: Annotated[
-        Path,
-        typer.Option(
-            metavar="RUN",
-            help="The trained weights: a run of aliquot train, a folder of checkpoints, or one of"
-            " Hugging Face with config.json and *.safetensors.",
-            show_default=False,
-        ),
-    ],
+    checkpoint: Path = option(
+        "The trained weights: a run of aliquot train, a folder of checkpoints, or one of Hugging"
+        " Face with config.json and *.safetensors.",
+        ...,
+        metavar="RUN",
+    ),
     method_options: MethodOptions,
     launch_options: LaunchOptions,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text to be continued; repeatable, for several at once.", show_default=False
-        ),
-    ] = None,
-    tokens: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ID,ID,...",
-            help="The same as numbers of tokens, which then are the answer, too.",
-            show_default=False,
-        ),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="How many tokens to add, at most.")] = 64,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help=(
-                "Draw each token as the model finds it likely, with logits divided by this; 0, the"
-                " default, takes the most likely one."
-            ),
-            show_default=False,
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Draw only among so many of the most likely tokens.", show_default=False
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Of what is drawn; 0 by default. The same one gives the same text."
-        ),
-    ] = None,
-    cache: Annotated[
-        int | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Place in the cache for prompt and answer; by default the plan's, or as needed.",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSON file of the tokenizer that the data was made by."),
-    ] = None,
+    prompt: list[str] | None = option("Text to be continued; repeatable, for several at once."),
+    tokens: list[str] | None = option(
+        "The same as numbers of tokens, which then are the answer, too.", metavar="ID,ID,..."
+    ),
+    max_tokens: int = option("How many tokens to add, at most.", 64),
+    temperature: float | None = option(
+        "Draw each token as the model finds it likely, with logits divided by this; 0, the"
+        " default, takes the most likely one.",
+        min=0,
+    ),
+    top_k: int | None = option("Draw only among so many of the most likely tokens.", min=1),
+    seed: int | None = option(
+        "Of what is drawn; 0 by default. The same one gives the same text.", min=0
+    ),
+    cache: int | None = option(
+        "Place in the cache for prompt and answer; by default the plan's, or as needed.",
+        metavar="TOKENS",
+    ),
+    tokenizer: Path | None = option(
+        "JSON file of the tokenizer that the data was made by.", metavar="FILE"
+    ),
     vocab_file: VocabFile = None,
     merge_file: MergeFile = None,
-    plan_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--plan",
-            metavar="PLAN",
-            help="A plan that --save-plan wrote; by default a plan is made.",
-        ),
-    ] = None,
-    save_plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the plan of a token to this file.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Dtype to compute in; by default that of the training.")
-    ] = None,
-    cluster: Annotated[
-        str, typer.Option(help="What to plan for: detect, a preset such as 8xH100, or a TOML file.")
-    ] = "detect",
+    plan_file: Path | None = option(
+        "A plan that --save-plan wrote; by default a plan is made.", names="--plan", metavar="PLAN"
+    ),
+    save_plan: Path | None = option("Write the plan of a token to this file.", metavar="FILE"),
+    dtype: str | None = option("Dtype to compute in; by default that of the training."),
+    cluster: PlannedCluster = "detect",
     network_gbps: NetworkGbps = None,
-    devices: Annotated[
-        int | None, typer.Option(help="Run on this many virtual CPU devices.")
-    ] = None,
+    devices: VirtualDevices = None,
     launch: Engine = None,
     as_json: Json = False,
 ) -> None:

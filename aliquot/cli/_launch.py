@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from ._groups import takes_groups
+from ._groups import argument, option
 from ._launch_options import LaunchOptions
 from ._session import session
 
 
-@takes_groups
 def launch(
-    engine: Annotated[
-        str,
-        typer.Argument(
-            help="local:N for N processes of this machine, or ray for one on each host.",
-            show_default=False,
-        ),
-    ],
-    command: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="-- COMMAND",
-            help="What each process runs, such as: -- python my_script.py --steps 100",
-            show_default=False,
-        ),
-    ],
+    *,
+    engine: str = argument("local:N for N processes of this machine, or ray for one on each host."),
+    command: list[str] = argument(
+        "What each process runs, such as: -- python my_script.py --steps 100", metavar="-- COMMAND"
+    ),
     how: LaunchOptions,
-    logs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Also keep what each process prints.", show_default=False
-        ),
-    ] = None,
+    logs: Path | None = option("Also keep what each process prints.", metavar="FOLDER"),
 ) -> None:
     """Start a command in several processes that train together, and again when one fails.
 

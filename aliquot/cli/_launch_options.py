@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from ..core import InputError, LaunchedProcess
+from ._groups import option
 from ._session import Session
 
 #: Processes that others have started: see `initialize`.
@@ -23,14 +24,10 @@ _REMARK = "[Gloo] Rank "
 
 Engine = Annotated[
     str | None,
-    typer.Option(
-        "--launch",
+    option(
+        "Run in several processes: local:N of this machine, or ray for one on each host;"
+        " external if SLURM, MPI, Kubernetes or Cloud TPU has started this one of several.",
         metavar="ENGINE",
-        help=(
-            "Run in several processes: local:N of this machine, or ray for one on each host;"
-            " external if SLURM, MPI, Kubernetes or Cloud TPU has started this one of several."
-        ),
-        show_default=False,
     ),
 ]
 
@@ -39,46 +36,22 @@ Engine = Annotated[
 class LaunchOptions:
     """How processes are started, and started again when one fails."""
 
-    max_restarts: Annotated[
-        int | None,
-        typer.Option(
-            help=(
-                "How often all processes are started again when one fails; by default 3 where the"
-                " run has checkpoints, else 0."
-            ),
-            show_default=False,
-        ),
-    ] = None
-    num_devices_per_host: Annotated[
-        int | None,
-        typer.Option(
-            help=(
-                "Devices of each process; virtual ones on CPUs. By default all GPUs, shared out"
-                " among the processes of a host."
-            ),
-            show_default=False,
-        ),
-    ] = None
-    num_hosts: Annotated[
-        int | None, typer.Option(help="Ray: hosts; by default all.", show_default=False)
-    ] = None
-    min_hosts: Annotated[
-        int | None,
-        typer.Option(
-            help="Ray: hosts with which it may start again when others are gone; by default all.",
-            show_default=False,
-        ),
-    ] = None
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Ray: host:port of the cluster's head; by default RAY_ADDRESS, else a cluster that"
-                " runs here, else one that is started here."
-            ),
-            show_default=False,
-        ),
-    ] = None
+    max_restarts: int | None = option(
+        "How often all processes are started again when one fails; by default 3 where the run"
+        " has checkpoints, else 0."
+    )
+    num_devices_per_host: int | None = option(
+        "Devices of each process; virtual ones on CPUs. By default all GPUs, shared out among"
+        " the processes of a host."
+    )
+    num_hosts: int | None = option("Ray: hosts; by default all.")
+    min_hosts: int | None = option(
+        "Ray: hosts with which it may start again when others are gone; by default all."
+    )
+    address: str | None = option(
+        "Ray: host:port of the cluster's head; by default RAY_ADDRESS, else a cluster that runs"
+        " here, else one that is started here."
+    )
 
     def check(self, engine: str | None, *, devices: int | None, has_plan: bool) -> None:
         """Check that these options go with the others of a verb.

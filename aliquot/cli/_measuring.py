@@ -13,56 +13,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ..core import InputError
+from ._groups import argument, option
 from ._session import Session
 
 if TYPE_CHECKING:
     from ..profiling import ProfileDatabase, ProfileRun, Timing
 
-Database = Annotated[
-    Path,
-    typer.Option(
-        "--database", metavar="FILE", help="Where measurements are kept.", show_default=False
-    ),
-]
-Share = Annotated[
-    str, typer.Option(metavar="K/N", help="Only every N-th program, from the K-th on.")
-]
-Repeats = Annotated[int, typer.Option(min=1, help="Timed runs of each program, at least.")]
-MostRepeats = Annotated[int, typer.Option(min=1, help="Timed runs of each program, at most.")]
-LeastS = Annotated[
-    float,
-    typer.Option(min=0, help="Run short programs until their timed runs took so many seconds."),
-]
-WarmUp = Annotated[int, typer.Option(min=1, help="Runs before any is timed.")]
-Retries = Annotated[
-    int, typer.Option(min=0, help="Measure what fails or is noisy so many times again.")
-]
-Noisy = Annotated[
-    float,
-    typer.Option(
-        min=0, help="Half the spread between quartiles that counts as noisy, of the median."
-    ),
-]
-BudgetS = Annotated[float, typer.Option(min=0, help="Start no program after so many seconds.")]
+DatabaseFile = Annotated[Path, argument("A profile database.", metavar="DATABASE")]
+Database = Annotated[Path, option("Where measurements are kept.", metavar="FILE")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuringOptions:
     """The options of all verbs that measure programs."""
 
-    share: Share = "1/1"
-    repeats: Repeats = 5
-    most_repeats: MostRepeats = 1000
-    least_s: LeastS = 0.2
-    warm_up: WarmUp = 2
-    retries: Retries = 1
-    noisy: Noisy = 0.3
-    budget_s: BudgetS = math.inf
+    share: str = option("Only every N-th program, from the K-th on.", "1/1", metavar="K/N")
+    repeats: int = option("Timed runs of each program, at least.", 5, min=1)
+    most_repeats: int = option("Timed runs of each program, at most.", 1000, min=1)
+    least_s: float = option(
+        "Run short programs until their timed runs took so many seconds.", 0.2, min=0
+    )
+    warm_up: int = option("Runs before any is timed.", 2, min=1)
+    retries: int = option("Measure what fails or is noisy so many times again.", 1, min=0)
+    noisy: float = option(
+        "Half the spread between quartiles that counts as noisy, of the median.", 0.3, min=0
+    )
+    budget_s: float = option("Start no program after so many seconds.", math.inf, min=0)
 
     def timing(self, **more: float) -> Timing:
         """Numbers of runs of each program.

@@ -6,81 +6,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..core import InputError, parse_bytes, shortened
+from ._groups import option
 from ._options import read_settings
 
 if TYPE_CHECKING:
     from ._model import ZooOptions
 
-BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        "--global-batch",
-        help="Sequences in a step, over all devices. A factory is told if it has an argument"
-        " global_batch.",
-    ),
-]
-SeqLen = Annotated[
-    int | None, typer.Option("--seq-len", help="Tokens in a sequence; short for --set seq_len=N.")
-]
+SeqLen = Annotated[int | None, option("Tokens in a sequence; short for --set seq_len=N.")]
 Dtype = Annotated[
     str | None,
-    typer.Option(
-        "--dtype",
-        help="float32, bf16, fp8 (linear layers multiply in 8 bits, scaled by the last step's"
-        " maxima; fp8-tensor and fp8-rows: by their own, of arrays or of rows), float16 or float64;"
-        " by default bf16, or float16 where that is faster.",
+    option(
+        "float32, bf16, fp8 (linear layers multiply in 8 bits, scaled by the last step's maxima;"
+        " fp8-tensor and fp8-rows: by their own, of arrays or of rows), float16 or float64; by"
+        " default bf16, or float16 where that is faster."
     ),
-]
-Recompute = Annotated[
-    str | None,
-    typer.Option(
-        "--recompute",
-        help="What layers compute again in the backward pass: none, fused, minimal, narrow,"
-        " save_qkv, save_attention, block, or auto, the fastest of these but fused; block:2 is for"
-        " every second layer. By default auto; block in verbs that do not search for a plan.",
-    ),
-]
-Attention = Annotated[
-    str | None,
-    typer.Option(
-        "--attention",
-        help="auto, fused or plain. Fused is the kernel of the device's library: cuDNN's on GPUs"
-        " from Ampere on, splash attention on TPUs. By default auto: fused where that is possible.",
-    ),
-]
-Scan = Annotated[
-    bool, typer.Option("--scan", help="Loop over stacked layers instead of writing them out.")
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="Override a model setting, such as seq_len=4096, or give an argument to a factory;"
+    option(
+        "Override a model setting, such as seq_len=4096, or give an argument to a factory;"
         " repeatable.",
-    ),
-]
-TokensPerStep = Annotated[
-    int | None,
-    typer.Option(
-        "--tokens-per-step",
-        min=1,
-        help="Tokens of the whole batch, where package.module:factory makes one that hides them.",
-        show_default=False,
+        names="--set",
+        metavar="NAME=VALUE",
     ),
 ]
 MemoryLimit = Annotated[
     str | None,
-    typer.Option(
-        "--memory-limit",
+    option(
+        "Memory that a plan may use on each device, such as 40GiB; by default what its runtime"
+        " leaves to programs.",
         metavar="SIZE",
-        help=(
-            "Memory that a plan may use on each device, such as 40GiB; by default what its runtime"
-            " leaves to programs."
-        ),
     ),
 ]
 
@@ -89,14 +45,26 @@ MemoryLimit = Annotated[
 class ModelOptions:
     """The options of all verbs that make a model of the zoo."""
 
-    global_batch: BatchSize = None
+    global_batch: int | None = option(
+        "Sequences in a step, over all devices. A factory is told if it has an argument"
+        " global_batch."
+    )
     seq_len: SeqLen = None
     dtype: Dtype = None
-    recompute: Recompute = None
-    attention: Attention = None
-    scan: Scan = False
+    recompute: str | None = option(
+        "What layers compute again in the backward pass: none, fused, minimal, narrow, save_qkv,"
+        " save_attention, block, or auto, the fastest of these but fused; block:2 is for every"
+        " second layer. By default auto; block in verbs that do not search for a plan."
+    )
+    attention: str | None = option(
+        "auto, fused or plain. Fused is the kernel of the device's library: cuDNN's on GPUs from"
+        " Ampere on, splash attention on TPUs. By default auto: fused where that is possible."
+    )
+    scan: bool = option("Loop over stacked layers instead of writing them out.", False)
     settings: Settings = None
-    tokens_per_step: TokensPerStep = None
+    tokens_per_step: int | None = option(
+        "Tokens of the whole batch, where package.module:factory makes one that hides them.", min=1
+    )
 
     def read(self, update: Mapping[str, Any] | None = None) -> ZooOptions:
         """The options with all settings by name.

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import typer
-
 from ..core import InputError, shortened
+from ._groups import option
+
+ScheduleSteps = Annotated[
+    int | None, option("Steps of the run, on which a schedule of the learning rate depends.")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,53 +19,29 @@ class OptimizerOptions:
     a plan.
     """
 
-    optimizer: Annotated[
-        str | None, typer.Option(help="adamw, adafactor or sgd; by default adamw.")
-    ] = None
-    lr: Annotated[
-        float | None, typer.Option("--lr", help="Learning rate, at its peak; by default 3e-4.")
-    ] = None
-    min_lr: Annotated[
-        float | None, typer.Option("--min-lr", help="Learning rate in the end; by default 0.")
-    ] = None
-    warmup_steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|FRACTION",
-            help="Steps in which the learning rate rises from 0, or their share of all (or of"
-            " --decay-steps), below 1.",
-        ),
-    ] = None
-    decay: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cosine|linear|constant",
-            help="How the learning rate falls from its peak to --min-lr; by default constant.",
-        ),
-    ] = None
-    decay_steps: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Steps from the first to the end of the decay, behind which the learning rate is"
-            " --min-lr; by default all.",
-        ),
-    ] = None
-    weight_decay: Annotated[
-        float | None,
-        typer.Option(help="By default 0.1 for adamw, and none for other optimizers."),
-    ] = None
-    momentum: Annotated[float | None, typer.Option(help="Momentum of sgd.")] = None
-    clip_grad: Annotated[
-        float | None,
-        typer.Option(
-            help="Scale gradients down to this norm, over all arrays, where it is larger."
-        ),
-    ] = None
-    grad_norm: Annotated[
-        bool,
-        typer.Option("--grad-norm", help="Log the norm of the gradients also without --clip-grad."),
-    ] = False
+    optimizer: str | None = option("adamw, adafactor or sgd; by default adamw.")
+    lr: float | None = option("Learning rate, at its peak; by default 3e-4.")
+    min_lr: float | None = option("Learning rate in the end; by default 0.")
+    warmup_steps: str | None = option(
+        "Steps in which the learning rate rises from 0, or their share of all (or of"
+        " --decay-steps), below 1.",
+        metavar="N|FRACTION",
+    )
+    decay: str | None = option(
+        "How the learning rate falls from its peak to --min-lr; by default constant.",
+        metavar="cosine|linear|constant",
+    )
+    decay_steps: int | None = option(
+        "Steps from the first to the end of the decay, behind which the learning rate is"
+        " --min-lr; by default all.",
+        metavar="N",
+    )
+    weight_decay: float | None = option("By default 0.1 for adamw, and none for other optimizers.")
+    momentum: float | None = option("Momentum of sgd.")
+    clip_grad: float | None = option(
+        "Scale gradients down to this norm, over all arrays, where it is larger."
+    )
+    grad_norm: bool = option("Log the norm of the gradients also without --clip-grad.", False)
 
     def read(self, steps: int | None) -> dict[str, Any]:
         """The arguments of `aliquot.zoo.build` that are given.

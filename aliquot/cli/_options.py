@@ -9,82 +9,55 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..core import InputError, parse_seconds, shortened
 from ._devices import use_seen_devices
+from ._groups import argument, option
 
 if TYPE_CHECKING:
     from ..cluster import Cluster
     from ..plans import Plan
 
 Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")
+    bool, option("Print one JSON object on standard output and nothing else.", names="--json")
 ]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.", show_default=False)]
+PlanFile = Annotated[Path, argument("A plan file.", metavar="PLAN")]
 ModelName = Annotated[
     str,
-    typer.Argument(
-        help=(
-            "A name from the zoo, package.module:factory, or a config.json of Hugging Face (GPT-2,"
-            " Llama, Mistral, Mixtral, Qwen 2 or 3; --config FILE is the same)."
-        ),
-        show_default=False,
+    argument(
+        "A name from the zoo, package.module:factory, or a config.json of Hugging Face (GPT-2,"
+        " Llama, Mistral, Mixtral, Qwen 2 or 3; --config FILE is the same)."
     ),
 ]
 ZooName = Annotated[
     str,
-    typer.Argument(
-        help="A name from the zoo, or a config.json of Hugging Face (--config FILE is the same).",
-        show_default=False,
-    ),
+    argument("A name from the zoo, or a config.json of Hugging Face (--config FILE is the same)."),
 ]
-ClusterName = Annotated[
-    str, typer.Option(help="A preset such as 8xH100, a TOML file, or detect.", show_default=False)
-]
-DescribedCluster = Annotated[
-    str, typer.Option(help="A preset such as 8xH100, or a TOML file.", show_default=False)
-]
+DescribedCluster = Annotated[str, option("A preset such as 8xH100, or a TOML file.")]
 NetworkGbps = Annotated[
     str | None,
-    typer.Option(
-        "--network-gbps",
+    option(
+        "What each host sends to the others in Gbit/s, all its devices together, such as 1600;"
+        " by default what the cluster says.",
         metavar="N",
-        help=(
-            "What each host sends to the others in Gbit/s, all its devices together, such as 1600;"
-            " by default what the cluster says."
-        ),
     ),
 ]
 Devices = Annotated[
-    int | None,
-    typer.Option(
-        help="Virtual CPU devices; by default all devices that JAX sees.", show_default=False
-    ),
+    int | None, option("Virtual CPU devices; by default all devices that JAX sees.")
 ]
-ProfilesOfAny = Annotated[
-    bool,
-    typer.Option(
-        "--profiles-of-any", help="Also use measurements of other devices or of another JAX."
-    ),
+VirtualDevices = Annotated[int | None, option("Run on this many virtual CPU devices.")]
+PlannedCluster = Annotated[
+    str, option("What to plan for: detect, a preset such as 8xH100, or a TOML file.")
 ]
+ProfilesOfAny = Annotated[bool, option("Also use measurements of other devices or of another JAX.")]
 ModelOfPlan = Annotated[
     str | None,
-    typer.Option(
-        "--model",
+    option(
+        "The model that the plan is for, where the plan file must not or cannot say:"
+        " package.module:factory.",
         metavar="NAME",
-        help=(
-            "The model that the plan is for, where the plan file must not or cannot say:"
-            " package.module:factory."
-        ),
     ),
 ]
-TrustPlan = Annotated[
-    bool,
-    typer.Option(
-        "--trust-plan", help="Call the function that the plan file names to make its step."
-    ),
-]
+TrustPlan = Annotated[bool, option("Call the function that the plan file names to make its step.")]
 
 
 def read_cluster(spec: str, network_gbps: str | None = None) -> Cluster:

@@ -10,11 +10,12 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from ..core import InputError, listing, nearest, read_file, shortened, write_atomic
+from ._groups import option
 
 _MOST_BYTES = 2**20
 # They are about this file itself, or about how the answer is printed.
@@ -26,18 +27,13 @@ _GIVEN = ("COMMANDLINE", "DEFAULT_MAP")
 class FileOptions:
     """The options of verbs whose options may stand in a file."""
 
-    options: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="TOML",
-            help="Read options from this file, such as global-batch = 64; what is typed counts"
-            " more.",
-        ),
-    ] = None
-    save_options: Annotated[
-        Path | None,
-        typer.Option(metavar="TOML", help="Write all options that were given to this file."),
-    ] = None
+    options: Path | None = option(
+        "Read options from this file, such as global-batch = 64; what is typed counts more.",
+        metavar="TOML",
+    )
+    save_options: Path | None = option(
+        "Write all options that were given to this file.", metavar="TOML"
+    )
 
 
 def read_options(ctx: typer.Context, args: Sequence[str]) -> None:

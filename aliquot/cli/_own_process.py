@@ -8,11 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import typer
-
 from ..core import shortened
+from ._groups import option
 
-RunsHere = Annotated[str, typer.Option("--runs-here", hidden=True)]
+RunsHere = Annotated[str, option("", hidden=True)]
 """Which plan of the only case this process itself runs; empty in the command that was typed."""
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..core import InfeasibleError
 from ._devices import use_host_only
-from ._groups import takes_groups
+from ._groups import option
 from ._interrupts import INTERRUPTED
 from ._max_batch import find_max_batch
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
-from ._optimizer_options import OptimizerOptions
+from ._optimizer_options import OptimizerOptions, ScheduleSteps
 from ._options import (
-    ClusterName,
     Json,
     ModelName,
     NetworkGbps,
@@ -39,26 +38,21 @@ if TYPE_CHECKING:
     from ._model import ZooOptions
 
 
-@takes_groups
 def plan(
+    *,
     model: ModelName,
-    cluster: ClusterName,
+    cluster: str = option("A preset such as 8xH100, a TOML file, or detect.", ...),
     model_options: ModelOptions,
     method_options: MethodOptions,
     profile_options: ProfileOptions,
     search_options: SearchOptions,
     optimizer_options: OptimizerOptions,
     file_options: FileOptions,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Steps of the run, on which a schedule of the learning rate depends."),
-    ] = None,
+    steps: ScheduleSteps = None,
     network_gbps: NetworkGbps = None,
     memory_limit: MemoryLimit = None,
-    out: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
-    every: Annotated[
-        bool, typer.Option("--all", help="Print arrays and collectives, too.")
-    ] = False,
+    out: Path | None = option("Write the plan to this file."),
+    every: bool = option("Print arrays and collectives, too.", False, names="--all"),
     as_json: Json = False,
 ) -> None:
     """Find the fastest way to run a model's training step on a cluster, and say what it is

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
 from ..core import InputError
+from ._groups import option
 from ._options import ProfilesOfAny, read_layers, read_mesh, read_micro_batches
 
 if TYPE_CHECKING:
@@ -19,13 +18,10 @@ if TYPE_CHECKING:
 
 Objective = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "Of a function without gradients: the time of one call, or the time between calls that"
+        " follow one another.",
         metavar="latency|throughput",
-        help=(
-            "Of a function without gradients: the time of one call, or the time between calls that"
-            " follow one another."
-        ),
-        show_default=False,
     ),
 ]
 
@@ -34,84 +30,43 @@ Objective = Annotated[
 class MethodOptions:
     """The options that say which plans are searched."""
 
-    method: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "dp (ddp), zero2, zero3 (fsdp), hsdp or hsdp:8 (hybrid FSDP in hosts, in groups of"
-                " 8), shard, auto, pipeshard, bottleneck, grid, or a layout: tp:8,"
-                " megatron:dp4,tp8,pp2."
-            )
-        ),
-    ] = "auto"
-    mesh: Annotated[str | None, typer.Option(help="Only this logical mesh, such as 4x2.")] = None
-    micro_batches: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|auto",
-            help=(
-                "Number of micro-batches; auto searches it, as methods auto and pipeshard do"
-                " anyway."
-            ),
-        ),
-    ] = None
-    micro_batch_semantics: Annotated[
-        str,
-        typer.Option(
-            metavar="exact|independent",
-            help=(
-                "exact: the step's own numbers. independent: each micro-batch is a step of its own"
-                " (BatchNorm sees one alone)."
-            ),
-        ),
-    ] = "exact"
-    stages: Annotated[
-        int | None, typer.Option(help="Stages of a pipeline; by default searched.")
-    ] = None
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "gpipe, 1f1b, 1f1b-overlap-friendly, interleaved-1f1b or zero-bubble; by default"
-                " searched."
-            )
-        ),
-    ] = None
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|PATTERN|operators",
-            help=(
-                "Where stages may be cut: into a number of layers, before paths such as"
-                " params.layers[*], or between operators."
-            ),
-        ),
-    ] = None
+    method: str = option(
+        "dp (ddp), zero2, zero3 (fsdp), hsdp or hsdp:8 (hybrid FSDP in hosts, in groups of 8),"
+        " shard, auto, pipeshard, bottleneck, grid, or a layout: tp:8, megatron:dp4,tp8,pp2.",
+        "auto",
+    )
+    mesh: str | None = option("Only this logical mesh, such as 4x2.")
+    micro_batches: str | None = option(
+        "Number of micro-batches; auto searches it, as methods auto and pipeshard do anyway.",
+        metavar="N|auto",
+    )
+    micro_batch_semantics: str = option(
+        "exact: the step's own numbers. independent: each micro-batch is a step of its own"
+        " (BatchNorm sees one alone).",
+        "exact",
+        metavar="exact|independent",
+    )
+    stages: int | None = option("Stages of a pipeline; by default searched.")
+    schedule: str | None = option(
+        "gpipe, 1f1b, 1f1b-overlap-friendly, interleaved-1f1b or zero-bubble; by default searched."
+    )
+    layers: str | None = option(
+        "Where stages may be cut: into a number of layers, before paths such as"
+        " params.layers[*], or between operators.",
+        metavar="N|PATTERN|operators",
+    )
 
-    intra: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ilp|blocks",
-            help=(
-                "What splits operators, in each stage of a pipeline too: an integer program, the"
-                " default, or one decision for each ParallelBlock."
-            ),
-            show_default=False,
-        ),
-    ] = None
+    intra: str | None = option(
+        "What splits operators, in each stage of a pipeline too: an integer program, the"
+        " default, or one decision for each ParallelBlock.",
+        metavar="ilp|blocks",
+    )
 
-    within: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RESTRICTION",
-            help=(
-                "Restrict the search for a pipeline; repeatable: submeshes=powers-of-two,"
-                " meshes=2x4, imbalance=0.5, without=all-to-all, no-replicated-parameters,"
-                " batch-on-first-axis."
-            ),
-            show_default=False,
-        ),
-    ] = None
+    within: list[str] | None = option(
+        "Restrict the search for a pipeline; repeatable: submeshes=powers-of-two, meshes=2x4,"
+        " imbalance=0.5, without=all-to-all, no-replicated-parameters, batch-on-first-axis.",
+        metavar="RESTRICTION",
+    )
 
     def check(self, global_batch: int | None) -> None:
         """Check what can be checked before JAX is imported.
@@ -166,72 +121,43 @@ class MethodOptions:
 class ProfileOptions:
     """The options that say which measurements correct the cost model, and how many it needs."""
 
-    profiles: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Price with the measurements of this database; see aliquot profile run.",
-        ),
-    ] = None
+    profiles: Path | None = option(
+        "Price with the measurements of this database; see aliquot profile run.", metavar="FILE"
+    )
     profiles_of_any: ProfilesOfAny = False
-    require_measured: Annotated[
-        float,
-        typer.Option(
-            min=0, max=1, help="Refuse a plan if a smaller share of its time was measured."
-        ),
-    ] = 0.0
-    require_grade: Annotated[
-        str,
-        typer.Option(
-            metavar="measured|measured-compute",
-            help=(
-                "What --require-measured counts: what all devices measured together, or also what"
-                " one measured alone."
-            ),
-        ),
-    ] = "measured"
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Measure here the operators that the best plan needs and the database lacks.",
-        ),
-    ] = False
+    require_measured: float = option(
+        "Refuse a plan if a smaller share of its time was measured.", 0.0, min=0, max=1
+    )
+    require_grade: str = option(
+        "What --require-measured counts: what all devices measured together, or also what one"
+        " measured alone.",
+        "measured",
+        metavar="measured|measured-compute",
+    )
+    measure: bool = option(
+        "Measure here the operators that the best plan needs and the database lacks.", False
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
     """The options that say how long to search and what else to do with a plan."""
 
-    max_batch: Annotated[
-        bool,
-        typer.Option(
-            "--max-batch",
-            help="Find the largest batch that fits, and the one of highest throughput.",
-        ),
-    ] = False
-    tries: Annotated[
-        bool,
-        typer.Option(
-            "--try-remedies/--no-remedies",
-            help="If nothing fits, try changes that may make it fit.",
-        ),
-    ] = True
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help=(
-                "Compile the plan for the cluster's devices, and keep searching until one fits;"
-                " with --max-batch, compile the batches that are answered."
-            ),
-        ),
-    ] = False
+    max_batch: bool = option(
+        "Find the largest batch that fits, and the one of highest throughput.", False
+    )
+    tries: bool = option(
+        "If nothing fits, try changes that may make it fit.",
+        True,
+        names="--try-remedies/--no-remedies",
+    )
+    verify: bool = option(
+        "Compile the plan for the cluster's devices, and keep searching until one fits; with"
+        " --max-batch, compile the batches that are answered.",
+        False,
+    )
     objective: Objective = None
-    time_limit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Answer after this time, such as 20s, with the best plan so far and its gap.",
-        ),
-    ] = None
+    time_limit: str | None = option(
+        "Answer after this time, such as 20s, with the best plan so far and its gap.",
+        metavar="TIME",
+    )

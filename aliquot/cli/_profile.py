@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..core import InputError, parse_bytes, shortened, write_atomic
 from ._devices import use_devices, use_host_only, virtual_flag
-from ._groups import takes_groups
+from ._groups import argument, option
 from ._launch_options import Engine, LaunchOptions, joined, measured_by_others
 from ._measuring import (
     Database,
+    DatabaseFile,
     MeasuringOptions,
     database_of_all,
     measuring_progress,
@@ -39,18 +38,7 @@ from ._session import session
 if TYPE_CHECKING:
     from ..cluster import Cluster
 
-DatabaseFile = Annotated[
-    Path, typer.Argument(metavar="DATABASE", help="A profile database.", show_default=False)
-]
-OfCluster = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster", help="Whose cost model to compare with: a preset, a TOML file, or detect."
-    ),
-]
 
-
-@takes_groups
 def run(
     model: ModelName,
     database: Database,
@@ -59,27 +47,14 @@ def run(
     launch_options: LaunchOptions,
     devices: Devices = None,
     launch: Engine = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Measure, on one device here, what each device of this cluster would compute: a"
-                " preset or a TOML file. "
-                "Collectives stay as modelled."
-            ),
-            show_default=False,
-        ),
-    ] = None,
+    cluster: str | None = option(
+        "Measure, on one device here, what each device of this cluster would compute: a preset"
+        " or a TOML file. Collectives stay as modelled."
+    ),
     network_gbps: NetworkGbps = None,
-    mesh: Annotated[
-        str | None, typer.Option(help="Only this logical mesh, such as 4x2; by default all.")
-    ] = None,
-    largest_in_host: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest message inside a host.")
-    ] = "1GiB",
-    largest_between_hosts: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest between hosts.")
-    ] = "1GiB",
+    mesh: str | None = option("Only this logical mesh, such as 4x2; by default all."),
+    largest_in_host: str = option("Largest message inside a host.", "1GiB", metavar="SIZE"),
+    largest_between_hosts: str = option("Largest between hosts.", "1GiB", metavar="SIZE"),
     as_json: Json = False,
 ) -> None:
     """Measure the products, traffic and collectives that plans of a model are made of, most useful
@@ -190,11 +165,11 @@ def _cluster_of_this_device(
 
 def show(
     database: DatabaseFile,
-    cluster: OfCluster = None,
+    cluster: str | None = option(
+        "Whose cost model to compare with: a preset, a TOML file, or detect."
+    ),
     network_gbps: NetworkGbps = None,
-    plots: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Draw the curves into this folder.")
-    ] = None,
+    plots: Path | None = option("Draw the curves into this folder.", metavar="DIR"),
     as_json: Json = False,
 ) -> None:
     """Show what a database holds, what is noisy in it, and how it differs from the cost model."""
@@ -238,22 +213,14 @@ def check(
 
 
 def fit(
-    out: Annotated[Path, typer.Option(help="The cluster file to write.", show_default=False)],
-    database: Annotated[
-        Path | None,
-        typer.Argument(metavar="DATABASE", help="What was measured.", show_default=False),
-    ] = None,
-    steps: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Fit to measured steps instead: a JSON list of models of the zoo, each with"
-            " global_batch, method and step_s.",
-        ),
-    ] = None,
-    cluster: Annotated[
-        str, typer.Option(help="Whose figures to fit: a preset, a TOML file, or detect.")
-    ] = "detect",
+    out: Path = option("The cluster file to write.", ...),
+    database: Path | None = argument("What was measured.", None, metavar="DATABASE"),
+    steps: Path | None = option(
+        "Fit to measured steps instead: a JSON list of models of the zoo, each with"
+        " global_batch, method and step_s.",
+        metavar="FILE",
+    ),
+    cluster: str = option("Whose figures to fit: a preset, a TOML file, or detect.", "detect"),
     network_gbps: NetworkGbps = None,
     as_json: Json = False,
 ) -> None:
@@ -290,16 +257,8 @@ def fit(
 
 
 def merge(
-    databases: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="DATABASE...", help="What other hosts have measured.", show_default=False
-        ),
-    ],
-    into: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="The database that takes it over.", show_default=False),
-    ],
+    databases: list[Path] = argument("What other hosts have measured.", metavar="DATABASE..."),
+    into: Path = option("The database that takes it over.", ..., metavar="FILE"),
     as_json: Json = False,
 ) -> None:
     """Take over what other databases have measured and this one has not."""

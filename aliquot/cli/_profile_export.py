@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..core import InputError
 from ._aceso_models import aceso_family, aceso_settings, aceso_size
 from ._devices import use_host_only
-from ._groups import takes_groups
+from ._groups import argument, option
+from ._measuring import DatabaseFile
 from ._model_options import SeqLen, Settings
 from ._options import (
     DescribedCluster,
@@ -36,36 +35,21 @@ _USUAL_BATCHES = {"resnet": "16,32,48,64"}
 class _DatabaseOptions:
     """The options that say what a database is about and where it is written."""
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A GPT, T5 or Wide-ResNet of the zoo, such as gpt-1.3b.", show_default=False
-        ),
-    ]
+    model: str = argument("A GPT, T5 or Wide-ResNet of the zoo, such as gpt-1.3b.")
     cluster: DescribedCluster
-    out: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="A new folder for the CSV files.", show_default=False),
-    ]
-    micro_batch_sizes: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Samples of a micro-batch on each rank; by default 1,2,4,8, and 16,32,48,64 for"
-                " Wide-ResNets."
-            )
-        ),
-    ] = None
+    out: Path = option("A new folder for the CSV files.", ..., metavar="DIR")
+    micro_batch_sizes: str | None = option(
+        "Samples of a micro-batch on each rank; by default 1,2,4,8, and 16,32,48,64 for"
+        " Wide-ResNets."
+    )
     network_gbps: NetworkGbps = None
     seq_len: SeqLen = None
     settings: Settings = None
 
 
-@takes_groups
 def export(
-    database: Annotated[
-        Path, typer.Argument(metavar="DATABASE", help="A profile database.", show_default=False)
-    ],
+    *,
+    database: DatabaseFile,
     options: _DatabaseOptions,
     profiles_of_any: ProfilesOfAny = False,
     as_json: Json = False,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from ..core import InputError
 from ._devices import use_host_only
+from ._groups import argument, option
 from ._model_options import MemoryLimit, SeqLen, Settings, read_memory_limit
 from ._options import (
     Json,
@@ -26,62 +27,35 @@ if TYPE_CHECKING:
 
 
 def read(
-    files: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE...",
-            help=(
-                "Megatron-LM's shell script, Megatron-Bridge's recipe, torchtitan's TOML or"
-                " config_registry.py, MaxText's YAML or script, accelerate's YAML or DeepSpeed's"
-                " JSON; a config.json of Hugging Face; and NAME=VALUE. Nothing is run."
-            ),
-            show_default=False,
-        ),
-    ],
-    world: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Devices of the whole run.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="Such as H100 or v5p.")] = None,
-    devices_per_host: Annotated[int, typer.Option(min=1, help="Devices in a host.")] = 8,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="In place of --world and --device: a preset such as 8xH100, or a file."),
-    ] = None,
+    files: list[str] = argument(
+        "Megatron-LM's shell script, Megatron-Bridge's recipe, torchtitan's TOML or"
+        " config_registry.py, MaxText's YAML or script, accelerate's YAML or DeepSpeed's JSON; a"
+        " config.json of Hugging Face; and NAME=VALUE. Nothing is run.",
+        metavar="FILE...",
+    ),
+    world: int | None = option("Devices of the whole run.", metavar="N", min=1),
+    device: str | None = option("Such as H100 or v5p.", metavar="NAME"),
+    devices_per_host: int = option("Devices in a host.", 8, min=1),
+    cluster: str | None = option(
+        "In place of --world and --device: a preset such as 8xH100, or a file."
+    ),
     network_gbps: NetworkGbps = None,
-    framework: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Whose settings they are, if that cannot be seen."),
-    ] = None,
-    recipe: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The function to read of a Python file.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="A model of the zoo, where files do not say it."),
-    ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a step, in place of what files say.")
-    ] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences that a data rank computes at once.")
-    ] = None,
+    framework: str | None = option(
+        "Whose settings they are, if that cannot be seen.", metavar="NAME"
+    ),
+    recipe: str | None = option("The function to read of a Python file.", metavar="NAME"),
+    model: str | None = option("A model of the zoo, where files do not say it.", metavar="NAME"),
+    global_batch: int | None = option("Sequences of a step, in place of what files say.", min=1),
+    micro_batch: int | None = option("Sequences that a data rank computes at once.", min=1),
     seq_len: SeqLen = None,
-    recompute: Annotated[
-        str | None,
-        typer.Option(
-            help="none, minimal, narrow, save_qkv, save_attention or block, where files say none."
-        ),
-    ] = None,
+    recompute: str | None = option(
+        "none, fused, minimal, narrow, save_qkv, save_attention or block, where files say none."
+    ),
     settings: Settings = None,
-    better: Annotated[
-        bool,
-        typer.Option(
-            "--better", help="Look for faster settings in the same limits, and print what differs."
-        ),
-    ] = False,
-    time_limit: Annotated[
-        str, typer.Option(metavar="TIME", help="Of that search, such as 60s or 5m.")
-    ] = "60s",
+    better: bool = option(
+        "Look for faster settings in the same limits, and print what differs.", False
+    ),
+    time_limit: str = option("Of that search, such as 60s or 5m.", "60s", metavar="TIME"),
     memory_limit: MemoryLimit = None,
     as_json: Json = False,
 ) -> None:

@@ -7,12 +7,11 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from ..core import version_of
 from ._devices import use_seen_devices
+from ._groups import option
 from ._options import Json, read_plan
 from ._session import session
 
@@ -21,9 +20,7 @@ _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVI
 
 
 def report(
-    plan_file: Annotated[
-        Path | None, typer.Option("--plan", metavar="PLAN", help="Also describe this plan.")
-    ] = None,
+    plan_file: Path | None = option("Also describe this plan.", names="--plan", metavar="PLAN"),
     as_json: Json = False,
 ) -> None:
     """Print what a report of a fault needs: versions, devices and a plan, without your folders."""

@@ -4,75 +4,50 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ..core import InputError
+from ._groups import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """The options of a run besides its step and its data."""
 
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN",
-            help="Folder of the run: log, plan and checkpoints, from which it goes on by itself."
-            " Without it nothing is written.",
-        ),
-    ] = None
-    resume: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|no|STEP|PATH",
-            help="auto: from the newest checkpoint in RUN, if there is one. no: RUN must have none."
-            " STEP: from that one; later ones are removed. PATH: from another run's newest.",
-        ),
-    ] = "auto"
-    init_from: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Begin with the weights of a checkpoint: a run, a folder of checkpoints, or one of"
-            " Hugging Face with config.json and *.safetensors.",
-        ),
-    ] = None
-    save_every: Annotated[
-        int, typer.Option(metavar="N", help="Steps between two checkpoints in RUN.")
-    ] = 500
-    keep: Annotated[int, typer.Option(metavar="N", help="Checkpoints to keep, the newest.")] = 3
-    log_every: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Steps of a line of the log; by default up to 10."),
-    ] = None
-    log_to: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="Call this function with each line of the log, a dict, such as to send it to W&B.",
-        ),
-    ] = None
-    eval_every: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Steps between two evaluations on the part of the text for validation; by default"
-            " none.",
-        ),
-    ] = None
-    eval_steps: Annotated[
-        int,
-        typer.Option(metavar="N", help="Batches of an evaluation; by default 10, if there are."),
-    ] = 10
-    split: Annotated[
-        str,
-        typer.Option(
-            metavar="SHARES",
-            help="Shares of the text for training, validation and test; 1 to train on everything.",
-        ),
-    ] = "949,50,1"
+    out: Path | None = option(
+        "Folder of the run: log, plan and checkpoints, from which it goes on by itself. Without"
+        " it nothing is written.",
+        metavar="RUN",
+    )
+    resume: str = option(
+        "auto: from the newest checkpoint in RUN, if there is one. no: RUN must have none. STEP:"
+        " from that one; later ones are removed. PATH: from another run's newest.",
+        "auto",
+        metavar="auto|no|STEP|PATH",
+    )
+    init_from: Path | None = option(
+        "Begin with the weights of a checkpoint: a run, a folder of checkpoints, or one of"
+        " Hugging Face with config.json and *.safetensors.",
+        metavar="PATH",
+    )
+    save_every: int = option("Steps between two checkpoints in RUN.", 500, metavar="N")
+    keep: int = option("Checkpoints to keep, the newest.", 3, metavar="N")
+    log_every: int | None = option("Steps of a line of the log; by default up to 10.", metavar="N")
+    log_to: str | None = option(
+        "Call this function with each line of the log, a dict, such as to send it to W&B.",
+        metavar="MODULE:FUNCTION",
+    )
+    eval_every: int | None = option(
+        "Steps between two evaluations on the part of the text for validation; by default none.",
+        metavar="N",
+    )
+    eval_steps: int = option(
+        "Batches of an evaluation; by default 10, if there are.", 10, metavar="N"
+    )
+    split: str = option(
+        "Shares of the text for training, validation and test; 1 to train on everything.",
+        "949,50,1",
+        metavar="SHARES",
+    )
 
     def check(self, steps: int) -> None:
         """Check what can be checked before JAX is imported.

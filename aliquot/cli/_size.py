@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from ..core import ClusterError, InputError, nearest, shortened
 from ._devices import use_host_only
-from ._groups import takes_groups
+from ._groups import option
 from ._interrupts import INTERRUPTED
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
 from ._options import Json, ModelName, read_cluster
@@ -29,46 +29,25 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _TIMES_S = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 
 
-@takes_groups
 def size(
     model: ModelName,
     model_options: ModelOptions,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N1,N2", help="Such as H100 or H100,B200; by default all that have a price."
-        ),
-    ] = None,
-    devices_per_host: Annotated[
-        int, typer.Option(min=1, help="Devices in a host of which no price is given.")
-    ] = 8,
-    tokens: Annotated[
-        str, typer.Option(metavar="N", help="Number of tokens to train on, such as 300B or 2T.")
-    ] = "",
-    by: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME", help="Time that the training may take, such as 30d, 12h or 6w."
-        ),
-    ] = "",
-    prices: Annotated[
-        Path | None,
-        typer.Option(
-            help=(
-                "CSV: device, devices per host, price per hour, source. By default samples, each"
-                " with its source and day."
-            )
-        ),
-    ] = None,
-    goodput: Annotated[
-        float,
-        typer.Option(
-            help="Share of the time in which training moves on, without failures and restarts."
-        ),
-    ] = 1.0,
-    max_hosts: Annotated[
-        int, typer.Option(min=1, max=1024, help="Try no more hosts than this.")
-    ] = 64,
+    device: str | None = option(
+        "Such as H100 or H100,B200; by default all that have a price.", metavar="N1,N2"
+    ),
+    devices_per_host: int = option("Devices in a host of which no price is given.", 8, min=1),
+    tokens: str = option("Number of tokens to train on, such as 300B or 2T.", "", metavar="N"),
+    by: str = option(
+        "Time that the training may take, such as 30d, 12h or 6w.", "", metavar="TIME"
+    ),
+    prices: Path | None = option(
+        "CSV: device, devices per host, price per hour, source. By default samples, each with"
+        " its source and day."
+    ),
+    goodput: float = option(
+        "Share of the time in which training moves on, without failures and restarts.", 1.0
+    ),
+    max_hosts: int = option("Try no more hosts than this.", 64, min=1, max=1024),
     memory_limit: MemoryLimit = None,
     as_json: Json = False,
 ) -> None:

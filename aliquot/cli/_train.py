@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
 
 from ..core import InputError, counted, format_bytes, format_count, format_seconds
 from ._devices import use_devices
-from ._groups import takes_groups
+from ._groups import option
 from ._interrupts import INTERRUPTED, TERMINATED
 from ._launch_options import (
     Engine,
@@ -22,7 +22,7 @@ from ._launch_options import (
 )
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
 from ._optimizer_options import OptimizerOptions
-from ._options import Json, NetworkGbps, ZooName
+from ._options import Json, NetworkGbps, PlannedCluster, VirtualDevices, ZooName
 from ._options_file import FileOptions
 from ._plan_options import MethodOptions
 from ._run_options import RunOptions
@@ -37,44 +37,32 @@ if TYPE_CHECKING:
     Examples: TypeAlias = Windows | Mixture | Images
 
 
-@takes_groups
 def train(
+    *,
     model: ZooName,
-    data: Annotated[
-        list[Path],
-        typer.Option(
-            help="A file of tokens (see aliquot data), indexed data of Megatron-LM, or files and"
-            " folders of text; repeatable, and as WEIGHT:PATH a mixture. For models of images a"
-            " folder of images, or arrays.",
-            metavar="[WEIGHT:]PATH",
-            show_default=False,
-        ),
-    ],
-    steps: Annotated[int, typer.Option(help="How many steps to train.", show_default=False)],
+    data: list[Path] = option(
+        "A file of tokens (see aliquot data), indexed data of Megatron-LM, or files and folders"
+        " of text; repeatable, and as WEIGHT:PATH a mixture. For models of images a folder of"
+        " images, or arrays.",
+        ...,
+        metavar="[WEIGHT:]PATH",
+    ),
+    steps: int = option("How many steps to train.", ...),
     model_options: ModelOptions,
     method_options: MethodOptions,
     optimizer_options: OptimizerOptions,
     file_options: FileOptions,
     run_options: RunOptions,
     launch_options: LaunchOptions,
-    plan_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--plan", metavar="PLAN", help="A plan file; by default a plan is made first."
-        ),
-    ] = None,
-    cluster: Annotated[
-        str, typer.Option(help="What to plan for: detect, a preset such as 8xH100, or a TOML file.")
-    ] = "detect",
+    plan_file: Path | None = option(
+        "A plan file; by default a plan is made first.", names="--plan", metavar="PLAN"
+    ),
+    cluster: PlannedCluster = "detect",
     network_gbps: NetworkGbps = None,
     memory_limit: MemoryLimit = None,
-    devices: Annotated[
-        int | None, typer.Option(help="Run on this many virtual CPU devices.")
-    ] = None,
+    devices: VirtualDevices = None,
     launch: Engine = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed of the initial weights and of the order of the text.")
-    ] = 0,
+    seed: int = option("Seed of the initial weights and of the order of the text.", 0),
     as_json: Json = False,
 ) -> None:
     """Train a model of the zoo on your text or images, as a plan says. A run with --out goes on

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from ..core import InputError
 from ._devices import use_host_only
+from ._groups import option
 from ._options import Json, ModelOfPlan, PlanFile, TrustPlan, read_plan
 from ._progress import compiling_progress
 from ._session import session
@@ -18,15 +19,9 @@ if TYPE_CHECKING:
 
 def verify(
     plan_file: PlanFile,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "A GPU or TPU such as H100 or v5e, cpu, or a file describing a GPU; by default the"
-                " plan's."
-            )
-        ),
-    ] = None,
+    target: str | None = option(
+        "A GPU or TPU such as H100 or v5e, cpu, or a file describing a GPU; by default the plan's."
+    ),
     model: ModelOfPlan = None,
     trust_plan: TrustPlan = False,
     as_json: Json = False,
