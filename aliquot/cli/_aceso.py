@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,32 +22,27 @@ def show(
 ) -> None:
     """Show which models a database holds measurements of, and what is missing."""
     from ..interop.aceso import load_database, models_in
-    from ..report import columns
+    from ..report import Column, table
 
     with session(as_json) as say:
         databases = [load_database(database, model) for model in models_in(database)]
-        rows = [
-            (
-                each.model,
-                str(len(each.operators)),
-                _numbers(each.micro_batches),
-                _numbers(each.tensor_degrees),
-                _numbers(each.algorithms),
-                str(sum(map(len, each.collectives.values()))),
-                str(len(each.missing)),
+        say.show(
+            table(
+                f"Measurements in {database}",
+                databases,
+                Column("model", "model"),
+                Column("operators", lambda each: len(each.operators), number=True),
+                Column("micro-batch sizes", "micro_batches", _numbers),
+                Column("tensor degrees", "tensor_degrees", _numbers),
+                Column("algorithms", "algorithms", _numbers),
+                Column(
+                    "collectives",
+                    lambda each: sum(map(len, each.collectives.values())),
+                    number=True,
+                ),
+                Column("missing", lambda each: len(each.missing), number=True),
             )
-            for each in databases
-        ]
-        header = (
-            "model",
-            "operators",
-            "micro-batch sizes",
-            "tensor degrees",
-            "algorithms",
-            "collectives",
-            "missing",
         )
-        say.show(columns(f"Measurements in {database}", header, rows, right=(1, 5, 6)))
         for each in databases:
             for line in each.missing[:5]:
                 say.note(f"missing in {each.model}: {line}")
@@ -77,7 +73,7 @@ def evaluate(
         read_chain,
         read_configuration,
     )
-    from ..report import columns
+    from ..report import Column, table
 
     with session(as_json) as say:
         read = read_configuration(configuration)
@@ -110,31 +106,8 @@ def evaluate(
 
         performance = judge(Faults())
         mended = {f.name: judge(replace(Faults(), **{f.name: False})) for f in fields(Faults)}
-        rows = [
-            (
-                str(k),
-                str(len(stage.tensor)),
-                str(stage.num_devices),
-                f"{e.busy_ms:,.2f}",
-                f"{e.compute_ms:.2f}",
-                f"{e.transfer_ms:.2f}",
-                f"{e.memory_mb:,.0f}",
-                f"{e.reserved_mb:,.0f}",
-            )
-            for k, (stage, e) in enumerate(zip(read.stages, performance.stages, strict=True))
-        ]
-        header = (
-            "stage",
-            "operators",
-            "GPUs",
-            "iteration ms",
-            "compute ms",
-            "transfers ms",
-            "memory MiB",
-            "of it reserved",
-        )
         seconds = performance.iteration_time_ms / 1000
-        peak = max(stage.memory_mb for stage in performance.stages)
+        peak = _peak_mb(performance)
         lines = [
             f"iteration time  {performance.iteration_time_ms:,.2f} ms (Aceso's performance model), "
             f"{read.global_batch / seconds:,.2f} samples/s"
@@ -147,24 +120,26 @@ def evaluate(
             )
         say.show("\n".join(lines))
         say.show(
-            columns(
-                "Stages, times for one micro-batch but the iteration", header, rows, right=range(8)
+            table(
+                "Stages, times for one micro-batch but the iteration",
+                zip(itertools.count(), read.stages, performance.stages),
+                Column("stage", lambda row: row[0], number=True),
+                Column("operators", lambda row: len(row[1].tensor), number=True),
+                Column("GPUs", lambda row: row[1].num_devices, number=True),
+                Column("iteration ms", lambda row: f"{row[2].busy_ms:,.2f}", number=True),
+                Column("compute ms", lambda row: f"{row[2].compute_ms:.2f}", number=True),
+                Column("transfers ms", lambda row: f"{row[2].transfer_ms:.2f}", number=True),
+                Column("memory MiB", lambda row: f"{row[2].memory_mb:,.0f}", number=True),
+                Column("of it reserved", lambda row: f"{row[2].reserved_mb:,.0f}", number=True),
             )
         )
-        changes = [
-            (
-                name,
-                f"{each.iteration_time_ms:,.2f}",
-                f"{max(s.memory_mb for s in each.stages):,.0f}",
-            )
-            for name, each in mended.items()
-        ]
         say.show(
-            columns(
+            table(
                 "With one fault of the model mended",
-                ("fault", "iteration ms", "most MiB"),
-                changes,
-                right=(1, 2),
+                mended.items(),
+                Column("fault", lambda row: row[0]),
+                Column("iteration ms", lambda row: f"{row[1].iteration_time_ms:,.2f}", number=True),
+                Column("most MiB", lambda row: f"{_peak_mb(row[1]):,.0f}", number=True),
             )
         )
         if performance.missing:
@@ -186,6 +161,10 @@ def evaluate(
         )
         if memory_limit_mb is not None and peak > memory_limit_mb:
             raise typer.Exit(1)
+
+
+def _peak_mb(performance: Any) -> float:
+    return max(float(stage.memory_mb) for stage in performance.stages)
 
 
 def _numbers(values: tuple[int, ...]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -211,7 +212,7 @@ def _nothing_fits(problem: SearchProblem) -> InfeasibleError:
 
 
 def _show(say: Session, problem: SearchProblem, result: SearchResult, missing: list[str]) -> None:
-    from ..report import columns
+    from ..report import Column, table
 
     best, estimate = result.best[0]
     seconds = estimate.iteration_time_ms / 1000
@@ -238,33 +239,17 @@ def _show(say: Session, problem: SearchProblem, result: SearchResult, missing: l
         f" {result.scored:,} configurations and stages scored; ended: {result.ended}"
     )
     say.show("\n".join(lines))
-    header = (
-        "stage",
-        "operators",
-        "GPUs",
-        "degrees (tensor x data)",
-        "recomputed",
-        "iteration ms",
-        "memory MiB",
-    )
-    rows = [
-        (
-            str(k),
-            str(len(stage.tensor)),
-            str(stage.num_devices),
-            _degrees(stage.tensor, stage.data, stage.algorithm),
-            str(sum(stage.recompute)),
-            f"{figures.busy_ms:,.2f}",
-            f"{figures.memory_mb:,.0f}",
-        )
-        for k, (stage, figures) in enumerate(zip(best.stages, estimate.stages, strict=True))
-    ]
     say.show(
-        columns(
+        table(
             f"Stages, {problem.memory_limit_mb:,.0f} MiB allowed",
-            header,
-            rows,
-            right=(0, 1, 2, 4, 5, 6),
+            zip(itertools.count(), best.stages, estimate.stages),
+            Column("stage", lambda row: row[0], number=True),
+            Column("operators", lambda row: len(row[1].tensor), number=True),
+            Column("GPUs", lambda row: row[1].num_devices, number=True),
+            Column("degrees (tensor x data)", lambda row: row[1], _degrees),
+            Column("recomputed", lambda row: sum(row[1].recompute), number=True),
+            Column("iteration ms", lambda row: f"{row[2].busy_ms:,.2f}", number=True),
+            Column("memory MiB", lambda row: f"{row[2].memory_mb:,.0f}", number=True),
         )
     )
     if len(result.best) > 1:
@@ -277,32 +262,28 @@ def _show(say: Session, problem: SearchProblem, result: SearchResult, missing: l
 
 
 def _show_others(say: Session, best: tuple[tuple[Configuration, Estimate], ...]) -> None:
-    from ..report import columns
+    from ..report import Column, table
 
-    rows = [
-        (
-            str(rank),
-            f"{estimate.iteration_time_ms:,.2f}",
-            str(configuration.micro_batch),
-            " ".join(str(stage.num_devices) for stage in configuration.stages),
-            " ".join(str(len(stage.tensor)) for stage in configuration.stages),
+    def of_stages(number: Callable[[Any], int]) -> Callable[[Any], str]:
+        return lambda row: " ".join(str(number(stage)) for stage in row[1][0].stages)
+
+    say.show(
+        table(
+            "The best distinct configurations",
+            enumerate(best, start=1),
+            Column("rank", lambda row: row[0], number=True),
+            Column("iteration ms", lambda row: f"{row[1][1].iteration_time_ms:,.2f}", number=True),
+            Column("micro-batch", lambda row: row[1][0].micro_batch, number=True),
+            Column("GPUs of each stage", of_stages(lambda stage: stage.num_devices)),
+            Column("operators of each stage", of_stages(lambda stage: len(stage.tensor))),
         )
-        for rank, (configuration, estimate) in enumerate(best, start=1)
-    ]
-    header = (
-        "rank",
-        "iteration ms",
-        "micro-batch",
-        "GPUs of each stage",
-        "operators of each stage",
     )
-    say.show(columns("The best distinct configurations", header, rows, right=(0, 1, 2)))
 
 
-def _degrees(tensor: tuple[int, ...], data: tuple[int, ...], algorithm: tuple[int, ...]) -> str:
+def _degrees(stage: Any) -> str:
     """Tensor and data degrees of a stage with how many operators have them, most first."""
     counts: dict[str, int] = {}
-    for t, d, a in zip(tensor, data, algorithm, strict=True):
+    for t, d, a in zip(stage.tensor, stage.data, stage.algorithm, strict=True):
         name = f"{t} x {d}" + (f" algorithm {a}" if a else "")
         counts[name] = counts.get(name, 0) + 1
     ranked = sorted(counts.items(), key=lambda entry: -entry[1])

@@ -174,42 +174,48 @@ def list_suites(
 ) -> None:
     """List the suites of benchmarks, or the cases of one."""
     with session(as_json) as say:
-        from ..report import columns
+        from ..report import Column, table
         from ..suites import find_suite
 
         known = _suites(suites)
         if suite is not None:
             found = find_suite(suite, known)
-            cases = [
-                (str(c.number), c.model, str(c.num_devices), str(c.global_batch))
-                + (str(c.num_micro_batches), c.not_expressible or c.parallel)
-                for c in found.cases
-            ]
-            header = ("case", "model", "devices", "batch", "micro-batches", "plan")
-            say.show(columns(f"{found.name}: {found.about}", header, cases, right=(0, 2, 3, 4)))
+            say.show(
+                table(
+                    f"{found.name}: {found.about}",
+                    found.cases,
+                    Column("case", "number", number=True),
+                    Column("model", "model"),
+                    Column("devices", "num_devices", number=True),
+                    Column("batch", "global_batch", number=True),
+                    Column("micro-batches", "num_micro_batches", number=True),
+                    Column("plan", lambda case: case.not_expressible or case.parallel),
+                )
+            )
             say.finish({"suite": found.name, "cases": [asdict(c) for c in found.cases]})
             return
-        sizes = {s.name: sorted({c.num_devices for c in s.cases}) for s in known.values()}
         rows = [
-            (s.name, str(len(s.cases)), ", ".join(map(str, sizes[s.name])), s.kind, s.about)
-            for s in known.values()
-        ]
-        heads = ("suite", "cases", "devices", "plan", "about")
-        say.show(columns("Suites of benchmarks", heads, rows, right=(1,)))
-        say.finish(
             {
-                "suites": [
-                    {
-                        "suite": s.name,
-                        "cases": len(s.cases),
-                        "devices": sizes[s.name],
-                        "kind": s.kind,
-                        "about": s.about,
-                    }
-                    for s in known.values()
-                ]
+                "suite": each.name,
+                "cases": len(each.cases),
+                "devices": sorted({case.num_devices for case in each.cases}),
+                "kind": each.kind,
+                "about": each.about,
             }
+            for each in known.values()
+        ]
+        say.show(
+            table(
+                "Suites of benchmarks",
+                rows,
+                Column("suite", "suite"),
+                Column("cases", "cases", number=True),
+                Column("devices", "devices", lambda sizes: ", ".join(map(str, sizes))),
+                Column("plan", "kind"),
+                Column("about", "about"),
+            )
         )
+        say.finish({"suites": rows})
 
 
 def _suites(path: Path | None) -> Mapping[str, Suite]:

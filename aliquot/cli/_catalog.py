@@ -12,30 +12,22 @@ from ._session import session
 def models(as_json: Json = False) -> None:
     """List the models of the zoo with their sizes."""
     with session(as_json) as say:
-        from ..report import columns
+        from ..report import Column, table
         from ..zoo import MODELS
 
         entries = [_model(name) for name in MODELS]
-        rows = [
-            (
-                row["name"],
-                _both_sides(row["num_layers"], row["target_len"] and row["num_layers"]),
-                str(row["width"]),
-                _both_sides(row["num_experts"]),
-                _both_sides(row["seq_len"], row["target_len"]),
-                _both_sides(row["vocab_size"]),
-                format_flops(row["flops_per_example"]),
-                row["examples"],
-            )
-            for row in entries
-        ]
-        header = ("model", "layers", "width", "MoE", "tokens", "vocab", "FLOPs each", "examples")
         say.show(
-            columns(
+            table(
                 "Models of the zoo, by family and size",
-                header,
-                rows,
-                right=(1, 2, 3, 4, 5, 6),
+                entries,
+                Column("model", "name"),
+                Column("layers", _layers, number=True),
+                Column("width", "width", number=True),
+                Column("MoE", "num_experts", number=True),
+                Column("tokens", _tokens, number=True),
+                Column("vocab", "vocab_size", number=True),
+                Column("FLOPs each", "flops_per_example", format_flops, number=True),
+                Column("examples", "examples"),
                 narrow=True,
             )
         )
@@ -63,6 +55,10 @@ def _model(name: str) -> dict[str, Any]:
     }
 
 
-def _both_sides(size: int | None, of_decoder: int | None = None) -> str:
-    """A size, and that of the decoder if there is one."""
-    return "+".join(str(each) for each in (size, of_decoder) if each is not None)
+def _layers(row: dict[str, Any]) -> str:
+    """Of the encoder and of the decoder, if there is one."""
+    return "{0}+{0}".format(row["num_layers"]) if row["target_len"] else str(row["num_layers"])
+
+
+def _tokens(row: dict[str, Any]) -> str:
+    return "+".join(str(row[name]) for name in ("seq_len", "target_len") if row[name] is not None)

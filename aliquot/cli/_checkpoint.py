@@ -35,33 +35,23 @@ def show_checkpoint(
 
 
 def _show_folder(say: Session, answer: Mapping[str, Any]) -> None:
-    from ..report import columns
+    from ..report import Column, table
 
     rows = answer["checkpoints"]
     if not rows:
         say.show(f"{answer['folder']} holds no complete checkpoint.")
     else:
-        header = ("number", "saved at", "arrays", "elements", "on disk", "files", "written by")
         say.show(
-            columns(
+            table(
                 f"{counted(len(rows), 'checkpoint')} in {answer['folder']}",
-                header,
-                [
-                    (
-                        str(row["number"]),
-                        row["saved_at"].replace("T", " ").replace("+00:00", " UTC"),
-                        str(row["arrays"]),
-                        format_count(row["elements"]),
-                        format_bytes(row["bytes_on_disk"]),
-                        str(row["files"]),
-                        f"{counted(row['processes'], 'process')},"
-                        f" aliquot {row['versions'].get('aliquot', '?')},"
-                        f" jax {row['versions'].get('jax', '?')}",
-                    )
-                    for row in rows
-                    if "saved_at" in row
-                ],
-                right=(0, 2, 3, 4, 5),
+                [row for row in rows if "saved_at" in row],
+                Column("number", "number", number=True),
+                Column("saved at", "saved_at", _as_utc),
+                Column("arrays", "arrays", number=True),
+                Column("elements", "elements", format_count, number=True),
+                Column("on disk", "bytes_on_disk", format_bytes, number=True),
+                Column("files", "files", number=True),
+                Column("written by", _writer),
             )
         )
     for row in rows:
@@ -71,17 +61,28 @@ def _show_folder(say: Session, answer: Mapping[str, Any]) -> None:
         say.show(f"{name} was not written to its end; the next save removes it.")
 
 
+def _as_utc(saved_at: str) -> str:
+    return saved_at.replace("T", " ").replace("+00:00", " UTC")
+
+
+def _writer(row: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {row['versions'].get(name, '?')}" for name in ("aliquot", "jax"))
+    return f"{counted(row['processes'], 'process')}, {versions}"
+
+
 def _show_one(say: Session, record: Mapping[str, Any], most: int | None) -> None:
-    from ..report import columns
+    from ..report import Column, table
 
     arrays = record["arrays"]
     shown = arrays if most is None or len(arrays) <= most + 1 else arrays[:most]
     of = "" if len(shown) == len(arrays) else f", the first {len(shown)} of {len(arrays)}"
     say.show(
-        columns(
+        table(
             f"Arrays of checkpoint {record['number']}{of}",
-            ("path", "shape", "dtype"),
-            [(a["path"], " x ".join(map(str, a["shape"])) or "-", a["dtype"]) for a in shown],
+            shown,
+            Column("path", "path"),
+            Column("shape", "shape", lambda shape: " x ".join(map(str, shape)) or "-"),
+            Column("dtype", "dtype"),
         )
     )
     if of:

@@ -100,27 +100,19 @@ def cluster(
 def _list_devices(say: Session) -> None:
     """List the devices that clusters are named after, with their sizes and usual links."""
     from ..cluster import DEVICES
-    from ..report import columns
+    from ..report import Column, table
 
     entries = [_device(name) for name in DEVICES]
-    rows = [
-        (
-            row["device"],
-            row["example"],
-            format_bytes(row["memory_bytes"]),
-            format_flops_per_s(row["peak_flops_per_s"]),
-            format_bytes_per_s(row["intra_bytes_per_s"]),
-            format_bytes_per_s(row["inter_bytes_per_s"]),
-        )
-        for row in entries
-    ]
-    header = ("device", "such as", "memory", "peak", "in a host", "between hosts")
     say.show(
-        columns(
+        table(
             "Devices; a cluster is HOSTSxDEVICESxNAME",
-            header,
-            rows,
-            right=(2, 3, 4, 5),
+            entries,
+            Column("device", "device"),
+            Column("such as", "example"),
+            Column("memory", "memory_bytes", format_bytes, number=True),
+            Column("peak", "peak_flops_per_s", format_flops_per_s, number=True),
+            Column("in a host", "intra_bytes_per_s", format_bytes_per_s, number=True),
+            Column("between hosts", "inter_bytes_per_s", format_bytes_per_s, number=True),
             narrow=True,
         )
     )

@@ -36,8 +36,10 @@ from ._sizing import batch_table as batch_table
 from ._sizing import option_line as option_line
 from ._sizing import sizing_table as sizing_table
 from ._sizing import sorted_options as sorted_options
+from ._tables import Column as Column
 from ._tables import Facts as Facts
 from ._tables import as_text as as_text
 from ._tables import columns as columns
+from ._tables import table as table
 from ._trace import planned_trace as planned_trace
 from ._verify import verification as verification

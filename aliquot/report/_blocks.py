@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from ..core import counted, format_bytes, format_flops, format_flops_per_s, format_seconds
-from ._tables import columns
+from ._tables import Column, table
 
 
 def blocks_text(answer: Mapping[str, Any]) -> RenderableType:
@@ -30,37 +30,38 @@ def blocks_text(answer: Mapping[str, Any]) -> RenderableType:
             f" {', '.join(answer['outside'])}."
         )
     root = _common_root([path for block in blocks for path in block["parameters"]])
-    table = columns(
+
+    def parameters(paths: Sequence[str]) -> str:
+        return ", ".join(path.removeprefix(root) for path in paths)
+
+    def products(block: Mapping[str, Any]) -> str:
+        return f"{len(block['products'])}, {block['forward_products']} forward"
+
+    def options(texts: Sequence[str]) -> str:
+        return "; ".join(f"{k} {text}" for k, text in enumerate(texts))
+
+    def numbers(of_blocks: Sequence[int]) -> str:
+        return ", ".join(map(str, of_blocks)) or "none: what comes before the first block"
+
+    of_blocks = table(
         f"Blocks, with their parameters in {root.rstrip('.')}" if root else "Blocks",
-        ("#", "parameters", "copies", "products", "options of the entry"),
-        [
-            (
-                str(block["number"]),
-                ", ".join(path.removeprefix(root) for path in block["parameters"]),
-                str(block["copies"]),
-                f"{len(block['products'])}, {block['forward_products']} forward",
-                "; ".join(f"{k} {option}" for k, option in enumerate(block["options"])),
-            )
-            for block in blocks
-        ],
-        right=(0, 2),
+        blocks,
+        Column("#", "number", number=True),
+        Column("parameters", "parameters", parameters),
+        Column("copies", "copies", number=True),
+        Column("products", products),
+        Column("options of the entry", "options", options),
     )
-    of_segments = columns(
+    of_segments = table(
         "Segments",
-        ("kind", "begins with", "blocks", "in the step", "programs"),
-        [
-            (
-                str(k),
-                kind["name"],
-                ", ".join(map(str, kind["blocks"])) or "none: what comes before the first block",
-                str(kind["count"]),
-                str(kind["programs"]),
-            )
-            for k, kind in enumerate(kinds)
-        ],
-        right=(0, 3, 4),
+        [{"kind": number, **kind} for number, kind in enumerate(kinds)],
+        Column("kind", "kind", number=True),
+        Column("begins with", "name"),
+        Column("blocks", "blocks", numbers),
+        Column("in the step", "count", number=True),
+        Column("programs", "programs", number=True),
     )
-    return Group(head, table, of_segments)
+    return Group(head, of_blocks, of_segments)
 
 
 def _common_root(paths: Sequence[str]) -> str:
@@ -89,64 +90,52 @@ def composed_text(answer: Mapping[str, Any]) -> RenderableType:
     if "plan" in answer:
         head += f" Plan: {answer['plan']}"
     ran = any(row.get("measured_s") is not None for row in answer["found"])
-    table = columns(
-        "Composed of segments, with the options of the blocks of each",
-        (
-            "step time",
-            "memory",
-            "measured",
-            *(("as a whole",) if ran else ()),
-            *[
-                name
-                for name, options in zip(answer["kinds"], best["options"], strict=True)
-                if options
-            ],
+
+    def of_segment(number: int) -> Column:
+        name, options = answer["kinds"][number], best["options"][number]
+        return Column(name, lambda row: row["options"][number], _numbers, shown=bool(options))
+
+    return Group(
+        head,
+        table(
+            "Composed of segments, with the options of the blocks of each",
+            answer["found"],
+            Column("step time", "step_time_s", format_seconds, number=True),
+            Column("memory", "memory_bytes", format_bytes, number=True),
+            Column("measured", "measured_share", "{:.0%}".format, number=True),
+            Column("as a whole", "measured_s", format_seconds, number=True, shown=ran),
+            *map(of_segment, range(len(best["options"]))),
         ),
-        [
-            (
-                format_seconds(row["step_time_s"]),
-                format_bytes(row["memory_bytes"]),
-                f"{row['measured_share']:.0%}",
-                *((_seconds_or_none(row.get("measured_s")),) if ran else ()),
-                *[" ".join(map(str, options)) for options in row["options"] if options],
-            )
-            for row in answer["found"]
-        ],
-        right=(0, 1, 2, *((3,) if ran else ())),
     )
-    return Group(head, table)
+
+
+def _numbers(options: Sequence[int]) -> str:
+    return " ".join(map(str, options))
 
 
 def combinations_text(kinds: Sequence[Mapping[str, Any]]) -> RenderableType:
     """The answer of `aliquot blocks profile`: one table for each kind of segment."""
+
+    def measured(row: Mapping[str, Any]) -> str:
+        found = row["measured_s"]
+        return str(row["outcome"]) if found is None else format_seconds(found)
+
     return Group(
         *[
-            columns(
+            table(
                 f"{kind['name']}, {kind['count']} in the step",
-                ("options", "measured", "memory", "by the cost model", "memory"),
-                [
-                    (
-                        " ".join(map(str, row["options"])) or "none",
-                        (
-                            row["outcome"]
-                            if row["measured_s"] is None
-                            else format_seconds(row["measured_s"])
-                        ),
-                        format_bytes(row["measured_bytes"]) if row["measured_bytes"] else None,
-                        format_seconds(row["modelled_s"]),
-                        format_bytes(row["modelled_bytes"]),
-                    )
-                    for row in kind["combinations"]
-                ],
-                right=range(1, 5),
+                kind["combinations"],
+                Column("options", lambda row: _numbers(row["options"]) or "none"),
+                Column("measured", measured, number=True),
+                Column(
+                    "memory", lambda row: row["measured_bytes"] or None, format_bytes, number=True
+                ),
+                Column("by the cost model", "modelled_s", format_seconds, number=True),
+                Column("memory", "modelled_bytes", format_bytes, number=True),
             )
             for kind in kinds
         ]
     )
-
-
-def _seconds_or_none(value_s: float | None) -> str | None:
-    return None if value_s is None else format_seconds(value_s)
 
 
 def enumeration_text(answer: Mapping[str, Any]) -> RenderableType:
@@ -154,41 +143,17 @@ def enumeration_text(answer: Mapping[str, Any]) -> RenderableType:
     rows = answer["rows"]
     composed = any(row["measured_share"] for row in rows)
     ran = any("compiled_bytes" in row for row in rows)
-    return columns(
+    return table(
         f"All layers alike: {answer['kind']}",
-        (
-            "options",
-            "moved",
-            "communication",
-            "predicted",
-            *(("composed",) if composed else ()),
-            *(("measured", "communicating", "computing") if ran else ()),
-            "memory",
-            *(("compiled",) if ran else ()),
-        ),
-        [
-            (
-                " ".join(map(str, row["options"])),
-                format_bytes(row["bytes_moved"]),
-                format_seconds(row["communication_s"]),
-                format_seconds(row["predicted_s"]),
-                *((format_seconds(row["composed_s"]),) if composed else ()),
-                *(
-                    [
-                        _seconds_or_none(row.get(f"measured_{what}"))
-                        for what in ("s", "communication_s", "compute_s")
-                    ]
-                    if ran
-                    else ()
-                ),
-                format_bytes(row["memory_bytes"]),
-                *(
-                    (format_bytes(row["compiled_bytes"]) if "compiled_bytes" in row else None,)
-                    if ran
-                    else ()
-                ),
-            )
-            for row in rows
-        ],
-        right=range(1, 5 + composed + 4 * ran),
+        rows,
+        Column("options", "options", _numbers),
+        Column("moved", "bytes_moved", format_bytes, number=True),
+        Column("communication", "communication_s", format_seconds, number=True),
+        Column("predicted", "predicted_s", format_seconds, number=True),
+        Column("composed", "composed_s", format_seconds, number=True, shown=composed),
+        Column("measured", "measured_s", format_seconds, number=True, shown=ran),
+        Column("communicating", "measured_communication_s", format_seconds, number=True, shown=ran),
+        Column("computing", "measured_compute_s", format_seconds, number=True, shown=ran),
+        Column("memory", "memory_bytes", format_bytes, number=True),
+        Column("compiled", "compiled_bytes", format_bytes, number=True, shown=ran),
     )

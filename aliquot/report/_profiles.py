@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from ..cluster import MEASURED
 from ..core import format_seconds
 from ._charts import line_chart
-from ._tables import columns
+from ._tables import Column, columns, table
 
 _MOST_OUTLIERS = 10
 
@@ -32,38 +32,28 @@ def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
     if not parts:
         parts.append("It holds no measurements yet.")
     if answer["tables"]:
-        tables = [
-            (
-                row["table"],
-                str(row["sizes"]),
-                f"{row['median_ratio']:.2f}",
-                f"{row['interpolation_error']:.0%}",
+        parts.append(
+            table(
+                "Corrections of the cost model",
+                answer["tables"],
+                Column("priced as", "table"),
+                Column("sizes", "sizes", number=True),
+                Column("measured / modelled", "median_ratio", "{:.2f}".format, number=True),
+                Column("error between sizes", "interpolation_error", _share, number=True),
             )
-            for row in answer["tables"]
-        ]
-        header = ("priced as", "sizes", "measured / modelled", "error between sizes")
-        parts.append(columns("Corrections of the cost model", header, tables, right=(1, 2, 3)))
+        )
     if answer["outliers"]:
-        # The column of devices is left out if it would say the same in every row.
-        several = len({row["devices"] for row in answer["kinds"]}) > 1
-        rows = [
-            (
-                row["program"],
-                *((row["devices"],) if several else ()),
-                format_seconds(row["seconds"]),
-                row["reason"],
-            )
-            for row in answer["outliers"][:_MOST_OUTLIERS]
-        ]
-        header = ("program", *(("devices",) if several else ()), "time", "why")
         found = len(answer["outliers"])
         title = f"Outliers, the {_MOST_OUTLIERS} slowest of {found}"
         parts.append(
-            columns(
+            table(
                 title if found > _MOST_OUTLIERS else "Outliers",
-                header,
-                rows,
-                right=(len(header) - 2,),
+                answer["outliers"][:_MOST_OUTLIERS],
+                Column("program", "program"),
+                # Left out if it would say the same in every row.
+                Column("devices", "devices", shown=len({d for d, _ in by_devices}) > 1),
+                Column("time", "seconds", format_seconds, number=True),
+                Column("why", "reason"),
             )
         )
     return Group(*parts)
@@ -72,22 +62,24 @@ def profiles_text(answer: Mapping[str, Any]) -> RenderableType:
 def _programs(devices: str, grade: str, rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Table of the kinds of programs that were measured on the same devices."""
     alone = "" if grade == MEASURED else f", one device alone for many (grade {grade})"
-    return columns(
+
+    def of_measured(key: str) -> Callable[[Mapping[str, Any]], Any]:
+        return lambda row: row[key] if row["measured"] else None
+
+    return table(
         f"Programs on {devices}{alone}",
-        ("kind", "programs", "failed", "shortest", "longest", "spread"),
-        [
-            (
-                row["kind"],
-                str(row["measured"]),
-                str(row["failed"] or ""),
-                format_seconds(row["least_s"]) if row["measured"] else "",
-                format_seconds(row["most_s"]) if row["measured"] else "",
-                f"{row['spread']:.0%}" if row["measured"] else "",
-            )
-            for row in rows
-        ],
-        right=range(1, 6),
+        rows,
+        Column("kind", "kind"),
+        Column("programs", "measured", number=True),
+        Column("failed", lambda row: row["failed"] or None, number=True),
+        Column("shortest", of_measured("least_s"), format_seconds, number=True),
+        Column("longest", of_measured("most_s"), format_seconds, number=True),
+        Column("spread", of_measured("spread"), _share, number=True),
     )
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}"
 
 
 def draw_profiles(curves: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
@@ -137,28 +129,29 @@ def check_text(answer: Mapping[str, Any]) -> RenderableType:
     ]
     if not answer["most_wanted"]:
         return "\n".join(lines)
-    rows = [(text, mesh) for text, mesh in answer["most_wanted"][:_MOST_OUTLIERS]]
+    wanted = answer["most_wanted"][:_MOST_OUTLIERS]
     return Group(
-        "\n".join(lines), columns("Missing, most useful first", ("operator", "mesh"), rows)
+        "\n".join(lines), columns("Missing, most useful first", ("operator", "mesh"), wanted)
     )
 
 
 def fit_text(answer: Mapping[str, Any]) -> RenderableType:
     """The fitted figures, and how well they predict measurements that were held out."""
-    rows = [
-        (name, f"{row['before']:.4g}", f"{row['value']:.4g}", row["source"])
-        for name, row in answer["figures"].items()
-    ]
-    errors = [
-        (row["table"], str(row["sizes"]), f"{row['before']:.0%}", f"{row['after']:.0%}")
-        for row in answer["errors"]
-    ]
     return Group(
-        columns("Figures", ("figure", "before", "fitted", "from"), rows, right=(1, 2)),
-        columns(
+        table(
+            "Figures",
+            [{"figure": name, **row} for name, row in answer["figures"].items()],
+            Column("figure", "figure"),
+            Column("before", "before", "{:.4g}".format, number=True),
+            Column("fitted", "value", "{:.4g}".format, number=True),
+            Column("from", "source"),
+        ),
+        table(
             "Median error on the sizes that were not fitted",
-            ("of", "sizes", "before", "after"),
-            errors,
-            right=(1, 2, 3),
+            answer["errors"],
+            Column("of", "table"),
+            Column("sizes", "sizes", number=True),
+            Column("before", "before", _share, number=True),
+            Column("after", "after", _share, number=True),
         ),
     )

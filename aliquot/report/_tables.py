@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -44,6 +46,45 @@ def columns(
     """
     cells = [[cell or "" for cell in row] for row in rows]
     return Group(Text(title, style="bold"), _Columns(list(header), cells, frozenset(right), narrow))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table whose rows are data, such as those of an answer with `--json`.
+
+    Attributes:
+        heading: above it.
+        of: a key of the row, an attribute of it, or a function of it.
+        said: what is found there as text. None is an empty cell.
+        number: whether it is aligned right.
+        shown: False leaves it out.
+    """
+
+    heading: str
+    of: str | Callable[[Any], Any]
+    said: Callable[[Any], str] = str
+    number: bool = False
+    shown: bool = True
+
+    def cell(self, row: Any) -> str | None:
+        """What is said of a row."""
+        if callable(self.of):
+            found = self.of(row)
+        else:
+            found = row.get(self.of) if isinstance(row, Mapping) else getattr(row, self.of)
+        return None if found is None else self.said(found)
+
+
+def table(title: str, rows: Iterable[Any], *of: Column, narrow: bool = False) -> Group:
+    """Rows of data as a table under a title."""
+    shown = [column for column in of if column.shown]
+    return columns(
+        title,
+        [column.heading for column in shown],
+        [[column.cell(row) for column in shown] for row in rows],
+        right=[position for position, column in enumerate(shown) if column.number],
+        narrow=narrow,
+    )
 
 
 class _Columns:
