@@ -32,7 +32,7 @@ from .planners import (
     Zero2Parallel,
     Zero3Parallel,
 )
-from .plans import ModelReference, Plan, examples_per_step
+from .plans import ModelReference, Plan, examples_per_step, figures
 
 # Limits of the searches for remedies, which are coarser than those of other plans.
 _RELATIVE_GAP = 0.02
@@ -77,14 +77,12 @@ class Remedy:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
-        prediction = self.plan.prediction if self.plan else None
+        needed = {} if self.plan else {"peak_memory_bytes": self.required_bytes}
         return {
             "change": self.change,
             "fits": self.plan is not None if self.is_known else None,
-            "step_time_s": prediction.step_time_s if prediction else None,
-            "memory_bytes_per_device": (
-                prediction.peak_memory_bytes if prediction else self.required_bytes
-            ),
+            **figures(self.plan),
+            **needed,
         }
 
 

@@ -150,7 +150,7 @@ def advice_of_command(case: Case) -> list[dict[str, Any]]:
             taken(
                 each["change"],
                 Answer(step_s=each["step_time_s"] if each["fits"] else None),
-                Answer(step_s=found["step_time_s"], memory_bytes=found["memory_bytes_per_device"]),
+                Answer(step_s=found["step_time_s"], memory_bytes=found["peak_memory_bytes"]),
                 limit,
             )
         )

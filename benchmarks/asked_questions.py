@@ -70,7 +70,7 @@ def _questions(plan: str) -> list[tuple[str, str, Answer]]:
             "Does 7B fit on v5e-16?",
             f"plan llama-7b --scan --cluster v5e-16 --global-batch 64 --method fsdp --out {plan}",
             lambda found: (
-                f"yes: {found['memory_bytes_per_device'] / 2**30:.1f} GiB of"
+                f"yes: {found['peak_memory_bytes'] / 2**30:.1f} GiB of"
                 f" {found['memory_limit_bytes'] / 2**30:.1f} on each device"
             ),
         ),
@@ -87,7 +87,9 @@ def _questions(plan: str) -> list[tuple[str, str, Answer]]:
             f"explain {plan} --no-alternatives",
             lambda found: next(
                 f"{use['kind']} over {', '.join(use['axes'])} of {use['label']}"
-                for use in sorted(found["predicted"]["collectives"], key=lambda use: -use["time_s"])
+                for use in sorted(
+                    found["predicted"]["collectives"], key=lambda use: -use["seconds"]
+                )
                 if use["kind"] == "all-gather"
             ),
         ),

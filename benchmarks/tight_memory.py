@@ -202,7 +202,7 @@ def _row(case: Case) -> dict[str, Any]:
         known, _, _ = _run(
             [*case.command, "--memory-limit", _ENOUGH if case.of == "fastest" else _TOO_LITTLE]
         )
-        limit = int(case.factor * known["memory_bytes_per_device"])
+        limit = int(case.factor * known["peak_memory_bytes"])
         # A size is said in MiB.
         memory = ["--memory-limit", f"{limit // 2**20}MiB"]
     load = os.getloadavg()[0]

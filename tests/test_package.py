@@ -168,7 +168,7 @@ def test_plan_from_the_wheel(commands, tmp_path):
     assert answer["method"] == "dp"
     assert answer["num_stages"] == 1
     assert answer["step_time_s"] > 0
-    assert answer["memory_bytes_per_device"] > 0
+    assert answer["peak_memory_bytes"] > 0
 
 
 def test_missing_extra_names_the_install_command(bare_commands, tmp_path):

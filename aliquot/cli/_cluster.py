@@ -188,6 +188,6 @@ def _data(
         "reported_steps": [dataclasses.asdict(steps) for steps in known],
         **cluster.to_dict(),
         "num_devices": cluster.num_devices,
-        "usable_memory_bytes_per_device": usable_bytes,
+        "memory_limit_bytes": usable_bytes,
         "mesh_shapes": meshes,
     }

@@ -24,7 +24,7 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
     """
     import msgspec
 
-    from ..plans import layers_recompute, mfu, stage_data, step_time_range_s, tokens_per_step
+    from ..plans import figures, layers_recompute, stage_data
 
     p, provenance = plan.prediction, plan.provenance
     return {
@@ -35,21 +35,7 @@ def summary(plan: Plan, plan_s: float, out: Path | None) -> dict[str, Any]:
         "cluster": plan.cluster.get("name"),
         "idle_hosts": plan.idle_hosts,
         "mesh": list(plan.stages[0].mesh_shape),
-        "step_time_s": p.step_time_s,
-        "step_time_range_s": step_time_range_s(plan),
-        "compute_s": p.compute_s,
-        "communication_s": p.communication_s,
-        "gradient_s": p.gradient_s,
-        "hidden_s": p.hidden_s,
-        "host_transfer_s": p.host_transfer_s,
-        "host_hidden_s": p.host_hidden_s,
-        "bubble_s": p.bubble_s,
-        "mfu": mfu(plan),
-        "tokens_per_s": tokens_per_step(plan) / p.step_time_s if p.step_time_s else None,
-        "memory_bytes_per_device": p.peak_memory_bytes,
-        "memory_limit_bytes": p.memory_limit_bytes,
-        "memory_bytes": dict(p.memory_bytes),
-        "host_memory_bytes_per_device": dict(p.host_memory_bytes),
+        **figures(plan),
         "lower_bound_s": provenance.lower_bound_s,
         "gap": provenance.gap,
         "bound_holds_for": provenance.bound_holds_for,
@@ -86,6 +72,8 @@ def no_plan(
     remedies: Sequence[Remedy],
 ) -> dict[str, Any]:
     """The same keys as for a plan, with the smallest memory found instead of a time."""
+    from ..plans import figures
+
     return {
         "feasible": False,
         "method": method,
@@ -93,9 +81,8 @@ def no_plan(
         "recompute": model.recompute or model.reference.settings.get("recompute"),
         "cluster": where.name,
         "mesh": None,
-        "step_time_s": None,
-        "step_time_range_s": None,
-        "memory_bytes_per_device": error.required_bytes,
+        **figures(None),
+        "peak_memory_bytes": error.required_bytes,
         "memory_limit_bytes": error.available_bytes,
         "memory_bytes": error.parts,
         "lower_bound_s": None,

@@ -32,6 +32,7 @@ from ._facts import name_of_part as name_of_part
 from ._facts import origin_rows as origin_rows
 from ._facts import rebuild as rebuild
 from ._facts import time_parts as time_parts
+from ._figures import figures as figures
 from ._file import from_json as from_json
 from ._file import load as load
 from ._file import save as save
@@ -84,6 +85,7 @@ from ._stage_text import meshes as meshes
 from ._stage_text import short_layers as short_layers
 from ._stage_text import stage_data as stage_data
 from ._stage_text import stage_numbers as stage_numbers
+from ._stage_text import step_parts as step_parts
 from ._stage_text import submesh_name as submesh_name
 from ._stage_text import submesh_names as submesh_names
 from ._streaming import has_gradients as has_gradients
@@ -105,6 +107,7 @@ from ._summary import step_time_range_s as step_time_range_s
 from ._summary import summary_rows as summary_rows
 from ._throughput import examples_per_step as examples_per_step
 from ._throughput import mfu as mfu
+from ._throughput import rate as rate
 from ._throughput import throughput as throughput
 from ._throughput import tokens_per_step as tokens_per_step
 from ._trace import Trace as Trace

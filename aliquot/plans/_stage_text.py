@@ -95,6 +95,20 @@ def idle_parts(plan: Plan) -> tuple[float, float]:
     return (transfers_s, waits_s) if transfers_s > _ROUNDING * p.step_time_s else (0.0, p.bubble_s)
 
 
+def step_parts(plan: Plan) -> dict[str, float]:
+    """Seconds of the parts of a step, which add up to its time."""
+    p = plan.prediction
+    transfers_s, waits_s = idle_parts(plan)
+    return {
+        "compute": p.compute_s,
+        # What overlaps may be sums of gradients or gathers of parameters.
+        "exposed communication": p.communication_s + p.gradient_s - p.hidden_s,
+        "copies to and from host memory": p.host_transfer_s - p.host_hidden_s,
+        "transfers between stages": transfers_s,
+        "pipeline bubble": waits_s,
+    }
+
+
 def short_layers(names: Sequence[str]) -> str:
     """Names of layers without the common part of their paths, consecutive numbers as a range.
 

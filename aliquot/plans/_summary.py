@@ -22,7 +22,7 @@ from ..cluster import (
 from ..core import format_seconds, recompute_parts
 from ._axis_roles import axis_roles, names_experts, uses_together
 from ._plan import Plan, StagePlan
-from ._stage_text import idle_parts, stage_numbers
+from ._stage_text import stage_numbers, step_parts
 from ._throughput import mfu_convention, throughput
 
 _MOST_KINDS = 3
@@ -264,27 +264,17 @@ def _basis(plan: Plan) -> str:
 def _largest_costs(plan: Plan) -> str:
     """The two largest parts of the step time, and the largest collectives."""
     p = plan.prediction
-    parts = [
-        ("compute", p.compute_s, ""),
-        (
-            "exposed communication" if p.hidden_s or len(plan.stages) > 1 else "communication",
-            p.communication_s + p.gradient_s - p.hidden_s,
-            _dearest(plan),
-        ),
-        ("copies to and from host memory", p.host_transfer_s - p.host_hidden_s, ""),
-        ("transfers between stages", idle_parts(plan)[0], ""),
-        ("pipeline bubble", idle_parts(plan)[1], ""),
-    ]
-    largest = [
-        part
-        for part in sorted(parts, key=lambda part: -part[1])[:2]
-        if part[1] > 0 and p.step_time_s
-    ]
-    return "; ".join(
-        f"{name} {seconds / p.step_time_s:.0%}{f', most of it {behind}' if behind else ''}"
-        for name, seconds, behind in largest
-        if seconds >= _TOLD * p.step_time_s
-    )
+    largest = sorted(step_parts(plan).items(), key=lambda part: -part[1])[:2]
+    said = []
+    for name, seconds in largest:
+        if seconds <= 0 or not p.step_time_s or seconds < _TOLD * p.step_time_s:
+            continue
+        behind = _dearest(plan) if name == "exposed communication" else ""
+        if name == "exposed communication" and not p.hidden_s and len(plan.stages) == 1:
+            name = "communication"
+        most = f", most of it {behind}" if behind else ""
+        said.append(f"{name} {seconds / p.step_time_s:.0%}{most}")
+    return "; ".join(said)
 
 
 def _dearest(plan: Plan) -> str:

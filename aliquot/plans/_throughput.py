@@ -34,6 +34,18 @@ def tokens_per_step(plan: Plan) -> int:
     return sum(map(math.prod, shapes))
 
 
+def rate(plan: Plan, seconds: float | None = None) -> tuple[float, str]:
+    """Tokens per second, or examples of a step without tokens, and the word for what is counted.
+
+    Args:
+        seconds: from one step or call to the next; by default the step time.
+    """
+    between_s = plan.prediction.step_time_s if seconds is None else seconds
+    tokens = tokens_per_step(plan)
+    count = tokens or examples_per_step(plan)
+    return count / between_s if between_s else 0.0, "tokens" if tokens else "examples"
+
+
 def mfu(plan: Plan) -> float | None:
     """Model FLOPs utilization: the model's floating-point operations over those that all devices,
     also of idle hosts, could do at their peak in the time of a step.

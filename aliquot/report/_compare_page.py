@@ -10,11 +10,10 @@ from html import escape
 from ..cluster import NO_PRICE, usual_error
 from ..core import format_bytes, format_count, format_seconds, format_share_of_limit
 from ..plans import (
-    examples_per_step,
     expected_error,
     memory_parts,
+    rate,
     said_error,
-    tokens_per_step,
 )
 from ._asked import asked_facts, command_block, comparing_command
 from ._comparison import (
@@ -161,9 +160,8 @@ def _throughput(candidate: Candidate, comparison: Comparison) -> str:
     plan, step_s = candidate.plan, comparison.seconds(candidate)
     if plan is None or not step_s:
         return ""
-    tokens = tokens_per_step(plan)
-    what = "tokens/s" if tokens else "examples/s"
-    return f"{format_count(float(round((tokens or examples_per_step(plan)) / step_s)))} {what}"
+    per_s, what = rate(plan, step_s)
+    return f"{format_count(float(round(per_s)))} {what}/s"
 
 
 def _share(candidate: Candidate) -> str:

@@ -34,12 +34,13 @@ from ..plans import (
     examples_per_step,
     expected_error,
     explained_names,
+    figures,
     how_recomputed,
-    idle_parts,
     is_pipeline,
     mfu,
     parallelism,
     said_of_step_time,
+    step_parts,
     step_time_range_s,
     summary_rows,
     time_between_calls_s,
@@ -149,27 +150,21 @@ class Comparison:
         return {"model": self.model, "candidates": rows, "notes": notes_of(self)}
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
-        plan, p = candidate.plan, candidate.plan.prediction if candidate.plan else None
-        step_s = p.step_time_s if p else None
+        plan = candidate.plan
         used_s = seconds_of(plan, self.objective) if plan else None
-        tokens = tokens_per_step(plan) if plan else 0
+        found = figures(plan, seconds=used_s)
+        if plan is None:
+            found |= {
+                "peak_memory_bytes": candidate.required_bytes,
+                "memory_limit_bytes": candidate.available_bytes,
+                "memory_bytes": dict(candidate.memory_bytes),
+            }
         return {
             "method": candidate.method,
             "cluster": candidate.cluster,
             "feasible": plan is not None,
-            "step_time_s": step_s,
+            **found,
             "time_between_calls_s": used_s if self.objective == "throughput" else None,
-            "compute_s": p.compute_s if p else None,
-            "communication_s": p.communication_s if p else None,
-            "gradient_s": p.gradient_s if p else None,
-            "hidden_s": p.hidden_s if p else None,
-            "bubble_s": p.bubble_s if p else None,
-            "mfu": mfu_of(plan, self.objective) if plan else None,
-            "tokens_per_s": tokens / used_s if tokens and used_s else None,
-            "examples_per_s": examples_per_step(plan) / used_s if plan and used_s else None,
-            "memory_bytes_per_device": p.peak_memory_bytes if p else candidate.required_bytes,
-            "memory_limit_bytes": p.memory_limit_bytes if p else candidate.available_bytes,
-            "memory_bytes": dict(p.memory_bytes) if p else dict(candidate.memory_bytes),
             "mesh": list(plan.stages[0].mesh_shape) if plan else None,
             "num_stages": len(plan.stages) if plan else None,
             "num_micro_batches": plan.num_micro_batches if plan else None,
@@ -418,7 +413,7 @@ def _loss(plan: Plan, best: Plan, objective: str | None) -> str:
     extra_s = plan.prediction.step_time_s - best.prediction.step_time_s
     if extra_s <= _EQUAL * best.prediction.step_time_s:
         return f"as fast as the fastest, within {_EQUAL:.1%}"
-    mine, theirs = parts_of(plan), parts_of(best)
+    mine, theirs = step_parts(plan), step_parts(best)
     more = sorted(((mine[name] - theirs[name], name) for name in mine), reverse=True)
     said = [f"+{format_seconds(s)} {name}" for s, name in more[:_MOST_PARTS] if s > extra_s / 20]
     less = [f"-{format_seconds(-s)} {name}" for s, name in reversed(more) if -s > extra_s / 20]
@@ -429,19 +424,6 @@ def _loss(plan: Plan, best: Plan, objective: str | None) -> str:
     worst = _dearest(plan) if more[0][1] == "exposed communication" else ""
     most = f" (most: {worst})" if worst else ""
     return f"step {ratio:.2f}x as long: {', '.join([*said, *less])}{most}{again}"
-
-
-def parts_of(plan: Plan) -> dict[str, float]:
-    """Seconds of the parts of a step, which add up to its time."""
-    p = plan.prediction
-    return {
-        "compute": p.compute_s,
-        # What overlaps may be sums of gradients or gathers of parameters.
-        "exposed communication": p.communication_s + p.gradient_s - p.hidden_s,
-        "copies to and from host memory": p.host_transfer_s - p.host_hidden_s,
-        "transfers between stages": idle_parts(plan)[0],
-        "pipeline bubble": idle_parts(plan)[1],
-    }
 
 
 def _dearest(plan: Plan) -> str:

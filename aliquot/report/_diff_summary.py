@@ -13,12 +13,12 @@ from ..plans import (
     PlanDiff,
     examples_per_step,
     fact_rows,
-    idle_parts,
     is_pipeline,
     memory_parts,
     mfu,
     name_of_part,
-    tokens_per_step,
+    rate,
+    step_parts,
 )
 from ._tables import columns
 
@@ -26,6 +26,7 @@ from ._tables import columns
 _LAYOUT = ("parallelism", "recomputation", "attention", "micro-batches")
 # Settings that are no part of what a model is, or that are said beside it.
 _SAID = ("recompute", "attention", "model", "global_batch")
+_BUBBLE = "bubble of the busiest stage"
 # Parts of the memory without stages, each with that of a stage to which it belongs; others are
 # temporaries.
 _OF_STAGES = {
@@ -172,15 +173,10 @@ def _times(before: Plan, after: Plan) -> Iterator[Row]:
         first, second = (rows[name] for rows in named)
         if first or second:
             yield name, format_seconds(first), format_seconds(second), _relative(first, second)
-    speeds = [tokens_per_step(plan) or examples_per_step(plan) for plan in (before, after)]
-    rates = [
-        count / plan.prediction.step_time_s if plan.prediction.step_time_s else 0.0
-        for count, plan in zip(speeds, (before, after), strict=True)
-    ]
-    if all(rates):
-        what = "tokens" if tokens_per_step(before) else "examples"
-        texts = [format_count(float(round(rate))) for rate in rates]
-        yield f"{what} per second", texts[0], texts[1], _relative(*rates)
+    (first, what), (second, _) = rate(before), rate(after)
+    if first and second:
+        texts = [format_count(float(round(each))) for each in (first, second)]
+        yield f"{what} per second", texts[0], texts[1], _relative(first, second)
     used = [mfu(plan) for plan in (before, after)]
     if used[0] is not None and used[1] is not None:
         yield "MFU", f"{used[0]:.1%}", f"{used[1]:.1%}", ""
@@ -190,8 +186,7 @@ def _seconds(plan: Plan) -> dict[str, float]:
     """The step time, the parts that add up to it, and all communication, as `time_parts` says
     them.
     """
-    p = plan.prediction
-    transfers_s, bubble_s = idle_parts(plan)
+    p, parts = plan.prediction, step_parts(plan)
     whole = {
         "all communication": p.communication_s + p.gradient_s,
         "of it for gradients": p.gradient_s,
@@ -199,11 +194,7 @@ def _seconds(plan: Plan) -> dict[str, float]:
     }
     return {
         "step time": p.step_time_s,
-        "compute": p.compute_s,
-        "exposed communication": p.communication_s + p.gradient_s - p.hidden_s,
-        "copies to and from host memory": p.host_transfer_s - p.host_hidden_s,
-        "transfers between stages": transfers_s,
-        "bubble of the busiest stage": bubble_s,
+        **{name.replace("pipeline bubble", _BUBBLE): parts[name] for name in parts},
         **({} if is_pipeline(plan) else whole),
     }
 

@@ -25,9 +25,9 @@ from ..plans import (
     sections,
     spoken,
     stage_numbers,
+    step_parts,
 )
 from ._asked import asked_facts, command_block, command_of
-from ._comparison import parts_of
 from ._drawings import areas, bar, bars_in_parts, round_ticks, rows_over_time, time_marks
 from ._page_series import memory_series, schedule_rows
 from ._trace import planned_trace
@@ -140,9 +140,9 @@ def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def time_bars(rows: Sequence[tuple[str, Plan]]) -> str:
     """Step times by part, on one axis, each with its name."""
-    longest_s = max(sum(parts_of(plan).values()) for _, plan in rows)
+    longest_s = max(sum(step_parts(plan).values()) for _, plan in rows)
     return bars_in_parts(
-        [(name, parts_of(plan)) for name, plan in rows],
+        [(name, step_parts(plan)) for name, plan in rows],
         marks=[(s, format_seconds(s)) for s in round_ticks(longest_s)],
         label="time of a step, by part",
     )

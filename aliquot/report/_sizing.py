@@ -22,11 +22,13 @@ from ..plans import (
     examples_per_step,
     expected_error,
     explained_names,
+    figures,
     how_recomputed,
     is_pipeline,
     meshes,
     mfu,
     name_on_mesh,
+    rate,
     said_error,
     tokens_per_step,
 )
@@ -113,12 +115,7 @@ class BatchSearch:
                 {
                     "global_batch": t.global_batch,
                     "feasible": t.plan is not None,
-                    "step_time_s": t.plan.prediction.step_time_s if t.plan else None,
-                    "examples_per_s": t.examples_per_s or None,
-                    "mfu": mfu(t.plan) if t.plan else None,
-                    "memory_bytes_per_device": (
-                        t.plan.prediction.peak_memory_bytes if t.plan else None
-                    ),
+                    **figures(t.plan),
                     "num_micro_batches": t.plan.num_micro_batches if t.plan else None,
                     "reason": t.refusal,
                 }
@@ -138,7 +135,7 @@ def batch_table(search: BatchSearch) -> Group:
     lines: list[RenderableType] = [
         Text(f"{search.model} on {search.cluster} (predicted)", style="bold")
     ]
-    if largest is None or fastest is None:
+    if largest is None or fastest is None or fastest.plan is None:
         lines.append(
             Text(
                 "  No batch fits: "
@@ -159,43 +156,31 @@ def batch_table(search: BatchSearch) -> Group:
         most = max(at_once, key=lambda t: t.global_batch)
         lines.append(Text(f"  largest batch in one pass      {most.global_batch}"))
     lines.append(Text(f"  largest batch tried that fits  {largest.global_batch}{end}"))
-    rate = f"{format_count(float(round(_per_s(fastest))))} {_what(fastest)}/s"
+    per_s, what = rate(fastest.plan)
+    highest = f"{format_count(float(round(per_s)))} {what}/s"
     enough = min(
         (t for t in search.trials if t.examples_per_s >= _ENOUGH * fastest.examples_per_s),
         key=lambda t: t.global_batch,
     )
     if enough.global_batch < fastest.global_batch:
         share = enough.examples_per_s / fastest.examples_per_s
-        rate += f"; {enough.global_batch} reaches {share:.1%} of it"
-    lines.append(Text(f"  highest throughput of these    {fastest.global_batch}, {rate}"))
+        highest += f"; {enough.global_batch} reaches {share:.1%} of it"
+    lines.append(Text(f"  highest throughput of these    {fastest.global_batch}, {highest}"))
     lines.append(Text(""))
     rows = [
         (
             str(t.global_batch),
             format_seconds(t.plan.prediction.step_time_s) if t.plan else "does not fit",
             _percent(mfu(t.plan)) if t.plan else "",
-            format_count(float(round(_per_s(t)))) if t.plan else "",
+            format_count(float(round(rate(t.plan)[0]))) if t.plan else "",
             memory_of(t.plan) if t.plan else "",
             str(t.plan.num_micro_batches) if t.plan else "",
             str(how_recomputed(t.plan) or "") if t.plan else "",
         )
         for t in search.trials
     ]
-    header = ("batch", "step", "MFU", f"{_what(fastest)}/s", "memory", "micro-batches", "recompute")
+    header = ("batch", "step", "MFU", f"{what}/s", "memory", "micro-batches", "recompute")
     return Group(*lines, columns("Tried", header, rows, right=range(len(header)), narrow=True))
-
-
-def _what(trial: BatchTrial) -> str:
-    return "tokens" if trial.plan and tokens_per_step(trial.plan) else "examples"
-
-
-def _per_s(trial: BatchTrial) -> float:
-    tokens = tokens_per_step(trial.plan) if trial.plan else 0
-    return (
-        tokens / trial.plan.prediction.step_time_s
-        if trial.plan and tokens
-        else trial.examples_per_s
-    )
 
 
 def _percent(value: float | None) -> str:
@@ -319,10 +304,9 @@ class Sizing:
                     "devices_per_host": o.devices_per_host,
                     "global_batch": examples_per_step(o.plan) if o.plan else None,
                     "feasible": o.plan is not None,
-                    "step_time_s": o.plan.prediction.step_time_s if o.plan else None,
+                    **figures(o.plan),
                     "method": _method(o.plan) if o.plan else None,
                     "tokens_per_s_per_device": _per_device(o),
-                    "mfu": mfu(o.plan) if o.plan else None,
                     "training_s": o.training_s,
                     "in_time": o.training_s is not None and o.training_s <= self.by_s,
                     "price_per_hour": o.price_per_hour,
@@ -546,9 +530,7 @@ def _per_device(option: ClusterOption) -> float | None:
     """Tokens, or else examples, per second of each device."""
     if option.plan is None or not option.plan.prediction.step_time_s:
         return None
-    count = tokens_per_step(option.plan) or examples_per_step(option.plan)
-    devices = option.num_hosts * option.devices_per_host
-    return count / option.plan.prediction.step_time_s / devices
+    return rate(option.plan)[0] / (option.num_hosts * option.devices_per_host)
 
 
 def _named(option: ClusterOption, currency: str = "", slower: float = 1.0) -> str:

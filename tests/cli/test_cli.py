@@ -74,7 +74,7 @@ def test_cluster():
     data = json.loads(run("cluster", "8xH100", "--json").stdout)
     assert data["num_devices"] == 8
     assert data["mesh_shapes"] == ["8", "4x2", "2x4"]
-    assert data["usable_memory_bytes_per_device"] < data["device"]["memory_bytes"]
+    assert data["memory_limit_bytes"] < data["device"]["memory_bytes"]
 
 
 def test_a_cluster_says_how_far_predictions_are_off_in_few_lines():

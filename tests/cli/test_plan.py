@@ -14,7 +14,7 @@ KEYS = {
     "feasible",
     "mesh",
     "step_time_s",
-    "memory_bytes_per_device",
+    "peak_memory_bytes",
     "lower_bound_s",
     "gap",
     "search_s",
@@ -102,7 +102,7 @@ def test_no_feasible_plan_is_an_answer(tmp_path):
     answer = json.loads(found.stdout)
     assert set(answer) >= KEYS
     assert answer["feasible"] is False
-    assert answer["memory_bytes_per_device"] > answer["memory_limit_bytes"]
+    assert answer["peak_memory_bytes"] > answer["memory_limit_bytes"]
     assert "smallest found" in found.stderr
     assert not path.exists()
 

@@ -61,7 +61,7 @@ ODD = (*"gpt-125m --cluster 1x4xA100-80GB --global-batch 24 --scan --method zero
 def test_numbers_of_micro_batches_are_all_divisors_of_the_rows_of_a_device():
     """Six rows on each device: one micro-batch or two do not fit, three do."""
     of_three = planned(ODD, "none", "--micro-batches", "3")
-    limit = ("--memory-limit", f"{int(1.01 * of_three['memory_bytes_per_device'])}B")
+    limit = ("--memory-limit", f"{int(1.01 * of_three['peak_memory_bytes'])}B")
     for count in ((), ("--micro-batches", "auto")):
         assert planned(ODD, "none", *limit, *count)["num_micro_batches"] == 3
 
