@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from ..core import InputError
 from ._devices import use_devices, use_host_only, use_virtual_devices
@@ -34,6 +34,8 @@ SuitesFile = Annotated[
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """What is done with each case."""
+
+    title: ClassVar[str] = "Cases"
 
     predict: bool = option("Plan every case and predict it; no hardware.", False)
     small: bool = option(

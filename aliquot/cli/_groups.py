@@ -1,5 +1,5 @@
 """How the options of verbs are declared, one by one or in groups: frozen dataclasses whose fields
-are options.
+are options, which `--help` lists under the `title` of their class.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def takes_options(verb: Callable[..., None]) -> Callable[..., None]:
             groups[parameter.name] = hint
             hints = get_type_hints(hint, include_extras=True)
             parameters += [
-                _parameter(field.name, hints[field.name], field)
+                _parameter(field.name, hints[field.name], field, getattr(hint, "title", None))
                 for field in dataclasses.fields(hint)
             ]
         else:
@@ -76,13 +76,14 @@ def takes_options(verb: Callable[..., None]) -> Callable[..., None]:
     return with_options
 
 
-def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
+def _parameter(name: str, hint: Any, default: Any, title: str | None = None) -> inspect.Parameter:
     """A parameter as Typer reads it.
 
     Args:
         name: of the parameter or field.
         hint: its type, or `Annotated` with that and what `option` returned.
         default: its default value, or what `option` returned.
+        title: under which `--help` lists it; by default it is under "Options".
     """
     declared = None
     if isinstance(default, dataclasses.Field):
@@ -100,5 +101,5 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=inspect.Parameter.empty if required else default,
-        annotation=Annotated[hint, kind(*names, **more)],
+        annotation=Annotated[hint, kind(*names, **{"rich_help_panel": title, **more})],
     )

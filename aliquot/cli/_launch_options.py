@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -28,6 +28,7 @@ Engine = Annotated[
         "Run in several processes: local:N of this machine, or ray for one on each host;"
         " external if SLURM, MPI, Kubernetes or Cloud TPU has started this one of several.",
         metavar="ENGINE",
+        rich_help_panel="Several processes",
     ),
 ]
 
@@ -35,6 +36,8 @@ Engine = Annotated[
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
     """How processes are started, and started again when one fails."""
+
+    title: ClassVar[str] = "Several processes"
 
     max_restarts: int | None = option(
         "How often all processes are started again when one fails; by default 3 where the run"

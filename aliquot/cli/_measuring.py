@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -30,6 +30,8 @@ Database = Annotated[Path, option("Where measurements are kept.", metavar="FILE"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuringOptions:
     """The options of all verbs that measure programs."""
+
+    title: ClassVar[str] = "Measuring"
 
     share: str = option("Only every N-th program, from the K-th on.", "1/1", metavar="K/N")
     repeats: int = option("Timed runs of each program, at least.", 5, min=1)

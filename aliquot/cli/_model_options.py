@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from ..core import InputError, parse_bytes, shortened
 from ._groups import option
@@ -44,6 +44,8 @@ MemoryLimit = Annotated[
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     """The options of all verbs that make a model of the zoo."""
+
+    title: ClassVar[str] = "Model"
 
     global_batch: int | None = option(
         "Sequences in a step, over all devices. A factory is told if it has an argument"

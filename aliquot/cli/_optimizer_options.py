@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from ..core import InputError, shortened
 from ._groups import option
 
 ScheduleSteps = Annotated[
-    int | None, option("Steps of the run, on which a schedule of the learning rate depends.")
+    int | None,
+    option(
+        "Steps of the run, on which a schedule of the learning rate depends.",
+        rich_help_panel="Optimizer",
+    ),
 ]
 
 
@@ -18,6 +22,8 @@ class OptimizerOptions:
     """The options that say how a model of the zoo is updated. They are part of its step, and so of
     a plan.
     """
+
+    title: ClassVar[str] = "Optimizer"
 
     optimizer: str | None = option("adamw, adafactor or sgd; by default adamw.")
     lr: float | None = option("Learning rate, at its peak; by default 3e-4.")

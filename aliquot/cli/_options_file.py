@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
 
@@ -26,6 +26,8 @@ _GIVEN = ("COMMANDLINE", "DEFAULT_MAP")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileOptions:
     """The options of verbs whose options may stand in a file."""
+
+    title: ClassVar[str] = "Options in a file"
 
     options: Path | None = option(
         "Read options from this file, such as global-batch = 64; what is typed counts more.",

@@ -236,7 +236,7 @@ OTHER_NAMES: Sequence[tuple[tuple[str, ...], str, str]] = (
 
 
 class Verb(TyperCommand):
-    """A verb that knows what other tools call its options."""
+    """A verb that knows what other tools call its options, and lists its own in groups."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the options; one of another tool ends the process with what to type here."""
@@ -247,6 +247,21 @@ class Verb(TyperCommand):
         rest = super().parse_args(ctx, list(_config_as_model(ctx, args)))
         save_options(ctx)
         return rest
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, the verb's own options, and those of each group under its title."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            title = getattr(parameter, "rich_help_panel", None) or "Options"
+            is_argument = parameter.param_type_name == "argument"
+            sections.setdefault("Arguments" if is_argument else title, []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 def refuse_other_names(ctx: typer.Context, args: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ..core import InputError
 from ._groups import option
@@ -29,6 +29,8 @@ Objective = Annotated[
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodOptions:
     """The options that say which plans are searched."""
+
+    title: ClassVar[str] = "Method"
 
     method: str = option(
         "dp (ddp), zero2, zero3 (fsdp), hsdp or hsdp:8 (hybrid FSDP in hosts, in groups of 8),"
@@ -121,6 +123,8 @@ class MethodOptions:
 class ProfileOptions:
     """The options that say which measurements correct the cost model, and how many it needs."""
 
+    title: ClassVar[str] = "Measurements"
+
     profiles: Path | None = option(
         "Price with the measurements of this database; see aliquot profile run.", metavar="FILE"
     )
@@ -142,6 +146,8 @@ class ProfileOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
     """The options that say how long to search and what else to do with a plan."""
+
+    title: ClassVar[str] = "Search"
 
     max_batch: bool = option(
         "Find the largest batch that fits, and the one of highest throughput.", False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ..core import InputError
 from ._groups import option
@@ -12,6 +13,8 @@ from ._groups import option
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """The options of a run besides its step and its data."""
+
+    title: ClassVar[str] = "Run"
 
     out: Path | None = option(
         "Folder of the run: log, plan and checkpoints, from which it goes on by itself. Without"

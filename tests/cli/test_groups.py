@@ -1,19 +1,22 @@
 """Declared options: those of a verb, one by one and in groups, and the values that reach it."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from aliquot.cli._groups import argument, option, takes_options
+from aliquot.cli._other_names import Verb
 
 Depth = Annotated[int, option("How deep.", min=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
+    title: ClassVar[str] = "How large"
+
     width: int = option("How wide.", ..., min=1)
     deep_layers: Depth = 3
 
@@ -24,8 +27,8 @@ class WiderSizes:
 
 
 def invoke(verb, *arguments):
-    app = typer.Typer(add_completion=False)
-    app.command()(takes_options(verb))
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(cls=Verb)(takes_options(verb))
     return CliRunner().invoke(app, arguments)
 
 
@@ -55,11 +58,12 @@ def test_options_have_their_defaults_and_reach_the_verb():
 
 
 def test_options_of_a_group_are_checked_and_described_like_others():
-    def verb(sizes: Sizes) -> None:
+    def verb(sizes: Sizes, depth: Depth = 1) -> None:
         """Print nothing."""
 
-    assert "How wide." in invoke(verb, "--help").output
-    assert "How deep." in invoke(verb, "--help").output
+    options, _, of_group = invoke(verb, "--help").output.partition("How large:\n")
+    assert "--depth" in options and "--help" in options and "--width" not in options
+    assert "How wide." in of_group and "--deep-layers" in of_group
     assert invoke(verb).exit_code == 2
     assert invoke(verb, "--width", "0").exit_code == 2
     assert invoke(verb, "--width", "1", "--deep-layers", "0").exit_code == 2
