@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import typer
@@ -60,7 +60,7 @@ def _add(group: typer.Typer, name: str, verb: Callable[..., None]) -> None:
     group.command(name, cls=Verb, short_help=sentence.rstrip(".") + ".")(takes_options(verb))
 
 
-_VERBS = (
+_VERBS: tuple[Callable[..., None], ...] = (
     demo,
     models,
     cluster,
@@ -73,58 +73,48 @@ _VERBS = (
     verify,
     data,
     train,
-    generate,
-    launch,
-    report,
 )
+_VERBS += (generate, launch, report)
+_GROUPS: Mapping[str, tuple[str, Mapping[str, Callable[..., None]]]] = {
+    "aceso": (
+        "Plan from Aceso's measured databases, and judge its configurations.",
+        {
+            "show": show,
+            "evaluate": evaluate,
+            "search": search,
+            "export": export_plan,
+            "import": import_plan,
+        },
+    ),
+    "blocks": (
+        "ParallelBlocks: find them, measure their programs, and plan from that.",
+        {"analyze": analyze, "profile": profile, "search": search_blocks, "enumerate": enumerate_},
+    ),
+    "profile": (
+        "Measure operators where there is hardware, and plan from that.",
+        {
+            "run": run,
+            "show": show_profiles,
+            "check": check,
+            "fit": fit,
+            "merge": merge,
+            "export": export,
+        },
+    ),
+    "checkpoint": ("See what checkpoints hold.", {"show": show_checkpoint}),
+    "bench": (
+        "Plan and run the benchmarks of papers, with our results beside the published ones.",
+        {"aceso": bench_aceso, "cfp": bench_cfp, "alpa": bench_alpa, "list": list_suites},
+    ),
+}
 for _verb in _VERBS:
     _add(app, _verb.__name__, _verb)
 _add(app, "export", export_settings)
-_aceso = typer.Typer(
-    help="Plan from Aceso's measured databases, and judge its configurations.", no_args_is_help=True
-)
-for _aceso_verb in (show, evaluate, search):
-    _add(_aceso, _aceso_verb.__name__, _aceso_verb)
-_add(_aceso, "export", export_plan)
-_add(_aceso, "import", import_plan)
-app.add_typer(_aceso, name="aceso", short_help=_aceso.info.help)
-_blocks = typer.Typer(
-    help="ParallelBlocks: find them, measure their programs, and plan from that.",
-    no_args_is_help=True,
-)
-for _name, _blocks_verb in (
-    ("analyze", analyze),
-    ("profile", profile),
-    ("search", search_blocks),
-    ("enumerate", enumerate_),
-):
-    _add(_blocks, _name, _blocks_verb)
-app.add_typer(_blocks, name="blocks", short_help=_blocks.info.help)
-_profile = typer.Typer(
-    help="Measure operators where there is hardware, and plan from that.", no_args_is_help=True
-)
-for _name, _profile_verb in (
-    ("run", run),
-    ("show", show_profiles),
-    ("check", check),
-    ("fit", fit),
-    ("merge", merge),
-    ("export", export),
-):
-    _add(_profile, _name, _profile_verb)
-app.add_typer(_profile, name="profile", short_help=_profile.info.help)
-_checkpoint = typer.Typer(help="See what checkpoints hold.", no_args_is_help=True)
-_add(_checkpoint, "show", show_checkpoint)
-app.add_typer(_checkpoint, name="checkpoint", short_help=_checkpoint.info.help)
-_bench = typer.Typer(
-    help="Plan and run the benchmarks of papers, with our results beside the published ones.",
-    no_args_is_help=True,
-)
-_add(_bench, "aceso", bench_aceso)
-_add(_bench, "cfp", bench_cfp)
-_add(_bench, "alpa", bench_alpa)
-_add(_bench, "list", list_suites)
-app.add_typer(_bench, name="bench", short_help=_bench.info.help)
+for _name, (_help, _verbs) in _GROUPS.items():
+    _group = typer.Typer(help=_help, no_args_is_help=True)
+    for _inner, _verb in _verbs.items():
+        _add(_group, _inner, _verb)
+    app.add_typer(_group, name=_name, short_help=_help)
 
 
 def _print_version(asked: bool) -> None:

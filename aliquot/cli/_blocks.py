@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core import InputError, write_atomic
+from ..core import write_atomic
 from ._blocks_search import compile_whole, composed_rows, costs, run_best, write_plan
 from ._devices import use_devices, use_host_only
 from ._groups import option
@@ -257,12 +256,7 @@ def _ask(name: str, where: Cluster, model_options: ModelOptions, segments: Segme
     with user_code(model.name):
         graph = capture(model.step, model.state, model.batch)
     traced = time.perf_counter()
-    shape = read_mesh(segments.mesh) or (where.num_devices,)
-    if math.prod(shape) != where.num_devices:
-        raise InputError(
-            f"--mesh {segments.mesh} has {math.prod(shape)} devices, {where.name} has"
-            f" {where.num_devices}."
-        )
+    shape = read_mesh(segments.mesh, where) or (where.num_devices,)
     step = segment_step(make_problem(graph, where), shape, factors=segments.factors)
     return Asked(model, step, traced - began, time.perf_counter() - traced)
 

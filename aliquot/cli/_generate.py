@@ -305,19 +305,15 @@ def _weights(
         for line in (*notes, f"with the weights in {path}"):
             say.note(line)
         return params
-    try:
-        restored = source.restore({"params": fresh}, partly=True)
-    except InputError as error:
-        raise InputError(f"the weights in {path} are not those of {name}: {error}") from None
-    assert restored is not None
+    from ._resume import restored_weights
+
+    restored = restored_weights(source, fresh, path, name, say)
     if restored.new:
         some = ", ".join(restored.new[:3])
         raise InputError(
             f"the checkpoint in {path} lacks {counted(len(restored.new), 'array')} of {name}:"
             f" {some}{', ...' * (len(restored.new) > 3)}. Name a run of this model."
         )
-    for line in (*restored.skipped, *restored.notes):
-        say.note(line)
     say.note(f"with the weights in {path} (step {restored.number})")
     return restored.state["params"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -117,11 +118,11 @@ def read_plan(path: Path) -> Plan:
     return Plan.load(path)
 
 
-def read_mesh(text: str | None) -> tuple[int, ...] | None:
+def read_mesh(text: str | None, where: Cluster | None = None) -> tuple[int, ...] | None:
     """The shape of a mesh from text such as `4x2`.
 
     Raises:
-        InputError: Anything else.
+        InputError: Anything else, or a mesh of more or fewer devices than the cluster has.
     """
     if text is None:
         return None
@@ -131,7 +132,12 @@ def read_mesh(text: str | None) -> tuple[int, ...] | None:
             f"--mesh {shortened(text, 60)!r} is no mesh: write the devices along each axis, such as"
             " 8, 4x2 or 2x2x2."
         )
-    return tuple(size for size in sizes if size is not None)
+    shape = tuple(size for size in sizes if size is not None)
+    if where is not None and math.prod(shape) != where.num_devices:
+        raise InputError(
+            f"--mesh {text} has {math.prod(shape)} devices, {where.name} has {where.num_devices}."
+        )
+    return shape
 
 
 def read_micro_batches(text: str | None) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +62,7 @@ def run(
     with session(as_json) as say:
         part, timing = read_share(measuring.share), measuring.timing()
         limits = parse_bytes(largest_in_host), parse_bytes(largest_between_hosts)
-        shape = read_mesh(mesh)
+        read_mesh(mesh)
         if launch is not None and cluster is not None:
             raise InputError(
                 f"--cluster {cluster} measures what one device would compute, and --launch {launch}"
@@ -87,14 +86,10 @@ def run(
             here = Cluster.detect(seen)
             asked = _cluster_of_this_device(cluster, network_gbps, here)
             where = here if asked is None else asked
+            shape = read_mesh(mesh, where)
             built = resolve(model, model_options.read(), where)
             with user_code(built.name):
                 graph = capture(built.step, built.state, built.batch)
-            if shape is not None and math.prod(shape) != where.num_devices:
-                raise InputError(
-                    f"--mesh {mesh} has {math.prod(shape)} devices, {where.name} has"
-                    f" {where.num_devices}."
-                )
             operators = required_operators(
                 make_problem(graph, where),
                 [shape] if shape is not None else logical_mesh_shapes(where.num_devices),

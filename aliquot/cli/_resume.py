@@ -15,7 +15,7 @@ from ._session import Session
 
 if TYPE_CHECKING:
     from ..data import Images, Mixture, Windows
-    from ..runtime import Checkpoints, Step
+    from ..runtime import Checkpoints, Restored, Step
     from ..zoo import Workload
 
 CHECKPOINTS = "checkpoints"
@@ -137,6 +137,25 @@ def opened(path: Path, option: str) -> Checkpoints:
     return found
 
 
+def restored_weights(
+    source: Checkpoints, params: Any, path: Path, name: str, say: Session
+) -> Restored:
+    """The parameters of a model in the newest checkpoint of a folder, as far as it has them; says
+    what was remarked on reading them.
+
+    Raises:
+        InputError: some have other shapes, or none is there.
+    """
+    try:
+        restored = source.restore({"params": params}, partly=True)
+    except InputError as error:
+        raise InputError(f"the weights in {path} are not those of {name}: {error}") from None
+    assert restored is not None
+    for line in (*restored.skipped, *restored.notes):
+        say.note(line)
+    return restored
+
+
 def _weights(path: Path, params: Any, workload: Workload, say: Session) -> Any:
     """The parameters with which a model begins: those that the newest checkpoint of a folder, or a
     model of Hugging Face in it, has as well, and the others as they are. Says which.
@@ -151,14 +170,8 @@ def _weights(path: Path, params: Any, workload: Workload, say: Session) -> Any:
         for line in (f"beginning with the weights in {path}", *notes):
             say.note(line)
         return params
-    source, name = opened(path, "--init-from"), workload.config.name
-    try:
-        restored = source.restore({"params": params}, partly=True)
-    except InputError as error:
-        raise InputError(f"the weights in {path} are not those of {name}: {error}") from None
-    assert restored is not None
-    for line in (*restored.skipped, *restored.notes):
-        say.note(line)
+    name = workload.config.name
+    restored = restored_weights(opened(path, "--init-from"), params, path, name, say)
     say.note(f"beginning with the weights in {path} (step {restored.number})")
     # The rest of a state, such as the optimizer's, is never taken over.
     left_out = [place for place in restored.left_out if place.startswith("params")]
