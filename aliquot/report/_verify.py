@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ..core import format_bytes, format_seconds, format_share_of_limit
 from ..plans import name_of_part
-from ._tables import Facts, columns
+from ._tables import Column, Facts, columns, table
 
 _MOST = 12
 
@@ -110,23 +110,19 @@ def _tables(stage: Mapping[str, Any]) -> Iterable[RenderableType]:
         return
     predicted, compiled = stage["parts"]["predicted"], stage["parts"]["compiled"]
     yield columns("Memory on each device", _MEMORY, _memory_rows(predicted, compiled), right=(1, 3))
-    rows = [
-        (
-            row["kind"],
-            ", ".join(row["axes"]) or "-",
-            f"{row['predicted_count']:g}",
-            f"{row['compiled_count']:g}",
-            format_bytes(row["predicted_bytes"]),
-            format_bytes(row["compiled_bytes"]),
+    which = Column("kind", "kind"), Column("axes", "axes", lambda axes: ", ".join(axes) or "-")
+    if stage["collectives"]:
+        yield table(
+            "Collectives in a step (the compiler merges small ones)",
+            stage["collectives"],
+            *which,
+            Column("predicted count", "predicted_count", "{:g}".format, number=True),
+            Column("compiled count", "compiled_count", "{:g}".format, number=True),
+            Column("predicted bytes", "predicted_bytes", format_bytes, number=True),
+            Column("compiled bytes", "compiled_bytes", format_bytes, number=True),
         )
-        for row in stage["collectives"]
-    ]
-    title = "Collectives in a step (the compiler merges small ones)"
-    yield (
-        columns(title, _COLLECTIVES, rows, right=(2, 3, 4, 5))
-        if rows
-        else Text("No communication at all.")
-    )
+    else:
+        yield Text("No communication at all.")
     odd = stage["unintended"]
     if not odd:
         moved = sum(row["predicted_bytes"] for row in stage["collectives"])
@@ -136,34 +132,20 @@ def _tables(stage: Mapping[str, Any]) -> Iterable[RenderableType]:
         few = ", or moves less than 1% of the bytes" if 0 < added < _FEW * moved else ""
         yield Text(f"Every collective is one that the plan intends{few}.")
         return
-    listed = [
-        (
-            each["kind"],
-            ", ".join(each["axes"]) or "-",
-            f"{each['count']:g}",
-            format_bytes(each["bytes"]),
-            each["cause"],
-        )
-        for each in odd[:_MOST]
-    ]
     more = f"; the largest {_MOST} of {len(odd)}" if len(odd) > _MOST else ""
-    yield columns(
-        f"Collectives that the plan did not intend{more}", _UNINTENDED, listed, right=(2, 3)
+    yield table(
+        f"Collectives that the plan did not intend{more}",
+        odd[:_MOST],
+        *which,
+        Column("count", "count", "{:g}".format, number=True),
+        Column("bytes", "bytes", format_bytes, number=True),
+        Column("what it moves, or the operator that makes it", "cause"),
     )
 
 
 # Collectives of a smaller share of the bytes are no finding.
 _FEW = 0.01
 _MEMORY = ("predicted", "", "compiled", "")
-_COLLECTIVES = (
-    "kind",
-    "axes",
-    "predicted count",
-    "compiled count",
-    "predicted bytes",
-    "compiled bytes",
-)
-_UNINTENDED = ("kind", "axes", "count", "bytes", "what it moves, or the operator that makes it")
 
 
 def _memory_rows(

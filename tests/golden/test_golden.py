@@ -200,7 +200,15 @@ def test_help(words, here, request):
     """What `--help` of each command prints."""
     found = run(*words.split(), "--help")
     assert found.exit_code == 0
-    compare(HERE / "help" / f"{words.replace(' ', '_') or 'aliquot'}.txt", found.stdout, request)
+    compare(help_file(words), found.stdout, request)
+
+
+def test_no_text_is_of_a_command_that_is_gone():
+    assert set((HERE / "help").iterdir()) == set(map(help_file, VERBS))
+
+
+def help_file(words: str) -> Path:
+    return HERE / "help" / f"{words.replace(' ', '_') or 'aliquot'}.txt"
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
