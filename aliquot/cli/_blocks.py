@@ -297,15 +297,15 @@ def _enumerate(
             {
                 "options": list(c.options),
                 "bytes_moved": sum(use.num_bytes for use in uses),
-                "predicted_s": solution.step_time_s,
+                "step_time_s": solution.step_time_s,
                 "communication_s": sum(use.seconds for use in uses),
                 "composed_s": composed.seconds,
                 "measured_share": composed.measured_share,
-                "memory_bytes": solution.peak_bytes,
+                "peak_memory_bytes": solution.peak_bytes,
                 "_solution": solution,
             }
         )
-    rows.sort(key=lambda row: row["composed_s" if measured else "predicted_s"])
+    rows.sort(key=lambda row: row["composed_s" if measured else "step_time_s"])
     for done, row in enumerate(rows):
         solution = row.pop("_solution")
         if done < run:

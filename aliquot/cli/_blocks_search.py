@@ -63,7 +63,7 @@ def composed_rows(
         {
             "options": [list(options) for options in c.options],
             "step_time_s": c.seconds,
-            "memory_bytes": c.memory_bytes,
+            "peak_memory_bytes": c.memory_bytes,
             "measured_share": c.measured_share,
             "combinations": sum(map(len, combinations)),
             "measured_combinations": sum(map(len, measured.kinds)),

@@ -183,9 +183,9 @@ def _conclude(
             "losses_one_device": list(one.losses),
             "max_relative_difference": largest,
             "agrees": agree,
-            "step_time_s_predicted": plan.prediction.step_time_s,
-            "step_time_s_measured": many.step_time_s,
-            "tokens_per_s_measured": many.examples_per_s,
+            "predicted_step_time_s": plan.prediction.step_time_s,
+            "measured_step_time_s": many.step_time_s,
+            "measured_tokens_per_s": many.examples_per_s,
             "data_share": many.data_share,
             "predicted_and_compiled": figures,
         }

@@ -291,9 +291,9 @@ def _tell(done: Run, plan: Plan, options: RunOptions, say: Session) -> None:
             "losses": list(done.losses),
             "validation_losses": done.validation_losses,
             # Not known after one step, which compiles.
-            f"{done.examples}_per_s_measured": done.examples_per_s or None,
-            "step_time_s_measured": done.step_time_s or None,
-            "step_time_s_predicted": plan.prediction.step_time_s,
+            f"measured_{done.examples}_per_s": done.examples_per_s or None,
+            "measured_step_time_s": done.step_time_s or None,
+            "predicted_step_time_s": plan.prediction.step_time_s,
             "data_share": done.data_share,
             "run": None if options.out is None else str(options.out.resolve()),
         }

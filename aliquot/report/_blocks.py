@@ -74,7 +74,7 @@ def composed_text(answer: Mapping[str, Any]) -> RenderableType:
     best = answer["found"][0]
     head = (
         f"Fastest: {format_seconds(best['step_time_s'])} a step with"
-        f" {format_bytes(best['memory_bytes'])} on each device."
+        f" {format_bytes(best['peak_memory_bytes'])} on each device."
         f" {best['measured_combinations']} of the {best['combinations']} ways to split a"
         " segment are measured, the others modelled;"
         f" {best['measured_share']:.0%} of this time rests on measurements."
@@ -101,7 +101,7 @@ def composed_text(answer: Mapping[str, Any]) -> RenderableType:
             "Composed of segments, with the options of the blocks of each",
             answer["found"],
             Column("step time", "step_time_s", format_seconds, number=True),
-            Column("memory", "memory_bytes", format_bytes, number=True),
+            Column("memory", "peak_memory_bytes", format_bytes, number=True),
             Column("measured", "measured_share", "{:.0%}".format, number=True),
             Column("as a whole", "measured_s", format_seconds, number=True, shown=ran),
             *map(of_segment, range(len(best["options"]))),
@@ -149,11 +149,11 @@ def enumeration_text(answer: Mapping[str, Any]) -> RenderableType:
         Column("options", "options", _numbers),
         Column("moved", "bytes_moved", format_bytes, number=True),
         Column("communication", "communication_s", format_seconds, number=True),
-        Column("predicted", "predicted_s", format_seconds, number=True),
+        Column("predicted", "step_time_s", format_seconds, number=True),
         Column("composed", "composed_s", format_seconds, number=True, shown=composed),
         Column("measured", "measured_s", format_seconds, number=True, shown=ran),
         Column("communicating", "measured_communication_s", format_seconds, number=True, shown=ran),
         Column("computing", "measured_compute_s", format_seconds, number=True, shown=ran),
-        Column("memory", "memory_bytes", format_bytes, number=True),
+        Column("memory", "peak_memory_bytes", format_bytes, number=True),
         Column("compiled", "compiled_bytes", format_bytes, number=True, shown=ran),
     )

@@ -130,7 +130,12 @@ def test_search_says_where_nothing_was_measured(tmp_path, monkeypatch):
 
 
 def test_a_plan_that_ran_is_shown_with_three_costs_and_what_it_computes():
-    row = {"options": [[], [0]], "step_time_s": 0.5, "memory_bytes": 2e9, "measured_share": 1.0}
+    row = {
+        "options": [[], [0]],
+        "step_time_s": 0.5,
+        "peak_memory_bytes": 2e9,
+        "measured_share": 1.0,
+    }
     answer = {
         "kinds": ["before", "layer"],
         "found": [{**row, "measured_s": 0.3, "combinations": 92, "measured_combinations": 2}],

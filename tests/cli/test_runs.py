@@ -183,7 +183,7 @@ def test_weights_of_another_run_begin_a_new_one(whole, text, tmp_path):
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
     assert answer["losses"][0] < losses(folder)[3]
-    assert answer["step_time_s_measured"] is None and answer["tokens_per_s_measured"] is None
+    assert answer["measured_step_time_s"] is None and answer["measured_tokens_per_s"] is None
     refused(
         train(text, *begin, "--set", "hidden_size=32", steps=1),
         "are not those of gpt-10m",

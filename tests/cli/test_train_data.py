@@ -71,7 +71,7 @@ def test_losses_do_not_depend_on_the_plan(trained, source, method):
     other = trained(source, "--method", method)
     assert plain["losses"][-1] < plain["losses"][0]
     assert other["losses"] == pytest.approx(plain["losses"], rel=1e-5)
-    count = "images_per_s_measured" if source == "images" else "tokens_per_s_measured"
+    count = "measured_images_per_s" if source == "images" else "measured_tokens_per_s"
     assert plain[count] > 0
 
 

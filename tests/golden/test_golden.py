@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
 import pytest
 import typer
@@ -92,6 +93,8 @@ mode = "full"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The files that commands name."""
+    # A command with --devices would start JAX with fewer than later tests of this process need.
+    assert len(jax.devices()) == 8
     folder = tmp_path_factory.mktemp("golden")
     for name, config in (("gpt", GPT), ("llama", LLAMA), ("mixtral", MIXTRAL)):
         (folder / f"{name}.json").write_text(json.dumps(config))
