@@ -157,7 +157,7 @@ def _dynamic_forward(
     x: jax.Array, kernel: jax.Array, by_rows: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     y = _dynamic((x, (x.ndim - 1,), NARROW), (kernel, (0,), NARROW), by_rows)
-    return y, (checkpoint_name(x, MULTIPLIED), kernel)
+    return y, (x, kernel)
 
 
 def _dynamic_backward(

@@ -5,6 +5,7 @@ Names and their checks do not need JAX, so that a command line can list them qui
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ from ..core import FUSED_ATTENTION, nearest, recompute_parts, recompute_ways
 
 MULTIPLIED = "multiplied"
 """The name of what linear layers multiply by their kernels."""
+# Whether it gets that name. A block that keeps everything would keep an array with a name beside
+# the same array without it.
+_NAMES_MULTIPLIED = contextvars.ContextVar("names what is multiplied", default=False)
 _KEPT = {
     "fused": ("query", "key", "value", "attention", MULTIPLIED),
     "save_qkv": ("query", "key", "value"),
@@ -55,6 +59,7 @@ def recomputed(
     policies = jax.checkpoint_policies
     policy: Callable[..., Any] | None = None
     if name == "fused":
+        block = _naming_multiplied(block)
         policy = policies.save_from_both_policies(
             policies.dots_with_no_batch_dims_saveable,
             policies.save_from_both_policies(
@@ -77,11 +82,26 @@ def recomputed(
 
 
 def named_product(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-    """`jax.lax.dot_general`, with a name for what the kernel is multiplied by."""
+    """`jax.lax.dot_general`; what the kernel is multiplied by has a name if blocks keep it by
+    that.
+    """
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
-    return jax.lax.dot_general(checkpoint_name(x, MULTIPLIED), kernel, *args, **kwargs)
+    if _NAMES_MULTIPLIED.get():
+        x = checkpoint_name(x, MULTIPLIED)
+    return jax.lax.dot_general(x, kernel, *args, **kwargs)
+
+
+def _naming_multiplied(block: Callable[..., Any]) -> Callable[..., Any]:
+    def named(*args: Any, **kwargs: Any) -> Any:
+        before = _NAMES_MULTIPLIED.set(True)
+        try:
+            return block(*args, **kwargs)
+        finally:
+            _NAMES_MULTIPLIED.reset(before)
+
+    return named
 
 
 def _narrow_products(primitive: Any, *arrays: Any, **params: Any) -> bool:
