@@ -79,8 +79,8 @@ def plan(
         recompute: what the layers that the step repeats compute again in their backward pass, by a
             name: "fused", "minimal", "narrow", "save_qkv", "save_attention", "block", or "none",
             with which stages of pipelines recompute nothing either. "block:2" is for every second
-            layer. By default, or with "auto", the fastest but "fused", unless the step recomputes
-            itself, by `jax.checkpoint`. See `docs/questions.md`.
+            layer. By default, or with "auto", the fastest, unless the step recomputes itself, by
+            `jax.checkpoint`. See `docs/questions.md`.
         model: how to build the step again, to be written into the plan.
         tokens_per_step: the tokens of the whole batch, for tokens/s, where they cannot be seen in
             it; by default its integer arrays of two dims are counted.

@@ -16,7 +16,6 @@ import msgspec
 from ._plan_graph import plan_graph
 from .cluster import Cluster
 from .core import (
-    ONLY_BY_NAME,
     RECOMPUTE,
     RECOMPUTE_AUTO,
     InfeasibleError,
@@ -28,6 +27,7 @@ from .core import (
     nearest,
     recompute_parts,
 )
+from .cost import known_memory, peak_memory
 from .graph import Graph, capture, recompute_names, scans_over_layers, with_recomputation
 from .planners import (
     AbstractMethod,
@@ -54,6 +54,8 @@ Method: TypeAlias = AbstractMethod | PipeshardParallel
 _MANY_DEVICES = 128
 # Times that differ by less than this share are equal.
 _EQUAL = 1e-9
+# What products are made of takes at least this share of the memory of their results.
+_INPUTS_TO_RESULTS = 0.5
 # A search shortens the simple plan of one variant by up to this share more than that of another.
 _MORE_BY_SEARCH = 0.05
 
@@ -137,10 +139,9 @@ class Variant:
             return (self,)
         if asked not in self._ways:
             graph, _ = self.traced()
-            known = recompute_names(graph)
-            names = tuple(name for name in known if name not in ONLY_BY_NAME)
+            names = recompute_names(graph)
             if asked not in (None, RECOMPUTE_AUTO):
-                _refuse_recompute(graph, asked, known)
+                _refuse_recompute(graph, asked, names)
                 names = (asked,)
             is_alone = names == ("none",) and asked != "none"
             self._ways[asked] = tuple(
@@ -376,7 +377,7 @@ def plan_variants(
             continue
         if simple_s.get(variant) == math.inf:
             # A promise, and no proof.
-            outcome = "not searched: it would compute more again, without need"
+            outcome = "not searched: it would compute or keep more, without need"
             tried.append(_tried(variant.name, outcome=outcome))
             continue
         if math.isfinite(to_beat_s) and least_compute_s(task(variant).problem(1)) >= to_beat_s:
@@ -456,31 +457,53 @@ def _simple_times(
 ) -> Iterator[tuple[Variant, float]]:
     """The step times of simple plans, of the variants that have one and whose compute alone takes
     less than the fastest of them; infinite for variants that are not looked at, because they
-    compute more than one before them and gain nothing by it.
+    compute more than another and gain nothing by it, or keep more than there is memory for.
     """
-    fastest_s, fewest = math.inf, 1
+    best: Decision | None = None
+    fastest, fewest = variants[0], 1
     if cannot_fit(task(variants[0]).problem(1)):
         # The last keeps least: the others do not fit in fewer micro-batches.
         least = simple_plan(task(variants[-1]))
         if least is None:
             return
         fewest = least.num_micro_batches
-    for k, variant in enumerate(variants):
+    # Little shorter than the one behind it, which is looked at first.
+    between = [v for v in variants if v.layers and v.layers.startswith("fused")]
+    usual = [variant for variant in variants if variant not in between]
+    for k, variant in enumerate(usual):
         if limit and limit.is_over:
             return
         of_variant = task(variant)
         known: Decision | None = None
-        is_slower = math.isfinite(fastest_s) and least_compute_s(of_variant.problem(1)) >= fastest_s
+        is_slower = best is not None and least_compute_s(of_variant.problem(1)) >= best.step_time_s
         if not is_slower and (known := simple_plan(of_variant, fewest=fewest)) is not None:
-            fastest_s = min(fastest_s, known.step_time_s)
+            if best is None or known.step_time_s < best.step_time_s:
+                best, fastest = known, variant
             yield variant, known.step_time_s
         is_whole = known and known.num_micro_batches == (of_variant.num_micro_batches or 1)
         # Those behind it compute more still, which pays only for fewer micro-batches, or where
         # loops copy what they keep.
         copies = any(op.name == "scan_stack" for op in of_variant.graph.ops)
         if (is_slower or is_whole) and not copies:
-            yield from ((behind, math.inf) for behind in variants[k + 1 :])
-            return
+            yield from ((behind, math.inf) for behind in usual[k + 1 :])
+            break
+    for variant in between:
+        seconds = math.inf
+        if best and variants[variants.index(variant) + 1] is fastest and _has_room(best):
+            simple = simple_plan(task(variant), fewest=best.num_micro_batches)
+            seconds = simple.step_time_s if simple else math.inf
+        yield variant, seconds
+
+
+def _has_room(decision: Decision) -> bool:
+    """True if a program that keeps the results of products leaves enough memory to keep what these
+    are made of, too.
+    """
+    stage = decision.stages[0]
+    model = known_memory(stage.priced, stage.picks)
+    peak_bytes, _, parts = peak_memory(model, stage.priced, stage.picks)
+    room = stage.problem.memory_limit_bytes - peak_bytes
+    return room >= _INPUTS_TO_RESULTS * parts.get("activations", 0.0)
 
 
 def _ordered(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from aliquot.core import ONLY_BY_NAME, RECOMPUTE
+from aliquot.core import RECOMPUTE
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-POLICIES = set(RECOMPUTE) - set(ONLY_BY_NAME)
+POLICIES = set(RECOMPUTE)
 SMALL = {"num_layers": "1", "hidden_size": "64", "seq_len": "64"}
 CLUSTERS = {"2xA100-80GB": (8, "1.5MiB"), "2x1xH100": (4, "1MiB")}
 

@@ -55,7 +55,7 @@ class ModelOptions:
     dtype: Dtype = None
     recompute: str | None = option(
         "What layers compute again in the backward pass: none, fused, minimal, narrow, save_qkv,"
-        " save_attention, block, or auto, the fastest of these but fused; block:2 is for every"
+        " save_attention, block, or auto, the fastest of these; block:2 is for every"
         " second layer. By default auto; block in verbs that do not search for a plan."
     )
     attention: str | None = option(

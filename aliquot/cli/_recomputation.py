@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..core import ONLY_BY_NAME, RECOMPUTE_AUTO, recompute_ways
+from ..core import RECOMPUTE_AUTO, recompute_ways
 from ..zoo import AbstractTextConfig, recompute_faults
 from ._model import Model, ZooOptions, recomputes, resolve, tell_model, zoo_config
 from ._session import Session
@@ -45,8 +45,7 @@ def less_kept(name: str, options: ZooOptions) -> tuple[str, ...]:
         return ()
     names = recompute_ways(has_attention=isinstance(config, AbstractTextConfig))
     asked = options.recompute
-    less = names[names.index(asked) + 1 :] if asked in names else ()
-    return tuple(name for name in less if name not in ONLY_BY_NAME)
+    return names[names.index(asked) + 1 :] if asked in names else ()
 
 
 def variants_of(model: Model) -> Variants:

@@ -30,12 +30,7 @@ logarithms of the sums, which are kept wherever the results of products, or of a
 """
 
 RECOMPUTE_AUTO = "auto"
-"""In place of a name: the fastest of them but `ONLY_BY_NAME`."""
-
-ONLY_BY_NAME = ("fused",)
-"""Ways that are taken only where they are asked for. They lie between their neighbours in time and
-in memory, and searching them, too, takes a quarter longer.
-"""
+"""In place of a name: the fastest of them."""
 
 _OF_ATTENTION = ("save_qkv", "save_attention")
 

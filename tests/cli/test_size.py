@@ -12,7 +12,7 @@ from aliquot import _size
 from aliquot.cli._interrupts import INTERRUPTED
 from aliquot.cli._size import read_count, read_duration
 from aliquot.cluster import DEVICES, SAMPLE_PRICES, load_prices
-from aliquot.core import ONLY_BY_NAME, recompute_ways
+from aliquot.core import recompute_ways
 from aliquot.zoo import build
 
 # One layer is planned in less time than two, and two devices in less time than eight.
@@ -74,8 +74,7 @@ def test_every_way_to_recompute_is_planned_unless_one_is_asked_for(monkeypatch, 
     free = [part for part in typed if part not in ("--recompute", "none")]
     for step in (free, typed):
         run("size", *step, "--tokens", "1B", "--by", "30d", "--prices", prices)
-    searched = [n for n in recompute_ways(has_attention=True) if n not in ONLY_BY_NAME]
-    every = [f"--recompute {name}" for name in searched]
+    every = [f"--recompute {name}" for name in recompute_ways(has_attention=True)]
     assert asked == [every, ["--recompute none"]]
 
 
