@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _MOST_COUNTS = 4
 # A stage solved as a whole takes up to this share less than the sum of its layers promises.
 _LESS_AS_WHOLES = 0.03
+# Fewer operators make a step of which every pipeline is worth solving.
+_FEW_OPS = 5000
 # Promises of small steps may exceed the time to beat by so much, as other numbers of stages follow.
 _PATIENCE_IF_SMALL = 0.02
 # More than any step takes, but finite.
@@ -206,6 +208,8 @@ class PipelineCounts(AbstractFamily):
         least_s, to_beat_s = first.least_compute_s, search.to_beat_s(task)
         is_small = _is_small(first.chains[0])
         patience = _PATIENCE_IF_SMALL if is_small else 0.0
+        if is_small and len(task.graph.ops) < _FEW_OPS:
+            patience = math.inf
         if _one_micro_batch_may_do(task, least_s, to_beat_s, _IDLE_WITH_ONE):
             patience = math.inf
         return cls(
