@@ -67,12 +67,13 @@ def parameter_casts(graph: Graph) -> Mapping[OpId, ParameterCast]:
                 reads=frozenset({item.value}),
             )
     casts: dict[OpId, _Made] = {}
-    others = {o.value for o in graph.outputs}
+    # Literals may not be hashable, and nothing makes them.
+    others = {o.value for o in graph.outputs if isinstance(o.value, int)}
     for index in _operators(graph.body.items):
         op = graph.ops[index]
         found = _made_by(op, graph, known, number)
         if found is None:
-            others.update(op.inputs)
+            others.update(i for i in op.inputs if isinstance(i, int))
             continue
         known[op.outputs[0]] = found
         if op.name == "convert_element_type" and found.parameter is not None:
@@ -80,7 +81,7 @@ def parameter_casts(graph: Graph) -> Mapping[OpId, ParameterCast]:
             is_direct = op.inputs[0] == found.parameter
             if itemsize < graph.values[found.parameter].itemsize and (is_direct or itemsize == 1):
                 casts[index] = found
-    others |= {v for item in graph.body.items for v in _taken(item)}
+    others |= {v for item in graph.body.items for v in _taken(item) if isinstance(v, int)}
     inner = {op for cast in casts.values() for op in cast.ops[:-1]}
     first: dict[int, OpId] = {}
     return {
