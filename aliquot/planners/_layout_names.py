@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 
-from ..core import InputError, nearest
+from ..core import InputError, counted
 from ._megatron import SEQUENCE, ZERO_STAGES, Megatron, TensorParallel
 from ._method import AbstractMethod
 from .intra import ATTENTION_WAYS
@@ -41,7 +41,7 @@ def layout_by_name(
     zero: list[str] = []
     ways: list[str] = []
     sequence = False
-    faults = []
+    faults, unknown = [], []
     # In a list of methods, commas separate methods, so other separators join degrees.
     for word in filter(None, map(str.strip, _SEPARATORS.split(words))):
         degree = _DEGREE.fullmatch(word)
@@ -61,8 +61,12 @@ def layout_by_name(
         elif word in ATTENTION_WAYS:
             ways.append(word)
         else:
-            others = (SEQUENCE, *filter(None, ZERO_STAGES), *ATTENTION_WAYS)
-            faults.append(f"{word!r}: {nearest(word, [*(f'{d}8' for d in _DEGREES), *others])}")
+            unknown.append(word)
+    if unknown and words != _as_typed_here(words) and (meant := layout_like(words)):
+        devices = _devices_of(layout_by_name(meant))
+        raise InputError(f"{name} cannot be read: type {meant}, which takes {devices}.")
+    if unknown:
+        faults.append(f"{', '.join(map(repr, unknown))}: no part of a layout")
     faults += [
         f"{' and '.join(words)} exclude each other" for words in (zero, ways) if len(words) > 1
     ]
@@ -70,12 +74,11 @@ def layout_by_name(
         faults.append(f"{ways[0]} is a way to split a sequence, which cp does")
     if faults or not (degrees or zero):
         raise InputError(
-            f"{name} cannot be read: {'; '.join(faults) or 'it has no degrees'}. A layout has"
-            " degrees dp, tp, pp, vpp, ep and cp, with tp the word"
-            f" {SEQUENCE}, with pp the layers of unequal stages (layers5.7.7.5), and may end in"
-            f" {', '.join(filter(None, ZERO_STAGES))}, and with cp in"
-            f" {', '.join(ATTENTION_WAYS)}: {LAYOUTS['megatron']}, or megatron:dp4-tp8-pp2 in a"
-            " list of methods."
+            f"{name} cannot be read: {'; '.join(faults) or 'it has no degrees'}. A layout is such"
+            f" as {LAYOUTS['megatron']} (megatron:dp4-tp8-pp2 in a list of methods). Known:"
+            f" {', '.join(f'{degree}N' for degree in _DEGREES)}; {SEQUENCE}, with tp;"
+            " layers5.7.7.5, the layers of unequal stages, with pp;"
+            f" {', '.join(filter(None, ZERO_STAGES))}; {', '.join(ATTENTION_WAYS)}, with cp."
         )
     return Megatron(
         data=degrees.get("dp"),
@@ -93,22 +96,36 @@ def layout_by_name(
     )
 
 
+def _devices_of(layout: AbstractMethod) -> str:
+    """How many devices a layout takes, in words."""
+    assert isinstance(layout, Megatron)
+    others = layout.tensor * layout.context * layout.pipeline
+    if layout.data is None:
+        return f"{others} devices or a multiple"
+    return counted(layout.data * others, "device")
+
+
 def layout_like(text: str) -> str:
     """The layout that is meant by degrees in another spelling; empty if none is.
 
     >>> layout_like("tp=8,pp=4"), layout_like("dp2xTP4"), layout_like("zero9")
     ('megatron:tp8,pp4', 'megatron:dp2,tp4', '')
     """
-    words = [
-        word.replace("=", "").replace(":", "")
-        for word in re.split(r"[,;+\-/_ ]|(?<=\d)x(?=[a-z])", text.lower())
-        if word
-    ]
-    name = f"megatron:{','.join(words)}"
+    name = f"megatron:{_as_typed_here(text)}"
     with contextlib.suppress(InputError):
         layout_by_name(name)
         return name
     return ""
+
+
+def _as_typed_here(text: str) -> str:
+    """Degrees in another spelling, as they are typed here.
+
+    >>> _as_typed_here("tp=8 PP4")
+    'tp8,pp4'
+    """
+    words = re.split(r"[,;+\-/_ ]|(?<=\d)x(?=[a-z])", text.lower())
+    return ",".join(word.replace("=", "").replace(":", "") for word in words if word)
 
 
 def method_names(text: str) -> list[str]:
