@@ -33,8 +33,8 @@ _LAYOUT = (
     " other degrees leave."
 )
 _PLAN = (
-    'Write `plan = aq.Plan.load("plan.json")` and `aq.parallelize(step, plan)`: a plan is run as it'
-    " is, and needs no method."
+    'Write `plan = aq.Plan.load("plan.json")` and `aq.parallelize(train_step, plan)`: a plan is run'
+    " as it is, and needs no method."
 )
 
 #: For each name of the module `alpa` that is not one of this package: what to write.
