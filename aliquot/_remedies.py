@@ -67,12 +67,14 @@ class Remedy:
         change: the change in words, or as options of the command line.
         plan: the plan with the change; None if none fits, or if that is not known.
         required_bytes: memory per device of the smallest plan if none fits.
+        found_with: how that plan was found, such as "8 micro-batches, --recompute block".
         is_known: False if time ran out before it was known whether a plan fits.
     """
 
     change: str
     plan: Plan | None
     required_bytes: float | None = None
+    found_with: str = ""
     is_known: bool = True
 
     def to_dict(self) -> dict[str, Any]:
@@ -193,7 +195,9 @@ def remedies_for(
         kinds.append(layouts)
     hosts_needed = sum(task.state_bytes.values()) / task.limit_bytes / cluster.devices_per_host
     larger = _larger(cluster, hosts_needed)
-    kinds.append([attempt(_named(each), cluster=each) for each in larger])
+    # What data parallelism holds whole on each device, no other device takes.
+    if not (isinstance(method, DataParallel) and of_state > task.limit_bytes):
+        kinds.append([attempt(_named(each), cluster=each) for each in larger])
     left_out = _left_out(method)
     if may_fit and not (is_auto and not left_out):
         # Last, because it takes the longest.
@@ -256,7 +260,12 @@ def _tried(
                 yield from _unknown([kind[k:], *kinds[number + 1 :]])
                 return
             except InfeasibleError as error:
-                yield Remedy(change=each.change, plan=None, required_bytes=error.required_bytes)
+                yield Remedy(
+                    change=each.change,
+                    plan=None,
+                    required_bytes=error.required_bytes,
+                    found_with=", ".join(error.found_with),
+                )
             except (InputError, CaptureError):
                 # For example the batch cannot be cut into so many micro-batches; then larger
                 # changes of this kind are impossible, too.
@@ -301,7 +310,7 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
     """
     fitting = [(each, each.plan.prediction) for each in remedies if each.plan is not None]
     fitting.sort(key=lambda pair: pair[1].step_time_s)
-    width = max((len(each.change) for each in remedies), default=0)
+    width = max((len(each.change) for each in remedies if each.is_known), default=0)
     lines = ["Tried, and fits:"] if fitting else []
     batches = {examples_per_step(each.plan) for each in remedies if each.plan is not None}
     lines += [
@@ -315,6 +324,7 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
     lines += [
         f"  {each.change:{width}}"
         + (f"  needs {format_bytes(each.required_bytes)}" if each.required_bytes else "")
+        + (f" with {each.found_with}" if each.found_with else "")
         for each in vain
     ]
     unknown = [each.change for each in remedies if not each.is_known]

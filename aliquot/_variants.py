@@ -23,6 +23,7 @@ from .core import (
     TimeLimit,
     TimeLimitError,
     collecting_seldom,
+    counted,
     format_seconds,
     nearest,
     recompute_parts,
@@ -372,7 +373,9 @@ def plan_variants(
             )
             continue
         if variant.for_programs and is_too_large and best is not None and len(best.stages) > 1:
-            outcome = "not searched: no simple plan of one program fits, whatever is recomputed"
+            outcome = (
+                "not searched: as one program it fits by no simple method, whatever is recomputed"
+            )
             tried.append(_tried(variant.name, outcome=outcome))
             continue
         if simple_s.get(variant) == math.inf:
@@ -415,6 +418,8 @@ def plan_variants(
         try:
             found = make(variant, used, left_s)
         except (InfeasibleError, TimeLimitError) as error:
+            if isinstance(error, InfeasibleError) and error.found_with and len(variants) > 1:
+                error.found_with += (variant.name,)
             # Of variants that do not fit, the last keeps least.
             if variant is variants[-1] or refusal is None:
                 refusal = error
@@ -439,10 +444,10 @@ def plan_variants(
             if best is None:
                 best, built = found, variant
             elif found_s < to_beat_s:
-                tried.append(_tried(built.named(best), to_beat_s, "slower"))
+                tried.append(_tried(built.named(best), to_beat_s, "slower", best))
                 best, built = found, variant
             else:
-                tried.append(_tried(variant.named(found), found_s, "slower"))
+                tried.append(_tried(variant.named(found), found_s, "slower", found))
     if best is None and simple_s:
         built = min(simple_s, key=simple_s.__getitem__)
         best = make(built, SimplePlan())
@@ -540,15 +545,31 @@ def _with_best(report: Progress, best_s: float) -> Progress:
     return lambda what, done, of: report(f"{what}, {best}", done, of)
 
 
-def _tried(name: str, step_time_s: float | None = None, outcome: str = "") -> dict[str, Any]:
-    """A variant among what a plan says was tried, with the step time of its plan if it has one."""
+def _tried(
+    name: str, step_time_s: float | None = None, outcome: str = "", plan: Plan | None = None
+) -> dict[str, Any]:
+    """A variant among what a plan says was tried, with the step time of its plan if it has one, and
+    its number of micro-batches until `_beside` says it.
+    """
     return {
+        "num_micro_batches": plan.num_micro_batches if plan else None,
         "name": name,
         "mesh": "",
         "lower_bound_s": None,
         "step_time_s": step_time_s,
         "outcome": outcome,
     }
+
+
+def _named_beside(plan: Plan, tried: Mapping[str, Any]) -> dict[str, Any]:
+    """A variant that was tried, with its number of micro-batches in its name where the chosen plan
+    has another.
+    """
+    candidate = dict(tried)
+    count = candidate.pop("num_micro_batches")
+    if count not in (None, plan.num_micro_batches):
+        candidate["name"] += f", {counted(count, 'micro-batch')}"
+    return candidate
 
 
 def _beside(
@@ -565,7 +586,7 @@ def _beside(
     search_s = time.perf_counter() - started - trace_s
     provenance = msgspec.structs.replace(
         plan.provenance,
-        candidates=(*plan.provenance.candidates, *tried),
+        candidates=(*plan.provenance.candidates, *(_named_beside(plan, each) for each in tried)),
         trace_s=trace_s,
         # What was traced before is not part of the time since then.
         search_s=max(search_s, plan.provenance.search_s),

@@ -1,6 +1,7 @@
 """Running the command line in this process, and what every refusal looks like."""
 
 import re
+import sys
 
 import jax
 from typer.testing import CliRunner
@@ -22,10 +23,12 @@ def run(*args):
 
     Models in float64 turn 64 bits on for the whole process, which must not outlast the command.
     """
-    before = jax.config.jax_enable_x64
+    before, typed = jax.config.jax_enable_x64, sys.argv
+    sys.argv = ["aliquot", *map(str, args)]
     try:
         return CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
     finally:
+        sys.argv = typed
         jax.config.update("jax_enable_x64", before)
 
 

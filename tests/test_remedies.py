@@ -14,7 +14,8 @@ from command_line import run
 from planners.small_steps import mlp
 
 import aliquot as aq
-from aliquot._remedies import coarser, remedies_text
+from aliquot._remedies import Remedy, coarser, remedies_text
+from aliquot.cli._remedies import with_remedies
 from aliquot.cluster import Cluster
 from aliquot.core import InfeasibleError, TimeLimitError
 from aliquot.planners import (
@@ -161,6 +162,60 @@ def test_a_change_that_is_not_planned_within_the_time_is_said_to_be_unknown(tigh
     assert remedies_text([remedy]) == (
         f"Not tried to the end for lack of time, and may fit:\n  {remedy.change}"
     )
+
+
+def test_what_was_not_tried_to_the_end_is_a_whole_command(monkeypatch):
+    typed = ["aliquot", "plan", "my model", "--method", "dp", "--mesh=4", "--micro-batches", "2"]
+    monkeypatch.setattr("sys.argv", typed)
+    found = with_remedies(
+        InfeasibleError("no plan"),
+        [
+            Remedy(change="--method auto without --mesh", plan=None, is_known=False),
+            Remedy(change="4 hosts of the same kind", plan=None, is_known=False),
+            Remedy(
+                change="--method zero2",
+                plan=None,
+                required_bytes=2**30,
+                found_with="8 micro-batches, --recompute block",
+            ),
+        ],
+    )
+    assert found.message.splitlines() == [
+        "no plan",
+        "Tried, and does not fit:",
+        "  --method zero2  needs 1.0 GiB with 8 micro-batches, --recompute block",
+        "Not tried to the end for lack of time, and may fit:",
+        "  aliquot plan 'my model' --micro-batches 2 --method auto",
+        "  4 hosts of the same kind",
+    ]
+
+
+def test_a_refusal_says_with_what_the_smallest_plan_was_found():
+    with pytest.raises(InfeasibleError) as refused:
+        aq.plan(
+            *STEP,
+            cluster=CLUSTER,
+            method=DataParallel(),
+            num_micro_batches=2,
+            memory_limit_bytes=STATE_BYTES / 2,
+        )
+    assert refused.value.found_with[0] == "2 micro-batches"
+
+
+def test_more_hosts_are_not_tried_for_a_state_that_each_device_holds_whole(monkeypatch):
+    def planned(*args, **kwargs):
+        raise InfeasibleError("nothing fits", required_bytes=1e12)
+
+    monkeypatch.setattr("aliquot._remedies.plan_variants", planned)
+    for limit_bytes, are_tried in ((STATE_BYTES / 2, False), (STATE_BYTES * 2, True)):
+        tried = aq.find_remedies(
+            *STEP,
+            cluster=CLUSTER,
+            method=DataParallel(),
+            memory_limit_bytes=limit_bytes,
+            refused=InfeasibleError("no", parts={"parameters": STATE_BYTES}),
+        )
+        assert any("--cluster" in each.change for each in tried) == are_tried
 
 
 def test_changes_that_no_time_was_left_for_are_named(tight, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -84,4 +86,23 @@ def with_remedies(error: InfeasibleError, remedies: Sequence[Remedy]) -> Infeasi
 
     if not remedies:
         return error
-    return error.reworded(f"{error.message}\n{remedies_text(remedies)}")
+    told = [
+        each if each.is_known else replace(each, change=_command_with(each.change))
+        for each in remedies
+    ]
+    return error.reworded(f"{error.message}\n{remedies_text(told)}")
+
+
+def _command_with(change: str) -> str:
+    """The command as it was typed, with a change in place of the options that it names; the change
+    itself where it is none of options.
+    """
+    if not change.startswith("--"):
+        return change
+    named = [word for word in change.split() if word.startswith("--")]
+    kept, is_value = list[str](), False
+    for word in sys.argv[1:]:
+        is_left_out = is_value or word.partition("=")[0] in named
+        is_value = not is_value and word in named
+        kept += [] if is_left_out else [word]
+    return f"{shlex.join(['aliquot', *kept])} {change.partition(' without ')[0]}"

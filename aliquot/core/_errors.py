@@ -60,6 +60,7 @@ class InfeasibleError(AliquotError):
             needs where that is too much; None if no plan was completed.
         available_bytes: Memory per device that a plan may use.
         parts: `required_bytes` by component (`"parameters"`, `"activations"`, ...).
+        found_with: what else the smallest plan found was tried with, such as `"8 micro-batches"`.
     """
 
     exit_code = 1
@@ -72,6 +73,7 @@ class InfeasibleError(AliquotError):
         required_bytes: float | None = None,
         available_bytes: float | None = None,
         parts: Mapping[str, float] | None = None,
+        found_with: Sequence[str] = (),
     ) -> None:
         changes = ", or ".join(advice)
         super().__init__(f"{message}\n  It could fit with {changes}." if advice else message)
@@ -79,6 +81,7 @@ class InfeasibleError(AliquotError):
         self.required_bytes = required_bytes
         self.available_bytes = available_bytes
         self.parts: dict[str, float] = dict(parts or {})
+        self.found_with = tuple(found_with)
 
     def reworded(self, message: str, advice: Sequence[str] = ()) -> InfeasibleError:
         """The same answer in other words."""
@@ -88,6 +91,7 @@ class InfeasibleError(AliquotError):
             required_bytes=self.required_bytes,
             available_bytes=self.available_bytes,
             parts=self.parts,
+            found_with=self.found_with,
         )
         error.about = self.about
         return error
@@ -137,7 +141,8 @@ class PlanMismatchError(_ViolationsError):
 
 
 class LossyExportError(_ViolationsError):
-    """Settings of another framework that cannot say all that a plan decides. Lists what they lack.
+    """Settings of another framework that cannot express all that a plan decides. Lists what
+    they lack.
 
     Args:
         violations: One sentence for each thing that is lost.

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import LogicalMesh
-from ..core import InfeasibleError, InputError, format_bytes, format_seconds
+from ..core import InfeasibleError, InputError, counted, format_bytes, format_seconds
 from ..cost import Problem, known_memory, peak_memory
 from ..plans import GIVEN_LAYOUT, name_of_part
 from ._advice import what_may_fit
@@ -561,4 +561,5 @@ def _infeasible(
         required_bytes=int(peak_bytes),
         available_bytes=int(limit_bytes),
         parts=parts,
+        found_with=[counted(problem.num_micro_batches, "micro-batch")],
     )
