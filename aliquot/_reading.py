@@ -274,8 +274,8 @@ def export(plan: Plan, to: str, *, allow_loss: bool = False) -> Written:
     if written.lost and not allow_loss:
         raise LossyExportError(
             written.lost,
-            asked=f"{to} cannot say all of this plan of {plan.model.name or 'a step'}",
-            advice="Add --allow-loss (allow_loss=True) to write what it can say, which may take"
+            asked=f"{to} cannot express all of this plan of {plan.model.name or 'a step'}",
+            advice="Add --allow-loss (allow_loss=True) to write what it can express, which may take"
             " other time and memory than the plan.",
         )
     return written

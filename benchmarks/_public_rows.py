@@ -85,9 +85,13 @@ FRAMEWORKS = (
     (
         "Megatron-LM",
         "Megatron-LM of 2021 and 2022",
-        "operators one by one, none beside collectives",
+        "operators launched one by one, communication not overlapped with compute",
     ),
-    ("DeepSpeed", "DeepSpeed of 2021", "operators one by one, none beside collectives"),
+    (
+        "DeepSpeed",
+        "DeepSpeed of 2021",
+        "operators launched one by one, communication not overlapped with compute",
+    ),
     ("OneFlow", "OneFlow", "operators one by one"),
     ("InternEvo", "InternEvo", "PyTorch of 2023"),
     ("modded-nanogpt", "modded-nanogpt", "PyTorch of 2024, and another optimizer"),

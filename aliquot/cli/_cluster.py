@@ -83,7 +83,7 @@ def cluster(
         facts = [*described.facts(), ("limit of a plan", usable), ("meshes", ", ".join(meshes))]
         facts += [("assumed", _reaches(target))]
         known = () if described.device.calibration else reported_steps(described.device.name)
-        facts += [("expected error", text) for text in _errors(known, spec, every)]
+        facts += _errors(known, spec, every)
         device = described.device
         if device.kind != "cpu" and not (device.calibration or is_calibrated(device.name)):
             facts.append(("expected error", f"of step times: {said_of_data_sheet()}"))
@@ -138,22 +138,25 @@ def _device(name: str) -> dict[str, Any]:
     }
 
 
-def _errors(known: Sequence[ReportedSteps], spec: str, every: bool) -> Iterator[str]:
+def _errors(known: Sequence[ReportedSteps], spec: str, every: bool) -> Iterator[tuple[str, str]]:
     """How far predictions were from reported steps: each kind of step of JAX programs, and one line
     for those of all other frameworks unless `every` is asked for.
     """
     others = [steps for steps in known if not (every or steps.is_jax)]
     for steps in known:
         if steps not in others:
-            yield f"{steps}; {steps.kind}"
+            kind, *rest = steps.kind.split(", ")
+            which = ", ".join([f"{kind.removesuffix('s')} parallelism", *rest])
+            yield "expected error", f"{which}: {steps}"
     if others:
         errors = sorted(error for steps in others for error in steps.errors)
         low, high = (1 / (1 + error) for error in (errors[-1], errors[0]))
         yield (
+            "other frameworks",
             f"{counted(len(errors), 'step')} of"
-            f" {counted(len({steps.framework for steps in others}), 'other framework')} took"
+            f" {counted(len({steps.framework for steps in others}), 'framework')} took"
             f" {low:.2f} to {high:.2f} times as long as predicted, in the median"
-            f" {1 / (1 + statistics.median(errors)):.2f}: aliquot cluster {spec} --all"
+            f" {1 / (1 + statistics.median(errors)):.2f}: aliquot cluster {spec} --all",
         )
 
 

@@ -31,7 +31,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a plan as settings of Megatron-LM, Megatron-Bridge, torchtitan, MaxText, accelerate,
-    DeepSpeed or Flax. What these cannot say is listed, and is an error (exit code 4) unless
+    DeepSpeed or Flax. What these cannot express is listed, and is an error (exit code 4) unless
     --allow-loss is given.
     """
     with session(as_json) as say:

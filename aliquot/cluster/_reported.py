@@ -18,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..core import counted
 from ._calibration import chip_of
 from ._device import DEVICES
 from ._presets import wire
@@ -74,23 +75,37 @@ class ReportedSteps:
 
     def __str__(self) -> str:
         count = len(self.errors)
-        steps = f"{count} {self.framework} step{'s' if count != 1 else ''} on {self.device}"
+        steps = f"{counted(count, 'step')} of {self.framework} on {self.device}"
         if self.is_jax:
             worst = f"worst {max(map(abs, self.errors)):.0%}"
             if count >= _MANY:
                 worst = f"90th percentile {self.most_error:.0%}, {worst}"
             text = f"{steps}: median {self.median_error:.0%}, {worst}"
             if count == 1:
-                text = f"{steps}: off by {self.median_error:.0%}"
+                text = f"{steps} was off by {self.median_error:.0%}"
         else:
             slow, fast = 1 / (1 + self.errors[0]) - 1, 1 / (1 + self.errors[-1]) - 1
-            how = f"{abs(self.slower):.0%} {'slower' if self.slower >= 0 else 'faster'}"
-            spread = f", {fast:+.0%} to {slow:+.0%}" if count > 1 else ""
-            text = f"{steps}: {how} than predicted{spread} ({self.reason})"
+            text = f"{steps} ({self.reason}): "
+            if count > 1:
+                least = _longer(fast)
+                if least.split()[1] == _longer(slow).split()[1]:
+                    least = least.split()[0]
+                text += f"median {_longer(self.slower)} than predicted, {least} to {_longer(slow)}"
+            else:
+                text += f"{_longer(self.slower)} than predicted"
         if self.unfit:
             text += f"; {self.unfit} more ran and {'is' if self.unfit == 1 else 'are'} predicted"
             text += " not to fit"
         return text
+
+
+def _longer(share: float) -> str:
+    """How much longer a step took than predicted.
+
+    >>> _longer(0.07), _longer(-0.03), _longer(-0.001)
+    ('7% slower', '3% faster', '0% slower')
+    """
+    return f"{abs(share):.0%} {'faster' if round(share, 2) < 0 else 'slower'}"
 
 
 def reported_steps(device_name: str, kind: str | None = None) -> tuple[ReportedSteps, ...]:

@@ -259,12 +259,18 @@ def _bound_of_closed_forms(plan: Plan, least_s: float) -> str:
     """What a bound on closed forms says of a simulated step, which may take more or less."""
     p = plan.provenance
     scope = _space(plan).removeprefix(_CLOSED_FORM)
+    # "all stages" say nothing; where they lie, and with which options, does.
+    scope = scope.removeprefix("all stages") if scope.startswith("all stages") else f" of {scope}"
     parts = counted(plan.num_micro_batches, "micro-batch")
     above = plan.prediction.step_time_s / least_s - 1
-    text = (
-        f"{abs(above):.1%} {'above' if above >= 0 else 'below'} the least time by formula of"
-        f" pipelines of {scope}, {parts}, {plan.schedule}"
-    )
+    which = f"pipelines{scope}, {parts}, {plan.schedule}"
+    if above < 0:
+        text = (
+            f"none: the least by formula for {which} is {format_seconds(least_s)}; simulated, this"
+            f" plan takes {-above:.1%} less"
+        )
+    else:
+        text = f"{above:.1%} above {format_seconds(least_s)}, the least by formula for {which}"
     return text if p.status in (_WITHIN_GAP, "optimal") else f"{text}; {p.status}"
 
 

@@ -46,6 +46,9 @@ _SPLITS = (
     " all of the count together"
 )
 
+# Differences of step times below this share would be told as 0.00%.
+_LEAST_TOLD = 1e-4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detail:
@@ -144,7 +147,13 @@ def _told(plan: Plan, candidate: dict[str, Any], is_chosen: bool) -> dict[str, A
     chosen_s = plan.prediction.step_time_s
     if step_s and candidate.get("outcome") == "slower" and _seconds(step_s) == _seconds(chosen_s):
         return {**candidate, "outcome": f"slower by {step_s / chosen_s - 1:.2%}"}
-    if candidate.get("name") == "--recompute block" and candidate.get("outcome") == "slower":
+    least_s = _number(candidate.get("lower_bound_s"))
+    if step_s is None and least_s and candidate.get("outcome") == "slower":
+        more = least_s / chosen_s - 1
+        how = f"at least {more:.2%} slower" if more >= _LEAST_TOLD else "not faster"
+        return {**candidate, "outcome": f"not planned further: {how}"}
+    name = str(candidate.get("name", ""))
+    if name.startswith("--recompute block") and candidate.get("outcome") == "slower":
         return {**candidate, "outcome": "slower: runs each block's forward pass twice"}
     return candidate
 

@@ -73,9 +73,14 @@ def _remarks(plan: Plan) -> list[str]:
     ]
     if p.memory_limit_bytes:
         share = f"and its share of the limit of {format_bytes(p.memory_limit_bytes)}"
-        several = plan.num_submeshes < len(plan.stages)
-        whose = "of this stage on each device, which holds several" if several else "on each device"
-        lines.append(f"memory: {whose}, {share}")
+        whose, together = "on each device", ""
+        if plan.num_submeshes < len(plan.stages):
+            whose = "of this stage on each device"
+            together = (
+                "; a device holds several stages, which do not reach their peaks at the same time:"
+                f" together they need {format_bytes(p.peak_memory_bytes)} at most"
+            )
+        lines.append(f"memory: {whose}, {share}{together}")
     lines.append(
         "in flight: micro-batches kept at once, at most; bubble: share of the step in which the"
         " devices wait"

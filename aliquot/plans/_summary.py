@@ -179,11 +179,12 @@ def said_error(plan: Plan) -> str:
     if not of_jax:
         steps = known[0]
         how = "longer" if steps.slower >= 0 else "less time"
-        return f"{steps.framework} steps took {abs(steps.slower):.0%} {how} than predicted"
+        return f"steps of {steps.framework} took {abs(steps.slower):.0%} {how} than predicted"
     device = str(plan.cluster["device"]["name"])
     others = [name for name in of_jax[0].device.split(", ") if not same_chip(name, device)]
     where = f" by steps on {', '.join(others)}" if others else ""
-    return f"expected error {of_jax[0].median_error:.0%}{where}"
+    alone = " (one step compared)" if len(of_jax[0].errors) == 1 else ""
+    return f"expected error {of_jax[0].median_error:.0%}{where}{alone}"
 
 
 def step_time_range_s(plan: Plan) -> tuple[float, float] | None:

@@ -383,7 +383,7 @@ def layout(plan: Plan) -> str:
     """Its mesh, or its number of stages, and its micro-batches."""
     mesh = "x".join(map(str, plan.stages[0].mesh_shape)) if plan.stages else ""
     count = plan.num_micro_batches
-    batches = f", {count} micro-batches" if count > 1 else ""
+    batches = f", {counted(count, 'micro-batch')}"
     return f"{len(plan.stages)} stages{batches}" if is_pipeline(plan) else f"{mesh}{batches}"
 
 
@@ -422,7 +422,7 @@ def _loss(plan: Plan, best: Plan, objective: str | None) -> str:
     way = ways[0] if RECOMPUTED_BY_STAGE in str(ways[0]) else f"with --recompute {ways[0]}"
     again = f", {way}" if ways[0] != ways[1] and ways[0] else ""
     worst = _dearest(plan) if more[0][1] == "exposed communication" else ""
-    most = f" (most: {worst})" if worst else ""
+    most = f" (largest collective: {worst} with what overlaps)" if worst else ""
     return f"step {ratio:.2f}x as long: {', '.join([*said, *less])}{most}{again}"
 
 

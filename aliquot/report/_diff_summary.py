@@ -26,6 +26,8 @@ from ._tables import columns
 _LAYOUT = ("parallelism", "recomputation", "attention", "micro-batches")
 # Settings that are no part of what a model is, or that are said beside it.
 _SAID = ("recompute", "attention", "model", "global_batch")
+# The title of the table whose columns are words.
+_DECIDED = "Layout"
 _BUBBLE = "bubble of the busiest stage"
 # Parts of the memory without stages, each with that of a stage to which it belongs; others are
 # temporaries.
@@ -51,7 +53,7 @@ def summarised(
         return Text(_same(names))
     parts: list[RenderableType] = [Text(_head(before, after, names), style="bold"), Text("")]
     for title, header, rows in _tables(before, after, names):
-        right = (1, 2, 3) if len(header) == 4 else ()
+        right = () if title == _DECIDED else tuple(range(1, len(header)))
         parts.append(columns(title, header, rows, right=right))
     if _are_alike(before, after):
         parts.append(Text(_rest(changes)))
@@ -66,7 +68,7 @@ def summarised_as_markdown(
         return _same(names)
     parts = [f"**{_in_markdown(_head(before, after, names))}**"]
     for title, header, rows in _tables(before, after, names):
-        lines = [header, ["---", *["---:" if len(header) == 4 else "---"] * (len(header) - 1)]]
+        lines = [header, ["---", *["---" if title == _DECIDED else "---:"] * (len(header) - 1)]]
         table = "\n".join(f"| {' | '.join(map(_in_markdown, row))} |" for row in (*lines, *rows))
         parts.append(f"{title}\n\n{table}")
     if _are_alike(before, after):
@@ -102,11 +104,11 @@ def _tables(
 ) -> Iterator[tuple[str, list[str], list[Sequence[str]]]]:
     """Title, header and rows of each table; changes have a column where there are any."""
     for title, rows in (
-        ("Layout", list(_layout(before, after))),
+        (_DECIDED, list(_layout(before, after))),
         ("Step time (predicted)", list(_times(before, after))),
         ("Memory on each device at its peak (predicted)", list(_memory(before, after))),
     ):
-        width = 4 if any(row[3] for row in rows) else 3
+        width = 4 if _are_alike(before, after) and any(row[3] for row in rows) else 3
         yield title, ["what", *names, "change"][:width], [row[:width] for row in rows]
 
 

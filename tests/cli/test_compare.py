@@ -51,7 +51,7 @@ def test_what_a_plan_loses_in_communication_names_its_dearest_collective():
     comparison = Comparison(model="step", candidates=tuple(candidates))
     said = comparison.why_not(candidates[1])
     assert said.startswith(
-        "step 1.27x as long: +3.0 ms exposed communication (most: all-reduce over x, "
+        "step 1.27x as long: +3.0 ms exposed communication (largest collective: all-reduce over x, "
     )
 
 

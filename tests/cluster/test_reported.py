@@ -56,16 +56,19 @@ def test_words_are_no_figures(monkeypatch):
 
 def test_jax_programs_are_off_by_an_error_and_others_are_slower():
     ours = steps(-0.02, 0.05, -0.08)
-    assert str(ours) == "3 MaxText steps on H100: median 5%, worst 8%"
-    assert str(steps(-0.02)) == "1 MaxText step on H100: off by 2%"
+    assert str(ours) == "3 steps of MaxText on H100: median 5%, worst 8%"
+    assert str(steps(-0.02)) == "1 step of MaxText on H100 was off by 2%"
     many = steps(*(0.01 * n for n in range(1, 12)))
-    assert str(many) == "11 MaxText steps on H100: median 6%, 90th percentile 11%, worst 11%"
+    assert str(many) == "11 steps of MaxText on H100: median 6%, 90th percentile 11%, worst 11%"
     assert str(steps(-0.2, framework="torchtitan", reason="PyTorch of 2024")) == (
-        "1 torchtitan step on H100: 25% slower than predicted (PyTorch of 2024)"
+        "1 step of torchtitan on H100 (PyTorch of 2024): 25% slower than predicted"
     )
     assert str(steps(-0.2, -0.2, 0.25, framework="nanotron", reason="PyTorch", unfit=1)) == (
-        "3 nanotron steps on H100: 25% slower than predicted, -20% to +25% (PyTorch); 1 more ran"
-        " and is predicted not to fit"
+        "3 steps of nanotron on H100 (PyTorch): median 25% slower than predicted, 20% faster to 25%"
+        " slower; 1 more ran and is predicted not to fit"
+    )
+    assert str(steps(-0.2, 0.001, framework="nanotron", reason="PyTorch")).endswith(
+        "than predicted, 0% to 25% slower"
     )
     assert most_error([ours, many]) == pytest.approx(0.108, abs=0.003)
     # How long other programs take says nothing about the error of this one.

@@ -65,7 +65,8 @@ def test_the_figures_are_those_of_the_plan():
     model = ModelReference(kind="zoo", name="gpt", settings={}, flops_per_step=3e16)
     plan = sample_plan(prediction=fuller, model=model)
     assert spoken(plan)[2] == (
-        "6.20 s a step, 52.0 of 71.2 GiB on each GPU, MFU 61%, expected error 9%."
+        "6.20 s a step, 52.0 of 71.2 GiB on each GPU, MFU 61%, expected error 9%"
+        " (one step compared)."
     )
 
 

@@ -62,18 +62,25 @@ def test_headlines(plan, wanted):
     assert headline(plan) == wanted
 
 
+def test_stages_of_one_device_are_said_not_to_peak_together():
+    remark = "which do not reach their peaks at the same time: together they need 6.5 GiB at most"
+    interleaved = sample_pipeline(4, num_submeshes=2, schedule="interleaved-1f1b")
+    assert remark in " ".join(str(interleaved).split())
+    assert "a device holds several" not in str(sample_pipeline(4))
+
+
 TEXT = """\
 gpt-10m on 8xH100, by method pipeshard
   Run 4 stages of 2 GPUs each (1f1b), each with 2-way FSDP, 4 micro-batches, no recomputation:
   21.5 ms a step, 6.5 of 65.2 GiB on each GPU, expected error 9%.
 
-  bound                  7.5% above the least time by formula of pipelines of all stages, 4 micro-batches, 1f1b
+  bound                  7.5% above 20.0 ms, the least by formula for pipelines, 4 micro-batches, 1f1b
   largest costs          compute 57%; pipeline bubble 42%
 
   step time (predicted)  21.5 ms = 12.2 ms compute + 100.0 us exposed communication + 200.0 us exposed gradient
                          communication + 9.0 ms bubble (of the busiest stage)
   throughput             5953 tokens/s; predicted from NVIDIA H100 data sheet
-  expected error         of step times: 2 MaxText steps on H100: median 9%, worst 16%
+  expected error         of step times: 2 steps of MaxText on H100: median 9%, worst 16%
   batch                  inputs int32[8, 16]
   parallelism            pipeline: 4 stages, 1f1b; x (2): data parallel, FSDP (ZeRO-3): parameters sharded
   micro-batches          4, accumulated to the result of the whole batch; output [1]['loss'] is summed over them

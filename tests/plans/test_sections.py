@@ -111,6 +111,19 @@ def test_what_was_not_searched_comes_last_whatever_it_promises():
     assert [row[0] for row in rows] == ["shard", "zero3", "pipeshard, 8 micro-batches"]
 
 
+def test_what_a_bound_ruled_out_says_so():
+    chosen_s = sample_plan().prediction.step_time_s
+    names = {"as slow": 1.0, "slower": 1.002}
+    candidates = tuple(
+        {"name": name, "outcome": "slower", "lower_bound_s": ratio * chosen_s}
+        for name, ratio in names.items()
+    )
+    plan = sample_plan(provenance=replace(PROVENANCE, candidates=candidates))
+    outcomes = {row[0]: row[-1] for row in next(iter(sections(plan, EXPLAINED))).rows}
+    assert outcomes["as slow"] == "not planned further: not faster"
+    assert outcomes["slower"] == "not planned further: at least 0.20% slower"
+
+
 def test_splits_have_a_legend_where_they_are_listed():
     plan = sample_plan(provenance=replace(PROVENANCE, candidates=CANDIDATES))
     legend = "  sharding: for each dim of an array the mesh axis that splits it, - for none;"

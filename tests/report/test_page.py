@@ -100,7 +100,10 @@ def test_a_page_begins_with_what_most_readers_look_for():
     text = page(sample_plan(), date="2026-11-28")
     said = " ".join(unescape(re.sub("<[^>]*>", " ", text[text.index("<h1>") :])).split())
     assert said.startswith("gpt-10m on 8xH100, by method shard Combine 4-way sharding")
-    assert "11.0 ms a step, 2.9 of 9.8 KiB on each GPU, expected error 9%. Asked" in said
+    assert (
+        "11.0 ms a step, 2.9 of 9.8 KiB on each GPU, expected error 9% (one step compared). Asked"
+        in said
+    )
     asked = said.partition("Asked")[2].partition("Memory on each device, to the limit")[0]
     for part in ("batch 8 sequences of 16 tokens", "cluster 8xH100 (8 devices)", "2026-11-28"):
         assert part in asked
@@ -177,7 +180,7 @@ def test_a_comparison_is_one_page_with_time_memory_money_and_a_recommendation():
     said = " ".join("".join(body.itertext()).split())
     assert "Take auto: 11.0 ms a step (predicted)." in said
     assert "<fsdp> is next, 27.3% slower: beyond that error." in said
-    assert "2 MaxText steps on H100: median 10%, worst 12%" in said and "mine.csv" in said
+    assert "2 steps of MaxText on H100: median 10%, worst 12%" in said and "mine.csv" in said
     # Eight sequences of 128 tokens in 11 ms, on a host of 36 USD an hour.
     tokens = aq.plans.tokens_per_step(sample_plan())
     cost = 36 * 0.011 / 3600 / (tokens / 1e9)
@@ -224,7 +227,7 @@ def test_a_lead_over_a_candidate_of_unknown_error_is_no_lead():
 def test_few_reported_steps_have_no_percentile():
     told = {"framework": "MaxText", "reason": "", "device": "H100", "kind": "pipeline"}
     few = ReportedSteps(errors=(-0.07, 0.02, 0.05), **told)
-    assert "90th" not in str(few) and "3 MaxText steps" in str(few)
+    assert "90th" not in str(few) and "3 steps of MaxText" in str(few)
     assert "90th percentile" in str(ReportedSteps(errors=(-0.05, *[0.05] * 11), **told))
 
 

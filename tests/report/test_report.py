@@ -59,7 +59,7 @@ def test_explanation_as_text():
     text = as_text(explanation(sample_plan(), OTHERS, remark="last"), width=160)
     for part in (
         "gpt-10m on 8xH100, by method shard",
-        "11.0 ms a step, 2.9 of 9.8 KiB on each GPU, expected error 9%.",
+        "11.0 ms a step, 2.9 of 9.8 KiB on each GPU, expected error 9% (one step compared).",
         "step time (predicted)  11.0 ms = 8.0 ms compute",
         "optimal",
         "dot_general in the backward pass (predicted)",

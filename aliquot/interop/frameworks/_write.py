@@ -1,4 +1,4 @@
-"""A plan as settings of another framework, with what these cannot say."""
+"""A plan as settings of another framework, with what these cannot express."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _LAYER = re.compile(r".*\blayers\[(\d+)\]")
 
 
 def settings_of(plan: Plan, lose: Callable[[str], None]) -> Settings:
-    """The layout of a plan in degrees. What degrees cannot say is given to `lose`.
+    """The layout of a plan in degrees. What degrees cannot express is given to `lose`.
 
     Raises:
         InputError: the plan has no degrees at all, as its stages lie on unequal meshes.
@@ -134,13 +134,10 @@ def _searched(plan: Plan, lose: Callable[[str], None]) -> dict[str, Any]:
             f"the stages of this plan lie on unequal meshes ({listed}), for which no framework has"
             " degrees. Plan with --method grid, or with a layout such as megatron:dp4,tp8,pp2."
         )
-    lose(
-        f"{_BY_DEGREES} {plan.method}: splits were found for each operator; the framework's own"
-        " splits of these degrees are in their place"
-    )
     stage = plan.stages[0]
     degrees = {"data": 1, "tensor": 1, "context": 1, "expert": 1}
     zero = 0
+    mixed = []
     uses = stage.parallelism if isinstance(stage.parallelism, Mapping) else {}
     for axis, size in zip(stage.axis_names, stage.mesh_shape, strict=True):
         use = uses.get(axis)
@@ -160,9 +157,15 @@ def _searched(plan: Plan, lose: Callable[[str], None]) -> dict[str, Any]:
             degrees["expert"] *= size
         degrees[kind] *= size
         if share < 0.95:
-            lose(
+            others = " and ".join(
+                f"{name} parallelism for {part / sum(kinds.values()):.0%}"
+                for name, part in kinds.items()
+                if name != kind and part > 0
+            )
+            mixed.append(
                 f"{_BY_DEGREES} {plan.method}: axis {axis} is {kind} parallelism for {share:.0%} of"
-                " the parameters' bytes"
+                f" the parameters' bytes, and {others}; settings have one of them for an axis, and"
+                f" {kind} parallelism is written"
             )
         if kind == "data":
             split = [
@@ -176,13 +179,21 @@ def _searched(plan: Plan, lose: Callable[[str], None]) -> dict[str, Any]:
     submeshes = plan.num_submeshes or len(plan.stages)
     pipeline = submeshes if is_pipeline(plan) else 1
     chunks = -(-len(plan.stages) // submeshes) if is_pipeline(plan) else 1
+    names = {"data": "dp", "tensor": "tp", "context": "cp", "expert": "ep"}
+    listed = ", ".join(f"{short}{degrees[name]}" for name, short in names.items())
+    lose(
+        f"{_BY_DEGREES} {plan.method}: splits were found for each operator; in their place are the"
+        f" framework's own of {listed}, pp{pipeline}, vpp{chunks} and ZeRO stage {zero}"
+    )
+    for text in mixed:
+        lose(text)
     return {**degrees, "pipeline": pipeline, "chunks": chunks, "zero_stage": zero}
 
 
 def export_plan(plan: Plan, to: str) -> Written:
     """A plan as settings of a framework: one of `FRAMEWORKS`.
 
-    What the plan decides and the settings cannot say is listed in `lost`; it is no error here.
+    What the plan decides and the settings cannot express is listed in `lost`; it is no error here.
 
     Raises:
         InputError: there is no such framework, or it has no settings for such a plan at all.
