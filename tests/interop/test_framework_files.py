@@ -2,12 +2,15 @@
 
 import json
 
+import msgspec
 import pytest
+from sample_plans import STAGE, sample_plan
 
 from aliquot.core import InputError
-from aliquot.interop.frameworks import model_named, read_settings, tables
+from aliquot.interop.frameworks import export_plan, model_named, read_settings, tables
 from aliquot.interop.frameworks._megatron import layout_text, parse_layout
 from aliquot.interop.frameworks._syntax import Unknown, read_arguments, read_text
+from aliquot.plans import AxisUse
 
 SCRIPT = r"""#!/bin/bash
 export GPUS=8
@@ -263,3 +266,16 @@ def test_no_setting_is_in_two_lists_of_a_table():
         # A pattern may cover a group of which some are read.
         assert [name for name in table.changes if name in table.harmless] == []
         assert set(table.defaults) <= {*table.layout, *table.model}
+
+
+def test_a_searched_plan_says_by_which_degrees_it_is_written_and_what_they_leave_out():
+    mixed = AxisUse(reads={"examples": 0.93, "pieces": 0.07}, batch=("examples",))
+    parallelism = {"x": mixed, "y": AxisUse(reads={"pieces": 1.0})}
+    stage = msgspec.structs.replace(STAGE, parallelism=parallelism)
+    splits, axis, *_ = export_plan(sample_plan(stages=(stage,)), "megatron").lost
+    assert splits.endswith(
+        "are the framework's own of dp4, tp2, cp1, ep1, pp1, vpp1 and ZeRO stage 3"
+    )
+    assert (
+        "data parallelism for 93% of the parameters' bytes, and tensor parallelism for 7%" in axis
+    )
