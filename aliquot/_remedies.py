@@ -324,7 +324,7 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
     lines += [
         f"  {each.change:{width}}"
         + (f"  needs {format_bytes(each.required_bytes)}" if each.required_bytes else "")
-        + (f" with {each.found_with}" if each.found_with else "")
+        + (f" at least: {each.found_with}" if each.found_with else "")
         for each in vain
     ]
     unknown = [each.change for each in remedies if not each.is_known]

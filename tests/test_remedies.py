@@ -183,7 +183,7 @@ def test_what_was_not_tried_to_the_end_is_a_whole_command(monkeypatch):
     assert found.message.splitlines() == [
         "no plan",
         "Tried, and does not fit:",
-        "  --method zero2  needs 1.0 GiB with 8 micro-batches, --recompute block",
+        "  --method zero2  needs 1.0 GiB at least: 8 micro-batches, --recompute block",
         "Not tried to the end for lack of time, and may fit:",
         "  aliquot plan 'my model' --micro-batches 2 --method auto",
         "  4 hosts of the same kind",
