@@ -270,11 +270,17 @@ def test_costs_are_rounded_as_predictions_are():
 @pytest.mark.parametrize(
     ("days", "wanted"),
     [
-        (29.1, "even if steps take 3% longer, which is less than the expected error (2 MaxText"),
-        (20.0, "even if steps take 50% longer, which is more than the expected error (2 MaxText"),
+        (
+            29.1,
+            "even if steps take 3% longer, which is less than the expected error (2 steps",
+        ),
+        (
+            20.0,
+            "even if steps take 50% longer, which is more than the expected error (2 steps",
+        ),
         (
             2.0,
-            "even if steps take 15 times as long, which is more than the expected error (2 MaxText",
+            "even if steps take 15 times as long, which is more than the expected error (2 steps",
         ),
     ],
 )

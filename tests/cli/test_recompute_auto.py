@@ -274,6 +274,6 @@ def test_beside_a_pipeline_no_policy_of_programs_is_searched_where_all_are_too_l
     plan = plan_variants(ways, cluster=where, memory_limit_bytes=1e6)
     assert len(plan.stages) == 2 and set(searched) == set(POLICIES) - left_out
     outcomes = {each["name"]: each["outcome"] for each in plan.provenance.candidates}
-    said = {name for name, outcome in outcomes.items() if "no simple plan" in outcome}
+    said = {name for name, outcome in outcomes.items() if "no simple method" in outcome}
     assert said == {f"--recompute {name}" for name in left_out}
     assert not any(way._traced for way in ways if way.layers in left_out)
