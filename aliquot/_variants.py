@@ -345,14 +345,17 @@ def plan_variants(
     # Names are for layers, which have been rewritten.
     stages_recompute = None if variants[0].base and recompute != "none" else recompute
     simple_s: dict[Variant, float] = {}
+    no_program_fits = False
     if may_be_program and len(variants) > 1 and getattr(how, "mesh_shape", None) is None:
         try:
             for variant, seconds in _simple_times(variants, task, limit):
                 simple_s[variant] = seconds
         except KeyboardInterrupt as stopped:
             raise _interrupted(simple_s, make) from stopped
-    # Programs are too large for all simple methods, so that pipelines are what is looked for.
-    is_too_large = may_be_program and not simple_s and simple_counts(task(variants[-1])) != []
+        # Then pipelines are what is looked for. Nothing is known where the time was over, or the
+        # devices cannot divide the batch.
+        is_known = not (limit and limit.is_over) and simple_counts(task(variants[-1])) != []
+        no_program_fits = is_known and not simple_s
     ordered = _ordered(variants, simple_s, how, task)
     best, built, tried = None, ordered[0], list[dict[str, Any]]()
     too_large: Variants = ()
@@ -372,7 +375,7 @@ def plan_variants(
                 _tried(variant.name, outcome="does not fit: it keeps more than one that does not")
             )
             continue
-        if variant.for_programs and is_too_large and best is not None and len(best.stages) > 1:
+        if variant.for_programs and no_program_fits and best is not None and len(best.stages) > 1:
             outcome = (
                 "not searched: as one program it fits by no simple method, whatever is recomputed"
             )
@@ -472,7 +475,7 @@ def _simple_times(
         if least is None:
             return
         fewest = least.num_micro_batches
-    # Little shorter than the one behind it, which is looked at first.
+    # A step with `fused` takes little less than with `minimal`, which is looked at first.
     between = [v for v in variants if v.layers and v.layers.startswith("fused")]
     usual = [variant for variant in variants if variant not in between]
     for k, variant in enumerate(usual):

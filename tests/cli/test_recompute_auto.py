@@ -257,11 +257,16 @@ def test_where_no_simple_plan_fits_the_first_whose_batch_may_fit_comes_first(mon
     assert searched[:2] == [("block", math.inf, True), ("none", 1e3, False)]
 
 
-@pytest.mark.parametrize(("batch", "left_out"), [(8, set(POLICIES[1:-1])), (9, set())])
+@pytest.mark.parametrize(
+    ("batch", "time_limit_s", "left_out"),
+    [(8, None, set(POLICIES[1:-1])), (9, None, set()), (8, 1e-9, set())],
+)
 def test_beside_a_pipeline_no_policy_of_programs_is_searched_where_all_are_too_large(
-    batch, left_out, monkeypatch
+    batch, time_limit_s, left_out, monkeypatch
 ):
-    """Nothing is known of their size where the devices cannot divide the batch."""
+    """Nothing is known of their size where the devices cannot divide the batch, or the time was
+    over before it was looked at.
+    """
     where, searched = Cluster.preset("1x2xH100"), []
 
     def make(graph, *, started, **options):
@@ -271,7 +276,8 @@ def test_beside_a_pipeline_no_policy_of_programs_is_searched_where_all_are_too_l
 
     monkeypatch.setattr("aliquot._variants.plan_graph", make)
     ways = all_ways(where, scan=False, batch=batch)
-    plan = plan_variants(ways, cluster=where, memory_limit_bytes=1e6)
+    limits = {"memory_limit_bytes": 1e6, "time_limit_s": time_limit_s}
+    plan = plan_variants(ways, cluster=where, **limits)
     assert len(plan.stages) == 2 and set(searched) == set(POLICIES) - left_out
     outcomes = {each["name"]: each["outcome"] for each in plan.provenance.candidates}
     said = {name for name, outcome in outcomes.items() if "no simple method" in outcome}
