@@ -42,8 +42,8 @@ from .planners import (
     Task,
     WholeProgram,
     cannot_fit,
+    have_equal_rows,
     least_compute_s,
-    simple_counts,
     simple_plan,
 )
 from .plans import RECOMPUTED_BY_STAGE, ModelReference, Plan, recomputes_by_stage
@@ -354,7 +354,7 @@ def plan_variants(
             raise _interrupted(simple_s, make) from stopped
         # Then pipelines are what is looked for. Nothing is known where the time was over, or the
         # devices cannot divide the batch.
-        is_known = not (limit and limit.is_over) and simple_counts(task(variants[-1])) != []
+        is_known = have_equal_rows(task(variants[-1])) and not (limit and limit.is_over)
         no_program_fits = is_known and not simple_s
     ordered = _ordered(variants, simple_s, how, task)
     best, built, tried = None, ordered[0], list[dict[str, Any]]()

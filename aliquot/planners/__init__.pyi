@@ -26,7 +26,7 @@ from ._methods import SimplePlan as SimplePlan
 from ._methods import WholeProgram as WholeProgram
 from ._methods import Zero2Parallel as Zero2Parallel
 from ._methods import Zero3Parallel as Zero3Parallel
-from ._methods import simple_counts as simple_counts
+from ._methods import have_equal_rows as have_equal_rows
 from ._methods import simple_plan as simple_plan
 from ._pipeshard import PipeshardParallel as PipeshardParallel
 from ._plan_chain import plan_chain as plan_chain

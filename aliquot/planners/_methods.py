@@ -271,24 +271,23 @@ def simple_plan(task: Task, *, fewest: int = 1) -> Decision | None:
     return task.simple_plans[key]
 
 
-def simple_counts(task: Task) -> list[int]:
-    """The numbers of micro-batches of simple plans, in rising order; none where the devices cannot
-    divide the batch.
+def have_equal_rows(task: Task) -> bool:
+    """True if all devices can have equally many whole rows of a micro-batch. Otherwise simple plans
+    split rows, or there are none, which says little of the memory that other plans need.
     """
-    cluster, asked = task.cluster, task.num_micro_batches
-    every = [asked] if asked is not None else program_counts(task.graph, cluster.num_devices)
-    batch = batch_size(task.graph)
-    if asked is None and batch >= cluster.num_devices:
-        # Devices share rows only where the batch has too few, and all have equally many.
-        every = [n for n in every if batch // n % cluster.num_devices == 0]
-    return every
+    parts = (task.num_micro_batches or 1) * task.cluster.num_devices
+    return batch_size(task.graph) % parts == 0
 
 
 def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
     if not task.holds_state:
         return None
-    cluster, batch = task.cluster, batch_size(task.graph)
-    counts = [n for n in simple_counts(task) if n >= fewest]
+    cluster, asked, batch = task.cluster, task.num_micro_batches, batch_size(task.graph)
+    every = [asked] if asked is not None else program_counts(task.graph, cluster.num_devices)
+    if asked is None and batch >= cluster.num_devices:
+        # Devices share rows only where the batch has too few, and all have equally many.
+        every = [n for n in every if batch // n % cluster.num_devices == 0]
+    counts = [n for n in every if n >= fewest]
     refused = list[int]()
     best: Decision | None = None
     finest: Problem | None = None
@@ -318,7 +317,7 @@ def _find_simple_plan(task: Task, fewest: int) -> Decision | None:
             # does not fit itself.
             with contextlib.suppress(InputError, CaptureError):
                 finest = task.problem(counts[-1])
-                if solved(finest) is None:
+                if have_equal_rows(task) and solved(finest) is None:
                     return None
     return best
 

@@ -261,3 +261,30 @@ def test_names():
         method_by_name("megatron:dp1,cp8,ring,ulysses")
     with pytest.raises(InputError, match="ulysses is a way to split a sequence, which cp does"):
         method_by_name("megatron:dp8,ulysses")
+
+
+def test_where_the_finest_micro_batches_do_not_fit_none_between_is_looked_at():
+    config = zoo.configure("llama-70b", **SIZES)
+    work = zoo.build(config, 64, dtype="bf16", recompute="block", attention="plain")
+    graph = capture(work.train_step, work.state, work.batch)
+    cluster, made = aq.Cluster.preset("8xH100"), []
+    least = min(
+        aq.plan(
+            work.train_step,
+            work.state,
+            work.batch,
+            cluster=cluster,
+            method=method,
+            num_micro_batches=8,
+        ).prediction.peak_memory_bytes
+        for method in (aq.Zero2Parallel(), aq.Zero3Parallel())
+    )
+
+    class Noted(Task):
+        def problem(self, num_micro_batches):
+            made.append(num_micro_batches)
+            return super().problem(num_micro_batches)
+
+    # A little less than without casts that are kept for the whole step.
+    task = Noted(graph=graph, cluster=cluster, memory_limit_bytes=0.9 * least)
+    assert simple_plan(task) is None and set(made) == {1, 8}
