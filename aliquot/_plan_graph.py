@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from ._plan_options import PlanOptions
 from ._time_limit import decide_in_time
 from .cluster import Cluster
 from .core import (
@@ -61,17 +62,7 @@ def plan_graph(
     *,
     started: float,
     trace_s: float | None = None,
-    cluster: Cluster | None = None,
-    num_micro_batches: int | Literal["auto"] | None = None,
-    on_missing_rule: str = "infer",
-    profiles: str | Path | None = None,
-    profiles_of_any: bool = False,
-    require_measured: float = 0.0,
-    require_grade: str = "measured",
-    measure: bool = False,
-    time_limit_s: float | None = None,
-    objective: str | None = None,
-    progress: Progress | None = None,
+    like: Task | None = None,
     **options: Any,
 ) -> Plan:
     """As `plan`, for a captured step.
@@ -79,65 +70,29 @@ def plan_graph(
     Args:
         started: the time from which `time_limit_s` counts.
         trace_s: the seconds that tracing took; by default those since `started`.
-        options: the other arguments of `plan`.
+        like: a task of the same graph, whose problems need not be made again.
+        options: those of `PlanOptions`.
     """
-    check_objective(objective, graph)
-    limit = None if time_limit_s is None else TimeLimit.since(started, time_limit_s)
+    asked = PlanOptions(**options)
+    check_objective(asked.objective, graph)
+    limit = None if asked.time_limit_s is None else TimeLimit.since(started, asked.time_limit_s)
+    may_stream = isinstance(asked.method or Auto(), (Auto, PipeshardParallel))
 
     def find(where: Cluster) -> Plan:
-        return _plan_counts(
-            graph,
-            num_micro_batches,
-            started=started,
-            trace_s=trace_s,
-            cluster=where,
-            on_missing_rule=on_missing_rule,
-            limit=limit,
-            objective=objective,
-            progress=progress,
-            **options,
-        )
+        make = functools.partial(_plan_once, graph, started, trace_s, like, limit)
+        on_these = structs.replace(asked, cluster=where)
+        if asked.objective == "throughput" and may_stream:
+            return _best_stream(make, on_these)
+        return make(on_these)
 
-    where = cluster or Cluster.detect()
-    if profiles is None:
-        if measure or require_measured:
+    where = asked.cluster or Cluster.detect()
+    if asked.profiles is None:
+        if asked.measure or asked.require_measured:
             raise InputError("measure and require_measured need a profile database: give profiles.")
         return find(where)
     from ._profiles import plan_measured
 
-    return plan_measured(
-        find,
-        graph,
-        where,
-        profiles,
-        of_any=profiles_of_any,
-        require_measured=require_measured,
-        require_grade=require_grade,
-        measure=measure,
-        on_missing_rule=on_missing_rule,
-        progress=progress,
-    )
-
-
-def _plan_counts(
-    graph: Graph,
-    num_micro_batches: int | Literal["auto"] | None,
-    *,
-    method: AbstractMethod | None = None,
-    objective: str | None = None,
-    **options: Any,
-) -> Plan:
-    make = functools.partial(
-        plan_captured,
-        graph,
-        method=method,
-        tries_counts=num_micro_batches == "auto",
-        **options,
-    )
-    count = None if num_micro_batches == "auto" else num_micro_batches
-    if objective == "throughput" and isinstance(method or Auto(), (Auto, PipeshardParallel)):
-        return _best_stream(make, method, count)
-    return make(num_micro_batches=count)
+    return plan_measured(find, graph, structs.replace(asked, cluster=where))
 
 
 def check_objective(objective: str | None, graph: Graph) -> None:
@@ -158,9 +113,7 @@ def check_objective(objective: str | None, graph: Graph) -> None:
         )
 
 
-def _best_stream(
-    make: Callable[..., Plan], method: AbstractMethod | None, num_micro_batches: int | None
-) -> Plan:
+def _best_stream(make: Callable[..., Plan], asked: PlanOptions) -> Plan:
     """The plan with the least time between calls that follow one another: the one with the fastest
     call, or stages that `Streaming` finds, with 1, 2, 4, ... micro-batches as long as that helps.
 
@@ -168,22 +121,25 @@ def _best_stream(
         InfeasibleError, InputError, CaptureError: as for the plan with the fastest call, if there
             are no other stages either.
     """
+    method = asked.method
+    tries_counts = asked.num_micro_batches == "auto"
+    num_micro_batches = None if asked.num_micro_batches == "auto" else asked.num_micro_batches
     best: Plan | None = None
     refusal: InfeasibleError | InputError | CaptureError | None = None
     try:
-        best = make(num_micro_batches=num_micro_batches)
+        best = make(asked)
     except (InfeasibleError, InputError, CaptureError) as error:
         refusal = error
     known = method if isinstance(method, PipeshardParallel) else PipeshardParallel()
     intra = method.intra if isinstance(method, Auto | PipeshardParallel) else known.intra
-    asked = known.asked_stages
-    stages = StageDP(schedules=("1f1b",), num_stages=asked)
+    stages = StageDP(schedules=("1f1b",), num_stages=known.asked_stages)
     streaming = replace(known, inter=Streaming(inter=stages), intra=intra, num_stages=None)
     is_open = method is None or not getattr(method, "mesh_shape", None)
     count = num_micro_batches or 1
     while is_open and count <= _MOST_MICRO_BATCHES:
         try:
-            candidate = make(method=streaming, num_micro_batches=count)
+            one = structs.replace(asked, method=streaming, num_micro_batches=count)
+            candidate = make(one, tries_counts=tries_counts)
         except (InfeasibleError, InputError, CaptureError, TimeLimitError):
             break
         if best is not None and time_between_calls_s(candidate) >= time_between_calls_s(best):
@@ -197,65 +153,54 @@ def _best_stream(
     return best
 
 
-def plan_captured(
+def _plan_once(
     graph: Graph,
-    *,
     started: float,
-    trace_s: float | None = None,
-    cluster: Cluster | None = None,
-    method: AbstractMethod | None = None,
-    num_micro_batches: int | None = None,
+    trace_s: float | None,
+    like: Task | None,
+    limit: TimeLimit | None,
+    asked: PlanOptions,
+    *,
     tries_counts: bool = False,
-    micro_batch_semantics: str = "exact",
-    memory_limit_bytes: float | None = None,
-    on_missing_rule: str = "infer",
-    recompute: str | None = None,
-    model: ModelReference | None = None,
-    tokens_per_step: int | None = None,
-    verify: bool = False,
-    limit: TimeLimit | None = None,
-    progress: Progress | None = None,
-    like: Task | None = None,
 ) -> Plan:
-    """See `plan`.
-
-    Args:
-        started: the time at which tracing of the step began.
-        like: a task of the same graph, whose problems need not be made again.
-    """
-    if recompute not in (None, "none"):
+    """The plan with the fastest call on the devices of `asked.cluster`, as these were measured."""
+    if asked.recompute not in (None, "none"):
         raise InputError(
-            f"recompute={recompute!r}: give 'none', with which stages of pipelines recompute only"
-            " what the step itself does, or leave it out, and each stage recomputes what its memory"
-            " calls for."
+            f"recompute={asked.recompute!r}: give 'none', with which stages of pipelines recompute"
+            " only what the step itself does, or leave it out, and each stage recomputes what its"
+            " memory calls for."
         )
-    where = cluster or Cluster.detect()
-    own = without_own_loop(graph, on_missing_rule) if micro_batch_semantics == "exact" else None
+    assert asked.cluster is not None
+    rules, semantics = asked.on_missing_rule, asked.micro_batch_semantics
+    task = like or Task(graph=graph, cluster=asked.cluster)
+    count = None if asked.num_micro_batches == "auto" else asked.num_micro_batches
+    own = without_own_loop(graph, rules) if semantics == "exact" else None
     if own is not None:
         # Micro-batches of the plan take the place of the step's own.
-        like = Task(graph=own.graph, cluster=where, own_turns=own.turns)
-        num_micro_batches = num_micro_batches and num_micro_batches * own.turns
+        task = Task(graph=own.graph, cluster=asked.cluster, own_turns=own.turns)
+        count = count and count * own.turns
     task = replace(
-        like or Task(graph=graph, cluster=where),
-        cluster=where,
-        num_micro_batches=num_micro_batches,
-        tries_counts=tries_counts,
-        semantics=micro_batch_semantics,
-        on_missing_rule=on_missing_rule,
-        memory_limit_bytes=memory_limit_bytes,
-        recomputes=recompute is None,
+        task,
+        cluster=asked.cluster,
+        num_micro_batches=count,
+        tries_counts=tries_counts or asked.num_micro_batches == "auto",
+        semantics=semantics,
+        on_missing_rule=rules,
+        memory_limit_bytes=asked.memory_limit_bytes,
+        recomputes=asked.recompute is None,
         # Processes of idle hosts would have nothing to do in this run.
         may_idle=not _is_one_of_many(),
-        progress=progress,
+        progress=asked.progress,
     )
-    method = method or Auto()
-    reference = model or ModelReference(kind="closure", name=graph.name)
-    if tokens_per_step is not None:
-        if tokens_per_step < 1:
-            raise InputError(f"tokens_per_step must be at least 1, got {tokens_per_step}.")
-        reference = structs.replace(reference, tokens_per_step=tokens_per_step)
+    method = asked.method or Auto()
+    reference = asked.model or ModelReference(kind="closure", name=graph.name)
+    tokens = asked.tokens_per_step
+    if tokens is not None:
+        if tokens < 1:
+            raise InputError(f"tokens_per_step must be at least 1, got {tokens}.")
+        reference = structs.replace(reference, tokens_per_step=tokens)
     _refuse_what_has_a_place(graph, task.cluster)
-    if on_missing_rule == "infer":
+    if rules == "infer":
         _warn_of_inferred(graph)
     traced = time.perf_counter()
 
@@ -279,7 +224,7 @@ def plan_captured(
             interrupted.plan = write(interrupted.decision) if interrupted.decision else None
             raise
 
-    return _first_that_fits(propose, task) if verify else propose()
+    return _first_that_fits(propose, task) if asked.verify else propose()
 
 
 def check_kinds(*, cluster: object = None, method: object = None, plan: object = None) -> None:

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ._plan_options import PlanOptions
 from .cluster import MEASURED, MEASURED_COMPUTE, Cluster
 from .core import InputError, nearest
-from .cost import estimate
+from .cost import PlannedStep, estimate
 from .graph import Graph, capture
 from .planners import Progress, apply_plan
 from .plans import Plan
@@ -32,20 +33,8 @@ def with_profiles(cluster: Cluster, profiles: str | Path, *, of_any: bool = Fals
         return replace(cluster, measured=read_measured(database, cluster, of_any=of_any))
 
 
-def plan_measured(
-    find: Callable[[Cluster], Plan],
-    graph: Graph,
-    cluster: Cluster,
-    profiles: str | Path,
-    *,
-    of_any: bool = False,
-    require_measured: float = 0.0,
-    require_grade: str = MEASURED,
-    measure: bool = False,
-    on_missing_rule: str = "infer",
-    progress: Progress | None = None,
-) -> Plan:
-    """The plan that `find` makes with the measurements of a database; see `plan` for the arguments.
+def plan_measured(find: Callable[[Cluster], Plan], graph: Graph, asked: PlanOptions) -> Plan:
+    """The plan that `find` makes for the cluster with the measurements of a database.
 
     With `measure`, the operators of the best plan that the database lacks are measured and the step
     is planned again, until the best plan lacks none, but at most ten times. Prices of operators
@@ -55,21 +44,21 @@ def plan_measured(
         InputError: a smaller share of the plan was measured than required; or with `measure`, the
             cluster's devices are not those of this process.
     """
-    if require_grade not in (MEASURED, MEASURED_COMPUTE):
-        raise InputError(
-            f"require_grade={require_grade!r}:"
-            f" {nearest(require_grade, (MEASURED, MEASURED_COMPUTE))}"
-        )
-    if measure:
+    cluster, profiles, grade = asked.cluster, asked.profiles, asked.require_grade
+    assert cluster is not None and profiles is not None
+    if grade not in (MEASURED, MEASURED_COMPUTE):
+        raise InputError(f"require_grade={grade!r}: {nearest(grade, (MEASURED, MEASURED_COMPUTE))}")
+    if asked.measure:
         _measure_launch(cluster, profiles)
-    for _ in range(_MOST_ROUNDS if measure else 1):
-        measured = with_profiles(cluster, profiles, of_any=of_any)
+    for _ in range(_MOST_ROUNDS if asked.measure else 1):
+        measured = with_profiles(cluster, profiles, of_any=asked.profiles_of_any)
         best = find(measured)
-        if not measure or not _measure_missing(
-            best, graph, measured, profiles, on_missing_rule, progress
-        ):
+        if not asked.measure:
             break
-    _require(best, require_measured, require_grade, profiles)
+        planned = apply_plan(best, graph, asked.on_missing_rule, measured.measured)
+        if not _measure_missing(planned, profiles, asked.progress):
+            break
+    _require(best, asked.require_measured, grade, profiles)
     return best
 
 
@@ -102,18 +91,10 @@ def _measure_launch(cluster: Cluster, profiles: str | Path) -> None:
         )
 
 
-def _measure_missing(
-    plan: Plan,
-    graph: Graph,
-    cluster: Cluster,
-    profiles: str | Path,
-    on_missing_rule: str,
-    progress: Progress | None,
-) -> bool:
+def _measure_missing(planned: PlannedStep, profiles: str | Path, progress: Progress | None) -> bool:
     """Measure the operators of a plan that a database lacks; False if it lacks none."""
     from .profiling import ProfileDatabase, operators_of_plan, profile_operators
 
-    planned = apply_plan(plan, graph, on_missing_rule, cluster.measured)
     with ProfileDatabase(profiles) as database:
         run = profile_operators(
             operators_of_plan(planned), database, budget_s=math.inf, progress=progress

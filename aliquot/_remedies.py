@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ._plan_options import PlanOptions
 from ._variants import Method, Variant, Variants, plan_variants
 from .cluster import Cluster
 from .core import (
@@ -139,9 +140,6 @@ def remedies_for(
     variants: Variants,
     *,
     cluster: Cluster,
-    method: Method | None = None,
-    num_micro_batches: int | Literal["auto"] | None = None,
-    memory_limit_bytes: float | None = None,
     others: Sequence[Sequence[Attempt]] = (),
     refused: InfeasibleError | None = None,
     budget_s: float = 25.0,
@@ -151,26 +149,22 @@ def remedies_for(
     """As `find_remedies`, for a step that may be built in several ways; `options` are those of
     `aliquot.plan`.
     """
+    asked = PlanOptions(**options)
+    method = asked.method
 
     def attempt(change: str, **changed: Any) -> Attempt:
-        used: dict[str, Any] = {
-            "cluster": cluster,
-            "num_micro_batches": num_micro_batches,
-            "memory_limit_bytes": memory_limit_bytes,
-            **options,
-            **changed,
-            "method": coarser(changed.get("method", method)),
-        }
+        used = {"cluster": cluster, **options, **changed}
+        used["method"] = coarser(used.get("method"))
 
         def make(time_limit_s: float) -> Plan:
             return plan_variants(variants, time_limit_s=time_limit_s, **used)
 
         return Attempt(change=change, make=make)
 
-    task = variants[-1].task(cluster, memory_limit_bytes=memory_limit_bytes)
+    task = variants[-1].task(cluster, memory_limit_bytes=asked.memory_limit_bytes)
     # All devices together must hold the state under any plan.
     may_fit = task.holds_state
-    given = num_micro_batches or getattr(method, "num_micro_batches", None)
+    given = asked.num_micro_batches or getattr(method, "num_micro_batches", None)
     if given is None and isinstance(method, Megatron) and method.pipeline == 1:
         # All other methods search the number where none is given.
         given = 1

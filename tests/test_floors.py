@@ -24,6 +24,7 @@ FLOORS = {
     "verification": 7,
     "interop": 7,
     "launching": 7,
+    "_plan_options": 7,
     "_profiles": 8,
     "_time_limit": 8,
     "_plan_graph": 9,
