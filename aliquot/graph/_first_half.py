@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from . import _jax_compat as compat
 from ._dataflow import ops_inside, reads_of
 from ._effects import any_effects
 from ._rule import traits_of
-from ._types import Call, Graph, Operand, OpId, ValueId
+from ._types import Call, Graph, OpId, ValueId
+from ._wires import Wire, wires_of
+
+# Of the structured operators these can be run as two.
+_CUT = ("scan", "remat")
 
 
 @dataclass(slots=True)
@@ -47,13 +50,10 @@ class FirstHalf:
         can be deferred.
         """
         self.values.update(results)
-        match call.kind:
-            case "remat":
-                self._add_region(call, results)
-            case "scan":
-                self._add_loop(call)
-            case _:
-                self.add_whole(call)
+        if call.kind in _CUT:
+            self._add_part(call, results)
+        else:
+            self.add_whole(call)
         # Cutting a call pays only if a product can be deferred.
         if not self.any_products(self.rest(call)):
             self.add_whole(call)
@@ -89,37 +89,29 @@ class FirstHalf:
                 self.ops.add(item)
                 self.values.update(i for i in op.inputs if isinstance(i, int))
 
-    def _add_region(self, call: Call, results: Collection[ValueId]) -> None:
-        (block,) = call.blocks
-        self._want(block.outputs, call.outputs, results)
-        self._add_items(block.items)
-
-    def _add_loop(self, call: Call) -> None:
-        (block,) = call.blocks
-        num_consts, num_carry = compat.scan_counts(call.eqn.params)
-        carried = block.inputs[num_consts : num_consts + num_carry]
-        self._want(block.outputs, call.outputs, self.values)
+    def _add_part(self, call: Call, results: Collection[ValueId]) -> None:
+        wires = wires_of(call)
+        self._want(wires.leaves, self.values if call.kind == "scan" else results)
         before = -1
         # What one turn needs may make another carried value needed: repeat until nothing is new.
         while len(self.values) != before:
             before = len(self.values)
-            self._add_items(block.items)
+            self._add_items(call.blocks[0].items)
             # The previous turn must make the carried values that this one reads.
-            self._want(block.outputs[:num_carry], carried, self.values)
-        self._want(call.outputs[:num_carry], carried, self.values)
-        self._want(call.inputs[num_consts:], block.inputs[num_consts:], self.values)
+            self._want(wires.turns, self.values)
+            if not wires.turns:
+                break
+        if call.kind == "scan":
+            self._want([(c.result, c.inner) for c in wires.carries], self.values)
+            self._want([(c.start, c.inner) for c in wires.carries], self.values)
+            self._want(wires.slices, self.values)
 
-    def _want(
-        self, sources: Sequence[Operand], targets: Sequence[Operand], wanted: Collection[ValueId]
-    ) -> None:
+    def _want(self, wires: Iterable[Wire], wanted: Collection[ValueId]) -> None:
         """Mark the sources of those targets that are in `wanted`."""
-        for source, target in zip(sources, targets, strict=True):
-            if (
-                isinstance(target, int)
-                and target in wanted
-                and isinstance(source, int)
-                and source >= 0
-            ):
+        for source, target in wires:
+            if not (isinstance(source, int) and isinstance(target, int)):
+                continue
+            if target in wanted and source >= 0:
                 self.values.add(source)
 
 
@@ -132,7 +124,7 @@ def first_half(graph: Graph, call: Call, needed: Collection[ValueId]) -> FirstHa
     Args:
         needed: results that other stages wait for.
     """
-    if call.kind not in ("scan", "remat") or any_effects(call, graph):
+    if call.kind not in _CUT or any_effects(call, graph):
         return None
     half = FirstHalf(graph)
     half.add(call, needed)
@@ -164,29 +156,25 @@ def _follow(
             ):
                 behind.update(op.outputs)
             continue
-        if item.kind not in ("scan", "remat"):
+        if item.kind not in _CUT:
             if half.any_products(half.rest(item)) or not behind.isdisjoint(reads_of(graph, item)):
                 behind.update(item.outputs)
             continue
-        (block,) = item.blocks
-        _pass(item.inputs, block.inputs, behind)
+        wires = wires_of(item)
+        _pass(wires.enters, behind)
         before = -1
         while len(behind) != before:
             # A dependence may pass from turn to turn through carries: repeat until nothing is new.
             before = len(behind)
-            _follow(graph, block.items, half, behind)
-            if item.kind == "scan":
-                num_consts, num_carry = compat.scan_counts(item.eqn.params)
-                _pass(
-                    block.outputs[:num_carry],
-                    block.inputs[num_consts : num_consts + num_carry],
-                    behind,
-                )
-        _pass(block.outputs, item.outputs, behind)
+            _follow(graph, item.blocks[0].items, half, behind)
+            _pass(wires.turns, behind)
+            if not wires.turns:
+                break
+        _pass(wires.leaves, behind)
 
 
-def _pass(sources: Sequence[Operand], targets: Sequence[Operand], behind: set[ValueId]) -> None:
+def _pass(wires: Iterable[Wire], behind: set[ValueId]) -> None:
     """Add to `behind` the targets whose sources are in it."""
-    for source, target in zip(sources, targets, strict=True):
+    for source, target in wires:
         if isinstance(source, int) and isinstance(target, int) and source in behind:
             behind.add(target)

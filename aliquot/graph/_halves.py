@@ -19,6 +19,7 @@ from ._dataflow import ops_inside, plain_item, reads_of
 from ._first_half import FirstHalf
 from ._recompute import items_between, values_to_keep
 from ._types import Block, Call, Graph, Operand, OpId, Phase, Value, ValueId
+from ._wires import Carry, Wire, wires_of
 
 
 class Halves(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -66,7 +67,7 @@ class _Builder:
         self, call: Call, free: frozenset[ValueId]
     ) -> tuple[Call, Call, tuple[ValueId, ...]]:
         (block,) = call.blocks
-        named = [(b, o) for b, o in zip(block.outputs, call.outputs, strict=True) if o >= 0]
+        named = [(b, o) for b, o in wires_of(call).results if o >= 0]
         results = [(b, o) for b, o in named if o in self._half.values]
         late = [(b, o) for b, o in named if o not in self._half.values]
         first, second, handed = self._items(block.items, [b for b, _ in late], free, frozenset())
@@ -87,52 +88,27 @@ class _Builder:
     def _loop(self, call: Call, free: frozenset[ValueId]) -> tuple[Call, Call, tuple[ValueId, ...]]:
         """Both halves of a loop. Each carry, and each stacked result, belongs to one of them."""
         (block,) = call.blocks
-        consts, carried = compat.scan_counts(call.eqn.params)
-        starts, sliced = call.inputs[consts : consts + carried], call.inputs[consts + carried :]
-        inner, rows = block.inputs[consts : consts + carried], block.inputs[consts + carried :]
-        now = [o in self._half.values for o in call.outputs]
-        carries = list(
-            zip(
-                starts,
-                inner,
-                block.outputs[:carried],
-                call.outputs[:carried],
-                now[:carried],
-                strict=True,
-            )
-        )
-        stacks = list(
-            zip(block.outputs[carried:], call.outputs[carried:], now[carried:], strict=True)
-        )
-        slices = list(zip(sliced, rows, strict=True))
-        free = free | {row for whole, row in slices if isinstance(row, int) and whole in free}
+        wires, needed = wires_of(call), self._half.values
+        free = free | {i for whole, i in wires.slices if isinstance(i, int) and whole in free}
         # Values from outside the loop need not be stacked.
+        sliced = [whole for whole, _ in wires.slices]
         free |= {i for i in reads_of(self._graph, call) if i not in sliced}
-        late_ends = [b for b, _, is_now in stacks if not is_now] + [
-            b for _, _, b, _, is_now in carries if not is_now
-        ]
-        turning = {c for _, c, _, _, is_now in carries if is_now and isinstance(c, int)}
+        now = [c for c in wires.carries if c.result in needed]
+        late = [c for c in wires.carries if c.result not in needed]
+        late_stacks = [wire for wire in wires.results if wire[1] not in needed]
         # Carries that only the second half's loop has are not handed on.
-        late_carries = {c for _, c, _, _, is_now in carries if not is_now and isinstance(c, int)}
         first, second, handed = self._items(
-            block.items, late_ends, frozenset(free | late_carries), frozenset(turning)
+            block.items,
+            [*(row for row, _ in late_stacks), *(c.end for c in late)],
+            free.union(c.inner for c in late if isinstance(c.inner, int)),
+            frozenset(c.inner for c in now if isinstance(c.inner, int)),
         )
         new = [(v, self._stacked(v, call.eqn.params["length"])) for v in handed]
+        stacks = [*(wire for wire in wires.results if wire[1] in needed), *new]
+        slices = [*wires.slices, *((stack, v) for v, stack in new)]
         return (
-            self._as_loop(
-                call,
-                first,
-                [c[:4] for c in carries if c[4]],
-                slices,
-                [*((b, o) for b, o, is_now in stacks if is_now), *new],
-            ),
-            self._as_loop(
-                call,
-                second,
-                [c[:4] for c in carries if not c[4]],
-                [*slices, *((stack, v) for v, stack in new)],
-                [(b, o) for b, o, is_now in stacks if not is_now],
-            ),
+            self._as_loop(call, first, now, wires.slices, stacks),
+            self._as_loop(call, second, late, slices, late_stacks),
             tuple(stack for _, stack in new),
         )
 
@@ -140,19 +116,19 @@ class _Builder:
         self,
         call: Call,
         items: Sequence[OpId | Call],
-        carries: Sequence[tuple[Operand, Operand, Operand, ValueId]],
-        slices: Sequence[tuple[Operand, Operand]],
+        carries: Sequence[Carry],
+        slices: Sequence[Wire],
         stacks: Sequence[tuple[Operand, ValueId]],
     ) -> Call:
         """One half of a loop: a scan with the given items, carries, slices and stacked results."""
-        ends = [*(b for _, _, b, _ in carries), *(b for b, _ in stacks)]
+        ends = [*(c.end for c in carries), *(b for b, _ in stacks)]
         read = {i for item in items for i in reads_of(self._graph, item)} | {
             i for i in ends if isinstance(i, int)
         }
         # Slices that this half does not read are left out, so that they need not be kept for it.
         used = [(whole, row) for whole, row in slices if row in read]
         block = Block(
-            inputs=(*(c for _, c, _, _ in carries), *(row for _, row in used)),
+            inputs=(*(c.inner for c in carries), *(row for _, row in used)),
             items=tuple(items),
             outputs=tuple(ends),
         )
@@ -160,8 +136,8 @@ class _Builder:
             kind="scan",
             eqn=compat.loop_like(call.eqn, len(carries)),
             blocks=(block,),
-            inputs=(*(start for start, _, _, _ in carries), *(whole for whole, _ in used)),
-            outputs=(*(o for _, _, _, o in carries), *(o for _, o in stacks)),
+            inputs=(*(c.start for c in carries), *(whole for whole, _ in used)),
+            outputs=(*(c.result for c in carries), *(o for _, o in stacks)),
         )
 
     def _stacked(self, value: ValueId, length: int) -> ValueId:

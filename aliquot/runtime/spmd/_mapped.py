@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ...graph import Block, Call, Graph, Literal, Operand, OpId, is_check, scan_counts
+from ...graph import Call, Graph, Literal, Operand, OpId, Wire, is_check, wires_of
 
 
 def differing(graph: Graph, given: Iterable[int]) -> frozenset[int]:
@@ -30,61 +30,31 @@ def _run(graph: Graph, items: Sequence[OpId | Call], different: set[int]) -> Non
 
 def _call(graph: Graph, call: Call, different: set[int]) -> None:
     """Follow a structured operator into its bodies; loops until a fixed point."""
-    match call.kind:
-        case "scan":
-            (block,) = call.blocks
-            _pass(call.inputs, block.inputs, different)
-            first, count = scan_counts(call.eqn.params)
-            _loop(graph, block, block.inputs[first : first + count], different)
-            _pass(block.outputs, call.outputs, different)
-        case "while":
-            condition, block = call.blocks
-            num_cond, num_body = call.eqn.params["cond_nconsts"], call.eqn.params["body_nconsts"]
-            init, carried = call.inputs[num_cond + num_body :], block.inputs[num_body:]
-            _pass(call.inputs[:num_cond], condition.inputs[:num_cond], different)
-            _pass(call.inputs[num_cond : num_cond + num_body], block.inputs[:num_body], different)
-            _pass(init, carried, different)
-            _loop(graph, block, carried, different)
-            _pass(carried, condition.inputs[num_cond:], different)
-            _run(graph, condition.items, different)
-            if _any(condition.outputs, different):
-                # Groups whose loop has ended keep their carries while others go on, so all carries
-                # differ.
-                different.update(i for i in carried if isinstance(i, int))
-                _loop(graph, block, carried, different)
-            _pass(block.outputs, call.outputs, different)
-            _pass(carried, call.outputs, different)
-        case "cond":
-            chosen_apart = _any(call.inputs[:1], different) and not is_check(call.eqn)
-            for block in call.blocks:
-                _pass(call.inputs[1:], block.inputs, different)
-                if chosen_apart:
-                    # Under `vmap` every branch then runs for every group, with all its operands
-                    # given to each group.
-                    different.update(i for i in block.inputs if isinstance(i, int))
-                    different.update(call.outputs)
-                _run(graph, block.items, different)
-                _pass(block.outputs, call.outputs, different)
-        case _:
-            (block,) = call.blocks
-            _pass(call.inputs, block.inputs, different)
-            _run(graph, block.items, different)
-            _pass(block.outputs, call.outputs, different)
-
-
-def _loop(graph: Graph, block: Block, carried: Sequence[Operand], different: set[int]) -> None:
-    """Follow a body until the set of carries that differ is a fixed point."""
+    wires = wires_of(call)
+    _pass(wires.enters, different)
+    if call.kind == "cond" and _any(call.inputs[:1], different) and not is_check(call.eqn):
+        # Under `vmap` every branch then runs for every group, with all its operands given to each
+        # group.
+        different.update(inner for _, inner in wires.constants if isinstance(inner, int))
+        different.update(call.outputs)
+    before = -1
     # It ends, because values are only added.
-    while True:
-        _run(graph, block.items, different)
+    while len(different) != before:
         before = len(different)
-        _pass(block.outputs[: len(carried)], carried, different)
-        if len(different) == before:
-            return
+        for block in call.blocks:
+            _run(graph, block.items, different)
+        if call.kind == "while" and _any(call.blocks[0].outputs, different):
+            # Groups whose loop has ended keep their carries while others go on, so all carries
+            # differ.
+            different.update(c.inner for c in wires.carries if isinstance(c.inner, int))
+        _pass(wires.turns, different)
+        if not wires.turns:
+            break
+    _pass(wires.leaves, different)
 
 
-def _pass(sources: Sequence[Operand], targets: Sequence[Operand], different: set[int]) -> None:
-    for source, target in zip(sources, targets, strict=True):
+def _pass(wires: Iterable[Wire], different: set[int]) -> None:
+    for source, target in wires:
         if isinstance(target, int) and _any((source,), different):
             different.add(target)
 
