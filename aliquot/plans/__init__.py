@@ -18,6 +18,9 @@ from ._closed_form import ClosedForm as ClosedForm
 from ._closed_form import Maximum as Maximum
 from ._closed_form import StageTimes as StageTimes
 from ._collective_text import stage_collective_table as stage_collective_table
+from ._compared import Collective as Collective
+from ._compared import CollectiveComparison as CollectiveComparison
+from ._compared import compare_collectives as compare_collectives
 from ._describe import brief as brief
 from ._describe import describe as describe
 from ._diff import Change as Change

@@ -10,28 +10,8 @@ from typing import Any, Protocol
 from rich.console import RenderableType
 
 from ..core import format_bytes, format_seconds
-from ..plans import Plan, grouped_arrays
+from ..plans import Collective, Plan, compare_collectives, grouped_arrays
 from ._tables import columns
-
-
-class Collective(Protocol):
-    """One kind of collective in a compiled program. `CollectiveUse` matches this protocol."""
-
-    @property
-    def kind(self) -> str:
-        """Such as `all-reduce`."""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Mesh axes it runs over."""
-
-    @property
-    def count(self) -> float:
-        """Number of runs in a step."""
-
-    @property
-    def num_bytes(self) -> float:
-        """Bytes of the results of all these runs together, on each device."""
 
 
 class Memory(Protocol):
@@ -69,15 +49,10 @@ def compared(plan: Plan, memory: Memory, collectives: Iterable[Collective]) -> d
         for stage in plan.stages
         for group in grouped_arrays(plan.inputs, stage, stage.shardings)
     )
-    rows: dict[tuple[str, str], dict[str, float]] = {}
-    for source, uses in (
-        ("predicted", plan.prediction.collectives),
-        ("compiled", tuple(collectives)),
-    ):
-        for use in uses:
-            row = rows.setdefault((use.kind, ", ".join(use.axes)), _NOTHING.copy())
-            row[f"{source}_count"] += use.count
-            row[f"{source}_bytes"] += use.num_bytes
+    rows = [
+        {**row.to_dict(), "axes": ", ".join(row.axes)}
+        for row in compare_collectives(plan.prediction.collectives, collectives)
+    ]
     return {
         "memory": [
             {
@@ -91,19 +66,11 @@ def compared(plan: Plan, memory: Memory, collectives: Iterable[Collective]) -> d
                 "compiled_bytes": total,
             },
         ],
-        "collectives": [
-            {"kind": kind, "axes": axes, **row} for (kind, axes), row in sorted(rows.items())
-        ],
+        "collectives": sorted(rows, key=lambda row: (row["kind"], row["axes"])),
     }
 
 
 _WHO = ("predicted", "compiled")
-_NOTHING = {
-    "predicted_count": 0.0,
-    "compiled_count": 0.0,
-    "predicted_bytes": 0.0,
-    "compiled_bytes": 0.0,
-}
 
 
 def beside_measured(plan: Plan, step_time_s: float, figures: dict[str, Any]) -> RenderableType:

@@ -5,7 +5,7 @@ step it is slower than the fastest.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ from ..plans import (
     time_between_calls_s,
     tokens_per_step,
 )
-from ._tables import columns
+from ._tables import Column, table
 
 """What stands in tables of prices for a host without one."""
 _MOST_PARTS = 3
@@ -184,40 +184,36 @@ def comparison_table(comparison: Comparison) -> Group:
     """What to take, a table of the candidates, and a line for each that is not the fastest."""
     clusters = list(dict.fromkeys(candidate.cluster for candidate in comparison.candidates))
     several, methods = len(clusters) > 1, len({c.method for c in comparison.candidates}) > 1
-    first = [*(["cluster"] if several else []), *(["method"] if methods or not several else [])]
-    counted = any(c.plan and mfu(c.plan) is not None for c in comparison.candidates)
-    tokens = any(c.plan and tokens_per_step(c.plan) for c in comparison.candidates)
-    header = [
-        *first,
-        "mesh",
-        "step",
-        *(["between calls"] if comparison.objective == "throughput" else []),
-        *(["MFU"] if counted else []),
-        "tokens/s" if tokens else "examples/s",
-        *([comparison.cost_unit] if comparison.prices else []),
-        "memory",
+    named = methods or not several
+    rows = [
+        {**comparison._row(c), "layout": layout(c.plan) if c.plan else None}
+        for c in comparison.candidates
     ]
-    rows: list[list[str]] = []
-    lines: list[RenderableType] = []
-    for candidate in comparison.candidates:
-        names = [
-            *([candidate.cluster] if several else []),
-            *([candidate.method] if methods or not several else []),
-        ]
-        shape, *figures, memory = _cells(candidate, comparison.objective, counted, tokens)
-        known = format_cost(comparison.cost(candidate))
-        cost = [known or (NO_PRICE if candidate.plan else "")] if comparison.prices else []
-        rows.append([*names, shape, *figures, *cost, memory])
-        if why := comparison.why_not(candidate):
-            lines.append(Padding(Text(f"{' '.join(names)}: {why}"), (0, 0, 0, 2)))
-    title = (
+    what = "tokens" if any(row["tokens_per_s"] for row in rows) else "examples"
+    counted = any(row["mfu"] is not None for row in rows)
+    between = comparison.objective == "throughput"
+    shown = table(
         f"{comparison.model}{'' if several else f' on {clusters[0]}' if clusters else ''}: fastest"
-        " first (predicted)"
+        " first (predicted)",
+        rows,
+        Column("cluster", "cluster", shown=several),
+        Column("method", "method", shown=named),
+        Column("mesh", "layout"),
+        Column("step", step_said, number=True),
+        Column("between calls", "time_between_calls_s", format_seconds, number=True, shown=between),
+        Column("MFU", "mfu", "{:.1%}".format, number=True, shown=counted),
+        Column(f"{what}/s", f"{what}_per_s", rate_said, number=True),
+        Column(comparison.cost_unit, _cost_said, number=True, shown=comparison.prices),
+        Column("memory", memory_said, number=True),
+        narrow=True,
     )
-    right = range(len(first) + 1, len(header))
-    table = columns(title, header, rows, right=right, narrow=True)
+    lines: list[RenderableType] = []
+    for row in rows:
+        names = (row["cluster"] if several else "", row["method"] if named else "")
+        if why := row["loses"]:
+            lines.append(Padding(Text(f"{' '.join(filter(None, names))}: {why}"), (0, 0, 0, 2)))
     parts: list[RenderableType] = [Text(line) for line in recommendation(comparison)]
-    parts += ["", table]
+    parts += ["", shown]
     parts += [Text("Why not", style="bold"), *lines] if lines else []
     notes = notes_of(comparison)
     parts += (
@@ -347,31 +343,27 @@ def notes_of(comparison: Comparison) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _cells(candidate: Candidate, objective: str | None, counted: bool, tokens: bool) -> list[str]:
-    plan, streams = candidate.plan, objective == "throughput"
-    if plan is None:
-        need = f"{format_bytes(candidate.required_bytes)}" if candidate.required_bytes else ""
-        empty = [""] * (streams + counted + 1)
-        return ["", "does not fit" if need else "no plan", *empty, need]
-    p, used = plan.prediction, mfu_of(plan, objective)
-    count = tokens_per_step(plan) if tokens else examples_per_step(plan)
-    seconds = seconds_of(plan, objective)
-    return [
-        layout(plan),
-        format_seconds(p.step_time_s),
-        *([format_seconds(seconds)] if streams else []),
-        *([f"{used:.1%}" if used is not None else ""] if counted else []),
-        format_count(float(round(count / seconds))) if count and seconds else "",
-        memory_of(plan),
-    ]
+def step_said(row: Mapping[str, Any]) -> str:
+    """The step time of a row of an answer, or that there is none."""
+    if row["feasible"]:
+        return format_seconds(row["step_time_s"])
+    return "does not fit" if row["peak_memory_bytes"] else "no plan"
 
 
-def memory_of(plan: Plan) -> str:
-    """Memory on each device, and its share of the limit if there is one."""
-    p = plan.prediction
-    limit = p.memory_limit_bytes
-    share = f" {format_share_of_limit(p.peak_memory_bytes, limit)}" if limit else ""
-    return f"{format_bytes(p.peak_memory_bytes)}{share}"
+def rate_said(per_s: float) -> str:
+    """Tokens or examples per second."""
+    return format_count(float(round(per_s)))
+
+
+def memory_said(row: Mapping[str, Any]) -> str | None:
+    """Memory on each device, and its share of the limit if a plan has one."""
+    peak, limit = row["peak_memory_bytes"], row["memory_limit_bytes"] if row["feasible"] else None
+    share = f" {format_share_of_limit(peak, limit)}" if limit else ""
+    return f"{format_bytes(peak)}{share}" if peak else None
+
+
+def _cost_said(row: Mapping[str, Any]) -> str | None:
+    return format_cost(row["cost"]) or (NO_PRICE if row["feasible"] else None)
 
 
 def format_cost(cost: float | None) -> str:

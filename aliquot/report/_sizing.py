@@ -5,7 +5,7 @@ tables and plain data.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +26,13 @@ from ..plans import (
     how_recomputed,
     is_pipeline,
     meshes,
-    mfu,
     name_on_mesh,
     rate,
     said_error,
     tokens_per_step,
 )
-from ._comparison import memory_of
-from ._tables import columns
+from ._comparison import memory_said, rate_said
+from ._tables import Column, table
 
 _DAY_S = 86_400.0
 # From this ratio on, percentages are harder to read than multiples.
@@ -168,23 +167,26 @@ def batch_table(search: BatchSearch) -> Group:
     lines.append(Text(f"  highest throughput of these    {fastest.global_batch}, {highest}"))
     lines.append(Text(""))
     rows = [
-        (
-            str(t.global_batch),
-            format_seconds(t.plan.prediction.step_time_s) if t.plan else "does not fit",
-            _percent(mfu(t.plan)) if t.plan else "",
-            format_count(float(round(rate(t.plan)[0]))) if t.plan else "",
-            memory_of(t.plan) if t.plan else "",
-            str(t.plan.num_micro_batches) if t.plan else "",
-            str(how_recomputed(t.plan) or "") if t.plan else "",
-        )
-        for t in search.trials
+        {**row, "recompute": how_recomputed(trial.plan) if trial.plan else None}
+        for row, trial in zip(search.to_dict()["trials"], search.trials, strict=True)
     ]
-    header = ("batch", "step", "MFU", f"{what}/s", "memory", "micro-batches", "recompute")
-    return Group(*lines, columns("Tried", header, rows, right=range(len(header)), narrow=True))
+    tried = table(
+        "Tried",
+        rows,
+        Column("batch", "global_batch", number=True),
+        Column("step", _step, number=True),
+        Column("MFU", "mfu", "{:.1%}".format, number=True),
+        Column(f"{what}/s", f"{what}_per_s", rate_said, number=True),
+        Column("memory", memory_said, number=True),
+        Column("micro-batches", "num_micro_batches", number=True),
+        Column("recompute", "recompute", number=True),
+        narrow=True,
+    )
+    return Group(*lines, tried)
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+def _step(row: Mapping[str, Any]) -> str:
+    return format_seconds(row["step_time_s"]) if row["feasible"] else "does not fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,41 +368,24 @@ def sizing_table(sizing: Sizing) -> Group:
     unit = f" ({money})" if money else ""
     batches = {examples_per_step(o.plan) for o in sizing.options if o.plan}
     varies = batches - {sizing.global_batch}
-    header = [
-        "cluster",
-        *(["batch"] if varies else []),
-        "method",
-        "step",
-        f"{_unit(sizing)}/s per device",
-        "MFU",
-        "days",
-        "in time",
-    ]
-    header += [f"per hour{unit}", f"cost{unit}"] if priced else []
-    rows = []
-    for o in sizing.options:
-        batch = [str(examples_per_step(o.plan)) if o.plan else ""] if varies else []
-        row = [o.cluster, *batch, "does not fit", "", "", "", "", ""]
-        if o.plan and o.training_s is not None:
-            row = [
-                o.cluster,
-                *batch,
-                _method(o.plan),
-                format_seconds(o.plan.prediction.step_time_s),
-                format_count(float(round(_per_device(o) or 0.0))),
-                _percent(mfu(o.plan)),
-                f"{o.training_s / _DAY_S:.1f}",
-                "yes" if o.training_s <= sizing.by_s else "no",
-            ]
-        rows.append(
-            [
-                *row,
-                *([_priced(o), _rounded(o.cost) if o.cost else ""] if priced else []),
-            ]
-        )
-    more = len(header) - (9 if priced else 7)
-    right = [*range(1, 1 + more), *(k + more for k in (2, 3, 4, 5, *([7, 8] if priced else [])))]
-    rest = [Text(line) for line in explained_names(row[1 + more] for row in rows)]
+    rows = sizing.to_dict()["options"]
+    methods = [row["method"] or "does not fit" for row in rows]
+    planned = table(
+        "Planned",
+        rows,
+        Column("cluster", "cluster"),
+        Column("batch", "global_batch", number=True, shown=varies),
+        Column("method", lambda row: row["method"] or "does not fit"),
+        Column("step", "step_time_s", format_seconds, number=True),
+        Column(f"{_unit(sizing)}/s per device", "tokens_per_s_per_device", rate_said, number=True),
+        Column("MFU", "mfu", "{:.1%}".format, number=True),
+        Column("days", "training_s", lambda s: f"{s / _DAY_S:.1f}", number=True),
+        Column("in time", _in_time),
+        Column(f"per hour{unit}", _priced, number=True, shown=priced),
+        Column(f"cost{unit}", _cost, number=True, shown=priced),
+        narrow=True,
+    )
+    rest = [Text(line) for line in explained_names(methods)]
     rest += [Text(line) for line in _unknown_errors(sizing)]
     if choice:
         rest.append(
@@ -411,12 +396,21 @@ def sizing_table(sizing: Sizing) -> Group:
             )
         )
     rest += [Text(f"Prices: {sizing.prices}")] if sizing.prices else []
-    return Group(*lines, columns("Planned", header, rows, right=right, narrow=True), *rest)
+    return Group(*lines, planned, *rest)
 
 
-def _priced(option: ClusterOption) -> str:
+def _in_time(row: Mapping[str, Any]) -> str:
+    return "yes" if row["in_time"] else "no" if row["feasible"] else ""
+
+
+def _priced(row: Mapping[str, Any]) -> str:
     """The price of an hour, or that there is none."""
-    return NO_PRICE if option.price_per_hour is None else _money(option.price_per_hour)
+    price = row["price_per_hour"]
+    return NO_PRICE if price is None else _money(price)
+
+
+def _cost(row: Mapping[str, Any]) -> str:
+    return _rounded(row["cost"]) if row["cost"] else ""
 
 
 def _unknown_errors(sizing: Sizing) -> Iterator[str]:

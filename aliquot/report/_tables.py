@@ -57,14 +57,14 @@ class Column:
         of: a key of the row, an attribute of it, or a function of it.
         said: what is found there as text. None is an empty cell.
         number: whether it is aligned right.
-        shown: False leaves it out.
+        shown: whether it is there, as True or False or by what it is about.
     """
 
     heading: str
     of: str | Callable[[Any], Any]
     said: Callable[[Any], str] = str
     number: bool = False
-    shown: bool = True
+    shown: object = True
 
     def cell(self, row: Any) -> str | None:
         """What is said of a row."""

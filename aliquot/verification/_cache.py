@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from ..core import AliquotError, InputError, read_file, write_atomic
+from ..runtime import CompiledCollective
+from ._program import Dims
 
 _MOST_ENTRIES = 500
 _MOST_BYTES = 64 * 2**20
@@ -20,7 +23,9 @@ Whole = Annotated[int, Meta(ge=0, le=2**60)]
 Number = Annotated[float, Meta(ge=0.0, le=1e18)]
 
 
-class _Memory(msgspec.Struct, frozen=True, kw_only=True):
+class AccountedMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on each device, as the compiler assigned them; see `CompiledProgram`."""
+
     argument_bytes: Whole
     output_bytes: Whole
     temp_bytes: Whole
@@ -29,34 +34,34 @@ class _Memory(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: Whole
 
 
-class _Collective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    kind: str
-    axes: list[str]
-    count: Number
-    num_bytes: Number
-    dtype: str
-    in_loop: bool
-    label: str
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    """What a compiler says of a program, as the worker writes it and the cache keeps it."""
 
-
-class _Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker writes about a program that it has compiled."""
-
-    memory: _Memory
-    collectives: list[_Collective]
-    out_dims: list[list[list[str]] | None]
-    out_bytes: list[Whole]
+    memory: AccountedMemory
+    collectives: tuple[CompiledCollective, ...]
+    out_dims: tuple[Dims | None, ...]
+    out_bytes: tuple[Whole, ...]
     cycles: Number
     modelled_compute_s: Number
     unpriced_calls: Number
     compile_s: Number
 
 
-class _Refusal(msgspec.Struct, frozen=True, kw_only=True):
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """What stands for a program that is too big for its device."""
 
     refusal: str
     needed_bytes: Number
+
+
+def account_of(answer: Mapping[str, Any]) -> Account | Refusal:
+    """An answer as it was written, read.
+
+    Raises:
+        msgspec.ValidationError: it is none.
+    """
+    kind: type[Account | Refusal] = Refusal if "refusal" in answer else Account
+    return msgspec.convert(answer, kind)
 
 
 def default_cache() -> Path:
@@ -70,11 +75,12 @@ def read_answer(folder: Path, key: str) -> dict[str, Any] | None:
     then asked for again.
     """
     try:
-        data = msgspec.json.decode(read_file(folder / f"{key}.json", _MOST_BYTES), type=dict)
-        msgspec.convert(data, _Refusal if "refusal" in data else _Answer)
+        answer = msgspec.json.decode(
+            read_file(folder / f"{key}.json", _MOST_BYTES), type=dict[str, Any]
+        )
+        account_of(answer)
     except (InputError, msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    answer: dict[str, Any] = data
     return answer
 
 

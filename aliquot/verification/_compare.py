@@ -1,6 +1,4 @@
-"""Comparison of a compiled program's collectives with those of its plan, and the ones that the plan
-does not explain.
-"""
+"""Collectives of a compiled program that its plan does not explain."""
 
 from __future__ import annotations
 
@@ -10,37 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core import format_bytes
+from ..plans import CollectiveComparison as CollectiveComparison
 from ..plans import CollectiveUse
+from ..plans import compare_collectives as compare_collectives
 from ..runtime import CompiledCollective
 from ._text import INPUT
 
 _TOLERANCE = 0.05
 _NEGLIGIBLE = 0.01
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveComparison:
-    """Collectives of one kind along some mesh axes in one step; bytes are what they leave on each
-    device.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    predicted_count: float
-    compiled_count: float
-    predicted_bytes: float
-    compiled_bytes: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "kind": self.kind,
-            "axes": list(self.axes),
-            "predicted_count": self.predicted_count,
-            "compiled_count": self.compiled_count,
-            "predicted_bytes": self.predicted_bytes,
-            "compiled_bytes": self.compiled_bytes,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,35 +50,6 @@ class UnintendedCollective:
             f"{where}: {self.count:g} times, {format_bytes(self.num_bytes)},"
             f" {self.cause or 'cause unknown'}"
         )
-
-
-def compare_collectives(
-    predicted: Sequence[CollectiveUse], compiled: Sequence[CompiledCollective]
-) -> tuple[CollectiveComparison, ...]:
-    """Predicted and compiled collectives added up by kind and axes, most bytes first."""
-    rows: dict[tuple[str, tuple[str, ...]], list[float]] = {}
-    sides: tuple[Sequence[CollectiveUse | CompiledCollective], ...] = (predicted, compiled)
-    for side, uses in enumerate(sides):
-        for use in uses:
-            row = rows.setdefault((use.kind, tuple(use.axes)), [0.0] * 4)
-            row[side] += use.count
-            row[2 + side] += use.num_bytes
-    comparisons = [
-        CollectiveComparison(
-            kind=kind,
-            axes=axes,
-            predicted_count=row[0],
-            compiled_count=row[1],
-            predicted_bytes=row[2],
-            compiled_bytes=row[3],
-        )
-        for (kind, axes), row in rows.items()
-    ]
-    return tuple(
-        sorted(
-            comparisons, key=lambda r: (-max(r.predicted_bytes, r.compiled_bytes), r.kind, r.axes)
-        )
-    )
 
 
 def unintended_collectives(

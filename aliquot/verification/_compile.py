@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from ..core import version_of
 from ..runtime import CompiledCollective
-from ._cache import default_cache, keep_answer, read_answer
+from ._cache import account_of, default_cache, keep_answer, read_answer
 from ._process import CompilerProcess, Progress
 from ._program import Dims, PortableProgram
 from ._targets import CompileTarget
 from ._wheels import require_compiler
 
 _FORMAT = "5"
+_REQUESTED: tuple[str, ...] = ("platform", "mesh_shape", "axis_names", "in_dims", "out_dims")
+_REQUESTED += ("in_kinds", "out_kinds", "donated", "x64")
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
@@ -142,19 +146,8 @@ class Compiler:
             if name:
                 self._progress(f"{what}: kept from an earlier run")
             return _compiled(target, kept, cached=True)
-        request = {
-            "platform": program.platform,
-            "description": target.description,
-            "topology": topology,
-            "mesh_shape": program.mesh_shape,
-            "axis_names": program.axis_names,
-            "in_dims": program.in_dims,
-            "out_dims": program.out_dims,
-            "in_kinds": program.in_kinds,
-            "out_kinds": program.out_kinds,
-            "donated": program.donated,
-            "x64": program.x64,
-        }
+        request = {name: getattr(program, name) for name in _REQUESTED}
+        request |= {"description": target.description, "topology": topology}
         answer = self._process.compile(
             program, request, what=what, report=self._folder / f"{key[:16]}.txt"
         )
@@ -206,36 +199,7 @@ def _key(
 def _compiled(
     target: CompileTarget, answer: Mapping[str, Any], *, cached: bool = False, remark: str = ""
 ) -> CompiledProgram:
-    if "refusal" in answer:
-        return CompiledProgram(
-            target=target,
-            refusal=answer["refusal"],
-            needed_bytes=answer["needed_bytes"],
-            cached=cached,
-            remark=remark,
-        )
-    memory = answer["memory"]
-    return CompiledProgram(
-        target=target,
-        argument_bytes=memory["argument_bytes"],
-        output_bytes=memory["output_bytes"],
-        temp_bytes=memory["temp_bytes"],
-        alias_bytes=memory["alias_bytes"],
-        live_bytes=memory["live_bytes"],
-        host_bytes=memory["host_bytes"],
-        collectives=tuple(
-            CompiledCollective(**{**c, "axes": tuple(c["axes"])}) for c in answer["collectives"]
-        ),
-        out_dims=tuple(_read_dims(dims) for dims in answer["out_dims"]),
-        out_bytes=tuple(answer["out_bytes"]),
-        cycles=answer["cycles"],
-        modelled_compute_s=answer["modelled_compute_s"],
-        unpriced_calls=answer["unpriced_calls"],
-        compile_s=answer["compile_s"],
-        cached=cached,
-        remark=remark,
-    )
-
-
-def _read_dims(dims: Any) -> Dims | None:
-    return None if dims is None else tuple(tuple(axes) for axes in dims)
+    said = structs.asdict(account_of(answer))
+    if memory := said.pop("memory", None):
+        said |= structs.asdict(memory)
+    return CompiledProgram(target=target, cached=cached, remark=remark, **said)

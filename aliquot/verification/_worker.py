@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,6 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
     from jax.sharding import NamedSharding, PartitionSpec
 
     jax.config.update("jax_enable_x64", request["x64"])
-    started = time.perf_counter()
     exported = export.deserialize(bytearray(module))
     mesh = _mesh(request)
 
@@ -121,7 +121,6 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
             "temp_bytes": int(memory.temp_size_in_bytes),
             "alias_bytes": int(memory.alias_size_in_bytes),
             "live_bytes": int(getattr(memory, "peak_memory_in_bytes", 0)),
-            "code_bytes": int(memory.generated_code_size_in_bytes),
             "host_bytes": int(
                 memory.host_argument_size_in_bytes
                 + memory.host_output_size_in_bytes
@@ -129,18 +128,7 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
                 + memory.host_temp_size_in_bytes
             ),
         },
-        "collectives": [
-            {
-                "kind": c.kind,
-                "axes": list(c.axes),
-                "count": c.count,
-                "num_bytes": c.num_bytes,
-                "dtype": c.dtype,
-                "in_loop": c.in_loop,
-                "label": c.label,
-            }
-            for c in compiled_collectives(text, names, sizes)
-        ],
+        "collectives": [asdict(each) for each in compiled_collectives(text, names, sizes)],
         "out_dims": [_dims(sharding) for sharding in compiled.output_shardings],
         "out_bytes": [
             # Host memory is counted by itself.
@@ -152,7 +140,6 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
         "cycles": estimated_cycles(text),
         "modelled_compute_s": modelled_compute_s(text),
         "unpriced_calls": unpriced_calls(text),
-        "lower_s": middle - started,
         "compile_s": compile_s,
     }
 

@@ -11,8 +11,14 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
 
 from ._device_groups import device_groups
+
+Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
+"""A sum of counts or bytes."""
 
 KINDS = (
     "all-reduce",
@@ -51,8 +57,8 @@ class CompiledCollective:
 
     kind: str
     axes: tuple[str, ...]
-    count: float
-    num_bytes: float
+    count: Amount
+    num_bytes: Amount
     dtype: str = ""
     in_loop: bool = False
     label: str = ""
