@@ -97,11 +97,14 @@ class Generator:
         Raises:
             InfeasibleError, InputError: as `aliquot.plan` does.
         """
+        import jax
+
         self.model, self._sampling = model, sampling
         vocabulary = model.config.vocab_size if vocabulary is None else vocabulary
         decode = _choosing(model.decode, vocabulary, sampling)
         prefill = _choosing(model.prefill, vocabulary, sampling)
-        drawn = _shapes(self._drawn(np.zeros(model.prompt["length"].shape, np.int32)))
+        arrays = self._drawn(np.zeros(model.prompt["length"].shape, np.int32))
+        drawn = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
         token, prompt = {**model.token, **drawn}, {**model.prompt, **drawn}
         self.plan = decode_plan or plan(
             decode,
@@ -221,12 +224,6 @@ def _choosing(
 
     choosing.__name__ = function.__name__
     return choosing
-
-
-def _shapes(arrays: dict[str, Any]) -> dict[str, Any]:
-    import jax
-
-    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
 
 
 def _same_splits(decode: Plan) -> ManualParallel:

@@ -35,7 +35,6 @@ from .planners import (
     Decision,
     Interrupted,
     PipeshardParallel,
-    Progress,
     StageDP,
     Streaming,
     Task,
@@ -179,6 +178,7 @@ def _plan_once(
         # Micro-batches of the plan take the place of the step's own.
         task = Task(graph=own.graph, cluster=asked.cluster, own_turns=own.turns)
         count = count and count * own.turns
+    joined = coordination_client()
     task = replace(
         task,
         cluster=asked.cluster,
@@ -189,7 +189,7 @@ def _plan_once(
         memory_limit_bytes=asked.memory_limit_bytes,
         recomputes=asked.recompute is None,
         # Processes of idle hosts would have nothing to do in this run.
-        may_idle=not _is_one_of_many(),
+        may_idle=not (joined is not None and joined[3] > 1),
         progress=asked.progress,
     )
     method = asked.method or Auto()
@@ -279,12 +279,6 @@ def _written(method: object) -> str:
     return f"{type(method).__name__}({', '.join(settings)})"
 
 
-def _is_one_of_many() -> bool:
-    """True in a run of several processes."""
-    joined = coordination_client()
-    return joined is not None and joined[3] > 1
-
-
 def _first_that_fits(propose: Callable[[float | None], Plan], task: Task) -> Plan:
     from .verification import first_that_fits, require_compiler, resolve_target, verify_plan
 
@@ -292,7 +286,8 @@ def _first_that_fits(propose: Callable[[float | None], Plan], task: Task) -> Pla
 
     def check(proposed: Plan) -> Verification:
         planned = apply_plan(proposed, task.graph, task.on_missing_rule)
-        return verify_plan(planned, progress=_as_lines(task.progress))
+        report = task.progress
+        return verify_plan(planned, progress=report and (lambda line: report(line, 0, 0)))
 
     return first_that_fits(propose, check)
 
@@ -335,8 +330,3 @@ def _warn_of_inferred(graph: Graph) -> None:
             AliquotWarning,
             stacklevel=6,
         )
-
-
-def _as_lines(progress: Progress | None) -> Callable[[str], None] | None:
-    """A function that reports a compiler's messages as progress of the search."""
-    return (lambda line: progress(line, 0, 0)) if progress else None

@@ -49,7 +49,15 @@ def plan_measured(find: Callable[[Cluster], Plan], graph: Graph, asked: PlanOpti
     if grade not in (MEASURED, MEASURED_COMPUTE):
         raise InputError(f"require_grade={grade!r}: {nearest(grade, (MEASURED, MEASURED_COMPUTE))}")
     if asked.measure:
-        _measure_launch(cluster, profiles)
+        # Measure a launch and one operator if the database lacks them, so that it can be read.
+        from .profiling import LAUNCH, Operator, ProfileDatabase, profile_operators
+
+        _require_here(cluster)
+        alone = (cluster.num_devices,)
+        with ProfileDatabase(profiles) as database:
+            profile_operators(
+                [(LAUNCH, alone), (Operator("traffic", "float32", (1 << 20,)), alone)], database
+            )
     for _ in range(_MOST_ROUNDS if asked.measure else 1):
         measured = with_profiles(cluster, profiles, of_any=asked.profiles_of_any)
         best = find(measured)
@@ -77,18 +85,6 @@ def _require(plan: Plan, least: float, grade: str, profiles: str | Path) -> None
         f" {least:.0%} is required. Measure what it needs: aliquot profile run MODEL --database"
         f" {profiles}, or plan with measure=True (--measure)."
     )
-
-
-def _measure_launch(cluster: Cluster, profiles: str | Path) -> None:
-    """Measure a launch and one operator if the database lacks them, so that it can be read."""
-    from .profiling import LAUNCH, Operator, ProfileDatabase, profile_operators
-
-    _require_here(cluster)
-    alone = (cluster.num_devices,)
-    with ProfileDatabase(profiles) as database:
-        profile_operators(
-            [(LAUNCH, alone), (Operator("traffic", "float32", (1 << 20,)), alone)], database
-        )
 
 
 def _measure_missing(planned: PlannedStep, profiles: str | Path, progress: Progress | None) -> bool:

@@ -118,19 +118,13 @@ def compare_built(
             else:
                 candidates.append(Candidate(method=name, cluster=cluster.name, plan=found))
     ordered = sorted_candidates(candidates, objective)
-    left_out = _left_out(ordered, not methods)
-    return Comparison(model=title, candidates=ordered, objective=objective, left_out=left_out)
-
-
-def _left_out(candidates: Sequence[Candidate], are_usual: bool) -> tuple[str, ...]:
-    """What a comparison left out, and what would compare it."""
-    said = []
-    if are_usual and len({c.cluster for c in candidates}) == 1:
-        said.append(
+    left_out: tuple[str, ...] = ()
+    if not methods and len({c.cluster for c in ordered}) == 1:
+        left_out = (
             "Not compared: Megatron's layouts. --methods auto,grid adds the best of data x tensor x"
-            " pipeline parallel degrees, --methods auto,megatron:dp2,tp4 one of your choice."
+            " pipeline parallel degrees, --methods auto,megatron:dp2,tp4 one of your choice.",
         )
-    return tuple(said)
+    return Comparison(model=title, candidates=ordered, objective=objective, left_out=left_out)
 
 
 def usual_methods(cluster: Cluster, clusters: Sequence[Cluster] = ()) -> list[str]:

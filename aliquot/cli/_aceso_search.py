@@ -59,7 +59,7 @@ class _ProblemOptions:
             gpus_per_node=self.gpus_per_node,
             global_batch=self.global_batch,
             memory_limit_mb=self.memory_limit_mb,
-            micro_batches=_numbers(self.micro_batch_sizes),
+            micro_batches=_listed(self.micro_batch_sizes, "--micro-batch-sizes", "1,2,4,8"),
             judge=judge,
             chain=self.chain,
             num_layers=_layers(self.num_layers),
@@ -305,10 +305,6 @@ def _figures(result: SearchResult) -> dict[str, Any]:
         "best_found_at_s": result.best_found_at_s,
         "ended": result.ended,
     }
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return _listed(text, "--micro-batch-sizes", "1,2,4,8")
 
 
 def _layers(text: str | None) -> int | list[int] | None:

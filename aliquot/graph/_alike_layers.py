@@ -29,7 +29,9 @@ def alike_layers(graph: Graph, items: Sequence[Item]) -> tuple[tuple[int, int], 
     forward = [k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared]
     products = []
     for place, k in enumerate(forward):
-        key = tuple(_key(graph, op) for op in items[k].ops if _multiplies(graph, op))
+        key = tuple(
+            _key(graph, op) for op in items[k].ops if traits_of(graph.ops[op].name).multiplies
+        )
         if key:
             products.append((place, key))
     crossing = crossing_bytes(graph, items, forward)
@@ -49,10 +51,6 @@ def _reads_from(one: Sequence[Item], other: Sequence[Item]) -> bool:
     """
     made = {o for item in one for o in item.outputs}
     return any(not made.isdisjoint(item.inputs) for item in other)
-
-
-def _multiplies(graph: Graph, op: int) -> bool:
-    return traits_of(graph.ops[op].name).multiplies
 
 
 def _key(graph: Graph, number: int) -> Any:

@@ -130,17 +130,11 @@ def first_half(graph: Graph, call: Call, needed: Collection[ValueId]) -> FirstHa
     half.add(call, needed)
     if not half.any_products(half.rest(call)):
         return None
-    late = _made_by_products(graph, call, half)
+    late: set[ValueId] = set()
+    _follow(graph, (call,), half, late)
     # This may have marked the last deferrable products, so look for products again.
     half.add(call, {o for o in call.outputs if o >= 0 and o not in late})
     return half if half.any_products(half.rest(call)) else None
-
-
-def _made_by_products(graph: Graph, call: Call, half: FirstHalf) -> set[ValueId]:
-    """Values that depend on products that can be deferred."""
-    behind: set[ValueId] = set()
-    _follow(graph, (call,), half, behind)
-    return behind
 
 
 def _follow(

@@ -98,7 +98,11 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
         whole = _merge_small(
             [0, *_places(graph, items, forward, costs, crossing, users)], costs, crossing
         )
-        products = _products(graph, items, forward)
+        products = [
+            place
+            for place, k in enumerate(forward)
+            if any(traits_of(graph.ops[op].name).multiplies for op in items[k].ops)
+        ]
         starts = _cut_further(whole, products, costs, crossing)
         inner = frozenset(k for k, start in enumerate(starts) if start not in whole)
     elif isinstance(layers, str):
@@ -281,15 +285,6 @@ def _refuse_loops(graph: Graph) -> None:
             " one loop cannot be in different stages. Write the layers out instead of scanning over"
             " them, or leave `layers` out: loops are then cut between layers."
         )
-
-
-def _products(graph: Graph, items: Sequence[Item], forward: Sequence[int]) -> list[int]:
-    """Places of the forward items that hold products or convolutions."""
-    return [
-        place
-        for place, k in enumerate(forward)
-        if any(traits_of(graph.ops[op].name).multiplies for op in items[k].ops)
-    ]
 
 
 def _cut_further(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,15 @@ def _write_local(emission: Emission, op: Op, rule: Local, place: Place) -> None:
         else:
             write(emission, op, place, eqn, inputs, outputs)
     if rule.join:
-        _combine(emission, op, rule.join, partial, place)
+        # Combine the results of the ranges by a binary primitive.
+        aval = op.eqn.outvars[0].aval
+        total = partial[0]
+        for other in partial[1:]:
+            result = emission.arrays.new(op.outputs[0])
+            joint_eqn = joint(op.eqn, rule.join, [aval, aval], aval, {})
+            write(emission, op, place, joint_eqn, (total, other), (result,))
+            total = result
+        define(emission, op.outputs[0], total, place, op, op.eqn, aval)
 
 
 def _count_from(
@@ -88,17 +95,3 @@ def _count_from(
     write(emission, op, place, eqn, (), (local,))
     add_eqn = joint(eqn, "add", [aval, aval.update(shape=())], aval, {})
     write(emission, op, place, add_eqn, (local, first), (output,))
-
-
-def _combine(
-    emission: Emission, op: Op, name: str, partial: Sequence[ValueId], place: Place
-) -> None:
-    """Combine the results of the ranges by the binary primitive `name`."""
-    aval = op.eqn.outvars[0].aval
-    total = partial[0]
-    for other in partial[1:]:
-        result = emission.arrays.new(op.outputs[0])
-        joint_eqn = joint(op.eqn, name, [aval, aval], aval, {})
-        write(emission, op, place, joint_eqn, (total, other), (result,))
-        total = result
-    define(emission, op.outputs[0], total, place, op, op.eqn, aval)

@@ -95,7 +95,8 @@ def compile_part(
         label: stored with the measurement.
     """
     graph = problem.graph
-    program = _program(graph, problem, choices, mesh_shape, axis_names)
+    pins = make_pins(graph, problem.nodes, choices, mesh_shape, problem.target)
+    program = build_program(graph, pins, make_mesh(mesh_shape, axis_names, None))
     successors = {position: _successor(graph.inputs[position]) for position in program.donated}
     return compile_program(
         program.jitted,
@@ -205,14 +206,3 @@ def _shapes(graph: Graph, program: Program) -> list[jax.ShapeDtypeStruct]:
         jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
         for value, sharding in zip(values, program.in_shardings, strict=True)
     ]
-
-
-def _program(
-    graph: Graph,
-    problem: Problem,
-    choices: Sequence[Choice],
-    mesh_shape: tuple[int, ...],
-    axis_names: tuple[str, ...],
-) -> Program:
-    pins = make_pins(graph, problem.nodes, choices, mesh_shape, problem.target)
-    return build_program(graph, pins, make_mesh(mesh_shape, axis_names, None))

@@ -151,7 +151,10 @@ def _two_models(before: Plan, after: Plan, names: tuple[str, str]) -> str:
 
 
 def _layout(before: Plan, after: Plan) -> Iterator[Row]:
-    named = [{"cluster": _cluster(plan), "method": plan.method} for plan in (before, after)]
+    named = [
+        {"cluster": str(plan.cluster.get("name", "")), "method": plan.method}
+        for plan in (before, after)
+    ]
     for plan, rows in zip((before, after), named, strict=True):
         if plan.is_pipeline:
             rows["stages"] = f"{len(plan.stages)}, {plan.schedule}"
@@ -162,10 +165,6 @@ def _layout(before: Plan, after: Plan) -> Iterator[Row]:
     for name in dict.fromkeys([*first, *second]):
         if first.get(name) != second.get(name) or name in ("method", "parallelism"):
             yield name, first.get(name, "none"), second.get(name, "none"), ""
-
-
-def _cluster(plan: Plan) -> str:
-    return str(plan.cluster.get("name", ""))
 
 
 def _times(before: Plan, after: Plan) -> Iterator[Row]:

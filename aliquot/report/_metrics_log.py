@@ -99,7 +99,11 @@ class MetricsLog:
         self._board: Any = None
         if folder is not None and _is_first_process():
             path = Path(folder) / METRICS_FILE
-            _keep_until(path, done)
+            # Leave only the lines of steps up to a number: later ones are done again.
+            rows = read_metrics(path.parent)
+            kept = [row for row in rows if row.get("step", 0) <= done]
+            if path.exists():
+                write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
             self._file = path.open("a", encoding="utf-8")
             self._board = _board(Path(folder), done)
 
@@ -253,14 +257,6 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
     return rows
-
-
-def _keep_until(path: Path, done: int) -> None:
-    """Leave only the lines of steps up to a number: later ones are done again."""
-    rows = read_metrics(path.parent)
-    kept = [row for row in rows if row.get("step", 0) <= done]
-    if path.exists():
-        write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:

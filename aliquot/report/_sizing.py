@@ -418,7 +418,9 @@ def _unknown_errors(sizing: Sizing) -> Iterator[str]:
     by_device: dict[str, set[str]] = {}
     for option in sizing.options:
         if option.plan:
-            by_device.setdefault(_device_of(option.plan), set()).add(said_error(option.plan))
+            by_device.setdefault(Cluster.from_dict(option.plan.cluster).device.name, set()).add(
+                said_error(option.plan)
+            )
     unknown = [device for device, said in by_device.items() if said == {UNKNOWN_ERROR}]
     if unknown:
         yield f"{', '.join(unknown)}: {UNKNOWN_ERROR}; no measured step was compared."
@@ -428,10 +430,6 @@ def _unknown_errors(sizing: Sizing) -> Iterator[str]:
             yield f"{device}: {'; '.join(known)}; not known of its other plans."
         elif any(" by " in each for each in known):
             yield f"{device}: {'; '.join(known)}; none of its own was compared."
-
-
-def _device_of(plan: Plan) -> str:
-    return Cluster.from_dict(plan.cluster).device.name
 
 
 def _sooner(choice: ClusterOption, sizing: Sizing) -> Iterator[str]:

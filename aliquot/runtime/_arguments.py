@@ -132,11 +132,7 @@ class Arguments:
 
 def types_of(graph: Graph) -> list[tuple[tuple[int, ...], Any]]:
     """Shape and dtype of each input of a step."""
-    return [_type_of(leaf) for leaf in graph.calling.call.leaves]
-
-
-def _type_of(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    return tuple(leaf.shape), canonical(leaf.dtype)
+    return [(tuple(leaf.shape), canonical(leaf.dtype)) for leaf in graph.calling.call.leaves]
 
 
 def canonical(dtype: Any) -> Any:

@@ -500,7 +500,14 @@ class Checkpoints:
                 if self._lock is None:
                     self._lock = lock_folder(self._folder, wait_s)
                 for n in passed_over:
-                    _set_aside(self._folder / str(n))
+                    # Give a checkpoint that cannot be restored another name, so that it is no
+                    # longer counted.
+                    checkpoint = self._folder / str(n)
+                    target, count = checkpoint.with_name(f"{checkpoint.name}.damaged"), 1
+                    while target.exists():
+                        count += 1
+                        target = checkpoint.with_name(f"{checkpoint.name}.damaged-{count}")
+                    checkpoint.rename(target)
                 probe = self._folder / _PROBE
                 probe.write_bytes(bytes(4096))
                 probe.unlink()
@@ -566,15 +573,6 @@ def _require_whole(step: Step, state: Any, arrays: Sequence[SavedArray]) -> None
 def _as_step_takes_it(leaf: Any) -> Any:
     """An array of the host in the precision in which the step takes it."""
     return leaf if isinstance(leaf, jax.Array | PiecedArray) else leaf.astype(canonical(leaf.dtype))
-
-
-def _set_aside(checkpoint: Path) -> None:
-    """Give a checkpoint that cannot be restored another name, so that it is no longer counted."""
-    target, count = checkpoint.with_name(f"{checkpoint.name}.damaged"), 1
-    while target.exists():
-        count += 1
-        target = checkpoint.with_name(f"{checkpoint.name}.damaged-{count}")
-    checkpoint.rename(target)
 
 
 def _plain(meta: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def init_state(
         kept["statics"] = {
             k: leaf
             for k, leaf in enumerate(results)
-            if not _is_array(leaf) and not _is_number(leaf)
+            if not _is_array(leaf) and type(leaf) not in (int, float)
         }
         return [leaf for k, leaf in enumerate(results) if k not in kept["statics"]]
 
@@ -183,10 +183,6 @@ def _replicate(array: Any, whole: NamedSharding) -> Any:
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def _is_number(leaf: Any) -> bool:
-    return type(leaf) in (int, float)
 
 
 def _rebuild(kept: Mapping[str, Any], arrays: Sequence[Any]) -> Any:

@@ -103,7 +103,7 @@ def measured_row(
         wanted, facts["one_device_s"] = _alone(
             built, plan.num_micro_batches, devices[:1], len(losses), timing.repeats
         )
-        difference = _difference(losses, wanted)
+        difference = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
         phase("compare", time.perf_counter() - started)
         facts["max_difference"] = difference
         if not difference <= _TOLERANCE:
@@ -244,10 +244,6 @@ def _alone(
         seconds.append(time.perf_counter() - began)
         losses.append(_figure(metrics))
     return losses[:steps], statistics.median(seconds[steps:])
-
-
-def _difference(found: Sequence[float], wanted: Sequence[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
 
 
 def _figure(result: Any) -> float:

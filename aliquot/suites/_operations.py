@@ -4,7 +4,7 @@ one.
 
 from __future__ import annotations
 
-from ..zoo import AbstractConfig, ModelConfig, MoEConfig
+from ..zoo import ModelConfig, MoEConfig
 from ._suite import Case
 
 
@@ -19,17 +19,14 @@ def operations(case: Case) -> float:
     """
     config = case.config
     if isinstance(config, ModelConfig):
-        return _gpt(case, config)
+        tokens, hidden = case.global_batch * config.seq_len, config.hidden_size
+        passes = 1 if case.forward_only else 4 if case.recompute else 3
+        layers = 24 * passes * hidden**2 * config.num_layers * (1 + config.seq_len / (6 * hidden))
+        return tokens * (layers + 6 * hidden * config.vocab_size)
     if isinstance(config, MoEConfig):
         return _moe(case, config)
-    return _counted(case, config)
-
-
-def _gpt(case: Case, config: ModelConfig) -> float:
-    tokens, hidden = case.global_batch * config.seq_len, config.hidden_size
-    passes = 1 if case.forward_only else 4 if case.recompute else 3
-    layers = 24 * passes * hidden**2 * config.num_layers * (1 + config.seq_len / (6 * hidden))
-    return tokens * (layers + 6 * hidden * config.vocab_size)
+    flops = config.flops_per_example * case.global_batch
+    return flops / 3 if case.forward_only else flops
 
 
 def _moe(case: Case, config: MoEConfig) -> float:
@@ -43,8 +40,3 @@ def _moe(case: Case, config: MoEConfig) -> float:
     experts += (4 + 8 * hidden) * config.group_size
     layers = config.num_layers / 2 * (plain + experts)
     return tokens * (passes * layers + 6 * hidden * config.vocab_size)
-
-
-def _counted(case: Case, config: AbstractConfig) -> float:
-    flops = config.flops_per_example * case.global_batch
-    return flops / 3 if case.forward_only else flops

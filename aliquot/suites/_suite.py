@@ -218,14 +218,13 @@ def parse_suites(text: str, *, asked: str) -> Mapping[str, Suite]:
         raise InputError(f"{asked} is no TOML: {error}.") from None
     faults = list(faults_of(data, _File, ""))
     if not faults:
-        found = {name: _read(name, suite, faults) for name, suite in _convert(data).items()}
+        found = {
+            name: _read(name, suite, faults)
+            for name, suite in msgspec.convert(data, _File).suite.items()
+        }
         if not faults:
             return {suite.name: suite for suite in found.values()}
     raise InputError(listing(f"{asked} cannot be used", faults, "See docs/benchmarks.md."))
-
-
-def _convert(data: Any) -> Mapping[str, _Suite]:
-    return msgspec.convert(data, _File).suite
 
 
 def _read(name: str, suite: _Suite, faults: list[str]) -> Suite:

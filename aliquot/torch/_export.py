@@ -361,7 +361,7 @@ def _interpret(
         """The values that others read of what these nodes make."""
         for node in nodes:
             arguments, keywords = torch.fx.node.map_aggregate((node.args, node.kwargs), value)
-            with jax.named_scope(_layer(node)):
+            with jax.named_scope(next(reversed(_modules(node)), "") or "loss"):
                 values[node.name] = _run(node, arguments, keywords, device, faults)
         kept = {program.returned, *program.results.values()}
         own = {*nodes}
@@ -370,7 +370,9 @@ def _interpret(
     for name, (kind, key) in program.sources.items():
         values[name] = jnp.asarray(key) if kind == "constants" else parts[kind][key]
     called = [n for n in program.graph.nodes if n.op == "call_function" and _key(n) not in _CHECKS]
-    for block, group in itertools.groupby(called, lambda node: _block(node, again)):
+    for block, group in itertools.groupby(
+        called, lambda node: next((path for path in _modules(node) if path in again), "")
+    ):
         found = functools.partial(run, [*group])
         values |= jax.checkpoint(found)() if block else found()
     _refuse("the module", faults)
@@ -391,14 +393,6 @@ def _modules(node: torch.fx.Node) -> list[str]:
     """The paths of the modules that an operator belongs to, the outermost first."""
     stack = (node.meta.get("nn_module_stack") or {}).values()
     return [re.sub(r"^L\['self'\]\.|^module\.?", "", path) for path, *_ in stack]
-
-
-def _block(node: torch.fx.Node, again: frozenset[str]) -> str:
-    return next((path for path in _modules(node) if path in again), "")
-
-
-def _layer(node: torch.fx.Node) -> str:
-    return next(reversed(_modules(node)), "") or "loss"
 
 
 def _run(

@@ -95,11 +95,7 @@ def keep_answer(folder: Path, key: str, answer: dict[str, Any]) -> str:
         return f"the result is not kept for the next time: {error}"
     # Another process may clear the folder at the same time.
     with contextlib.suppress(OSError):
-        _forget_oldest(folder)
+        entries = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in entries[_MOST_ENTRIES:]:
+            path.unlink(missing_ok=True)
     return ""
-
-
-def _forget_oldest(folder: Path) -> None:
-    entries = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in entries[_MOST_ENTRIES:]:
-        path.unlink(missing_ok=True)

@@ -104,7 +104,11 @@ def unintended_collectives(
         for each in order:
             if excess <= least:
                 break
-            by_cause.setdefault((*key, _cause(each.label, paths)), []).append(each)
+            head, _, rest = each.label.partition(", and ")
+            if head.startswith(INPUT) and head.removeprefix(INPUT).isdecimal():
+                position = int(head.removeprefix(INPUT))
+                head = paths[position] if position < len(paths) else head
+            by_cause.setdefault((*key, (f"{head}, and {rest}" if rest else head)), []).append(each)
             excess -= each.num_bytes
     summed = [
         UnintendedCollective(
@@ -126,11 +130,3 @@ def _is_known(each: CompiledCollective, units: set[int]) -> bool:
     size = round(each.num_bytes / max(each.count, 1.0))
     # Any size is a multiple of a small enough unit, so that small units explain nothing.
     return any(unit and size % unit == 0 for unit in units if unit * 64 >= size)
-
-
-def _cause(label: str, paths: Sequence[str]) -> str:
-    head, _, rest = label.partition(", and ")
-    if head.startswith(INPUT) and head.removeprefix(INPUT).isdecimal():
-        position = int(head.removeprefix(INPUT))
-        head = paths[position] if position < len(paths) else head
-    return f"{head}, and {rest}" if rest else head

@@ -82,7 +82,10 @@ class Layer(nnx.Module):
             x = self.attention(x, context)
         kept = x
         if self.layer.resample == "up":
-            x = _doubled(x)
+            # Each point four times: `(B, H, W, C) -> (B, 2 H, 2 W, C)`.
+            batch, height, width, channels = x.shape
+            wide = jnp.broadcast_to(x[:, :, None, :, None], (batch, height, 2, width, 2, channels))
+            x = wide.reshape(batch, 2 * height, 2 * width, channels)
         if self.layer.resample:
             x = self.resample(x)
         return (x, kept) if self.layer.is_kept else x
@@ -145,13 +148,6 @@ class Head(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.conv(jax.nn.silu(self.norm(x)))
-
-
-def _doubled(x: jax.Array) -> jax.Array:
-    """Each point four times: `(B, H, W, C) -> (B, 2 H, 2 W, C)`."""
-    batch, height, width, channels = x.shape
-    wide = jnp.broadcast_to(x[:, :, None, :, None], (batch, height, 2, width, 2, channels))
-    return wide.reshape(batch, 2 * height, 2 * width, channels)
 
 
 def _conv(

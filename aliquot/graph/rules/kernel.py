@@ -28,7 +28,7 @@ def _kernel(
     letters = {
         g: f.split(size)
         for g, size in enumerate(kernel.grid)
-        if any(_has(w, g) for w in kernel.results)
+        if any(any(walk.grid_dim == g for walk in w) for w in kernel.results)
     }
 
     def dims(shape: Sequence[int], walks: Sequence[Walked]) -> Dims:
@@ -55,7 +55,3 @@ def _kernel(
         accessed_bytes=kernel.accessed_bytes,
         scores=kernel.scores,
     )
-
-
-def _has(walks: Sequence[Walked], grid_dim: int) -> bool:
-    return any(walk.grid_dim == grid_dim for walk in walks)

@@ -25,7 +25,7 @@ import tensorstore as ts
 from jax.sharding import SingleDeviceSharding
 from numpy.typing import NDArray
 
-from ..transport import Block, PiecedArray, Rows, devices_by_block, keys_from, stub, words_of
+from ..transport import Block, PiecedArray, devices_by_block, keys_from, stub, words_of
 from ._leaves import Leaf, Target
 from ._record import reason
 
@@ -148,7 +148,12 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
             return await self._take(stored, tuple((0, size) for size in stored.shape))
         pieces = []
         for rows in target.places:
-            piece = _rows_of(target.described, rows)
+            # The description of some rows of an array.
+            shape = tuple(target.described.shape)
+            if rows.stop is not None:
+                shape = (rows.stop - rows.start, *shape[1:])
+            make: Any = jax.ShapeDtypeStruct
+            piece = make(shape, target.described.dtype, sharding=rows.sharding)
             plain = words_of(piece)
             blocks = devices_by_block(plain.sharding, plain.shape, local=True)
             if not blocks:
@@ -259,15 +264,6 @@ async def _name_generators(values: Sequence[Leaf], infos: Sequence[Any]) -> None
         path = infos[0].parent_dir / "array_metadatas" / "process_0"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({"array_metadatas": named}))
-
-
-def _rows_of(described: Any, rows: Rows) -> Any:
-    """The description of some rows of an array."""
-    shape = tuple(described.shape)
-    if rows.stop is not None:
-        shape = (rows.stop - rows.start, *shape[1:])
-    make: Any = jax.ShapeDtypeStruct
-    return make(shape, described.dtype, sharding=rows.sharding)
 
 
 def _chunk_bytes(stored: Any, block: Block) -> int:

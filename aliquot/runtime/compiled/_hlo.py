@@ -92,15 +92,19 @@ def find_collectives(
             if parsed is None:
                 continue
             kind, result = parsed
+            arrays = _ARRAY.findall(result)
+            named = re.search(r'op_name="([^"]*)"', line)
             collectives.append(
                 CompiledCollective(
                     kind=kind,
                     axes=_axes(line, axis_names, axis_sizes),
                     count=count,
                     num_bytes=count * num_bytes(result),
-                    dtype=_dtype(result),
+                    dtype=max(arrays, key=lambda a: num_bytes(f"{a[0]}[{a[1]}]"))[0]
+                    if arrays
+                    else "",
                     in_loop=computation.name in looped,
-                    label=_label(line),
+                    label=named.group(1) if named else "",
                 )
             )
     return tuple(collectives)
@@ -255,16 +259,6 @@ def _elements(type_text: str) -> list[str]:
             parts.append(type_text[start:position].strip())
             start = position + 1
     return parts
-
-
-def _dtype(result: str) -> str:
-    arrays = _ARRAY.findall(result)
-    return max(arrays, key=lambda a: num_bytes(f"{a[0]}[{a[1]}]"))[0] if arrays else ""
-
-
-def _label(line: str) -> str:
-    named = re.search(r'op_name="([^"]*)"', line)
-    return named.group(1) if named else ""
 
 
 def _axes(line: str, axis_names: Sequence[str], axis_sizes: Sequence[int]) -> tuple[str, ...]:

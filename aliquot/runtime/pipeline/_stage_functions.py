@@ -227,7 +227,11 @@ def _body(
         *(Key(Form.HANDED_ON, v) for v, _ in program.handed_on),
         *([Key(Form.NUMBER)] if parts else []),
     ]
-    at_home = [v for v in program.exports if grouped and _is_read_at_home(v, program, made_by)]
+    at_home = [
+        v
+        for v in program.exports
+        if grouped and (made_by[v] == program.stage and v in program.kept)
+    ]
     away = [v for v in program.exports if not grouped or v in sent]
     gives = [
         *(Key(Form.LOCAL, v) for v in at_home),
@@ -251,12 +255,6 @@ def _body(
         return gathered + [results[new] for _, new in program.handed_on]
 
     return StageFunction(program=program, takes=tuple(takes), gives=tuple(gives), run=run)
-
-
-def _is_read_at_home(
-    value: ValueId, program: StageProgram, made_by: Mapping[ValueId, StageId]
-) -> bool:
-    return made_by[value] == program.stage and value in program.kept
 
 
 def _replay_part(

@@ -243,7 +243,11 @@ class _Inbox:
                 proof = hmac.new(key, head, hashlib.sha256)
                 _require_proof(connection, proof.digest())
                 number, size = _HEADER.unpack(head)
-                data = _aligned(size)
+                # A buffer of `size` bytes, aligned so that XLA's CPU devices can use it without a
+                # copy.
+                room = np.empty(size + _ALIGNMENT_BYTES, np.uint8)
+                start = -room.ctypes.data % _ALIGNMENT_BYTES
+                data = room[start : start + size]
                 _fill(connection, memoryview(data.data))
                 proof.update(data.data)
                 _require_proof(connection, proof.digest())
@@ -293,13 +297,6 @@ def _fill(connection: socket.socket, left: memoryview) -> None:
         if not got:
             raise OSError("the connection ended")
         left = left[got:]
-
-
-def _aligned(size: int) -> np.ndarray[Any, Any]:
-    """A buffer of `size` bytes, aligned so that XLA's CPU devices can use it without a copy."""
-    room = np.empty(size + _ALIGNMENT_BYTES, np.uint8)
-    start = -room.ctypes.data % _ALIGNMENT_BYTES
-    return room[start : start + size]
 
 
 def _start(target: Callable[..., None], *args: Any) -> None:

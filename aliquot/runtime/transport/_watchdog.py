@@ -106,11 +106,16 @@ class Peers:
         self._machine = Hello.own(met.process, met.count, "").machine
         self._heard = dict.fromkeys(met.lines, time.monotonic())
         self._stopped: dict[int, float] = {}
-        addresses = [_plain(line.socket.getsockname()[0]) for line in met.lines.values()]
+        addresses = [
+            line.socket.getsockname()[0].removeprefix("::ffff:") for line in met.lines.values()
+        ]
         #: This machine's address as others reach it.
         self.address = next((a for a in addresses if not a.startswith("127.")), addresses[0])
         for line in met.lines.values():
-            _probe(line.socket)
+            line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _PROBES.items():
+                if hasattr(socket, name):
+                    line.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         _delay_aborts()
         threading.Thread(target=self._watch, name="aliquot-watchdog", daemon=True).start()
 
@@ -431,14 +436,3 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
-
-
-def _plain(address: str) -> str:
-    return address.removeprefix("::ffff:")
-
-
-def _probe(peer: socket.socket) -> None:
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _PROBES.items():
-        if hasattr(socket, name):
-            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
