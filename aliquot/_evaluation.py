@@ -36,11 +36,10 @@ def evaluator(
         # Optimizer states are large, and not read.
         return {name: state[name] for name in state if name in ("params", "batch_stats", "amax")}
 
-    specs = {
-        path: tuple(axes or None for axes in dims)
-        for path, dims in stage.shardings.items()
-        if path.startswith(("state.params", "state.batch_stats", "state.amax", "batch"))
-    }
+    specs = {}
+    for path, dims in stage.shardings.items():
+        if path.startswith(("state.params", "state.batch_stats", "state.amax", "batch")):
+            specs[path] = tuple(axes or None for axes in dims)
     made = plan(
         evaluate,
         part(state),

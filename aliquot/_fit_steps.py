@@ -70,11 +70,9 @@ def read_steps(path: Path) -> list[MeasuredStep]:
             f"{path} must hold a list of 1 to {_MOST_ROWS} steps, such as"
             ' [{"model": "gpt-1.3b", "global_batch": 64, "method": "zero3", "step_s": 0.61}].'
         )
-    faults = [
-        fault
-        for number, row in enumerate(rows, 1)
-        for fault in faults_of(row, MeasuredStep, f"row {number}")
-    ]
+    faults: list[str] = []
+    for number, row in enumerate(rows, 1):
+        faults += faults_of(row, MeasuredStep, f"row {number}")
     if faults:
         raise InputError(f"{path}: {'; '.join(faults[:20])}.")
     return msgspec.convert(rows, list[MeasuredStep])

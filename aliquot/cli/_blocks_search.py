@@ -129,11 +129,10 @@ def write_plan(
     from ..planners import Blocks, ShardParallel
 
     step = asked.step
-    only = {
-        b: o
-        for k, chosen in enumerate(options)
-        for b, o in zip(step.blocks_of(k), chosen, strict=True)
-    }
+    only = {}
+    for k, chosen in enumerate(options):
+        for b, o in zip(step.blocks_of(k), chosen, strict=True):
+            only[b] = o
     intra = Blocks(factors=factors, only=tuple(only[b] for b in range(len(step.blocks))))
     composed = plan(
         asked.model.step,

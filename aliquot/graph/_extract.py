@@ -101,15 +101,15 @@ class StageExtracts(Sequence[Extract]):
     @functools.cached_property
     def _maker(self) -> dict[ValueId, int]:
         """For each shared value the position of the item that makes it."""
-        return {
-            o: k
-            for k, (item, stage) in enumerate(
-                zip(self._staging.items, self._staging.stage, strict=True)
-            )
-            if stage == SHARED
-            for o in item.outputs
-            if item.phase is not Phase.UPDATE or self._graph.values[o].shape
-        }
+        found: dict[ValueId, int] = {}
+        for k, (item, stage) in enumerate(
+            zip(self._staging.items, self._staging.stage, strict=True)
+        ):
+            if stage == SHARED:
+                for o in item.outputs:
+                    if item.phase is not Phase.UPDATE or self._graph.values[o].shape:
+                        found[o] = k
+        return found
 
     @functools.cached_property
     def _deferrable(self) -> Deferrable:
@@ -144,13 +144,12 @@ class StageExtracts(Sequence[Extract]):
         crossing = {v for v in made_by_stage - results if self._readers.get(v, set()) - {stage}}
         outputs += [Output(path=f"value {v}", value=v) for v in sorted(crossing)]
         builder = _Builder(graph, self._links)
-        late = {
-            op
-            for k in mine
-            if k in deferrable.items or k in deferrable.halves
-            for op in builder.ops_of([items[k]])
-            if deferrable.defers(k, graph.ops[op])
-        }
+        late = set()
+        for k in mine:
+            if k in deferrable.items or k in deferrable.halves:
+                for op in builder.ops_of([items[k]]):
+                    if deferrable.defers(k, graph.ops[op]):
+                        late.add(op)
         return builder.build([items[k] for k in chosen], inputs, outputs, late)
 
 
@@ -277,10 +276,10 @@ class _Builder:
         constants = {
             self._value_number[v]: c for v, c in graph.constants.items() if v in self._value_number
         }
-        values = tuple(
-            replace(old, index=ValueId(n))
-            for n, old in enumerate(graph.values[v] for v in self._values)
-        )
+        found = []
+        for n, old in enumerate(graph.values[v] for v in self._values):
+            found.append(replace(old, index=ValueId(n)))
+        values = tuple(found)
         part = replace(
             graph,
             values=values,

@@ -98,11 +98,10 @@ def cut_layers(graph: Graph, *, layers: str | int | None = None) -> Layers:
         whole = _merge_small(
             [0, *_places(graph, items, forward, costs, crossing, users)], costs, crossing
         )
-        products = [
-            place
-            for place, k in enumerate(forward)
-            if any(traits_of(graph.ops[op].name).multiplies for op in items[k].ops)
-        ]
+        products = []
+        for place, k in enumerate(forward):
+            if any(traits_of(graph.ops[op].name).multiplies for op in items[k].ops):
+                products.append(place)
         starts = _cut_further(whole, products, costs, crossing)
         inner = frozenset(k for k, start in enumerate(starts) if start not in whole)
     elif isinstance(layers, str):
@@ -182,10 +181,10 @@ def narrowest_bytes(graph: Graph, operators: Sequence[tuple[int, int]]) -> list[
         k for k, item in enumerate(items) if item.phase is Phase.FORWARD and not item.shared
     )
     crossing = crossing_bytes(graph, items, forward)
-    return [
-        min((float(crossing[k]) for k in places), default=0.0)
-        for places in _spans(items, forward, operators)
-    ]
+    found: list[float] = []
+    for places in _spans(items, forward, operators):
+        found.append(min((float(crossing[k]) for k in places), default=0.0))
+    return found
 
 
 def _spans(
@@ -477,10 +476,9 @@ def _merge_small(
     while len(kept) > 1:
         ends = [*kept[1:], len(costs)]
         weights = [float(total[b] - total[a]) for a, b in zip(kept, ends, strict=True)]
-        sides = [
-            [s for s in (k, k + 1) if 0 < s < len(kept) and kept[s] not in fixed]
-            for k in range(len(kept))
-        ]
+        sides = []
+        for k in range(len(kept)):
+            sides.append([s for s in (k, k + 1) if 0 < s < len(kept) and kept[s] not in fixed])
         light = [k for k, cuts in enumerate(sides) if cuts]
         if not light:
             break

@@ -150,10 +150,9 @@ def _sites(graph: Graph, places: Places | None) -> _Sites:
     if loops:
         return _Sites(items=items, loops=loops, weights=frozenset(weights))
     found = alike_layers(graph, items) if places is None else places
-    layers = [
-        tuple(item for item in items[start:stop] if item.phase is Phase.FORWARD)
-        for start, stop in found
-    ]
+    layers = []
+    for start, stop in found:
+        layers.append(tuple(item for item in items[start:stop] if item.phase is Phase.FORWARD))
     if not all(_multiplies(graph, part) for part in layers) or len(layers) < 2:
         return _Sites()
     made = tuple(_Layer(forward=part) for part in layers)

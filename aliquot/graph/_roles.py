@@ -258,12 +258,11 @@ def batch_paths(
     if not votes:
         return set()
     size = votes.most_common(1)[0][0]
-    keys = {
-        i.path
-        for items in fresh
-        for i in items
-        if reach.key[i.value] and _is_key_array(values[i.value], size)
-    }
+    keys = set()
+    for items in fresh:
+        for i in items:
+            if reach.key[i.value] and _is_key_array(values[i.value], size):
+                keys.add(i.path)
     return {path for pairs in agreeing or sized for path, length in pairs if length == size} | keys
 
 

@@ -157,13 +157,12 @@ class DimRule:
         if self.exchange is not None:
             # The results of all parts of it go back to their rows.
             kept.add(self.exchange.factor)
-        reduced = {
-            c
-            for dims in self.operands
-            for dim in dims
-            for c in dim
-            if c.islower() and c not in kept
-        }
+        reduced = set()
+        for dims in self.operands:
+            for dim in dims:
+                for c in dim:
+                    if c.islower() and c not in kept:
+                        reduced.add(c)
         object.__setattr__(self, "reduced", frozenset(reduced))
         letters = dict.fromkeys(
             [c for dims in (*self.operands, *self.results) for dim in dims for c in dim]

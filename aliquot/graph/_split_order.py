@@ -82,10 +82,9 @@ def _in_order(graph: Graph, items: Sequence[Item]) -> Graph:
     def renumbered(op_or_call: OpId | Call) -> OpId | Call:
         if not isinstance(op_or_call, Call):
             return number[op_or_call]
-        blocks = [
-            replace(block, items=tuple([renumbered(item) for item in block.items]))
-            for block in op_or_call.blocks
-        ]
+        blocks = []
+        for block in op_or_call.blocks:
+            blocks.append(replace(block, items=tuple([renumbered(item) for item in block.items])))
         return replace(op_or_call, blocks=tuple(blocks))
 
     body = replace(graph.body, items=tuple([renumbered(item.op_or_call) for item in items]))

@@ -54,13 +54,12 @@ def stacked_values(graph: Graph, length: int) -> frozenset[ValueId]:
     Raises:
         InputError: nothing can be cut at that length.
     """
-    seeds = [
-        v
-        for call in forward_scans(graph)
-        if call.eqn.params["length"] == length
-        for v in _stacked_operands(call)
-        if isinstance(v, int)
-    ]
+    seeds = []
+    for call in forward_scans(graph):
+        if call.eqn.params["length"] == length:
+            for v in _stacked_operands(call):
+                if isinstance(v, int):
+                    seeds.append(v)
     _check(graph, length, can_be_cut=bool(seeds))
     return tied_values(graph, length, seeds)
 
@@ -183,14 +182,14 @@ def forward_scans(graph: Graph) -> list[Call]:
 def _over_parameters(graph: Graph, calls: Sequence[Call]) -> list[Call]:
     lengths = {call.eqn.params["length"] for call in calls}
     marked = {length: _of_parameters(graph, length) for length in lengths}
-    return [
-        call
-        for call in calls
+    found: list[Call] = []
+    for call in calls:
         if any(
             v in marked[call.eqn.params["length"]]
             for v in call.inputs[sum(compat.scan_counts(call.eqn.params)) :]
-        )
-    ]
+        ):
+            found.append(call)
+    return found
 
 
 def _holds_backward(graph: Graph, call: Call) -> bool:

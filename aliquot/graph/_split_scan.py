@@ -50,9 +50,9 @@ class SplitGraph:
 
     def join(self, arrays: Sequence[Any]) -> list[Any]:
         """Convert results of `graph` to results of the original."""
-        parts_of_outputs = [
-            [arrays[piece.position] for piece in pieces] for pieces in self.split.outputs
-        ]
+        parts_of_outputs = []
+        for pieces in self.split.outputs:
+            parts_of_outputs.append([arrays[piece.position] for piece in pieces])
         return [
             parts[0] if len(parts) == 1 else jnp.concatenate(parts) for parts in parts_of_outputs
         ]

@@ -153,11 +153,10 @@ class RayEngine(AbstractEngine):
             if kind != "CPU":
                 most = max(_count(host, kind) for host in hosts)
                 resources = {"CPU": 1.0, kind: float(self._num_devices or most)}
-            usable = [
-                host
-                for host in hosts
-                if all(_count(host, name) >= need for name, need in resources.items())
-            ]
+            usable = []
+            for host in hosts:
+                if all(_count(host, name) >= need for name, need in resources.items()):
+                    usable.append(host)
             wanted = self._num_hosts or (len(usable) if is_first else 0)
             if usable and len(usable) >= wanted:
                 # Later attempts wait for as many.
@@ -364,14 +363,15 @@ def _actor_class(ray: Any) -> Any:
 def _require_equal_versions(found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
     """Raises `InputError` if hosts have other versions than this process."""
     own = _host.Host().versions()
-    problems = [
-        f"{ip} has {name} {has[name]}, this machine {own[name]}"
-        if has[name]
-        else f"{ip} has no {name}"
-        for ip, has in found
-        for name in own
-        if has[name] != own[name]
-    ]
+    problems = []
+    for ip, has in found:
+        for name in own:
+            if has[name] != own[name]:
+                problems.append(
+                    f"{ip} has {name} {has[name]}, this machine {own[name]}"
+                    if has[name]
+                    else f"{ip} has no {name}"
+                )
     if problems:
         raise InputError(
             listing(

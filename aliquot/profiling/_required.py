@@ -222,12 +222,12 @@ def _transfers(
     """
     # Between the hosts, and within one.
     counts = dict.fromkeys((cluster.num_devices, cluster.devices_per_host))
-    return [
-        (float(size), transfer_operator(size, count), (count,))
-        for count in counts
-        for size in _TRANSFERS
-        if count % 2 == 0 and size <= limits[count > cluster.devices_per_host]
-    ]
+    found: list[tuple[float, Operator, tuple[int, ...]]] = []
+    for count in counts:
+        for size in _TRANSFERS:
+            if count % 2 == 0 and size <= limits[count > cluster.devices_per_host]:
+                found.append((float(size), transfer_operator(size, count), (count,)))
+    return found
 
 
 def _sizes(least_log: float, largest_log: float) -> list[int]:

@@ -258,7 +258,6 @@ def _run_jobs(
     evicts: bool = False,
     grade: str = MEASURED,
 ) -> ProfileRun:
-    """See `profile_segments` and `time_part`."""
     start, (number, of) = time.perf_counter(), share
     # Every n-th program, not a block of them, so that all hosts begin with the most promising.
     jobs = jobs[number - 1 :: of]

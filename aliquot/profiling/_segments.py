@@ -244,11 +244,10 @@ class SegmentedStep:
         Args:
             options: for each kind of segment.
         """
-        fixed = {
-            b: (o,)
-            for kind, chosen in enumerate(options)
-            for b, o in zip(self.blocks_of(kind), chosen, strict=True)
-        }
+        fixed = {}
+        for kind, chosen in enumerate(options):
+            for b, o in zip(self.blocks_of(kind), chosen, strict=True):
+                fixed[b] = (o,)
         space = restrict_blocks(self.space, self.blocks, fixed)
         if not all(mask.any() for mask in space.allowed):
             return None
@@ -296,10 +295,9 @@ def segment_step(
         part = _problem(extracts[place].graph, problem)
         part_space = _space(part, mesh)
         found = block_options(part, part_space, factors=factors)
-        meant = {
-            own: block_of_op.get(extracts[place].ops[op])
-            for op, own in entry_operators(part.nodes, [b.block for b in found])
-        }
+        meant = {}
+        for op, own in entry_operators(part.nodes, [b.block for b in found]):
+            meant[own] = block_of_op.get(extracts[place].ops[op])
         kinds.append(
             SegmentKind(
                 name=layers.names[place],

@@ -105,17 +105,16 @@ def _fullest_stage(plan: Plan) -> MemorySeries | None:
     counts = [held.get(0.0, 0), *(count for second, count in held.items() if second > 0), 0]
     # The prediction holds the activations at the moment with the most micro-batches in flight.
     each_bytes = prediction.memory_bytes.get(_KEPT, 0.0) / prediction.in_flight
-    parts = {
-        name_of_part(name): (
-            tuple(count * each_bytes for count in counts)
-            if name == _KEPT
-            else (num_bytes,) * len(places)
-        )
-        for name, num_bytes in sorted(
-            prediction.memory_bytes.items(), key=lambda item: item[0] == _KEPT
-        )
-        if num_bytes
-    }
+    parts = {}
+    for name, num_bytes in sorted(
+        prediction.memory_bytes.items(), key=lambda item: item[0] == _KEPT
+    ):
+        if num_bytes:
+            parts[name_of_part(name)] = (
+                tuple(count * each_bytes for count in counts)
+                if name == _KEPT
+                else (num_bytes,) * len(places)
+            )
     return MemorySeries(
         places=tuple(places),
         parts=parts,

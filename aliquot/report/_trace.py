@@ -81,19 +81,21 @@ def _costs(plan: Plan) -> StageCosts:
 
 
 def _tasks(schedule: Schedule, times: PipelineTimes) -> list[TraceEvent]:
-    return [
-        TraceEvent(
-            kind=task.kind,
-            lane="compute",
-            submesh=submesh,
-            stage=task.stage,
-            micro_batch=task.micro_batch,
-            start_s=float(start),
-            end_s=float(end),
-        )
-        for submesh, tasks in enumerate(schedule.lists)
-        for task, start, end in zip(tasks, times.start_s[submesh], times.end_s[submesh])
-    ]
+    found: list[TraceEvent] = []
+    for submesh, tasks in enumerate(schedule.lists):
+        for task, start, end in zip(tasks, times.start_s[submesh], times.end_s[submesh]):
+            found.append(
+                TraceEvent(
+                    kind=task.kind,
+                    lane="compute",
+                    submesh=submesh,
+                    stage=task.stage,
+                    micro_batch=task.micro_batch,
+                    start_s=float(start),
+                    end_s=float(end),
+                )
+            )
+    return found
 
 
 def _transfers(times: PipelineTimes) -> list[TraceEvent]:

@@ -230,12 +230,12 @@ def check_numbers(graph: Graph, results: Sequence[Any]) -> None:
     checks: dict[str, Any] = {"nan": np.isnan} if settings.jax_debug_nans else {}
     checks |= {"inf": np.isinf} if settings.jax_debug_infs else {}
     for kind, test in checks.items():
-        found = [
-            output.path or "the result"
-            for output, result in zip(graph.outputs, results, strict=True)
-            if jnp.issubdtype(result.dtype, jnp.inexact)
-            and any(test(block).any() for block in _local_blocks(result))
-        ]
+        found = []
+        for output, result in zip(graph.outputs, results, strict=True):
+            if jnp.issubdtype(result.dtype, jnp.inexact) and any(
+                test(block).any() for block in _local_blocks(result)
+            ):
+                found.append(output.path or "the result")
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             raise FloatingPointError(

@@ -129,16 +129,16 @@ class Step:
         if self._runner is not None:
             return self._runner.shardings
         kinds = {array.path: memory_kind(array) for array in self.plan.inputs}
-        return {
-            path: NamedSharding(
-                mesh,
-                PartitionSpec(*[axes or None for axes in dims]),
-                memory_kind=kinds.get(unranged(path)),
-            )
-            # In reverse, so that the first stage wins where several read an input.
-            for stage, mesh in reversed(list(zip(self.plan.stages, self.meshes, strict=True)))
-            for path, dims in stage.shardings.items()
-        }
+        # In reverse, so that the first stage wins where several read an input.
+        found = {}
+        for stage, mesh in reversed(list(zip(self.plan.stages, self.meshes, strict=True))):
+            for path, dims in stage.shardings.items():
+                found[path] = NamedSharding(
+                    mesh,
+                    PartitionSpec(*[axes or None for axes in dims]),
+                    memory_kind=kinds.get(unranged(path)),
+                )
+        return found
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the user's function that makes the state, so that each device computes only its part.

@@ -56,18 +56,20 @@ class AcesoCase:
 
 def aceso_cases() -> tuple[AcesoCase, ...]:
     """The cases of figures 7 and 8: every family in four sizes, on 4 to 32 GPUs."""
-    return tuple(
-        AcesoCase(
-            family=family,
-            size=size,
-            nodes=nodes,
-            gpus_per_node=per_node,
-            global_batch=1536 if family == "resnet" else 1024,
-            micro_batches=_CONVOLUTIONS if family == "resnet" else _TRANSFORMER,
-        )
-        for family, sizes in PAPER_SIZES.items()
-        for size, (nodes, per_node) in zip(sizes, _DEVICES, strict=True)
-    )
+    found = []
+    for family, sizes in PAPER_SIZES.items():
+        for size, (nodes, per_node) in zip(sizes, _DEVICES, strict=True):
+            found.append(
+                AcesoCase(
+                    family=family,
+                    size=size,
+                    nodes=nodes,
+                    gpus_per_node=per_node,
+                    global_batch=1536 if family == "resnet" else 1024,
+                    micro_batches=_CONVOLUTIONS if family == "resnet" else _TRANSFORMER,
+                )
+            )
+    return tuple(found)
 
 
 def small_aceso_cases() -> tuple[AcesoCase, ...]:
@@ -405,7 +407,7 @@ def _columns(
 def _transposed(
     head: str, points: Sequence[Any], series: Mapping[str, Sequence[float | None]]
 ) -> list[dict[str, Any]]:
-    return [
-        {head: point, **{name: values[k] for name, values in series.items()}}
-        for k, point in enumerate(points)
-    ]
+    found: list[dict[str, Any]] = []
+    for k, point in enumerate(points):
+        found.append({head: point, **{name: values[k] for name, values in series.items()}})
+    return found

@@ -257,11 +257,13 @@ def _combinations(said: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _case(suite: str, number: int, said: Mapping[str, Any]) -> tuple[Case | None, list[str]]:
     """The case of a row, and all that is wrong with it."""
     degrees = [said[name] for name in ("data", "tensor", "pipeline")]
-    stages = tuple(
-        GivenStage(layers=stage.layers, mesh=_mesh(stage.mesh), forced=stage.forced)
-        for stage in said["stages"] or ()
-        for _ in range(stage.times)
-    )
+    found = []
+    for stage in said["stages"] or ():
+        for _ in range(stage.times):
+            found.append(
+                GivenStage(layers=stage.layers, mesh=_mesh(stage.mesh), forced=stage.forced)
+            )
+    stages = tuple(found)
     mesh = _mesh(said["mesh"]) if said["mesh"] else None
     layout = (degrees[0] or 1, degrees[1] or 1, degrees[2] or 1) if any(degrees) else None
     ways = {"stages": stages, "data, tensor, pipeline": layout, "mesh": mesh}

@@ -66,13 +66,14 @@ def verify_pipeline(
         )
 
     # Inputs as the stages keep them: arrays that are stacked over layers may lie in pieces.
-    inputs = [
-        ArrayInterface(
-            path=item.path, shape=value.shape, dtype=value.dtype, memory=value.memory.value
+    inputs = []
+    for item in step.graph.inputs:
+        value = step.graph.values[item.value]
+        inputs.append(
+            ArrayInterface(
+                path=item.path, shape=value.shape, dtype=value.dtype, memory=value.memory.value
+            )
         )
-        for item in step.graph.inputs
-        for value in [step.graph.values[item.value]]
-    ]
     every = range(len(plan.stages))
     verified = []
     for number in every:
@@ -89,10 +90,9 @@ def verify_pipeline(
                 memory([number]),
             )
         )
-    together = [
-        [k for k in every if pipeline.schedule.submesh_of(k) == s]
-        for s in range(plan.num_submeshes)
-    ]
+    together = []
+    for s in range(plan.num_submeshes):
+        together.append([k for k in every if pipeline.schedule.submesh_of(k) == s])
     return Verification(
         target=chosen,
         num_devices=len(

@@ -88,16 +88,16 @@ def _answer(request: dict[str, Any], module: bytes) -> dict[str, Any]:
     mesh = _mesh(request)
 
     def shardings(arrays: Any, kinds: Any) -> tuple[NamedSharding | None, ...]:
-        return tuple(
-            (
+        found = []
+        for dims, kind in zip(arrays, kinds, strict=True):
+            found.append(
                 None
                 if dims is None
                 else NamedSharding(
                     mesh, PartitionSpec(*[tuple(axes) or None for axes in dims]), memory_kind=kind
                 )
             )
-            for dims, kind in zip(arrays, kinds, strict=True)
-        )
+        return tuple(found)
 
     jitted = jax.jit(
         exported.call,

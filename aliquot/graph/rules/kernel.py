@@ -25,11 +25,10 @@ def _kernel(
     num_tables = params["grid_mapping"].num_index_operands
     kernel = kernel_of(params, [getattr(o, "value", None) for o in operands[:num_tables]])
     f = Factors()
-    letters = {
-        g: f.split(size)
-        for g, size in enumerate(kernel.grid)
-        if any(any(walk.grid_dim == g for walk in w) for w in kernel.results)
-    }
+    letters = {}
+    for g, size in enumerate(kernel.grid):
+        if any(any(walk.grid_dim == g for walk in w) for w in kernel.results):
+            letters[g] = f.split(size)
 
     def dims(shape: Sequence[int], walks: Sequence[Walked]) -> Dims:
         if not walks:

@@ -169,10 +169,10 @@ class LeafHandler(ocp.type_handlers.TypeHandler):  # type: ignore[misc]
         """Blocks of a stored array: each by itself or, where that reads no more, out of the
         smallest block that holds them all.
         """
-        around = tuple(
-            (min(first for first, _ in ends), max(last for _, last in ends))
-            for ends in zip(*blocks, strict=True)
-        )
+        found = []
+        for ends in zip(*blocks, strict=True):
+            found.append((min(first for first, _ in ends), max(last for _, last in ends)))
+        around = tuple(found)
         if _chunk_bytes(stored, around) > sum(_chunk_bytes(stored, block) for block in blocks):
             return await _all(self._take(stored, block) for block in blocks)
         host = await self._take(stored, around)

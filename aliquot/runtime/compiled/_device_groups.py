@@ -45,10 +45,10 @@ def device_groups(line: str, num_devices: int) -> list[list[int]]:
 
 
 def _listed(text: str) -> list[list[int]]:
-    return [
-        [int(n) for n in part.split(",") if n.strip()]
-        for part in re.findall(r"\{([\d, ]*)\}", text)
-    ]
+    found: list[list[int]] = []
+    for part in re.findall(r"\{([\d, ]*)\}", text):
+        found.append([int(n) for n in part.split(",") if n.strip()])
+    return found
 
 
 def _iota_groups(text: str) -> list[list[int]]:

@@ -137,26 +137,26 @@ def _homes(graph: Graph, programs: StagePrograms) -> dict[ValueId, StageId]:
 
 def _sent(programs: StagePrograms, *, in_body: bool) -> frozenset[ValueId]:
     """Values that stages exchange for each micro-batch (`in_body`), or in the update."""
-    return frozenset(
-        v
-        for p in programs.programs
-        if (p.part is not Part.UPDATE) == in_body
-        for v in p.imports
-        if programs.made_by[v] != p.stage
-    )
+    found = set()
+    for p in programs.programs:
+        if (p.part is not Part.UPDATE) == in_body:
+            for v in p.imports:
+                if programs.made_by[v] != p.stage:
+                    found.add(v)
+    return frozenset(found)
 
 
 def _inputs_that_others_pull(
     instructions: Instructions, processes: Sequence[frozenset[int]]
 ) -> frozenset[ValueId]:
     sends = [step for step in instructions.steps if isinstance(step, Send)]
-    return frozenset(
-        instructions.slots[slot][1].value
-        for step in sends
-        if processes[step.source] != processes[step.target]
-        for slot in step.inputs
-        if instructions.slots[slot][1].form is Form.GIVEN
-    )
+    found = set()
+    for step in sends:
+        if processes[step.source] != processes[step.target]:
+            for slot in step.inputs:
+                if instructions.slots[slot][1].form is Form.GIVEN:
+                    found.add(instructions.slots[slot][1].value)
+    return frozenset(found)
 
 
 def _processes(context: StageContext) -> frozenset[int]:

@@ -17,14 +17,13 @@ from ._stage_memory import stage_memory
 def pipeline_stats(compiled_pipeline: CompiledPipeline) -> Stats:
     """Stats of all stages. With several processes all must call it."""
     pipeline, compiled = compiled_pipeline.pipeline, compiled_pipeline.stages
-    counts = {
-        k: sum(
+    counts = {}
+    for k in range(len(compiled)):
+        counts[k] = sum(
             1
             for step in pipeline.instructions.steps
             if isinstance(step, Run) and step.function == k
         )
-        for k in range(len(compiled))
-    }
     memory = {k: compiled_memory(c.compiled) for k, c in enumerate(compiled) if c is not None}
     temps = {k: account.temp_bytes for k, account in memory.items()}
     aliases = {k: account.alias_bytes for k, account in memory.items()}

@@ -220,12 +220,12 @@ def _result_spec(context: StageContext, value: ValueId, shape: Sequence[int]) ->
 
 def donated_values(pipeline: Pipeline) -> frozenset[ValueId]:
     """The step's inputs whose buffers are donated to results."""
-    return frozenset(
-        f.takes[position].value
-        for k, f in enumerate(pipeline.functions)
-        for position in donated_positions(pipeline, k)
-        if f.takes[position].form in (Form.GIVEN, Form.HANDED_ON)
-    )
+    found = set()
+    for k, f in enumerate(pipeline.functions):
+        for position in donated_positions(pipeline, k):
+            if f.takes[position].form in (Form.GIVEN, Form.HANDED_ON):
+                found.add(f.takes[position].value)
+    return frozenset(found)
 
 
 def donated_positions(pipeline: Pipeline, k: int) -> tuple[int, ...]:
@@ -236,13 +236,12 @@ def donated_positions(pipeline: Pipeline, k: int) -> tuple[int, ...]:
     stage = function.program.stage
     # An early update runs before tasks of the other stages on its devices.
     is_early = stage in pipeline.schedule.early_updates
-    later = {
-        key.value
-        for n, f in enumerate(pipeline.functions)
-        if n > k or (is_early and f.program.stage != stage)
-        for key in f.takes
-        if key.form is Form.GIVEN and pipeline.same_devices(f.program.stage, stage)
-    }
+    later = set()
+    for n, f in enumerate(pipeline.functions):
+        if n > k or (is_early and f.program.stage != stage):
+            for key in f.takes:
+                if key.form is Form.GIVEN and pipeline.same_devices(f.program.stage, stage):
+                    later.add(key.value)
     # Inputs that the step returns unchanged remain the caller's.
     returned = {o.value for o in pipeline.graph.outputs if isinstance(o.value, int)}
     kept = later | pipeline.pulled | returned

@@ -145,10 +145,10 @@ def _axes_lacking(dims: Dims, cut: Mapping[str, tuple[str, ...]]) -> tuple[str, 
 
 def _piece(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
     """The shape of each device's piece."""
-    return tuple(
-        n // math.prod(mesh.shape[a] for a in axes_of(axes))
-        for n, axes in zip(shape, spec, strict=True)
-    )
+    found = []
+    for n, axes in zip(shape, spec, strict=True):
+        found.append(n // math.prod(mesh.shape[a] for a in axes_of(axes)))
+    return tuple(found)
 
 
 def scattered_product(
@@ -348,11 +348,11 @@ def _mapped_over_devices(
     @alone.def_vmap
     def _in_groups(size: int, batched: Sequence[bool], *given: Any) -> tuple[Any, list[bool]]:
         def run_one(*group: Any) -> list[Any]:
-            return [
-                # Each device has one group, whose dim is taken off and put back.
-                r[None]
-                for r in run(*(a[0] if b else a for a, b in zip(group, batched, strict=True)))
-            ]
+            # Each device has one group, whose dim is taken off and put back.
+            found: list[Any] = []
+            for r in run(*(a[0] if b else a for a, b in zip(group, batched, strict=True))):
+                found.append(r[None])
+            return found
 
         lead = tuple(groups)
         ins = [

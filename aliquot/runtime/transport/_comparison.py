@@ -105,11 +105,10 @@ def _cut(text: str, most: int = 180) -> str:
 def agree_on_step(graph: Graph, plan: Plan | None) -> None:
     """`agree` on a traced step with the arrays that it holds, its plan, and settings."""
     report(f"compiling {graph.name}")
-    inputs = [
-        f"takes {item.path} as {value.dtype}{list(value.shape)}, {item.role.value}"
-        for item in graph.inputs
-        for value in [graph.values[item.value]]
-    ]
+    inputs = []
+    for item in graph.inputs:
+        value = graph.values[item.value]
+        inputs.append(f"takes {item.path} as {value.dtype}{list(value.shape)}, {item.role.value}")
     operators = operator_lines(graph)
     agree(
         {

@@ -85,11 +85,10 @@ def plan_host_move(
     def move(*arrays: Any) -> list[Any]:
         # These references keep the shards until the messages are made, even if the caller drops the
         # arrays.
-        shards = {
-            (k, shard.device): shard.data
-            for k in needed
-            for shard in words(arrays[k]).addressable_shards
-        }
+        shards = {}
+        for k in needed:
+            for shard in words(arrays[k]).addressable_shards:
+                shards[k, shard.device] = shard.data
         for process, group in sends.items():
             mine = [(shards[p.array, p.device], _slices(p.block, p.within)) for p in group]
             channels.send(process, functools.partial(_cut, mine))
@@ -170,17 +169,17 @@ def _joiner(
             for _, block in place
         ]
         shards = iter(jax.device_put(hosts, devices))
-        return [
-            keys_from(
-                jax.make_array_from_single_device_arrays(
-                    described.shape, target, [next(shards) for _ in place]
-                ),
-                struct,
+        found: list[Any] = []
+        for struct, described, target, place in zip(structs, plain, targets, places, strict=True):
+            found.append(
+                keys_from(
+                    jax.make_array_from_single_device_arrays(
+                        described.shape, target, [next(shards) for _ in place]
+                    ),
+                    struct,
+                )
             )
-            for struct, described, target, place in zip(
-                structs, plain, targets, places, strict=True
-            )
-        ]
+        return found
 
     return together
 

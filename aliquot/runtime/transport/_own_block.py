@@ -46,9 +46,9 @@ def own_block(homes: Sequence[Sharding], shape: Sequence[int]) -> tuple[slice, .
         places = [piece for piece in pieces if piece is not None]
         if not places:
             continue
-        ranges = [
-            [place[dim].indices(size)[:2] for place in places] for dim, size in enumerate(shape)
-        ]
+        ranges = []
+        for dim, size in enumerate(shape):
+            ranges.append([place[dim].indices(size)[:2] for place in places])
         blocks.add(tuple((min(a for a, _ in each), max(b for _, b in each)) for each in ranges))
     if not blocks:
         return tuple(slice(0, size if dim else 0) for dim, size in enumerate(shape))

@@ -214,10 +214,10 @@ def cut_leaves(
 
 def join_results(arrays: Sequence[Any], pieces: Sequence[Sequence[Piece]]) -> list[Any]:
     """The user's results from those of a graph in pieces: one for each entry of `pieces`."""
-    return [
-        joined([arrays[piece.position] for piece in leaf_pieces], leaf_pieces)
-        for leaf_pieces in pieces
-    ]
+    found: list[Any] = []
+    for leaf_pieces in pieces:
+        found.append(joined([arrays[piece.position] for piece in leaf_pieces], leaf_pieces))
+    return found
 
 
 def joined(arrays: Sequence[Any], pieces: Sequence[Piece | Rows]) -> Any:

@@ -55,12 +55,11 @@ _NEUTRAL_FLAGS = ("cache", "dump", "host_platform_device_count", "log", "paralle
 
 def settings_lines() -> list[str]:
     """One line for each setting with its value in this thread: `jax_enable_x64 = False`."""
-    lines = [
-        # Within `with jax.default_matmul_precision(...)` only the attribute tells the value.
-        f"{name} = {getattr(jax.config, name, value)}"
-        for name, value in sorted(jax.config.values.items())
-        if not any(part in name for part in _NEUTRAL)
-    ]
+    # Within `with jax.default_matmul_precision(...)` only the attribute tells the value.
+    lines = []
+    for name, value in sorted(jax.config.values.items()):
+        if not any(part in name for part in _NEUTRAL):
+            lines.append(f"{name} = {getattr(jax.config, name, value)}")
     for variable in _VARIABLES:
         # Of an option that is given twice, the last one counts.
         given = dict(word.partition("=")[::2] for word in os.environ.get(variable, "").split())
