@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import typer
@@ -26,6 +27,69 @@ if TYPE_CHECKING:
     from ..cluster import Cluster
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Devices:
+    """The devices of the run: so many of a kind, or a cluster."""
+
+    world: int | None = option("Devices of the whole run.", metavar="N", min=1)
+    device: str | None = option("Such as H100 or v5p.", metavar="NAME")
+    devices_per_host: int = option("Devices in a host.", 8, min=1)
+    cluster: str | None = option(
+        "In place of --world and --device: a preset such as 8xH100, or a file."
+    )
+    network_gbps: NetworkGbps = None
+
+    def read(self) -> Cluster:
+        """As a cluster.
+
+        Raises:
+            ClusterError, InputError: what is missing or wrong.
+        """
+        return with_network(self._cluster(), self.network_gbps)
+
+    def _cluster(self) -> Cluster:
+        world, each = self.world, self.devices_per_host
+        if self.cluster is not None:
+            if world is not None or self.device is not None:
+                raise InputError("--cluster says the devices: leave out --world and --device.")
+            return read_cluster(self.cluster)
+        if world is None or self.device is None:
+            raise InputError(
+                "aliquot read needs the devices of the run: add --world 64 --device H100, or"
+                " --cluster 8x8xH100."
+            )
+        hosts, left = divmod(world, each)
+        if world < each:
+            hosts, each = 1, world
+        elif left:
+            raise InputError(
+                f"--world {world} does not fill hosts of {each} devices: add --devices-per-host N."
+            )
+        from ..cluster import wire
+
+        name = read_cluster(self.device).device.name
+        shown = f"{each}x{name}"
+        return wire(shown if hosts == 1 else f"{hosts}x{shown}", name, hosts, each)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """What is said of the settings beside the files, by the names of `aliquot.read`."""
+
+    framework: str | None = option(
+        "Whose settings they are, if that cannot be seen.", metavar="NAME"
+    )
+    recipe: str | None = option("The function to read of a Python file.", metavar="NAME")
+    model: str | None = option("A model of the zoo, where files do not say it.", metavar="NAME")
+    global_batch: int | None = option("Sequences of a step, in place of what files say.", min=1)
+    micro_batch: int | None = option("Sequences that a data rank computes at once.", min=1)
+    seq_len: SeqLen = None
+    recompute: str | None = option(
+        "none, fused, minimal, narrow, save_qkv, save_attention or block, where files say none."
+    )
+    settings: Settings = None
+
+
 def read(
     files: list[str] = argument(
         "Megatron-LM's shell script, Megatron-Bridge's recipe, torchtitan's TOML or"
@@ -33,25 +97,9 @@ def read(
         " config.json of Hugging Face; and NAME=VALUE. Nothing is run.",
         metavar="FILE...",
     ),
-    world: int | None = option("Devices of the whole run.", metavar="N", min=1),
-    device: str | None = option("Such as H100 or v5p.", metavar="NAME"),
-    devices_per_host: int = option("Devices in a host.", 8, min=1),
-    cluster: str | None = option(
-        "In place of --world and --device: a preset such as 8xH100, or a file."
-    ),
-    network_gbps: NetworkGbps = None,
-    framework: str | None = option(
-        "Whose settings they are, if that cannot be seen.", metavar="NAME"
-    ),
-    recipe: str | None = option("The function to read of a Python file.", metavar="NAME"),
-    model: str | None = option("A model of the zoo, where files do not say it.", metavar="NAME"),
-    global_batch: int | None = option("Sequences of a step, in place of what files say.", min=1),
-    micro_batch: int | None = option("Sequences that a data rank computes at once.", min=1),
-    seq_len: SeqLen = None,
-    recompute: str | None = option(
-        "none, fused, minimal, narrow, save_qkv, save_attention or block, where files say none."
-    ),
-    settings: Settings = None,
+    *,
+    devices: _Devices,
+    given: _Given,
     better: bool = option(
         "Look for faster settings in the same limits, and print what differs.", False
     ),
@@ -64,57 +112,25 @@ def read(
     """
     with session(as_json) as say:
         use_host_only()
-        where = with_network(_cluster(cluster, world, device, devices_per_host), network_gbps)
+        where = devices.read()
         from .._reading import read as judge
 
+        said = asdict(given)
         with search_progress(say) as report:
             reading = judge(
                 *files,
                 cluster=where,
-                framework=framework,
-                recipe=recipe,
-                model=model,
-                overrides=read_settings(settings or ()),
-                global_batch=global_batch,
-                micro_batch=micro_batch,
-                seq_len=seq_len,
-                recompute=recompute,
+                overrides=read_settings(said.pop("settings") or ()),
                 better=better,
                 time_limit_s=read_time_limit(time_limit) or 60.0,
                 memory_limit_bytes=read_memory_limit(memory_limit),
                 progress=report,
+                **said,
             )
         _show(reading, say)
         say.finish(reading.to_dict())
         if reading.plan is None or reading.fits == "no":
             raise typer.Exit(1)
-
-
-def _cluster(
-    cluster: str | None, world: int | None, device: str | None, devices_per_host: int
-) -> Cluster:
-    if cluster is not None:
-        if world is not None or device is not None:
-            raise InputError("--cluster says the devices: leave out --world and --device.")
-        return read_cluster(cluster)
-    if world is None or device is None:
-        raise InputError(
-            "aliquot read needs the devices of the run: add --world 64 --device H100, or --cluster"
-            " 8x8xH100."
-        )
-    hosts, left = divmod(world, devices_per_host)
-    if world < devices_per_host:
-        hosts, devices_per_host = 1, world
-    elif left:
-        raise InputError(
-            f"--world {world} does not fill hosts of {devices_per_host} devices: add"
-            " --devices-per-host N."
-        )
-    from ..cluster import wire
-
-    name = read_cluster(device).device.name
-    shown = f"{devices_per_host}x{name}"
-    return wire(shown if hosts == 1 else f"{hosts}x{shown}", name, hosts, devices_per_host)
 
 
 def _show(reading: Reading, say: Session) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ._dataflow import Item
+from ._dataflow import Item, made_by
 from ._layers import crossing_bytes
 from ._rule import traits_of
 from ._types import Graph, Literal, Phase
@@ -49,7 +49,7 @@ def _reads_from(one: Sequence[Item], other: Sequence[Item]) -> bool:
     """Whether a layer reads what the one before it makes, so that they are no parts of one layer
     side by side, such as the products for queries, keys and values.
     """
-    made = {o for item in one for o in item.outputs}
+    made = made_by(one)
     return any(not made.isdisjoint(item.inputs) for item in other)
 
 

@@ -9,7 +9,7 @@ parameters).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ._rule import traits_of
@@ -136,20 +136,26 @@ def _in_phases(items: Sequence[Item]) -> tuple[Item, ...]:
     return tuple(ordered)
 
 
-def links_around(call: Call, link_of: Mapping[ValueId, OpId]) -> set[OpId]:
-    """Links between a call's bodies and the values around them.
-
-    Args:
-        link_of: for each value that a link makes, the link.
-    """
+def links_around(graph: Graph, call: Call) -> set[OpId]:
+    """Links between a call's bodies and the values around them."""
     ends = set(call.outputs)
     links: set[OpId] = set()
     for block in call.blocks:
         ends.update(i for i in block.inputs if isinstance(i, int))
         for item in block.items:
             if isinstance(item, Call):
-                links |= links_around(item, link_of)
-    return links | {link_of[o] for o in ends if o in link_of}
+                links |= links_around(graph, item)
+    return links | {graph.links[o].index for o in ends if o in graph.links}
+
+
+def made_by(items: Iterable[Item]) -> set[ValueId]:
+    """All results of items."""
+    return {o for item in items for o in item.outputs}
+
+
+def made_at(items: Sequence[Item]) -> dict[ValueId, int]:
+    """For each result of items the position of the item."""
+    return {o: k for k, item in enumerate(items) for o in item.outputs}
 
 
 def plain_item(graph: Graph, op_or_call: OpId | Call, phase: Phase) -> Item:

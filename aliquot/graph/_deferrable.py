@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ._dataflow import Item
+from ._dataflow import Item, made_at
 from ._first_half import FirstHalf, first_half
 from ._rule import traits_of
 from ._stages import SHARED
@@ -56,7 +56,7 @@ def deferrable_items(graph: Graph, items: Sequence[Item], stages: Sequence[Stage
         items: of a step, in program order.
         stages: the stage of each item; `SHARED` for those that each stage computes for itself.
     """
-    maker = {o: k for k, item in enumerate(items) for o in item.outputs}
+    maker = made_at(items)
     needed = _needed_elsewhere(graph, items, stages)
     deferrable: set[int] = set()
     halves: dict[int, FirstHalf] = {}

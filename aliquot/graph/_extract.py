@@ -13,7 +13,7 @@ from typing import overload
 
 import msgspec
 
-from ._dataflow import FROM_ANOTHER_STAGE, Item, items_of, links_around
+from ._dataflow import FROM_ANOTHER_STAGE, Item, items_of, links_around, made_by
 from ._deferrable import Deferrable, deferrable_items
 from ._stages import SHARED, Staging
 from ._types import (
@@ -116,10 +116,6 @@ class StageExtracts(Sequence[Extract]):
         return deferrable_items(self._graph, self._staging.items, self._staging.stage)
 
     @functools.cached_property
-    def _links(self) -> dict[ValueId, OpId]:
-        return {o: op.index for op in self._graph.ops if op.is_link for o in op.outputs}
-
-    @functools.cached_property
     def _named(self) -> dict[ValueId, Input]:
         return {item.value: item for item in self._graph.inputs}
 
@@ -127,7 +123,7 @@ class StageExtracts(Sequence[Extract]):
         graph, items = self._graph, self._staging.items
         mine, deferrable = self._items_of[stage], self._deferrable
         chosen = _with_shared(items, self._maker, mine)
-        made_here = {o for k in chosen for o in items[k].outputs}
+        made_here = made_by(items[k] for k in chosen)
         reads = dict.fromkeys(i for k in chosen for i in items[k].inputs if i not in made_here)
         inputs = []
         for v in reads:
@@ -139,11 +135,11 @@ class StageExtracts(Sequence[Extract]):
                 )
         outputs = [o for o in graph.outputs if isinstance(o.value, int) and o.value in made_here]
         results = {o.value for o in outputs}
-        made_by_stage = {o for k in mine for o in items[k].outputs}
+        made_by_stage = made_by(items[k] for k in mine)
         # Shared results do not cross, because each stage computes them for itself.
         crossing = {v for v in made_by_stage - results if self._readers.get(v, set()) - {stage}}
         outputs += [Output(path=f"value {v}", value=v) for v in sorted(crossing)]
-        builder = _Builder(graph, self._links)
+        builder = _Builder(graph)
         late = set()
         for k in mine:
             if k in deferrable.items or k in deferrable.halves:
@@ -162,7 +158,7 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
     Args:
         items: of `items_of(graph)`.
     """
-    made_here = {o for item in items for o in item.outputs}
+    made_here = made_by(items)
     named = {item.value: item for item in graph.inputs}
     reads = dict.fromkeys(
         i for item in items for i in item.inputs if i not in made_here and i not in graph.constants
@@ -182,16 +178,14 @@ def extract_items(graph: Graph, items: Sequence[Item]) -> Extract:
         ):
             leaving.update(item.inputs)
     outputs = [Output(path=f"value {v}", value=v) for v in sorted(made_here & leaving)]
-    links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
     # An input's successor is an output of the whole step, which this part does not have.
     lone = [replace(i, output=None) for i in inputs]
-    return _Builder(graph, links).build(items, lone, outputs, set())
+    return _Builder(graph).build(items, lone, outputs, set())
 
 
 def with_items(graph: Graph, items: Sequence[Item]) -> Extract:
     """A whole step with these items alone, numbered anew."""
-    links = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
-    return _Builder(graph, links).build(items, graph.inputs, graph.outputs, set())
+    return _Builder(graph).build(items, graph.inputs, graph.outputs, set())
 
 
 def same_structure(a: Extract, b: Extract) -> bool:
@@ -238,8 +232,8 @@ def _with_shared(
 class _Builder:
     """Builds an extract from items: numbers its operators and values anew."""
 
-    def __init__(self, graph: Graph, links: Mapping[ValueId, OpId]) -> None:
-        self._graph, self._link_of = graph, links
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
         self._deferrable: set[OpId] = set()
         self._op_number: dict[OpId, OpId] = {}
         self._value_number: dict[ValueId, ValueId] = {}
@@ -296,7 +290,7 @@ class _Builder:
         kept = {k for item in items for k in item.ops}
         for item in items:
             if isinstance(item.op_or_call, Call):
-                kept |= links_around(item.op_or_call, self._link_of)
+                kept |= links_around(self._graph, item.op_or_call)
         return kept
 
     def _value(self, index: ValueId) -> ValueId:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import msgspec
 
 from . import _jax_compat as compat
-from ._dataflow import ops_inside, plain_item, reads_of
+from ._dataflow import made_by, ops_inside, plain_item, reads_of
 from ._first_half import FirstHalf
 from ._recompute import items_between, values_to_keep
 from ._types import Block, Call, Graph, Operand, OpId, Phase, Value, ValueId
@@ -176,12 +176,12 @@ class _Builder:
         now_items = [plain_item(self._graph, item, Phase.BACKWARD) for item in first]
         names = [self._graph.ops[item.ops[0]].name if item.ops else "" for item in now_items]
         late_items = [plain_item(self._graph, item, Phase.BACKWARD) for item in second]
-        made_late = {o for item in late_items for o in item.outputs}
+        made_late = made_by(late_items)
         read = dict.fromkeys(
             [i for item in late_items for i in item.inputs]
             + [i for i in late_ends if isinstance(i, int)]
         )
-        made = {o for item in now_items for o in item.outputs} | turning
+        made = made_by(now_items) | turning
         wanted = [i for i in read if i in made]
         kept = values_to_keep(
             now_items,

@@ -178,8 +178,7 @@ def in_one_turn(graph: Graph, larger: Graph) -> Extract:
         ]
         return replace(op_or_call, inputs=operands(op_or_call.inputs), blocks=tuple(blocks))
 
-    link_of = {o: op.index for op in larger.ops if op.is_link for o in op.outputs}
-    inside = _ops_of(block, link_of)
+    inside = _ops_of(larger, block)
     ops = [replace(op, inputs=operands(op.inputs)) for op in graph.ops]
     values = list(graph.values)
     for k in inside:
@@ -214,12 +213,12 @@ def in_one_turn(graph: Graph, larger: Graph) -> Extract:
     )
 
 
-def _ops_of(block: Block, link_of: Mapping[ValueId, OpId]) -> set[OpId]:
+def _ops_of(graph: Graph, block: Block) -> set[OpId]:
     """The operators of a body, with the links of the loops inside it."""
     ops: set[OpId] = set()
     for item in block.items:
         if isinstance(item, Call):
-            ops |= {*ops_inside(item), *links_around(item, link_of)}
+            ops |= {*ops_inside(item), *links_around(graph, item)}
         else:
             ops.add(item)
     return ops

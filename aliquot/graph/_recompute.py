@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 import numpy as np
 
-from ._dataflow import Item
+from ._dataflow import Item, made_at, made_by
 from ._rule import traits_of
 from ._types import Call, Graph, Value, ValueId
 
@@ -51,7 +51,7 @@ def find_repeated(
         free, repeat: see `values_to_keep`.
     """
     names = [graph.ops[item.ops[0]].name if item.ops else "" for item in forward]
-    made_forward = {o for item in forward for o in item.outputs}
+    made_forward = made_by(forward)
     wanted = [value for value in reads if value in made_forward]
     kept = values_to_keep(
         forward,
@@ -97,7 +97,7 @@ def values_to_keep(
         and is_costly(item, name)
         for item, name in zip(items, names, strict=True)
     ]
-    maker = {o: k for k, item in enumerate(items) for o in item.outputs}
+    maker = made_at(items)
     needed: dict[ValueId, None] = dict.fromkeys(wanted)
     waiting = list(needed)
     while waiting:

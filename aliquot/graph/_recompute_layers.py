@@ -16,7 +16,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import msgspec
@@ -24,7 +24,7 @@ import msgspec
 from ..core import FUSED_ATTENTION, recompute_parts, recompute_ways
 from . import _jax_compat as compat
 from ._alike_layers import alike_layers
-from ._dataflow import Item, items_of, plain_item, reads_of
+from ._dataflow import Item, items_of, made_by, plain_item, reads_of
 from ._effects import any_effects
 from ._recompute import items_between
 from ._rule import traits_of
@@ -139,7 +139,7 @@ def _sites(graph: Graph, places: Places | None) -> _Sites:
         return _Sites()
     items = items_of(graph)
     weights = _of_weights(graph, items)
-    links = {o: op for op in graph.ops if op.is_link for o in op.outputs}
+    links = graph.links
     loops = tuple(_loops(graph, calls, items, links))
     weights |= {
         inner
@@ -261,7 +261,7 @@ def _saved(
                     saved.update(value for value in item.inputs if value not in known)
     elif name in ("save_qkv", "save_attention"):
         attention = _attention(graph, items, weights)
-        made = {o for item in attention for o in item.outputs}
+        made = made_by(attention)
         by_weights = [_multiplies(graph, [item]) and item not in attention for item in items]
         # What depends on a product of the same attention: not by way of a product with a weight.
         behind = set(made)
@@ -314,7 +314,6 @@ class _Loose:
     graph: Graph
     values: list[Value]
     ops: list[Op]
-    scopes: dict[ValueId, str] = field(default_factory=dict)
 
     def fresh(self, like: ValueId, shape: tuple[int, ...] | None = None) -> ValueId:
         """A new value, as another one."""
@@ -405,7 +404,7 @@ def _with_regions(loose: _Loose, sites: _Sites, name: str) -> list[OpId | Call]:
     lasts: dict[int, int] = {}
     for n, layer in enumerate(sites.layers):
         if any(o in reading for item in again[n] for o in item.outputs):
-            own = {o for item in layer.forward for o in item.outputs}
+            own = made_by(layer.forward)
             first = min(k for o in own - read_elsewhere for k in reading.get(o, ()))
             begins.setdefault(first, []).append(n)
             own |= {i for item in layer.forward for i in item.inputs if i in sites.weights}
@@ -550,11 +549,11 @@ def _with_less_kept(
     rows = {
         stack: inner for stack, inner in given if isinstance(stack, int) and isinstance(inner, int)
     }
-    made = {o for item in loop.forward for o in item.outputs}
+    made = made_by(loop.forward)
     saved = _saved(loose.graph, loop.forward, name, weights)
     wanted = [value for value in stacks.values() if value in made and value not in saved]
     again = items_between(loop.forward, wanted, frozenset(saved))
-    made_again = {o for item in again for o in item.outputs}
+    made_again = made_by(again)
     leaves = dict.fromkeys(i for item in again for i in item.inputs if i not in made_again)
     # What the second scan reads of each value of the first one's body, by that value.
     names: dict[ValueId, ValueId] = {}
@@ -666,10 +665,8 @@ def _in_region(
 
 def _scope(loose: _Loose, call: Call) -> str:
     """The names of the user's code around a loop."""
-    if not loose.scopes:
-        graph = loose.graph
-        loose.scopes |= {o: op.scope for op in graph.ops if op.is_link for o in op.outputs}
-    return next((loose.scopes[v] for v in call.outputs if v in loose.scopes), "")
+    links = loose.graph.links
+    return next((links[v].scope for v in call.outputs if v in links), "")
 
 
 def _live(loose: _Loose, items: Sequence[OpId | Call], wanted: set[ValueId]) -> list[OpId | Call]:

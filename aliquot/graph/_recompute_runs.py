@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ._dataflow import Item
+from ._dataflow import Item, made_at, made_by
 from ._types import ValueId
 
 
@@ -43,12 +43,12 @@ def recomputed_runs(
         backward: the pass's own items, in program order.
     """
     first_uses = _first_uses(recomputed, backward)
-    made_at = {o: k for k, item in enumerate(backward) for o in item.outputs}
+    places = made_at(backward)
     by_first_use: dict[int, list[Item]] = {}
     for item, use in zip(recomputed, first_uses, strict=True):
         by_first_use.setdefault(use, []).append(item)
     gradient_for = {
-        use: _awaited_gradient(items, use, backward, made_at) for use, items in by_first_use.items()
+        use: _awaited_gradient(items, use, backward, places) for use, items in by_first_use.items()
     }
     # Runs by the position of the backward item that makes their gradient; -1 without one.
     runs: dict[int, list[Item]] = {}
@@ -58,10 +58,10 @@ def recomputed_runs(
         # An item cannot run before the recomputed items whose results it reads.
         start = max((run_of[i] for i in item.inputs if i in run_of), default=-1)
         if gradient is not None:
-            start = max(start, made_at[gradient])
+            start = max(start, places[gradient])
         run_of |= dict.fromkeys(item.outputs, start)
         runs.setdefault(start, []).append(item)
-    gradient_at = {made_at[g]: g for g in gradient_for.values() if g is not None}
+    gradient_at = {places[g]: g for g in gradient_for.values() if g is not None}
     return tuple(
         RecomputedRun(items=tuple(runs[start]), after=start + 1, gradient=gradient_at.get(start))
         for start in sorted(runs)
@@ -89,18 +89,18 @@ def _awaited_gradient(
     recomputed: Sequence[Item],
     use: int,
     backward: Sequence[Item],
-    made_at: Mapping[ValueId, int],
+    places: Mapping[ValueId, int],
 ) -> ValueId | None:
     """The gradient for which recomputed items wait if the first reader of their results is backward
     item `use`; None if there is none.
     """
-    dependent = {o for item in recomputed for o in item.outputs}
+    dependent = made_by(recomputed)
     for item in backward[use:]:
         if dependent.isdisjoint(item.inputs):
             continue
-        ready = [i for i in item.inputs if made_at.get(i, use) < use]
+        ready = [i for i in item.inputs if places.get(i, use) < use]
         if ready:
-            return max(ready, key=lambda i: (made_at[i], i))
+            return max(ready, key=lambda i: (places[i], i))
         dependent.update(item.outputs)
     return None
 

@@ -51,7 +51,6 @@ class Emission:
         joined: operators of the old graph for which pieces are concatenated.
         recut: operators of the old graph whose results are made whole and then cut.
         joints: new values that are concatenated pieces.
-        links: for each value of the old graph that a link makes, this link.
         equations: equations for fewer rows, each made once.
         num_regions: number of remat regions so far.
     """
@@ -61,12 +60,8 @@ class Emission:
     joined: set[OpId] = field(default_factory=set)
     recut: set[OpId] = field(default_factory=set)
     joints: set[ValueId] = field(default_factory=set)
-    links: dict[ValueId, Op] = field(init=False)
     equations: Equations = field(default_factory=Equations)
     num_regions: int = 0
-
-    def __post_init__(self) -> None:
-        self.links = {out: op for op in self.graph.ops if op.is_link for out in op.outputs}
 
     @property
     def graph(self) -> Graph:
@@ -108,7 +103,7 @@ def write_link(
     emission: Emission, old: ValueId, place: Place, inputs: Sequence[Operand], output: ValueId
 ) -> None:
     """Write the link that makes `old`, on other operands."""
-    like = emission.links[old]
+    like = emission.graph.links[old]
     write(emission, like, place, None, inputs, (output,), like.name)
 
 

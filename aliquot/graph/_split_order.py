@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ._dataflow import Item, items_of, links_around
+from ._dataflow import Item, items_of, links_around, made_at
 from ._split_reach import scans_over_layers
 from ._types import Call, Graph, OpId, Phase
 
@@ -42,7 +42,7 @@ def side_by_side(graph: Graph) -> Graph:
         return graph
     # The ranges of a pass follow one another.
     range_of = {k: number % num_ranges for number, k in enumerate(scans)}
-    maker = {o: k for k, item in enumerate(items) for o in item.outputs}
+    maker = made_at(items)
     # The range beside which an item runs: -1 before all, `num_ranges` after all.
     beside: list[int] = []
     for k, item in enumerate(items):
@@ -70,12 +70,11 @@ def side_by_side(graph: Graph) -> Graph:
 
 def _in_order(graph: Graph, items: Sequence[Item]) -> Graph:
     """A step with its items in another order, and its operators numbered in that order."""
-    link_of = {o: op.index for op in graph.ops if op.is_link for o in op.outputs}
     order: list[OpId] = []
     for item in items:
         ops = set(item.ops)
         if isinstance(item.op_or_call, Call):
-            ops |= links_around(item.op_or_call, link_of)
+            ops |= links_around(graph, item.op_or_call)
         order += sorted(ops)
     number = {old: OpId(new) for new, old in enumerate(order)}
 

@@ -33,12 +33,11 @@ def scans_over_layers(graph: Graph) -> tuple[LayerScan, ...]:
     a parameter layer by layer (a cast to another dtype). Scans inside other loops do not count:
     `split_scans` refuses them.
     """
-    links = {out: op for op in graph.ops if op.is_link for out in op.outputs}
     scans = []
     for call in forward_scans(graph):
         num_consts, _ = compat.scan_counts(call.eqn.params)
         bound = call.blocks[0].inputs[num_consts:]
-        ends = [links[v].index for v in (*bound, *call.outputs) if isinstance(v, int)]
+        ends = [graph.links[v].index for v in (*bound, *call.outputs) if isinstance(v, int)]
         scans.append(
             LayerScan(length=call.eqn.params["length"], start=min(ends), stop=max(ends) + 1)
         )

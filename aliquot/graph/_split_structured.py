@@ -42,8 +42,9 @@ def _write_items(emission: Emission, block: Block, place: Place) -> None:
 
 def _like(emission: Emission, call: Call) -> Op:
     """A link of a loop, which stands for the loop where an operator is needed."""
-    links = emission.links
-    return links[next(v for v in (*call.outputs, *call.blocks[-1].inputs) if v in links)]
+    links = emission.graph.links
+    ends = (v for v in (*call.outputs, *call.blocks[-1].inputs) if isinstance(v, int))
+    return links[next(v for v in ends if v in links)]
 
 
 def _read_all(

@@ -272,6 +272,11 @@ class Graph:
         return {value: op for op in self.ops for value in op.outputs}
 
     @functools.cached_property
+    def links(self) -> Mapping[ValueId, Op]:
+        """The link operator that makes each value that one makes."""
+        return {value: op for value, op in self.makers.items() if op.is_link}
+
+    @functools.cached_property
     def looped(self) -> frozenset[ValueId]:
         """Values over whose leading dim a loop runs."""
         slices = [op for op in self.ops if op.name == "scan_slice"]
