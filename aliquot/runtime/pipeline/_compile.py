@@ -25,13 +25,16 @@ class CompiledStage(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     that it took as `compile_s`.
     """
 
-    function: StageFunction
+    form: StageForm
     compiled: Any
-    donated: tuple[int, ...]
-    arguments: tuple[Any, ...]
     shapes: tuple[Any, ...]
     lower_s: float
     compile_s: float
+
+    @property
+    def function(self) -> StageFunction:
+        """The function that was compiled."""
+        return self.form.function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,10 +134,8 @@ def _compile(
     for key, result in zip(function.gives, results, strict=True):
         known[stage, Key(key.form, key.value)] = result
     return CompiledStage(
-        function=function,
+        form=form,
         compiled=compiled,
-        donated=form.donated,
-        arguments=form.arguments,
         shapes=results,
         lower_s=middle - start,
         compile_s=end - middle,

@@ -27,7 +27,7 @@ def pipeline_stats(compiled_pipeline: CompiledPipeline) -> Stats:
     memory = {k: compiled_memory(c.compiled) for k, c in enumerate(compiled) if c is not None}
     temps = {k: account.temp_bytes for k, account in memory.items()}
     aliases = {k: account.alias_bytes for k, account in memory.items()}
-    donated = {k: c.donated for k, c in enumerate(compiled) if c is not None}
+    donated = {k: c.form.donated for k, c in enumerate(compiled) if c is not None}
     sizes = _slot_bytes(compiled_pipeline)
     stats = []
     for stage, context in enumerate(pipeline.contexts):
@@ -87,7 +87,7 @@ def _slot_bytes(compiled: CompiledPipeline) -> dict[int, int]:
             continue
         number = stage.function.program.stage
         for keys, structs in (
-            (stage.function.takes, stage.arguments),
+            (stage.function.takes, stage.form.arguments),
             (stage.function.gives, stage.shapes),
         ):
             for key, struct in zip(keys, structs):

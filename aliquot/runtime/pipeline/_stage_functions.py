@@ -8,12 +8,14 @@ the mesh's data axes, so that no gradient crosses between groups before the last
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...graph import NO_VALUE, Graph, StageId, ValueId, memory_kind
@@ -57,56 +59,66 @@ class Key(NamedTuple):
     micro_batch: int = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageContext:
-    """Mesh, splits and layout with which a stage runs.
+class StageSetup(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The mesh of a stage and the splits on it.
 
     Attributes:
         mesh: its devices.
         pins: its splits, indexed by the operators of the whole step.
-        data_axes: mesh axes that the data-parallel groups lie along; empty without micro-batches.
-        context_axes: the axis that splits the sequence, if gradients wait over it for the last
-            micro-batch.
-        bodies: the graphs that run in each micro-batch, each with its results that are added up.
-        parts, plan: the step cut into micro-batches for this number of groups; `plan` is None if
-            the whole batch runs at once.
-        layout: groups and micro-batches.
-        given_specs: how inputs are split here, by value.
-        sent_specs: how values that it exchanges are split here, by value.
+        data_axes: mesh axes that split nothing but the batch.
+        context_axes: the axis that splits the sequence, if gradients wait over it, too.
+        given_specs: how inputs of the step are split, by value.
+        sent_specs: how values that it exchanges with other stages are split, by value.
     """
 
     mesh: Mesh
     pins: Pins
     data_axes: tuple[str, ...]
-    context_axes: tuple[str, ...]
+    given_specs: Mapping[ValueId, PartitionSpec]
+    sent_specs: Mapping[ValueId, PartitionSpec]
+    context_axes: tuple[str, ...] = ()
+
+
+class StageContext(StageSetup, frozen=True, kw_only=True, eq=False, dict=True):
+    """Mesh, splits and layout with which a stage runs. `data_axes` are those that the data-parallel
+    groups lie along; empty without micro-batches.
+
+    Attributes:
+        bodies: the graphs that run in each micro-batch, each with its results that are added up.
+        parts, plan: the step cut into micro-batches for this number of groups; `plan` is None if
+            the whole batch runs at once.
+        layout: groups and micro-batches.
+    """
+
     bodies: Sequence[tuple[Graph, Sequence[ValueId]]]
     parts: MicroBatchGraphs
     plan: MicroBatchPlan | None
     layout: Layout
-    given_specs: Mapping[ValueId, PartitionSpec]
-    sent_specs: Mapping[ValueId, PartitionSpec]
-    lowering: ConstraintLowering = field(init=False)
-    without: frozenset[str] = field(init=False)
-    totals: Totals | None = field(init=False)
 
-    def __post_init__(self) -> None:
-        # Pins must not name the axes that the groups lie along: `vmap` adds them.
-        without = frozenset(self.data_axes) if self.layout.groups > 1 else frozenset[str]()
-        lowering = ConstraintLowering(mesh=self.mesh, pins=self.pins)
-        object.__setattr__(self, "lowering", lowering)
-        object.__setattr__(self, "without", without)
-        totals = None
-        if self.plan is not None:
-            totals = Totals(
-                plan=self.plan,
-                mesh=self.mesh,
-                lowering=lowering,
-                layout=self.layout,
-                pins=self.pins,
-                without=without,
-                apart=kept_apart(self.pins, self.mesh, self.context_axes, self.bodies),
-            )
-        object.__setattr__(self, "totals", totals)
+    @functools.cached_property
+    def lowering(self) -> ConstraintLowering:
+        """Writes the splits into programs."""
+        return ConstraintLowering(mesh=self.mesh, pins=self.pins)
+
+    @property
+    def without(self) -> frozenset[str]:
+        """Axes that pins must not name: those that the groups lie along, which `vmap` adds."""
+        return frozenset(self.data_axes) if self.layout.groups > 1 else frozenset()
+
+    @functools.cached_property
+    def totals(self) -> Totals | None:
+        """Running totals over micro-batches."""
+        if self.plan is None:
+            return None
+        return Totals(
+            plan=self.plan,
+            mesh=self.mesh,
+            lowering=self.lowering,
+            layout=self.layout,
+            pins=self.pins,
+            without=self.without,
+            apart=kept_apart(self.pins, self.mesh, self.context_axes, self.bodies),
+        )
 
     def kind(self, value: ValueId) -> TimeKind:
         """How the values of an array in the micro-batches make up its value for the whole batch."""
