@@ -21,12 +21,7 @@ from .core import InputError, collecting_seldom, refuse_arguments
 from .cost import PlannedStep
 from .cost import estimate as estimate_planned
 from .graph import capture as capture
-from .planners import (
-    AbstractMethod,
-    Progress,
-    apply_plan,
-    find_alternatives,
-)
+from .planners import AbstractMethod, Progress, apply_plan, find_alternatives
 from .plans import ModelReference, Plan, Prediction
 
 if TYPE_CHECKING:

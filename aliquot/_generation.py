@@ -107,26 +107,14 @@ class Generator:
         drawn = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
         token, prompt = {**model.token, **drawn}, {**model.prompt, **drawn}
         self.plan = decode_plan or plan(
-            decode,
-            model.params,
-            model.cache,
-            token,
-            cluster=cluster,
-            method=method,
-            **options,
+            decode, model.params, model.cache, token, cluster=cluster, method=method, **options
         )
         cluster = Cluster.from_dict(self.plan.cluster)
         if not self.plan.is_pipeline:
             method = _same_splits(self.plan)
             options["num_micro_batches"] = self.plan.num_micro_batches
         first = plan(
-            prefill,
-            model.params,
-            model.cache,
-            prompt,
-            cluster=cluster,
-            method=method,
-            **options,
+            prefill, model.params, model.cache, prompt, cluster=cluster, method=method, **options
         )
         self._decode: Step = parallelize(decode, self.plan, devices=devices)
         self._prefill: Step = parallelize(prefill, first, devices=devices)

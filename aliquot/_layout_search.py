@@ -15,13 +15,7 @@ from .cluster import Cluster
 from .core import InfeasibleError, InputError, format_bytes
 from .graph import Role
 from .interop.frameworks import FRAMEWORKS, Found, Settings, Table, write_settings
-from .planners import (
-    ATTENTION_WAYS,
-    PipelineOptions,
-    Progress,
-    least_compute_s,
-    method_by_name,
-)
+from .planners import ATTENTION_WAYS, PipelineOptions, Progress, least_compute_s, method_by_name
 from .plans import ModelReference, Plan
 from .zoo import AbstractTextConfig, build
 

@@ -12,13 +12,7 @@ from .cluster import Cluster
 from .core import CaptureError, InfeasibleError, InputError, format_bytes
 from .planners import Auto, PipeshardParallel, Progress, method_by_name
 from .plans import ModelReference
-from .report import (
-    BatchSearch,
-    BatchTrial,
-    Candidate,
-    Comparison,
-    sorted_candidates,
-)
+from .report import BatchSearch, BatchTrial, Candidate, Comparison, sorted_candidates
 
 Made: TypeAlias = tuple[Callable[..., Any], Any, Any]
 

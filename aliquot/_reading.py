@@ -25,13 +25,7 @@ from .core import (
 from .interop.frameworks import Found, Settings, Written, export_plan, read_settings
 from .planners import Progress
 from .plans import Plan, expected_error, mfu
-from .zoo import (
-    AbstractTextConfig,
-    as_fields,
-    configure,
-    from_config,
-    from_fields,
-)
+from .zoo import AbstractTextConfig, as_fields, configure, from_config, from_fields
 
 # Stages whose memory differs by more than this share are worth another cut.
 _UNEQUAL = 0.15

@@ -17,14 +17,7 @@ from ._aceso_models import (
 from ._aceso_options import AcesoFile
 from ._devices import use_host_only
 from ._groups import option
-from ._model_options import (
-    Dtype,
-    MemoryLimit,
-    ModelOptions,
-    SeqLen,
-    Settings,
-    read_memory_limit,
-)
+from ._model_options import Dtype, MemoryLimit, ModelOptions, SeqLen, Settings, read_memory_limit
 from ._optimizer_options import OptimizerOptions, ScheduleSteps
 from ._options import DescribedCluster, Json, NetworkGbps, PlanFile, read_cluster
 from ._session import session

@@ -113,8 +113,7 @@ def alpa(
         time_limit_s = read_time_limit(run.time_limit)
         part = launch_options if launch is None else LaunchOptions()
         replace(
-            launch_options,
-            **({} if launch else {"num_hosts": None, "num_devices_per_host": None}),
+            launch_options, **({} if launch else {"num_hosts": None, "num_devices_per_host": None})
         ).check(launch, devices=None, has_plan=False)
         if launch is not None and run.predict:
             raise InputError(f"--launch {launch}: --predict runs nothing. Leave one out.")

@@ -50,13 +50,7 @@ def cfp(
         environment = dict(os.environ)
         if launch is None or not runs_here:
             use_host_only()
-        from ..suites import (
-            CFP_CASES,
-            Results,
-            find_cfp_cases,
-            make_cfp_rows,
-            mode_of,
-        )
+        from ..suites import CFP_CASES, Results, find_cfp_cases, make_cfp_rows, mode_of
 
         cases = find_cfp_cases(only, tuple(case or ()))
         if runs_here:

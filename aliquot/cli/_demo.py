@@ -92,10 +92,7 @@ def _plan(workload: Workload, out: Path, say: Session) -> Plan:
     model = from_workload(workload)
     with search_progress(say) as report:
         plan = plan_variants(
-            variants_of(model),
-            cluster=Cluster.detect(),
-            num_micro_batches=1,
-            progress=report,
+            variants_of(model), cluster=Cluster.detect(), num_micro_batches=1, progress=report
         )
     plan.save(out)
     say.show(f"{brief(plan)}\n")

@@ -16,14 +16,7 @@ from ._interrupts import INTERRUPTED
 from ._max_batch import find_max_batch
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
 from ._optimizer_options import OptimizerOptions, ScheduleSteps
-from ._options import (
-    Json,
-    ModelName,
-    NetworkGbps,
-    check_destination,
-    read_cluster,
-    read_time_limit,
-)
+from ._options import Json, ModelName, NetworkGbps, check_destination, read_cluster, read_time_limit
 from ._options_file import FileOptions
 from ._plan_json import no_plan, summary
 from ._plan_options import MethodOptions, ProfileOptions, SearchOptions

@@ -11,14 +11,7 @@ from ..core import InputError
 from ._devices import use_host_only
 from ._groups import argument, option
 from ._model_options import MemoryLimit, SeqLen, Settings, read_memory_limit
-from ._options import (
-    Json,
-    NetworkGbps,
-    read_cluster,
-    read_settings,
-    read_time_limit,
-    with_network,
-)
+from ._options import Json, NetworkGbps, read_cluster, read_settings, read_time_limit, with_network
 from ._progress import search_progress
 from ._session import Session, session
 

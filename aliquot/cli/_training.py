@@ -108,10 +108,7 @@ def run(
     local_part = step.local_part if isinstance(step, Step) and jax.process_count() > 1 else None
     waiting: deque[Any] = deque()
     examples = "images" if images_per_step else "tokens"
-    with (
-        training_progress(label, steps, say, examples) as show,
-        ending_between_steps() as ending,
-    ):
+    with training_progress(label, steps, say, examples) as show, ending_between_steps() as ending:
 
         def report(row: Mapping[str, Any]) -> None:
             if "loss" in row:

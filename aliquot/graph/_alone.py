@@ -136,11 +136,7 @@ class LoneOperator:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Suppress warnings, checks and the caller's mesh in a trial run."""
-    with (
-        compat.plain_context(),
-        warnings.catch_warnings(),
-        jax.transfer_guard("allow"),
-    ):
+    with compat.plain_context(), warnings.catch_warnings(), jax.transfer_guard("allow"):
         warnings.simplefilter("ignore")
         yield
 

@@ -88,22 +88,14 @@ class Inliner:
         return self._block(jaxpr, consts, inputs, _Place(scope, trips, 0, []))
 
     def _block(
-        self,
-        jaxpr: Any,
-        consts: Sequence[Any],
-        inputs: Sequence[Operand],
-        place: _Place,
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Operand], place: _Place
     ) -> Block:
         place = place._replace(items=[])
         outputs = self._walk(jaxpr, consts, inputs, place)
         return Block(inputs=tuple(inputs), items=tuple(place.items), outputs=outputs)
 
     def _walk(
-        self,
-        jaxpr: Any,
-        consts: Sequence[Any],
-        inputs: Sequence[Operand],
-        place: _Place,
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Operand], place: _Place
     ) -> tuple[Operand, ...]:
         """Add the operators and calls of a jaxpr to a place; returns its results."""
         env: dict[Any, Operand] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -140,12 +132,7 @@ class Inliner:
             env.update(zip(eqn.outvars, results, strict=True))
         return read(jaxpr.outvars)
 
-    def _op(
-        self,
-        eqn: Any,
-        operands: tuple[Operand, ...],
-        place: _Place,
-    ) -> tuple[ValueId, ...]:
+    def _op(self, eqn: Any, operands: tuple[Operand, ...], place: _Place) -> tuple[ValueId, ...]:
         outputs = tuple(
             [NO_VALUE if compat.is_dropped(v) else self.new_value(v.aval) for v in eqn.outvars]
         )
@@ -155,11 +142,7 @@ class Inliner:
         return outputs
 
     def _link(
-        self,
-        name: str,
-        inputs: Iterable[Operand],
-        outputs: tuple[ValueId, ...],
-        place: _Place,
+        self, name: str, inputs: Iterable[Operand], outputs: tuple[ValueId, ...], place: _Place
     ) -> None:
         scope, trips, region, _ = place
         self.drafts.append(Draft(name, tuple(inputs), outputs, {}, scope, trips, None, region))
@@ -192,10 +175,7 @@ class Inliner:
         return known[1]
 
     def _structured(
-        self,
-        eqn: Any,
-        operands: tuple[Operand, ...],
-        place: _Place,
+        self, eqn: Any, operands: tuple[Operand, ...], place: _Place
     ) -> tuple[Operand, ...] | None:
         if compat.is_remat(eqn):
             return self._remat(eqn, operands, place)
@@ -208,12 +188,7 @@ class Inliner:
                 return self._cond(eqn, operands, place)
         return None
 
-    def _remat(
-        self,
-        eqn: Any,
-        operands: tuple[Operand, ...],
-        place: _Place,
-    ) -> tuple[Operand, ...]:
+    def _remat(self, eqn: Any, operands: tuple[Operand, ...], place: _Place) -> tuple[Operand, ...]:
         body, consts = compat.open_body(eqn.params["jaxpr"])
         self._regions += 1
         inside = place._replace(region=self._regions)
@@ -236,12 +211,7 @@ class Inliner:
         )
         return tuple(fresh)
 
-    def _scan(
-        self,
-        eqn: Any,
-        operands: tuple[Operand, ...],
-        place: _Place,
-    ) -> tuple[Operand, ...]:
+    def _scan(self, eqn: Any, operands: tuple[Operand, ...], place: _Place) -> tuple[Operand, ...]:
         p = eqn.params
         (num_consts, num_carry), length = compat.scan_counts(p), p["length"]
         body, consts = compat.open_body(p["jaxpr"])
@@ -267,12 +237,7 @@ class Inliner:
         )
         return results
 
-    def _while(
-        self,
-        eqn: Any,
-        operands: tuple[Operand, ...],
-        place: _Place,
-    ) -> tuple[Operand, ...]:
+    def _while(self, eqn: Any, operands: tuple[Operand, ...], place: _Place) -> tuple[Operand, ...]:
         p = eqn.params
         num_cond, num_body = p["cond_nconsts"], p["body_nconsts"]
         cond, cond_consts = compat.open_body(p["cond_jaxpr"])
@@ -302,12 +267,7 @@ class Inliner:
         )
         return results
 
-    def _cond(
-        self,
-        eqn: Any,
-        operands: tuple[Operand, ...],
-        place: _Place,
-    ) -> tuple[Operand, ...]:
+    def _cond(self, eqn: Any, operands: tuple[Operand, ...], place: _Place) -> tuple[Operand, ...]:
         blocks = []
         for body, consts in opened_branches(eqn):
             blocks.append(self._block(body, consts, operands[1:], place))

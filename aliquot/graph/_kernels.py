@@ -100,11 +100,7 @@ def kernel_on_pieces(eqn: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
             if (
                 walk.grid_dim < 0
                 or after % walk.block
-                or grid[walk.grid_dim]
-                not in (
-                    kernel.grid[walk.grid_dim],
-                    after // walk.block,
-                )
+                or grid[walk.grid_dim] not in (kernel.grid[walk.grid_dim], after // walk.block)
             ):
                 return None
             grid[walk.grid_dim] = after // walk.block

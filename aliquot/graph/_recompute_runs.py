@@ -86,10 +86,7 @@ def _first_uses(recomputed: Sequence[Item], backward: Sequence[Item]) -> list[in
 
 
 def _awaited_gradient(
-    recomputed: Sequence[Item],
-    use: int,
-    backward: Sequence[Item],
-    places: Mapping[ValueId, int],
+    recomputed: Sequence[Item], use: int, backward: Sequence[Item], places: Mapping[ValueId, int]
 ) -> ValueId | None:
     """The gradient for which recomputed items wait if the first reader of their results is backward
     item `use`; None if there is none.

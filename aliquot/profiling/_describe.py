@@ -55,9 +55,7 @@ def describe_blocks(step: SegmentedStep) -> dict[str, Any]:
 
 
 def describe_combinations(
-    step: SegmentedStep,
-    combinations: Sequence[Sequence[Combination]],
-    database: ProfileDatabase,
+    step: SegmentedStep, combinations: Sequence[Sequence[Combination]], database: ProfileDatabase
 ) -> list[dict[str, Any]]:
     """For each kind of segment its combinations of options, fastest first, each with its time and
     memory by the cost model and, if a database holds its program, as measured.

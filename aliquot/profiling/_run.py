@@ -20,13 +20,7 @@ from ..core import InputError
 from ..cost import resharding_seconds
 from ..planners import Progress
 from ._compose import MeasuredStep
-from ._conversions import (
-    LAUNCH,
-    Conversion,
-    all_conversions,
-    compile_conversion,
-    conversion_key,
-)
+from ._conversions import LAUNCH, Conversion, all_conversions, compile_conversion, conversion_key
 from ._database import Measurement, ProfileDatabase, ProgramKey
 from ._operators import Operator, compile_operator, operator_key
 from ._programs import CompiledPart, compile_part, measure_in_turn, program_key

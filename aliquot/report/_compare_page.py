@@ -9,12 +9,7 @@ from html import escape
 
 from ..cluster import NO_PRICE, usual_error
 from ..core import format_bytes, format_count, format_seconds, format_share_of_limit
-from ..plans import (
-    expected_error,
-    memory_parts,
-    rate,
-    said_error,
-)
+from ..plans import expected_error, memory_parts, rate, said_error
 from ._asked import asked_facts, command_block, comparing_command
 from ._comparison import (
     Candidate,

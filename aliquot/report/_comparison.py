@@ -13,21 +13,8 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from ..cluster import (
-    NO_PRICE,
-    Cluster,
-    HostPrice,
-    most_error,
-    said_of_data_sheet,
-    said_of_reported,
-)
-from ..core import (
-    counted,
-    format_bytes,
-    format_count,
-    format_seconds,
-    format_share_of_limit,
-)
+from ..cluster import NO_PRICE, Cluster, HostPrice, most_error, said_of_data_sheet, said_of_reported
+from ..core import counted, format_bytes, format_count, format_seconds, format_share_of_limit
 from ..plans import (
     RECOMPUTED_BY_STAGE,
     Plan,

@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..core import InputError, printable, shortened
-from ..plans import (
-    Plan,
-    Schedule,
-    TaskKind,
-    Trace,
-    TraceEvent,
-    headline,
-    submesh_names,
-)
+from ..plans import Plan, Schedule, TaskKind, Trace, TraceEvent, headline, submesh_names
 
 if TYPE_CHECKING:
     from ..cost import PipelineTimes, StageCosts
@@ -40,11 +32,7 @@ def planned_trace(plan: Plan) -> Trace:
     schedule = plan.tasks
     costs = _costs(plan)
     times = simulate(schedule, costs)
-    events = [
-        *_tasks(schedule, times),
-        *_transfers(times),
-        *_updates(schedule, costs, times),
-    ]
+    events = [*_tasks(schedule, times), *_transfers(times), *_updates(schedule, costs, times)]
     return Trace(
         title=headline(plan),
         source="predicted",

@@ -161,10 +161,7 @@ def _plan(
         "usable_gb": target_for(cluster.device).usable_bytes(cluster.device) / 1e9,
     }
     if plan_of != GIVEN:
-        facts |= {
-            "parallel": layout_text(plan),
-            "num_micro_batches": plan.num_micro_batches,
-        }
+        facts |= {"parallel": layout_text(plan), "num_micro_batches": plan.num_micro_batches}
     return built, plan, facts
 
 

@@ -129,11 +129,7 @@ def _published(case: Case, work: float, predicted_s: float | None) -> dict[str, 
     elif seconds:
         tflops = work / seconds
     ratio = predicted_s / seconds if predicted_s and seconds else None
-    return {
-        "published_s": seconds,
-        "published_tflops": tflops,
-        "predicted_to_published": ratio,
-    }
+    return {"published_s": seconds, "published_tflops": tflops, "predicted_to_published": ratio}
 
 
 def layout_text(plan: Plan) -> str:

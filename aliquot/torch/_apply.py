@@ -252,12 +252,7 @@ def _units(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _fully_shard(
-    plan: Plan,
-    module: torch.nn.Module,
-    mesh: DeviceMesh,
-    dims: Mapping[str, int],
-    *,
-    reshard: bool,
+    plan: Plan, module: torch.nn.Module, mesh: DeviceMesh, dims: Mapping[str, int], *, reshard: bool
 ) -> None:
     dim_of = {id(p): dims[name] for name, p in module.named_parameters()}
     count = mesh.size(1)

@@ -77,10 +77,7 @@ class _Llama(msgspec.Struct):
 
 # Models with experts, each with the fields of which one has their number: files of transformers 5
 # have Mixtral's name for Qwen, too.
-_EXPERTS = {
-    "mixtral": ("num_local_experts",),
-    "qwen3_moe": ("num_experts", "num_local_experts"),
-}
+_EXPERTS = {"mixtral": ("num_local_experts",), "qwen3_moe": ("num_experts", "num_local_experts")}
 
 _KNOWN: dict[str, type[_Gpt2] | type[_Llama]] = {
     "gpt2": _Gpt2,

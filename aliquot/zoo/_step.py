@@ -19,14 +19,7 @@ from ._config import LARGEST, AbstractConfig, AbstractTextConfig, ModelConfig, M
 from ._fused import choose_attention
 from ._image_config import WideResNetConfig
 from ._mixtral_config import MixtralConfig
-from ._precision import (
-    PRECISIONS,
-    Precision,
-    abstract,
-    fp8_faults,
-    precision,
-    precision_name,
-)
+from ._precision import PRECISIONS, Precision, abstract, fp8_faults, precision, precision_name
 from ._recompute import recompute_faults
 from ._schedule import LearningRate, rate_faults, schedule
 from ._sizes import MODELS, as_fields, configure, from_fields
@@ -339,11 +332,7 @@ def faults_of_step(
         config: the model's configuration; None if there is none.
         device: that the step is for; None for any.
     """
-    known = {
-        "optimizer": _OPTIMIZERS,
-        "loss_scaling": _LOSS_SCALING,
-        "dtype": PRECISIONS,
-    }
+    known = {"optimizer": _OPTIMIZERS, "loss_scaling": _LOSS_SCALING, "dtype": PRECISIONS}
     faults = [
         f"there is no {option} {settings[option]!r}: {nearest(settings[option], names)}"
         for option, names in known.items()

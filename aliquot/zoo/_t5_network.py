@@ -24,13 +24,7 @@ class T5Network(AbstractNetwork):
     """
 
     def __init__(
-        self,
-        config: T5Config,
-        precision: Precision,
-        *,
-        recompute: str,
-        scan: bool,
-        attention: str,
+        self, config: T5Config, precision: Precision, *, recompute: str, scan: bool, attention: str
     ) -> None:
         self.num_layers, self.scan = config.num_layers, scan
         self._ends_def, self._ends_shapes, self._init_ends = _module(

@@ -46,12 +46,7 @@ class Layer(nnx.Module):
     """A residual block, attention if the layer has it, and a change of size if it has one."""
 
     def __init__(
-        self,
-        layer: UNetLayerConfig,
-        config: UNetConfig,
-        precision: Precision,
-        *,
-        rngs: nnx.Rngs,
+        self, layer: UNetLayerConfig, config: UNetConfig, precision: Precision, *, rngs: nnx.Rngs
     ) -> None:
         entered, width = layer.channels_in + layer.channels_skip, layer.channels_out
         self.layer = layer

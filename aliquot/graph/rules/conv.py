@@ -69,10 +69,7 @@ def _conv_general_dilated(
 def _is_pointwise(k: int, window: int, params: Mapping[str, Any]) -> bool:
     return window == params["window_strides"][k] == params["lhs_dilation"][k] == 1 and tuple(
         params["padding"][k]
-    ) == (
-        0,
-        0,
-    )
+    ) == (0, 0)
 
 
 def _merged(major: str, minor: str) -> str:

@@ -134,11 +134,7 @@ def _compile(
     for key, result in zip(function.gives, results, strict=True):
         known[stage, Key(key.form, key.value)] = result
     return CompiledStage(
-        form=form,
-        compiled=compiled,
-        shapes=results,
-        lower_s=middle - start,
-        compile_s=end - middle,
+        form=form, compiled=compiled, shapes=results, lower_s=middle - start, compile_s=end - middle
     )
 
 

@@ -98,10 +98,7 @@ def assemble_pipeline(
         for o, where in zip(graph.outputs, programs.outputs, strict=True)
     )
     instructions = write_instructions(
-        functions,
-        schedule,
-        home=home,
-        results=dict.fromkeys(r for r in results if r is not None),
+        functions, schedule, home=home, results=dict.fromkeys(r for r in results if r is not None)
     )
     groups = [_processes(c) for c in contexts] if processes is None else processes
     return Pipeline(

@@ -76,13 +76,7 @@ def pipeline_on(
             staged.extracts, step.stages, plan.stages, meshes, strict=True
         )
     ]
-    return build_pipeline(
-        staged.graph,
-        step.cut(),
-        setups,
-        plan.tasks,
-        processes=processes,
-    )
+    return build_pipeline(staged.graph, step.cut(), setups, plan.tasks, processes=processes)
 
 
 def _setup(

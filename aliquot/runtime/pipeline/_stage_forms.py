@@ -133,10 +133,7 @@ def array_struct(shape: Sequence[int], dtype: Any, sharding: Any) -> Any:
 
 
 def _struct(
-    pipeline: Pipeline,
-    function: StageFunction,
-    key: Key,
-    known: Mapping[tuple[int, Key], Any],
+    pipeline: Pipeline, function: StageFunction, key: Key, known: Mapping[tuple[int, Key], Any]
 ) -> Any:
     """Shape and sharding of an argument."""
     stage = function.program.stage

@@ -314,10 +314,7 @@ def _replay_part(
         arrays = (
             plain
             | dict(zip(names, has_groups, strict=True))
-            | {
-                parts.group: group,
-                parts.micro_batch: number,
-            }
+            | {parts.group: group, parts.micro_batch: number}
         )
         inputs = [arrays[v] for v in order]
         return context.lowering.replay(

@@ -129,11 +129,7 @@ def give_up(text: str) -> NoReturn:
 
 
 def gather_in(
-    listener: socket.socket,
-    own_hello: Hello,
-    secret: bytes,
-    timeout_s: float,
-    service_port: int,
+    listener: socket.socket, own_hello: Hello, secret: bytes, timeout_s: float, service_port: int
 ) -> Met:
     """Accept the connections of all other processes, in process 0, and tell them that they have
     joined. If one of them dies or does not fit, all that have come are told to end, and this
