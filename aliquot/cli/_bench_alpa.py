@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from ..core import InputError
 from ._devices import use_devices, use_host_only, use_virtual_devices
 from ._groups import argument, option
-from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
+from ._launch_options import LaunchOptions, joined, launch_again
 from ._options import Json, NetworkGbps, read_cluster, read_time_limit
 from ._own_process import RunsHere, row_of_own_process
 from ._progress import search_progress
@@ -98,7 +98,6 @@ def alpa(
         metavar="DIR",
     ),
     suites: SuitesFile = None,
-    launch: Engine = None,
     runs_here: RunsHere = "",
     as_json: Json = False,
 ) -> None:
@@ -108,13 +107,14 @@ def alpa(
     Alpa's own plans are made plans of ours, saved, and judged; --search adds ours beside them. What
     is run is run in a process of its own for each case.
     """
+    launch = launch_options.launch
     with session(as_json) as say:
         run.check()
         time_limit_s = read_time_limit(run.time_limit)
         part = launch_options if launch is None else LaunchOptions()
         replace(
             launch_options, **({} if launch else {"num_hosts": None, "num_devices_per_host": None})
-        ).check(launch, devices=None, has_plan=False)
+        ).check(devices=None, has_plan=False)
         if launch is not None and run.predict:
             raise InputError(f"--launch {launch}: --predict runs nothing. Leave one out.")
         if network_gbps is not None and not run.predict:
@@ -137,7 +137,7 @@ def alpa(
         chosen = find_suite(suite, _suites(suites))
         cases = find_cases(chosen, tuple(case or ()))
         if runs_here:
-            _run_here(cases[0], runs_here, run, out, launch, launch_options, say)
+            _run_here(cases[0], runs_here, run, out, launch_options, say)
             return
         where = None
         if run.predict:
@@ -256,20 +256,19 @@ def _run_here(
     plan_of: str,
     run: RunOptions,
     out: Path | None,
-    launch: str | None,
     launch_options: LaunchOptions,
     say: Session,
 ) -> None:
     """Run one plan of one case in this process, or as one of several."""
     from ..suites import measured_row, phases, plans_folder, small_case
 
-    if launch is not None and starts_others(launch):
-        launch_again(launch, launch_options, None, say, all_say_the_same=True)
+    if launch_options.starts_others:
+        launch_again(launch_options, None, say, all_say_the_same=True)
         return
     if run.small:
         case = small_case(case, _VIRTUAL)
-    with joined(launch, ends_at_signals=True):
-        virtual = run.small and launch is None
+    with joined(launch_options, ends_at_signals=True):
+        virtual = run.small and launch_options.launch is None
         devices = use_virtual_devices(case.num_devices) if virtual else use_devices(None)
         if len(devices) < case.num_devices:
             raise InputError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import InputError
 from ._devices import use_devices, use_host_only, use_virtual_devices
 from ._groups import option
-from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
+from ._launch_options import LaunchOptions, joined, launch_again
 from ._options import Json, read_cluster
 from ._own_process import RunsHere, row_of_own_process
 from ._progress import search_progress
@@ -34,15 +34,15 @@ def cfp(
         "Folder for rows as TSV, a chart and a page; rows that are there are not made again.",
         metavar="DIR",
     ),
-    launch: Engine = None,
     runs_here: RunsHere = "",
     as_json: Json = False,
 ) -> None:
     """Search the cases of CFP's artifact, layers without embedding and head at full size: strategy,
     predicted step time, memory, operations and TFLOP/s, beside what was published.
     """
+    launch = launch_options.launch
     with session(as_json) as say:
-        launch_options.check(launch, devices=None, has_plan=False)
+        launch_options.check(devices=None, has_plan=False)
         if launch is not None and not small:
             raise InputError(
                 f"--launch {launch}: only what runs needs several processes. Add --small."
@@ -54,7 +54,7 @@ def cfp(
 
         cases = find_cfp_cases(only, tuple(case or ()))
         if runs_here:
-            _run_here(cases[0], launch, launch_options, say)
+            _run_here(cases[0], launch_options, say)
             return
 
         def measure(case: CfpCase) -> dict[str, Any]:
@@ -74,15 +74,14 @@ def cfp(
         say.finish({"device": device, "rows": rows})
 
 
-def _run_here(
-    case: CfpCase, launch: str | None, launch_options: LaunchOptions, say: Session
-) -> None:
+def _run_here(case: CfpCase, launch_options: LaunchOptions, say: Session) -> None:
     """Run the small form of one case in this process, or as one of several."""
     from ..suites import measured_blocks
 
-    if launch is not None and starts_others(launch):
-        launch_again(launch, launch_options, None, say, all_say_the_same=True)
+    if launch_options.starts_others:
+        launch_again(launch_options, None, say, all_say_the_same=True)
         return
-    with joined(launch, ends_at_signals=True):
-        devices = use_virtual_devices(_VIRTUAL) if launch is None else use_devices(None)
+    with joined(launch_options, ends_at_signals=True):
+        is_alone = launch_options.launch is None
+        devices = use_virtual_devices(_VIRTUAL) if is_alone else use_devices(None)
         say.finish({"row": measured_blocks(case, devices)})

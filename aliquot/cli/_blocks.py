@@ -16,7 +16,7 @@ from ..core import write_atomic
 from ._blocks_search import compile_whole, composed_rows, costs, run_best, write_plan
 from ._devices import use_devices, use_host_only
 from ._groups import option
-from ._launch_options import Engine, LaunchOptions, joined, measured_by_others
+from ._launch_options import LaunchOptions, joined, measured_by_others
 from ._measuring import (
     Database,
     MeasuringOptions,
@@ -107,7 +107,6 @@ def profile(
     measuring: MeasuringOptions,
     launch_options: LaunchOptions,
     devices: Devices = None,
-    launch: Engine = None,
     early_stop: float = option(
         "Do not repeat a program that takes so many times the best of its segment.", 1.5, min=1
     ),
@@ -118,9 +117,9 @@ def profile(
     """
     with session(as_json) as say:
         part, timing = read_share(measuring.share), measuring.timing(early_stop=early_stop)
-        if measured_by_others(launch, launch_options, devices, say):
+        if measured_by_others(launch_options, devices, say):
             return
-        with joined(launch, ends_at_signals=True):
+        with joined(launch_options, ends_at_signals=True):
             asked = _ask_here(model, devices, model_options, segments)
             from ..profiling import (
                 describe_combinations,
@@ -159,7 +158,6 @@ def search(
     segments: SegmentOptions,
     launch_options: LaunchOptions,
     devices: Devices = None,
-    launch: Engine = None,
     memory_limit: str | None = option("Of each device, such as 40GiB.", metavar="SIZE"),
     require_measured: float = option(
         "Refuse a winner of which less of the time was measured.", 0.0, min=0, max=1
@@ -175,9 +173,9 @@ def search(
     with session(as_json) as say:
         check_destination(out)
         limit_bytes = read_memory_limit(memory_limit)
-        if measured_by_others(launch, launch_options, devices, say):
+        if measured_by_others(launch_options, devices, say):
             return
-        with joined(launch, ends_at_signals=True):
+        with joined(launch_options, ends_at_signals=True):
             asked = _ask_here(model, devices, model_options, segments)
             from ..profiling import from_first, leads, raised_in_all
             from ..report import composed_text

@@ -13,7 +13,7 @@ from ..core import InputError, counted, printable
 from ._data import MergeFile, VocabFile, chosen_tokenizer
 from ._devices import use_devices
 from ._groups import option
-from ._launch_options import Engine, LaunchOptions, joined, launch_again, starts_others
+from ._launch_options import LaunchOptions, joined, launch_again
 from ._options import (
     Json,
     NetworkGbps,
@@ -85,7 +85,6 @@ def generate(
     cluster: PlannedCluster = "detect",
     network_gbps: NetworkGbps = None,
     devices: VirtualDevices = None,
-    launch: Engine = None,
     as_json: Json = False,
 ) -> None:
     """Continue texts with a model that `aliquot train` has trained, with the most likely tokens or
@@ -107,11 +106,11 @@ def generate(
                 " --temperature 1."
             )
         method_options.check(None)
-        launch_options.check(launch, devices=devices, has_plan=plan_file is not None)
-        if launch is not None and starts_others(launch):
-            launch_again(launch, launch_options, None, say, all_say_the_same=True)
+        launch_options.check(devices=devices, has_plan=plan_file is not None)
+        if launch_options.starts_others:
+            launch_again(launch_options, None, say, all_say_the_same=True)
             return
-        with joined(launch):
+        with joined(launch_options):
             here = use_devices(devices)
             from .._generation import Generator, Sampling
             from ..cluster import Cluster

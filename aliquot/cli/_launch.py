@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ._groups import argument, option
-from ._launch_options import LaunchOptions
+from ._launch_options import ProcessOptions
 from ._session import session
 
 
@@ -15,7 +15,7 @@ def launch(
     command: list[str] = argument(
         "What each process runs, such as: -- python my_script.py --steps 100", metavar="-- COMMAND"
     ),
-    how: LaunchOptions,
+    how: ProcessOptions,
     logs: Path | None = option("Also keep what each process prints.", metavar="FOLDER"),
 ) -> None:
     """Start a command in several processes that train together, and again when one fails.
@@ -30,10 +30,7 @@ def launch(
             command,
             engine,
             max_restarts=how.max_restarts or 0,
-            num_hosts=how.num_hosts,
-            num_devices_per_host=how.num_devices_per_host,
-            min_hosts=how.min_hosts,
-            address=how.address,
+            **how.hosts,
             logs=logs,
             note=lambda text: say.note(f"aliquot launch: {text}"),
         )

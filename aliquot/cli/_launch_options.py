@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Any, ClassVar
 
 import typer
 
@@ -22,19 +22,9 @@ EXTERNAL = "external"
 # So the library that connects CPUs tells standard output that they are connected.
 _REMARK = "[Gloo] Rank "
 
-Engine = Annotated[
-    str | None,
-    option(
-        "Run in several processes: local:N of this machine, or ray for one on each host;"
-        " external if SLURM, MPI, Kubernetes or Cloud TPU has started this one of several.",
-        metavar="ENGINE",
-        rich_help_panel="Several processes",
-    ),
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions:
+class ProcessOptions:
     """How processes are started, and started again when one fails."""
 
     title: ClassVar[str] = "Several processes"
@@ -56,16 +46,39 @@ class LaunchOptions:
         " here, else one that is started here."
     )
 
-    def check(self, engine: str | None, *, devices: int | None, has_plan: bool) -> None:
+    @property
+    def hosts(self) -> dict[str, Any]:
+        """Those about hosts, as arguments of `aliquot.launching.launch`."""
+        names = ("num_hosts", "num_devices_per_host", "min_hosts", "address")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions(ProcessOptions):
+    """The same of a verb that may run in several processes."""
+
+    launch: str | None = option(
+        "Run in several processes: local:N of this machine, or ray for one on each host;"
+        " external if SLURM, MPI, Kubernetes or Cloud TPU has started this one of several.",
+        metavar="ENGINE",
+    )
+
+    @property
+    def starts_others(self) -> bool:
+        """Whether this process is to start others that run its verb, rather than to run it."""
+        return self.launch not in (None, EXTERNAL) and LaunchedProcess.of() is None
+
+    def check(self, *, devices: int | None, has_plan: bool) -> None:
         """Check that these options go with the others of a verb.
 
         Args:
-            engine, devices: `--launch` and `--devices`.
+            devices: `--devices`.
             has_plan: whether a plan is given, which is for one number of devices.
 
         Raises:
             InputError: everything that does not.
         """
+        engine = self.launch
         names = ("max_restarts", "num_devices_per_host", "num_hosts", "min_hosts", "address")
         given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
         faults = []
@@ -89,18 +102,7 @@ class LaunchOptions:
         if engine not in (None, EXTERNAL):
             from ..launching import check_engine
 
-            check_engine(
-                engine,
-                num_hosts=self.num_hosts,
-                num_devices_per_host=self.num_devices_per_host,
-                min_hosts=self.min_hosts,
-                address=self.address,
-            )
-
-
-def starts_others(engine: str) -> bool:
-    """Whether this process is to start others that run its verb, rather than to run it."""
-    return engine != EXTERNAL and LaunchedProcess.of() is None
+            check_engine(engine, **self.hosts)
 
 
 def has_been_restarted() -> bool:
@@ -110,7 +112,6 @@ def has_been_restarted() -> bool:
 
 
 def launch_again(
-    engine: str,
     how: LaunchOptions,
     run: Path | None,
     say: Session,
@@ -145,14 +146,12 @@ def launch_again(
             say.note(line) if say.as_json else say.show(line)
 
     restarts = 0 if run is None else 3
+    assert how.launch is not None
     launch(
         ["python", "-m", "aliquot", *sys.argv[1:]],
-        engine,
+        how.launch,
         max_restarts=restarts if how.max_restarts is None else how.max_restarts,
-        num_hosts=how.num_hosts,
-        num_devices_per_host=how.num_devices_per_host,
-        min_hosts=how.min_hosts,
-        address=how.address,
+        **how.hosts,
         logs=None if run is None else run / "logs",
         # All processes stop at one step then.
         interrupt=signal.SIGTERM,
@@ -162,9 +161,7 @@ def launch_again(
     )
 
 
-def measured_by_others(
-    engine: str | None, how: LaunchOptions, devices: int | None, say: Session
-) -> bool:
+def measured_by_others(how: LaunchOptions, devices: int | None, say: Session) -> bool:
     """Check these options of a verb that measures; where they ask for other processes to run it,
     run it there and return True once they have ended.
 
@@ -175,22 +172,22 @@ def measured_by_others(
         InputError: the options contradict each other, or processes cannot be started.
         LaunchError: a process failed, and no restarts are left.
     """
-    how.check(engine, devices=devices, has_plan=False)
-    if engine is None or not starts_others(engine):
+    how.check(devices=devices, has_plan=False)
+    if not how.starts_others:
         return False
-    launch_again(engine, how, None, say, kept="what they have measured", all_say_the_same=True)
+    launch_again(how, None, say, kept="what they have measured", all_say_the_same=True)
     return True
 
 
 @contextlib.contextmanager
-def joined(engine: str | None, *, ends_at_signals: bool = False) -> Iterator[None]:
+def joined(how: LaunchOptions, *, ends_at_signals: bool = False) -> Iterator[None]:
     """Within, this process has joined the others that run its verb, if there are any.
 
     Args:
         ends_at_signals: whether SIGTERM ends a process at once. Otherwise JAX takes it, so that
             all can end at one step.
     """
-    if engine != EXTERNAL and LaunchedProcess.of() is None:
+    if how.launch != EXTERNAL and LaunchedProcess.of() is None:
         yield
         return
     from ..runtime import initialize, shutdown

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import InputError, parse_bytes, shortened, write_atomic
 from ._devices import use_devices, use_host_only, virtual_flag
 from ._groups import argument, option
-from ._launch_options import Engine, LaunchOptions, joined, measured_by_others
+from ._launch_options import LaunchOptions, joined, measured_by_others
 from ._measuring import (
     Database,
     DatabaseFile,
@@ -45,7 +45,6 @@ def run(
     measuring: MeasuringOptions,
     launch_options: LaunchOptions,
     devices: Devices = None,
-    launch: Engine = None,
     cluster: str | None = option(
         "Measure, on one device here, what each device of this cluster would compute: a preset"
         " or a TOML file. Collectives stay as modelled."
@@ -63,14 +62,15 @@ def run(
         part, timing = read_share(measuring.share), measuring.timing()
         limits = parse_bytes(largest_in_host), parse_bytes(largest_between_hosts)
         read_mesh(mesh)
-        if launch is not None and cluster is not None:
+        if launch_options.launch is not None and cluster is not None:
             raise InputError(
-                f"--cluster {cluster} measures what one device would compute, and --launch {launch}"
-                " is for several that work together. Leave one of them out."
+                f"--cluster {cluster} measures what one device would compute, and --launch"
+                f" {launch_options.launch} is for several that work together. Leave one of them"
+                " out."
             )
-        if measured_by_others(launch, launch_options, devices, say):
+        if measured_by_others(launch_options, devices, say):
             return
-        with joined(launch, ends_at_signals=True):
+        with joined(launch_options, ends_at_signals=True):
             seen = use_devices(devices)
             from ..cluster import MEASURED, MEASURED_COMPUTE, Cluster, logical_mesh_shapes
             from ..cost import make_problem

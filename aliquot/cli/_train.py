@@ -13,12 +13,10 @@ from ._devices import use_devices
 from ._groups import option
 from ._interrupts import INTERRUPTED, TERMINATED
 from ._launch_options import (
-    Engine,
     LaunchOptions,
     has_been_restarted,
     joined,
     launch_again,
-    starts_others,
 )
 from ._model_options import MemoryLimit, ModelOptions, read_memory_limit
 from ._optimizer_options import OptimizerOptions
@@ -61,7 +59,6 @@ def train(
     network_gbps: NetworkGbps = None,
     memory_limit: MemoryLimit = None,
     devices: VirtualDevices = None,
-    launch: Engine = None,
     seed: int = option("Seed of the initial weights and of the order of the text.", 0),
     as_json: Json = False,
 ) -> None:
@@ -78,16 +75,16 @@ def train(
         run_options.check(steps)
         method_options.check(model_options.global_batch)
         update = optimizer_options.read(steps)
-        launch_options.check(launch, devices=devices, has_plan=plan_file is not None)
-        if launch is not None and starts_others(launch):
-            launch_again(launch, launch_options, run_options.out, say)
+        launch_options.check(devices=devices, has_plan=plan_file is not None)
+        if launch_options.starts_others:
+            launch_again(launch_options, run_options.out, say)
             return
         if has_been_restarted() and (run_options.resume == "no" or run_options.resume.isdecimal()):
             # That was said of the run as it was before.
             run_options = dataclasses.replace(run_options, resume="auto")
         from ._train_plan import check_devices, find_plan, given_plan, has_same_inputs
 
-        with joined(launch):
+        with joined(launch_options):
             here = use_devices(devices)
             if run_options.log_to is not None:
                 # Before the search: a name that is wrong is refused at once.
