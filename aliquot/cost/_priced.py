@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -200,6 +200,10 @@ def price(
         keeps_casts=keeps_casts,
         gathers_once=gathers_once and keeps_casts and any(edge.cast for edge in graph.edges),
     )
+    if pricer.gathers_once:
+        graph = replace(
+            graph, edges=tuple(replace(e, share=e.share_once) if e.cast else e for e in graph.edges)
+        )
     if choices is None:
         choices = [enumerate_choices(node, mesh.shape) for node in graph.nodes]
     nodes = tuple(

@@ -102,7 +102,7 @@ def make_problem(
     target = target_for(cluster.device)
     sums_gradients = num_micro_batches > 1
     index = index_nodes(graph, repeats=repeats, on_missing_rule=on_missing_rule)
-    nodes = build_nodes(index, target, sums_gradients=sums_gradients)
+    nodes = build_nodes(index, target, sums_gradients=sums_gradients, passes_apart=of_stage)
     storage = find_storage(index.cuts, target, sums_gradients=sums_gradients)
     limit = (
         target.usable_bytes(cluster.device) if memory_limit_bytes is None else memory_limit_bytes

@@ -112,10 +112,12 @@ def solve_with(
     the faster pipeline is returned.
 
     Args:
-        to_beat_s: selective recomputation is not tried where it cannot take less than this.
+        to_beat_s: stages that promise to take this long are not solved, and selective
+            recomputation is not tried where it cannot take less.
 
     Raises:
         InfeasibleError: nothing fits.
+        NoFasterStages: no stages promise to take less than `to_beat_s`.
     """
     found: Decision | None = None
     refusal: InfeasibleError | None = None
@@ -124,7 +126,7 @@ def solve_with(
     cut = CutStep(task=task, kinds=priced.kinds, layers=layers, length=length)
     faster_than_s = math.inf
     try:
-        found, first = _fit(method, cut, priced, chain, (), helper)
+        found, first = _fit(method, cut, priced, chain, (), helper, to_beat_s)
         faster_than_s = first.step_time_s
         if first.num_submeshes < len(first.stages):
             # The search leaves out stages by their closed form, which exceeds the simulation where
@@ -138,7 +140,10 @@ def solve_with(
         if not (is_short or _is_faster_with_any_memory(method, chain, worth_s, helper)):
             return found
     except InfeasibleError as error:
-        refusal = error
+        too_slow = isinstance(error, NoFasterStages)
+        if too_slow and not _is_faster_with_any_memory(method, chain, to_beat_s, helper):
+            raise
+        refusal, faster_than_s = error, to_beat_s
     # Not for a loop over layers: its layers share one body, so all would recompute the same.
     if method.inter.searches and not priced.length and task.recomputes:
         more, repeated = chain_with_levels(priced.costs, recompute_levels(priced.costs), chain)

@@ -41,16 +41,26 @@ def index_nodes(graph: Graph, *, repeats: bool = True, on_missing_rule: str = "i
     )
 
 
-def build_nodes(naming: NodeIndex, target: Target, *, sums_gradients: bool = False) -> NodeGraph:
+def build_nodes(
+    naming: NodeIndex,
+    target: Target,
+    *,
+    sums_gradients: bool = False,
+    passes_apart: bool = False,
+) -> NodeGraph:
     """The decisions of a step, for any mesh.
 
     Args:
         naming: the index of its nodes, from `index_nodes`.
         target: says how its compiler reduces sums of partial products.
         sums_gradients: whether gradients are summed over micro-batches before they are reduced.
+        passes_apart: whether the forward and the backward pass are programs of their own, as those
+            of a pipeline's stages are: each then converts what it reads.
     """
     cuts, graph = naming.cuts, naming.cuts.graph
-    edges = EdgeBuilder(naming=naming, target=target, sums_gradients=sums_gradients)
+    edges = EdgeBuilder(
+        naming=naming, target=target, sums_gradients=sums_gradients, passes_apart=passes_apart
+    )
     for op_class in naming.order:
         edges.add_operator(op_class)
     edges.add_crossings()

@@ -35,6 +35,7 @@ class EdgeBuilder:
     naming: NodeIndex
     target: Target
     sums_gradients: bool
+    passes_apart: bool
     edges: list[Edge] = field(default_factory=list)
     of_examples: set[int] = field(default_factory=set)
     _shares: dict[Hashable, int] = field(default_factory=dict)
@@ -230,20 +231,21 @@ class EdgeBuilder:
             self.naming.cuts.folding.value_members[value_class][0]
         ]
         producer = self.naming.cuts.producer[value_class]
-        # The compiler merges equal conversions, also across forward and backward pass, into one.
-        # Barriers around a remat region keep its conversions apart from those outside.
-        # Other copies have conversions of their own.
-        share = self._shares.setdefault(
-            (
-                value_class if shared_as is None else shared_as,
-                region > 0,
-                float(count),
-                copies,
-                gradient,
-                phase is Phase.UPDATE,
-            ),
-            len(self._shares),
+        # The compiler merges equal conversions, also across forward and backward pass, into one,
+        # unless these are programs of their own. Barriers around a remat region keep its
+        # conversions apart from those outside. Other copies have conversions of their own.
+        merged = (
+            value_class if shared_as is None else shared_as,
+            region > 0,
+            float(count),
+            copies,
+            gradient,
+            phase is Phase.UPDATE,
         )
+        share_once = self._shares.setdefault(merged, len(self._shares))
+        share = share_once
+        if self.passes_apart and phase is Phase.BACKWARD:
+            share = self._shares.setdefault((merged, phase), len(self._shares))
         # An alias is kept apart: it must not hide that the same conversion is needed before the
         # update.
         identity = (
@@ -273,6 +275,7 @@ class EdgeBuilder:
                 dtype=value.dtype,
                 count=float(count),
                 share=share,
+                share_once=share_once,
                 phase=phase,
                 gradient=gradient,
                 label=label or self.naming.name_of_value(value_class),

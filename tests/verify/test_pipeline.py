@@ -144,3 +144,38 @@ def test_the_moment_when_devices_hold_most():
         "totals": 50,
         "temporaries": 5,
     }
+
+
+def test_each_pass_of_a_stage_gathers_what_it_reads(tmp_path):
+    """Programs of their own share no copies: where the sequence is split between products, what
+    they read is gathered in the forward pass, and again for the gradients of weights.
+    """
+
+    def step(params, batch):
+        def loss(params):
+            x = batch["x"]
+            for up, down in params:
+                x = x + jnp.tanh(x @ up) @ down
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    shape = jax.ShapeDtypeStruct
+    params = [(shape((32, 64), jnp.float32), shape((64, 32), jnp.float32))] * 4
+    batch = {name: shape((16, 16, 32), jnp.float32) for name in "xy"}
+    plan = aq.plan(
+        step,
+        params,
+        batch,
+        cluster=Cluster.preset("8xcpu"),
+        method=aq.Megatron(data=2, tensor=2, pipeline=2, sequence=True),
+        num_micro_batches=4,
+    )
+    found = aq.verify(plan, step, params, batch, cache=tmp_path)
+    first, last = (
+        next(c for c in stage.collectives if c.kind == "all-gather") for stage in found.stages
+    )
+    assert first.predicted_bytes == first.compiled_bytes > 0
+    # The compiler gathers the error of the loss, too.
+    assert 0.7 * last.compiled_bytes < last.predicted_bytes <= last.compiled_bytes
