@@ -99,8 +99,9 @@ class SetUp:
     @property
     def simple(self) -> tuple[str, ...]:
         """The methods that split the batch over all devices."""
-        hybrid = (f"hsdp:{self.devices_in_group}",) if self.where.num_hosts > 1 else ()
-        return ("fsdp", "zero2", *hybrid)
+        size = self.devices_in_group
+        in_groups = (f"hsdp:{size}", f"zero2:{size}") if self.where.num_hosts > 1 else ()
+        return ("fsdp", "zero2", *in_groups)
 
     def variants(self) -> dict[str, Variant]:
         """The step with every policy of recomputation, by its name."""

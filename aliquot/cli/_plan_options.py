@@ -33,7 +33,8 @@ class MethodOptions:
     title: ClassVar[str] = "Method"
 
     method: str = option(
-        "dp (ddp), zero2, zero3 (fsdp), hsdp or hsdp:8 (hybrid FSDP in hosts, in groups of 8),"
+        "dp (ddp), zero2, zero3 (fsdp), hsdp or hsdp:8 (hybrid FSDP in hosts, in groups of 8;"
+        " zero2:8 likewise),"
         " shard, auto, pipeshard, bottleneck, grid, or a layout: tp:8, megatron:dp4,tp8,pp2.",
         "auto",
     )

@@ -59,9 +59,12 @@ class Zero2Parallel(AbstractMethod):
     shard_within: str | int | None = None
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        return _fixed(
-            problem, progress, "zero2", Fixed(zero_stage=2, gathers_once=True), self.shard_within
-        )
+        within = self.shard_within
+        if within == "host":
+            # As it is typed.
+            within = problem.cluster.devices_per_host
+        name = "zero2" if within is None else f"zero2:{within}"
+        return _fixed(problem, progress, name, Fixed(zero_stage=2, gathers_once=True), within)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,8 +256,8 @@ class SimplePlan(AbstractMethod):
 
 
 def simple_plan(task: Task, *, fewest: int = 1) -> Decision | None:
-    """The fastest of ZeRO-2, ZeRO-3 and hybrid FSDP in the fewest micro-batches in which one fits;
-    None if none fits. Where a micro-batch has fewer rows than there are devices, the devices of a
+    """The fastest of ZeRO-2, ZeRO-3 and both of them inside hosts (hybrid FSDP) in the fewest
+    micro-batches in which one fits; None if none fits. Where a micro-batch has fewer rows than there are devices, the devices of a
     row split its sequence (context parallelism), with ZeRO-3. It takes a small part of a search,
     which begins at its number of micro-batches and has its step time to beat.
 
@@ -331,7 +334,7 @@ def _simple_methods(cluster: Cluster, rows: int) -> list[AbstractMethod]:
         return [Megatron(data=rows, context=cluster.num_devices // rows, zero_stage=3)]
     methods: list[AbstractMethod] = [Zero2Parallel(), Zero3Parallel()]
     if cluster.num_hosts > 1 and cluster.devices_per_host > 1:
-        methods.append(Zero3Parallel(shard_within="host"))
+        methods += [Zero2Parallel(shard_within="host"), Zero3Parallel(shard_within="host")]
     return methods
 
 

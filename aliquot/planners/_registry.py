@@ -37,6 +37,11 @@ SYNONYMS: dict[str, Callable[[], AbstractMethod]] = {
     "hsdp": lambda: Zero3Parallel(shard_within="host"),
 }
 """Other libraries' names for methods of this one."""
+# Methods whose names may end with the number of devices that share a state, such as hsdp:8.
+_OF_GROUPS: dict[str, Callable[[int], AbstractMethod]] = {
+    "hsdp": lambda size: Zero3Parallel(shard_within=size),
+    "zero2": lambda size: Zero2Parallel(shard_within=size),
+}
 
 PIPELINES: dict[str, Callable[[], AbstractInter]] = {
     "pipeshard": StageDP,
@@ -124,8 +129,8 @@ def method_by_name(
         return _layout(name, mesh_shape, pipeline)
     if name in PIPELINES:
         return _pipeline(name, mesh_shape, pipeline)
-    hybrid, _, size = name.partition(":")
-    has_size = hybrid == "hsdp" and size.isdecimal() and len(size) < 7
+    of_groups, _, size = name.partition(":")
+    has_size = of_groups in _OF_GROUPS and size.isdecimal() and len(size) < 7
     if not has_size and name not in METHODS and name not in SYNONYMS:
         known = [*METHODS, *SYNONYMS, *PIPELINES, *LAYOUTS.values()]
         if meant := layout_like(name):
@@ -140,7 +145,7 @@ def method_by_name(
             " pipeshard."
         )
     if mesh_shape is None and has_size:
-        return Zero3Parallel(shard_within=int(size))
+        return _OF_GROUPS[of_groups](int(size))
     if mesh_shape is None:
         return {**METHODS, **SYNONYMS}[name]()
     if name not in _ON_MESH:

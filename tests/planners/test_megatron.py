@@ -178,7 +178,16 @@ def test_tensor_parallelism_takes_the_other_devices_for_data():
 
 
 @pytest.mark.parametrize(
-    "name", ["tp:2", "tp:4", "tp:8", "megatron:dp2,tp4,zero1", "megatron:dp4,tp2,fsdp", "hsdp:4"]
+    "name",
+    [
+        "tp:2",
+        "tp:4",
+        "tp:8",
+        "megatron:dp2,tp4,zero1",
+        "megatron:dp4,tp2,fsdp",
+        "hsdp:4",
+        "zero2:8",
+    ],
 )
 def test_auto_is_never_slower(name):
     assert planned("auto").prediction.step_time_s <= planned(name).prediction.step_time_s * 1.002
@@ -192,6 +201,17 @@ def test_hybrid_fsdp_shards_over_a_part_and_replicates_over_the_rest():
     assert axes == {plan.stages[0].axis_names[1]}
     whole, parts = planned("fsdp", "2x8xH100"), planned("hsdp:16", "2x8xH100")
     assert parts.prediction.step_time_s == whole.prediction.step_time_s
+
+
+def test_zero_2_in_groups_splits_moments_over_a_part_and_keeps_parameters_whole():
+    plan = planned("zero2:4", "2x8xH100")
+    assert (plan.method, plan.stages[0].mesh_shape) == ("zero2:4", (4, 4))
+    splits, inside = plan.stages[0].shardings, plan.stages[0].axis_names[1]
+    moment = next(
+        dims for path, dims in splits.items() if path.endswith("mu.layers[0].mlp.up.kernel")
+    )
+    assert {axis for dims in moment for axis in dims} == {inside}
+    assert method_by_name("zero2:4") == aq.Zero2Parallel(shard_within=4)
 
 
 @pytest.mark.parametrize("size", [3, 32, pytest.param(0, marks=pytest.mark.slow)])
