@@ -87,9 +87,9 @@ def main() -> int:
         question="Do default plans fit their cards, by the compilers of these cards?",
         bar=f"all that are compiled fit; predicted memory within {MOST_ERROR:.0%}",
         method=(
-            "`aliquot plan` with default options, then `aliquot verify` of its plan: the peak of the"
-            " stage that needs most, predicted beside the compiler's account, with the memory that"
-            " the device leaves to programs."
+            "`aliquot plan` with default options, then `aliquot verify` of its plan: the peak of"
+            " the stage that needs most, predicted beside the compiler's account, with the memory"
+            " that the device leaves to programs."
         ),
         tables={"Default plans": rows},
     )

@@ -257,9 +257,10 @@ class SimplePlan(AbstractMethod):
 
 def simple_plan(task: Task, *, fewest: int = 1) -> Decision | None:
     """The fastest of ZeRO-2, ZeRO-3 and both of them inside hosts (hybrid FSDP) in the fewest
-    micro-batches in which one fits; None if none fits. Where a micro-batch has fewer rows than there are devices, the devices of a
-    row split its sequence (context parallelism), with ZeRO-3. It takes a small part of a search,
-    which begins at its number of micro-batches and has its step time to beat.
+    micro-batches in which one fits; None if none fits. Where a micro-batch has fewer rows than
+    there are devices, the devices of a row split its sequence (context parallelism), with ZeRO-3.
+    It takes a small part of a search, which begins at its number of micro-batches and has its step
+    time to beat.
 
     Args:
         fewest: numbers of micro-batches below this are known not to fit.

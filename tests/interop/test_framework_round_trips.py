@@ -23,6 +23,7 @@ LAYOUTS = {
     "zero2": _settings(zero_stage=2, recompute="block"),
     "fsdp": _settings(zero_stage=3, micro_batch=2),
     "hsdp": _settings(zero_stage=3, shard_within=8),
+    "zero2 in groups": _settings(zero_stage=2, shard_within=8),
     "tp": _settings(tensor=4),
     "tp with sp and fsdp": _settings(tensor=4, sequence=True, zero_stage=3, recompute="block"),
     "tp with sp and zero1": _settings(tensor=2, sequence=True, zero_stage=1),

@@ -100,7 +100,7 @@ def _zero(words: Words, data: int | None, replicas: int, ranks: int) -> tuple[in
         words.assumed.append(f"{said}: groups of {within}, the devices of a host")
     if within == data:
         within = None
-    if within and (ranks > 1 or zero != 3):
+    if within and (ranks > 1 or zero < 2):
         words.lost.append(
             f"{words.name('replicas')} = {replicas}: the state is split over all data ranks in a"
             f" plan, not in groups of {within}, which takes less memory"

@@ -83,7 +83,7 @@ def _sharding(words: Words, data: int | None, others: bool) -> tuple[int, int | 
     replicas = words.degree("replicas")
     if replicas == 1:
         return zero, None
-    if zero == 3 and not others and data and data % replicas == 0:
+    if zero >= 2 and not others and data and data % replicas == 0:
         return zero, data // replicas
     words.lost.append(
         f"{words.name('replicas')} = {replicas}: the state is split over all data ranks in a plan,"

@@ -28,8 +28,8 @@ class Settings:
         expert: of these ranks, how many split the experts between them.
         tensor, sequence, context, attention, pipeline, chunks, zero_stage: as for
             `aliquot.Megatron`.
-        shard_within: ranks that hold one copy of the state between them, with `zero_stage` 3; None
-            for all.
+        shard_within: ranks that hold one copy of the state between them, with `zero_stage` 2 or 3;
+            None for all.
         stage_layers: layers of each chunk of the pipeline, in the order of the layers; empty for
             equal ones.
         schedule: of the pipeline: "1f1b", "interleaved-1f1b", "gpipe" or "zero-bubble"; empty if
@@ -70,7 +70,7 @@ class Settings:
     def name(self) -> str:
         """The layout as `--method` takes it, where it has a name."""
         if self.shard_within is not None and self.model_ranks * self.expert == 1:
-            return f"hsdp:{self.shard_within}"
+            return f"{'zero2' if self.zero_stage == 2 else 'hsdp'}:{self.shard_within}"
         if self.model_ranks * self.expert == 1 and self.zero_stage in (0, 2, 3):
             return {0: "dp", 2: "zero2", 3: "fsdp"}[self.zero_stage]
         degrees = {

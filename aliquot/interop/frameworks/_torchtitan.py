@@ -57,7 +57,7 @@ def read(words: Words, num_layers: int | None) -> Settings:
         )
     inner = data // replicas if data else None
     zero = _zero(words, pipeline) if inner != 1 or context > 1 else 0
-    within = inner if zero == 3 and replicas > 1 and inner else None
+    within = inner if zero >= 2 and replicas > 1 and inner else None
     if within and ranks * expert > 1:
         words.lost.append(
             f"{words.name('replicas')} = {replicas}: the state is split over all data ranks in a"

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from ...core import InputError, nearest
-from ...planners import Megatron, TensorParallel, Zero3Parallel, method_by_name
+from ...planners import Megatron, TensorParallel, Zero2Parallel, Zero3Parallel, method_by_name
 from ...plans import (
     Plan,
     examples_per_step,
@@ -97,17 +97,18 @@ def _named(plan: Plan) -> dict[str, Any] | None:
     )
     if plan.method in ("dp", "zero2", "zero3"):
         return {"data": devices, "zero_stage": {"dp": 0, "zero2": 2, "zero3": 3}[plan.method]}
-    if plan.method.partition(":")[0] not in ("hsdp", "tp", "megatron"):
+    if plan.method.partition(":")[0] not in ("hsdp", "zero2", "tp", "megatron"):
         return None
     try:
         method = method_by_name(plan.method)
     except InputError:
         return None
-    if isinstance(method, Zero3Parallel):
+    if isinstance(method, Zero2Parallel | Zero3Parallel):
         within = method.shard_within
         if within == "host":
             within = min(devices, int(plan.cluster.get("devices_per_host") or devices))
-        return {"data": devices, "zero_stage": 3, "shard_within": within}
+        stage = 3 if isinstance(method, Zero3Parallel) else 2
+        return {"data": devices, "zero_stage": stage, "shard_within": within}
     if isinstance(method, TensorParallel):
         return {"data": devices // method.degree, "tensor": method.degree}
     assert isinstance(method, Megatron), "names of layouts make these methods"
