@@ -76,7 +76,6 @@ class RatioTable:
         return np.asarray(np.exp((weights * logs).sum(axis=1) / weights.sum(axis=1)), np.float64)
 
     def correct(self, points: Floats) -> Corrections:
-        """See `AbstractMeasured.correct`."""
         count = min(_NEIGHBOURS, len(self.points))
         distances, neighbours = self._tree.query(points, k=count)
         distances, neighbours = (

@@ -197,28 +197,6 @@ class LayerCosts:
         return np.where(np.isfinite(wanted), shared, np.inf)
 
 
-def build_chains(
-    step: LayeredStep,
-    cluster: Cluster,
-    *,
-    counts: Sequence[int],
-    memory_limit_bytes: float,
-    **settings: Any,
-) -> tuple[list[Chain], list[int]]:
-    """Chains of a step, one for each number of micro-batches; and for each layer the number of its
-    kind.
-
-    Args:
-        counts: numbers of micro-batches.
-        memory_limit_bytes: on each device.
-        settings: the other arguments of `solve_layers`.
-    """
-    costs = solve_layers(step, cluster, counts=counts, **settings)
-    return [costs.chain(count, memory_limit_bytes) for count in dict.fromkeys(counts)], list(
-        costs.kinds
-    )
-
-
 def solve_layers(
     step: LayeredStep,
     cluster: Cluster,

@@ -382,7 +382,6 @@ def _least_s(space: Space) -> float:
 
 
 def _too_large(problem: Problem, space: Space) -> bool:
-    """See `never_fits`."""
     return never_fits(
         problem,
         space.mesh,

@@ -196,7 +196,6 @@ class OverlapFriendly(AbstractScheduleKind):
     keeps: ClassVar[Keeps] = Keeps.BEHIND
 
     def tasks(self, num_stages: int, num_micro_batches: int, num_submeshes: int) -> Lists:
-        """See `AbstractScheduleKind.tasks`."""
         all_of_them = range(num_micro_batches)
         stages = (
             _alternate(

@@ -60,7 +60,6 @@ class TooLarge:
 
     @functools.cached_property
     def priced(self) -> Priced:
-        """See `Space`."""
         return self.price()
 
     @property
