@@ -45,6 +45,13 @@ _QUICK = {
     "shard": {"two halves", "written down", "length first", "every fourth", "in four", "padded"},
     "pipeline": {"four halves", "both seconds"},
 }
+# Stages, searched splits and a split of the batch with each form; what these split of the state, or
+# whether a search chose it, with a third of the forms each.
+_CASES = [
+    (form, method)
+    for k, form in enumerate(_FORMS)
+    for method in ("dp", "shard", "pipeline", ("zero2", "zero3", "auto")[k % 3])
+]
 # What no part of a batch can follow.
 _REFUSED = {("written down", method) for method in _METHODS}
 
@@ -67,8 +74,7 @@ def _step(form):
     ("form", "method"),
     [
         pytest.param(form, method, marks=() if form in _QUICK.get(method, ()) else pytest.mark.slow)
-        for form in _FORMS
-        for method in _METHODS
+        for form, method in _CASES
     ],
 )
 def test_what_is_planned_runs(form, method, x64, tmp_path):

@@ -5,6 +5,8 @@ micro-batches, in float64.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +31,17 @@ _METHODS: dict[str, Any] = {
     "pipeline": None,
 }
 _PAIRS = [("dp", "shard"), ("zero3", "shard"), ("zero2", "auto"), ("dp", "pipeline")]
+# The first four are fast. With these, found greedily among the first 400, each operator runs under
+# each method, but for the pairs in `_NOT_DRAWN`, which none of the 400 has.
+_SLOW_SEEDS = (
+    5, 6, 7, 11, 12, 17, 18, 25, 47, 49, 50, 53, 54, 55, 57, 58, 65, 71, 74, 78, 82, 94, 98, 105,
+    108, 111, 114, 130, 134, 135, 138, 141, 147, 157, 158, 172, 187, 193, 211, 223, 229, 233, 245,
+    250, 251, 255, 271, 273, 283, 293, 314, 321, 323, 326, 333, 338, 339, 360, 375, 391, 397,
+)  # fmt: skip
+_NOT_DRAWN = {
+    *(("contrast", method) for method in ("zero2", "auto", "pipeline")),
+    *((operator, "zero3") for operator in ("pool", "reduce")),
+}
 # So slow, and with links so fast, that work on few numbers is worth splitting.
 _SLOW = replace(
     (preset := aq.Cluster.preset(f"{_NUM_DEVICES}xcpu")),
@@ -43,7 +56,7 @@ _SLOW = replace(
 _FLOOR = 1e-5
 
 
-def _cases(seeds: range, *marks: Any) -> list[Any]:
+def _cases(seeds: Iterable[int], *marks: Any) -> list[Any]:
     pairs = ((seed, method) for seed in seeds for method in _PAIRS[seed % len(_PAIRS)])
     return [
         pytest.param(seed, method, marks=marks, id=f"{seed}-{method}") for seed, method in pairs
@@ -51,7 +64,7 @@ def _cases(seeds: range, *marks: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "method"), _cases(range(4)) + _cases(range(4, 400), pytest.mark.slow)
+    ("seed", "method"), _cases(range(4)) + _cases(_SLOW_SEEDS, pytest.mark.slow)
 )
 def test_a_random_step_is_the_plain_step(seed, method, x64):
     step, wanted = _plain(seed)
@@ -70,10 +83,14 @@ def test_a_random_step_is_the_plain_step(seed, method, x64):
         assert not off, f"{step.text}\n{method}, {micro_batches} micro-batches: {off}"
 
 
-@pytest.mark.slow
-def test_every_operator_is_drawn(x64):
-    drawn = {word for seed in range(400) for word in random_step(seed).text.split("|")[0].split()}
-    assert drawn >= set(OPERATORS)
+def test_every_operator_is_drawn_under_every_method(x64):
+    drawn = {
+        (word, method)
+        for seed in (*range(4), *_SLOW_SEEDS)
+        for word in random_step(seed).text.split("|")[0].split()
+        for method in _PAIRS[seed % len(_PAIRS)]
+    }
+    assert drawn >= {*itertools.product(OPERATORS, _METHODS)} - _NOT_DRAWN
 
 
 @functools.lru_cache(maxsize=1)

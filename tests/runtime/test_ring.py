@@ -89,9 +89,7 @@ QUICK = {
     [
         pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
         for kernel, name in LAYOUTS
-        for is_causal in (True, False)
-        for dtype in BARS
-        for case in [(kernel, name, is_causal, dtype)]
+        for case in [(kernel, name, True, "float64"), (kernel, name, False, "float32")]
     ],
 )
 def test_equal_to_one_device(

@@ -24,13 +24,24 @@ from aliquot.runtime.transport._meeting import Hello, gather_in, join
 from aliquot.runtime.transport._messages import MessageError
 from aliquot.runtime.transport._reception import LOGGER, Reception, listen
 
-# Each kind once, at some port, moment and number of processes.
+# Each kind once, at some port, moment and number of processes; and (slow) twice more, so that it is
+# seen at each port, moment and number. The benchmark runs all cases.
 _SHORT = [case for k, case in enumerate(CASES) if k % 12 == k // 12 % 12]
+_LONG = [
+    (
+        kind,
+        PORTS[(PORTS.index(port) + more) % 2],
+        MOMENTS[(MOMENTS.index(moment) + more) % 3],
+        other,
+    )
+    for kind, port, moment, count in _SHORT
+    for more, other in ((1, COUNTS[count == COUNTS[0]]), (2, count))
+]
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=() if c in _SHORT else pytest.mark.slow) for c in CASES],
+    [*_SHORT, *(pytest.param(case, marks=pytest.mark.slow) for case in _LONG)],
     ids=lambda case: ", ".join(map(str, case)),
 )
 def test_strangers_are_dropped_and_nothing_waits_for_them(case, tmp_path):
@@ -38,10 +49,11 @@ def test_strangers_are_dropped_and_nothing_waits_for_them(case, tmp_path):
     assert not wrong(found), found
 
 
-def test_the_table_is_whole():
+def test_each_kind_comes_to_each_port_at_each_moment_and_to_each_number():
     assert len(CASES) == len(ALL) * len(PORTS) * len(MOMENTS) * len(COUNTS) and len(ALL) >= 20
-    assert {case[0] for case in _SHORT} == {*ALL}
     assert {case[1:] for case in _SHORT} == {case[1:] for case in CASES}
+    seen = {(case[0], place) for case in [*_SHORT, *_LONG] for place in case[1:]}
+    assert seen == {(kind, place) for kind in ALL for place in (*PORTS, *MOMENTS, *COUNTS)}
 
 
 @pytest.mark.slow
