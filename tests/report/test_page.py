@@ -185,6 +185,10 @@ def test_a_comparison_is_one_page_with_time_memory_money_and_a_recommendation():
     tokens = aq.plans.tokens_per_step(sample_plan())
     cost = 36 * 0.011 / 3600 / (tokens / 1e9)
     assert COMPARISON.cost(COMPARISON.candidates[0]) == pytest.approx(cost)
+    # Of two hosts one is idle, and paid for.
+    assert COMPARISON.cost(
+        Candidate(method="auto", cluster="2x8xH100", plan=sample_plan(idle_hosts=1))
+    ) == pytest.approx(2 * cost)
     assert f"It is the cheapest, too: {cost:.3g} USD/1B tokens." in said
     assert "does not fit" in said and "1.0 TiB" in said and "too large" in said
     assert not any(word in text for word in ("http:", "https:", "<script", "<fsdp>"))

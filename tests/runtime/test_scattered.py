@@ -134,6 +134,12 @@ CASES = {
         ("x", None),
         ["all-reduce", "reduce-scatter"],
     ),
+    "sums over two axes are finished": (
+        (None, ("x", "y", "z")),
+        (("x", "y", "z"), None),
+        ("x", None),
+        ["all-reduce", "reduce-scatter"],
+    ),
     "none is scattered": ((None, "x"), ("x", None), (None, None), None),
     "operands split differently": ((None, "x"), ("y", None), ("x", None), None),
     "in front of what is split": (("y", "x"), ("x", None), (("x", "y"), None), None),
@@ -145,7 +151,10 @@ CASES = {
 def test_products_on_pieces_sum_to_the_whole_product(case, wide_sums, mesh):
     *splits, kinds = CASES[case]
     left, right, wanted = (P(*dims) for dims in splits)
-    devices = mesh(4, 2)
+    names, sizes = (
+        ("xyz", (2, 2, 2)) if case == "sums over two axes are finished" else ("xy", (4, 2))
+    )
+    devices = mesh(*sizes)
     random = np.random.default_rng(1)
     a, b = (jnp.asarray(random.normal(size=size), jnp.float32) for size in ((16, 32), (32, 24)))
     (eqn,) = jax.make_jaxpr(lambda a, b: a @ b)(a, b).eqns
@@ -162,6 +171,6 @@ def test_products_on_pieces_sum_to_the_whole_product(case, wide_sums, mesh):
         assert run(a, b) is None
         return
     program = jax.jit(lambda a, b: run(a, b)[0]).lower(a, b).compile()
-    found = find_collectives(program.as_text(), ("x", "y"), (4, 2))
+    found = find_collectives(program.as_text(), tuple(names), sizes)
     assert sorted(c.kind for c in found for _ in range(int(c.count))) == kinds
     np.testing.assert_allclose(jax.jit(run)(a, b)[0], a @ b, rtol=1e-5, atol=1e-5)
