@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import shutil
 import signal
@@ -75,7 +76,8 @@ def test_a_run_plans_trains_and_keeps_all_of_it(whole):
     assert [row["step"] for row in trained] == [1, 2, 3, 4, 5, 6]
     assert trained[-1]["loss"] < trained[0]["loss"]
     rates = [row["learning_rate"] for row in trained]
-    assert rates[:3] == pytest.approx([0, 5e-3, 1e-2]) and rates[-1] < rates[3]
+    falling = [1e-3 + 9e-3 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)]
+    assert rates == pytest.approx([0, 5e-3, *falling])
     assert {"grad_norm", "tokens_per_s", "mfu", "predicted_step_s", "data_share"} <= {*trained[-1]}
     assert "compilation_s" in trained[0] and "step_s" not in trained[0]
     assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]
