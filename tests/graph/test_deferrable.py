@@ -147,11 +147,7 @@ def test_arrays_kept_for_weight_gradients_are_priced_as_the_runtime_keeps_them(s
                 (4, "4xcpu", True, "block"),
                 # Data-parallel groups in each stage.
                 (2, "4xcpu", False, "block"),
-                (2, "2xcpu", False, "block"),
                 (2, "2xcpu", True, "none"),
-                (2, "2xcpu", True, "block"),
-                (4, "4xcpu", False, "block"),
-                (4, "4xcpu", True, "none"),
                 (2, "4xcpu", True, "block"),
             )
         ),

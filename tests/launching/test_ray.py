@@ -176,13 +176,16 @@ def trained(folder, method, steps=20, **launch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["zero3", "pipeline"])
 @pytest.mark.parametrize(
-    ("launch", "num_processes"),
+    ("launch", "num_processes", "method"),
     [
-        ({"engine": "local:2", "harms": [["SIGKILL", 8], ["SIGSTOP", 5]]}, 2),
-        ({"engine": "ray", "harms": [["SIGSTOP", 8], ["remove", 5], ["SIGKILL", 5]]}, 2),
-        ({"engine": "ray", "hosts": 2, "harms": [["remove", 8]]}, 1),
+        ({"engine": "local:2", "harms": [["SIGKILL", 8], ["SIGSTOP", 5]]}, 2, "pipeline"),
+        (
+            {"engine": "ray", "harms": [["SIGSTOP", 8], ["remove", 5], ["SIGKILL", 5]]},
+            2,
+            "pipeline",
+        ),
+        ({"engine": "ray", "hosts": 2, "harms": [["remove", 8]]}, 1, "zero3"),
     ],
     ids=["local", "ray", "fewer"],
 )

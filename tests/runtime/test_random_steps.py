@@ -1,4 +1,4 @@
-"""Random steps run in parallel as they do plainly, by two methods each, whole and in two
+"""Random steps run in parallel as they do plainly, by two methods each, whole or in two
 micro-batches, in float64.
 """
 
@@ -68,7 +68,7 @@ def _cases(seeds: Iterable[int], *marks: Any) -> list[Any]:
 )
 def test_a_random_step_is_the_plain_step(seed, method, x64):
     step, wanted = _plain(seed)
-    for micro_batches in (1, 2):
+    for micro_batches in (1, 2) if seed < 4 else (seed // 4 % 2 + 1,):
         try:
             found = _run(step, method, micro_batches)
         except AliquotError as error:
