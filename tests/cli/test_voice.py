@@ -44,6 +44,16 @@ def test_nothing_is_said_while_something_else_shows_what_is_going_on(monkeypatch
     assert spoken_lines(monkeypatch, capsys, work) == []
 
 
+def test_it_speaks_again_after_that(monkeypatch, capsys):
+    def work(say):
+        say.voice.doing = "building gpt"
+        with say.voice.quiet():
+            pass
+        time.sleep(0.3)
+
+    assert spoken_lines(monkeypatch, capsys, work)
+
+
 def test_searching_compiling_and_training_have_lines(monkeypatch, capsys):
     def work(say):
         with search_progress(say) as report:
