@@ -15,7 +15,7 @@ import aliquot as aq
 from aliquot.core import with_xla_flags
 from aliquot.launching import RayHost, RayHosts, cluster_of
 from aliquot.launching._host import Host
-from aliquot.launching._ray import _require_equal_versions
+from aliquot.launching._ray import RayCluster, _require_equal_versions
 
 HERE = Path(__file__).parent
 PLAIN = str(HERE / "plain_worker.py")
@@ -102,6 +102,21 @@ def host(ip="10.0.0.1", **has):
 
 def hosts_of(*hosts):
     return RayHosts(address="10.0.0.1:6379", hosts=hosts)
+
+
+def test_the_hosts_that_are_alive_are_known_by_what_ray_says_of_them():
+    def node(ip, alive, **has):
+        return {"NodeID": ip, "NodeManagerAddress": ip, "Alive": alive, "Resources": has}
+
+    gpus = {"CPU": 16.0, "GPU": 8.0, "accelerator_type:H100": 1.0, "memory": 2.0**30}
+    nodes = [
+        node("10.0.0.10", True, **gpus),
+        node("10.0.0.9", True, CPU=16.0, memory=2.0**30),
+        node("10.0.0.1", False, **gpus),
+    ]
+    cluster = object.__new__(RayCluster)
+    cluster.ray = types.SimpleNamespace(nodes=lambda: nodes)
+    assert cluster.hosts() == [host("10.0.0.9"), host("10.0.0.10", num_gpus=8, kind="H100")]
 
 
 def test_the_cluster_of_hosts_is_that_of_their_devices():
