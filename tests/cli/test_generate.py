@@ -14,6 +14,7 @@ from command_line import refused, run
 
 import aliquot as aq
 from aliquot._generation import Generator, Sampling, _choosing
+from aliquot.cli._generate import _as_meta
 from aliquot.zoo import build_inference
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "vocab_size": 260, "seq_len": 80}
@@ -221,3 +222,9 @@ def test_a_text_grows_on_the_screen_under_a_plan_that_is_used_again(trained, tmp
     text = bytes(text_of_one_device("gpt-125m", False)[0][:20]).decode("utf-8", "replace")
     shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
     assert first.stdout == f"{shown}\n"
+
+
+def test_a_model_without_a_tokenizer_reads_bytes():
+    meta = _as_meta("gpt-10m", (None, None, None))
+    assert meta["data"] == {"tokenizer": "bytes"}
+    assert meta["settings"]["model"]["num_layers"] == aq.zoo.MODELS["gpt-10m"].num_layers

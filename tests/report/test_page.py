@@ -15,6 +15,7 @@ from sample_plans import PREDICTION, sample_pipeline, sample_plan
 import aliquot as aq
 from aliquot.cluster import Cluster, HostPrice, ReportedSteps
 from aliquot.cluster import _reported as reported
+from aliquot.core import format_seconds
 from aliquot.report import (
     Candidate,
     Comparison,
@@ -22,6 +23,7 @@ from aliquot.report import (
     compare_page,
     comparison_table,
     page,
+    planned_trace,
 )
 from aliquot.report._asked import command_of
 from aliquot.report._drawings import _spaced, areas, round_ticks, time_marks
@@ -53,6 +55,15 @@ def test_page_is_whole_and_stands_alone(plan):
     assert not any(word in alone for word in ("http:", "https:", "<script", "src=", "@import"))
     assert ("Save the schedule" in text) == (len(plan.stages) > 1)
     assert len(list(body.iter("svg"))) >= 2
+
+
+def test_tasks_of_a_schedule_say_how_long_they_take():
+    plan = sample_pipeline()
+    text = unescape(page(plan))
+    events = [event for event in planned_trace(plan).events if event.lane == "compute"]
+    assert len(events) > 4
+    for event in events:
+        assert f", stage {event.stage}: {format_seconds(event.end_s - event.start_s)}" in text
 
 
 def test_texts_of_a_plan_file_are_escaped_in_html():

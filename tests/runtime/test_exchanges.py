@@ -147,3 +147,12 @@ def test_nobody_waits_for_values_when_a_process_has_ended():
     with pytest.raises(ConnectionError, match="as second from process 1: process 1 has ended"):
         exchanges.take("second", None)
     assert exchanges.take("first", None) == [b"x", b"x"]
+
+
+def test_machines_are_told_apart_by_their_names(monkeypatch):
+    said = {}
+    for name in ("one", "other", ""):
+        monkeypatch.setattr("platform.node", lambda name=name: name)
+        said[name] = Hello.own(0, 1, "").machine
+    assert len({*said.values()}) == 3
+    assert said["one"].startswith("one") and said[""].startswith("unknown")
