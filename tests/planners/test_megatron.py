@@ -441,7 +441,8 @@ def test_a_batch_that_does_not_divide():
     work = gpt()
     with pytest.raises(
         InputError,
-        match="16 .*cannot be split over dp 8. Use a global batch that is a multiple of 32",
+        match=r"of 16 \(.* has 4 rows in each of 4 micro-batches\) cannot be split over dp 8."
+        " Use a global batch that is a multiple of 32",
     ):
         aq.plan(
             work.train_step,
