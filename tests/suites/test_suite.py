@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,19 @@ def test_operations_are_counted_as_published(suite, number, seconds, tflops):
     """Throughput of published seconds is the published throughput."""
     case = alpa_suites()[suite].cases[number - 1]
     assert operations(case) / seconds / case.num_devices / 1e12 == pytest.approx(tflops, rel=2e-3)
+
+
+@pytest.mark.parametrize("suite", ["gpt.perf_test_auto", "moe.perf_test_auto"])
+def test_layers_are_counted_once_for_each_pass(suite):
+    case = alpa_suites()[suite].cases[0]
+    config = case.config
+    tokens = case.global_batch * config.seq_len
+    vocabulary = 6 * tokens * config.hidden_size * config.vocab_size
+    forward, plain, again = (
+        operations(replace(case, **how)) - vocabulary
+        for how in ({"forward_only": True}, {"recompute": False}, {"recompute": True})
+    )
+    assert (plain / forward, again / forward) == pytest.approx((3, 4))
 
 
 def test_small_cases_keep_the_kind_of_plan_and_fit_eight_devices():
