@@ -50,13 +50,13 @@ def step_of(loss=mean_loss, turn=None, xs=None, stacked=False):
     return train_step
 
 
-def arrays():
+def arrays(rows=ROWS):
     random = np.random.default_rng(0)
     params = {
         "w": random.normal(size=(LAYERS, WIDTH, WIDTH)),
         "b": random.normal(size=(LAYERS, WIDTH)),
     }
-    return params, {name: random.normal(size=(ROWS, WIDTH)) for name in "xy"}
+    return params, {name: random.normal(size=(rows, WIDTH)) for name in "xy"}
 
 
 def sum_loss(params, part):
@@ -89,6 +89,13 @@ def test_left_out(step, x64):
     leaves = jax.tree.leaves(given)
     for a, b in zip(evaluate(found.graph, leaves), evaluate(graph, leaves), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("rows", [2 * TURNS, 3 * TURNS])
+def test_steps_on_other_batches_are_known_whatever_the_batch(rows, x64):
+    found = without_own_loop(capture(step_of(), *arrays(rows)))
+    assert found is not None
+    assert {*found.graph.calling.traces} - {rows}
 
 
 def dropped_out(params, part):
