@@ -158,6 +158,8 @@ def test_labels_of_an_axis_never_meet():
     assert kept[-1] == marks[-1] and 3 <= len(kept) < len(marks)
     places = [16 + 700 * place for place, _ in kept[:-1]]
     assert all(b - a >= 12 * len("100.0 ms") for a, b in zip(places, places[1:]))
+    # The last one ends at the right edge, 108 to the left of which others must end.
+    assert [place for place, _ in _spaced(marks, 828.0, 16)][-2:] == [0.7, 1.0]
 
 
 def test_paths_may_be_broken_and_words_and_numbers_never():
