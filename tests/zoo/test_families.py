@@ -339,10 +339,8 @@ METHODS = {
         pytest.param("t5-770m", "shard 4x2", 2, marks=pytest.mark.slow),
         pytest.param("wide-resnet-250m", "shard 2", 1, marks=pytest.mark.slow),
         pytest.param("wide-resnet-250m", "shard 4x2", 1, marks=pytest.mark.slow),
-        pytest.param("unet-470m", "dp", 1, marks=pytest.mark.slow),
         pytest.param("unet-470m", "zero3", 2, marks=pytest.mark.slow),
         ("unet-470m", "shard 2", 1),
-        pytest.param("unet-470m", "shard 4x2", 2, marks=pytest.mark.slow),
         ("unet-470m", "pipeline", 4),
     ],
 )
