@@ -204,7 +204,7 @@ def move(name, number, pool):
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(k, marks=() if k < 3 else pytest.mark.slow) for k in range(24)]
+    "seed", [pytest.param(k, marks=() if k < 3 else pytest.mark.slow) for k in range(25)]
 )
 def test_random_moves_are_the_plain_step_or_refused(seed, x64):
     step, weights, batch, names = random_moves(seed)
@@ -227,7 +227,7 @@ def test_random_moves_are_the_plain_step_or_refused(seed, x64):
 @pytest.mark.slow
 def test_most_kinds_of_random_moves_are_accepted():
     accepted = set()
-    for seed in range(24):
+    for seed in range(25):
         step, weights, batch, names = random_moves(seed)
         try:
             plan_micro_batches(capture(step, weights, batch), 2)
