@@ -16,12 +16,12 @@ from aliquot.plans import Plan
 TINY = """
 [suite."tiny.plans"]
 model = "gpt-10m"
-set = { num_layers = 4, hidden_size = 64, vocab_size = 128 }
+set = { num_layers = 2, hidden_size = 64, vocab_size = 128 }
 batch = 8
 dtype = "float32"
 cases = [
   { micro_batches = 2, published_s = 1.0, stages = [
-    { layers = 1, mesh = "2x1" }, { layers = 3, mesh = "2x1", forced = false },
+    { layers = 1, mesh = "2x1" }, { layers = 1, mesh = "2x1", forced = false },
   ] },
   { data = 2, tensor = 2 },
   { devices = 64, data = 64, not_expressible = "nobody knows how" },
