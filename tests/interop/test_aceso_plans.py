@@ -233,7 +233,9 @@ def test_an_imported_configuration_takes_the_whole_of_an_update(tmp_path):
     plan = imported(tmp_path, IMPORTED["recomputed"], *options)
     settings = plan.model.settings
     assert (settings["clip_norm"], settings["weight_decay"]) == (0.1, 0.01)
-    assert settings["learning_rate"]["warmup_steps"] == 1
+    assert settings["learning_rate"] == zoo.learning_rate(
+        1e-2, steps=4, end=1e-3, warmup_steps=1, decay="cosine"
+    )
     check_equal(plan)
 
 
