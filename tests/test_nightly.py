@@ -1,6 +1,7 @@
 """The script that runs slow tests in parts."""
 
 import csv
+import signal
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
@@ -40,10 +41,15 @@ def test_a_part_is_run_and_recorded(nightly, tmp_path, capfd):
         "import pytest, time\n@pytest.mark.slow\ndef test_long(): time.sleep(60)\n"
     )
     path = tmp_path / "record.csv"
-    for name, limit_s in (("some", 50.0), ("long", 5.0)):
-        files = [tmp_path / f"test_{name}.py"]
-        row = nightly.run(name, files, tmp_path, python=sys.executable, limit_s=limit_s)
-        nightly.record(row, path)
+    # As in the background of a shell.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for name, limit_s in (("some", 50.0), ("long", 5.0)):
+            files = [tmp_path / f"test_{name}.py"]
+            row = nightly.run(name, files, tmp_path, python=sys.executable, limit_s=limit_s)
+            nightly.record(row, path)
+    finally:
+        signal.signal(signal.SIGINT, before)
     some, long = csv.DictReader(path.read_text().splitlines())
     assert (some["part"], some["passed"], some["failed"], some["stopped"]) == (
         "some",
