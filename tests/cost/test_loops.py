@@ -1,6 +1,7 @@
 """What loops copy beside what their operators do, in bytes counted by hand."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,7 @@ def test_a_loop_that_keeps_activations_costs_more_than_recomputation_saves(clust
     sizes = {"num_layers": 6, "hidden_size": 512, "num_heads": 8, "seq_len": 512}
     where = Cluster.preset(cluster)
 
+    @functools.cache
     def seconds(scan: bool, recompute: str) -> float:
         work = aq.zoo.build(
             "gpt-125m",
