@@ -104,6 +104,9 @@ _STATE_IN_HOST = "optimizer states are split inside a host"
 # Frameworks that recompute only where they are told to, so that a row without a word on it does
 # not; and that split the sequence beside tensor parallelism unless they are told not to.
 _MEGATRON_CORE = ("Megatron-Bridge", "NeMo")
+# Frameworks whose kernels, written by hand or by `torch.compile`, compute norms and activation
+# functions again in the backward pass where nothing is recomputed. Of others this is not known.
+_KERNELS_FUSE = ("Megatron", "NeMo", "fms-fsdp", "modded-nanogpt", "llm.c")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +188,8 @@ def express(row: dict[str, Any], *, is_fresh: bool = False) -> Case:
     if not said and row["framework"].startswith(_MEGATRON_CORE):
         said = "none"
     recompute = _RECOMPUTE.get(said)
+    if recompute == "none" and row["framework"].startswith(_KERNELS_FUSE):
+        recompute = "fused"
     if recompute is None:
         if "offload" in said:
             reasons.append("recomputation that keeps arrays in host memory")

@@ -2,11 +2,11 @@
 
 Each publicly reported training step (GPT and Llama on V100 to GB300, TPU v5e to v6e, and others) is
 planned as a user plans it: `aliquot.plan` with the catalogue's cluster, the row's own layout,
-recomputation and number of micro-batches, under the limit of the device's memory. Layers are looped
-over where the framework does so, or where the step fits only so; and where the step of another
-framework that recomputes nothing fits only so, what its kernels do not keep is computed again
-(`minimal`). A row that ran, and whose plan is predicted not to fit, has no step time; it is counted
-as a fault of memory.
+recomputation and number of micro-batches, under the limit of the device's memory. Steps of
+Megatron's family, of llm.c and of compiled PyTorch that recompute nothing keep what those kernels
+keep (`fused`). Layers are looped over where the framework does so, or where the step fits only so.
+A row that ran, and whose plan is predicted not to fit, has no step time; it is counted as a fault
+of memory.
 Rows are split in halves by source and model family; the sustained share of each device is fitted
 to one half (`--fit`; that of H100 and H200 to steps that were measured for it, `gpu_steps.py`), the
 other half is held out. Pipelines, split sequences, experts and products of 8 bits are never fitted.
@@ -30,7 +30,7 @@ import math
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,6 @@ _DIFFERENT = 0.05
 _MEASURED = ("h100",)
 _SHEETS = "Devices known by their data sheets alone"
 PAGE = Path(__file__).parent.parent / "docs" / "accuracy.md"
-KERNELS_KEEP = "minimal"
-"""What the fused kernels of other frameworks keep: products' results and inputs. Their backward
-passes compute norms and activation functions again, as this way to recompute does.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +72,7 @@ class Row:
         reason: why there is none, else empty.
         needed_bytes: of memory on each device; None where nothing was planned.
         fits: whether that is within the device's limit.
-        changed: settings without which it did not fit; see `_ways`.
+        looped: whether layers are looped over.
     """
 
     case: Case
@@ -86,7 +82,7 @@ class Row:
     fits: bool
     parts: dict[str, float]
     cpu_s: float
-    changed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    looped: bool = False
 
     @property
     def error(self) -> float:
@@ -193,13 +189,14 @@ def _planned(case: Case) -> dict[str, Any]:
     refusals: list[InfeasibleError] = []
     plan = None
     try:
-        for changed in _ways(case):
+        for looped in sorted({case.settings["scan"], True}):
+            settings = {**case.settings, "scan": looped}
             try:
-                plan = plan_case(dataclasses.replace(case, settings={**case.settings, **changed}))
+                plan = plan_case(dataclasses.replace(case, settings=settings))
             except InfeasibleError as error:
                 refusals.append(error)
                 continue
-            answer["changed"] = changed
+            answer["looped"] = looped
             break
     except AliquotError as error:
         answer |= {"reason": f"{type(error).__name__}: {str(error).splitlines()[0][:140]}"}
@@ -226,20 +223,6 @@ def parts_of(plan: aq.Plan) -> dict[str, float]:
         "hidden": found.hidden_s,
         "bubble": found.bubble_s,
     }
-
-
-def _ways(case: Case) -> Iterator[dict[str, Any]]:
-    """Settings to plan a row with, each if it does not fit with those before: as reported; of other
-    frameworks that recompute nothing, with what their kernels do not keep computed again; looped.
-    """
-    yield {}
-    keeps_less = bool(case.reason) and case.settings["recompute"] == "none"
-    if keeps_less:
-        yield {"recompute": KERNELS_KEEP}
-    if not case.settings["scan"]:
-        yield {"scan": True}
-        if keeps_less:
-            yield {"scan": True, "recompute": KERNELS_KEEP}
 
 
 def plan_case(case: Case) -> aq.Plan:
@@ -511,8 +494,8 @@ def _report(
             "fresh": row.case.is_fresh,
             "layout": getattr(row.case.method, "name", str(row.case.method)),
             "micro-batches": row.case.num_micro_batches,
-            "recompute": row.changed.get("recompute", row.case.settings["recompute"]),
-            "looped": row.changed.get("scan", row.case.settings["scan"]),
+            "recompute": row.case.settings["recompute"],
+            "looped": row.looped,
             "reported s": row.case.measured_s,
             "predicted s": row.step_s,
             "error": f"{row.error:+.1%}" if row.step_s else "does not fit",
@@ -539,10 +522,10 @@ def _write_page(report: Report, expressed: int) -> None:
         " held-out rows of this page, which `benchmarks/public_steps.py` made; a test fails when a"
         " figure of a device changes and this page was not made anew. None of these steps was"
         " measured by aliquot. Layers are looped over where the framework does so, or where the"
-        " step fits only so. Kernels of Megatron-Core and PyTorch keep the inputs and results of"
-        " products and compute norms and activation functions again in their backward pass; where a"
-        " step of theirs that recomputes nothing fits only so, it is planned with `minimal`, which"
-        " does the same.",
+        " step fits only so. Kernels of Megatron-Core, of Transformer Engine, of llm.c and of"
+        " compiled PyTorch keep the inputs and results of products and compute norms and activation"
+        " functions again in their backward pass: steps of theirs that recompute nothing are"
+        " planned with `fused`, which does the same.",
         "",
         "Rows are split in halves by source and model family. To one half a figure of each device"
         " was fitted, the share of single products' speed that whole steps sustain (of H100 and"

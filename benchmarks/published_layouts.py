@@ -112,7 +112,7 @@ def shown(row: Row, default: dict[str, Any] | None) -> dict[str, Any]:
         "row": case.id,
         "framework": case.framework,
         "layout": getattr(case.method, "name", type(case.method).__name__),
-        "recompute": row.changed.get("recompute", case.settings["recompute"]),
+        "recompute": case.settings["recompute"],
         "reported s": case.measured_s,
         "predicted s": row.step_s,
         "error": f"{row.error:+.1%}" if row.step_s else "does not fit",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import aliquot as aq
-from aliquot.core import InputError
+from aliquot.core import InfeasibleError, InputError
 from aliquot.zoo import build
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -86,21 +86,33 @@ def test_a_row_that_does_not_fit_is_counted_and_has_no_time(benchmark):
     assert tables["Programs of other frameworks"][0]["do not fit"] == 1
 
 
-def test_what_kernels_do_not_keep_is_computed_again_where_a_step_fits_only_so(benchmark):
-    """Of other frameworks that recompute nothing; a JAX program keeps what it says."""
-    ways = {
-        name: list(benchmark._ways(benchmark.express(row(framework=name))))
-        for name in ("NeMo / Megatron", "MaxText", "MaxText, scan off")
-    }
-    assert ways["NeMo / Megatron"] == [
-        {},
-        {"recompute": "minimal"},
-        {"scan": True},
-        {"scan": True, "recompute": "minimal"},
-    ]
-    assert ways["MaxText"] == [{}] and ways["MaxText, scan off"] == [{}, {"scan": True}]
-    full = benchmark.express(row(framework="NeMo / Megatron", recompute="full"))
-    assert list(benchmark._ways(full)) == [{}, {"scan": True}]
+@pytest.mark.parametrize(
+    ("framework", "said", "planned"),
+    [
+        ("Megatron-LM 23e00ed0", "none", "fused"),
+        ("NeMo / Megatron", "", "fused"),
+        ("NeMo / Megatron", "full", "block"),
+        ("fms-fsdp (PyTorch FSDP, compiled)", "none", "fused"),
+        ("llm-foundry / PyTorch FSDP", "none", "none"),
+        ("MaxText", "none", "none"),
+    ],
+)
+def test_kernels_that_fuse_keep_less_without_recomputation(framework, said, planned, benchmark):
+    case = benchmark.express(row(framework=framework, recompute=said))
+    assert case.settings["recompute"] == planned
+
+
+def test_layers_are_looped_over_where_a_step_fits_only_so(benchmark, monkeypatch):
+    asked = []
+
+    def refuse(case):
+        asked.append(case.settings["scan"])
+        raise InfeasibleError("no room")
+
+    monkeypatch.setattr(benchmark, "plan_case", refuse)
+    for framework in ("NeMo / Megatron", "MaxText", "MaxText, scan off"):
+        assert not benchmark.plan_row(benchmark.express(row(framework=framework))).fits
+    assert asked == [False, True, True, False, True]
 
 
 def test_layers_recompute_what_the_row_says_and_nothing_more(benchmark, monkeypatch):

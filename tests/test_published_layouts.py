@@ -30,12 +30,11 @@ def test_a_layout_stands_beside_what_was_reported_and_the_default(benchmark, cas
         fits=True,
         parts=parts,
         cpu_s=0.0,
-        changed={"recompute": "minimal"},
     )
     # The default hides nothing, and all else is equal.
     default = {"method": "zero3", "step_s": 1.6e-3, "parts": {**parts, "hidden": 0.0}}
     told = benchmark.shown(row, default)
-    assert (told["error"], told["recompute"], told["GiB"]) == ("+20.0%", "minimal", 1.0)
+    assert (told["error"], told["recompute"], told["GiB"]) == ("+20.0%", "none", 1.0)
     assert told["layout / default"] == pytest.approx(0.75)
     assert told["most of it"] == "collectives -0.0004 s"
     alone = benchmark.shown(row, None)
