@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -21,8 +21,8 @@ from .zoo import AbstractTextConfig, build
 
 _NO_LIMIT_BYTES = 1e18
 _LEAST_GAIN = 0.01
-# Ways to recompute that are tried.
-_RECOMPUTED = ("none", "minimal", "block")
+# Ways to recompute that are tried, besides none.
+_RECOMPUTED = ("minimal", "block")
 # Ways to recompute with which layers are a loop.
 _LOOPED = ("block", "minimal", "save_qkv", "save_attention")
 
@@ -164,7 +164,7 @@ class Judge:
         return self._variants[key]
 
 
-def _neighbours(settings: Settings) -> Iterator[Settings]:
+def _neighbours(settings: Settings, recomputed: Sequence[str]) -> Iterator[Settings]:
     """Settings that differ in one thing."""
     one = replace(settings, stage_layers=(), num_micro_batches=None)
     for tensor in (one.tensor * 2, one.tensor // 2):
@@ -178,11 +178,13 @@ def _neighbours(settings: Settings) -> Iterator[Settings]:
         yield replace(one, zero_stage=stage, shard_within=None)
     for micro in ((one.micro_batch or 1) * 2, (one.micro_batch or 1) // 2):
         yield replace(one, micro_batch=micro)
-    for how in _RECOMPUTED:
+    for how in recomputed:
         yield replace(one, recompute=how)
 
 
-def _layouts(settings: Settings, cluster: Cluster, num_experts: int) -> Iterator[Settings]:
+def _layouts(
+    settings: Settings, cluster: Cluster, num_experts: int, recomputed: Sequence[str]
+) -> Iterator[Settings]:
     """All layouts of the same batch: degrees whose product is the number of devices, with each
     stage of ZeRO, size of micro-batches, number of chunks and way to recompute.
     """
@@ -202,7 +204,7 @@ def _layouts(settings: Settings, cluster: Cluster, num_experts: int) -> Iterator
             {1, 2, 4, one.chunks} if pipeline > 1 else (1,),
             [*((stage, None) for stage in (0, 1, 2)), *((3, within) for within in hosts)],
             micro_batches,
-            _RECOMPUTED,
+            recomputed,
         ):
             if within and (tensor * context * pipeline * expert > 1 or data % within):
                 continue
@@ -242,6 +244,7 @@ def find_better(
     if plan is not None:
         now_s = plan.prediction.step_time_s * (1 - _LEAST_GAIN)
     sayable = _unsaid(found, given, layers)
+    recomputed = (found.nothing_recomputed, *_RECOMPUTED)
     seen, tried, ruled_out = {_key(given, devices)}, 0, 0
 
     def divides(near: Settings) -> bool:
@@ -273,9 +276,9 @@ def find_better(
     def is_open(near: Settings) -> bool:
         return time.perf_counter() < until_s and _key(near, devices) not in seen and divides(near)
 
-    while any(is_open(near) and planned(near) for near in _neighbours(now)):
+    while any(is_open(near) and planned(near) for near in _neighbours(now, recomputed)):
         pass
-    others = _layouts(now, cluster, getattr(config, "num_experts", 0) or 0)
+    others = _layouts(now, cluster, getattr(config, "num_experts", 0) or 0, recomputed)
     left = {_key(near, devices): near for near in others if divides(near)}
     for near in sorted(left.values(), key=lambda near: (judge.promise_s(near), repr(near))):
         if is_open(near):

@@ -397,6 +397,11 @@ def facts_of(reading: Reading, *, of_better: bool = False) -> list[tuple[str, st
     if of_better and reading.better is not None and reading.better_settings is not None:
         settings, plan = reading.better_settings, reading.better
     count = settings.num_micro_batches or 1
+    found = reading.found
+    recompute = f"{settings.recompute}: {RECOMPUTE[settings.recompute.split(':')[0]]}"
+    if settings.recompute == found.nothing_recomputed == "fused":
+        kernels = f"{found.framework}'s kernels keep the inputs and results of products"
+        recompute = f"none: {kernels} (fused)"
     batch = f"{settings.global_batch} sequences of {config.seq_len} tokens"
     rows = [
         ("model", f"{config.name} ({config.family}, {config.num_layers} layers)"),
@@ -405,7 +410,7 @@ def facts_of(reading: Reading, *, of_better: bool = False) -> list[tuple[str, st
             "batch",
             f"{batch}, {counted(count, 'micro-batch')} of {settings.micro_batch} on each data rank",
         ),
-        ("recomputation", f"{settings.recompute}: {RECOMPUTE[settings.recompute.split(':')[0]]}"),
+        ("recomputation", recompute),
         ("precision", settings.dtype or "bf16"),
     ]
     if settings.stage_layers:

@@ -112,6 +112,8 @@ def test_read_takes_the_model_from_a_config_and_settings_from_arguments(tmp_path
     assert found.exit_code == 0, found.output
     assert "tensor-model-parallel-size 8 over 2 heads of keys and values" in found.stdout
     assert "judged as 8 heads, of which each rank has one" in found.stdout
+    kernels = "none: megatron's kernels keep the inputs and results of products (fused)"
+    assert kernels in " ".join(found.stdout.split())
     assert (
         "tensor-model-parallel-size (the arguments) = 8 without sequence-parallel" in found.stdout
     )

@@ -11,12 +11,12 @@ PUBLISHED = Path(__file__).parent / "published"
 
 # File, devices, layout, rows of a micro-batch and of a step, recomputation, dtype.
 CASES = [
-    ("megatron_llama3_8b_fp8.sh", 8, "megatron:dp8,zero1", 1, 128, "none", "fp8"),
-    ("megatron_fsdp_llama3_8b_fp8.sh", 8, "fsdp", 1, 128, "none", "fp8"),
+    ("megatron_llama3_8b_fp8.sh", 8, "megatron:dp8,zero1", 1, 128, "fused", "fp8"),
+    ("megatron_fsdp_llama3_8b_fp8.sh", 8, "fsdp", 1, 128, "fused", "fp8"),
     ("megatron_fsdp_deepseek_v3.sh", 512, "megatron:dp64,ep8,fsdp", 4, 2048, "minimal", "bf16"),
-    ("megatron_mixtral_8x7b.sh", 64, "megatron:dp2,ep8,pp4,zero1", 1, 256, "none", "bf16"),
-    ("megatron_gpt3_175b.sh", 128, "megatron:dp1,tp8,pp16", 1, 1536, "none", "float16"),
-    ("bridge_llama3_8b_bf16.py", 8, "megatron:dp4,cp2,ring,zero1", 1, 128, "none", "bf16"),
+    ("megatron_mixtral_8x7b.sh", 64, "megatron:dp2,ep8,pp4,zero1", 1, 256, "fused", "bf16"),
+    ("megatron_gpt3_175b.sh", 128, "megatron:dp1,tp8,pp16", 1, 1536, "fused", "float16"),
+    ("bridge_llama3_8b_bf16.py", 8, "megatron:dp4,cp2,ring,zero1", 1, 128, "fused", "bf16"),
     ("bridge_llama3_8b_fp8.py", 8, "megatron:dp8,zero1", 1, 128, "block:6", "fp8"),
     (
         "bridge_llama3_70b_bf16.py",
@@ -24,7 +24,7 @@ CASES = [
         "megatron:dp2,cp2,tp4,pp4,vpp5,sp,ring,zero1",
         1,
         256,
-        "none",
+        "fused",
         "bf16",
     ),
     (
@@ -33,7 +33,7 @@ CASES = [
         "megatron:dp2,tp4,pp8,vpp5,layers2x35.3.2x3.1,sp,zero1",
         1,
         256,
-        "none",
+        "fused",
         "fp8",
     ),
     (
@@ -42,7 +42,7 @@ CASES = [
         "megatron:dp8,cp2,tp8,pp8,vpp8,sp,ring,zero1",
         1,
         1536,
-        "none",
+        "fused",
         "bf16",
     ),
     (
@@ -51,7 +51,7 @@ CASES = [
         "megatron:dp1,ep64,tp2,pp8,vpp4,sp,zero1",
         1,
         16384,
-        "none",
+        "fused",
         "bf16",
     ),
     ("torchtitan_llama3_8b.toml", 64, "fsdp", 1, 64, "minimal", "bf16"),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,13 @@ def read_settings(
         raise InputError(
             listing(f"these settings of {table.title} cannot hold", words.faults, advice)
         )
+    nothing = "fused" if table.kernels_fuse and words.flag("compiled", True) else "none"
+    if settings.recompute == "none":
+        settings = replace(settings, recompute=nothing)
     return Found(
         table=table,
         settings=settings,
+        nothing_recomputed=nothing,
         model={**model, **({"config": config} if config else {})},
         said=tuple(words.parts()),
         assumed=tuple(dict.fromkeys(words.assumed)),

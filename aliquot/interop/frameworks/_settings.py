@@ -145,6 +145,7 @@ class Found:
     Attributes:
         table: whose settings they are.
         settings: the layout, batch, recomputation and precision.
+        nothing_recomputed: what no recomputation is there, as `settings.recompute` says it.
         model: fields of the zoo's configuration that the files give; `like` names a model of the
             zoo whose other fields hold, and is absent if none is named.
         said: name, value and place of each setting that was understood.
@@ -156,6 +157,7 @@ class Found:
 
     table: Table
     settings: Settings
+    nothing_recomputed: str = "none"
     model: Mapping[str, Any] = field(default_factory=dict)
     said: tuple[tuple[str, Any, str], ...] = ()
     assumed: tuple[str, ...] = ()

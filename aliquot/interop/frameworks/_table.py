@@ -33,6 +33,8 @@ class Table:
         base_model: of MaxText, sizes of a model without a name.
         memory_share: the least share of predicted memory that a published run took.
         tensor_splits_sequence: whether its tensor ranks split residual streams, too.
+        kernels_fuse: whether its kernels compute norms and activation functions again where nothing
+            is recomputed, which is `fused`; if it says whether it compiles, then only compiled.
         reported: what `ReportedSteps` calls the framework.
     """
 
@@ -48,6 +50,7 @@ class Table:
     base_model: Mapping[str, Any]
     memory_share: float
     tensor_splits_sequence: bool
+    kernels_fuse: bool
     reported: tuple[str, ...]
 
     @property
@@ -112,6 +115,7 @@ def _table(data: Mapping[str, Any], base: Mapping[str, Any] | None) -> Table:
         base_model=data.get("base_model", {}),
         memory_share=float(data["memory_share"]),
         tensor_splits_sequence=data.get("tensor_splits_sequence", False),
+        kernels_fuse=data.get("kernels_fuse", False),
         reported=tuple(data.get("reported", ())),
     )
 

@@ -262,7 +262,8 @@ def write(
         pairs.append(("global_batch", batch))
     else:
         pairs += [("local_batch", micro), ("global_batch", batch)]
-    pairs.append(("seq_len", seq_len))
+    # A plan's step is always compiled.
+    pairs += [("seq_len", seq_len), ("compiled", True)]
     return (
         pairs
         + _recompute_pairs(settings, lose, has_classes)

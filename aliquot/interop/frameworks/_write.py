@@ -256,9 +256,8 @@ def write_settings(
     )
     lose = lost.append
     if settings.recompute.partition(":")[0] == "fused":
-        # Kernels of PyTorch and Megatron keep that without recomputation.
-        kept = "more" if name == "maxtext" else "the same"
-        lose(f"recompute {settings.recompute}: written as none, which keeps {kept} there")
+        if not table.kernels_fuse:
+            lose(f"recompute {settings.recompute}: written as none, which keeps more there")
         settings = replace(settings, recompute="none")
     if name in ("megatron", "bridge"):
         pairs = _megatron.write(settings, model, lose, bridge=name == "bridge")
