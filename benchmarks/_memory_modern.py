@@ -10,15 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from _memory_cases import draw
 from _results import Journal
 
 from aliquot.cluster import DEVICES
+from aliquot.core import RECOMPUTE
 
 # By name: whether errors of the plan were looked into while the model found its form, and the
 # command's words.
@@ -84,17 +87,59 @@ PLANS: dict[str, tuple[str, str]] = {
 }
 # Unless the words say otherwise.
 _DEFAULTS = {"--recompute": "block", "--micro-batches": "1"}
+# What drawn plans are of, into which nobody looked: pipelines with sequence parallelism, and ways
+# to recompute. `rows` are the sequences of a micro-batch on each data rank.
+_PIPELINES: dict[str, tuple[Any, ...]] = {
+    "model": ("gpt-1.3b", "llama-7b", "llama3-8b", "qwen3-8b"),
+    "method": (
+        "megatron:dp2,tp2,pp2,sp",
+        "megatron:dp1,tp4,pp2,sp,zero1",
+        "megatron:dp1,tp2,pp4,sp",
+    ),
+    "recompute": ("none", "minimal", "block"),
+    "scan": (True, False),
+    "rows": (1, 2, 4),
+    "micro_batches": (4, 8),
+    "gpu": ("H100", "A100-80GB"),
+}
+_WAYS = _PIPELINES | {
+    "method": ("zero2", "fsdp", "megatron:dp2,tp4,sp,zero1"),
+    "recompute": tuple(RECOMPUTE),
+    "micro_batches": (1, 4),
+}
+
+_SEED = 56
+# So that the compiler takes a minute and no more.
+_LAYERS = 4
 
 
-def modern_row(name: str, journal: Journal, *, dumps: str, known: bool) -> dict[str, Any]:
+def drawn_plans(count: int) -> dict[str, tuple[str, str]]:
+    """So many drawn plans, as `PLANS` has them: half of them pipelines."""
+    plans = {}
+    for kind, factors in (("sp pipeline", _PIPELINES), ("way to recompute", _WAYS)):
+        for number, case in enumerate(draw(count // 2, factors, seed=_SEED), 1):
+            ranks = re.search(r"dp(\d)", case["method"])
+            rows = (int(ranks[1]) if ranks else 8) * case["rows"] * case["micro_batches"]
+            words = (
+                f"{case['model']} --cluster 8x{case['gpu']} --global-batch {rows} --seq-len 2048"
+                f" --set num_layers={_LAYERS} --recompute {case['recompute']}"
+                f" --method {case['method']} --micro-batches {case['micro_batches']}"
+            )
+            plans[f"{kind} {number}"] = (kind, words + " --scan" * case["scan"])
+    return plans
+
+
+def modern_row(
+    name: str, half: str, words: str, journal: Journal, *, dumps: str, known: bool
+) -> dict[str, Any]:
     """Predicted and compiled peaks of one plan, on the fullest devices and of each stage.
 
     Args:
+        name, half, words: of `PLANS`, or of `drawn_plans`.
         journal: of what was compiled before: the same plan is not compiled again.
         dumps: folder in which the compiler's reports are kept; empty for none.
         known: whether to compile nothing that the journal does not hold.
     """
-    half, words = PLANS[name]
     row: dict[str, Any] = {"half": half, "plan": name, "command": f"aliquot plan {words}"}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "plan.json")

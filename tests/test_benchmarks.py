@@ -35,9 +35,8 @@ def test_a_plan_is_compiled_again_only_if_it_decides_otherwise(monkeypatch, tmp_
         return {"bytes": 2**30, "stages": [{"bytes": 2**30, "parts": {}}], "seconds": 1.0}
 
     def row(asked, *, known=False):
-        monkeypatch.setitem(modern.PLANS, "small", ("seen", asked))
         journal = results.Journal(tmp_path / "journal")
-        return modern.modern_row("small", journal, dumps="", known=known)
+        return modern.modern_row("small", "seen", asked, journal, dumps="", known=known)
 
     monkeypatch.setattr(modern, "_compiled", compiler)
     first = row(f"{words} --method dp")
@@ -50,6 +49,18 @@ def test_a_plan_is_compiled_again_only_if_it_decides_otherwise(monkeypatch, tmp_
     assert len(compiled) == 1
     row(f"{words} --method zero3")
     assert len(compiled) == 2
+
+
+def test_half_of_drawn_plans_are_pipelines_and_every_way_to_recompute_is_drawn(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    modern = importlib.import_module("_memory_modern")
+    plans = modern.drawn_plans(30)
+    words = [each.split() for _, each in plans.values()]
+    assert len({*map(tuple, words)}) == len(plans) == 30
+    assert all(",pp" in " ".join(each) for each in words[:15])
+    ways = {each[each.index("--recompute") + 1] for each in words[15:]}
+    assert ways == set(modern.RECOMPUTE)
+    assert modern.drawn_plans(30) == plans
 
 
 def test_alpas_suite_is_put_together_from_the_rows_of_the_command(monkeypatch, tmp_path):
