@@ -13,9 +13,12 @@ from ..core import FUSED_ATTENTION, nearest, recompute_parts, recompute_ways
 
 MULTIPLIED = "multiplied"
 """The name of what linear layers multiply by their kernels."""
-# Whether it gets that name. A block that keeps everything would keep an array with a name beside
-# the same array without it.
-_NAMES_MULTIPLIED = contextvars.ContextVar("names what is multiplied", default=False)
+# Arrays with that name, by the id of those without, which are kept so that no other gets their id:
+# each gets one name, however many kernels it is multiplied by, as each name is kept. None if there
+# are no names: a block that keeps everything would keep an array beside the same with a name.
+_NAMED: contextvars.ContextVar[dict[int, tuple[Any, Any]] | None] = contextvars.ContextVar(
+    "what is multiplied", default=None
+)
 _KEPT = {
     "fused": ("query", "key", "value", "attention", MULTIPLIED),
     "save_qkv": ("query", "key", "value"),
@@ -88,18 +91,21 @@ def named_product(x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
     import jax
     from jax.ad_checkpoint import checkpoint_name
 
-    if _NAMES_MULTIPLIED.get():
-        x = checkpoint_name(x, MULTIPLIED)
+    names = _NAMED.get()
+    if names is not None:
+        if id(x) not in names:
+            names[id(x)] = x, checkpoint_name(x, MULTIPLIED)
+        x = names[id(x)][1]
     return jax.lax.dot_general(x, kernel, *args, **kwargs)
 
 
 def _naming_multiplied(block: Callable[..., Any]) -> Callable[..., Any]:
     def named(*args: Any, **kwargs: Any) -> Any:
-        before = _NAMES_MULTIPLIED.set(True)
+        before = _NAMED.set({})
         try:
             return block(*args, **kwargs)
         finally:
-            _NAMES_MULTIPLIED.reset(before)
+            _NAMED.reset(before)
 
     return named
 

@@ -7,6 +7,7 @@ import pytest
 import aliquot as aq
 from aliquot.core import RECOMPUTE, InputError
 from aliquot.cost import make_problem
+from aliquot.graph import with_recomputation
 from aliquot.zoo import build
 
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "seq_len": 16}
@@ -51,6 +52,20 @@ def test_policies_keep_what_they_say(scan):
     assert counts["none"] < counts["fused"] < counts["minimal"]
     assert counts["minimal"] < counts["save_qkv"] < counts["block"]
     assert counts["none"] < counts["save_attention"] < counts["block"]
+
+
+@pytest.mark.parametrize("model", ["llama-7b", "gpt-1.3b"])
+def test_each_array_is_kept_once_as_where_layers_of_any_step_recompute(model):
+    """Several products of a block read one array."""
+    kept = []
+    for way in ("none", "fused"):
+        sizes = {"num_layers": 2, "seq_len": 64}
+        work = build(model, 2, overrides=sizes, dtype="bf16", recompute=way, scan=True)
+        graph = aq.capture(work.train_step, work.state, work.batch)
+        graph = with_recomputation(graph, "fused") if way == "none" else graph
+        stacks = [op for op in graph.ops if op.name == "scan_stack" and op.phase.name == "FORWARD"]
+        kept.append(sum(graph.values[op.outputs[0]].num_bytes for op in stacks))
+    assert kept[0] == kept[1] > 0
 
 
 def test_only_every_second_layer_recomputes():
