@@ -2,11 +2,11 @@
 
 Each publicly reported training step (GPT and Llama on V100 to GB300, TPU v5e to v6e, and others) is
 planned as a user plans it: `aliquot.plan` with the catalogue's cluster, the row's own layout,
-recomputation and number of micro-batches, under the limit of the device's memory. Steps of
-Megatron's family, of llm.c and of compiled PyTorch that recompute nothing keep what those kernels
-keep (`fused`). Layers are looped over where the framework does so, or where the step fits only so.
-A row that ran, and whose plan is predicted not to fit, has no step time; it is counted as a fault
-of memory.
+recomputation and number of micro-batches, under the limit of the device's memory (that of XLA; for
+other frameworks, whose allocators take more, all but 1 GiB). Steps of Megatron's family, of llm.c
+and of compiled PyTorch that recompute nothing keep what those kernels keep (`fused`). Layers are
+looped over where the framework does so, or where the step fits only so. A row that ran, and whose
+plan is predicted not to fit, has no step time; it is counted as a fault of memory.
 Rows are split in halves by source and model family; the sustained share of each device is fitted
 to one half (`--fit`; that of H100 and H200 to steps that were measured for it, `gpu_steps.py`), the
 other half is held out. Pipelines, split sequences, experts and products of 8 bits are never fitted.
@@ -57,6 +57,8 @@ from aliquot.zoo import build
 
 # Steps of two plans that differ by less say nothing about their order.
 _DIFFERENT = 0.05
+# Of a GPU's memory, what its context and the buffers of its collectives take.
+_OF_CONTEXT_BYTES = 2**30
 # Devices whose share is fitted to steps that were measured for it: `gpu_steps.py`.
 _MEASURED = ("h100",)
 _SHEETS = "Devices known by their data sheets alone"
@@ -233,6 +235,10 @@ def plan_case(case: Case) -> aq.Plan:
         AliquotError: the row cannot be planned otherwise.
     """
     method: AbstractMethod = case.method
+    limit_bytes = None
+    if case.reason:
+        # XLA leaves a tenth of a device's memory alone. PyTorch's allocator takes all but this.
+        limit_bytes = case.cluster.device.memory_bytes - _OF_CONTEXT_BYTES
     workload = build(**case.settings, device=case.cluster.device)
     return aq.plan(
         workload.train_step,
@@ -241,6 +247,7 @@ def plan_case(case: Case) -> aq.Plan:
         cluster=case.cluster,
         method=method,
         num_micro_batches=case.num_micro_batches,
+        memory_limit_bytes=limit_bytes,
         # Layers and stages recompute what the row says, and nothing more.
         recompute="none",
     )
@@ -517,7 +524,8 @@ def _write_page(report: Report, expressed: int) -> None:
         "",
         "Training steps that others reported, each planned as you would plan it: `aliquot.plan`"
         " with the cluster by its name, the layout, recomputation and micro-batches that were"
-        " reported, and the memory of the device as the limit. No figure is changed for any"
+        " reported, and the memory of the device as the limit: what XLA leaves to programs, and for"
+        " other frameworks, whose allocators take more, all but 1 GiB. No figure is changed for any"
         " framework. The errors that `aliquot plan` and `aliquot cluster` print are those of the"
         " held-out rows of this page, which `benchmarks/public_steps.py` made; a test fails when a"
         " figure of a device changes and this page was not made anew. None of these steps was"
