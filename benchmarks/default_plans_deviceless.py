@@ -26,14 +26,13 @@ _GIB = 2**30
 
 
 def _aliquot(*words: str) -> tuple[dict[str, Any], str]:
-    """What a command answers with `--json`; or, if it cannot, the first line of why."""
+    """What a command answers with `--json`; or, if it cannot, the last line of why."""
     command = [sys.executable, "-m", "aliquot", *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     # The verdict that a plan does not fit is an answer, too.
     if done.stdout.strip().startswith("{"):
         return json.loads(done.stdout), ""
-    lines = [line for line in done.stderr.splitlines() if line.startswith("aliquot:")]
-    return {}, (lines or done.stderr.splitlines() or ["no output"])[0]
+    return {}, (done.stderr.strip().splitlines() or ["no output"])[-1]
 
 
 def answer(words: list[str]) -> dict[str, Any]:
@@ -41,11 +40,16 @@ def answer(words: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder, "plan.json")
         _, refusal = _aliquot("plan", *words, "--out", str(plan))
-        if refusal:
-            return {"refused": refusal}
+        if not plan.exists():
+            return {"refused": refusal or "no plan fits"}
         verified, refusal = _aliquot("verify", str(plan))
         if refusal:
             return {"not compiled": refusal}
+        anew = ""
+        if not verified["fits"]:
+            # What a note of such a plan tells to type.
+            _aliquot("plan", *words, "--verify", "--out", str(plan))
+            anew = f"{json.loads(plan.read_text())['prediction']['step_time_s']:.4g} s"
     fullest = max(verified["stages"], key=lambda stage: stage["compiled_bytes"])
     return {
         "stages": len(verified["stages"]),
@@ -54,6 +58,7 @@ def answer(words: list[str]) -> dict[str, Any]:
         "error": fullest["predicted_bytes"] / fullest["compiled_bytes"] - 1,
         "limit GiB": round(verified["limit_bytes"] / _GIB, 2),
         "fits": verified["fits"],
+        "with --verify": anew,
     }
 
 
@@ -89,7 +94,9 @@ def main() -> int:
         method=(
             "`aliquot plan` with default options, then `aliquot verify` of its plan: the peak of"
             " the stage that needs most, predicted beside the compiler's account, with the memory"
-            " that the device leaves to programs."
+            " that the device leaves to programs. A plan so large says itself that it is to be"
+            " compiled before use; where it does not fit, the step time of `aliquot plan --verify`,"
+            " which plans anew, stands beside it."
         ),
         tables={"Default plans": rows},
     )
