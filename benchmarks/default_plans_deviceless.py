@@ -26,13 +26,14 @@ _GIB = 2**30
 
 
 def _aliquot(*words: str) -> tuple[dict[str, Any], str]:
-    """What a command answers with `--json`; or, if it cannot, the last line of why."""
+    """What a command answers with `--json`; or, if it cannot, the last sentence of why."""
     command = [sys.executable, "-m", "aliquot", *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     # The verdict that a plan does not fit is an answer, too.
     if done.stdout.strip().startswith("{"):
         return json.loads(done.stdout), ""
-    return {}, (done.stderr.strip().splitlines() or ["no output"])[-1]
+    said = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
+    return {}, (said or ["no output"])[-1]
 
 
 def answer(words: list[str]) -> dict[str, Any]:
@@ -80,9 +81,9 @@ def main() -> int:
         if ("gpt-350m" if chosen.quick else chosen.only) not in setup.name:
             continue
         found = journal.row(setup.name, lambda: answer(setup.words))  # noqa: B023
-        rows.append(
-            {"set-up": setup.name, **found, "command": f"aliquot plan {' '.join(setup.words)}"}
-        )
+        why_not = {name: found.get(name, "") for name in ("not compiled", "refused")}
+        command = f"aliquot plan {' '.join(setup.words)}"
+        rows.append({"set-up": setup.name, **found, **why_not, "command": command})
         say(" ".join(f"{key}={value}" for key, value in rows[-1].items()))
     compiled = [row for row in rows if "error" in row]
     errors = [row["error"] for row in compiled]
@@ -103,8 +104,8 @@ def main() -> int:
     report.summary = {
         "compiled": len(compiled),
         "of them fit": fit,
-        "not compiled": sum("not compiled" in row for row in rows),
-        "no plan fits": sum("refused" in row for row in rows),
+        "not compiled": sum(bool(row["not compiled"]) for row in rows),
+        "no plan fits": sum(bool(row["refused"]) for row in rows),
         "median of the error's size": statistics.median(map(abs, errors)),
         "least and most error": f"{min(errors):+.1%}, {max(errors):+.1%}",
     }

@@ -71,13 +71,12 @@ def proposals() -> Iterator[list[Held]]:
 
     def solved(method: Any, cut: Any, chain: Any, proposal: Any, *more: Any) -> Any:
         found = solve(method, cut, chain, proposal, *more)
-        fits = not isinstance(found, float)
         each = Held(
             num_micro_batches=proposal.num_micro_batches,
             num_stages=len(proposal.stages),
             promised_s=proposal.step_time_s,
-            found_s=found.step_time_s if fits else None,
-            needed_share=None if fits else found / proposal.peak_bytes,
+            found_s=None if isinstance(found, float) else found.step_time_s,
+            needed_share=found / proposal.peak_bytes if isinstance(found, float) else None,
         )
         held.append(each)
         return found
