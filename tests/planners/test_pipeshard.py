@@ -18,6 +18,7 @@ from aliquot.core import InfeasibleError, InputError
 from aliquot.planners import AbstractInter, _pipelines, _solve_stages
 from aliquot.planners._pipelines import Pipelines
 from aliquot.planners._priced_layers import price_layers
+from aliquot.planners.inter.stages import _solve
 from aliquot.plans import Plan, summary_rows, violations
 
 LAYERS = 6
@@ -163,15 +164,20 @@ def test_a_refusal_asks_for_more_memory_than_there_is(monkeypatch):
     assert refusal.value.required_bytes == 1000 * refusal.value.available_bytes
 
 
-def test_what_would_fit_is_not_worked_out_where_a_plan_is_known(monkeypatch):
-    """More micro-batches do not fit, and one does."""
+def test_what_would_fit_is_worked_out_only_where_no_other_numbers_are_left(monkeypatch):
+    """Few micro-batches do not fit, many do not, and one does: only the refusal of the many could
+    have been the answer.
+    """
+    worked_out, refuse = [], _solve.nothing_fits
 
-    def never(*args):
-        raise AssertionError("nobody reads it")
+    def counting(chains, *args):
+        worked_out.append([chain.num_micro_batches for chain in chains])
+        return refuse(chains, *args)
 
-    monkeypatch.setattr("aliquot.planners.inter.stages._solve.nothing_fits", never)
+    monkeypatch.setattr(_solve, "nothing_fits", counting)
     plan = plan_of(cluster="2xV100-16GB", state=WIDE, limit=0.7e9, num_stages=2, recompute="none")
     assert plan.num_micro_batches == 1 and plan.prediction.peak_memory_bytes <= 0.7e9
+    assert worked_out == [[64]]
 
 
 def test_no_proposal_is_made_twice(monkeypatch):
