@@ -39,7 +39,6 @@ MODELS = (
     ("llama-7b", 256, ("minimal", "block")),
     ("moe-1.3b", 512, ("none",)),
     ("t5-770m", 256, ("none",)),
-    ("wide-resnet-1b", 512, ("none",)),
 )
 CLUSTERS = ("8xV100-16GB", "2x8xA100-40GB", "4x8xV100-32GB", "8xH100")
 _QUICK = "gpt-350m-8xV100-16GB"
