@@ -70,6 +70,14 @@ def options(
     return parser.parse_args(arguments)
 
 
+def with_rows(parser: argparse.ArgumentParser) -> None:
+    """Options of a script that makes rows by name: `--only` and `--journal`."""
+    parser.add_argument(
+        "--only", default="", help="only rows whose name contains this; writes no result file"
+    )
+    parser.add_argument("--journal", type=Path, help="a file to go on from where a run was ended")
+
+
 @dataclass(slots=True, kw_only=True)
 class Report:
     """The answer to one question, built up by a script.

@@ -17,10 +17,9 @@ import math
 import resource
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from _results import Journal, Report, options, say
+from _results import Journal, Report, options, say, with_rows
 
 from aliquot._variants import Variant, plan_variants
 from aliquot.cli._model import ZooOptions
@@ -453,16 +452,7 @@ def _chosen(chosen: argparse.Namespace) -> Sequence[SetUp]:
 
 def main() -> int:
     """Run, and write or print the answer."""
-
-    def more(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--only", default="", help="only set-ups whose name contains this; writes no file"
-        )
-        parser.add_argument(
-            "--journal", type=Path, help="a file to go on from where a run was ended"
-        )
-
-    chosen = options(__doc__, more)
+    chosen = options(__doc__, with_rows)
     journal = Journal(chosen.journal)
     report = Report(
         name="default_against_typed",

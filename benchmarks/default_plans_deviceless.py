@@ -9,7 +9,6 @@ Each set-up of `default_against_typed.py` is planned by the command that a reade
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _results import Journal, Report, options, say
+from _results import Journal, Report, options, say, with_rows
 from default_against_typed import SET_UPS
 
 MOST_ERROR = 0.05
@@ -65,16 +64,7 @@ def answer(words: list[str]) -> dict[str, Any]:
 
 def main() -> int:
     """Run, and write or print the answer."""
-
-    def more(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--only", default="", help="only set-ups whose name contains this; writes no file"
-        )
-        parser.add_argument(
-            "--journal", type=Path, help="a file to go on from where a run was ended"
-        )
-
-    chosen = options(__doc__, more)
+    chosen = options(__doc__, with_rows)
     journal = Journal(chosen.journal)
     rows = []
     for setup in SET_UPS:

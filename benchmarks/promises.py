@@ -16,11 +16,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from _results import Journal, Report, options, say
+from _results import Journal, Report, options, say, with_rows
 
 from aliquot.cli._model import ZooOptions
 from aliquot.cli._recomputation import model_to_plan, variants_of
@@ -111,14 +110,7 @@ def _cases(chosen: argparse.Namespace) -> Sequence[tuple[str, int, str, str]]:
 
 def main() -> int:
     """Run, and write or print the answer."""
-
-    def more(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--only", default="", help="only cases whose name contains this")
-        parser.add_argument(
-            "--journal", type=Path, help="a file to go on from where a run was ended"
-        )
-
-    chosen = options(__doc__, more)
+    chosen = options(__doc__, with_rows)
     journal = Journal(chosen.journal)
     report = Report(
         name="promises",

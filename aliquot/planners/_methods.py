@@ -59,11 +59,10 @@ class Zero2Parallel(AbstractMethod):
     shard_within: str | int | None = None
 
     def solve(self, problem: Problem, progress: Progress | None = None) -> Decision:
-        within = self.shard_within
-        if within == "host":
-            # As it is typed.
-            within = problem.cluster.devices_per_host
-        name = "zero2" if within is None else f"zero2:{within}"
+        within, per_host = self.shard_within, problem.cluster.devices_per_host
+        # As it is typed: on hosts of one device, all share one state.
+        size = (per_host if per_host > 1 else None) if within == "host" else within
+        name = "zero2" if size is None else f"zero2:{size}"
         return _fixed(problem, progress, name, Fixed(zero_stage=2, gathers_once=True), within)
 
 

@@ -103,8 +103,8 @@ class Edge:
         count: how often a step converts it, all copies together.
         share: edges with the same share number and the same conversion share the result of one
             conversion.
-        share_once: the same number for casts that are gathered once in a step, which both passes
-            read even where they are programs of their own.
+        share_once: the number to use instead for casts that are gathered once in a step, which both
+            passes read, even where the passes are programs of their own.
         gradient: whether it ends in the update phase, so that with micro-batches it may wait for
             the last one.
         starts, ends: for each copy, the operators between which a converted array lives.

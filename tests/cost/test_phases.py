@@ -47,3 +47,35 @@ def test_arrays_of_the_backward_pass_alone_are_not_in_flight():
     # The input or result of each layer, and at the end what the loss keeps of the logits.
     assert tokens <= kept_bytes(0) <= tokens + 3 * activation < 4 * VOCABULARY * WIDTH
     assert activation <= kept_bytes(1) <= 3 * activation + 3 * logits + 2 * tokens
+
+
+def test_casts_that_are_gathered_once_are_shared_by_the_passes_of_a_stage():
+    """Whatever else both passes of a stage read, each of them gathers."""
+
+    def step(params, batch):
+        def loss(params):
+            scale, weights = params
+            x = batch * scale
+            for w in weights:
+                x = jnp.tanh(x @ w.astype(jnp.bfloat16))
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    make = jax.ShapeDtypeStruct
+    params = make((64,), jnp.bfloat16), [make((64, 64), jnp.float32)] * 4
+    graph = aq.capture(step, params, make((32, 64), jnp.bfloat16))
+    cluster = Cluster.preset("2xH100")
+    problem = make_problem(graph, cluster, num_micro_batches=2, of_stage=True)
+    mesh = LogicalMesh(shape=(2,), axis_names=("x",), cluster=cluster)
+    data = frozenset({0})
+    each, once = (
+        price(problem, mesh, repeats=2, data_axes=data, gathers_once=gathers).graph.edges
+        for gathers in (False, True)
+    )
+    casts = [edge.index for edge in problem.nodes.edges if edge.cast]
+    apart = {edge.share for edge in each if edge.index in casts}
+    together = {edge.share for edge in once if edge.index in casts}
+    assert 0 < len(together) < len(apart)
+    assert all(a.share == b.share for a, b in zip(each, once) if not a.cast)

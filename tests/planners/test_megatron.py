@@ -214,6 +214,17 @@ def test_zero_2_in_groups_splits_moments_over_a_part_and_keeps_parameters_whole(
     assert method_by_name("zero2:4") == aq.Zero2Parallel(shard_within=4)
 
 
+@pytest.mark.parametrize(("cluster", "name"), [("2x8xH100", "zero2:8"), ("8x1xH100", "zero2")])
+def test_zero_2_in_hosts_is_called_as_it_is_typed(cluster, name):
+    """On hosts of one device, all share one state."""
+    work = gpt("none")
+    method, where = aq.Zero2Parallel(shard_within="host"), aq.Cluster.preset(cluster)
+    plan = aq.plan(work.train_step, work.state, work.batch, cluster=where, method=method)
+    again = planned(name, cluster)
+    assert plan.method == again.method == name
+    assert plan.stages[0].shardings == again.stages[0].shardings
+
+
 @pytest.mark.parametrize("size", [3, 32, pytest.param(0, marks=pytest.mark.slow)])
 def test_hybrid_fsdp_refuses_groups_that_do_not_divide_the_devices(size):
     with pytest.raises(
