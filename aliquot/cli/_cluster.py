@@ -168,7 +168,8 @@ def _reaches(target: Target) -> str:
         matmuls += f" alone and {share:.0%} within a step"
     overlap = (
         f"overlap with compute: {target.overlap_fraction:.0%} of the collectives of gradients and"
-        f" parameters, {target.activation_overlap:.0%} of those of activations"
+        f" parameters ({target.gradient_overlap(True):.0%} of sums of gradients between hosts),"
+        f" {target.activation_overlap:.0%} of those of activations"
     )
     return (
         f"{matmuls}; elementwise operators {target.bandwidth_efficiency:.0%} of the memory"

@@ -28,6 +28,7 @@ CALIBRATED = (
     "collective_overhead_s",
     "kernel_overhead_s",
     "overlap_fraction",
+    "gradient_overlap_between_hosts",
     "activation_overlap",
     "attention_share",
 )

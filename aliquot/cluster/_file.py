@@ -144,6 +144,7 @@ class _Calibration(_Table, frozen=True):
     collective_overhead_s: Figure | None = None
     kernel_overhead_s: Figure | None = None
     overlap_fraction: Figure | None = None
+    gradient_overlap_between_hosts: Figure | None = None
     activation_overlap: Figure | None = None
     attention_share: Figure | None = None
 

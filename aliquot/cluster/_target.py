@@ -82,6 +82,8 @@ class Target:
             copies its operand and its result, so that this dim comes first.
         overlap_fraction: Share of the time of collectives that sum gradients or gather parameters
             that can hide behind compute, 0 to 1.
+        gradient_overlap_between_hosts: The most of that share for sums of gradients over several
+            hosts, 0 to 1.
         activation_overlap: The same share of collectives that sum or gather activations, as of
             tensor and sequence parallelism.
         matmul_efficiency: Reached share of the peak in large products, 0 to 1.
@@ -133,6 +135,7 @@ class Target:
     overlaps_transfers: bool
     copies_inner_dims: bool
     overlap_fraction: float
+    gradient_overlap_between_hosts: float
     activation_overlap: float
     matmul_efficiency: float
     bandwidth_efficiency: float
@@ -168,7 +171,12 @@ class Target:
             for name in shares
             if not 0 < getattr(self, name) <= 1
         ]
-        for name in ("overlap_fraction", "activation_overlap", "gathered_ahead"):
+        for name in (
+            "overlap_fraction",
+            "gradient_overlap_between_hosts",
+            "activation_overlap",
+            "gathered_ahead",
+        ):
             if not 0 <= getattr(self, name) <= 1:
                 problems.append(f"{name} must be from 0 to 1")
         if self.combined_bytes < 0:
@@ -190,6 +198,12 @@ class Target:
     def delays_gradients(self) -> bool:
         """True if the compiler may defer products that only the update needs."""
         return self.hides_latency or self.combined_bytes > 0
+
+    def gradient_overlap(self, crosses_hosts: bool) -> float:
+        """Share of the time of a sum of gradients that can hide behind compute."""
+        if crosses_hosts:
+            return min(self.overlap_fraction, self.gradient_overlap_between_hosts)
+        return self.overlap_fraction
 
     @property
     def hides_collectives(self) -> bool:
@@ -279,6 +293,7 @@ _CPU = Target(
     overlaps_transfers=False,
     copies_inner_dims=True,
     overlap_fraction=0.0,
+    gradient_overlap_between_hosts=0.0,
     activation_overlap=0.0,
     matmul_efficiency=0.75,
     bandwidth_efficiency=0.8,
@@ -340,6 +355,7 @@ _GPU = Target(
     overlaps_transfers=True,
     copies_inner_dims=False,
     overlap_fraction=0.9,
+    gradient_overlap_between_hosts=0.6,
     activation_overlap=0.4,
     matmul_efficiency=0.6,
     bandwidth_efficiency=0.8,
@@ -391,6 +407,7 @@ _TPU = Target(
     overlaps_transfers=True,
     copies_inner_dims=False,
     overlap_fraction=0.9,
+    gradient_overlap_between_hosts=0.9,
     activation_overlap=0.4,
     matmul_efficiency=0.7,
     bandwidth_efficiency=0.85,
@@ -419,6 +436,7 @@ _NEURON = replace(
     hides_latency=False,
     overlaps_all_reduces=True,
     overlap_fraction=0.5,
+    gradient_overlap_between_hosts=0.5,
     activation_overlap=0.0,
     bandwidth_efficiency=0.8,
     collective_efficiency=0.8,

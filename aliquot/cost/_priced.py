@@ -199,6 +199,9 @@ def price(
         context_axes=context_axes,
         keeps_casts=keeps_casts,
         gathers_once=gathers_once and keeps_casts and any(edge.cast for edge in graph.edges),
+        between_hosts=frozenset(
+            axis for axis, name in enumerate(mesh.axis_names) if mesh.link((name,)).crosses_hosts
+        ),
     )
     if pricer.gathers_once:
         graph = replace(
@@ -253,7 +256,11 @@ class _Cache:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Pricer:
-    """Prices nodes and edges on one mesh; edges share cached results."""
+    """Prices nodes and edges on one mesh; edges share cached results.
+
+    Args:
+        between_hosts: The axes of the mesh whose neighbours lie in different hosts.
+    """
 
     mesh: LogicalMesh
     target: Target
@@ -262,11 +269,12 @@ class _Pricer:
     context_axes: frozenset[int]
     keeps_casts: bool
     gathers_once: bool
+    between_hosts: frozenset[int]
     cache: _Cache = field(default_factory=_Cache)
 
     def node(self, node: Node, node_work: Sequence[Work], choices: Ints) -> PricedNode:
         compute, communication, hideable, casts = np.zeros((4, len(Phase), len(choices)))
-        gradient, gradient_once, deferrable = np.zeros((3, len(choices)))
+        gradient, gradient_once, once_hideable, deferrable = np.zeros((4, len(choices)))
         sizes = [factor.size for factor in node.factors]
         for work in node_work:
             each = work_seconds(work, sizes, choices, self.mesh, self.target)
@@ -280,7 +288,9 @@ class _Pricer:
             if collective.gradient:
                 gradient += seconds
                 gradient_once += once
-                hideable[collective.phase] += self.target.overlap_fraction * (seconds - once)
+                shares = self.overlap_of_sums(collective, choices)
+                hideable[collective.phase] += shares * (seconds - once)
+                once_hideable += shares * once
             else:
                 communication[collective.phase] += seconds
                 if collective.kind == RING:
@@ -298,7 +308,7 @@ class _Pricer:
             gradient_s=gradient,
             gradient_once_s=gradient_once,
             hideable=hideable,
-            once_hideable_s=self.target.overlap_fraction * gradient_once,
+            once_hideable_s=once_hideable,
             deferrable_s=deferrable,
             casts=casts,
         )
@@ -331,6 +341,14 @@ class _Pricer:
                 if collective.gradient and (once or self.repeats == 1):
                     paid_once[rows] += times * each
         return seconds, paid_once
+
+    def overlap_of_sums(self, collective: NodeCollective, choices: Ints) -> Floats:
+        """Share of a node's own sum of gradients that can hide under each choice."""
+        shares = np.full(len(choices), self.target.gradient_overlap(False))
+        for axes, rows in joined_axes(choices, collective.factors):
+            if not self.between_hosts.isdisjoint(axes):
+                shares[rows] = self.target.gradient_overlap(True)
+        return shares
 
     def edge(self, edge: Edge, nodes: Sequence[PricedNode]) -> PricedEdge:
         sources, source_index = self.splits(edge.source, edge.source_projection, nodes)
@@ -380,15 +398,21 @@ class _Pricer:
         self, edge: Edge, sources: _Specs, targets: _Specs, seconds: Floats, once: Floats
     ) -> tuple[Floats, Floats]:
         """The parts of an edge's `seconds` and `once_s` that the compiler can run beside compute:
-        a share of sums of gradients and gathers of parameters, and one of sums and gathers of
-        activations, as of tensor and sequence parallelism.
+        a share of sums of gradients and gathers of parameters, a smaller one of such sums over
+        several hosts, and one of sums and gathers of activations, as of tensor and sequence
+        parallelism.
         """
         finite = np.where(np.isfinite(seconds), seconds, 0.0)
         if self.gathers_once and edge.cast:
             # What is gathered before the first micro-batch has no compute to hide beside.
             finite, once = finite - np.where(np.isfinite(seconds), once, 0.0), np.zeros_like(once)
         if edge.beside_compute:
-            share = self.target.overlap_fraction
+            share: Floats | float = self.target.overlap_fraction
+            if edge.gradient and self.between_hosts:
+                axes = sorted(self.between_hosts)
+                partial = np.array(sources)[:, None, axes] <= PARTIAL
+                crosses = (partial & (np.array(targets)[:, axes] > PARTIAL)).any(axis=-1)
+                share = np.where(crosses, self.target.gradient_overlap(True), share)
             return share * finite, share * np.where(np.isfinite(once), once, 0.0)
         none = np.broadcast_to(0.0, seconds.shape)
         if edge.phase is Phase.UPDATE or not self.target.activation_overlap:

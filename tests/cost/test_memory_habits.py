@@ -599,3 +599,39 @@ def test_results_of_slow_functions_are_stored_once(device, tanh_bytes):
     (tanh,) = (op for op in graph.ops if op.name == "tanh")
     found = [r.num_bytes for r in problem.residents if r.label.startswith(f"tanh:{tanh.index}")]
     assert found == [tanh_bytes * size]
+
+
+def test_a_stack_that_a_loop_reads_lives_until_the_last_turn():
+    """Each turn reads a row, so that no row's place is free before the loop ends, however early in
+    its body a turn reads it.
+    """
+    work = workload(scan=True, recompute="minimal")
+    graph = aq.capture(work.train_step, work.state, work.batch)
+    residents = make_problem(graph, Cluster.preset("2xH100")).residents
+    stacks = [r for r in residents if r.stacked and r.category == "activations"]
+    body = [op.index for op in graph.ops if op.phase is Phase.BACKWARD and op.trips > 1]
+    ends = [int(stack.deaths.max()) for stack in stacks]
+    last = max(index for index in body if not graph.ops[index].is_link)
+    assert len(stacks) > 2 and min(ends) >= last
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["written out", "scanned"])
+def test_stacks_are_turned_before_loops_as_they_are_stored(scan):
+    """What is gathered along its second dim is copied with that dim first: written out after it was
+    cast, and before a loop in single precision, since the loop's body casts it.
+    """
+    config = zoo.configure("llama-7b", num_layers=3, hidden_size=64, num_heads=4, seq_len=32)
+    work = zoo.build(config, 8, dtype="bf16", scan=scan)
+    graph = aq.capture(work.train_step, work.state, work.batch)
+    decision = Zero3Parallel().solve(make_problem(graph, Cluster.preset("2xH100")))
+    priced, picks = decision.priced, decision.picks
+    end = priced.graph.num_ops
+    (turned,) = [
+        num_bytes
+        for copy, num_bytes in converted(known_memory(priced, picks), priced, picks)
+        if priced.graph.edges[copy.edges[0]].label.endswith("mlp.gate.kernel")
+        and (copy.births == 0).all()
+        and (copy.deaths == end).all()
+    ]
+    elements = config.ffn_size * config.hidden_size
+    assert turned == (3 * 4 if scan else 2) * elements / 2

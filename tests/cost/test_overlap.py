@@ -84,3 +84,22 @@ def test_a_part_of_the_sums_of_activations_hides_behind_compute(bandwidth):
     costs = phase_costs(priced, picks, graph)
     passes = costs.forward_s + costs.backward_s + costs.once_s
     assert passes == pytest.approx(time.total_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("repeats", [1, 8])
+def test_sums_of_gradients_between_hosts_hide_less(repeats):
+    """On links as fast, the sums over two hosts hide a smaller share than those inside one."""
+    hidden = {}
+    for hosts in (1, 2):
+        graph, cluster = step_on(1e14, 0.0)
+        cluster = dataclasses.replace(
+            cluster, num_hosts=hosts, devices_per_host=4 // hosts, inter=cluster.intra
+        )
+        figures = {"overlap_fraction": OVERLAP, "gradient_overlap_between_hosts": 0.5}
+        device = dataclasses.replace(cluster.device, calibration=figures)
+        cluster = dataclasses.replace(cluster, device=device)
+        problem = make_problem(graph, cluster, num_micro_batches=repeats)
+        decision = aq.DataParallel().solve(problem)
+        time = evaluate(decision.priced, decision.picks)
+        hidden[hosts] = time.hidden_s / time.gradient_s
+    assert hidden[1] - hidden[2] == pytest.approx(OVERLAP - 0.5)

@@ -8,7 +8,7 @@ product reads. A converted copy lives from the first to the last product that re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -174,7 +174,7 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
     for edge in graph.edges:
         if edge.kind == "operand":
             by_share.setdefault(edge.share, []).append(edge.index)
-    parameters = {(r.node, r.num_bytes) for r in priced.residents if r.category == "parameters"}
+    parameters = {r.node: r.num_bytes for r in priced.residents if r.category == "parameters"}
     gathered_ahead = _gathered_ahead(priced)
     conversions = []
     pieces: dict[tuple[Spec, ...], Floats] = {}
@@ -226,18 +226,21 @@ def _conversions(priced: Priced, in_turn: bool) -> list[Conversion]:
     return conversions
 
 
-def _transposed(priced: Priced, parameters: set[tuple[NodeId, int]]) -> Iterator[Conversion]:
+def _transposed(priced: Priced, parameters: Mapping[NodeId, int]) -> Iterator[Conversion]:
     """Transposed copies of parameters, with the split dim first, which XLA makes before a gather
-    along a dim other than the first.
+    along a dim other than the first. Before a loop it copies the whole stack, which only the body
+    of the loop casts.
     """
-    nodes = {node for node, _ in parameters}
     for edge in priced.graph.edges:
-        if edge.kind != "operand" or edge.phase is not Phase.FORWARD or edge.source not in nodes:
+        if edge.kind != "operand" or edge.phase is not Phase.FORWARD:
+            continue
+        if edge.source not in parameters:
             continue
         p = priced.edges[edge.index]
         inner = np.array([[_gathers_inner(s, t) for t in p.targets] for s in p.sources])
         if inner.any():
-            whole = edge.num_bytes * edge.count / len(edge.starts)
+            in_loop = edge.count > len(edge.starts)
+            whole = parameters[edge.source] if in_loop else edge.num_bytes
             local = np.array([whole / num_shards(s, priced.axis_sizes) for s in p.sources])
             yield Conversion(
                 share=edge.share,

@@ -501,13 +501,15 @@ def _last_use(cuts: Cuts, stored: list[bool], runs_at: list[int]) -> NDArray[np.
     """
     graph = cuts.graph
     classes = cuts.folding.value_class.tolist()
-    loop_end = _loop_ends(graph.ops)
     made_at = [1] * len(graph.values)
     for op in graph.ops:
         for out in op.outputs:
             if out >= 0:
-                made_at[out] = op.trips
+                # A loop makes a row of a stack in each turn, and the whole stack once.
+                rows = graph.values[out].shape[0] if op.name == "scan_stack" else 1
+                made_at[out] = op.trips // max(rows, 1)
     last = [-1] * len(graph.values)
+    loop_ends: dict[int, list[int]] = {}
     for op in reversed(graph.ops):
         reach = runs_at[op.index]
         # An array that is fused away keeps its operands alive until its own readers have run.
@@ -516,18 +518,20 @@ def _last_use(cuts: Cuts, stored: list[bool], runs_at: list[int]) -> NDArray[np.
                 reach = max(reach, last[out])
         for source in op.inputs:
             if isinstance(source, int):
+                outside = made_at[source]
+                if outside not in loop_ends:
+                    loop_ends[outside] = _loop_ends(graph.ops, outside)
                 # A loop reads values from outside in every turn, so they live until the last turn.
-                until = loop_end[op.index] if op.trips > made_at[source] else reach
-                last[source] = max(last[source], until, reach)
+                last[source] = max(last[source], loop_ends[outside][op.index], reach)
     return np.array(last, np.int64)
 
 
-def _loop_ends(ops: tuple[Op, ...]) -> list[int]:
-    """For each operator inside a loop, the last operator of the run of loop bodies around it; for
-    others, themselves.
+def _loop_ends(ops: tuple[Op, ...], turns: int) -> list[int]:
+    """For each operator in a loop around which code runs `turns` times, the last operator of the
+    run of such loops around it; for others, themselves.
     """
     ends = list(range(len(ops)))
     for k in range(len(ops) - 2, -1, -1):
-        if ops[k].trips > 1 and ops[k + 1].trips > 1:
+        if ops[k].trips > turns and ops[k + 1].trips > turns:
             ends[k] = ends[k + 1]
     return ends
