@@ -87,6 +87,10 @@ class LogicalMesh:
     def __str__(self) -> str:
         return "x".join(map(str, self.shape))
 
+    def names_of(self, axes: Iterable[int]) -> tuple[str, ...]:
+        """Names of some axes by position, in the order of the axes."""
+        return tuple(self.axis_names[axis] for axis in sorted(axes))
+
     @property
     def num_devices(self) -> int:
         """Devices of the mesh, which are all of the cluster's."""

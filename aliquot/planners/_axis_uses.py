@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..cost import waits_over
 from ..graph import Phase, Role
 from ..plans import AxisUse, names_experts
 from ..sharding import (
@@ -106,7 +105,7 @@ class _Work:
             if not edge.gradient or edge.phase is Phase.UPDATE or not is_of_parameter:
                 continue
             made, read = self.splits(edge, axis)
-            waiting = waits_over(edge, priced.data_axes, priced.context_axes)
+            waiting = priced.use.waits_over(edge)
             waits = priced.repeats > 1 and axis in waiting and made <= PARTIAL
             how = "whole" if read < 0 else "split at last" if waits else "split"
             amounts[how] += edge.num_bytes * edge.count

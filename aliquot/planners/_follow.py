@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cluster import LogicalMesh
-from ..cost import Priced, Problem, find_picks, price
+from ..cost import MeshUse, Priced, Problem, find_picks, price
 from ..graph import wildcard
 from ..plans import StagePlan
 from ..sharding import Choice, format_spec, project, without_partial
@@ -67,7 +66,7 @@ def follow(
 def _open_choices(priced: Priced, kinds: fixed.Kinds) -> fixed.Masks:
     """Masks under which the data axes split only the batch, if they divide it."""
     choices = [node.choices for node in priced.nodes]
-    masks = fixed.data_axes_restriction(priced.graph, choices, kinds, priced.data_axes)
+    masks = fixed.data_axes_restriction(priced.graph, choices, kinds, priced.use.data_axes)
     return masks or fixed.everything(priced)
 
 
@@ -111,25 +110,15 @@ def _priced(
     also: frozenset[int],
 ) -> Priced:
     """The problem on a stage's mesh, with the stage's own choices among those that are priced."""
-    mesh = LogicalMesh(shape=stage.mesh_shape, axis_names=stage.axis_names, cluster=problem.cluster)
-    axes = frozenset(stage.axis_names.index(a) for a in stage.data_axes)
-    context_axes = frozenset(stage.axis_names.index(a) for a in stage.context_axes)
-    tried = choices_to_try(problem, mesh, axes, intra, also)
+    use = MeshUse.of_stage(stage, problem.cluster)
+    tried = choices_to_try(problem, use, intra, also)
     if choices:
         tried = [
             # Choices are sorted, so that equal ones are priced once.
             np.unique(np.vstack([some, [mine]]), axis=0)
             for some, mine in zip(tried, choices, strict=True)
         ]
-    return price(
-        problem,
-        mesh,
-        repeats=problem.num_micro_batches,
-        data_axes=axes,
-        context_axes=context_axes,
-        gathers_once=stage.gathers_once,
-        choices=tried,
-    )
+    return price(problem, use, repeats=problem.num_micro_batches, choices=tried)
 
 
 def _without(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..cluster import Cluster, LogicalMesh, subcluster, target_for
 from ..cost import (
     Chain,
+    MeshUse,
     PhaseCosts,
     Priced,
     Problem,
@@ -326,16 +327,13 @@ def price_option(
             choices = split.on_axis(len(names) - 1, problem.nodes, kinds, choices)
     if not choices or not all(map(len, choices)):
         return None
-    priced = price(
-        problem,
-        mesh,
-        repeats=problem.num_micro_batches,
+    use = MeshUse(
+        mesh=mesh,
         data_axes=data_axes,
         context_axes=context_axes,
         gathers_once=intra.gathers_once,
-        choices=choices,
     )
-    return intra.as_allowed(priced)
+    return intra.as_allowed(price(problem, use, repeats=problem.num_micro_batches, choices=choices))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..cluster import Cluster, LogicalMesh
 from ..core import InfeasibleError, InputError
-from ..cost import Problem, price
+from ..cost import MeshUse, Problem, price
 from ..graph import Graph, Role
 from ._base import Decision, Progress, Task
 from ._method import AbstractMethod
@@ -279,15 +279,14 @@ class Megatron(AbstractMethod):
             rule, waiting, splits=self.zero_stage >= 2, repeats=problem.num_micro_batches
         )
         for axes, way in ways:
-            priced = price(
-                problem,
-                mesh,
-                repeats=problem.num_micro_batches,
+            use = MeshUse(
+                mesh=mesh,
                 data_axes=axes & data,
                 context_axes=axes & context,
                 gathers_once=way.gathers_once,
-                choices=way.choices(problem, names),
             )
+            choices = way.choices(problem, names)
+            priced = price(problem, use, repeats=problem.num_micro_batches, choices=choices)
             each = problem.num_micro_batches > 1 and not axes
             label = f"{name}, gradients summed in each micro-batch" if each else name
             space = Space(name=label, priced=priced, allowed=fixed.everything(priced))

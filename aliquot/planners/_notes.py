@@ -291,6 +291,6 @@ def _undivided(stage: StageDecision) -> Iterator[str]:
         others = len(found) - 1
         more = f" and {others} more dim{'s' if others > 1 else ''} of that size" if others else ""
         yield (
-            f"No axis of the mesh {'x'.join(map(str, sizes))} divides {size}: {found[0]}{more}"
+            f"No axis of the mesh {stage.priced.mesh} divides {size}: {found[0]}{more}"
             f" {'stay' if others else 'stays'} whole."
         )

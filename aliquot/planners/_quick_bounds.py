@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster import LogicalMesh, subcluster
-from ..cost import Problem, alive_over_time, least_timeline, price, residents_model
+from ..cost import MeshUse, Problem, alive_over_time, least_timeline, price, residents_model
 from ..graph import Role
 
 # A program is ruled out only if the lower bound on its memory is 10 % above the limit, because a
@@ -30,34 +30,25 @@ def cannot_fit(problem: Problem) -> bool:
 
 def never_fits(
     problem: Problem,
-    mesh: LogicalMesh,
+    use: MeshUse,
     choices: Sequence[NDArray[np.int64]],
     allowed: Sequence[NDArray[np.bool_]],
-    *,
-    data_axes: frozenset[int],
-    context_axes: frozenset[int],
-    gathers_once: bool,
 ) -> bool:
     """True if at some moment the arrays exceed the memory limit even if each is as small as any
     allowed choice of its node makes it. Nothing need be priced for that.
 
     Args:
         choices, allowed: for each node, `(choices, axes)` and a mask of those.
-        data_axes, context_axes, gathers_once: as for `price`.
     """
-    waits = problem.semantics != "independent"
     model = residents_model(
         problem.residents,
         problem.nodes,
         choices,
-        mesh.shape,
+        use.under(problem.semantics),
         repeats=problem.num_micro_batches,
-        data_axes=data_axes if waits else frozenset(),
-        context_axes=context_axes if waits else frozenset(),
-        gathers_once=gathers_once and waits,
     )
-    use = least_timeline(model, [np.flatnonzero(mask) for mask in allowed])
-    return float(use.max()) > problem.memory_limit_bytes * (1 + 1e-9)
+    least_bytes = least_timeline(model, [np.flatnonzero(mask) for mask in allowed])
+    return float(least_bytes.max()) > problem.memory_limit_bytes * (1 + 1e-9)
 
 
 def least_compute_s(problem: Problem) -> float:

@@ -331,7 +331,8 @@ class _Runner:
         if isinstance(space, TooLarge):
             search = _NotSearched(space, begin, None)
         elif math.isfinite(faster_than_s) and (least_s := _least_s(space)) >= faster_than_s:
-            search = _NotSearched(space, begin, None if _too_large(problem, space) else least_s)
+            is_too_large = never_fits(problem, space.priced.use, space.choices, space.allowed)
+            search = _NotSearched(space, begin, None if is_too_large else least_s)
         else:
             search = begin(space)
         return cls(entry=entry, search=search, first_bound_s=pool.submit(search.start))
@@ -378,18 +379,6 @@ def _least_s(space: Space) -> float:
     return sum(
         float(np.where(mask, node.exposed_s, np.inf).min())
         for node, mask in zip(space.priced.nodes, space.allowed, strict=True)
-    )
-
-
-def _too_large(problem: Problem, space: Space) -> bool:
-    return never_fits(
-        problem,
-        space.mesh,
-        space.choices,
-        space.allowed,
-        data_axes=space.priced.data_axes,
-        context_axes=space.priced.context_axes,
-        gathers_once=space.priced.gathers_once,
     )
 
 
@@ -502,7 +491,7 @@ def _decision(
         candidates=tuple(
             Candidate(
                 name=r.entry.space.name,
-                mesh=_mesh_name(r.entry.mesh),
+                mesh=str(r.entry.mesh),
                 lower_bound_s=r.bound_s,
                 step_time_s=r.solution.step_time_s if r.solution else None,
                 outcome=_outcome(r, runner, solution.step_time_s),
@@ -511,10 +500,6 @@ def _decision(
         ),
         notes=runner.entry.notes,
     )
-
-
-def _mesh_name(mesh: LogicalMesh) -> str:
-    return "x".join(str(n) for n in mesh.shape)
 
 
 def _infeasible(
@@ -554,7 +539,7 @@ def _infeasible(
     )
     return InfeasibleError(
         f"{claim} {problem.cluster.name} ({format_bytes(limit_bytes)} usable on each device).\n"
-        f"  The smallest found, on a mesh {_mesh_name(runner.entry.mesh)}, needs"
+        f"  The smallest found, on a mesh {runner.entry.mesh}, needs"
         f" {format_bytes(peak_bytes)} on each: {listed}.{remark}",
         advice=changes,
         required_bytes=int(peak_bytes),

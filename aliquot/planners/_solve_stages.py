@@ -479,7 +479,7 @@ def _sums_over_tokens(problem: Problem, stage: StageDecision) -> bool:
     # Independent micro-batches sum gradients of their own.
     if priced.repeats == 1 or problem.semantics == "independent":
         return False
-    if priced.context_axes or axis in priced.data_axes:
+    if priced.use.context_axes or axis in priced.use.data_axes:
         return False
     choices = stage.choices
     return any(

@@ -11,7 +11,7 @@ from ._base import Candidate, Decision
 
 def tried_decision(decision: Decision, outcome: str) -> Candidate:
     """A plan as a candidate: its micro-batches, its stages if it is a pipeline, and its meshes."""
-    meshes = dict.fromkeys("x".join(map(str, stage.priced.mesh.shape)) for stage in decision.stages)
+    meshes = dict.fromkeys(str(stage.priced.mesh) for stage in decision.stages)
     parts = counted(decision.num_micro_batches, "micro-batch")
     if decision.pipeline is None:
         name, bound_s = f"no pipeline, {parts}", decision.lower_bound_s

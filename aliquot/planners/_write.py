@@ -98,18 +98,14 @@ def write_plan(
                 outputs=outputs,
                 interior=_interior(stage) if stage.like is None else (),
                 like=stage.like,
-                data_axes=tuple(
-                    stage.priced.mesh.axis_names[a] for a in sorted(stage.priced.data_axes)
-                ),
-                context_axes=tuple(
-                    stage.priced.mesh.axis_names[a] for a in sorted(stage.priced.context_axes)
-                ),
+                data_axes=stage.priced.mesh.names_of(stage.priced.use.data_axes),
+                context_axes=stage.priced.mesh.names_of(stage.priced.use.context_axes),
                 first_device=stage.first_device,
                 first_layer=stage.first_layer,
                 layer_names=stage.layer_names,
                 recompute=stage.recompute,
                 casts_once=once,
-                gathers_once=stage.priced.gathers_once,
+                gathers_once=stage.priced.use.gathers_once,
                 updates_early=pipeline is not None and k in pipeline.schedule.early_updates,
                 folded=stage.folded,
                 prediction=predicted,

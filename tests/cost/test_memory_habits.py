@@ -13,6 +13,7 @@ import aliquot as aq
 from aliquot import zoo
 from aliquot.cluster import TARGETS, Cluster, LogicalMesh, target_for
 from aliquot.cost import (
+    MeshUse,
     converted,
     decode_interior,
     known_memory,
@@ -431,7 +432,7 @@ def test_every_device_sums_whole_gradients_over_micro_batches(scan):
     cluster = Cluster.preset("2xH100")
     problem = make_problem(graph, cluster, num_micro_batches=2)
     mesh = LogicalMesh(shape=(2,), cluster=cluster)
-    priced = price(problem, mesh, repeats=2, data_axes=frozenset({0}))
+    priced = price(problem, MeshUse(mesh=mesh, data_axes=frozenset({0})), repeats=2)
     model = memory_model(priced, in_turn=False)
     totals = stacks = 0.0
     for r, local in zip(model.residents, model.local_bytes):

@@ -15,6 +15,7 @@ import numpy as np
 from ...cluster import Cluster, LogicalMesh, subcluster, target_for
 from ...core import InfeasibleError, InputError, format_bytes, listing, shortened
 from ...cost import (
+    MeshUse,
     PipelinePrediction,
     PricedStage,
     make_problem,
@@ -332,17 +333,15 @@ def _solve(
     """A stage with the cheapest of the choices that its configuration leaves open."""
     problem, axes = split.problem, split.axes
     waits = problem.num_micro_batches > 1
-    priced = price(
-        problem,
-        LogicalMesh(shape=axes.sizes, axis_names=axes.names, cluster=problem.cluster),
-        repeats=problem.num_micro_batches,
+    use = MeshUse(
+        mesh=LogicalMesh(shape=axes.sizes, axis_names=axes.names, cluster=problem.cluster),
         data_axes=frozenset(
             a
             for a, name in enumerate(axes.names)
             if waits and name.startswith(DATA) and axes.sizes[a] > 1
         ),
-        choices=choices,
     )
+    priced = price(problem, use, repeats=problem.num_micro_batches, choices=choices)
     space = Space(
         name="imported",
         priced=priced,
