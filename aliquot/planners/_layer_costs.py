@@ -391,7 +391,7 @@ def _solve_layer(layer: _Layer, mesh: _Mesh) -> LayerSolution | None:
         if not np.isfinite(evaluate(priced, picks).total_s):
             return None
         return LayerSolution(costs=phase_costs(priced, picks, problem.graph), picks=picks)
-    space = Space(name="layer", priced=priced, allowed=fixed.everything(priced))
+    space = Space.whole("layer", priced)
     # No memory limit: how many micro-batches a stage has in flight depends on its place in the
     # pipeline, which is not known yet.
     search = layer.intra.begin(problem, space, memory_limit_bytes=np.inf, notes=layer.notes)

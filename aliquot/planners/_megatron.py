@@ -289,7 +289,7 @@ class Megatron(AbstractMethod):
             priced = price(problem, use, repeats=problem.num_micro_batches, choices=choices)
             each = problem.num_micro_batches > 1 and not axes
             label = f"{name}, gradients summed in each micro-batch" if each else name
-            space = Space(name=label, priced=priced, allowed=fixed.everything(priced))
+            space = Space.whole(label, priced)
             yield Entry(space=space, intra=way)
 
     def _refusal(self, cluster: Cluster) -> str:

@@ -118,12 +118,9 @@ class ManualParallel(AbstractMethod):
         for way in _ways(problem, mesh, self.intra, pinned):
             priced = way.priced(problem)
             pins = fixed.pinned(problem, priced, self.specs, mesh.axis_names)
-            both = [a & b for a, b in zip(way.allowed, pins, strict=True)]
-            if all(m.any() for m in both):
-                name = way.named("manual")
-                entries.append(
-                    Entry(space=Space(name=name, priced=priced, allowed=both), intra=self.intra)
-                )
+            space = Space(name=way.named("manual"), priced=priced, allowed=way.allowed).among(pins)
+            if space.has_choices:
+                entries.append(Entry(space=space, intra=self.intra))
         return race(
             problem,
             entries,
@@ -503,9 +500,7 @@ def _fixed_entries(
             how = "split" if intra.zero_stage >= 2 else "summed"
             when = "after the last" if data_axes else "in each"
             label = f"{name}, gradients {how} {when} micro-batch"
-        space = way.restrict(
-            problem, Space(name=label, priced=priced, allowed=fixed.everything(priced))
-        )
+        space = way.restrict(problem, Space.whole(label, priced))
         # More devices make more groups; where all share the state, they lengthen its last axis.
         growing_axis = 0 if groups else len(mesh.shape) - 1
         entries.append(

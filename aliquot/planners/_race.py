@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -32,7 +32,7 @@ from ._advice import what_may_fit
 from ._base import Candidate, Decision, Interrupted, Progress, StageDecision, TooSlowError
 from ._neighbourhood import FEW_AXES
 from ._quick_bounds import never_fits
-from .intra import AbstractIntra, AbstractSearch, IntraSolution, Space, TooLarge
+from .intra import AbstractIntra, AbstractSearch, IntraSolution, NotSearched, Space, TooLarge
 
 _SLOWER = "slower"
 _NO_BETTER = "no faster by more than the gap"
@@ -216,7 +216,7 @@ def race_in_parts(
             if improved and (best is None or improved.step_time_s <= best[1].step_time_s):
                 best = runner, improved
         useless = [
-            r for r in runners if isinstance(r.search, _NotSearched) and r.bound_s is not None
+            r for r in runners if isinstance(r.search, NotSearched) and r.bound_s is not None
         ]
         if best is None and useless:
             # One of those that are too slow tells by how much.
@@ -329,10 +329,10 @@ class _Runner:
         space = entry.space
         search: AbstractSearch
         if isinstance(space, TooLarge):
-            search = _NotSearched(space, begin, None)
+            search = NotSearched(space, begin, None)
         elif math.isfinite(faster_than_s) and (least_s := _least_s(space)) >= faster_than_s:
             is_too_large = never_fits(problem, space.priced.use, space.choices, space.allowed)
-            search = _NotSearched(space, begin, None if is_too_large else least_s)
+            search = NotSearched(space, begin, None if is_too_large else least_s)
         else:
             search = begin(space)
         return cls(entry=entry, search=search, first_bound_s=pool.submit(search.start))
@@ -382,53 +382,9 @@ def _least_s(space: Space) -> float:
     )
 
 
-class _NotSearched(AbstractSearch):
-    """A space that is not searched: nothing in it fits, or nothing is fast enough to be of use.
-
-    Args:
-        begin: begins the search, for messages on how much memory a step lacks.
-        bound_s: a lower bound in seconds; None if nothing fits.
-    """
-
-    def __init__(
-        self,
-        space: Space | TooLarge,
-        begin: Callable[[Space], AbstractSearch],
-        bound_s: float | None,
-    ) -> None:
-        self.lower_bound_s, self.gave_up = bound_s or 0.0, False
-        self._space, self._begin, self._bound_s = space, begin, bound_s
-
-    def start(self) -> float | None:
-        """The bound."""
-        return self._bound_s
-
-    def bound(self, cutoff_s: float = np.inf) -> float | None:
-        """The bound."""
-        return self._bound_s
-
-    @property
-    def picks(self) -> NDArray[np.int64] | None:
-        """None."""
-        return None
-
-    def incumbent(self) -> IntraSolution | None:
-        """None."""
-        return None
-
-    def improve(self, cutoff_s: float = np.inf) -> IntraSolution | None:
-        """None."""
-        return None
-
-    def least_memory(self) -> NDArray[np.int64]:
-        """See `AbstractSearch.least_memory`; for that the space is priced."""
-        space = self._space
-        return self._begin(space.as_space if isinstance(space, TooLarge) else space).least_memory()
-
-
 def _outcome(runner: _Runner, winner: _Runner, step_time_s: float) -> str:
     """What became of an entry. Neither the winner nor its equals are listed as slower."""
-    if runner.outcome != _SLOWER or isinstance(runner.search, _NotSearched):
+    if runner.outcome != _SLOWER or isinstance(runner.search, NotSearched):
         return runner.outcome
     if runner is winner:
         return _BEST

@@ -35,7 +35,7 @@ from ._race import Entry, race
 from ._recompute_levels import chain_with_levels, recompute_levels, repeated_nodes
 from ._stage_cache import Solved, StageCache
 from .inter import AbstractInter, NoFasterStages, StageLimits
-from .intra import AbstractIntra, Space, fixed
+from .intra import AbstractIntra, Space
 
 _ROUNDS = 4
 # More than any stage needs, but finite.
@@ -459,7 +459,7 @@ def _split_stage(
 ) -> Decision:
     # Many stages are solved, and a gap of 1% is close enough.
     intra = method.intra.coarser(relative_gap=1e-2, node_limit=50)
-    space = Space(name=option.name, priced=priced, allowed=fixed.everything(priced))
+    space = Space.whole(option.name, priced)
     return race(
         problem,
         [Entry(space=space, intra=intra)],

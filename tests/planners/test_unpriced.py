@@ -98,7 +98,7 @@ def test_spaces_that_cannot_be_fast_enough_are_not_searched(task, monkeypatch):
     impossible_s = 1e-3 * best.step_time_s
     slow = WholeProgram(faster_than_s=impossible_s).solve(problem)
     assert slow.step_time_s > impossible_s
-    searched = [s for s in begun if not isinstance(s, _race._NotSearched)]
+    searched = [s for s in begun if not isinstance(s, _race.NotSearched)]
     # One tells by how much it is too slow.
     assert len(searched) == 1 < len(begun)
     equal = WholeProgram(faster_than_s=best.step_time_s * (1 + 1e-9)).solve(problem)

@@ -342,11 +342,7 @@ def _solve(
         ),
     )
     priced = price(problem, use, repeats=problem.num_micro_batches, choices=choices)
-    space = Space(
-        name="imported",
-        priced=priced,
-        allowed=[np.ones(len(node.choices), bool) for node in priced.nodes],
-    )
+    space = Space.whole("imported", priced)
     # The splits that the degrees leave open matter little, so a wide gap is good enough.
     planner = ILP().coarser(relative_gap=1e-2, node_limit=50)
     solution = planner.solve(problem, space, memory_limit_bytes=task.limit_bytes)

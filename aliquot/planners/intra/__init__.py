@@ -4,6 +4,7 @@ from ._base import AbstractIntra as AbstractIntra
 from ._base import AbstractSearch as AbstractSearch
 from ._base import IntraCosts as IntraCosts
 from ._base import IntraSolution as IntraSolution
+from ._base import NotSearched as NotSearched
 from ._base import Space as Space
 from ._base import TooLarge as TooLarge
 from ._base import judge_picks as judge_picks

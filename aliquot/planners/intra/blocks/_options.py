@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from ....cost import Priced, Problem
 from ....sharding import Choice, ParallelBlock, find_blocks
-from .._base import Ints, Masks, Space
-from ..fixed import everything
+from .._base import Ints, Space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,7 +81,7 @@ def block_options(problem: Problem, space: Space, *, factors: str) -> tuple[Bloc
 
 def blocks_split_apart(problem: Problem, priced: Priced, picks: Ints) -> list[ParallelBlock]:
     """The blocks of a step whose products follow no common option under these picks."""
-    space = Space(name="all", priced=priced, allowed=everything(priced))
+    space = Space.whole("all", priced)
     blocks = block_options(problem, space, factors="all")
     return [options.block for options in blocks if options.option_of(picks) is None]
 
@@ -132,8 +131,3 @@ def restrict_blocks(
             masks = [options.masks[o][product] for o in left.get(k, range(len(options)))]
             allowed[product] = allowed[product] & np.logical_or.reduce(masks)
     return replace(space, allowed=allowed)
-
-
-def allowed_by(masks: Masks) -> bool:
-    """True if every node has a choice left."""
-    return all(mask.any() for mask in masks)

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from ....cost import Problem
-from .._base import AbstractIntra, IntraSolution, Space
+from .._base import AbstractStepwise, Space
 from ._layout import Layouts
-from ._solve import Search
-from ._work import Work
+from ._search import Search, Work
 
 _LAYOUTS = "layouts of integer programs"
 _WORK = "work of integer programs"
@@ -20,7 +19,7 @@ _COARSE_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ILP(AbstractIntra):
+class ILP(AbstractStepwise):
     """Solve splits as an integer linear program.
 
     Attributes:
@@ -41,19 +40,6 @@ class ILP(AbstractIntra):
     def name(self) -> str:
         return "shard"
 
-    def solve(
-        self,
-        problem: Problem,
-        space: Space,
-        *,
-        memory_limit_bytes: float,
-        ceiling_s: float = np.inf,
-    ) -> IntraSolution | None:
-        search = self.begin(
-            problem, space, memory_limit_bytes=memory_limit_bytes, ceiling_s=ceiling_s
-        )
-        return search.improve(ceiling_s) if search.bound() is not None else None
-
     def begin(
         self,
         problem: Problem,
@@ -63,7 +49,7 @@ class ILP(AbstractIntra):
         ceiling_s: float = np.inf,
         notes: dict[str, Any] | None = None,
     ) -> Search:
-        """See `AbstractIntra.begin`. Bounds come from the program's relaxation."""
+        # Spaces of one problem share their layouts and the work that is left.
         return Search(
             space.priced,
             space.allowed,
@@ -72,11 +58,7 @@ class ILP(AbstractIntra):
             node_limit=self.node_limit,
             ceiling_s=ceiling_s,
             layouts=None if notes is None else notes.setdefault(_LAYOUTS, Layouts()),
-            work=(
-                Work(self.work_limit)
-                if notes is None
-                else notes.setdefault(_WORK, Work(self.work_limit))
-            ),
+            work=({} if notes is None else notes).setdefault(_WORK, Work(self.work_limit)),
         )
 
     def coarser(self, *, relative_gap: float, node_limit: int) -> ILP:
