@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..cluster import Cluster
 from ..cost import UNIT_FIGURES, Chain, StageOption
-from ..graph import Graph, Role
+from ..graph import Graph
 
 MOST_MICRO_BATCHES = 1024
 MANY_DEVICES = 128
@@ -21,12 +21,7 @@ MANY_DEVICES = 128
 
 def batch_size(graph: Graph) -> int:
     """Size of the batch, which numbers of micro-batches must divide; 1 for a step without one."""
-    sizes = [
-        graph.values[i.value].shape[0]
-        for i in graph.inputs
-        if i.role is Role.BATCH and graph.values[i.value].shape
-    ]
-    return math.gcd(*sizes) or 1
+    return math.gcd(*graph.batch_sizes) or 1
 
 
 def program_counts(graph: Graph, num_devices: int) -> list[int]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from ..cluster import Cluster, LogicalMesh
 from ..core import InfeasibleError, InputError
 from ..cost import MeshUse, Problem, price
-from ..graph import Graph, Role
 from ._base import Decision, Progress, Task
 from ._method import AbstractMethod
 from ._pipelines import Pipelines
@@ -219,7 +218,7 @@ class Megatron(AbstractMethod):
         """Numbers of micro-batches to try. Raises `InputError` where the batch does not divide."""
         data = (self.data or 1) * self.expert
         asked = task.num_micro_batches or self.num_micro_batches
-        rows = _batch_rows(task.graph)
+        rows = math.gcd(*task.graph.batch_sizes)
         if rows % (data * (asked or 1)):
             per = f" in each of {asked} micro-batches" if asked else ""
             over = f"dp{self.data or 1}" + (f" x ep{self.expert}" if self.expert > 1 else "")
@@ -333,14 +332,6 @@ class _SmallestMicroBatchesFirst(AbstractFamily):
         count, *left = self.counts
         pipelines = Pipelines(task=self.task, method=replace(self.method, num_micro_batches=count))
         return (pipelines, replace(self, counts=left, best=search.best))
-
-
-def _batch_rows(graph: Graph) -> int:
-    """Rows of the batch's arrays, which micro-batches and data ranks must divide; 0 without a
-    batch.
-    """
-    shapes = [graph.values[i.value].shape for i in graph.inputs if i.role is Role.BATCH]
-    return math.gcd(*(shape[0] for shape in shapes if shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

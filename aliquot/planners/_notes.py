@@ -170,10 +170,7 @@ def _odd_batch(stages: Sequence[StageDecision]) -> Iterator[str]:
     lines: dict[str, None] = {}
     for stage in stages:
         problem, devices = stage.problem, math.prod(stage.priced.mesh.shape)
-        values = [
-            problem.graph.values[i.value] for i in problem.graph.inputs if i.role is Role.BATCH
-        ]
-        size = math.gcd(*(v.shape[0] for v in values if v.shape))
+        size = math.gcd(*problem.graph.batch_sizes)
         if size < 2 or size % devices == 0 or devices % size == 0:
             continue
         count = problem.num_micro_batches

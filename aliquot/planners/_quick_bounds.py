@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from ..cluster import LogicalMesh, subcluster
 from ..cost import MeshUse, Problem, alive_over_time, least_timeline, price, residents_model
-from ..graph import Role
 
 # A program is ruled out only if the lower bound on its memory is 10 % above the limit, because a
 # compiler may hold less with larger micro-batches.
@@ -71,8 +70,8 @@ def is_too_large(problem: Problem, count: int) -> bool:
     """
     if not 1 < count < problem.num_micro_batches:
         return False
-    graph, nodes = problem.graph, problem.nodes
-    sizes = [graph.values[i.value].shape[0] for i in graph.inputs if i.role is Role.BATCH]
+    nodes = problem.nodes
+    sizes = problem.graph.batch_sizes
     # Factors that the batch's size divides grow with a larger micro-batch.
     batch_factors = [
         {f for f in factors if sizes and node.factors[f].size % sizes[0] == 0}

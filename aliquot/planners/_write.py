@@ -14,7 +14,6 @@ from ..graph import (
     OPERATORS,
     Graph,
     Phase,
-    Role,
     graph_fingerprint,
     interface_fingerprint,
     named_places,
@@ -74,8 +73,7 @@ def write_plan(
     _refuse_full_hosts(prediction, task.cluster)
     return Plan(
         model=_with_flops(model, task),
-        inputs=tuple(_interface(full, i.path, i.value, i.role) for i in full.inputs),
-        outputs=tuple(_interface(full, o.path, o.value, None) for o in full.outputs),
+        **array_interfaces(full),
         interface_fingerprint=interface_fingerprint(full),
         graph_fingerprint=graph_fingerprint(full),
         cluster=task.on_hosts(used_hosts).cluster.to_dict(),
@@ -309,12 +307,20 @@ def _with_flops(model: ModelReference, task: Task) -> ModelReference:
     return msgspec.structs.replace(model, flops_per_step=total, flops_dtype=most)
 
 
-def _interface(graph: Graph, path: str, operand: Any, role: Role | None) -> ArrayInterface:
-    value = graph.values[operand] if isinstance(operand, int) else operand
-    return ArrayInterface(
-        path=path,
-        shape=tuple(value.shape),
-        dtype=value.dtype,
-        role=role.value if role else "",
-        memory=value.memory.value,
-    )
+def array_interfaces(graph: Graph) -> dict[str, tuple[ArrayInterface, ...]]:
+    """The `inputs` and the `outputs` of a plan for a step."""
+
+    def of(path: str, operand: Any, role: str) -> ArrayInterface:
+        value = graph.values[operand] if isinstance(operand, int) else operand
+        return ArrayInterface(
+            path=path,
+            shape=tuple(value.shape),
+            dtype=value.dtype,
+            role=role,
+            memory=value.memory.value,
+        )
+
+    return {
+        "inputs": tuple(of(i.path, i.value, i.role.value) for i in graph.inputs),
+        "outputs": tuple(of(o.path, o.value, "") for o in graph.outputs),
+    }

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core import CaptureError
-from ...graph import Block, Call, Graph, Literal, Op, Role
+from ...graph import Block, Call, Graph, Literal, Op
 
 # How a number that the step's code writes down may grow with the size of its batch.
 _POWERS = (1, -1, 2, -2, 0.5, -0.5)
@@ -27,9 +27,7 @@ _POWERS = (1, -1, 2, -2, 0.5, -0.5)
 
 def batch_size(graph: Graph) -> int:
     """Examples in the batch that a step was traced on."""
-    return next(
-        graph.values[item.value].shape[0] for item in graph.inputs if item.role is Role.BATCH
-    )
+    return graph.batch_sizes[0]
 
 
 def resized(small: Graph, large: Graph, size: int) -> Graph:

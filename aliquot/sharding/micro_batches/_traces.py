@@ -295,14 +295,13 @@ def _is_equal(x: Any, y: Any) -> bool:
 
 
 def _different(graph: Graph, a: Op, b: Op, change: str = "") -> CaptureError:
-    sizes = [graph.values[item.value].shape[0] for item in graph.inputs if item.role is Role.BATCH]
     change = change or f"{describe(a)} becomes {describe(b)}"
     if a.trips != b.trips and a.name == b.name:
         change = f"the loop with {describe(a)} runs {b.trips} instead of {a.trips} times"
     return CaptureError(
-        f"{graph.name} is another program on a micro-batch than on the whole batch of {sizes[0]}:"
-        f" {change}. Its Python code looks at the size of the batch, or it loops over the batch."
-        " Use num_micro_batches=1."
+        f"{graph.name} is another program on a micro-batch than on the whole batch of"
+        f" {batch_size(graph)}: {change}. Its Python code looks at the size of the batch, or it"
+        " loops over the batch. Use num_micro_batches=1."
     )
 
 
