@@ -14,7 +14,7 @@ from ..graph import wildcard
 from ..plans import StagePlan
 from ..sharding import Choice, format_spec, project, without_partial
 from ._neighbourhood import choices_to_try
-from ._race import Entry, race
+from ._race import Entry, Race
 from .intra import ILP, AbstractIntra, Space, fixed
 
 
@@ -49,18 +49,8 @@ def follow(
     # Where the data axes rule out a node's pinned choice, the plan's own split takes precedence.
     masks = [a & b if (a & b).any() else b for a, b in zip(open_choices, pins, strict=True)]
     entry = Entry(space=Space(name="follow", priced=priced, allowed=masks), intra=intra)
-    decision = race(
-        problem,
-        [entry],
-        method="follow",
-        planner=intra.name,
-        relative_gap=intra.relative_gap,
-        states_bound=False,
-    )
-    return tuple(
-        tuple(int(f) for f in table.choices[pick])
-        for table, pick in zip(priced.nodes, decision.picks.tolist(), strict=True)
-    )
+    decision = Race(problem=problem, method="follow", intra=intra).best([entry])
+    return tuple(decision.stages[0].choices)
 
 
 def _open_choices(priced: Priced, kinds: fixed.Kinds) -> fixed.Masks:

@@ -16,7 +16,7 @@ from ._base import Decision, Progress, Task
 from ._method import AbstractMethod
 from ._pipelines import Pipelines
 from ._pipeshard import PipeshardParallel
-from ._race import Entry, race
+from ._race import Entry, Race
 from ._search import AbstractFamily, Search
 from .inter import EqualStages
 from .intra import ATTENTION_WAYS, MegatronSplit, Space, fixed
@@ -250,16 +250,8 @@ class Megatron(AbstractMethod):
 
     def _solved(self, problem: Problem, progress: Progress | None, name: str) -> Decision:
         rule, notes = self._rule.for_step(problem)
-        decision = race(
-            problem,
-            list(self._entries(problem, rule, name)),
-            method=name,
-            planner=rule.name,
-            relative_gap=rule.relative_gap,
-            states_bound=False,
-            progress=progress,
-        )
-        return replace(decision, notes=notes)
+        race = Race(problem=problem, method=name, intra=rule, progress=progress)
+        return replace(race.best(list(self._entries(problem, rule, name))), notes=notes)
 
     def _entries(self, problem: Problem, rule: MegatronSplit, name: str) -> Iterator[Entry]:
         names, sizes = zip(*rule.axes, strict=True)

@@ -26,12 +26,10 @@ from ._neighbourhood import FEW_AXES, choices_to_try
 from ._quick_bounds import cannot_fit, is_too_large, least_compute_s, never_fits
 from ._race import (
     Entry,
+    Race,
     RaceInParts,
     finished,
     goes_first,
-    race,
-    race_in_parts,
-    race_of_ways,
 )
 from ._search import AbstractFamily, Search
 from .intra import ILP, AbstractIntra, Fixed, Space, TooLarge, fixed
@@ -121,15 +119,11 @@ class ManualParallel(AbstractMethod):
             space = Space(name=way.named("manual"), priced=priced, allowed=way.allowed).among(pins)
             if space.has_choices:
                 entries.append(Entry(space=space, intra=self.intra))
-        return race(
-            problem,
-            entries,
-            method="manual",
-            planner=f"given specs, the rest by {self.intra.name}",
-            relative_gap=self.intra.relative_gap,
-            states_bound=False,
-            progress=progress,
+        planner = f"given specs, the rest by {self.intra.name}"
+        manual = Race(
+            problem=problem, method="manual", intra=self.intra, planner=planner, progress=progress
         )
+        return manual.best(entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,15 +147,12 @@ class ShardParallel(AbstractMethod):
     ) -> RaceInParts:
         """See `AbstractMethod.race`: it pauses where memory makes it long."""
         meshes = _meshes(problem, self.mesh_shape)
-        return race_in_parts(
-            problem,
+        race = Race(
+            problem=problem, method="shard", intra=self.intra, states_bound=True, progress=progress
+        )
+        return race.in_parts(
             _shard_entries(problem, meshes, self.intra),
             expected=len(meshes),
-            method="shard",
-            planner=self.intra.name,
-            relative_gap=self.intra.relative_gap,
-            states_bound=True,
-            progress=progress,
             faster_than_s=faster_than_s,
             pauses=pauses,
         )
@@ -225,15 +216,17 @@ class WholeProgram(AbstractMethod):
                     continue
         # The most promising meshes come first, so that a limit on their number drops the others.
         meshes = _meshes(problem, self.mesh_shape, self.max_axes)[: self.max_meshes]
-        return race_in_parts(
-            problem,
-            itertools.chain(entries, _shard_entries(problem, meshes, self.intra)),
-            expected=len(entries) + len(meshes),
+        race = Race(
+            problem=problem,
             method="program",
+            intra=self.intra,
             planner=f"the fastest of dp, zero2, zero3 and {self.intra.name}",
-            relative_gap=self.intra.relative_gap,
             states_bound=True,
             progress=progress,
+        )
+        return race.in_parts(
+            itertools.chain(entries, _shard_entries(problem, meshes, self.intra)),
+            expected=len(entries) + len(meshes),
             faster_than_s=faster_than_s,
             pauses=pauses,
         )
@@ -538,12 +531,5 @@ def _devices_that_share_a_state(shard_within: str | int | None, cluster: Cluster
 def _fixed(
     problem: Problem, progress: Progress | None, name: str, intra: Fixed, within: str | int | None
 ) -> Decision:
-    return race_of_ways(
-        problem,
-        _fixed_entries(problem, name, intra, within),
-        method=name,
-        planner=intra.name,
-        relative_gap=intra.relative_gap,
-        states_bound=False,
-        progress=progress,
-    )
+    race = Race(problem=problem, method=name, intra=intra, progress=progress)
+    return race.best_of_ways(_fixed_entries(problem, name, intra, within))

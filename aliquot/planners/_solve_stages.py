@@ -31,7 +31,7 @@ from ._base import Decision, PipelineParts, StageDecision, Task
 from ._helper import HelperProcess
 from ._layer_costs import price_option
 from ._priced_layers import PricedLayers
-from ._race import Entry, race
+from ._race import Entry, Race
 from ._recompute_levels import chain_with_levels, recompute_levels, repeated_nodes
 from ._stage_cache import Solved, StageCache
 from .inter import AbstractInter, NoFasterStages, StageLimits
@@ -460,15 +460,8 @@ def _split_stage(
     # Many stages are solved, and a gap of 1% is close enough.
     intra = method.intra.coarser(relative_gap=1e-2, node_limit=50)
     space = Space.whole(option.name, priced)
-    return race(
-        problem,
-        [Entry(space=space, intra=intra)],
-        method="pipeshard",
-        planner=intra.name,
-        relative_gap=intra.relative_gap,
-        states_bound=False,
-        faster_than_s=faster_than_s,
-    )
+    race = Race(problem=problem, method="pipeshard", intra=intra)
+    return race.best([Entry(space=space, intra=intra)], faster_than_s)
 
 
 def _sums_over_tokens(problem: Problem, stage: StageDecision) -> bool:

@@ -12,7 +12,7 @@ from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.core import InfeasibleError
 from aliquot.cost import make_problem, price, timeline
-from aliquot.planners._race import Entry, race
+from aliquot.planners._race import Entry, Race
 from aliquot.planners.intra import ILP, Space
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search, _highs, _search
@@ -220,11 +220,9 @@ class _GivesUp(ILP):
 def test_the_best_of_one_mesh_is_not_optimal_where_another_search_gave_up(graph, priced):
     space = Space(name="all", priced=priced, allowed=everything(priced))
     problem = make_problem(graph, _CLUSTER, memory_limit_bytes=1e15)
-    options = {"method": "test", "planner": "test", "relative_gap": 1e-3, "states_bound": True}
-    alone = race(problem, [Entry(space=space, intra=ILP())], **options)
-    both = race(
-        problem, [Entry(space=space, intra=planner) for planner in (ILP(), _GivesUp())], **options
-    )
+    race = Race(problem=problem, method="test", intra=ILP(), states_bound=True)
+    alone = race.best([Entry(space=space, intra=ILP())])
+    both = race.best([Entry(space=space, intra=planner) for planner in (ILP(), _GivesUp())])
     assert alone.status == "optimal" and both.step_time_s == alone.step_time_s
     assert both.status == LIMIT and both.lower_bound_s == pytest.approx(alone.lower_bound_s / 2)
     assert both.candidates[-1].outcome == LIMIT
