@@ -59,9 +59,9 @@ def test_meshes_on_which_nothing_fits_are_not_priced(
     problem = task.with_limit(0.95 * least_bytes).problem(count)
     priced, price = [], _methods.price
 
-    def counted(problem, mesh, **options):
-        priced.append(mesh.shape)
-        return price(problem, mesh, **options)
+    def counted(problem, use, **options):
+        priced.append(use.mesh.shape)
+        return price(problem, use, **options)
 
     monkeypatch.setattr(_methods, "price", counted)
     quick = WholeProgram().solve(problem)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...core import InfeasibleError, InputError, nearest
-from ...cost import AbstractChain, ChainPlan
+from ...cost import AbstractChain, ChainPlan, find_stage_faults
 from ...plans import training_schedules
 from .._helper import HelperProcess
 
@@ -157,6 +157,24 @@ def check_num_stages(chain: AbstractChain, num_stages: int | None) -> None:
             f" at least.\n  Ask for num_stages={chain.num_units} or less, or for more layers: name"
             " them by a pattern of parameter paths, or cut between operators (layers='operators')."
         )
+
+
+def starts_in(
+    chains: Sequence[AbstractChain],
+    start: ChainPlan | None,
+    schedules: Sequence[str],
+    num_stages: int | None,
+) -> list[ChainPlan]:
+    """The plan to start from, perhaps of another planner, if it is among those searched."""
+    if start is None or start.schedule not in schedules:
+        return []
+    its_chains = [c for c in chains if c.num_micro_batches == start.num_micro_batches]
+    if not its_chains or num_stages not in (None, len(start.stages)):
+        return []
+    faults = find_stage_faults(
+        its_chains[0], start.stages, start.schedule, num_submeshes=start.num_submeshes
+    )
+    return [] if faults else [start]
 
 
 def no_layout(chain: AbstractChain, num_stages: int | None) -> str:

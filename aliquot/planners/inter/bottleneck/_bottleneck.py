@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ....core import InfeasibleError, InputError, nearest
-from ....cost import AbstractChain, ChainPlan, find_stage_faults
+from ....cost import AbstractChain, ChainPlan
 from ....plans import training_schedules
 from ..._helper import HelperProcess
 from .._base import (
@@ -19,6 +19,7 @@ from .._base import (
     check_chains,
     check_num_stages,
     no_layout,
+    starts_in,
 )
 from .._simulated import fastest, simulated
 from ..grid import nothing_fits
@@ -94,7 +95,7 @@ class Bottleneck(AbstractInter):
         return self.num_stages
 
     def check_limits(self, limits: StageLimits) -> None:
-        """See `AbstractInter.check_limits`: this planner supports all of them."""
+        """This planner supports all of them."""
 
     def solve(
         self,
@@ -104,7 +105,7 @@ class Bottleneck(AbstractInter):
         helper: HelperProcess | None = None,
         start: ChainPlan | None = None,
     ) -> ChainPlan:
-        """See `AbstractInter.solve`. `limits.faster_than_s` ends no search early."""
+        """`limits.faster_than_s` ends no search early."""
         schedules = (limits.schedule,) if limits.schedule else self.schedules
         num_stages = limits.num_stages or self.num_stages
         check_chains(chains)
@@ -122,9 +123,7 @@ class Bottleneck(AbstractInter):
             most_chunks=self.most_chunks,
             num_stages=num_stages,
         )
-        starts = []
-        if start is not None:
-            starts = [start] if _may_start(ordered, start, schedules, num_stages) else []
+        starts = starts_in(ordered, start, schedules, num_stages)
         relief = Relief(around)
         relief.run(
             starts=self.starts,
@@ -178,21 +177,3 @@ def _candidates(variants: Sequence[Variant], plan: ChainPlan) -> list[Candidate]
         if variant.schedule == plan.schedule
         and variant.chain.num_micro_batches == plan.num_micro_batches
     ]
-
-
-def _may_start(
-    chains: Sequence[AbstractChain],
-    start: ChainPlan,
-    schedules: Sequence[str],
-    num_stages: int | None,
-) -> bool:
-    """True if a plan, which may come from another planner, is among those searched."""
-    its_chains = [c for c in chains if c.num_micro_batches == start.num_micro_batches]
-    return (
-        bool(its_chains)
-        and start.schedule in schedules
-        and num_stages in (None, len(start.stages))
-        and not find_stage_faults(
-            its_chains[0], start.stages, start.schedule, num_submeshes=start.num_submeshes
-        )
-    )

@@ -64,7 +64,7 @@ class EqualStages(AbstractInter):
         helper: HelperProcess | None = None,
         start: ChainPlan | None = None,
     ) -> ChainPlan:
-        """See `AbstractInter.solve`. The layout is given, whatever there is to start from."""
+        """The layout is given, whatever there is to start from."""
         self.check_limits(limits)
         check_chains(chains)
         layers, given = len(layer_starts(chains[0].unit_names)), sum(self.stage_layers)

@@ -63,7 +63,7 @@ class Grid(AbstractInter):
         return f"has a schedule of its own, {GRID_SCHEDULE}"
 
     def check_limits(self, limits: StageLimits) -> None:
-        """See `AbstractInter.check_limits`: a number of stages is kept to."""
+        """A number of stages is kept to."""
         AbstractInter.check_limits(self, replace(limits, num_stages=None))
 
     def solve(
@@ -74,7 +74,7 @@ class Grid(AbstractInter):
         helper: HelperProcess | None = None,
         start: ChainPlan | None = None,
     ) -> ChainPlan:
-        """See `AbstractInter.solve`. It tries every grid and ignores `start`."""
+        """It tries every grid and ignores `start`."""
         self.check_limits(limits)
         check_chains(chains)
         every = [(plan, chain) for chain in chains for plan in layouts(chain)]

@@ -80,7 +80,7 @@ class ManualStages(AbstractInter):
         helper: HelperProcess | None = None,
         start: ChainPlan | None = None,
     ) -> ChainPlan:
-        """See `AbstractInter.solve`. The stages are given; `start` is ignored.
+        """The stages are given; `start` is ignored.
 
         Raises:
             PlanMismatchError: Units left out or in two stages, devices used twice or beyond the
