@@ -11,7 +11,7 @@ from ..cluster import AbstractMeasured, Cluster, subcluster
 from ..core import AliquotWarning
 from ..cost import PlannedStage, PlannedStep, Problem, decode_interior, make_problem
 from ..graph import Graph, graph_fingerprint, split_scans, with_recomputation
-from ..plans import Plan, StagePlan, require_match
+from ..plans import Plan, require_match
 from ..sharding import Choice, NodeId, layer_step, stage_step, without_own_loop
 from ._base import Task
 from ._follow import follow
@@ -37,9 +37,11 @@ def apply_plan(
         PlanMismatchError: the plan was made for another step; lists every difference.
         CaptureError: the step does not decompose into the plan's micro-batches.
     """
+    inputs, outputs = array_interfaces(graph)
     require_match(
         plan,
-        **array_interfaces(graph),
+        inputs=inputs,
+        outputs=outputs,
         asked=f"the plan was made for another step than {graph.name}",
     )
     cluster = replace(Cluster.from_dict(plan.cluster), measured=measured)
@@ -116,16 +118,17 @@ def _pipeline(plan: Plan, graph: Graph, cluster: Cluster, on_missing_rule: str) 
             semantics=plan.micro_batch_semantics,
             of_stage=True,
         )
-        problem = replace(problem, cluster=subcluster(cluster, _submesh(stage, cluster)))
+        size = math.prod(stage.mesh_shape)
+        problem = replace(
+            problem,
+            cluster=subcluster(
+                cluster,
+                (max(1, size // cluster.devices_per_host), min(size, cluster.devices_per_host)),
+            ),
+        )
         choices = decode_interior(stage, problem.nodes)
         repeat = frozenset(NodeId(k) for k, entry in enumerate(stage.interior) if entry.recompute)
         stages.append(PlannedStage(problem=problem, choices=choices, repeat=repeat))
     return PlannedStep(
         plan=plan, graph=layered.graph, stages=tuple(stages), layered=layered, staged=staged
     )
-
-
-def _submesh(stage: StagePlan, cluster: Cluster) -> tuple[int, int]:
-    """Number of hosts of a stage, and of devices in each."""
-    size = math.prod(stage.mesh_shape)
-    return max(1, size // cluster.devices_per_host), min(size, cluster.devices_per_host)

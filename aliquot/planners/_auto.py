@@ -113,18 +113,15 @@ class Auto(AbstractMethod):
             if not isinstance(of_pipelines, InfeasibleError):
                 raise
             smaller = min(error, of_pipelines, key=_required_bytes)
-            raise _for_both_searches(smaller, search.task) from None
-
-
-def _for_both_searches(error: InfeasibleError, task: Task) -> InfeasibleError:
-    """The error of the search with the smaller plan, worded as the answer of both searches."""
-    claim, _, rest = error.message.partition("\n")
-    if claim.startswith("No "):
-        claim = (
-            f"No plan fits {task.cluster.name} ({format_bytes(task.limit_bytes)} usable on each"
-            " device), neither with a pipeline nor without."
-        )
-    return error.reworded(f"{claim}\n{rest}", _untried(error, task))
+            # The error of the search with the smaller plan, worded as the answer of both searches.
+            claim, _, rest = smaller.message.partition("\n")
+            if claim.startswith("No "):
+                limit = format_bytes(search.task.limit_bytes)
+                claim = (
+                    f"No plan fits {search.task.cluster.name} ({limit} usable on each device),"
+                    " neither with a pipeline nor without."
+                )
+            raise smaller.reworded(f"{claim}\n{rest}", _untried(smaller, search.task)) from None
 
 
 def _untried(error: InfeasibleError, task: Task) -> list[str]:

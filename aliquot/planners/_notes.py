@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from ..cluster import Cluster, target_for
 from ..core import counted, format_bytes, format_seconds
 from ..cost import REPLICATED_BY_PLAN, collective_uses, work_alike
-from ..graph import Graph, Memory, Op, Phase, Role, named_operator, source_line
+from ..graph import Graph, Memory, Phase, Role, named_operator, source_line
 from ..sharding import entry_operators, find_blocks, outside_blocks
 from ._base import Decision, StageDecision
 from ._tried import on_hosts
@@ -196,7 +196,14 @@ def _much_alike(stages: Sequence[StageDecision]) -> Iterator[str]:
         work = work_alike(stage.priced, stage.picks)
         for reason, seconds in work.alike_s.items():
             alike_s[reason] += seconds
-        label = _with_line(work.longest, stage.problem.graph.ops)
+        label = next(
+            (
+                named_operator(op)
+                for op in stage.problem.graph.ops
+                if f"{op.name}:{op.index}" == work.longest
+            ),
+            work.longest,
+        )
         longest[label] = max(longest.get(label, 0.0), work.alike_s.get(REPLICATED_BY_PLAN, 0.0))
         total_s += work.total_s
     share = sum(alike_s.values()) / total_s if total_s else 0.0
@@ -210,11 +217,6 @@ def _much_alike(stages: Sequence[StageDecision]) -> Iterator[str]:
             if s > 0.01 * total_s
         )
         yield f"{share:.0%} of the compute is replicated (the same on every device): {parts}."
-
-
-def _with_line(label: str, ops: Sequence[Op]) -> str:
-    """The label of a node, with the line of its operator if it is one."""
-    return next((named_operator(op) for op in ops if f"{op.name}:{op.index}" == label), label)
 
 
 def _run_whole(stages: Sequence[StageDecision]) -> Iterator[str]:

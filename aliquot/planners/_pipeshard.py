@@ -163,7 +163,16 @@ class PipeshardParallel(AbstractMethod):
             over_operators = method._found(task, over_layers)
         except Interrupted as stopped:
             raise Interrupted(faster(over_layers, stopped.decision)) from stopped
-        return _with_both(over_layers, over_operators)
+        # The faster plan of two searches, with what both tried.
+        if over_layers is None or over_layers is over_operators:
+            return over_operators
+        best, other = over_layers, over_operators
+        if over_operators.step_time_s < over_layers.step_time_s:
+            best, other = other, best
+        more = (tried_decision(other, "slower"), *other.candidates[1:])
+        # Both may have found the same stages.
+        slower = [each for each in more if each.step_time_s != best.step_time_s]
+        return replace(best, candidates=(*best.candidates, *slower))
 
     def _found(self, task: Task, known: Decision | None = None) -> Decision:
         """The fastest plan over units of one kind.
@@ -200,16 +209,3 @@ class PipeshardParallel(AbstractMethod):
                 "No pipeline was found."
             )
         return decision
-
-
-def _with_both(over_layers: Decision | None, over_operators: Decision) -> Decision:
-    """The faster plan of two searches, with what both tried."""
-    if over_layers is None or over_layers is over_operators:
-        return over_operators
-    best, other = over_layers, over_operators
-    if over_operators.step_time_s < over_layers.step_time_s:
-        best, other = other, best
-    more = (tried_decision(other, "slower"), *other.candidates[1:])
-    # Both may have found the same stages.
-    slower = [each for each in more if each.step_time_s != best.step_time_s]
-    return replace(best, candidates=(*best.candidates, *slower))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..cost import Chain
-from ..graph import Graph, Layers, scans_over_layers, split_scans, whole_layers
+from ..graph import Layers, scans_over_layers, split_scans, whole_layers
 from ..sharding import LayeredStep, sketch_step
 from ._base import Task
 from ._helper import HelperProcess
@@ -59,7 +59,11 @@ def price_layers(
         layers: where stages may be cut; see `PipeshardParallel`; or the layers themselves.
     """
     graph = task.graph
-    length = _scan_length(graph) if layers is None else 0
+    length = (
+        max((scan.length for scan in scans_over_layers(graph) if scan.length > 1), default=0)
+        if layers is None
+        else 0
+    )
     sketched = split_scans(graph, _few_ranges(length)).graph if length else graph
     sketch = sketch_step(
         sketched,
@@ -68,12 +72,13 @@ def price_layers(
         semantics=task.semantics,
         on_missing_rule=task.on_missing_rule,
     )
+    last = len(_few_ranges(length)) - 2
     solve = functools.partial(
         solve_layers,
         cluster=task.cluster,
         intra=intra,
         counts=counts,
-        copies=_copies(length),
+        copies=tuple(0 if k == 0 else last if k == length - 1 else 1 for k in range(length)),
         on_missing_rule=task.on_missing_rule,
         recomputes=task.recomputes,
         progress=task.progress,
@@ -87,19 +92,8 @@ def price_layers(
     return PricedLayers(sketch=sketch, costs=costs, chains=chains, kinds=costs.kinds, length=length)
 
 
-def _scan_length(graph: Graph) -> int:
-    """Number of layers in the longest loop over layers; 0 if there is none."""
-    return max((scan.length for scan in scans_over_layers(graph) if scan.length > 1), default=0)
-
-
 def _few_ranges(length: int) -> tuple[int, ...]:
     """Bounds of ranges that single out the first, an inner and the last layer; all other layers
     equal the inner one.
     """
     return tuple(sorted({0, 1, 2, length - 1, length} & set(range(length + 1))))
-
-
-def _copies(length: int) -> tuple[int, ...]:
-    """For each layer of a loop, the number of the range of `_few_ranges` that it equals."""
-    last = len(_few_ranges(length)) - 2
-    return tuple(0 if k == 0 else last if k == length - 1 else 1 for k in range(length))

@@ -77,7 +77,19 @@ def recompute_levels(costs: LayerCosts) -> RecomputeLevels:
         for kind, of_kind in enumerate(increments)
         for i in of_kind
     ]
-    least = _thresholds(weighted)
+    # Thresholds on the bytes freed per second of repeated work, the highest first, each of which
+    # lets about an equal part more of all freeable bytes be freed.
+    ordered = sorted(weighted, reverse=True)
+    total = sum(freed for _, freed in ordered)
+    sums = list(itertools.accumulate(freed for _, freed in ordered))
+    least = []
+    for part in range(1, _MOST_LEVELS + 1):
+        # Rounding errors of the sums must not hide the last level.
+        wanted = total * part / _MOST_LEVELS * (1 - 1e-9)
+        least += [
+            worth for (worth, _), freed in zip(ordered, sums, strict=True) if freed >= wanted
+        ][:1]
+    least = list(dict.fromkeys(least))
     nodes = [
         [_worth_repeating(of_kind, threshold) for of_kind in increments] for threshold in least
     ]
@@ -201,28 +213,6 @@ def _step(before: Recomputation, after: Recomputation, nodes: frozenset[NodeId])
         freed_bytes=after.freed_bytes - before.freed_bytes,
         seconds=after.seconds - before.seconds,
     )
-
-
-def _thresholds(weighted: Sequence[tuple[float, float]]) -> list[float]:
-    """Thresholds on the bytes freed per second of repeated work, the highest first, each of which
-    lets about an equal part more of all freeable bytes be freed.
-
-    Args:
-        weighted: for each increment, its bytes per second and the bytes that it frees in all
-            layers.
-    """
-    ordered = sorted(weighted, reverse=True)
-    total = sum(freed for _, freed in ordered)
-    sums = list(itertools.accumulate(freed for _, freed in ordered))
-    least = []
-    for part in range(1, _MOST_LEVELS + 1):
-        # Rounding errors of the sums must not hide the last level.
-        wanted = total * part / _MOST_LEVELS * (1 - 1e-9)
-        least += [
-            worth for (worth, _), freed in zip(ordered, sums, strict=True) if freed >= wanted
-        ][:1]
-    # Several parts may have the same threshold.
-    return list(dict.fromkeys(least))
 
 
 def _step_ops(costs: LayerCosts, nodes: Sequence[frozenset[NodeId]]) -> frozenset[OpId]:

@@ -408,7 +408,12 @@ def _solve_whole(
         return float(limit + max((error.required_bytes or 0) - memory_limit_bytes, 0.03 * limit))
     if option.recompute == "none":
         return solution
-    return _recomputing(solution, option.recompute, extract.ops, step_ops)
+    # It recomputes all or some of its operators.
+    found, repeat = solution[0], frozenset[NodeId]()
+    if option.recompute == "operators":
+        repeat = repeated_nodes(found.problem.nodes, extract.ops, step_ops)
+    priced = price_stage(found.priced, found.picks, found.problem.graph, option.recompute, repeat)
+    return replace(found, repeat=repeat), priced
 
 
 def _alike(
@@ -480,21 +485,3 @@ def _sums_over_tokens(problem: Problem, stage: StageDecision) -> bool:
         and token_sum.is_split(choices, axis)
         for token_sum in problem.nodes.token_sums
     )
-
-
-def _recomputing(
-    solution: Solved, recompute: str, ops: Sequence[OpId], step_ops: frozenset[OpId]
-) -> Solved:
-    """A solved stage that recomputes all or some of its operators.
-
-    Args:
-        recompute: "stage" or "operators".
-        ops: for each operator of the stage its number in the step.
-        step_ops: with selective recomputation, the operators that may be recomputed.
-    """
-    stage, _ = solution
-    repeat = frozenset[NodeId]()
-    if recompute == "operators":
-        repeat = repeated_nodes(stage.problem.nodes, ops, step_ops)
-    priced = price_stage(stage.priced, stage.picks, stage.problem.graph, recompute, repeat)
-    return replace(stage, repeat=repeat), priced

@@ -46,14 +46,16 @@ class StageCache:
         """The entry of a stage, found by its operators: in another proposal, the same layers may
         have other operators, such as those of the update.
         """
-        key = _key(extract)
+        graph = extract.graph
+        inputs = tuple([(item.path, item.value, item.role, item.output) for item in graph.inputs])
+        outputs = tuple([output.path for output in graph.outputs])
+        key = (
+            extract.ops,
+            extract.values,
+            inputs,
+            outputs,
+            tuple([op.deferrable for op in graph.ops]),
+        )
         if key not in self._stages:
             self._stages[key] = CachedStage(make(extract.graph))
         return self._stages[key]
-
-
-def _key(extract: Extract) -> object:
-    graph = extract.graph
-    inputs = tuple([(item.path, item.value, item.role, item.output) for item in graph.inputs])
-    outputs = tuple([output.path for output in graph.outputs])
-    return extract.ops, extract.values, inputs, outputs, tuple([op.deferrable for op in graph.ops])

@@ -71,9 +71,11 @@ def write_plan(
     uses = {k: axis_uses(stage) for k, stage in enumerate(decision.stages) if stage.like is None}
     prediction, casts_once = _prediction(decision, task.limit_bytes)
     _refuse_full_hosts(prediction, task.cluster)
+    inputs, outputs = array_interfaces(full)
     return Plan(
         model=_with_flops(model, task),
-        **array_interfaces(full),
+        inputs=inputs,
+        outputs=outputs,
         interface_fingerprint=interface_fingerprint(full),
         graph_fingerprint=graph_fingerprint(full),
         cluster=task.on_hosts(used_hosts).cluster.to_dict(),
@@ -92,8 +94,8 @@ def write_plan(
             StagePlan(
                 mesh_shape=stage.priced.mesh.shape,
                 axis_names=stage.priced.mesh.axis_names,
-                shardings=inputs,
-                outputs=outputs,
+                shardings=kept,
+                outputs=returned,
                 interior=_interior(stage) if stage.like is None else (),
                 like=stage.like,
                 data_axes=stage.priced.mesh.names_of(stage.priced.use.data_axes),
@@ -109,7 +111,7 @@ def write_plan(
                 prediction=predicted,
                 parallelism=uses[k if stage.like is None else stage.like],
             )
-            for k, (stage, (inputs, outputs), predicted, once) in enumerate(
+            for k, (stage, (kept, returned), predicted, once) in enumerate(
                 zip(decision.stages, shardings, predictions, casts_once, strict=True)
             )
         ),
@@ -307,8 +309,10 @@ def _with_flops(model: ModelReference, task: Task) -> ModelReference:
     return msgspec.structs.replace(model, flops_per_step=total, flops_dtype=most)
 
 
-def array_interfaces(graph: Graph) -> dict[str, tuple[ArrayInterface, ...]]:
-    """The `inputs` and the `outputs` of a plan for a step."""
+def array_interfaces(
+    graph: Graph,
+) -> tuple[tuple[ArrayInterface, ...], tuple[ArrayInterface, ...]]:
+    """The inputs and the outputs of a step, as its plan describes them."""
 
     def of(path: str, operand: Any, role: str) -> ArrayInterface:
         value = graph.values[operand] if isinstance(operand, int) else operand
@@ -320,7 +324,7 @@ def array_interfaces(graph: Graph) -> dict[str, tuple[ArrayInterface, ...]]:
             memory=value.memory.value,
         )
 
-    return {
-        "inputs": tuple(of(i.path, i.value, i.role.value) for i in graph.inputs),
-        "outputs": tuple(of(o.path, o.value, "") for o in graph.outputs),
-    }
+    return (
+        tuple(of(i.path, i.value, i.role.value) for i in graph.inputs),
+        tuple(of(o.path, o.value, "") for o in graph.outputs),
+    )

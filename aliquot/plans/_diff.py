@@ -192,18 +192,14 @@ def _predictions(plan: Plan) -> dict[str, Term]:
         if prediction := stage.prediction:
             prefix = f"stage {index}"
             terms |= {f"{prefix} {name}": getattr(prediction, name) for name in _OF_STAGES}
-    for name, uses in _collectives(plan).items():
+    by_kind: dict[str, list[CollectiveUse]] = {}
+    for use in plan.prediction.collectives:
+        by_kind.setdefault(f"{use.kind} over {'.'.join(use.axes)}", []).append(use)
+    for name, uses in by_kind.items():
         terms[f"{name} count"] = sum(use.count for use in uses)
         terms[f"{name} num_bytes"] = sum(use.num_bytes for use in uses)
         terms[f"{name} time_s"] = sum(use.seconds for use in uses)
     return terms
-
-
-def _collectives(plan: Plan) -> dict[str, list[CollectiveUse]]:
-    by_kind: dict[str, list[CollectiveUse]] = {}
-    for use in plan.prediction.collectives:
-        by_kind.setdefault(f"{use.kind} over {'.'.join(use.axes)}", []).append(use)
-    return by_kind
 
 
 def _flat(name: str, value: Any) -> dict[str, Term]:

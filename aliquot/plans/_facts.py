@@ -76,6 +76,14 @@ _PARTS_OF_MEMORY = {
 def fact_rows(plan: Plan) -> list[tuple[str, str]]:
     """Names and texts in reading order; a row without a name continues the row above it."""
     summary = summary_rows(plan)
+    p = plan.prediction
+    peak = format_bytes(p.peak_memory_bytes)
+    share = (
+        f", {format_share_of_limit(p.peak_memory_bytes, p.memory_limit_bytes)} of the limit of"
+        f" {format_bytes(p.memory_limit_bytes)}{_limit_of_device(plan)}"
+        if p.memory_limit_bytes
+        else ""
+    )
     return [
         *_batch_rows(plan),
         *(row for row in summary if row[0] in _DECISIONS),
@@ -85,7 +93,9 @@ def fact_rows(plan: Plan) -> list[tuple[str, str]]:
         *_stream_rows(plan),
         *(row for row in summary if row[0] not in _DECISIONS),
         ("bound", bound(plan)),
-        *_memory_rows(plan),
+        ("memory (predicted)", f"{peak} on each device{share}; peak at {p.peak_moment}"),
+        ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in told_parts(plan))),
+        *_host_memory_rows(plan),
         *_search_rows(plan),
     ]
 
@@ -217,7 +227,7 @@ def bound(plan: Plan) -> str:
         return f"{given}{_bound_of_chosen(plan)}{others}"
     if p.bound_holds_for.startswith(_CLOSED_FORM):
         return _bound_of_closed_forms(plan, p.lower_bound_s)
-    if _is_proven(plan):
+    if plan.provenance.status == "optimal" and (plan.provenance.gap or 0.0) <= _ROUNDING:
         text = f"proven optimal: 0% above the fastest of {_space(plan)}"
     else:
         above = p.gap
@@ -249,10 +259,6 @@ def _bound_of_chosen(plan: Plan) -> str:
 
 def _at_most(share: float) -> str:
     return f"at most {share:.2%}" if share >= _LEAST_GAP else f"less than {_LEAST_GAP:.2%}"
-
-
-def _is_proven(plan: Plan) -> bool:
-    return plan.provenance.status == "optimal" and (plan.provenance.gap or 0.0) <= _ROUNDING
 
 
 def _bound_of_closed_forms(plan: Plan, least_s: float) -> str:
@@ -335,24 +341,6 @@ def _idle_rows(plan: Plan) -> list[tuple[str, str]]:
         return []
     which = counted(plan.idle_hosts, "host")
     return [("idle", f"the last {which}, {counted(idle_devices(plan), 'device')}: faster without")]
-
-
-def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
-    p = plan.prediction
-    share = (
-        f", {format_share_of_limit(p.peak_memory_bytes, p.memory_limit_bytes)} of the limit of"
-        f" {format_bytes(p.memory_limit_bytes)}{_limit_of_device(plan)}"
-        if p.memory_limit_bytes
-        else ""
-    )
-    return [
-        (
-            "memory (predicted)",
-            (f"{format_bytes(p.peak_memory_bytes)} on each device{share}; peak at {p.peak_moment}"),
-        ),
-        ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in told_parts(plan))),
-        *_host_memory_rows(plan),
-    ]
 
 
 def _limit_of_device(plan: Plan) -> str:

@@ -83,7 +83,21 @@ def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
         yield _tried(plan, detail.tried)
     if is_pipeline(plan):
         yield stage_table(plan)
-    yield _memory(plan)
+    p = plan.prediction
+    parts = told_parts(plan)
+    sizes = [*parts, ("total", p.peak_memory_bytes)]
+    limit = p.memory_limit_bytes
+    rows = [
+        (name, format_bytes(size), f"{size / limit:.1%}" if limit else "") for name, size in sizes
+    ]
+    yield Section(
+        kind=SectionKind.MEMORY,
+        title=f"Memory on each device at its peak: {p.peak_moment} (predicted)",
+        header=("part", "size", "of the limit"),
+        rows=(*rows, ("limit", format_bytes(limit), "")),
+        right=(1, 2),
+        amounts=tuple(size for _, size in parts),
+    )
     if is_pipeline(plan):
         yield from _arrays_of_stages(plan, detail)
         yield stage_collective_table(plan).first(detail.collectives)
@@ -94,9 +108,21 @@ def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
             yield _arrays(groups, detail.arrays, title)
         yield collective_table(plan).first(detail.collectives)
     if plan.inferred_rules:
-        yield _inferred(plan)
+        yield Section(
+            kind=SectionKind.INFERRED,
+            title="Inferred, as no rule is declared",
+            header=("primitive", "operators", "rule", "what may be split"),
+            rows=tuple(
+                (each.primitive, str(each.count), each.rule, _splits(each.rule))
+                for each in plan.inferred_rules
+            ),
+            right=(1,),
+        )
     if plan.notes:
-        yield _notes(plan, detail.notes)
+        shown = plan.notes[: detail.notes]
+        left = len(plan.notes) - len(shown)
+        more = (f"and {left} more",) if left else ()
+        yield Section(kind=SectionKind.NOTES, title="Notes", remarks=(*shown, *more))
 
 
 def _tried(plan: Plan, most: int) -> Section:
@@ -169,24 +195,6 @@ def explained_names(names: Iterable[str]) -> list[str]:
     return lines + [f"{remark}: {_REMARKS[remark]}." for remark in told]
 
 
-def _memory(plan: Plan) -> Section:
-    p = plan.prediction
-    parts = told_parts(plan)
-    sizes = [*parts, ("total", p.peak_memory_bytes)]
-    limit = p.memory_limit_bytes
-    rows = [
-        (name, format_bytes(size), f"{size / limit:.1%}" if limit else "") for name, size in sizes
-    ]
-    return Section(
-        kind=SectionKind.MEMORY,
-        title=f"Memory on each device at its peak: {p.peak_moment} (predicted)",
-        header=("part", "size", "of the limit"),
-        rows=(*rows, ("limit", format_bytes(limit), "")),
-        right=(1, 2),
-        amounts=tuple(size for _, size in parts),
-    )
-
-
 def _arrays_of_stages(plan: Plan, detail: Detail) -> Iterator[Section]:
     """Sections of the largest arrays, one for each set of stages that hold equal arrays."""
     kinds = list(equal_stages(plan))
@@ -229,19 +237,6 @@ def _arrays(groups: Sequence[ArrayGroup], most: int, title: str) -> Section:
     )
 
 
-def _inferred(plan: Plan) -> Section:
-    return Section(
-        kind=SectionKind.INFERRED,
-        title="Inferred, as no rule is declared",
-        header=("primitive", "operators", "rule", "what may be split"),
-        rows=tuple(
-            (each.primitive, str(each.count), each.rule, _splits(each.rule))
-            for each in plan.inferred_rules
-        ),
-        right=(1,),
-    )
-
-
 def _splits(rule: str) -> str:
     """The splits that an inferred rule allows, in words: the dims of its first result that its
     short form does not mark as whole.
@@ -251,13 +246,6 @@ def _splits(rule: str) -> str:
     if not split:
         return "nothing: it runs whole on every device"
     return f"dim{'' if len(split) == 1 else 's'} {', '.join(split)} of its result"
-
-
-def _notes(plan: Plan, most: int | None) -> Section:
-    shown = plan.notes[:most]
-    left = len(plan.notes) - len(shown)
-    more = (f"and {left} more",) if left else ()
-    return Section(kind=SectionKind.NOTES, title="Notes", remarks=(*shown, *more))
 
 
 def _number(value: object) -> float | None:

@@ -50,22 +50,7 @@ def stage_table(plan: Plan) -> Section:
                 ),
             )
         )
-    return Section(
-        kind=SectionKind.STAGES,
-        title="Stages (predicted)",
-        header=tuple(header),
-        rows=tuple(rows),
-        right=(0, *range(first, len(header))),
-        parts=(
-            ("Stages", tuple(range(first))),
-            ("Time and memory of each stage (predicted)", (0, *range(first, len(header)))),
-        ),
-        remarks=tuple(_remarks(plan)),
-    )
-
-
-def _remarks(plan: Plan) -> list[str]:
-    """Legend of the table of stages."""
+    # Legend of the table of stages.
     p = plan.prediction
     lines = [
         "forward, backward, to next: for one micro-batch; update, its gradient synchronisation"
@@ -85,7 +70,18 @@ def _remarks(plan: Plan) -> list[str]:
         "in flight: micro-batches kept at once, at most; bubble: share of the step in which the"
         " devices wait"
     )
-    return lines
+    return Section(
+        kind=SectionKind.STAGES,
+        title="Stages (predicted)",
+        header=tuple(header),
+        rows=tuple(rows),
+        right=(0, *range(first, len(header))),
+        parts=(
+            ("Stages", tuple(range(first))),
+            ("Time and memory of each stage (predicted)", (0, *range(first, len(header)))),
+        ),
+        remarks=tuple(lines),
+    )
 
 
 def idle_parts(plan: Plan) -> tuple[float, float]:

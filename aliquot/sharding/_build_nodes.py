@@ -140,20 +140,8 @@ def _node(naming: NodeIndex, index: NodeId) -> Node:
             collectives=product_collectives(naming, which),
         )
     slots = naming.group_slots[SlotId(which)]
-    return Node(
-        index=index,
-        label=_group_label(naming, slots),
-        kind=kind,
-        factors=_group_factors(naming, index, slots),
-        copies=max(len(naming.cuts.folding.value_members[naming.slot_value[s]]) for s in slots),
-        collectives=group_collectives(naming, index),
-    )
-
-
-def _group_factors(naming: NodeIndex, index: NodeId, slots: list[SlotId]) -> tuple[Factor, ...]:
-    """Factors of a group, one for each class of dims that are split together: its size is the gcd
-    of theirs, and its label the first of them.
-    """
+    # Factors of a group, one for each class of dims that are split together: its size is the gcd of
+    # theirs, and its label the first of them.
     store = naming.cuts.slots
     sizes = [0] * len(naming.group_classes[index])
     labels = [""] * len(sizes)
@@ -169,20 +157,28 @@ def _group_factors(naming: NodeIndex, index: NodeId, slots: list[SlotId]) -> tup
                 size = store.sizes[element]
                 sizes[factor] = math.gcd(sizes[factor], size)
                 if size < shortest[factor][0]:
-                    shortest[factor] = size, _made_by(naming, naming.slot_value[slot])
+                    producer = naming.cuts.producer[naming.slot_value[slot]]
+                    shortest[factor] = (
+                        size,
+                        (None if producer is None else naming.cuts.first[producer[0]].index),
+                    )
                 labels[factor] = (
                     labels[factor] or f"{naming.label_of_value(naming.slot_value[slot])}.{dim}"
                 )
-    return tuple(
-        Factor(size=size, label=label, shortest=op)
-        for size, label, (_, op) in zip(sizes, _distinct(labels), shortest, strict=True)
+    # The input that a group holds, or its first array.
+    values = [naming.slot_value[s] for s in slots]
+    named = [v for v in values if naming.cuts.producer[v] is None]
+    return Node(
+        index=index,
+        label=naming.label_of_value((named or values)[0]),
+        kind=kind,
+        factors=tuple(
+            Factor(size=size, label=label, shortest=op)
+            for size, label, (_, op) in zip(sizes, _distinct(labels), shortest, strict=True)
+        ),
+        copies=max(len(naming.cuts.folding.value_members[naming.slot_value[s]]) for s in slots),
+        collectives=group_collectives(naming, index),
     )
-
-
-def _made_by(naming: NodeIndex, value_class: int) -> OpId | None:
-    """The first operator that makes a value; None for inputs."""
-    producer = naming.cuts.producer[value_class]
-    return None if producer is None else naming.cuts.first[producer[0]].index
 
 
 def _distinct(labels: list[str]) -> list[str]:
@@ -193,13 +189,6 @@ def _distinct(labels: list[str]) -> list[str]:
         seen[label] += 1
         distinct.append(label if seen[label] == 1 else f"{label}#{seen[label]}")
     return distinct
-
-
-def _group_label(naming: NodeIndex, slots: list[SlotId]) -> str:
-    """The input that a group holds, or its first array."""
-    values = [naming.slot_value[s] for s in slots]
-    named = [v for v in values if naming.cuts.producer[v] is None]
-    return naming.label_of_value((named or values)[0])
 
 
 def _sites(naming: NodeIndex) -> list[Site]:

@@ -322,16 +322,12 @@ def _equal(result: NDArray[Any], wanted: NDArray[Any]) -> bool:
         return bool((result == wanted).all())
     # Another order of summation changes the last bits; a split that is wrong changes far more. For
     # narrow types 64 rounding steps would accept almost anything, so the tolerance is at most 5%.
-    rounding = min(64 * _epsilon(result.dtype), 0.05)
+    limits: Any = jnp.finfo  # Not annotated in JAX.
+    rounding = min(64 * float(limits(result.dtype).eps), 0.05)
     wide = np.complex128 if result.dtype.kind == "c" else np.float64
     a, b = result.astype(wide), wanted.astype(wide)
     largest = float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0))
     return bool(np.allclose(a, b, rtol=rounding, atol=rounding * largest, equal_nan=True))
-
-
-def _epsilon(dtype: Any) -> float:
-    limits: Any = jnp.finfo  # Not annotated in JAX.
-    return float(limits(dtype).eps)
 
 
 def _is_finite_enough(array: NDArray[Any]) -> bool:

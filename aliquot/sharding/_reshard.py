@@ -16,7 +16,7 @@ import msgspec
 
 from ..cluster import SumCollective
 from ._spec import PARTIAL, REPLICATED, Spec
-from ._tilings import Step, is_direct, steps, tiling
+from ._tilings import is_direct, steps, tiling
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,14 +146,12 @@ def intermediate_specs(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) 
         reached.add(here)
         for spec in tilings.keys() - reached:
             if is_direct(tilings[here], tilings[spec]):
-                more = sum(_fraction_left(step) for step in steps(tilings[here], tilings[spec]))
+                more = sum(
+                    ((step.group if step.kind == "all-gather" else 1) / step.tiles)
+                    for step in steps(tilings[here], tilings[spec])
+                )
                 heapq.heappush(queue, (left + more, count + 1, (*path, spec)))
     return (target,)
-
-
-def _fraction_left(step: Step) -> float:
-    """Fraction of the array that a collective leaves on each device."""
-    return (step.group if step.kind == "all-gather" else 1) / step.tiles
 
 
 def spec_after_sums(source: Spec, target: Spec, sums: SumCollective) -> Spec:

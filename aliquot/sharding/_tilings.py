@@ -219,7 +219,8 @@ def _refined(coarse: Tiling, fine: Tiling) -> Tiling | None:
         return None
     if _product(coarse.repeated) % _product(fine.repeated):
         return None
-    if _cuts_further(fine, coarse):
+    dims = fine.by_dim
+    if all(dims.get(d, ())[: len(atoms)] == atoms for d, atoms in coarse.dims):
         return fine
     left = coarse.repeated
     dims = coarse.by_dim
@@ -230,12 +231,6 @@ def _refined(coarse: Tiling, fine: Tiling) -> Tiling | None:
         taken, left = _take(left, factor)
         dims[d] = dims.get(d, ()) + taken
     return _tiling(dims, left) if _product(left) == _product(fine.repeated) else None
-
-
-def _cuts_further(fine: Tiling, coarse: Tiling) -> bool:
-    """True if slicing each tile of one tiling where it lies gives the other."""
-    dims = fine.by_dim
-    return all(dims.get(d, ())[: len(atoms)] == atoms for d, atoms in coarse.dims)
 
 
 def _gather_to(fine: Tiling, coarse: Tiling) -> tuple[Step, ...]:

@@ -114,7 +114,15 @@ class ManualStages(AbstractInter):
             else:
                 plans.append(simulate_stages(chain, plan)[0])
         if not plans:
-            raise _too_large(min(too_large, key=lambda entry: entry[0]))
+            peak_bytes, chain, faults = min(too_large, key=lambda entry: entry[0])
+            listed = "".join(f"\n  - {fault}" for fault in faults)
+            raise InfeasibleError(
+                f"These stages do not fit, with {chain.num_micro_batches} micro-batches:{listed}\n"
+                "  Move units to stages with room, or choose options that recompute or split more,"
+                " or more micro-batches.",
+                required_bytes=int(peak_bytes),
+                available_bytes=int(chain.memory_limit_bytes),
+            )
         return replace(min(plans, key=lambda plan: plan.step_time_s), status=GIVEN_LAYOUT)
 
     def _stages(self, chain: AbstractChain) -> list[StageChoice]:
@@ -176,15 +184,3 @@ class ManualStages(AbstractInter):
         placement = SCHEDULES[self.schedule].placement(len(sizes), submeshes)
         # Interleaved stages take the devices of the first stage on their submesh.
         return [sum(sizes[:place]) for place in placement]
-
-
-def _too_large(shortage: tuple[float, AbstractChain, tuple[str, ...]]) -> InfeasibleError:
-    peak_bytes, chain, faults = shortage
-    listed = "".join(f"\n  - {fault}" for fault in faults)
-    return InfeasibleError(
-        f"These stages do not fit, with {chain.num_micro_batches} micro-batches:{listed}\n  Move"
-        " units to stages with room, or choose options that recompute or split more, or more"
-        " micro-batches.",
-        required_bytes=int(peak_bytes),
-        available_bytes=int(chain.memory_limit_bytes),
-    )

@@ -95,7 +95,8 @@ class Program:
         first = self.groups.first[groups]
         cost = np.concatenate(self.cost)[first]
         of_rows = [
-            (row, _padded(values, self.num_columns)[first]) for row, values in self.global_rows
+            (row, np.concatenate((values, np.zeros(self.num_columns - len(values))))[first])
+            for row, values in self.global_rows
         ]
         # An excess that costs no time and takes no memory needs no column.
         some = np.any([cost != 0, *(values != 0 for _, values in of_rows)], axis=0)
@@ -267,11 +268,6 @@ def conversion_columns(
             flows = shared.get((specs.sources[a], specs.targets[b]), ())
             weights.update(dict.fromkeys(flows, float(table[a, b]) / max(len(flows), 1)))
     return np.array(list(weights), np.int64), np.array(list(weights.values()))
-
-
-def _padded(values: Floats, length: int) -> Floats:
-    """Values of all columns, zero for those that came later."""
-    return np.concatenate((values, np.zeros(length - len(values))))
 
 
 def mixed_timeline(choices: Choices, priced: Priced, model: MemoryModel, values: Floats) -> Floats:
