@@ -31,6 +31,7 @@ from ._node_collectives import divided_by as divided_by
 from ._node_collectives import whole_bytes as whole_bytes
 from ._node_index import NodeIndex as NodeIndex
 from ._node_index import classes_of_casts as classes_of_casts
+from ._nodes import Adjacency as Adjacency
 from ._nodes import Choice as Choice
 from ._nodes import Edge as Edge
 from ._nodes import Factor as Factor

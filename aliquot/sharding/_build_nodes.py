@@ -21,7 +21,7 @@ from ._edges import EdgeBuilder
 from ._ids import NodeId, SlotId
 from ._node_collectives import batch_sums, group_collectives, product_collectives, whole_bytes
 from ._node_index import NodeIndex
-from ._nodes import Factor, Node, NodeGraph, Port, Projection, Site, TokenSum, WholeOperator
+from ._nodes import Adjacency, Factor, Node, NodeGraph, Port, Site, TokenSum, WholeOperator
 from ._spec import REPLICATED
 
 
@@ -358,18 +358,7 @@ def _batch_factors(
     batches of several steps; a batch of one row has none. It runs through neither parameters, nor
     their gradients, and through the update only where that works on examples.
     """
-    reached: list[set[int]] = [set() for _ in nodes]
-    pending: list[tuple[int, int]] = []
-
-    def reach(node: int, factor: int) -> None:
-        if factor not in reached[node]:
-            reached[node].add(factor)
-            pending.append((node, factor))
-
-    def factor_at(projection: Projection, dim: int) -> int:
-        return projection.index(dim) if dim in projection else -1
-
-    graph = naming.cuts.graph
+    graph, roots = naming.cuts.graph, []
     for item in graph.inputs:
         if item.role is not Role.BATCH:
             continue
@@ -377,27 +366,16 @@ def _batch_factors(
         shape = graph.values[item.value].shape
         has_rows = port.node >= 0 and (shape[0] > 1 or item.value in graph.looped)
         for dim in range(min(2, len(shape)) if has_rows else 0):
-            factor = factor_at(port.projection, dim)
-            if factor >= 0:
-                reach(port.node, factor)
+            if dim in port.projection:
+                roots.append((port.node, port.projection.index(dim)))
                 break
-    neighbours: dict[int, list[tuple[int, Projection, Projection]]] = {}
-    for e in edges.edges:
-        if e.index in edges.of_examples or (e.phase is not Phase.UPDATE and not e.gradient):
-            neighbours.setdefault(e.source, []).append(
-                (e.target, e.source_projection, e.target_projection)
-            )
-            neighbours.setdefault(e.target, []).append(
-                (e.source, e.target_projection, e.source_projection)
-            )
     parameter_nodes = {
         naming.value_port(i.value).node for i in graph.inputs if i.role is Role.PARAMETER
     }
-    while pending:
-        node, factor = pending.pop()
-        for other, mine, theirs in neighbours.get(node, []):
-            if mine[factor] >= 0 and other not in parameter_nodes:
-                other_factor = factor_at(theirs, mine[factor])
-                if other_factor >= 0:
-                    reach(other, other_factor)
-    return tuple(frozenset(r) for r in reached)
+    ways = Adjacency(
+        e
+        for e in edges.edges
+        if e.index in edges.of_examples or (e.phase is not Phase.UPDATE and not e.gradient)
+    )
+    reached = ways.reached(roots, set(range(len(nodes))) - parameter_nodes)
+    return tuple(frozenset(reached.get(k, ())) for k in range(len(nodes)))
