@@ -22,7 +22,7 @@ from ..sharding import plan_micro_batches, runs_in_groups
 from ._base import Candidate, Decision, Task, faster
 from ._counts import MANY_DEVICES, counts_to_try, drawn_between
 from ._helper import HelperProcess
-from ._priced_layers import PricedLayers, price_layers
+from ._layer_costs import PricedLayers, price_layers
 from ._programs import FewerMicroBatches, as_one_program
 from ._quick_bounds import cannot_fit, least_compute_s
 from ._search import AbstractFamily, Search

@@ -19,13 +19,31 @@ from dataclasses import dataclass, field, replace
 from ..core import CaptureError, InfeasibleError, InputError, counted
 from ._base import Candidate, Decision, Interrupted, Task
 from ._helper import HelperProcess
-from ._scopes import one_program_scope
 from ._tried import on_hosts, tried_decision
 
 # Hosts are left idle only if that shortens the step by more than this share.
 _LEAST_GAIN = 1e-3
 # The search of a step with fewer operators ends before a helper process is ready.
 _MANY_OPS = 1000
+_ONE_PROGRAM_SCOPES = {
+    "all copies of all layers": "",
+    "gap_within_folded_space": " that split all repeated layers the same way",
+    "gap_within_blocks": " that split each product by some option of its ParallelBlock",
+    "gap_within_neighbourhood": " with choices near the solutions of coarser meshes",
+}
+
+
+def one_program_scope(decision: Decision) -> str:
+    """Words for the plans among which the lower bound of one program holds: never pipelines, even
+    if these were searched, too.
+    """
+    if not decision.bound_holds_for:
+        return ""
+    parts = counted(decision.num_micro_batches, "micro-batch")
+    shown = f"plans without a pipeline in {parts}"
+    return shown + _ONE_PROGRAM_SCOPES.get(
+        decision.bound_holds_for, f", {decision.bound_holds_for}"
+    )
 
 
 class AbstractFamily(abc.ABC):

@@ -1,5 +1,5 @@
 """Solution of the stages that an inter planner proposes, each as a whole; if they do not fit in
-memory, others are proposed.
+memory, others are proposed, which often have stages in common.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from ..cost import (
     Chain,
     ChainPlan,
     Priced,
+    PricedStage,
     Problem,
     StageOption,
     judge_stages,
@@ -24,22 +25,70 @@ from ..cost import (
     predict_stages,
     price_stage,
 )
-from ..graph import Extract, Layers, OpId, same_structure, split_scans
+from ..graph import Extract, Graph, Layers, OpId, same_structure, split_scans
 from ..plans import make_schedule
 from ..sharding import LayeredStep, NodeId, StagedStep, layer_step, stage_step
 from ._base import Decision, PipelineParts, StageDecision, Task
 from ._helper import HelperProcess
-from ._layer_costs import price_option
-from ._priced_layers import PricedLayers
+from ._layer_costs import PricedLayers, price_option
 from ._race import Entry, Race
 from ._recompute_levels import chain_with_levels, recompute_levels, repeated_nodes
-from ._stage_cache import Solved, StageCache
 from .inter import AbstractInter, NoFasterStages, StageLimits
 from .intra import AbstractIntra, Space
 
 _ROUNDS = 4
 # More than any stage needs, but finite.
 _AMPLE_BYTES = 1e18
+Solved = tuple[StageDecision, PricedStage]
+
+
+@dataclass(slots=True)
+class CachedStage:
+    """A stage's problem, with its solutions so far by submesh and mesh."""
+
+    problem: Problem
+    _solutions: dict[object, Solved] = field(default_factory=dict)
+
+    def solved(
+        self, problem: Problem, option: StageOption, solve: Callable[[Problem, StageOption], Solved]
+    ) -> Solved:
+        """The cached solution, or that of `solve`, which is then cached. Raises what `solve`
+        raises.
+
+        Args:
+            problem: the stage's problem on the submesh of the option.
+        """
+        # The memory limit depends on how many micro-batches are in flight, so it is part of the
+        # key.
+        key = option.submesh, option.mesh_shape, problem.memory_limit_bytes
+        if key not in self._solutions:
+            self._solutions[key] = solve(problem, option)
+        return self._solutions[key]
+
+
+class StageCache:
+    """Solved stages of one step at one size of its micro-batches."""
+
+    def __init__(self) -> None:
+        self._stages: dict[object, CachedStage] = {}
+
+    def of(self, extract: Extract, make: Callable[[Graph], Problem]) -> CachedStage:
+        """The entry of a stage, found by its operators: in another proposal, the same layers may
+        have other operators, such as those of the update.
+        """
+        graph = extract.graph
+        inputs = tuple([(item.path, item.value, item.role, item.output) for item in graph.inputs])
+        outputs = tuple([output.path for output in graph.outputs])
+        key = (
+            extract.ops,
+            extract.values,
+            inputs,
+            outputs,
+            tuple([op.deferrable for op in graph.ops]),
+        )
+        if key not in self._stages:
+            self._stages[key] = CachedStage(make(extract.graph))
+        return self._stages[key]
 
 
 class PipelineMethod(Protocol):

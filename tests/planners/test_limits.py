@@ -15,11 +15,11 @@ from aliquot.cost import make_problem, price, timeline
 from aliquot.planners._race import Entry, Race
 from aliquot.planners.intra import ILP, Space
 from aliquot.planners.intra.fixed import everything
-from aliquot.planners.intra.ilp import Search, _highs, _search
+from aliquot.planners.intra.ilp import Search, _highs, _ilp
 from aliquot.planners.intra.ilp._highs import LIMIT, Relaxation, solve_integers
+from aliquot.planners.intra.ilp._ilp import Work
 from aliquot.planners.intra.ilp._program import alive_bytes, build_program
 from aliquot.planners.intra.ilp._prove import rules_out
-from aliquot.planners.intra.ilp._search import Work
 
 _CLUSTER = Cluster.preset("8xH100")
 
@@ -164,7 +164,7 @@ def test_a_relaxation_that_is_given_up_rules_nothing_out(priced, solved, hasty):
 @pytest.mark.slow
 def test_choices_near_the_relaxation_hold_a_good_solution(priced, solved, monkeypatch):
     """As programs of many rows are searched first."""
-    monkeypatch.setattr(_search, "_MANY_ROWS", 0)
+    monkeypatch.setattr(_ilp, "_MANY_ROWS", 0)
     near = 0
     for limit, best in solved.items():
         search = searched(priced, limit)

@@ -16,8 +16,8 @@ import aliquot as aq
 from aliquot._variants import Variant, plan_variants
 from aliquot.core import InfeasibleError, InputError
 from aliquot.planners import AbstractInter, _pipelines, _solve_stages
+from aliquot.planners._layer_costs import price_layers
 from aliquot.planners._pipelines import Pipelines
-from aliquot.planners._priced_layers import price_layers
 from aliquot.planners.inter.stages import _solve
 from aliquot.plans import Plan, summary_rows, violations
 

@@ -8,7 +8,7 @@ from aliquot import zoo
 from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import make_problem, price, timeline
 from aliquot.planners.intra.fixed import everything
-from aliquot.planners.intra.ilp import Search, _search
+from aliquot.planners.intra.ilp import Search, _ilp
 
 _CLUSTER = Cluster.preset("2x4xH100")
 
@@ -43,13 +43,13 @@ def searches():
 
 
 def test_no_existing_solution_is_ruled_out(searches, monkeypatch):
-    monkeypatch.setattr(_search, "_CLOSE", 1.0)
+    monkeypatch.setattr(_ilp, "_CLOSE", 1.0)
     for search, _, best in searches:
         assert not search._nothing_below(best.step_time_s * (1 + 1e-6))
 
 
 def test_most_ceilings_between_bound_and_best_are_ruled_out(searches, monkeypatch):
-    monkeypatch.setattr(_search, "_CLOSE", 1.0)
+    monkeypatch.setattr(_ilp, "_CLOSE", 1.0)
     ruled_out = [
         search._nothing_below(bound + 0.2 * (best.step_time_s - bound))
         for search, bound, best in searches

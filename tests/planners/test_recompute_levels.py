@@ -17,8 +17,7 @@ from aliquot.cluster import Cluster
 from aliquot.graph import capture
 from aliquot.planners import StageDP, Task, _solve_stages
 from aliquot.planners._helper import HelperProcess
-from aliquot.planners._layer_costs import solve_layers
-from aliquot.planners._priced_layers import price_layers
+from aliquot.planners._layer_costs import price_layers, solve_layers
 from aliquot.planners._recompute_levels import chain_with_levels, recompute_levels
 from aliquot.planners._solve_stages import solve_with
 from aliquot.planners.inter import NoFasterStages

@@ -9,8 +9,8 @@ from aliquot.cluster import Cluster, LogicalMesh
 from aliquot.cost import make_problem, price, timeline
 from aliquot.planners.intra.fixed import everything
 from aliquot.planners.intra.ilp import Search
+from aliquot.planners.intra.ilp._ilp import Work
 from aliquot.planners.intra.ilp._least import LeastPeak
-from aliquot.planners.intra.ilp._search import Work
 
 _CLUSTER = Cluster.preset("2x4xV100-16GB")
 

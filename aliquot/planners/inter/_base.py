@@ -12,6 +12,8 @@ from ...cost import AbstractChain, ChainPlan, find_stage_faults
 from ...plans import training_schedules
 from .._helper import HelperProcess
 
+"""The work that a search has left."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLimits:
@@ -187,3 +189,14 @@ def no_layout(chain: AbstractChain, num_stages: int | None) -> str:
         " units.\n  Offer submeshes that fill the cluster, such as one of all devices, or another"
         " number of stages."
     )
+
+
+class WorkLeft:
+    """The number of table entries that the solves of one search may still compute."""
+
+    def __init__(self, limit: float) -> None:
+        self.left = limit
+
+    def spend(self, work: float) -> None:
+        """Subtract work; what is left never goes below zero."""
+        self.left = max(0.0, self.left - work)

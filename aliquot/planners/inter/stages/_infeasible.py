@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from ....core import InfeasibleError, counted, format_bytes
 from ....cost import AbstractChain, Chain, ChainPlan, PrefixSums, judge_stages
 from ....plans import Keeps, name_of_part, schedule_kind
-from .._base import no_layout
-from .._work import WorkLeft
+from .._base import WorkLeft, no_layout
 from ._devices import DeviceProgram
 from ._rounds import RoundsProgram, round_counts
 from ._tabulated import TabulatedProgram, tabulated_programs

@@ -25,8 +25,7 @@ from ....cost import (
     chain_in_flight,
     judge_stages,
 )
-from ._limits import memory_ends
-from ._tables import Floats, Ints, last_within
+from ._limits import Floats, Ints, last_within, memory_ends
 
 # Allowances for the slowest stage: if it may be a little slower, the sum over all stages may be
 # smaller.

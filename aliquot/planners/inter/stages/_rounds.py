@@ -11,8 +11,7 @@ import numpy as np
 from ....cost import Chain, PrefixSums, StageChoice, chain_in_flight, evaluate_form
 from ....plans import schedule_kind
 from ._boxes import StageSolution
-from ._limits import memory_ends, reach_within, simple_lows
-from ._tables import Floats, Ints, RunMinima
+from ._limits import Floats, Ints, RunMinima, memory_ends, reach_within, simple_lows
 
 
 class RoundsProgram:

@@ -23,13 +23,13 @@ from .._base import (
     AbstractInter,
     NoFasterStages,
     StageLimits,
+    WorkLeft,
     check_chains,
     check_num_stages,
     starts_in,
 )
 from .._less_recomputed import recomputing_less
 from .._simulated import fastest, simulated, worth_simulating
-from .._work import WorkLeft
 from ..bottleneck import Bottleneck
 from ..grid import GRID_SCHEDULE, layouts
 from ._boxes import BoxSearch, StageSolution, first_solution

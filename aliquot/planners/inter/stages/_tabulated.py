@@ -17,7 +17,7 @@ import numpy as np
 from ....cost import AbstractChain, StageChoice
 from ....plans import ClosedForm, schedule_kind
 from ._boxes import StageSolution
-from ._tables import Floats
+from ._limits import Floats
 
 _TIMES = ("forward_s", "backward_s", "weight_gradient_s", "exposed_s", "once_s")
 

@@ -2,7 +2,7 @@
 
 Variables: `x[n, k]`, node n takes choice k; `y[e, p, q]`, edge e converts split p to split q. Flow
 constraints tie `y` to the `x` on both sides: the local-polytope form, whose relaxation is integral
-for most of these problems. Edges that share conversions pay for each once; see `_sharing.py`. With
+for most of these problems. Edges that share conversions pay for each once; see `_layout.py`. With
 an overlapping target, choices and conversions pay what nothing can hide, and `z` is the rest of the
 collectives for which there is not enough compute to hide them.
 Only `x` need be integer; the others then are, too.
@@ -30,8 +30,7 @@ from ....cost import (
     queues,
 )
 from ....graph import Phase
-from ._layout import Choices, Layouts, Prices, lay_out
-from ._sharing import Groups
+from ._layout import Choices, Groups, Layouts, Prices, lay_out
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

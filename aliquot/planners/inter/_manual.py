@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ....core import InfeasibleError, InputError, PlanMismatchError, nearest
-from ....cost import (
+from ...core import InfeasibleError, InputError, PlanMismatchError, nearest
+from ...cost import (
     AbstractChain,
     ChainPlan,
     StageChoice,
@@ -16,9 +16,9 @@ from ....cost import (
     judge_stages,
     simulate_stages,
 )
-from ....plans import GIVEN_LAYOUT, SCHEDULES, training_schedules
-from ..._helper import HelperProcess
-from .._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
+from ...plans import GIVEN_LAYOUT, SCHEDULES, training_schedules
+from .._helper import HelperProcess
+from ._base import NO_LIMITS, AbstractInter, StageLimits, check_chains
 
 _ASKED = "these stages cannot be used"
 _ADVICE = (
