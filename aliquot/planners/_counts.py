@@ -80,8 +80,8 @@ def drawn_between(chains: Sequence[Chain], priced: Mapping[int, Chain]) -> list[
             continue
         fewer = max(other for other in priced if other < count)
         more = min(other for other in priced if other > count)
-        # A chain with figures interpolated between two others, linearly in the size of a
-        # micro-batch.
+        # Interpolated linearly in the size of a micro-batch: under one split, seconds and bytes
+        # grow about so. The fastest of several splits lies near the line, and mostly above it.
         coarse = priced[fewer]
         fine = priced[more]
         sizes = [1 / c.num_micro_batches for c in (fine, chain, coarse)]

@@ -169,7 +169,72 @@ class LayerCosts:
         """The chain for a number of micro-batches. For numbers other than the step's own, passes,
         activations and transfers are scaled with the size of a micro-batch.
         """
-        return _chain(self, count, memory_limit_bytes)
+        step, units, cluster, options = self.step, self.units, self.cluster, self.options
+        # Time and activations of a micro-batch grow with its size.
+        scale = step.num_micro_batches / count
+        # An option that divides micro-batches of one size may not divide those of another.
+        micro_batch_size = step.micro_batch_size * step.num_micro_batches // count
+        divides = np.array([micro_batch_size % (o.dp or 1) == 0 for o in options])
+        can_run = np.isfinite(self.figures("forward_s")) & divides
+
+        def figures(name: str) -> Floats:
+            return np.where(can_run, self.figures(name), np.inf)
+
+        recomputes = np.array([o.recompute == "stage" for o in options])
+        forward, backward = figures("forward_s") * scale, figures("backward_s") * scale
+        activation_bytes = figures("in_flight_bytes") * scale
+        leaving_bytes = np.array([*self.crossing.forward_bytes, 0.0])[list(units)] * scale
+        returning_bytes = np.array([*self.crossing.backward_bytes, 0.0])[list(units)] * scale
+        entering_bytes = np.concatenate(([0.0], leaving_bytes[:-1]))
+        dp = np.array([o.dp or 1 for o in options])
+        # A stage that recomputes has the activations of one micro-batch while its backward pass
+        # runs, and keeps only its input for each. Which layers begin a stage is not known yet, so
+        # each layer is charged a share of an input. Operators inside of layers are charged none, as
+        # their layer is.
+        inner = np.array([unit in step.layers.inner for unit in units])
+        begun_bytes = np.where(inner, 0.0, entering_bytes)
+        recomputed_bytes = np.where(can_run, self.figures("recomputed_bytes") * scale, 0.0)
+        recomputed_bytes += np.where(recomputes & can_run, activation_bytes, 0.0)
+        activation_bytes = np.where(
+            recomputes, begun_bytes[:, None] / dp / _LAYERS_PER_STAGE, activation_bytes
+        )
+        backward = np.where(recomputes, backward + forward, backward)
+        # With recomputation, a backward pass is not split into input and weight gradients: the
+        # latter cannot be deferred.
+        weight_gradient = np.where(recomputes & can_run, 0.0, figures("deferrable_s") * scale)
+        # Operators' shares of both may round differently.
+        weight_gradient = np.minimum(weight_gradient, backward)
+        deferred_bytes = np.where(recomputes & can_run, 0.0, figures("deferred_bytes") * scale)
+        # Names of the layers that others are copies of would not tell these apart.
+        are_copies = len(set(units)) < len(units)
+        return Chain(
+            unit_names=tuple(
+                f"layers[{k}]" if are_copies else step.layers.names[unit]
+                for k, unit in enumerate(units)
+            ),
+            options=tuple(options),
+            most_imbalance=self.intra.stage_imbalance,
+            num_micro_batches=count,
+            forward_s=forward,
+            backward_s=backward,
+            weight_gradient_s=weight_gradient,
+            once_s=figures("once_s"),
+            state_bytes=figures("state_bytes"),
+            in_flight_bytes=activation_bytes,
+            deferred_bytes=deferred_bytes,
+            recomputed_bytes=recomputed_bytes,
+            working_bytes=figures("working_bytes") * scale,
+            # Every micro-batch crosses a cut once in each direction.
+            boundary_bytes=(
+                (leaving_bytes + returning_bytes) / 2 if returning_bytes.any() else leaving_bytes
+            ),
+            memory_limit_bytes=memory_limit_bytes,
+            num_hosts=cluster.num_hosts,
+            devices_per_host=cluster.devices_per_host,
+            intra=cluster.transfer_links[0],
+            inter=cluster.transfer_links[1],
+            overlaps_transfers=target_for(cluster.device).overlaps_transfers,
+        )
 
     def figures(self, name: str) -> Floats:
         """[U, O], a figure of `PhaseCosts` of each unit under each option; infinite where it cannot
@@ -405,75 +470,6 @@ def _solve_layer(layer: _Layer, mesh: _Mesh) -> LayerSolution | None:
     if search.picks is None:
         return None
     return LayerSolution(costs=phase_costs(priced, search.picks, problem.graph), picks=search.picks)
-
-
-def _chain(costs: LayerCosts, count: int, limit_bytes: float) -> Chain:
-    step, units, cluster, options = costs.step, costs.units, costs.cluster, costs.options
-    # Time and activations of a micro-batch grow with its size.
-    scale = step.num_micro_batches / count
-    # An option that divides micro-batches of one size may not divide those of another.
-    micro_batch_size = step.micro_batch_size * step.num_micro_batches // count
-    divides = np.array([micro_batch_size % (o.dp or 1) == 0 for o in options])
-    can_run = np.isfinite(costs.figures("forward_s")) & divides
-
-    def figures(name: str) -> Floats:
-        return np.where(can_run, costs.figures(name), np.inf)
-
-    recomputes = np.array([o.recompute == "stage" for o in options])
-    forward, backward = figures("forward_s") * scale, figures("backward_s") * scale
-    activation_bytes = figures("in_flight_bytes") * scale
-    leaving_bytes = np.array([*costs.crossing.forward_bytes, 0.0])[list(units)] * scale
-    returning_bytes = np.array([*costs.crossing.backward_bytes, 0.0])[list(units)] * scale
-    entering_bytes = np.concatenate(([0.0], leaving_bytes[:-1]))
-    dp = np.array([o.dp or 1 for o in options])
-    # A stage that recomputes has the activations of one micro-batch while its backward pass runs,
-    # and keeps only its input for each. Which layers begin a stage is not known yet, so each layer
-    # is charged a share of an input. Operators inside of layers are charged none, as their layer
-    # is.
-    inner = np.array([unit in step.layers.inner for unit in units])
-    begun_bytes = np.where(inner, 0.0, entering_bytes)
-    recomputed_bytes = np.where(can_run, costs.figures("recomputed_bytes") * scale, 0.0)
-    recomputed_bytes += np.where(recomputes & can_run, activation_bytes, 0.0)
-    activation_bytes = np.where(
-        recomputes, begun_bytes[:, None] / dp / _LAYERS_PER_STAGE, activation_bytes
-    )
-    backward = np.where(recomputes, backward + forward, backward)
-    # With recomputation, a backward pass is not split into input and weight gradients: the latter
-    # cannot be deferred.
-    weight_gradient = np.where(recomputes & can_run, 0.0, figures("deferrable_s") * scale)
-    # Operators' shares of both may round differently.
-    weight_gradient = np.minimum(weight_gradient, backward)
-    deferred_bytes = np.where(recomputes & can_run, 0.0, figures("deferred_bytes") * scale)
-    # Names of the layers that others are copies of would not tell these apart.
-    are_copies = len(set(units)) < len(units)
-    return Chain(
-        unit_names=tuple(
-            f"layers[{k}]" if are_copies else step.layers.names[unit]
-            for k, unit in enumerate(units)
-        ),
-        options=tuple(options),
-        most_imbalance=costs.intra.stage_imbalance,
-        num_micro_batches=count,
-        forward_s=forward,
-        backward_s=backward,
-        weight_gradient_s=weight_gradient,
-        once_s=figures("once_s"),
-        state_bytes=figures("state_bytes"),
-        in_flight_bytes=activation_bytes,
-        deferred_bytes=deferred_bytes,
-        recomputed_bytes=recomputed_bytes,
-        working_bytes=figures("working_bytes") * scale,
-        # Every micro-batch crosses a cut once in each direction.
-        boundary_bytes=(
-            (leaving_bytes + returning_bytes) / 2 if returning_bytes.any() else leaving_bytes
-        ),
-        memory_limit_bytes=limit_bytes,
-        num_hosts=cluster.num_hosts,
-        devices_per_host=cluster.devices_per_host,
-        intra=cluster.transfer_links[0],
-        inter=cluster.transfer_links[1],
-        overlaps_transfers=target_for(cluster.device).overlaps_transfers,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -29,7 +29,7 @@ from ..cost import (
 )
 from ..graph import OpId, Phase, stage_layers
 from ..sharding import NodeGraph, NodeId, operators_of
-from ._layer_costs import ONE_DEVICE, Floats, LayerCosts, ops_of_layers, price_option
+from ._layer_costs import ONE_DEVICE, LayerCosts, ops_of_layers, price_option
 
 # With more levels, neighbouring ones hardly differ.
 _MOST_LEVELS = 3
@@ -111,7 +111,20 @@ def chain_with_levels(
     operators that it may repeat.
     """
     plain = [k for k, option in enumerate(chain.options) if option.recompute == "none"]
-    seconds, freed = _figures(costs, levels, [chain.options[k] for k in plain])
+    # For each level, the seconds of repeated work and the freed bytes of each kind of layer under
+    # each option; 0 where the layer cannot run under it.
+    options = [chain.options[k] for k in plain]
+    shape = (len(costs.problems), len(options))
+    seconds, freed = ([np.zeros(shape) for _ in range(len(levels))] for _ in range(2))
+    for kind, problem in enumerate(costs.problems):
+        sets = [levels.nodes[level][kind] for level in range(len(levels))]
+        for o, option in enumerate(options):
+            mesh = option.submesh, option.mesh_shape
+            solution = costs.solutions[kind][mesh]
+            if solution is None:
+                continue
+            for level, found in enumerate(_recomputed(costs, problem, mesh, solution.picks, sets)):
+                seconds[level][kind, o], freed[level][kind, o] = found.seconds, found.freed_bytes
     options = list(chain.options)
     repeated = [frozenset[OpId]()] * len(options)
     columns = {name: [getattr(chain, name)] for name in UNIT_FIGURES}
@@ -229,26 +242,6 @@ def _step_ops(costs: LayerCosts, nodes: Sequence[frozenset[NodeId]]) -> frozense
         places = [k for k, op in enumerate(by_layer[members[0]]) if op in mine]
         found.update(by_layer[member][k] for member in members for k in places)
     return frozenset(found)
-
-
-def _figures(
-    costs: LayerCosts, levels: RecomputeLevels, options: Sequence[StageOption]
-) -> tuple[list[Floats], list[Floats]]:
-    """For each level, the seconds of repeated work and the freed bytes of each kind of layer under
-    each option; 0 where the layer cannot run under it.
-    """
-    shape = (len(costs.problems), len(options))
-    seconds, freed = ([np.zeros(shape) for _ in range(len(levels))] for _ in range(2))
-    for kind, problem in enumerate(costs.problems):
-        sets = [levels.nodes[level][kind] for level in range(len(levels))]
-        for o, option in enumerate(options):
-            mesh = option.submesh, option.mesh_shape
-            solution = costs.solutions[kind][mesh]
-            if solution is None:
-                continue
-            for level, found in enumerate(_recomputed(costs, problem, mesh, solution.picks, sets)):
-                seconds[level][kind, o], freed[level][kind, o] = found.seconds, found.freed_bytes
-    return seconds, freed
 
 
 def _recomputed(

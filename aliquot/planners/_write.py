@@ -84,7 +84,7 @@ def write_plan(
         recompute=how.name if (how := full.calling.recompute) else "none",
         num_micro_batches=decision.num_micro_batches,
         micro_batch_semantics=task.semantics,
-        combine=_combine(decision),
+        combine={unranged(path): how for path, how in decision.combine.items()},
         schedule=pipeline.schedule.name if pipeline else SINGLE,
         num_submeshes=pipeline.schedule.num_submeshes if pipeline else 1,
         overlaps_transfers=pipeline.overlaps_transfers if pipeline else False,
@@ -191,10 +191,6 @@ def _gap(decision: Decision, step_time_s: float) -> float | None:
     if bound is None or decision.gap is not None:
         return decision.gap
     return max(0.0, step_time_s / bound - 1.0)
-
-
-def _combine(decision: Decision) -> dict[str, str]:
-    return {unranged(path): how for path, how in decision.combine.items()}
 
 
 def _interior(stage: StageDecision) -> Any:

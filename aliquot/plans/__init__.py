@@ -14,9 +14,6 @@ from ._arrays import unranged as unranged
 from ._axis_roles import AxisRole as AxisRole
 from ._axis_roles import names_experts as names_experts
 from ._axis_roles import roles_of_axes as roles_of_axes
-from ._closed_form import ClosedForm as ClosedForm
-from ._closed_form import Maximum as Maximum
-from ._closed_form import StageTimes as StageTimes
 from ._collective_text import stage_collective_table as stage_collective_table
 from ._compared import Collective as Collective
 from ._compared import CollectiveComparison as CollectiveComparison
@@ -70,7 +67,10 @@ from ._schedule import TaskKind as TaskKind
 from ._schedule import dependencies as dependencies
 from ._schedule import round_robin as round_robin
 from ._schedule_kind import AbstractScheduleKind as AbstractScheduleKind
+from ._schedule_kind import ClosedForm as ClosedForm
 from ._schedule_kind import Keeps as Keeps
+from ._schedule_kind import Maximum as Maximum
+from ._schedule_kind import StageTimes as StageTimes
 from ._schedules import SCHEDULES as SCHEDULES
 from ._schedules import make_schedule as make_schedule
 from ._schedules import schedule_kind as schedule_kind

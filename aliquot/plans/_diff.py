@@ -8,7 +8,7 @@ from typing import Any
 
 from ._arrays import format_dims
 from ._facts import is_pipeline
-from ._plan import PREDICTED_FIGURES, CollectiveUse, Plan, StagePlan
+from ._plan import PREDICTED_FIGURES, CollectiveUse, Plan
 from ._stage_text import device_range, short_layers
 
 Term = str | int | float | None
@@ -140,7 +140,12 @@ def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
         terms[f"{prefix}data_axes"] = ", ".join(stage.data_axes)
         terms[f"{prefix}context_axes"] = ", ".join(stage.context_axes)
         if is_pipeline(plan):
-            terms |= _stage_decisions(prefix, stage)
+            start, stop = device_range(stage)
+            terms |= {
+                f"{prefix}layers": short_layers(stage.layer_names),
+                f"{prefix}devices": f"{start}-{stop - 1}" if stop > start + 1 else str(start),
+                f"{prefix}recompute": stage.recompute if stage.recompute != "none" else "no",
+            }
         # Nodes are numbered in each stage: in other stages the same name is another operator.
         for op in stage.interior if operators else ():
             split = (
@@ -154,15 +159,6 @@ def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
     terms |= {f"combine {path}": how for path, how in plan.combine.items()}
     terms |= {f"note: {note}": "noted" for note in plan.notes}
     return terms
-
-
-def _stage_decisions(prefix: str, stage: StagePlan) -> dict[str, Term]:
-    start, stop = device_range(stage)
-    return {
-        f"{prefix}layers": short_layers(stage.layer_names),
-        f"{prefix}devices": f"{start}-{stop - 1}" if stop > start + 1 else str(start),
-        f"{prefix}recompute": stage.recompute if stage.recompute != "none" else "no",
-    }
 
 
 def _splits(plan: Plan) -> dict[str, Term]:

@@ -108,49 +108,6 @@ def from_json(text: str, *, source: str = "the plan") -> Plan:
             cannot be read, or is no consistent plan; then the message lists everything that is
             wrong.
     """
-    data = _current(_decoded(text, source), source)
-    try:
-        plan: Plan = msgspec.convert(data, Plan)
-    except msgspec.ValidationError as error:
-        raise _invalid(source, list(faults_of(data, Plan, "plan")) or [str(error)]) from None
-    wrong = violations(plan)
-    if wrong:
-        raise _invalid(source, wrong)
-    return plan
-
-
-def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan file: first under a temporary name, then renamed, so that no reader meets half
-    of it.
-
-    Raises:
-        InputError: The place cannot be written to, or the plan holds numbers that are not finite.
-    """
-    write_atomic(path, to_json(plan))
-
-
-def load(path: str | os.PathLike[str]) -> Plan:
-    """Read and check a plan file.
-
-    Raises:
-        PlanFileError: The file is missing or unreadable, or see `from_json`.
-    """
-    source = f"plan file {shortened(os.fspath(path))!r}"
-    try:
-        text = read_file(path, _MOST_BYTES).decode()
-    except UnicodeDecodeError as error:
-        raise PlanFileError(
-            f"{source} is not text (byte {error.start} is not UTF-8). {_AGAIN}"
-        ) from None
-    except InputError as error:
-        raise PlanFileError(f"{source} cannot be read: {error}. {_AGAIN}") from None
-    return from_json(text, source=source)
-
-
-def _decoded(text: str, source: str) -> dict[str, Any]:
-    """The JSON object in a plan file's text. Raises `PlanFileError` if it is none, lacks a version,
-    or has names or values that no plan can have.
-    """
     try:
         data = msgspec.json.decode(text)
     except RecursionError:
@@ -188,7 +145,43 @@ def _decoded(text: str, source: str) -> dict[str, Any]:
                 for name, count in repeated
             ],
         )
-    return data
+    data = _current(data, source)
+    try:
+        plan: Plan = msgspec.convert(data, Plan)
+    except msgspec.ValidationError as error:
+        raise _invalid(source, list(faults_of(data, Plan, "plan")) or [str(error)]) from None
+    wrong = violations(plan)
+    if wrong:
+        raise _invalid(source, wrong)
+    return plan
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan file: first under a temporary name, then renamed, so that no reader meets half
+    of it.
+
+    Raises:
+        InputError: The place cannot be written to, or the plan holds numbers that are not finite.
+    """
+    write_atomic(path, to_json(plan))
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Read and check a plan file.
+
+    Raises:
+        PlanFileError: The file is missing or unreadable, or see `from_json`.
+    """
+    source = f"plan file {shortened(os.fspath(path))!r}"
+    try:
+        text = read_file(path, _MOST_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise PlanFileError(
+            f"{source} is not text (byte {error.start} is not UTF-8). {_AGAIN}"
+        ) from None
+    except InputError as error:
+        raise PlanFileError(f"{source} cannot be read: {error}. {_AGAIN}") from None
+    return from_json(text, source=source)
 
 
 def _too_deep(source: str) -> PlanFileError:

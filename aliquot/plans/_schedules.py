@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..core import InputError, nearest
-from ._closed_form import ClosedForm, Maximum, StageTimes
 from ._schedule import Lists, Schedule, Task, TaskKind
-from ._schedule_kind import AbstractScheduleKind, Keeps
+from ._schedule_kind import AbstractScheduleKind, ClosedForm, Keeps, Maximum, StageTimes
 
 
 def share_submeshes(

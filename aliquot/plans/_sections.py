@@ -99,7 +99,30 @@ def sections(plan: Plan, detail: Detail) -> Iterator[Section]:
         amounts=tuple(size for _, size in parts),
     )
     if is_pipeline(plan):
-        yield from _arrays_of_stages(plan, detail)
+        # Sections of the largest arrays, one for each set of stages that hold equal arrays.
+        kinds = list(equal_stages(plan))
+        for numbers, groups in kinds[: detail.kinds_of_stages]:
+            which = (
+                f"Stage {numbers[0]}"
+                if len(numbers) == 1
+                else f"Stages {stage_numbers(numbers)}, each"
+            )
+            title = (
+                f"{which}: sharding of the largest of {sum(group.count for group in groups)} arrays"
+            )
+            yield _arrays(groups, detail.arrays_of_stage, title)
+        others = sorted(
+            number for numbers, _ in kinds[detail.kinds_of_stages :] for number in numbers
+        )
+        if others:
+            who = (
+                f"Stage {others[0]} holds"
+                if len(others) == 1
+                else f"Stages {stage_numbers(others)} hold"
+            )
+            yield Section(
+                kind=SectionKind.ARRAYS, title=f"{who} other arrays: see `aliquot explain --json`."
+            )
         yield stage_collective_table(plan).first(detail.collectives)
     else:
         for stage in plan.stages:
@@ -193,27 +216,6 @@ def explained_names(names: Iterable[str]) -> list[str]:
     lines = [f"{word}: {_METHODS[word]}." for word in words if word in _METHODS]
     told = [remark for remark in _REMARKS if any(remark in name for name in names)]
     return lines + [f"{remark}: {_REMARKS[remark]}." for remark in told]
-
-
-def _arrays_of_stages(plan: Plan, detail: Detail) -> Iterator[Section]:
-    """Sections of the largest arrays, one for each set of stages that hold equal arrays."""
-    kinds = list(equal_stages(plan))
-    for numbers, groups in kinds[: detail.kinds_of_stages]:
-        which = (
-            f"Stage {numbers[0]}" if len(numbers) == 1 else f"Stages {stage_numbers(numbers)}, each"
-        )
-        title = f"{which}: sharding of the largest of {sum(group.count for group in groups)} arrays"
-        yield _arrays(groups, detail.arrays_of_stage, title)
-    others = sorted(number for numbers, _ in kinds[detail.kinds_of_stages :] for number in numbers)
-    if others:
-        who = (
-            f"Stage {others[0]} holds"
-            if len(others) == 1
-            else f"Stages {stage_numbers(others)} hold"
-        )
-        yield Section(
-            kind=SectionKind.ARRAYS, title=f"{who} other arrays: see `aliquot explain --json`."
-        )
 
 
 def _arrays(groups: Sequence[ArrayGroup], most: int, title: str) -> Section:

@@ -54,10 +54,10 @@ from ._pins import Pins as Pins
 from ._pins import TotalConstraints as TotalConstraints
 from ._pins import make_pins as make_pins
 from ._reshard import Move as Move
+from ._reshard import gathered_by_rows as gathered_by_rows
 from ._reshard import reshard as reshard
 from ._reshard import result_fraction as result_fraction
 from ._reshard import split_deferred_sums as split_deferred_sums
-from ._rows import gathered_by_rows as gathered_by_rows
 from ._spec import PARTIAL as PARTIAL
 from ._spec import REPLICATED as REPLICATED
 from ._spec import Spec as Spec

@@ -258,7 +258,9 @@ def _other_parameter(a: Op, b: Op) -> str:
         return ""
     for key, x in a.params.items():
         y = b.params.get(key)
-        if key in _OF_SHAPES or not (_is_plain(x) and _is_plain(y)) or _is_equal(x, y):
+        # NaN equals itself here.
+        is_equal = bool(x == y) or (x != x and y != y)
+        if key in _OF_SHAPES or not (_is_plain(x) and _is_plain(y)) or is_equal:
             continue
         if key in _OF_DIMS and x is not None and y is not None and len(x) == len(y):
             pairs = [(a.eqn.invars[0].aval.shape, b.eqn.invars[0].aval.shape)]
@@ -287,11 +289,6 @@ def _written(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_written, value))})"
     return str(value)
-
-
-def _is_equal(x: Any, y: Any) -> bool:
-    """True if two plain values are the same, NaN included."""
-    return bool(x == y) or (x != x and y != y)
 
 
 def _different(graph: Graph, a: Op, b: Op, change: str = "") -> CaptureError:

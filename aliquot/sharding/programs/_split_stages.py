@@ -32,7 +32,7 @@ from ...graph import (
     recomputed_runs,
 )
 from ..micro_batches import MicroBatchPlan
-from ._handed_on import require_one_stage
+from ._crossing import require_one_stage
 from ._micro_batch_graphs import MicroBatchGraphs, subgraph
 from ._push_out import push_out
 from ._split_update import Update

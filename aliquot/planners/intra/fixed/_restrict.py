@@ -185,7 +185,11 @@ def batch_restriction(
         choices = table.choices
         batch = priced.graph.batch_factors[node.index]
         if node.index in sharded:
-            masks.append(_most_split(choices, priced, shard_axes))
+            # Choices that split over `axes` alone, as far as possible.
+            outside = [a for a in range(len(priced.axis_sizes)) if a not in shard_axes]
+            is_regular = (choices[:, outside] == -1).all(axis=1)
+            pieces = shards(choices, [True] * (int(choices.max(initial=-1)) + 1), priced.axis_sizes)
+            masks.append(np.asarray(is_regular & (pieces == pieces[is_regular].max())))
         elif node.index in kinds.parameters or node.index in kinds.update:
             masks.append(_unsplit(choices))
         elif batch:
@@ -203,16 +207,6 @@ def batch_restriction(
 
 def _unsplit(choices: NDArray[np.int64]) -> NDArray[np.bool_]:
     return np.asarray((choices == -1).all(axis=1))
-
-
-def _most_split(
-    choices: NDArray[np.int64], priced: Priced, axes: frozenset[int]
-) -> NDArray[np.bool_]:
-    """Choices that split over `axes` alone, as far as possible."""
-    outside = [a for a in range(len(priced.axis_sizes)) if a not in axes]
-    is_regular = (choices[:, outside] == -1).all(axis=1)
-    pieces = shards(choices, [True] * (int(choices.max(initial=-1)) + 1), priced.axis_sizes)
-    return np.asarray(is_regular & (pieces == pieces[is_regular].max()))
 
 
 def _refuse_batch(problem: Problem, priced: Priced, kinds: Kinds) -> None:

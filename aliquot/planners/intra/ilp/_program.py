@@ -159,18 +159,12 @@ def build_program(
             columns = np.flatnonzero(values)
             program.add_entries(np.full(len(columns), row), columns, values[columns] / unit_s)
             program.global_rows.append((row, values / unit_s))
-    _add_exposed_copies(program, layout.choices, priced)
-    return program, layout.choices
-
-
-def _add_exposed_copies(program: Program, choices: Choices, priced: Priced) -> None:
-    """For each stretch of copies between device and host memory a variable `e`: the seconds for
-    which it waits, `e >= copies - compute beside them`; and for each phase the seconds for which
-    the step waits, at least those of the stretches of either direction.
-    """
-    seconds = copy_seconds(priced) if priced.copies else []
+    # For each stretch of copies between device and host memory a variable `e`: the seconds for
+    # which it waits, `e >= copies - compute beside them`; and for each phase the seconds for which
+    # the step waits, at least those of the stretches of either direction.
+    copies_s = copy_seconds(priced) if priced.copies else []
     # As above, in units of the longest copy.
-    unit_s = max([float(np.max(s)) for s in seconds], default=0.0) or 1.0
+    unit_s = max([float(np.max(s)) for s in copies_s], default=0.0) or 1.0
     of_phase: dict[Phase, int] = {}
     of_direction: dict[tuple[Phase, bool], int] = {}
     for group in queues(priced.copies):
@@ -184,21 +178,24 @@ def _add_exposed_copies(program: Program, choices: Choices, priced: Priced) -> N
             program.add_entries(np.array([of_direction[direction]]), ends, -1.0)
         program.add_entries(np.array([of_direction[direction]]), np.array([column]), 1.0)
         for queue in group:
-            waits: list[Floats | float] = [0.0] * len(choices.columns)
+            waits: list[Floats | float] = [0.0] * len(layout.choices.columns)
             fixed = 0.0
             for k in queue.members:
                 node = priced.copies[k].node
                 if node < 0:
-                    fixed += float(seconds[k][0])
+                    fixed += float(copies_s[k][0])
                 else:
-                    waits[node] = waits[node] + seconds[k]
+                    waits[node] = waits[node] + copies_s[k]
             room = np.array(queue.room)
             row = program.add_rows(1, -np.inf, -fixed / unit_s)
             program.add_entries(np.array([row]), np.array([column]), -1.0)
-            for n, (columns, kept) in enumerate(zip(choices.columns, choices.allowed, strict=True)):
+            for n, (columns, kept) in enumerate(
+                zip(layout.choices.columns, layout.choices.allowed, strict=True)
+            ):
                 values = (waits[n] - room @ priced.nodes[n].compute)[kept] / unit_s
                 some = np.flatnonzero(values)
                 program.add_entries(np.full(len(some), row), columns[some], values[some])
+    return program, layout.choices
 
 
 def add_memory_row(
