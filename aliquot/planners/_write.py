@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from typing import Any
 
@@ -135,16 +136,7 @@ def write_plan(
             gap=_gap(decision, prediction.step_time_s),
             bound_holds_for=decision.bound_holds_for,
             status=decision.status,
-            candidates=tuple(
-                {
-                    "name": c.name,
-                    "mesh": c.mesh,
-                    "lower_bound_s": c.lower_bound_s,
-                    "step_time_s": c.step_time_s,
-                    "outcome": c.outcome,
-                }
-                for c in decision.candidates
-            ),
+            candidates=tuple(dataclasses.asdict(each) for each in decision.candidates),
             profiles=getattr(task.cluster.measured, "source", ""),
         ),
     )

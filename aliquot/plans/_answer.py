@@ -45,9 +45,13 @@ def spoken(plan: Plan) -> tuple[str, str, str]:
     * predicted step time, memory on each device and its limit, MFU and the expected error.
     """
     model, cluster = plan.model.name or "step", plan.cluster.get("name", "a cluster")
+    count, how = plan.num_micro_batches, recomputation(plan)
+    parts = f"{count} micro-batches" if count != 1 else "the whole batch at once"
+    again = "no recomputation" if how in ("", "none") else f"recompute {how}"
+    done = ", ".join([_split(plan), parts, again])
     return (
         f"{model} on {cluster}, by method {plan.method}",
-        f"{_capitalised(', '.join([_split(plan), _batch(plan), _recomputed(plan)]))}:",
+        f"{done[:1].upper()}{done[1:]}:",
         f"{', '.join(_figures(plan))}.",
     )
 
@@ -144,18 +148,6 @@ def _shares(roles: Sequence[AxisRole]) -> str:
     return ", parameters sharded" if share > _ALL else f", {share:.0%} of the parameters sharded"
 
 
-def _batch(plan: Plan) -> str:
-    if plan.num_micro_batches == 1:
-        return "the whole batch at once"
-    return f"{plan.num_micro_batches} micro-batches"
-
-
-def _recomputed(plan: Plan) -> str:
-    """What the backward pass recomputes."""
-    how = recomputation(plan)
-    return "no recomputation" if how in ("", "none") else f"recompute {how}"
-
-
 def _figures(plan: Plan) -> Iterator[str]:
     p = plan.prediction
     yield f"{said_of_step_time(plan)} a step"
@@ -174,7 +166,3 @@ def _figures(plan: Plan) -> Iterator[str]:
         yield f"mean error of the measurements {p.measured_error:.0%}"
     else:
         yield said_error(plan)
-
-
-def _capitalised(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -75,76 +75,66 @@ _PARTS_OF_MEMORY = {
 
 def fact_rows(plan: Plan) -> list[tuple[str, str]]:
     """Names and texts in reading order; a row without a name continues the row above it."""
-    summary = summary_rows(plan)
-    p = plan.prediction
-    peak = format_bytes(p.peak_memory_bytes)
-    share = (
-        f", {format_share_of_limit(p.peak_memory_bytes, p.memory_limit_bytes)} of the limit of"
-        f" {format_bytes(p.memory_limit_bytes)}{_limit_of_device(plan)}"
-        if p.memory_limit_bytes
-        else ""
-    )
-    return [
-        *_batch_rows(plan),
-        *(row for row in summary if row[0] in _DECISIONS),
-        *_idle_rows(plan),
-        ("micro-batches", micro_batches(plan)),
-        ("step time (predicted)", _step_time(plan)),
-        *_stream_rows(plan),
-        *(row for row in summary if row[0] not in _DECISIONS),
+    rows, summary, p = [], summary_rows(plan), plan.prediction
+    batch = [array for array in plan.inputs if array.role == "batch" and array.shape]
+    if batch:
+        # The largest array of the batch, and the type of most matrix products.
+        largest = max(batch, key=lambda array: math.prod(array.shape))
+        dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", ""))
+        products = f"; most matmuls in {dtype}" if dtype else ""
+        if plan.model.kind == "zoo":
+            products += _SCALED.get(dtype, "")
+        shape = f"{largest.dtype}[{', '.join(map(str, largest.shape))}]"
+        rows.append(("batch", f"{largest.path.removeprefix('batch.')} {shape}{products}"))
+    rows += [row for row in summary if row[0] in _DECISIONS]
+    if plan.idle_hosts:
+        which, devices = counted(plan.idle_hosts, "host"), counted(idle_devices(plan), "device")
+        rows.append(("idle", f"the last {which}, {devices}: faster without"))
+    rows.append(("micro-batches", micro_batches(plan)))
+    step_time = time_parts(plan)
+    # Of devices without calibration the range comes first.
+    if step_time_range_s(plan) is not None:
+        step_time = f"{said_of_step_time(plan)}; by the data sheet {step_time}"
+    rows.append(("step time (predicted)", step_time))
+    # Where stages take the next call before they have ended this one.
+    if len(plan.stages) > 1 and not has_gradients(plan):
+        between = format_seconds(time_between_calls_s(plan))
+        rows.append(("time between calls", f"{between}, if they follow one another without a gap"))
+    rows += [row for row in summary if row[0] not in _DECISIONS]
+    peak, limit, share = format_bytes(p.peak_memory_bytes), p.memory_limit_bytes, ""
+    if limit:
+        share = f", {format_share_of_limit(p.peak_memory_bytes, limit)} of the limit of"
+        share += f" {format_bytes(limit)}{_limit_of_device(plan)}"
+    rows += [
         ("bound", bound(plan)),
         ("memory (predicted)", f"{peak} on each device{share}; peak at {p.peak_moment}"),
         ("", " + ".join(f"{format_bytes(size)} {name}" for name, size in told_parts(plan))),
-        *_host_memory_rows(plan),
-        *_search_rows(plan),
     ]
-
-
-def _step_time(plan: Plan) -> str:
-    """The step time and its parts; of devices without calibration its range first."""
-    parts = time_parts(plan)
-    if step_time_range_s(plan) is None:
-        return parts
-    return f"{said_of_step_time(plan)}; by the data sheet {parts}"
-
-
-def _search_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The time that the search took; plan files do not hold it."""
-    p = plan.provenance
-    if not p.search_s and not p.trace_s:
-        return []
-    took = f"{format_seconds(p.search_s)} of search, after {format_seconds(p.trace_s)} of tracing"
-    return [("planned in", took)]
-
-
-def _batch_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The largest array of the batch, and the type of most matrix products."""
-    arrays = [array for array in plan.inputs if array.role == "batch" and array.shape]
-    if not arrays:
-        return []
-    largest = max(arrays, key=lambda array: math.prod(array.shape))
-    shape = ", ".join(map(str, largest.shape))
-    dtype = plan.model.flops_dtype or str(plan.model.settings.get("dtype", ""))
-    products = f"; most matmuls in {dtype}" if dtype else ""
-    if plan.model.kind == "zoo":
-        products += _SCALED.get(dtype, "")
-    name = largest.path.removeprefix("batch.")
-    return [("batch", f"{name} {largest.dtype}[{shape}]{products}")]
-
-
-def _stream_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The time between calls, where stages take the next before they have ended this one."""
-    if len(plan.stages) < 2 or has_gradients(plan):
-        return []
-    between = format_seconds(time_between_calls_s(plan))
-    return [("time between calls", f"{between}, if they follow one another without a gap")]
+    if p.host_memory_bytes:
+        each = sum(p.host_memory_bytes.values())
+        hosts = plan.cluster.get("host")
+        held = hosts.get("memory_bytes") if isinstance(hosts, dict) else None
+        per_host = each * devices_of_a_host(plan)
+        text = f"{format_bytes(each)} for each device, {format_bytes(per_host)} on a host"
+        text += f", {per_host / held:.0%} of {format_bytes(held)}" if held else ""
+        parts = [f"{format_bytes(size)} {name}" for name, size in p.host_memory_bytes.items()]
+        rows += [("host memory", text), ("", " + ".join(parts))]
+    took = plan.provenance
+    # Plan files do not hold the time that the search took.
+    if took.search_s or took.trace_s:
+        search, trace = format_seconds(took.search_s), format_seconds(took.trace_s)
+        rows.append(("planned in", f"{search} of search, after {trace} of tracing"))
+    return rows
 
 
 def origin_rows(plan: Plan) -> list[tuple[str, str]]:
     """The planner, and how to build the step again."""
+    # The step, as it is built, may recompute less than the plan says.
+    how, built = layers_recompute(plan), plan.model.settings.get("recompute", "none")
+    added = "" if how in (None, built) else f"; the plan adds the recomputation ({how})"
     return [
         ("planner", f"{plan.provenance.planner}; aliquot {plan.provenance.version}"),
-        ("to rebuild the step", f"{rebuild(plan)}{_recomputed_by_plan(plan)}"),
+        ("to rebuild the step", f"{rebuild(plan)}{added}"),
     ]
 
 
@@ -300,13 +290,6 @@ def micro_batches(plan: Plan) -> str:
     return "; ".join([f"{plan.num_micro_batches}, {semantics}", *rules])
 
 
-def _recomputed_by_plan(plan: Plan) -> str:
-    """A remark where the step, as it is built, recomputes less than the plan says."""
-    how = layers_recompute(plan)
-    built = plan.model.settings.get("recompute", "none")
-    return "" if how in (None, built) else f"; the plan adds the recomputation ({how})"
-
-
 def rebuild(plan: Plan) -> str:
     """Instruction to rebuild the step that the plan is for."""
     if plan.model.kind == "zoo":
@@ -336,13 +319,6 @@ def name_of_part(name: str) -> str:
     return _PARTS_OF_MEMORY.get(name, name)
 
 
-def _idle_rows(plan: Plan) -> list[tuple[str, str]]:
-    if not plan.idle_hosts:
-        return []
-    which = counted(plan.idle_hosts, "host")
-    return [("idle", f"the last {which}, {counted(idle_devices(plan), 'device')}: faster without")]
-
-
 def _limit_of_device(plan: Plan) -> str:
     """Which share of the device's memory the limit is, and for what the rest is; empty if the limit
     is another than the device's own.
@@ -355,26 +331,6 @@ def _limit_of_device(plan: Plan) -> str:
         f" ({target.usable_memory_fraction:.0%} of the {format_bytes(device.memory_bytes)} of"
         f" {device.name}; the rest is left to its runtime and to fragmentation)"
     )
-
-
-def _host_memory_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What lies in host memory, if anything does."""
-    parts = plan.prediction.host_memory_bytes
-    if not parts:
-        return []
-    each = sum(parts.values())
-    hosts = plan.cluster.get("host")
-    limit = hosts.get("memory_bytes") if isinstance(hosts, dict) else None
-    per_host = each * devices_of_a_host(plan)
-    share = f", {per_host / limit:.0%} of {format_bytes(limit)}" if limit else ""
-    listed = " + ".join(f"{format_bytes(size)} {name}" for name, size in parts.items())
-    return [
-        (
-            "host memory",
-            f"{format_bytes(each)} for each device, {format_bytes(per_host)} on a host{share}",
-        ),
-        ("", listed),
-    ]
 
 
 def devices_of_a_host(plan: Plan) -> int:

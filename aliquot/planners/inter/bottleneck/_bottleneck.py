@@ -82,13 +82,9 @@ class Bottleneck(AbstractInter):
         if faults:
             raise InputError(f"Bottleneck cannot search: {'; '.join(faults)}.")
 
-    @property
-    def method(self) -> str:
-        return "bottleneck"
+    method = "bottleneck"
 
-    @property
-    def searches(self) -> bool:
-        return True
+    searches = True
 
     @property
     def asked_stages(self) -> int | None:

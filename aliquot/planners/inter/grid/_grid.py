@@ -50,13 +50,9 @@ class Grid(AbstractInter):
 
     simulated: int = 3
 
-    @property
-    def of_whole_layers(self) -> bool:
-        return True
+    of_whole_layers = True
 
-    @property
-    def method(self) -> str:
-        return "grid"
+    method = "grid"
 
     @property
     def own_way(self) -> str:
@@ -254,9 +250,7 @@ class EqualStages(AbstractInter):
     stage_layers: tuple[int, ...] = ()
     name: str = "megatron"
 
-    @property
-    def of_whole_layers(self) -> bool:
-        return True
+    of_whole_layers = True
 
     @property
     def method(self) -> str:

@@ -111,9 +111,7 @@ class StageDP(AbstractInter):
         if self.num_stages is not None and self.num_stages < 1:
             raise InputError(f"{self.num_stages} stages were asked for; a pipeline has at least 1.")
 
-    @property
-    def searches(self) -> bool:
-        return True
+    searches = True
 
     @property
     def asked_stages(self) -> int | None:

@@ -184,13 +184,9 @@ class Blocks(AbstractRule):
         if self.solve_limit < 1:
             raise InputError(f"solve_limit={self.solve_limit}: pass at least 1.")
 
-    @property
-    def name(self) -> str:
-        return "blocks"
+    name = "blocks"
 
-    @property
-    def bound_holds_for(self) -> str:
-        return "gap_within_blocks"
+    bound_holds_for = "gap_within_blocks"
 
     def begin(
         self,

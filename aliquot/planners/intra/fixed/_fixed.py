@@ -37,9 +37,7 @@ class Fixed(AbstractRule):
                 f"zero_stage={self.zero_stage}: pass 0 for data parallelism, 2 or 3 for ZeRO."
             )
 
-    @property
-    def name(self) -> str:
-        return "fixed"
+    name = "fixed"
 
     def sharded(self, problem: Problem) -> frozenset[int]:
         """Nodes that it splits over its shard axes as far as they can be."""

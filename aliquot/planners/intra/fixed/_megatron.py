@@ -63,9 +63,7 @@ class MegatronSplit(AbstractRule):
     gathers_once: bool = False
     rest: AbstractIntra = field(default_factory=ILP)
 
-    @property
-    def name(self) -> str:
-        return "megatron"
+    name = "megatron"
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

@@ -538,9 +538,7 @@ class ILP(AbstractStepwise):
     # Three times as much gave no faster plan in 25 cases of `benchmarks/tight_memory.py`.
     work_limit: float = 1.5e8
 
-    @property
-    def name(self) -> str:
-        return "shard"
+    name = "shard"
 
     def begin(
         self,
