@@ -43,7 +43,7 @@ from ..graph import (
     whole_layers,
 )
 from ..sharding import Crossing, LayeredStep, find_crossing, sketch_step, traces_in_groups
-from ._base import Progress, Task
+from ._base import Task
 from ._helper import HelperProcess
 from .intra import AbstractIntra, Space, fixed
 
@@ -271,14 +271,11 @@ class LayerCosts:
 
 def solve_layers(
     step: LayeredStep,
-    cluster: Cluster,
+    task: Task,
     *,
     intra: AbstractIntra,
     counts: Sequence[int],
     copies: Sequence[int] = (),
-    on_missing_rule: str = "infer",
-    recomputes: bool = True,
-    progress: Progress | None = None,
     helper: HelperProcess | None = None,
 ) -> LayerCosts:
     """Costs of every distinct layer of a step on every submesh, for the step's own number of
@@ -289,12 +286,11 @@ def solve_layers(
         counts: numbers of micro-batches that chains are made for.
         copies: for each unit of the chains the layer that it is a copy of; by default each layer is
             a unit.
-        recomputes: whether stages may recompute.
         helper: a second process that solves some of the layers.
     """
-    options = submesh_options(
-        cluster, step.micro_batch_size, intra.ways_beside_tensor, recomputes=recomputes
-    )
+    cluster, progress = task.cluster, task.progress
+    beside_tensor, recomputes = intra.ways_beside_tensor, task.recomputes
+    options = submesh_options(cluster, step.micro_batch_size, beside_tensor, recomputes=recomputes)
     counts_above_1 = [count for count in counts if count > 1]
     groups = {o.mesh_shape[0] for o in options} - {1}
     # n data-parallel groups trace a micro-batch as n smaller ones: options for which the step
@@ -325,7 +321,7 @@ def solve_layers(
             extract.graph,
             cluster,
             num_micro_batches=step.num_micro_batches,
-            on_missing_rule=on_missing_rule,
+            on_missing_rule=task.on_missing_rule,
             semantics=step.semantics,
             of_stage=True,
         )
@@ -528,16 +524,9 @@ def price_layers(
         on_missing_rule=task.on_missing_rule,
     )
     last = len(_few_ranges(length)) - 2
+    copies = tuple(0 if k == 0 else last if k == length - 1 else 1 for k in range(length))
     solve = functools.partial(
-        solve_layers,
-        cluster=task.cluster,
-        intra=intra,
-        counts=counts,
-        copies=tuple(0 if k == 0 else last if k == length - 1 else 1 for k in range(length)),
-        on_missing_rule=task.on_missing_rule,
-        recomputes=task.recomputes,
-        progress=task.progress,
-        helper=helper,
+        solve_layers, task=task, intra=intra, counts=counts, copies=copies, helper=helper
     )
     costs = solve(sketch)
     if sketch.layers.inner:

@@ -69,8 +69,9 @@ def graph(num_layers=2):
 @functools.cache
 def layer_costs():
     """What four layers cost on two devices. Called in double precision."""
-    step = layer_step(graph(num_layers=4), 4, layers=None)
-    return solve_layers(step, Cluster.preset("2xcpu"), intra=aq.ILP(), counts=[4])
+    task = Task(graph=graph(num_layers=4), cluster=Cluster.preset("2xcpu"))
+    step = layer_step(task.graph, 4, layers=None)
+    return solve_layers(step, task, intra=aq.ILP(), counts=[4])
 
 
 def test_a_pipeline_that_recomputes_some_operators_runs_as_the_plain_step(short):
