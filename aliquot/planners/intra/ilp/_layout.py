@@ -234,26 +234,28 @@ def lay_out(priced: Priced, allowed: Sequence[NDArray[np.bool_]]) -> Layout:
     return _Draft(priced, allowed).finish()
 
 
-@dataclass(slots=True)
-class _Entries:
-    """A list of coefficients that grows."""
+@dataclass(slots=True, kw_only=True)
+class Rows:
+    """Rows of a linear program with their bounds and coefficients; `values` may be read-only."""
 
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
     rows: list[Ints] = field(default_factory=list)
     columns: list[Ints] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    values: list[Floats] = field(default_factory=list)
 
-    def add(self, rows: Ints, columns: Ints, value: float) -> None:
-        self.rows.append(rows)
-        self.columns.append(columns)
-        self.values.append(value)
+    def add_rows(self, count: int, lower: float, upper: float) -> int:
+        """New rows with common bounds; returns the first one's number."""
+        first = len(self.lower)
+        self.lower += [lower] * count
+        self.upper += [upper] * count
+        return first
 
-    def joined(self) -> tuple[Ints, Ints, Floats]:
-        counts = [len(columns) for columns in self.columns]
-        return (
-            np.concatenate(self.rows),
-            np.concatenate(self.columns),
-            np.repeat(np.array(self.values), counts),
-        )
+    def add_entries(self, rows: Ints, columns: Ints, values: Floats | float) -> None:
+        """Add coefficients."""
+        self.rows.append(np.asarray(rows, np.int64))
+        self.columns.append(np.asarray(columns, np.int64))
+        self.values.append(np.broadcast_to(np.asarray(values, np.float64), np.shape(columns)))
 
 
 class _Draft:
@@ -266,9 +268,7 @@ class _Draft:
         ends = np.cumsum([0, *(len(kept) for kept in self.kept)])
         self.columns = [np.arange(a, b) for a, b in zip(ends, ends[1:])]
         self.num_columns = self.num_integer = int(ends[-1])
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.entries = _Entries()
+        self.rows = Rows()
         self.prices: list[Ints] = []
         self.shares: list[Floats] = []
         self.single: dict[int, tuple[Ints, Ints, Ints]] = {}
@@ -278,7 +278,7 @@ class _Draft:
     def finish(self) -> Layout:
         for mine in self.columns:
             # Each node takes one choice.
-            self.entries.add(np.full(len(mine), self._add_rows(1, 1.0, 1.0)), mine, 1.0)
+            self.rows.add_entries(np.full(len(mine), self.rows.add_rows(1, 1.0, 1.0)), mine, 1.0)
         by_share: dict[int, list[int]] = {}
         for edge in self.priced.graph.edges:
             by_share.setdefault(edge.share, []).append(edge.index)
@@ -291,10 +291,9 @@ class _Draft:
         if self.overlaps:
             # Its price is set by `build_program`.
             unhidden = self._add_columns(np.array([_ZERO]))
-            overlap_row = self._add_rows(2, 0.0, np.inf)
-            self.entries.add(overlap_row + np.arange(2), np.repeat(unhidden, 2), 1.0)
+            overlap_row = self.rows.add_rows(2, 0.0, np.inf)
+            self.rows.add_entries(overlap_row + np.arange(2), np.repeat(unhidden, 2), 1.0)
         starts = np.cumsum([0, *(len(node.choices) for node in self.priced.nodes)])
-        rows, columns, values = self.entries.joined()
         none = np.zeros(0, np.int64)
         return Layout(
             choices=Choices(
@@ -307,11 +306,11 @@ class _Draft:
             node_prices=np.concatenate([start + kept for start, kept in zip(starts, self.kept)]),
             other_prices=np.concatenate([*self.prices, none]),
             other_shares=np.concatenate([*self.shares, np.zeros(0)]),
-            lower=self.lower,
-            upper=self.upper,
-            rows=rows,
-            columns=columns,
-            values=values,
+            lower=self.rows.lower,
+            upper=self.rows.upper,
+            rows=np.concatenate(self.rows.rows),
+            columns=np.concatenate(self.rows.columns),
+            values=np.concatenate(self.rows.values),
             groups=Groups.of(self.shared),
             overlap_row=overlap_row,
             # The last column that was added.
@@ -327,12 +326,6 @@ class _Draft:
         self.prices.append(places)
         self.shares.append(np.ones(len(places)) if shares is None else shares)
         return np.arange(first, self.num_columns)
-
-    def _add_rows(self, count: int, lower: float, upper: float) -> int:
-        first = len(self.lower)
-        self.lower += [lower] * count
-        self.upper += [upper] * count
-        return first
 
     def _add_single(self, index: int) -> None:
         """Add the flows of an edge whose conversions are its own."""
@@ -394,9 +387,9 @@ class _Draft:
             (sides.q, sides.targets, sides.target_places, edge.target),
         ):
             # For each split, its flows sum to as much as the choices that give it.
-            first = self._add_rows(len(specs), 0.0, 0.0)
-            self.entries.add(first + of_flow, flow, 1.0)
-            self.entries.add(first + choices, self.columns[node], -1.0)
+            first = self.rows.add_rows(len(specs), 0.0, 0.0)
+            self.rows.add_entries(first + of_flow, flow, 1.0)
+            self.rows.add_entries(first + choices, self.columns[node], -1.0)
 
 
 class _Sides(NamedTuple):

@@ -30,7 +30,7 @@ from ....cost import (
     queues,
 )
 from ....graph import Phase
-from ._layout import Choices, Groups, Layouts, Prices, lay_out
+from ._layout import Choices, Groups, Layouts, Prices, Rows, lay_out
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -38,8 +38,8 @@ Ints = NDArray[np.int64]
 MIXED = 1e-6
 
 
-@dataclass(slots=True)
-class Program:
+@dataclass(slots=True, kw_only=True)
+class Program(Rows):
     """A linear program that grows by columns and rows; `arrays()` joins them.
 
     Attributes:
@@ -51,11 +51,6 @@ class Program:
 
     cost: list[Floats] = field(default_factory=list)
     num_columns: int = 0
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    rows: list[Ints] = field(default_factory=list)
-    columns: list[Ints] = field(default_factory=list)
-    values: list[Floats] = field(default_factory=list)
     groups: Groups = field(default_factory=lambda: Groups.of({}))
     excess: dict[int, int] = field(default_factory=dict)
     global_rows: list[tuple[int, Floats]] = field(default_factory=list)
@@ -66,19 +61,6 @@ class Program:
         self.cost.append(cost)
         self.num_columns += len(cost)
         return np.arange(first, self.num_columns)
-
-    def add_rows(self, count: int, lower: float, upper: float) -> int:
-        """New rows with common bounds; returns the first one's number."""
-        first = len(self.lower)
-        self.lower += [lower] * count
-        self.upper += [upper] * count
-        return first
-
-    def add_entries(self, rows: Ints, columns: Ints, values: Floats | float) -> None:
-        """Add coefficients."""
-        self.rows.append(np.asarray(rows, np.int64))
-        self.columns.append(np.asarray(columns, np.int64))
-        self.values.append(np.broadcast_to(np.asarray(values, np.float64), np.shape(columns)))
 
     def share(self, values: Floats) -> bool:
         """Add excess columns for shared conversions that a solution does not pay in full; True if
