@@ -30,7 +30,6 @@ from ..cost import (
 )
 from ..graph import (
     Block,
-    Graph,
     Layers,
     OpId,
     Phase,
@@ -302,7 +301,8 @@ def solve_layers(
     can_trace = {n: all(can_be_cut(count * n) for count in counts_above_1) for n in groups}
     options = [o for o in options if can_trace.get(o.mesh_shape[0], True)]
     staged = stage_layers(step.part, step.layers, range(len(step.layers)))
-    by_layer = _kinds(step.part, staged)
+    op_class = find_repeats(step.part).op_class
+    by_layer = [tuple([int(op_class[k]) for k in ops]) for ops in ops_of_layers(staged)]
     units = list(copies or range(len(step.layers)))
     numbers: dict[tuple[int, ...], int] = {}
     # Kinds are numbered in the order of the units, so that chains do not depend on the order of
@@ -345,12 +345,6 @@ def solve_layers(
         crossing=find_crossing(step.part, staged),
         options=options,
     )
-
-
-def _kinds(graph: Graph, staging: Staging) -> list[tuple[int, ...]]:
-    """For each layer, the classes of its operators; layers with the same classes cost the same."""
-    op_class = find_repeats(graph).op_class
-    return [tuple([int(op_class[k]) for k in ops]) for ops in ops_of_layers(staging)]
 
 
 def ops_of_layers(staging: Staging) -> list[list[OpId]]:

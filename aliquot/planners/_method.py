@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from ..core import CaptureError, InfeasibleError, InputError, refuse_arguments
 from ..cost import Problem
-from ..sharding import runs_in_groups
 from ._base import Decision, Progress, Task
 from ._programs import Programs
 from ._race import RaceInParts
@@ -111,13 +110,7 @@ def _that_decomposes(error: InfeasibleError, task: Task) -> InfeasibleError:
     for change in error.advice:
         number, _, unit = change.partition(" ")
         counts = number.isdecimal() and unit.startswith("micro-batches")
-        if not counts or runs_in_groups(
-            task.graph,
-            int(number),
-            1,
-            semantics=task.semantics,
-            on_missing_rule=task.on_missing_rule,
-        ):
+        if not counts or task.decomposes(int(number)):
             kept.append(change)
     if len(kept) == len(error.advice):
         return error

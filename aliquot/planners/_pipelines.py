@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ..core import CaptureError, InfeasibleError, InputError
 from ..cost import Chain, ChainPlan
 from ..graph import Layers, operators_with_effects, source_line
-from ..sharding import plan_micro_batches, runs_in_groups
+from ..sharding import plan_micro_batches
 from ._base import Candidate, Decision, Task, faster
 from ._counts import MANY_DEVICES, counts_to_try, drawn_between
 from ._helper import HelperProcess
@@ -158,7 +158,7 @@ class Pipelines(AbstractFamily):
         refused: list[int] = []
         for n in sorted(counts):
             # Joined in groups, parts of the batch are larger parts: no multiple decomposes, either.
-            decomposes = n == 1 or (all(n % m for m in refused) and _decomposes(task, n))
+            decomposes = n == 1 or (all(n % m for m in refused) and task.decomposes(n))
             (kept if decomposes else refused).append(n)
         if self.refusal is not None or kept == list(counts):
             raise error
@@ -433,13 +433,6 @@ def _add(found: Decision, task: Task, search: Search) -> None:
     """Add a pipeline. One of a single stage is one program, and solved as such later."""
     if len(found.stages) > 1:
         search.add(found, task)
-
-
-def _decomposes(task: Task, count: int) -> bool:
-    """True if the step decomposes into so many micro-batches."""
-    return count == 1 or runs_in_groups(
-        task.graph, count, 1, semantics=task.semantics, on_missing_rule=task.on_missing_rule
-    )
 
 
 def _price_ends(

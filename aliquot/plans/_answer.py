@@ -69,7 +69,23 @@ def _split(plan: Plan) -> str:
     if not plan.stages:
         return "run nothing: the plan has no stages"
     if len(plan.stages) == 1:
-        return _of_program(plan, plan.stages[0])
+        stage = plan.stages[0]
+        everywhere = f"all {math.prod(stage.mesh_shape)} {noun}s"
+        roles = list(roles_of_axes(plan, stage))
+        if not roles:
+            return f"run everything on one {noun}"
+        kind = roles[0].kind
+        if any(role.kind != kind for role in roles):
+            return f"combine {' and '.join(_ways(plan, stage))} on {everywhere}"
+        if "FSDP" in kind and not kind.startswith("context"):
+            return f"shard parameters and optimizer state over {everywhere} (FSDP)"
+        if zero := _ZERO.search(kind):
+            also = "gradients and optimizer state" if zero[1] == "2" else "optimizer state"
+            return f"split the batch and shard {also} over {everywhere} (ZeRO-{zero[1]})"
+        for words, said in _INSTRUCTIONS.items():
+            if kind.startswith(words):
+                return f"{said} over {everywhere} ({words}{_shares(roles)})"
+        return f"split the arrays over {everywhere}{_shares(roles).replace(', ', ': ')}"
     sizes = sorted({math.prod(stage.mesh_shape) for stage in plan.stages})
     each = counted(sizes[0], noun)
     if len(sizes) > 1:
@@ -96,28 +112,6 @@ def _split(plan: Plan) -> str:
         return run
     who = "each" if len(kinds) == 1 else "most"
     return f"{run}, {who} with {' and '.join(_ways(plan, together))}"
-
-
-def _of_program(plan: Plan, stage: StagePlan) -> str:
-    """What a plan of one program splits, as an instruction."""
-    noun, size = device_noun(plan), math.prod(stage.mesh_shape)
-    everywhere = f"all {size} {noun}s"
-    roles = list(roles_of_axes(plan, stage))
-    if not roles:
-        return f"run everything on one {noun}"
-    kinds = {role.kind for role in roles}
-    if len(kinds) > 1:
-        return f"combine {' and '.join(_ways(plan, stage))} on {everywhere}"
-    kind = kinds.pop()
-    if "FSDP" in kind and not kind.startswith("context"):
-        return f"shard parameters and optimizer state over {everywhere} (FSDP)"
-    if zero := _ZERO.search(kind):
-        also = "gradients and optimizer state" if zero[1] == "2" else "optimizer state"
-        return f"split the batch and shard {also} over {everywhere} (ZeRO-{zero[1]})"
-    for words, said in _INSTRUCTIONS.items():
-        if kind.startswith(words):
-            return f"{said} over {everywhere} ({words}{_shares(roles)})"
-    return f"split the arrays over {everywhere}{_shares(roles).replace(', ', ': ')}"
 
 
 def _ways(plan: Plan, stage: StagePlan) -> Iterator[str]:

@@ -155,24 +155,17 @@ def _decisions(plan: Plan, operators: bool) -> dict[str, Term]:
             terms[f"{prefix}operator {op.node}"] = (
                 f"{split} ({op.copies} copies){', recomputed' if op.recompute else ''}"
             )
-    terms |= _splits(plan)
-    terms |= {f"combine {path}": how for path, how in plan.combine.items()}
-    terms |= {f"note: {note}": "noted" for note in plan.notes}
-    return terms
-
-
-def _splits(plan: Plan) -> dict[str, Term]:
-    """Splits of arrays by path, whichever stage holds them: plans with different stages may still
-    split arrays alike.
-
-    An array that several stages split differently is listed with all its splits.
-    """
+    # Splits of arrays by path, whichever stage holds them: plans with different stages may still
+    # split arrays alike.
     by_path: dict[str, dict[str, None]] = {}
     for stage in plan.stages:
         for what, splits in (("input", stage.shardings), ("output", stage.outputs)):
             for path, dims in splits.items():
                 by_path.setdefault(f"{what} {path}", {})[format_dims(dims)] = None
-    return {subject: " or ".join(sorted(splits)) for subject, splits in by_path.items()}
+    terms |= {subject: " or ".join(sorted(splits)) for subject, splits in by_path.items()}
+    terms |= {f"combine {path}": how for path, how in plan.combine.items()}
+    terms |= {f"note: {note}": "noted" for note in plan.notes}
+    return terms
 
 
 def _predictions(plan: Plan) -> dict[str, Term]:

@@ -137,7 +137,19 @@ def from_json(text: str, *, source: str = "the plan") -> Plan:
         raise _too_deep(source)
     if extreme := list(_extremes(data, "plan")):
         raise _invalid(source, extreme)
-    if repeated := _repeated_names(text):
+    # Names that stand more than once in an object, with their counts: readers of JSON disagree
+    # about which of them counts.
+    counts: Counter[str] = Counter()
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            counts.update({name: count for name, count in Counter(names).items() if count > 1})
+
+    # msgspec silently takes the last of equal names. Numbers stay text, because only names are
+    # checked.
+    json.loads(text, object_pairs_hook=look, parse_int=str, parse_float=str)
+    if repeated := list(counts.items()):
         raise _invalid(
             source,
             [
@@ -229,23 +241,6 @@ def _extremes(value: Any, path: str) -> Iterator[str]:
             f" {shortened(f'{value:g}' if isinstance(value, float) else str(value), 30)}, out of"
             " range"
         )
-
-
-def _repeated_names(text: str) -> list[tuple[str, int]]:
-    """Names that stand more than once in an object, with their counts: readers of JSON disagree
-    about which of them counts.
-    """
-    counts: Counter[str] = Counter()
-
-    def look(pairs: list[tuple[str, Any]]) -> None:
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            counts.update({name: count for name, count in Counter(names).items() if count > 1})
-
-    # msgspec silently takes the last of equal names. Numbers stay text, because only names are
-    # checked.
-    json.loads(text, object_pairs_hook=look, parse_int=str, parse_float=str)
-    return list(counts.items())
 
 
 def _place(text: str, offset: int) -> str:

@@ -38,7 +38,15 @@ def stage_table(plan: Plan) -> Section:
     header += ["forward", "backward", "update", "to next", "memory", "in flight", "bubble"]
     rows = []
     for index, stage in enumerate(plan.stages):
-        row = [str(index), short_layers(stage.layer_names), *_place(plan, stage), _shape(stage)]
+        # Host and devices of a stage as text, numbered over the whole cluster.
+        start, stop = device_range(stage)
+        each = plan.cluster.get("devices_per_host")
+        host = ""
+        if isinstance(each, int) and each > 0:
+            begin, last = start // each, (stop - 1) // each
+            host = str(begin) if begin == last else f"{begin}-{last}"
+        devices = str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+        row = [str(index), short_layers(stage.layer_names), host, devices, _shape(stage)]
         row += [stage.recompute if stage.recompute != "none" else "-"] if recomputes else []
         rows.append(
             (
@@ -292,17 +300,6 @@ def submesh_names(plan: Plan) -> tuple[str, ...]:
         stages = [stage for stage, place in enumerate(placement) if place == submesh]
         names.append(submesh_name(submesh, stages, start, stop - 1))
     return tuple(names)
-
-
-def _place(plan: Plan, stage: StagePlan) -> tuple[str, str]:
-    """Host and devices of a stage as text, numbered over the whole cluster."""
-    start, stop = device_range(stage)
-    each = plan.cluster.get("devices_per_host")
-    host = ""
-    if isinstance(each, int) and each > 0:
-        first, last = start // each, (stop - 1) // each
-        host = str(first) if first == last else f"{first}-{last}"
-    return host, str(start) if stop == start + 1 else f"{start}-{stop - 1}"
 
 
 def _shape(stage: StagePlan) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..cluster import Target
-from ..graph import Graph, Operand, OpId, Phase, Role, ValueId, fold
+from ..graph import Graph, Operand, OpId, Phase, Role, fold
 from ._cuts import cut, taken_by_regions
 from ._dim_rule import is_declared
 from ._edges import EdgeBuilder
@@ -67,6 +67,18 @@ def build_nodes(
     edges.add_aliases()
     nodes = tuple(_node(naming, NodeId(index)) for index in range(len(naming.kinds)))
     batch_factors = _batch_factors(naming, edges, nodes)
+    # Ports of values that loops carry and slice, which are the results of links, and of values that
+    # rematerialised regions take.
+    ports = {}
+    linked = {op.outputs[0] for op in graph.ops if op.is_link}
+    # A region's barrier hides from the compiler how its operands are split; without a pin, the
+    # compiler would choose other splits.
+    for value in linked | set(taken_by_regions(graph.body)):
+        if value >= 0:
+            value_class = int(naming.cuts.folding.value_class[value])
+            port = (naming.landed_ports(value_class) or [naming.class_port(value_class)])[0]
+            if port.node >= 0:
+                ports[value] = port
     return NodeGraph(
         nodes=nodes,
         edges=tuple(edges.edges),
@@ -77,7 +89,7 @@ def build_nodes(
         batch_factors=batch_factors,
         batch_sums=batch_sums(naming, batch_factors),
         op_class=tuple(cuts.folding.op_class.tolist()),
-        loop_ports=_loop_ports(naming),
+        loop_ports=ports,
         folded=any(len(m) > 1 for m in cuts.folding.members),
         on_missing_rule=naming.on_missing_rule,
         whole=tuple(_whole_operators(naming)),
@@ -329,24 +341,6 @@ def _product_readers(naming: NodeIndex) -> dict[int, list[Port]]:
     return {
         value_class: ports + stacked.get(value_class, []) for value_class, ports in readers.items()
     }
-
-
-def _loop_ports(naming: NodeIndex) -> dict[ValueId, Port]:
-    """Ports of values that loops carry and slice, which are the results of links, and of values
-    that rematerialised regions take.
-
-    A region's barrier hides from the compiler how its operands are split; without a pin, the
-    compiler would choose other splits.
-    """
-    graph, ports = naming.cuts.graph, {}
-    linked = {op.outputs[0] for op in graph.ops if op.is_link}
-    for value in linked | set(taken_by_regions(graph.body)):
-        if value >= 0:
-            value_class = int(naming.cuts.folding.value_class[value])
-            port = (naming.landed_ports(value_class) or [naming.class_port(value_class)])[0]
-            if port.node >= 0:
-                ports[value] = port
-    return ports
 
 
 def _batch_factors(

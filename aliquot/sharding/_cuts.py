@@ -315,18 +315,18 @@ def cut(graph: Graph, folding: Folding, on_missing_rule: str) -> Cuts:
     # although no operator reads them.
     for output in graph.outputs:
         if isinstance(output.value, int):
-            _land(cuts, classes[output.value])
+            # Give a product's result a slot behind the product, unless it has one because an
+            # operator reads it.
+            value_class = classes[output.value]
+            shape = cuts.shape(value_class)
+            keys = [("landed", value_class, zone) for zone in ("main", "update")]
+            if (
+                shape
+                and cuts.by_product(value_class)
+                and not any(k in cuts.slots.by_key for k in keys)
+            ):
+                cuts.slots.get(keys[0], shape)
     return cuts
-
-
-def _land(cuts: Cuts, value_class: int) -> None:
-    """Give a product's result a slot behind the product, unless it has one because an operator
-    reads it.
-    """
-    shape = cuts.shape(value_class)
-    keys = [("landed", value_class, zone) for zone in ("main", "update")]
-    if shape and cuts.by_product(value_class) and not any(k in cuts.slots.by_key for k in keys):
-        cuts.slots.get(keys[0], shape)
 
 
 def _origins(graph: Graph) -> tuple[list[bool], list[bool]]:

@@ -200,7 +200,13 @@ def align(whole: Graph, part: Graph, *, own: bool = False) -> tuple[Graph, dict[
             a.name != b.name
             or (a.trips != b.trips and not own)
             or a.outputs != b.outputs
-            or not _same_operands(a, b)
+            or not (
+                len(a.inputs) == len(b.inputs)
+                and all(
+                    x == y if isinstance(x, int) else isinstance(y, Literal)
+                    for x, y in zip(a.inputs, b.inputs)
+                )
+            )
         ):
             raise _different(whole, a, b)
         if not own and (change := _other_parameter(a, b)):
@@ -234,12 +240,6 @@ def align(whole: Graph, part: Graph, *, own: bool = False) -> tuple[Graph, dict[
 
 def _same_operators(whole: Graph, part: Graph) -> bool:
     return [op.name for op in whole.ops] == [op.name for op in part.ops]
-
-
-def _same_operands(a: Op, b: Op) -> bool:
-    return len(a.inputs) == len(b.inputs) and all(
-        x == y if isinstance(x, int) else isinstance(y, Literal) for x, y in zip(a.inputs, b.inputs)
-    )
 
 
 # Parameters that follow from the shapes of operands and results, as a convolution's groups follow

@@ -329,7 +329,20 @@ def _change_variant(around: Neighbours, at: Candidate, worst: int) -> Iterator[C
     recomputation stay if possible.
     """
     variant = around.variants[at.variant]
-    for other in _next_variants(around, variant):
+    # Variants with the chains before and after, then those of other schedules that put stages on
+    # submeshes in the same way.
+    places = []
+    interleaves = schedule_kind(variant.schedule).interleaves
+    for step in (-1, 1, 0):
+        for v, each in enumerate(around.variants):
+            if each.number != variant.number + step:
+                continue
+            if step and each.schedule == variant.schedule:
+                places.append(v)
+            same_places = schedule_kind(each.schedule).interleaves == interleaves
+            if not step and each.schedule != variant.schedule and same_places:
+                places.append(v)
+    for other in places:
         options = []
         for option in at.options:
             old = variant.chain.options[option]
@@ -341,24 +354,6 @@ def _change_variant(around: Neighbours, at: Candidate, worst: int) -> Iterator[C
             options += [*alike, *rows][:1]
         if len(options) == len(at.options):
             yield replace(at, variant=other, options=tuple(options))
-
-
-def _next_variants(around: Neighbours, at: Variant) -> list[int]:
-    """Variants with the chains before and after, then those of other schedules that put stages on
-    submeshes in the same way.
-    """
-    found = []
-    interleaves = schedule_kind(at.schedule).interleaves
-    for step in (-1, 1, 0):
-        for v, variant in enumerate(around.variants):
-            if variant.number != at.number + step:
-                continue
-            if step and variant.schedule == at.schedule:
-                found.append(v)
-            same_places = schedule_kind(variant.schedule).interleaves == interleaves
-            if not step and variant.schedule != at.schedule and same_places:
-                found.append(v)
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
